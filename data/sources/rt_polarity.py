@@ -1,0 +1,141 @@
+"""Film-review sentences, positive and negative (Pang and Lee 2005): continue a sentence, and do it kindly.
+
+`place` is a directory with rt-polarity.pos and rt-polarity.neg (.gz too), or a hub id with the columns text and
+label, such as cornell-movie-review-data/rotten_tomatoes. Fine-tuning learns to continue sentences of both kinds; a
+reward pair is a positive sentence over a negative one; PPO continues the first words. Best with chat_template plain.
+"""
+
+import gzip
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from data.reading import Phase, hub_records, is_hub_id, text
+from rlhf.config import Config as BaseConfig
+from rlhf.config import UserError
+from rlhf.types import Message, Row
+
+
+class Config(BaseConfig):
+    """How sentences become rows."""
+
+    prompt_words: int = Field(4, ge=1)
+    """words of a sentence that are the prompt"""
+    split: str = "train"
+    """split of the hub dataset"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reviews:
+    config: Config
+    place: str
+
+    def rows(self, phase: Phase) -> Iterator[Row]:
+        """sft: both sentences of each pair; reward: the pairs, with an empty prompt; ppo: the first words.
+
+        `columns["label"]` of a single sentence is 1 if it is positive, else 0.
+        """
+        pairs = self._pairs()
+        for (positive, negative), group in zip(pairs, self._groups(pairs), strict=True):
+            if phase == "reward":
+                yield Row((), positive, negative, group)
+                continue
+            for label, sentence in ((1, positive), (0, negative)):
+                prompt, response = self._cut(sentence)
+                yield Row(
+                    (Message("user", prompt),), response if phase == "sft" else None, None, group, {"label": label}
+                )
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """The i-th positive and the i-th negative sentence, repeated sentences left out."""
+        read = _from_hub if is_hub_id(self.place) else _from_files
+        positive, negative = (list(dict.fromkeys(map(detokenize, side))) for side in read(self.place, self.config))
+        return list(zip(positive, negative, strict=False))
+
+    def _groups(self, pairs: list[tuple[str, str]]) -> list[str]:
+        """One name per pair; pairs that share a prompt, however indirectly, share a name and so a split."""
+        parent: dict[str, str] = {}
+
+        def root(prompt: str) -> str:
+            while parent.setdefault(prompt, prompt) != prompt:
+                prompt = parent[prompt]
+            return prompt
+
+        first = [(self._cut(positive)[0], self._cut(negative)[0]) for positive, negative in pairs]
+        for one, other in first:
+            low, high = sorted((root(one), root(other)))
+            parent[high] = low
+        return [root(one) for one, _ in first]
+
+    def _cut(self, sentence: str) -> tuple[str, str]:
+        """(the first words, the rest with the space before it)."""
+        words = re.match(r"\S+(?:\s+\S+){0,%d}" % (self.config.prompt_words - 1), sentence)
+        end = words.end() if words else 0
+        return sentence[:end], sentence[end:]
+
+
+def build(config: Config, place: str) -> Reviews:
+    if not place:
+        raise UserError("rt_polarity: got no place, expected rt_polarity:DIRECTORY or rt_polarity:HUB_ID")
+    if not is_hub_id(place):
+        _file(place, "pos"), _file(place, "neg")
+    return Reviews(config, place)
+
+
+def _file(place: str, side: str) -> Path:
+    for name in (f"rt-polarity.{side}", f"rt-polarity.{side}.gz"):
+        if (Path(place).expanduser() / name).is_file():
+            return Path(place).expanduser() / name
+    raise UserError(f"{place}: no rt-polarity.{side} or rt-polarity.{side}.gz there; expected one sentence a line")
+
+
+def _from_files(place: str, config: Config) -> tuple[list[str], list[str]]:
+    positive, negative = (_sentences(_file(place, side)) for side in ("pos", "neg"))
+    return positive, negative
+
+
+def _sentences(path: Path) -> list[str]:
+    """The lines that are not blank. The original files are Latin-1, some copies UTF-8."""
+    data = path.read_bytes()
+    try:
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: not a whole gzip file ({error})") from None
+    try:
+        whole = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        whole = data.decode("latin-1")
+    lines = [line.strip() for line in whole.split("\n") if line.strip()]
+    if not lines:
+        raise UserError(f"{path}: 0 sentences; expected one a line")
+    return lines
+
+
+def _from_hub(place: str, config: Config) -> tuple[list[str], list[str]]:
+    sides: tuple[list[str], list[str]] = ([], [])
+    for where, record in hub_records(place, config.split):
+        if record.get("label") not in (0, 1):
+            raise UserError(f"{where}: label: got {record.get('label')!r}, expected 1 (positive) or 0 (negative)")
+        sides[1 - int(record["label"])].append(text(record, "text", where))
+    return sides
+
+
+def detokenize(sentence: str) -> str:
+    """Ordinary English from a sentence with spaces around its punctuation.
+
+    Marks close up to the word they belong to, ' . . . ' becomes '... ', and double quotes hug what they enclose, the
+    odd ones opening and the even ones closing. Case is left as it is (the files are in lower case).
+    """
+    sentence = re.sub(r"\.(?: \.)+", lambda dots: dots[0].replace(" ", ""), " ".join(sentence.split()))
+    sentence = re.sub(r" (?=[.,;:!?%)\]])| (?='(?:s|t|d|m|re|ve|ll)\b)| (?=n't\b)|(?<=[(\[]) ", "", sentence)
+    quotes = iter(range(sentence.count('"')))
+    return re.sub(r' ?" ?', lambda mark: _quote(mark[0], next(quotes) % 2), sentence).strip()
+
+
+def _quote(mark: str, closing: int) -> str:
+    if closing:
+        return mark.lstrip(" ")
+    return mark.rstrip(" ")

@@ -1,0 +1,193 @@
+"""The only place that knows DeepSpeed: ZeRO, offload, precision, batch arithmetic, the optimizer step, export."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf import dist
+from rlhf.config import UserError
+from rlhf.options import EngineOptions, OptimizerOptions
+from rlhf.types import Metrics
+
+
+class NonFiniteError(ArithmeticError):
+    """A number that training must not go on from."""
+
+
+def compute_dtype(options: EngineOptions, device: torch.device) -> torch.dtype:
+    """The torch dtype that `options.dtype` means on `device`.
+
+    Raises: UserError for fp16 on a CPU.
+    """
+    if options.dtype == "fp16" and device.type == "cpu":
+        raise UserError("--dtype fp16: the device is a CPU, expected bf16 or fp32 there")
+    if options.dtype == "auto":
+        return torch.bfloat16 if _bf16_is_fast(device) else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+
+
+def _bf16_is_fast(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+class Engine:
+    """One trained model under DeepSpeed.
+
+    `total_steps` is the number of optimizer steps, for the learning-rate schedule. Batch sizes are the
+    caller's: a step takes any number of micro-batches, the same number on every rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: EngineOptions, optimizer_options: OptimizerOptions, total_steps: int
+    ) -> None:
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        self.device = dist.local_device()
+        dtype = compute_dtype(options, self.device)
+        if options.gradient_checkpointing:
+            _checkpoint_activations(model)
+        o = optimizer_options
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=o.learning_rate,
+            betas=(o.adam_beta1, o.adam_beta2),
+            eps=o.adam_epsilon,
+            weight_decay=o.weight_decay,
+            fused=not options.offload_optimizer,
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=model.to(self.device),
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, total_steps)),
+            config=deepspeed_config(options, o, dtype),
+        )
+        self._options = options
+        self.steps = 0
+
+    @property
+    def module(self) -> Any:
+        """The model itself, for generation."""
+        return self._engine.module
+
+    def __call__(self, *args: Any) -> Any:
+        """The model's forward pass, with gradients."""
+        self._engine.train()
+        return self._engine(*args)
+
+    def step(self, micro_batches: Iterable[Any], loss: Callable[[Any], tuple[Tensor, dict[str, Tensor]]]) -> Metrics:
+        """One optimizer step over `micro_batches`.
+
+        `loss(micro)` gives the micro-batch's share of the step's loss (normalised by the token or row count
+        of the whole step over all ranks) and metrics of the same kind. Returns the metrics added up over
+        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (which DeepSpeed does not tell at fp32 stage 0).
+        Raises: NonFiniteError, on every rank and before the weights change, naming the step.
+        """
+        micros = list(micro_batches)
+        totals: dict[str, Tensor] = {}
+        for i, micro in enumerate(micros):
+            value, metrics = loss(micro)
+            for name, metric in {"loss": value, **metrics}.items():
+                totals[name] = totals.get(name, torch.zeros((), device=self.device)) + metric.detach().float()
+            # Zeros keep the collectives of backward in step on ranks that will raise below.
+            self._engine.set_gradient_accumulation_boundary(i == len(micros) - 1)
+            self._engine.backward(value * dist.world_size())
+            if i < len(micros) - 1:
+                self._engine.step()
+        summed = dict(zip(totals, dist.sum_over_ranks(torch.stack(list(totals.values()))).tolist(), strict=True))
+        self._refuse_non_finite(summed)
+        rate = self._engine.get_lr()[0]
+        self._engine.step()
+        self.steps += 1
+        norm = self._engine.get_global_grad_norm()
+        summed |= {"learning_rate": rate} | ({} if norm is None else {"grad_norm": float(norm)})
+        self._refuse_non_finite(summed)
+        return summed
+
+    def _refuse_non_finite(self, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise NonFiniteError(
+                    f"step {self.steps + 1}: {name} is {value}; expected a finite number. "
+                    "Lower --learning-rate, or look for a broken row in this batch"
+                )
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """The whole model in eval mode without gradients, gathered once under ZeRO-3."""
+        self._engine.eval()
+        with torch.no_grad(), self._gathered():
+            yield self._engine.module
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Under ZeRO-3 every weight whole on every rank, the hooks that fetch and release them taken off meanwhile.
+
+        With the hooks on, each forward pass would gather again (10 times slower to generate), and ranks with
+        different numbers of passes would wait for each other for ever.
+        """
+        if self._options.zero_stage < 3:
+            yield
+            return
+        import deepspeed
+
+        offload = self._engine.optimizer.parameter_offload
+        with deepspeed.zero.GatheredParameters(list(self._engine.module.parameters())):
+            for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
+            try:
+                yield
+            finally:
+                offload._register_deepspeed_module(offload.module)
+
+
+def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype) -> dict[str, Any]:
+    """What DeepSpeed is told. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3."""
+    zero: dict[str, Any] = {"stage": options.zero_stage, "stage3_param_persistence_threshold": 0}
+    if options.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if options.offload_param:
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": optimizer.micro_batch_size,
+        "gradient_accumulation_steps": 1,  # the step's micro-batches are counted in Engine.step
+        "gradient_clipping": optimizer.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+        "steps_per_print": 1 << 60,
+    }
+
+
+def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:
+    """The factor on the learning rate at each optimizer step, from 0: warm-up, then the named shape down to 0."""
+    warmup = max(1, round(options.warmup_ratio * total_steps)) if options.warmup_ratio > 0 else 0
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
+            options.lr_scheduler_type
+        ]
+
+    return factor
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    for part in model.children():
+        if hasattr(part, "gradient_checkpointing_enable"):
+            part.gradient_checkpointing_enable({"use_reentrant": False})
+            if hasattr(part, "enable_input_require_grads"):
+                part.enable_input_require_grads()

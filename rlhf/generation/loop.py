@@ -1,0 +1,78 @@
+"""Sampling token by token with a key-value cache; log-probs are taken at the moment of sampling."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from rlhf import ops
+from rlhf.config import Config as Base
+from rlhf.models.policy import position_arguments
+from rlhf.options import SamplingOptions
+from rlhf.types import Prompts, Rollout
+
+Generate = Callable[[PreTrainedModel, Prompts, SamplingOptions, torch.Generator | None], Rollout]
+
+
+class Config(Base):
+    eos_token_id: int
+    """the one token that ends a response"""
+    pad_token_id: int
+    """fills a response after its end"""
+
+
+def build(config: Config) -> Generate:
+    """`generate(lm, prompts, sampling, generator) -> Rollout`; without a generator it is greedy."""
+
+    def generate(
+        lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, generator: torch.Generator | None
+    ) -> Rollout:
+        tokens, logprobs, mask = _sample(lm, prompts, sampling, generator, config)
+        # A row still alive after its last column never sampled EOS.
+        ended = ((tokens == config.eos_token_id) & mask).any(1)
+        return Rollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
+
+    return generate
+
+
+@torch.no_grad()
+def _sample(
+    lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, generator: torch.Generator | None, config: Config
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, log-probs and mask, each [B, T] with T at most `response_length`."""
+    mask, ids = prompts.mask, prompts.ids
+    positions = position_arguments(lm, mask)
+    cache = DynamicCache(config=lm.config)
+    alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
+    for _ in range(sampling.response_length):
+        output = lm(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **positions,
+        )
+        logits = output.logits[:, -1:]
+        token = _choose(logits[:, 0], sampling.temperature, generator)
+        logprob = ops.token_logprobs(logits, token[:, None], sampling.temperature).squeeze(1)
+        token = torch.where(alive, token, config.pad_token_id)
+        columns.append((token, torch.where(alive, logprob, 0.0), alive))
+        mask = torch.cat([mask, alive[:, None]], dim=1)
+        positions = {name: mask.sum(1, keepdim=True) - 1 for name in positions}
+        ids = token[:, None]
+        alive = alive & (token != config.eos_token_id)
+        if not alive.any():
+            break
+    tokens, logprobs, kept = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
+    return tokens, logprobs, kept
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """One token a row [B] from logits [B, V]."""
+    if generator is None:
+        return logits.argmax(-1)
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)

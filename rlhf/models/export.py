@@ -1,0 +1,68 @@
+"""Models out of an engine into Hugging Face directories that transformers loads without us."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from rlhf import dist, plugins
+from rlhf.engine import Engine
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import HEAD, ScalarModel
+
+
+def save_policy(engine: Engine, adapter: str | None, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write the language model of a Policy engine, adapters merged, with tokenizer, template and generation config."""
+    with engine.inference() as policy:
+        assert isinstance(policy, Policy)
+        state = full_state(policy.lm, adapter)
+        if dist.is_main():
+            lm = base_model(policy.lm)
+            lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
+            lm.config.pad_token_id = lm.generation_config.pad_token_id = tokenizer.pad_token_id
+            lm.save_pretrained(directory, state_dict=state)
+            tokenizer.save_pretrained(directory)
+    dist.barrier()
+
+
+def save_scalar(engine: Engine, adapter: str | None, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write a ScalarModel engine in the form that `AutoModelForSequenceClassification(num_labels=1)` reads.
+
+    Its pad token is not EOS, because that class pools at the last token that is not padding.
+    """
+    with engine.inference() as model:
+        assert isinstance(model, ScalarModel)
+        backbone = base_model(model.backbone)
+        state = {
+            f"{backbone.base_model_prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()
+        }
+        state[HEAD] = model.score.weight.detach().cpu()
+        if dist.is_main():
+            config = backbone.config
+            config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+            config.eos_token_id = tokenizer.eos_token_id
+            classifiers = AutoModelForSequenceClassification._model_mapping
+            if type(config) in classifiers.keys():  # noqa: SIM118  (a lazy mapping)
+                config.architectures = [classifiers[type(config)].__name__]
+            config.dtype = model.score.weight.dtype
+            config.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+            save_file({k: v.contiguous() for k, v in state.items()}, directory / "model.safetensors", {"format": "pt"})
+    dist.barrier()
+
+
+def base_model(model: nn.Module) -> Any:
+    """The transformers model under an adapter, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
+    """Weights by their transformers names on the CPU, adapters merged; tied weights stay one tensor."""
+    if adapter is not None:
+        name, _ = plugins.parse_spec(adapter)
+        return plugins.find("rlhf.adapters", name).merged_state(model)
+    copies: dict[int, Tensor] = {}
+    return {n: copies.setdefault(v.data_ptr(), v.detach().to(torch.device("cpu"))) for n, v in model.state_dict().items()}

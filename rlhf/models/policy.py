@@ -1,0 +1,52 @@
+"""The policy: a causal language model that tells the log-probability of each token. The only place that shifts logits."""
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf import ops
+from rlhf.types import Sequences
+
+
+def position_arguments(model: nn.Module, mask: Tensor) -> dict[str, Tensor]:
+    """`position_ids` that count real tokens only, for architectures that take them (BLOOM and MPT do not).
+
+    Without them a left-padded row of GPT-2 is off by 0.4 nats.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    takes = "position_ids" in inspect.signature(base.forward).parameters  # type: ignore[operator]
+    return {"position_ids": ops.positions(mask)} if takes else {}
+
+
+class Policy(nn.Module):
+    """A causal language model seen as pi(token | tokens before it)."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, sequences: Sequences, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the tokens under the loss mask.
+
+        `logprobs[b, s]` is log pi(ids[b, s] | ids[b, :s]) in fp32, with logits divided by `temperature`;
+        `entropy[b, s]` is that of the distribution token s was drawn from, without gradient. Both are
+        [B, S] and 0 off the loss mask. Only positions that some row needs pass through the head.
+        """
+        s = sequences
+        predicted = s.loss_mask.any(0).nonzero().squeeze(1)  # [K] columns with a token to predict
+        output = self.lm(
+            input_ids=s.ids,
+            attention_mask=s.mask.long(),
+            logits_to_keep=predicted - 1,
+            use_cache=False,
+            **position_arguments(self.lm, s.mask),
+        )
+        kept = s.loss_mask[:, predicted]
+        logprobs = ops.token_logprobs(output.logits, s.ids[:, predicted], temperature)
+        with torch.no_grad():
+            entropy = ops.entropy(output.logits, temperature)
+        empty = torch.zeros(s.ids.shape, dtype=logprobs.dtype, device=logprobs.device)
+        scatter = [torch.where(kept, x, 0.0) for x in (logprobs, entropy)]
+        return empty.index_copy(1, predicted, scatter[0]), empty.index_copy(1, predicted, scatter[1])

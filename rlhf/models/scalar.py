@@ -1,0 +1,93 @@
+"""One scalar per token: the reward model reads it at the last token, the critic at every state."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf import ops
+from rlhf.config import UserError
+from rlhf.models.load import load_backbone
+from rlhf.models.policy import position_arguments
+from rlhf.names import resolve
+from rlhf.types import Sequences
+
+HEAD = "score.weight"
+
+
+class ScalarModel(nn.Module):
+    """A backbone and a linear head without bias: one class, two roles.
+
+    Its saved form is that of `AutoModelForSequenceClassification` with one label.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, head: nn.Linear) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.score = head
+
+    def forward(self, sequences: Sequences) -> Tensor:
+        """The scalar at every token, fp32 [B, S]."""
+        mask = sequences.mask
+        hidden = self.backbone(
+            input_ids=sequences.ids,
+            attention_mask=mask.long(),
+            use_cache=False,
+            **position_arguments(self.backbone, mask),
+        ).last_hidden_state
+        return self.score(hidden).squeeze(-1).float()
+
+
+def scores(scalars: Tensor, mask: Tensor) -> Tensor:
+    """What a reward model says of each whole sequence, [B]: the scalar at the last real token."""
+    return scalars.gather(1, ops.last_index(mask)[:, None]).squeeze(1)
+
+
+def state_values(scalars: Tensor, prompt_length: int) -> Tensor:
+    """What a critic says of the states in which the response tokens were chosen, [B, T] from [B, P + T].
+
+    The state of token t is everything before it, so its value is read one position earlier.
+    """
+    return scalars[:, prompt_length - 1 : -1]
+
+
+def new_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int, seed: int) -> ScalarModel:
+    """A language model's backbone under a fresh head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020)."""
+    backbone = load_backbone(place, dtype, tokenizer_size, seed)
+    width = getattr(backbone.config, "word_embed_proj_dim", None) or backbone.config.get_text_config().hidden_size
+    head = nn.Linear(width, 1, bias=False)
+    with torch.no_grad():
+        head.weight.normal_(0.0, (width + 1) ** -0.5, generator=torch.Generator().manual_seed(seed))
+    return ScalarModel(backbone, head.to(dtype)).eval()
+
+
+def load_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int) -> ScalarModel:
+    """A trained reward model or critic: ours, or any one-label sequence classifier with a `score` head.
+
+    Raises: UserError if the head is absent (a language model, say) or does not give one number.
+    """
+    weight = read_head(resolve(place))
+    backbone = load_backbone(place, dtype, tokenizer_size)
+    head = nn.Linear(weight.shape[1], 1, bias=False, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    if not torch.isfinite(head.weight).all():
+        raise UserError(f"reward model '{place}': weight {HEAD} has values that are not finite")
+    return ScalarModel(backbone, head).eval()
+
+
+def read_head(directory: str) -> Tensor:
+    """The [1, d] head of a saved scalar model."""
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            if HEAD in tensors.keys():  # noqa: SIM118  (safe_open is not a mapping)
+                weight = tensors.get_tensor(HEAD)
+                if weight.shape[0] != 1:
+                    raise UserError(f"reward model '{directory}': {HEAD} gives {weight.shape[0]} labels, expected 1")
+                return weight
+    raise UserError(
+        f"reward model '{directory}': no trained head, expected a tensor '{HEAD}' in its *.safetensors; "
+        "train one with step2_reward, or name a one-label sequence classifier"
+    )

@@ -1,0 +1,68 @@
+"""Options that every stage has, each declared once. Torch-free, like rlhf.config."""
+
+from typing import Literal
+
+from rlhf.config import Config
+
+
+class RunOptions(Config):
+    """Where a run writes and what it draws its randomness from."""
+
+    output_dir: str = "runs/demo"
+    """directory of the whole run; each stage writes its own folder inside"""
+    seed: int = 0
+    """of initial heads, data order, sampling"""
+    report_to: tuple[Literal["tensorboard"], ...] = ()
+    """trackers beside metrics.jsonl"""
+    sample_rows: int = 4
+    """prompts shown before and after"""
+
+
+class EngineOptions(Config):
+    """How a trained model is held."""
+
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """compute dtype; auto = bf16 where the device multiplies it fast (AVX512-BF16, AMX, Ampere GPUs), else fp32.
+    Master weights are always fp32"""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """what ZeRO shards over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights"""
+    offload_optimizer: bool = False
+    """keep optimizer state in CPU memory"""
+    offload_param: bool = False
+    """keep weights in CPU memory between uses (ZeRO 3)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, about a third more time"""
+    adapter: str | None = None
+    """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16; none = train all weights"""
+
+
+class OptimizerOptions(Config):
+    """AdamW, its schedule, and how a batch is cut up for one device."""
+
+    micro_batch_size: int = 8
+    """rows in one forward and backward pass on one device; changes memory and speed, never results"""
+    learning_rate: float = 1e-5
+    """peak learning rate of AdamW"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """learning rate after warm-up"""
+    warmup_ratio: float = 0.03
+    """share of the optimizer steps over which the learning rate rises from 0"""
+    adam_beta1: float = 0.9
+    """decay of AdamW's first moment"""
+    adam_beta2: float = 0.95
+    """decay of AdamW's second moment"""
+    adam_epsilon: float = 1e-8
+    """added to AdamW's denominator"""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay, per step and unit of learning rate"""
+    max_grad_norm: float = 1.0
+    """gradients are scaled down to this global norm; 0 = never"""
+
+
+class SamplingOptions(Config):
+    """How responses are drawn from the policy. No top-k, top-p or penalties: they would make the KL meaningless."""
+
+    temperature: float = 1.0
+    """logits are divided by this, in sampling and in every log-prob; above 0"""
+    response_length: int = 64
+    """most tokens of a response, EOS included"""

@@ -1,0 +1,139 @@
+"""Observers of a run: metrics.jsonl, a progress bar, TensorBoard, the words and tables a person reads. Rank 0 speaks."""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from rlhf import dist
+from rlhf.types import Metrics
+
+
+def quiet_libraries() -> None:
+    """Libraries report through our bar and errors; their own bars and notices go."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    for name in ("DeepSpeed", "deepspeed", "torch.distributed", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(torch|deepspeed|transformers|peft|datasets)(\.|$)")
+
+
+def say(text: str) -> None:
+    """One line to the person who waits."""
+    if dist.is_main():
+        print(text, flush=True)
+
+
+class MetricsFile:
+    """Appends one JSON object a line, with the step and the seconds since it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._start = time.monotonic()
+
+    def write(self, kind: str, step: int, metrics: Metrics) -> None:
+        row = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self._start, 3)}
+        self._file.write(json.dumps(row | {name: _plain(value) for name, value in metrics.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(value: float) -> float | None:
+    # JSON has no NaN; six significant digits are more than any of these numbers has.
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+class TensorBoard:
+    """The same numbers for TensorBoard, if it is installed."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory))
+
+    def write(self, kind: str, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Recorder:
+    """Follows one stage: every step into the writers, a few numbers onto the bar. Silent on other ranks."""
+
+    def __init__(self, directory: Path, report_to: Sequence[str] = ()) -> None:
+        self._writers: list[Any] = []
+        if dist.is_main():
+            self._writers = [MetricsFile(directory / "metrics.jsonl")]
+            if "tensorboard" in report_to:
+                self._writers.append(TensorBoard(directory / "tensorboard"))
+
+    def follow(self, steps: Iterable[Metrics], total: int, title: str, shown: Sequence[str]) -> Iterator[Metrics]:
+        """Pass `steps` on, recording each; `shown` are the metrics on the bar."""
+        interactive = sys.stderr.isatty()
+        with tqdm(
+            total=total,
+            desc=title,
+            disable=not dist.is_main(),
+            file=sys.stderr,
+            mininterval=0.2 if interactive else 20.0,
+            dynamic_ncols=interactive,
+        ) as bar:
+            for step, metrics in enumerate(steps, start=1):
+                self.write("train", step, metrics)
+                bar.set_postfix_str(" ".join(f"{n}={metrics[n]:.3g}" for n in shown if n in metrics), refresh=False)
+                bar.update()
+                yield metrics
+
+    def write(self, kind: str, step: int, metrics: Metrics) -> None:
+        for writer in self._writers:
+            writer.write(kind, step, metrics)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on the terminal; text is shown as it is, never as markup."""
+    if not dist.is_main():
+        return
+    from rich.text import Text
+
+    table = Table(title=title, show_lines=True, title_justify="left")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_clipped(cell)) for cell in row))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+
+
+def _clipped(text: str, length: int = 300) -> str:
+    text = text.strip()
+    return text if len(text) <= length else f"{text[: length // 2]} ... {text[-length // 2 :]}"
+
+
+def metrics_line(metrics: Metrics) -> str:
+    """`eval_accuracy 0.93, eval_loss 0.21`."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -1,0 +1,53 @@
+"""Score sources: one number for each whole response. One file each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf import plugins
+from rlhf.config import UserError
+from rlhf.text import Template
+from rlhf.types import Rollout, Samples
+
+Source = Callable[[Samples], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a score source may need to know of the run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    dtype: torch.dtype
+    reward_model: str
+    """place of the run's reward model"""
+    micro_batch_size: int
+
+
+def open_source(spec: str, context: Context) -> Source:
+    """A score source by name, `name,option=value`, or the Python function `file.py:function` / `module:function`."""
+    name = spec.split(",")[0]
+    if ":" in name or name.endswith(".py"):
+        spec = f"python,function={spec}"
+    return plugins.build("rlhf.rewards", spec, context)
+
+
+def as_samples(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
+    """Prompts and responses of a rollout as text."""
+    template = Template(tokenizer)
+    responses = [
+        template.response_text(ids[kept].tolist()) for ids, kept in zip(rollout.response_ids, rollout.mask, strict=True)
+    ]
+    return Samples(tuple(template.prompt_text(row.prompt) for row in rollout.rows), tuple(responses), rollout)
+
+
+def checked(scores: Tensor, samples: Samples, source: str) -> Tensor:
+    """`scores` [B], refused if any is not finite. Raises: UserError naming the first such response."""
+    for score, prompt, response in zip(scores.tolist(), samples.prompts, samples.responses, strict=True):
+        if score != score or score in (float("inf"), float("-inf")):
+            where = f"prompt {prompt[-60:]!r}, response {response[:60]!r}"
+            raise UserError(f"reward '{source}': got {score} for {where}; expected a finite number")
+    return scores

@@ -1,0 +1,59 @@
+"""The score of a trained reward model: ours, or any one-label sequence classifier of transformers."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.checkpoint import model_place
+from rlhf.config import Config as Base
+from rlhf.models.scalar import ScalarModel, load_scalar_model, scores
+from rlhf.names import resolve
+from rlhf.rewards import Context, Source
+from rlhf.text import Template, load_tokenizer, same_ids
+from rlhf.types import Rollout, Samples, Sequences, length_groups
+
+
+class Config(Base):
+    model: str | None = None
+    """place of the reward model; by default the run's"""
+
+
+def build(config: Config, context: Context) -> Source:
+    """The reward model as a score source.
+
+    A model with another tokenizer or template than the policy's gets the text, in its own template.
+    """
+    place = model_place(config.model or context.reward_model, "model")
+    tokenizer = load_tokenizer(resolve(place))
+    model = load_scalar_model(place, context.dtype, len(tokenizer)).to(context.device).requires_grad_(False)
+    shared = same_ids(tokenizer, context.tokenizer)
+
+    def score(samples: Samples) -> Tensor:
+        sequences = samples.rollout.sequences if shared else _in_its_own_words(samples, tokenizer)
+        return score_sequences(model, sequences.to(context.device), context.micro_batch_size)
+
+    return score
+
+
+@torch.no_grad()
+def score_sequences(model: ScalarModel, sequences: Sequences, micro_batch_size: int) -> Tensor:
+    """Scores [B] of whole sequences, rows of similar length together."""
+    result = torch.zeros(len(sequences), device=sequences.ids.device)
+    for index in length_groups(sequences.lengths, micro_batch_size):
+        micro = sequences[index].trimmed()
+        result[index] = scores(model(micro), micro.mask)
+    return result
+
+
+def _in_its_own_words(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Sequences:
+    """The samples as another tokenizer and template write them; a response cut short gets no EOS there either."""
+    template = Template(tokenizer)
+    rollout: Rollout = samples.rollout
+    rows = []
+    for row, response, ended in zip(rollout.rows, samples.responses, rollout.ended.tolist(), strict=True):
+        response_ids = template.response_ids(response)
+        rows.append(template.prompt_ids(row.prompt) + (response_ids if ended else response_ids[:-1]))
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
+    return Sequences(ids, mask, torch.zeros_like(mask))

@@ -1,0 +1,86 @@
+"""Supervised fine-tuning: maximise the log-probability of the responses (InstructGPT, arXiv 2203.02155, section 3.5)."""
+
+import math
+from collections.abc import Collection, Iterator
+
+import torch
+
+from data.batches import batch_indices, sft_batch
+from data.dataset import PromptDataset, open_datasets
+from data.mixture import open_sources
+from rlhf import adapters, dist, losses
+from rlhf.checkpoint import model_place
+from rlhf.engine import Engine, compute_dtype
+from rlhf.models.export import save_policy
+from rlhf.models.load import load_causal_lm, require_context
+from rlhf.models.policy import Policy
+from rlhf.names import resolve
+from rlhf.run import open_run
+from rlhf.text import load_tokenizer, prepare_tokenizer
+from rlhf.types import Metrics, Sequences, length_groups
+from step1_sft.config import SFTConfig
+
+STAGE = "step1_sft"
+
+
+def train(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> Iterator[Metrics]:
+    """The method: each batch's mean token loss, one optimizer step."""
+    for indices in _batches(dataset, config):
+        batch = sft_batch([dataset[i] for i in indices], pad_id).to(policy.device)
+        count = dist.sum_over_ranks(batch.loss_mask.sum())
+        micros = [batch[rows].trimmed() for rows in length_groups(batch.lengths, config.micro_batch_size)]
+        yield policy.step(micros, lambda micro, count=count: losses.token_nll(policy(micro)[0], micro.loss_mask, count))
+
+
+def _batches(dataset: PromptDataset, config: SFTConfig) -> Iterator[list[int]]:
+    return batch_indices(
+        len(dataset), config.batch_size, config.seed, config.num_train_epochs, dist.rank(), dist.world_size()
+    )
+
+
+def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> float:
+    """exp of the mean loss over the response tokens of `dataset`, each token counting the same over all ranks."""
+    totals = torch.zeros(2, dtype=torch.float64)
+    rows = range(dist.rank(), len(dataset), dist.world_size())
+    with policy.inference() as model:
+        for start in range(0, len(rows), config.micro_batch_size):
+            items = [dataset[i] for i in rows[start : start + config.micro_batch_size]]
+            batch: Sequences = sft_batch(items, pad_id).to(policy.device)
+            logprobs, _ = model(batch)
+            totals += torch.stack([-logprobs.sum().double().cpu(), batch.loss_mask.sum().double().cpu()])
+    nll, count = dist.sum_over_ranks(totals).tolist()
+    return math.exp(nll / count)
+
+
+def check(config: SFTConfig, planned: Collection[str] = ()) -> None:
+    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError."""
+    place = model_place(config.model, "model")
+    load_tokenizer(resolve(place))
+    require_context(place, config.max_length)
+    open_sources(config.data_path)
+
+
+def run(config: SFTConfig) -> Metrics:
+    """The stage from its inputs to OUT/step1_sft: model, metrics.jsonl, manifest.json. Returns the final metrics."""
+    check(config)
+    place = model_place(config.model, "model")
+    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
+    dataset, evaluation = open_datasets(config, "sft", tokenizer)
+    total = sum(1 for _ in _batches(dataset, config))
+    with open_run(STAGE, config) as stage:
+        dtype = compute_dtype(config, dist.local_device())
+        lm = load_causal_lm(place, dtype, len(tokenizer), config.seed)
+        policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, total)
+        stage.describe(dataset, evaluation)
+        before = perplexity(policy, evaluation, config, tokenizer.pad_token_id)
+        stage.follow(train(policy, dataset, config, tokenizer.pad_token_id), total, shown=("loss", "grad_norm"))
+        metrics = {
+            "eval_perplexity_before": before,
+            "eval_perplexity": perplexity(policy, evaluation, config, tokenizer.pad_token_id),
+        }
+        stage.finish(
+            {"model": lambda folder: save_policy(policy, config.adapter, tokenizer, folder)},
+            {"model": place},
+            metrics,
+        )
+    return metrics

@@ -1,0 +1,112 @@
+"""The reward model: the chosen response of each pair shall score higher (Bradley-Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from data.batches import batch_indices, pair_batch
+from data.dataset import PromptDataset, open_datasets
+from data.mixture import open_sources
+from rlhf import adapters, dist, losses, record
+from rlhf.checkpoint import model_place
+from rlhf.engine import Engine, compute_dtype
+from rlhf.models.export import save_scalar
+from rlhf.models.load import require_context
+from rlhf.models.scalar import new_scalar_model, scores
+from rlhf.names import resolve
+from rlhf.run import open_run
+from rlhf.text import load_tokenizer, prepare_tokenizer
+from rlhf.types import Metrics, Pairs, length_groups
+from step2_reward.config import RewardConfig
+
+STAGE = "step2_reward"
+
+
+def train(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> Iterator[Metrics]:
+    """The method: the logistic loss of each pair's score difference, one optimizer step a batch."""
+    for indices in _batches(dataset, config):
+        batch = pair_batch([dataset[i] for i in indices], pad_id).to(reward.device)
+        count = dist.sum_over_ranks(torch.tensor(float(len(batch))))
+
+        def loss(pairs: Pairs, count: Tensor = count) -> losses.Loss:
+            chosen, rejected = pair_scores(reward, pairs)
+            return losses.pairwise_logistic(chosen, rejected, pairs.margin, config.centering, count)
+
+        yield reward.step([batch[rows] for rows in length_groups(batch.lengths, config.micro_batch_size)], loss)
+
+
+def _batches(dataset: PromptDataset, config: RewardConfig) -> Iterator[list[int]]:
+    return batch_indices(
+        len(dataset), config.batch_size, config.seed, config.num_train_epochs, dist.rank(), dist.world_size()
+    )
+
+
+def pair_scores(model: Engine | torch.nn.Module, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Scores of the chosen and the rejected side, each [B], from one forward pass over both."""
+    both = pairs.stacked().trimmed()
+    chosen, rejected = scores(model(both), both.mask).chunk(2)
+    return chosen, rejected
+
+
+def evaluate(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> Metrics:
+    """Accuracy, loss and scores on held-out pairs, over all ranks."""
+    rows = range(dist.rank(), len(dataset), dist.world_size())
+    found: list[Tensor] = []
+    with reward.inference() as model:
+        for start in range(0, len(rows), config.micro_batch_size):
+            items = [dataset[i] for i in rows[start : start + config.micro_batch_size]]
+            found.append(torch.stack(pair_scores(model, pair_batch(items, pad_id).to(reward.device)), dim=1).cpu())
+    pairs = torch.cat([torch.tensor(part) for part in dist.gather_objects(torch.cat(found).tolist())])
+    loss, metrics = losses.pairwise_logistic(pairs[:, 0], pairs[:, 1])
+    record.say(score_histogram(pairs))
+    return {
+        "eval_accuracy": metrics["accuracy"].item(),
+        "eval_loss": loss.item(),
+        "eval_margin": metrics["margin"].item(),
+        "eval_score_mean": pairs.mean().item(),
+        "eval_score_std": pairs.std(correction=0).item(),
+    }
+
+
+def score_histogram(pairs: Tensor, bins: int = 30) -> str:
+    """Chosen and rejected scores as two lines of bars on one axis. pairs [N, 2]."""
+    low, high = pairs.min().item(), pairs.max().item()
+    lines = []
+    for name, column in zip(("chosen  ", "rejected"), pairs.unbind(1), strict=True):
+        counts = torch.histc(column, bins, low, high)
+        heights = (counts / counts.max() * 8).ceil().long().tolist()
+        lines.append(f"{name} {low:7.2f} |{''.join(' ▁▂▃▄▅▆▇█'[h] for h in heights)}| {high:.2f}")
+    return "\n".join(lines)
+
+
+def check(config: RewardConfig, planned: Collection[str] = ()) -> None:
+    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError."""
+    place = model_place(config.model, "model")
+    load_tokenizer(resolve(place))
+    require_context(place, config.max_length)
+    open_sources(config.data_path)
+
+
+def run(config: RewardConfig) -> Metrics:
+    """The stage from its inputs to OUT/step2_reward: model, metrics.jsonl, manifest.json. Returns the final metrics."""
+    check(config)
+    place = model_place(config.model, "model")
+    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
+    dataset, evaluation = open_datasets(config, "reward", tokenizer)
+    total = sum(1 for _ in _batches(dataset, config))
+    pad_id = tokenizer.pad_token_id
+    with open_run(STAGE, config) as stage:
+        dtype = compute_dtype(config, dist.local_device())
+        model = new_scalar_model(place, dtype, len(tokenizer), config.seed)
+        model.backbone = adapters.wrap(model.backbone, config.adapter)
+        reward = Engine(model, config, config, total)
+        stage.describe(dataset, evaluation)
+        stage.follow(train(reward, dataset, config, pad_id), total, shown=("loss", "accuracy", "margin"))
+        metrics = evaluate(reward, evaluation, config, pad_id)
+        stage.finish(
+            {"model": lambda folder: save_scalar(reward, config.adapter, tokenizer, folder)},
+            {"model": place},
+            metrics,
+        )
+    return metrics

@@ -1,0 +1,41 @@
+"""Options of step 3 that every algorithm shares; an algorithm's own options are beside its code."""
+
+from data.config import DataOptions
+from rlhf.options import EngineOptions, OptimizerOptions, RunOptions, SamplingOptions
+
+
+class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions, RunOptions):
+    """Reinforcement learning from scores: who plays, how much, and how an iteration is cut up."""
+
+    algorithm: str = "ppo"
+    """a name in step3_ppo/algorithms/"""
+    actor_model: str | None = None
+    """policy to start from, also the reference; by default OUT/step1_sft"""
+    reward_model: str | None = None
+    """trained reward model; by default OUT/step2_reward"""
+    critic_model: str | None = None
+    """where the critic starts from; by default the reward model"""
+    reward: str = "learned"
+    """score source: learned (the reward model), another name in rlhf/rewards/, or file.py:function"""
+    judge: str | None = None
+    """score source for evaluation only, which no stage trains on"""
+    total_episodes: int = 4096
+    """responses sampled in the whole run, over all devices"""
+    batch_size: int = 64
+    """responses in an iteration, over all devices"""
+    num_mini_batches: int = 1
+    """optimizer steps that one pass over an iteration's rollout makes"""
+    num_ppo_epochs: int = 4
+    """passes over an iteration's rollout"""
+    learning_rate: float = 1e-6
+    """peak learning rate of the actor"""
+    critic_learning_rate: float = 5e-6
+    """peak learning rate of the critic"""
+    adam_epsilon: float = 1e-5
+    """added to AdamW's denominator"""
+    missing_eos_penalty: float | None = None
+    """taken from the score of a response that was cut before its EOS"""
+    rollout_batch_size: int = 64
+    """responses generated or scored at once on one device; changes memory and speed only"""
+    eval_samples: int = 200
+    """held-out prompts sampled before and after; limited by max_eval_rows"""

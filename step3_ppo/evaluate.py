@@ -1,0 +1,89 @@
+"""What the policy does on held-out prompts: scores, KL, length, and whether it still writes language."""
+
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf import dist
+from rlhf.rewards import Source, as_samples
+from rlhf.types import Metrics, Rollout, Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One look at the policy: the sampled text of this rank, and numbers per response over all ranks, each [N]."""
+
+    samples: Samples
+    scores: Tensor
+    judged: Tensor | None
+    kl: Tensor
+    ref_nll: Tensor
+    lengths: Tensor
+    ended: Tensor
+    distinct_2: float
+
+
+def look(rollout: Rollout, judge: Source | None, tokenizer: PreTrainedTokenizerBase) -> Evaluation:
+    """Gather what a scored rollout says from every rank."""
+    assert rollout.logprobs is not None and rollout.ref_logprobs is not None and rollout.scores is not None
+    samples = as_samples(rollout, tokenizer)
+    judged = None if judge is None else _all(judge(samples))
+    return Evaluation(
+        samples=samples,
+        scores=_all(rollout.scores),
+        judged=judged,
+        kl=_all((rollout.logprobs - rollout.ref_logprobs).sum(1)),
+        ref_nll=_all(-rollout.ref_logprobs.sum(1)),
+        lengths=_all(rollout.lengths),
+        ended=_all(rollout.ended),
+        distinct_2=distinct(_responses(rollout), 2),
+    )
+
+
+def _all(values: Tensor) -> Tensor:
+    return torch.tensor([x for part in dist.gather_objects(values.float().tolist()) for x in part])
+
+
+def _responses(rollout: Rollout) -> list[list[int]]:
+    """Token ids of the responses of all ranks."""
+    own = [ids[kept].tolist() for ids, kept in zip(rollout.response_ids, rollout.mask, strict=True)]
+    return [ids for part in dist.gather_objects(own) for ids in part]
+
+
+def distinct(responses: list[list[int]], n: int) -> float:
+    """Share of different n-grams among all n-grams of the responses (Li et al. 2016, arXiv 1510.03055)."""
+    grams = [tuple(ids[i : i + n]) for ids in responses for i in range(len(ids) - n + 1)]
+    return len(set(grams)) / max(1, len(grams))
+
+
+def compare(before: Evaluation, after: Evaluation) -> Metrics:
+    """Final numbers of a run: the policy after against before, on the same prompts. KL in nats per response."""
+    metrics = {
+        "eval_score_before": before.scores.mean().item(),
+        "eval_score": after.scores.mean().item(),
+        "eval_kl": after.kl.mean().item(),
+        "eval_kl_ci95": _ci95(after.kl),
+        "eval_response_length": after.lengths.mean().item(),
+        "eval_ended": after.ended.mean().item(),
+        "eval_ref_nll_before": (before.ref_nll.sum() / before.lengths.sum()).item(),
+        "eval_ref_nll": (after.ref_nll.sum() / after.lengths.sum()).item(),
+        "eval_distinct_2_before": before.distinct_2,
+        "eval_distinct_2": after.distinct_2,
+    }
+    if before.judged is not None and after.judged is not None:
+        metrics |= {
+            "eval_judge_before": before.judged.mean().item(),
+            "eval_judge": after.judged.mean().item(),
+            "eval_judge_gain_ci95": _ci95(after.judged - before.judged),
+        }
+    return metrics
+
+
+def _ci95(values: Tensor) -> float:
+    """Half the width of the normal 95 % interval of the mean."""
+    return (1.96 * values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
+
+

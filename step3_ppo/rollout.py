@@ -1,0 +1,115 @@
+"""The first half of an iteration: sample responses, then score them."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.engine import Engine
+from rlhf.generation.loop import Generate
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import ScalarModel, state_values
+from rlhf.options import SamplingOptions
+from rlhf.rewards import Source, as_samples
+from rlhf.types import Prompts, Rollout, Sequences, length_groups
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The policy that the KL is measured from: a frozen model, or (None) the actor with its adapter off."""
+
+    frozen: Policy | None
+
+    @contextlib.contextmanager
+    def of(self, actor: Policy) -> Any:
+        if self.frozen is not None:
+            yield self.frozen
+        else:
+            with actor.lm.disable_adapter():
+                yield actor
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """Everything that looks at a finished response."""
+
+    reference: Reference
+    source: Source
+    tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingOptions
+    micro_batch_size: int
+    missing_eos_penalty: float | None
+
+
+def generate(
+    actor: Engine,
+    backend: Generate,
+    prompts: Prompts,
+    sampling: SamplingOptions,
+    generator: torch.Generator,
+    batch_size: int,
+) -> Rollout:
+    """Responses to `prompts`, y ~ pi_old(. | x), at most `batch_size` at once."""
+    with actor.inference() as policy:
+        parts = [
+            backend(policy.lm, prompts[slice(i, i + batch_size)], sampling, generator)
+            for i in range(0, len(prompts), batch_size)
+        ]
+    width = max(part.response_ids.shape[1] for part in parts)
+    return Rollout(
+        prompt_ids=prompts.ids,
+        prompt_mask=prompts.mask,
+        response_ids=torch.cat([_widened(part.response_ids, width) for part in parts]),
+        mask=torch.cat([_widened(part.mask, width) for part in parts]),
+        sampled_logprobs=torch.cat([_widened(part.sampled_logprobs, width) for part in parts]),
+        ended=torch.cat([part.ended for part in parts]),
+        rows=prompts.rows,
+    )
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
+
+
+@torch.no_grad()
+def score(rollout: Rollout, actor: Engine, critic: Engine | None, scorer: Scorer) -> Rollout:
+    """The rollout with scores, old and reference log-probs, and the critic's values.
+
+    Old log-probs are those of the training forward, not of sampling: in bf16 the two differ (std 5e-2),
+    and the first ratio of PPO must be 1.
+    """
+
+    def logprobs(policy: Policy) -> Callable[[Sequences, int], Tensor]:
+        return lambda sequences, prompt: policy(sequences, scorer.sampling.temperature)[0][:, prompt:]
+
+    with actor.inference() as policy:
+        old = per_token(rollout, logprobs(policy), scorer.micro_batch_size)
+        with scorer.reference.of(policy) as reference:
+            ref = per_token(rollout, logprobs(reference), scorer.micro_batch_size)
+    values = None
+    if critic is not None:
+        with critic.inference() as model:
+            values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
+    scores = scorer.source(as_samples(rollout, scorer.tokenizer)).to(old.device)
+    if scorer.missing_eos_penalty is not None:
+        scores = scores - scorer.missing_eos_penalty * (~rollout.ended).float()
+    return replace(rollout, logprobs=old, ref_logprobs=ref, values=values, scores=scores)
+
+
+def critic_values(model: ScalarModel | Engine) -> Callable[[Sequences, int], Tensor]:
+    """Values [B, T] of the states in which the response tokens were chosen."""
+    return lambda sequences, prompt: state_values(model(sequences), prompt)
+
+
+def per_token(rollout: Rollout, forward: Callable[[Sequences, int], Tensor], micro_batch_size: int) -> Tensor:
+    """`forward(sequences, P)` for every response token, [B, T], 0 off the mask; rows of similar length together."""
+    result = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
+    for index in length_groups(rollout.sequences.lengths, micro_batch_size):
+        part = rollout[index].trimmed()
+        values = forward(part.sequences, part.prompt_ids.shape[1])
+        result[index, : values.shape[1]] = values.float().masked_fill(~part.mask, 0.0)
+    return result

@@ -1,0 +1,27 @@
+"""The environment of every test: a CPU, one thread a process, no network, the same random numbers each time.
+
+`DS_ACCELERATOR=cuda pytest` runs the same tests on a GPU. Processes that tests start inherit all of it.
+"""
+
+import os
+import random
+
+if os.environ.setdefault("DS_ACCELERATOR", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# All that stands above is read when these are imported.
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,343 @@
+"""The rules of the house, read from the source: who may import whom, and how code reads.
+
+A rule that stands in the way is changed here, with the reason in docs/LOG.md.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# An import points down or stays in its layer. A package stands for all its modules.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options"),
+    ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses"),
+    ("rlhf.dist", "rlhf.text", "rlhf.checkpoint", "rlhf.record", "rlhf.launch", "rlhf.plan"),
+    ("rlhf.models", "rlhf.adapters", "rlhf.engine"),
+    ("rlhf.generation", "rlhf.rewards", "rlhf.evaluate", "rlhf.report", "rlhf.run", "rlhf.preflight"),
+    ("data",),
+    ("step1_sft", "step2_reward", "step3_ppo"),
+    ("train",),
+)
+TORCH_FREE_LAYER, MATHEMATICS_LAYER, DATA_LAYER, STAGE_LAYER = 0, 1, 5, 6
+DATA_SEES = range(3)
+STAGES = LAYERS[STAGE_LAYER]
+# Importing these must not import torch, so that --help and a mistyped option answer at once.
+TORCH_FREE = (*LAYERS[TORCH_FREE_LAYER], "data.config", *(f"{stage}.config" for stage in STAGES))
+PLUGIN_FOLDERS = ("data/sources", "rlhf/rewards", "rlhf/generation", "rlhf/adapters", "step3_ppo/algorithms")
+
+MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 400
+
+# Words the project has another word for; a dataset's column keeps its name.
+FORBIDDEN_WORDS = {
+    "query": "prompt",
+    "queries": "prompts",
+    "completion": "response",
+    "completions": "responses",
+    "experience": "rollout",
+    "experiences": "rollouts",
+    "trajectory": "rollout",
+    "trajectories": "rollouts",
+}
+WORDS_OF_COLUMNS = {"data/sources": {"completion", "completions"}}
+
+# Calls that only make a constant, allowed at import time.
+CONSTANT_MAKERS = {
+    "TypeVar", "ParamSpec", "NewType", "ConfigDict", "Path", "frozenset", "tuple", "range", "re.compile",
+    "logging.getLogger", "MappingProxyType", "torch.device", "__doc__.split",
+}  # fmt: skip
+MUTATORS = {
+    "append", "add", "update", "extend", "insert", "setdefault", "pop", "popitem", "remove", "discard", "clear", "sort",
+}  # fmt: skip
+
+PACKAGES = sorted({module.split(".")[0] for layer in LAYERS for module in layer} - {"train"})
+PRODUCT = [*(path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))), ROOT / "train.py"]
+PRODUCT = [path for path in PRODUCT if path.is_file()]
+PYTHON = [*PRODUCT, *(path for name in ("tests", "benchmarks") for path in sorted((ROOT / name).rglob("*.py")))]
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".jinja", ".sh", ""}
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=shown)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in PRODUCT}
+
+
+def imported(node: ast.AST, path: Path) -> list[str]:
+    """The modules that an import statement names, as far as they can be told from attributes."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    package = module_name(path).split(".")
+    package = package if path.name == "__init__.py" else package[:-1]
+    base = [*package[: len(package) - node.level + 1], node.module] if node.level else [node.module]
+    start = ".".join(part for part in base if part)
+    return [name if (name := f"{start}.{alias.name}") in MODULES else start for alias in node.names]
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, module) of every import, those inside functions too."""
+    return [
+        (node.lineno, name) for node in ast.walk(tree(path)) if hasattr(node, "lineno") for name in imported(node, path)
+    ]
+
+
+def imported_at_once(path: Path) -> list[str]:
+    """What importing the module imports: module level, class bodies and conditions, but not `if TYPE_CHECKING`."""
+    found: list[str] = []
+    waiting: list[ast.AST] = [*tree(path).body]
+    while waiting:
+        node = waiting.pop()
+        found += imported(node, path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        waiting += ast.iter_child_nodes(node)
+    # `import a.b` runs a/__init__.py first.
+    return [".".join(name.split(".")[:n]) for name in found for n in range(1, name.count(".") + 2)]
+
+
+def layer(module: str) -> int | None:
+    """The layer of a module, None if it is not the project's. A package's bare `__init__` is the lowest."""
+    if module == "rlhf":
+        return 0
+    for number, packages in enumerate(LAYERS):
+        if any(module == package or module.startswith(f"{package}.") for package in packages):
+            return number
+    assert module.split(".")[0] not in PACKAGES, f"{module} has no layer: give it one in LAYERS"
+    return None
+
+
+def stage(module: str) -> str | None:
+    return next((name for name in STAGES if module.split(".")[0] == name), None)
+
+
+# --- who may import whom
+
+
+@each(PRODUCT)
+def test_imports_only_point_down(path: Path) -> None:
+    own = module_name(path)
+    here = layer(own)
+    assert here is not None
+    for line, name in imports(path):
+        there = layer(name)
+        if there is None:
+            continue
+        where = f"{shown(path)}:{line}: layer {here} imports {name} of layer {there}"
+        assert there <= here, where
+        assert here != DATA_LAYER or there in DATA_SEES or there == here, f"{where}; data sees layers 0 to 2"
+        assert stage(name) in (None, stage(own)) or here > STAGE_LAYER, f"{where}; stages never import each other"
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, "imports go in a circle: " + " -> ".join([*above, module])
+        if module in done:
+            return
+        for name in imported_at_once(MODULES[module]):
+            # A package's __init__ runs before its modules and may be read by them.
+            if name in MODULES and not f"{module}.".startswith(f"{name}."):
+                visit(name, (*above, module))
+        done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", [name for name in TORCH_FREE if name in MODULES])
+def test_the_source_of_torch_free_modules(module: str) -> None:
+    reached, waiting = {module}, [module]
+    while waiting:
+        for name in imported_at_once(MODULES[waiting.pop()]):
+            assert name.split(".")[0] not in ("torch", "transformers", "deepspeed", "datasets"), f"{module}: {name}"
+            if name in MODULES and name not in reached:
+                reached.add(name)
+                waiting.append(name)
+
+
+def test_importing_torch_free_modules_imports_no_torch() -> None:
+    names = ", ".join(name for name in TORCH_FREE if name in MODULES)
+    program = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@each([path for path in PRODUCT if layer(module_name(path)) == MATHEMATICS_LAYER])
+def test_mathematics_needs_torch_only(path: Path) -> None:
+    for line, name in imports(path):
+        root = name.split(".")[0]
+        assert layer(name) is not None or root == "torch" or root in sys.stdlib_module_names, (
+            f"{shown(path)}:{line}: {name}"
+        )
+        assert not name.startswith("torch.distributed"), f"{shown(path)}:{line}: {name}"
+
+
+@each(PRODUCT)
+def test_only_the_engine_knows_deepspeed(path: Path) -> None:
+    for line, name in imports(path):
+        assert name.split(".")[0] != "deepspeed" or shown(path) == "rlhf/engine.py", f"{shown(path)}:{line}: {name}"
+
+
+# --- plug-ins
+
+
+def plugins() -> list[Path]:
+    return [p for folder in PLUGIN_FOLDERS for p in sorted((ROOT / folder).glob("*.py")) if not p.name.startswith("_")]
+
+
+@each(plugins())
+def test_a_plug_in_has_config_and_build(path: Path) -> None:
+    body = tree(path).body
+    classes = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    assert "Config" in classes, f"{shown(path)}: has no class Config"
+    assert "build" in functions, f"{shown(path)}: has no function build"
+
+
+# --- how it reads
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@each(PYTHON)
+def test_sizes(path: Path) -> None:
+    assert path.name != "utils.py", f"{shown(path)}: name the file for what it does"
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{shown(path)}: {lines} lines, at most {MAX_FILE_LINES}"
+    for node in functions(path):
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        where = f"{shown(path)}:{node.lineno}: {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+        assert lines <= MAX_FUNCTION_LINES, where
+
+
+def dangers(node: ast.AST) -> Iterator[str]:
+    """What is wrong with one node, wherever it stands."""
+    if isinstance(node, ast.ExceptHandler):
+        caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        for kind in caught:
+            if kind is None or ast.unparse(kind) == "Exception":
+                yield "name the exceptions to catch"
+    elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        if (node.arg, node.value.value) in (("weights_only", False), ("trust_remote_code", True), ("shell", True)):
+            yield f"{node.arg}={node.value.value} lets a file or a string run as code"
+    elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("pickle.load", "pickle.loads", "os.system"):
+        yield f"{ast.unparse(node)} runs what it is given"
+    elif isinstance(node, ast.Name) and node.id in ("eval", "exec") and isinstance(node.ctx, ast.Load):
+        yield f"{node.id} runs what it is given"
+    elif isinstance(node, ast.Name) and node.id == "NotImplementedError":
+        yield "no stubs"
+    elif isinstance(node, ast.Global):
+        yield "no mutable module globals"
+
+
+@each(PYTHON)
+def test_nothing_dangerous_and_no_stubs(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        for danger in dangers(node):
+            assert not danger, f"{shown(path)}:{getattr(node, 'lineno', '?')}: {danger}"
+
+
+@each(PYTHON)
+def test_no_comment_promises_work(path: Path) -> None:
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            promise = token.type == tokenize.COMMENT and re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string)
+            assert not promise, f"{shown(path)}:{token.start[0]}: {token.string}"
+
+
+def project_texts() -> list[Path]:
+    """Files people wrote, in folders the project has; what runs and tools leave behind is not among them."""
+    folders = [ROOT / name for name in (*PACKAGES, "tests", "benchmarks", "configs", "docs", ".ci")]
+    files = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
+    return sorted(p for p in files if p.is_file() and p.suffix in TEXT_SUFFIXES and "__pycache__" not in p.parts)
+
+
+@each(project_texts())
+def test_no_path_of_one_machine(path: Path) -> None:
+    found = re.search(r"(?<![\w.>)}/])/(?:work|root|home|Users|farm)/", path.read_text(encoding="utf-8"))
+    assert found is None, f"{shown(path)}: {found}"
+
+
+def acts_at_import(node: ast.stmt) -> bool:
+    """Whether a statement of a module does more than define."""
+    if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    if isinstance(node, ast.Expr):
+        return not isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        calls = [call for call in ast.walk(node.value) if isinstance(call, ast.Call)] if node.value else []
+        return any(ast.unparse(call.func) not in CONSTANT_MAKERS for call in calls)
+    guard = ast.unparse(node.test) if isinstance(node, ast.If) else ""
+    return guard not in ("__name__ == '__main__'", "TYPE_CHECKING")
+
+
+@each(PRODUCT)
+def test_importing_a_module_only_defines(path: Path) -> None:
+    for node in tree(path).body:
+        assert not acts_at_import(node), f"{shown(path)}:{node.lineno}: {ast.unparse(node).splitlines()[0]}"
+
+
+@each(PRODUCT)
+def test_constants_stay_what_they_are(path: Path) -> None:
+    """A list, dict or set at module level is a constant: nothing in the module changes it."""
+    nodes = [node for node in tree(path).body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = [t for node in nodes for t in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    constants = {target.id for target in targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree(path)):
+        changed: ast.expr | None = None
+        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            changed = node.func.value
+        wrong = isinstance(changed, ast.Name) and changed.id in constants
+        assert not wrong, f"{shown(path)}:{getattr(node, 'lineno', '?')}: changes the constant {ast.unparse(node)}"
+
+
+def defined_names(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+
+
+@each(PRODUCT)
+def test_one_word_per_thing(path: Path) -> None:
+    columns = next((words for folder, words in WORDS_OF_COLUMNS.items() if shown(path).startswith(folder)), set())
+    names = [*defined_names(path), (1, path.stem)]
+    for line, name in names:
+        for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name):
+            better = None if word.lower() in columns else FORBIDDEN_WORDS.get(word.lower())
+            assert better is None, f"{shown(path)}:{line}: {name}: the project says {better}"
