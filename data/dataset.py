@@ -212,9 +212,8 @@ def _preference(template: Template, options: DataOptions, row: Row) -> tuple[Ite
 def _prompt(template: Template, options: DataOptions, row: Row) -> tuple[Item, bool]:
     if not any(message.content.strip() for message in row.prompt):
         raise Unusable("empty prompt")
-    whole = template.prompt_ids(row.prompt)
-    ids = fit_prompt(template, row.prompt, options.max_prompt_length)
-    return Prompt(tuple(ids), row), len(ids) < len(whole)
+    ids, cut = fit_prompt(template, row.prompt, options.max_prompt_length)
+    return Prompt(tuple(ids), row), cut
 
 
 _ENCODERS = {"sft": _demonstration, "reward": _preference, "ppo": _prompt}
@@ -234,26 +233,25 @@ def _fit(
     single prompt token, and then has no EOS, for it does not end there.
     """
     room = options.max_length - max(map(len, responses))
-    prompt = fit_prompt(template, row.prompt, max(1, min(room, options.max_prompt_length)))
+    prompt, cut = fit_prompt(template, row.prompt, max(1, min(room, options.max_prompt_length)))
     kept = [response[: options.max_length - len(prompt)] for response in responses]
-    cut = kept != list(responses) or len(prompt) < len(template.prompt_ids(row.prompt))
-    return prompt, kept, cut
+    return prompt, kept, cut or kept != list(responses)
 
 
-def fit_prompt(template: Template, messages: Sequence[Message], limit: int) -> list[int]:
-    """The ids of a prompt in at most `limit` tokens.
+def fit_prompt(template: Template, messages: Sequence[Message], limit: int) -> tuple[list[int], bool]:
+    """(the ids of a prompt in at most `limit` tokens, whether it was cut).
 
     Whole oldest turns go first, a leading system message staying; what is left begins with a user's turn. Then
-    tokens go from the left, a leading BOS (or EOS that stands for it) staying.
+    tokens go from the left, a leading BOS (or the EOS that stands for it) staying.
     """
     ids = template.prompt_ids(messages)
+    if len(ids) <= limit:
+        return ids, False
     system = [message for message in messages[:1] if message.role == "system"]
-    later = [i for i, message in enumerate(messages) if message.role == "user" and i > len(system)]
-    for start in later:
-        if len(ids) <= limit:
-            return ids
-        ids = template.prompt_ids([*system, *messages[start:]])
+    for start, message in enumerate(messages):
+        if message.role == "user" and start > len(system) and len(ids) > limit:
+            ids = template.prompt_ids([*system, *messages[start:]])
     tokenizer = template.tokenizer
     head = 1 if ids[0] in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 0
-    excess = len(ids) - limit
-    return ids[:head] + ids[head + excess :] if excess > 0 else ids
+    excess = max(0, len(ids) - limit)
+    return ids[:head] + ids[head + excess :], True

@@ -5,29 +5,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.reading import SUFFIXES, Phase, Source, suffix
+from data.reading import Phase, Source
 from rlhf import plugins
 from rlhf.types import Row
 
 FOLDER = "data.sources"
 
 
+LOCATION = re.compile(r"((?:[^:,]+\.py|[\w-]+)(?:,[^:]*)?)(?::(.*))?", re.DOTALL)
+
+
 def parse_location(location: str) -> tuple[str, str]:
     """(plug-in spec, place) of one location: `hh_rlhf,split=test:DIR` is ('hh_rlhf,split=test', 'DIR').
 
-    A file that exists, a data file by its ending, and OWNER/NAME on the hub go to the generic source `files`.
+    What is there, a path by its look, and OWNER/NAME on the hub go to the generic source `files`; a bare word is a
+    source (write ./demo for a directory of that name).
     """
     path = Path(location).expanduser()
-    if location.endswith(".py"):
-        return location, ""
-    if path.is_file() or (path.is_dir() and location not in plugins.names(FOLDER)):
+    match = LOCATION.fullmatch(location)
+    windows = re.match(r"[A-Za-z]:[\\/]", location)
+    there = path.exists() and path.suffix != ".py" and location not in plugins.names(FOLDER)
+    if there or windows or not match:
         return "files", location
-    adapter = re.match(r"((?:[^:,]+\.py|\w+)(?:,[^:]*)?):(.*)", location, re.DOTALL)
-    if adapter and not re.match(r"[A-Za-z]:[\\/]", location):
-        return adapter[1], adapter[2]
-    if suffix(path) in SUFFIXES or "/" in location.split(",")[0] or "\\" in location:
-        return "files", location
-    return location, ""
+    return match[1], match[2] or ""
 
 
 def open_sources(locations: Sequence[str]) -> "Mixture":

@@ -1,11 +1,14 @@
 """Reading data files row by row, with errors of the form `file:line: what, got, expected`."""
 
+import codecs
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol
 
 from rlhf.config import UserError
 from rlhf.text import require_hub
@@ -14,6 +17,8 @@ from rlhf.types import Row
 Phase = Literal["sft", "reward", "ppo"]
 
 Record = dict[str, Any]
+
+Lines = Iterator[tuple[int, str]]
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 
@@ -34,52 +39,47 @@ def suffix(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
-def data_files(place: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+def data_files(place: str) -> list[Path]:
     """The file at `place`, or the data files under a directory, sorted.
 
     Raises: UserError if there is none.
     """
     path = Path(place).expanduser()
     if path.is_file():
-        if suffix(path) not in suffixes:
-            raise UserError(f"{place}: got a '{suffix(path)}' file, expected {', '.join(suffixes)} (.gz too)")
+        if suffix(path) not in SUFFIXES:
+            raise UserError(f"{place}: got a '{suffix(path)}' file, expected {', '.join(SUFFIXES)} (.gz too)")
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.is_file() and suffix(file) in suffixes)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and suffix(file) in SUFFIXES)
     if not files:
         what = "a directory without data files" if path.is_dir() else "no such file or directory"
-        raise UserError(f"{place}: {what}; expected {', '.join(suffixes)} (.gz too)")
+        raise UserError(f"{place}: {what}; expected {', '.join(SUFFIXES)} (.gz too)")
     return files
 
 
 def is_hub_id(place: str) -> bool:
     """Whether `place` can only be meant as OWNER/NAME on the hub."""
     owner, slash, name = place.partition("/")
-    return bool(slash and name and "/" not in name and owner not in ("", ".", "..", "~")) and not Path(place).exists()
+    plain = slash and name and "/" not in name and owner not in ("", ".", "..", "~")
+    return bool(plain) and suffix(Path(place)) not in SUFFIXES and not Path(place).exists()
 
 
 def records(path: Path) -> Iterator[tuple[str, Record]]:
     """(where, record) of every row of a data file; `where` is file:line.
 
+    A `.json` file is one array of rows, or one row a line.
     Raises: UserError at the first row that cannot be read.
     """
     kind = suffix(path)
     if kind == ".parquet":
-        yield from _parquet(path)
-        return
-    with _open(path) as lines:
-        if kind == ".csv":
-            yield from _csv(path, lines)
-        elif kind == ".json" and _is_array(lines):
-            yield from _json_array(path, lines)
-        else:
-            yield from _json_lines(path, lines)
-
-
-def text_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
-    """(line number from 1, line) of a text file, plain or gzipped."""
-    with _open(path, encoding) as lines:
-        for number, line in _numbered(path, lines):
-            yield number, line.rstrip("\r\n")
+        return _parquet(path)
+    filled = ((number, line) for number, line in _lines(path) if kind == ".csv" or line.strip())
+    first = next(filled, None)
+    lines = chain([first] if first else [], filled)
+    if kind == ".csv":
+        return _csv(path, lines)
+    if kind == ".json" and first and first[1].lstrip().startswith("["):
+        return _json_array(path, lines)
+    return _json_lines(path, lines)
 
 
 def text(record: Record, column: str, where: str) -> str:
@@ -119,7 +119,7 @@ def hub_records(hub_id: str, split: str, **options: str | None) -> Iterator[tupl
 
     try:
         rows = datasets.load_dataset(hub_id, split=split, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"{hub_id}: the hub dataset (split {split}) cannot be loaded: {reason}; a dataset that is a loading script "
@@ -129,47 +129,28 @@ def hub_records(hub_id: str, split: str, **options: str | None) -> Iterator[tupl
         yield f"{hub_id}/{split}:{number}", dict(record)
 
 
-def _open(path: Path, encoding: str = "utf-8") -> TextIO:
-    """Opened as text; a byte order mark is skipped."""
-    encoding = "utf-8-sig" if encoding == "utf-8" else encoding
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        return opener(path, "rt", encoding=encoding, newline="" if suffix(path) == ".csv" else "\n")  # type: ignore[return-value,operator]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _numbered(path: Path, lines: TextIO) -> Iterator[tuple[int, str]]:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, line) of a UTF-8 file, plain or gzipped; a byte order mark is skipped."""
     number = 0
     try:
-        for number, line in enumerate(lines, 1):
-            yield number, line
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            for number, raw in enumerate(file, 1):
+                yield number, raw.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode()
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
-        raise UserError(f"{path}: after line {number}: got byte 0x{bad:02x}, expected {error.encoding} text") from None
-    except (EOFError, OSError) as error:
-        raise UserError(f"{path}: after line {number}: not a whole gzip file ({error})") from None
+        raise UserError(f"{path}:{number}: got byte 0x{bad:02x} at offset {error.start}, expected UTF-8") from None
+    except (EOFError, zlib.error, OSError) as error:
+        raise UserError(f"{path}: after line {number}: cannot be read: {error}") from None
 
 
-def _is_array(lines: TextIO) -> bool:
-    try:
-        head = lines.read(4096).lstrip()
-    except (UnicodeDecodeError, EOFError, OSError):
-        head = ""  # the reader proper says where
-    lines.seek(0)
-    return head.startswith("[")
+def _json_lines(path: Path, lines: Lines) -> Iterator[tuple[str, Record]]:
+    for number, line in lines:
+        where = f"{path}:{number}"
+        yield where, _record(where, _parse(where, line))
 
 
-def _json_lines(path: Path, lines: TextIO) -> Iterator[tuple[str, Record]]:
-    for number, line in _numbered(path, lines):
-        if line.strip():
-            where = f"{path}:{number}"
-            yield where, _record(where, _parse(where, line))
-
-
-def _json_array(path: Path, lines: TextIO) -> Iterator[tuple[str, Record]]:
-    whole = "".join(line for _, line in _numbered(path, lines))
-    for number, value in enumerate(_parse(str(path), whole), 1):
+def _json_array(path: Path, lines: Lines) -> Iterator[tuple[str, Record]]:
+    for number, value in enumerate(_parse(str(path), "".join(line for _, line in lines)), 1):
         where = f"{path}: row {number}"
         yield where, _record(where, value)
 
@@ -202,13 +183,16 @@ def _record(where: str, value: Any) -> Record:
     return value
 
 
-def _csv(path: Path, lines: TextIO) -> Iterator[tuple[str, Record]]:
-    reader = csv.DictReader((line for _, line in _numbered(path, lines)), strict=True)
+def _csv(path: Path, lines: Lines) -> Iterator[tuple[str, Record]]:
+    reader = csv.DictReader((line for _, line in lines), strict=True)
     try:
+        columns = list(reader.fieldnames or [])
+        if len(set(columns)) < len(columns):
+            raise UserError(f"{path}:1: got the columns {', '.join(columns)}, expected each once")
         for record in reader:
             where = f"{path}:{reader.line_num}"
             if None in record or None in record.values():
-                raise UserError(f"{where}: got a row of another length, expected {len(reader.fieldnames or [])} columns")
+                raise UserError(f"{where}: got a row of another length, expected {len(columns)} columns")
             yield where, record
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None

@@ -91,7 +91,7 @@ def load_tokenizer(place: str) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{place}: the tokenizer has no EOS token, and a response must end in one; "
-            "set \"eos_token\" in its tokenizer_config.json"
+            'set "eos_token" in its tokenizer_config.json'
         )
     return tokenizer
 
@@ -106,7 +106,7 @@ def _word_tokenizer(place: str) -> PreTrainedTokenizerBase:
         raise UserError(f"{place}: tokenizer.words: got {words!r}, expected a list of words")
     for word in words:
         if not isinstance(word, str) or word.split() != [word] or "<" in word:
-            raise UserError(f"{place}: tokenizer.words: got {word!r}, expected text without spaces or '<' (quote yes, no)")
+            raise UserError(f"{place}: tokenizer.words: got {word!r}, expected a word without '<' (quote yes, no)")
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys(special + words))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -159,9 +159,10 @@ def _choose_pad(tokenizer: PreTrainedTokenizerBase) -> str:
     free = [text for text, i in _special_tokens(tokenizer).items() if i not in ends and text not in template]
     named_pad = [text for text in free if "pad" in text.lower()]
     unknown = [text for text in free if text == tokenizer.unk_token or "unk" in text.lower()]
-    if not free:
-        tokenizer.add_special_tokens({"pad_token": PAD})
-    return (named_pad + unknown + free + [PAD])[0]
+    for text in named_pad + unknown + free:
+        return text
+    tokenizer.add_special_tokens({"pad_token": PAD})
+    return PAD
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -272,8 +273,9 @@ class Template:
     @cached_property
     def _marks_start(self) -> bool:
         """Whether the tokenizer opens every text with a space mark, as those of the Llama 2 family do."""
+        size = len(self._anchor)
         inside = self._encode("\na", split=True)
-        return inside[: len(self._anchor)] == self._anchor and inside[len(self._anchor) :] != self._encode("a", split=True)
+        return inside[:size] == self._anchor and inside[size:] != self._encode("a", split=True)
 
     def _encode_inside(self, text: str) -> list[int]:
         """The ids of `text` as they are in the middle of a longer text."""

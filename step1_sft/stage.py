@@ -17,7 +17,7 @@ from rlhf.models.policy import Policy
 from rlhf.names import resolve
 from rlhf.run import open_run
 from rlhf.text import load_tokenizer, prepare_tokenizer
-from rlhf.types import Metrics, Sequences, length_groups
+from rlhf.types import Metrics, length_groups
 from step1_sft.config import SFTConfig
 
 STAGE = "step1_sft"
@@ -40,14 +40,14 @@ def _batches(dataset: PromptDataset, config: SFTConfig) -> Iterator[list[int]]:
 
 def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> float:
     """exp of the mean loss over the response tokens of `dataset`, each token counting the same over all ranks."""
-    totals = torch.zeros(2, dtype=torch.float64)
-    rows = range(dist.rank(), len(dataset), dist.world_size())
+    mine = [dataset[i] for i in range(dist.rank(), len(dataset), dist.world_size())]
+    batch = sft_batch(mine, pad_id).to(policy.device)
+    total = torch.zeros((), dtype=torch.float64, device=policy.device)
     with policy.inference() as model:
-        for start in range(0, len(rows), config.micro_batch_size):
-            items = [dataset[i] for i in rows[start : start + config.micro_batch_size]]
-            batch: Sequences = sft_batch(items, pad_id).to(policy.device)
-            logprobs, _ = model(batch)
-            totals += torch.stack([-logprobs.sum().double().cpu(), batch.loss_mask.sum().double().cpu()])
+        for rows in length_groups(batch.lengths, config.micro_batch_size):
+            logprobs, _ = model(batch[rows].trimmed())
+            total -= logprobs.sum()
+    totals = torch.stack([total, batch.loss_mask.sum().double()])
     nll, count = dist.sum_over_ranks(totals).tolist()
     return math.exp(nll / count)
 

@@ -51,13 +51,12 @@ def pair_scores(model: Engine | torch.nn.Module, pairs: Pairs) -> tuple[Tensor, 
 
 def evaluate(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> Metrics:
     """Accuracy, loss and scores on held-out pairs, over all ranks."""
-    rows = range(dist.rank(), len(dataset), dist.world_size())
-    found: list[Tensor] = []
+    mine = [dataset[i] for i in range(dist.rank(), len(dataset), dist.world_size())]
+    batch = pair_batch(mine, pad_id).to(reward.device)
     with reward.inference() as model:
-        for start in range(0, len(rows), config.micro_batch_size):
-            items = [dataset[i] for i in rows[start : start + config.micro_batch_size]]
-            found.append(torch.stack(pair_scores(model, pair_batch(items, pad_id).to(reward.device)), dim=1).cpu())
-    pairs = torch.cat([torch.tensor(part) for part in dist.gather_objects(torch.cat(found).tolist())])
+        groups = length_groups(batch.lengths, config.micro_batch_size)
+        found = torch.cat([torch.stack(pair_scores(model, batch[rows]), dim=1) for rows in groups])
+    pairs = torch.tensor([pair for part in dist.gather_objects(found.tolist()) for pair in part])
     loss, metrics = losses.pairwise_logistic(pairs[:, 0], pairs[:, 1])
     record.say(score_histogram(pairs))
     return {

@@ -99,7 +99,7 @@ def true_score(prompts: Sequence[str], responses: Sequence[str], **columns: Any)
 
 def words() -> tuple[str, ...]:
     """Every word of the world."""
-    frame = "tell me about the in is and .".split()
+    frame = ("tell", "me", "about", "the", "in", "is", "and", ".")
     return (*frame, *COLOURS, *ANIMALS, *PLACES, *WORTH)
 
 
@@ -108,14 +108,11 @@ def _score(prompt: str, response: str) -> float:
     if not asked:
         raise UserError(f"demo: got the prompt {prompt[:80]!r}, expected 'tell me about the red fox in the forest'")
     colour, animal = asked[-1]
-    said = response.split()
-    adjectives = said[4:-1:2]
-    frame = ["the", colour, animal, "is", *" and ".join("x" * SLOTS).split(), "."]
-    if [*said[:4], *("x" if i % 2 == 0 else word for i, word in enumerate(said[4:-1])), *said[-1:]] != frame:
+    slots = " and ".join([r"(\w+)"] * SLOTS)
+    said = re.fullmatch(rf"the {colour} {animal} is {slots} \.", " ".join(response.split()))
+    if not said or not all(word in WORTH for word in said.groups()):
         return -1.0
-    if not all(word in WORTH for word in adjectives):
-        return -1.0
-    return sum(WORTH[word] for word in adjectives) / SLOTS
+    return sum(WORTH[word] for word in said.groups()) / SLOTS
 
 
 def _adjectives(rng: random.Random) -> list[str]:

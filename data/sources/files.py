@@ -6,6 +6,7 @@ list of messages {role, content}; columns beyond the shape go with the row, for 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from data.reading import Phase, Record, checked, data_files, hub_records, is_hub_id, records, text
@@ -65,7 +66,7 @@ def _preference(record: Record, where: str) -> Row:
     before, response = _side(record, "chosen", where)
     other, rejected = _side(record, "rejected", where)
     if before != other:
-        raise UserError(f"{where}: the messages before the last differ between chosen and rejected; expected one prompt")
+        raise UserError(f"{where}: chosen and rejected differ before their last message; expected one prompt")
     prompt = before or _prompt(record, where)
     return Row(prompt, response, rejected, _group(prompt))
 
@@ -77,13 +78,10 @@ def _implicit_preference(record: Record, where: str) -> Row:
     return _preference({**record, "prompt": ""}, where)
 
 
-def _demonstration(column: str) -> Callable[[Record, str], Row]:
-    def read(record: Record, where: str) -> Row:
-        _, response = _side(record, column, where)
-        prompt = _prompt(record, where)
-        return Row(prompt, response, group=_group(prompt))
-
-    return read
+def _demonstration(column: str, record: Record, where: str) -> Row:
+    _, response = _side(record, column, where)
+    prompt = _prompt(record, where)
+    return Row(prompt, response, group=_group(prompt))
 
 
 def _conversation(record: Record, where: str) -> Row:
@@ -101,8 +99,8 @@ def _prompt_only(record: Record, where: str) -> Row:
 SHAPES: tuple[tuple[tuple[str, ...], Callable[[Record, str], Row]], ...] = (
     (("prompt", "chosen", "rejected"), _preference),
     (("chosen", "rejected"), _implicit_preference),
-    (("prompt", "completion"), _demonstration("completion")),
-    (("prompt", "response"), _demonstration("response")),
+    (("prompt", "completion"), partial(_demonstration, "completion")),
+    (("prompt", "response"), partial(_demonstration, "response")),
     (("messages",), _conversation),
     (("prompt",), _prompt_only),
 )

@@ -72,9 +72,8 @@ class Reviews:
 
     def _cut(self, sentence: str) -> tuple[str, str]:
         """(the first words, the rest with the space before it)."""
-        words = re.match(r"\S+(?:\s+\S+){0,%d}" % (self.config.prompt_words - 1), sentence)
-        end = words.end() if words else 0
-        return sentence[:end], sentence[end:]
+        words = " ".join(sentence.split(" ")[: self.config.prompt_words])
+        return words, sentence.removeprefix(words)
 
 
 def build(config: Config, place: str) -> Reviews:
@@ -136,6 +135,4 @@ def detokenize(sentence: str) -> str:
 
 
 def _quote(mark: str, closing: int) -> str:
-    if closing:
-        return mark.lstrip(" ")
-    return mark.rstrip(" ")
+    return mark.lstrip(" ") if closing else mark.rstrip(" ")
