@@ -46,7 +46,8 @@ clean:  ## remove the environment and all caches; keeps runs/ and models/
 
 $(MADE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-		echo "error: $(PYTHON) is Python '$(VERSION)', expected 3.11 or newer; try: make PYTHON=python3.12" >&2; exit 2; }
+		echo "error: $(PYTHON) is $(if $(VERSION),Python $(VERSION),no Python that runs), expected 3.11 or newer;" \
+		"try: make PYTHON=python3.12" >&2; exit 2; }
 	@echo "making $(VENV) with Python $(VERSION)"
 	@$(PYTHON) -m venv $(if $(wildcard $(VENV)/.python-*),--clear) $(VENV) || { \
 		echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu install python3-venv" >&2; exit 2; }

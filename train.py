@@ -1,28 +1,29 @@
 """The chain: supervised fine-tuning, reward model, PPO, each a process (or a group of them) of its own.
 
-    python train.py                                                      the demo
-    python train.py --actor-model opt-1.3b --reward-model opt-350m --deployment-type single_node
+python train.py                                                      the demo
+python train.py --actor-model opt-1.3b --reward-model opt-350m --deployment-type single_node
 """
 
 import importlib
+import re
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from data.config import DataOptions
-from rlhf import config, plugins
-from rlhf.config import Config, UserError
+from rlhf import config, launch, plugins
+from rlhf.config import UserError
 from rlhf.options import EngineOptions, RunOptions
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
-from step3_ppo.config import Step3Config
 
 STAGES = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
 SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 DEMO = Path(__file__).parent / "configs" / "demo.yaml"
-REPORTING = {"output_dir", "report_to", "sample_rows"}
 
 
 class ChainConfig(DataOptions, EngineOptions, RunOptions):
@@ -31,151 +32,224 @@ class ChainConfig(DataOptions, EngineOptions, RunOptions):
     actor_model: str = "opt-1.3b"
     """pretrained model that becomes the policy: directory, hub id, short name or .yaml"""
     reward_model: str = "opt-350m"
-    """pretrained model that becomes reward model and critic"""
+    """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml"""
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
     """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU;
     multi_node: the same on every host of --hostfile"""
-    num_processes: int | None = None
+    num_processes: int | None = Field(None, ge=1)
     """processes of single_node; by default the number of visible GPUs"""
     hostfile: str | None = None
     """hosts of multi_node, one 'name slots=N' a line"""
-    steps: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+    steps: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
     """the part of the chain to run; inputs of the rest are found in the output directory"""
-    overwrite: bool = False
-    """run these steps again even if they are finished"""
     output_dir: str = "runs/rlhf"
     """directory of the run: step1_sft/, step2_reward/, step3_ppo/"""
     sft: SFTConfig = SFTConfig()
+    """step 1, supervised fine-tuning; what is not set here is as at the top"""
     reward: RewardConfig = RewardConfig()
+    """step 2, the reward model; what is not set here is as at the top"""
 
 
 def chain_config(argv: list[str]) -> type[ChainConfig]:
     """ChainConfig with the options of the chosen algorithm as its `ppo` section."""
     algorithm = config.peek(argv, "ppo.algorithm", "ppo")
     options = plugins.find("step3_ppo.algorithms", algorithm).Config
-    return create_model("ChainConfig", __base__=ChainConfig, ppo=(options, options(algorithm=algorithm)))
+    described = Field(options(algorithm=algorithm), description="step 3, PPO; what is not set here is as at the top")
+    return create_model("ChainConfig", __base__=ChainConfig, ppo=(options, described))
 
 
-def stage_config(chain: Any, step: int) -> Any:
-    """The options of one stage: its section, with what it leaves at the default taken from the top."""
-    section = getattr(chain, SECTIONS[step])
+def followed(section: str) -> dict[str, str]:
+    """The options of a section that follow one at the top, and the name of that."""
     shared = [*DataOptions.model_fields, *EngineOptions.model_fields, *RunOptions.model_fields]
-    taken = {
-        name: getattr(chain, name)
-        for name in shared
-        if getattr(section, name) == type(section).model_fields[name].default
-    }
-    if isinstance(section, SFTConfig):
-        taken["model"] = chain.actor_model
-    elif isinstance(section, RewardConfig):
-        taken["model"] = chain.reward_model
-    elif isinstance(section, Step3Config):
-        taken |= _inputs_named_above(chain, section)
-    return section.model_copy(update=taken)
+    model = {"sft": {"model": "actor_model"}, "reward": {"model": "reward_model"}}.get(section, {})
+    return dict(zip(shared, shared, strict=True)) | model
 
 
-def _inputs_named_above(chain: Any, section: Step3Config) -> dict[str, str]:
-    """A model that this chain neither trains nor has trained is the one named at the top."""
-    taken = {}
+def set_apart(argv: list[str]) -> set[str]:
+    """The options that sections set for themselves, as `sft.max_length`: all that the command line names, and what a
+    file gives another value than at its top. (A saved config.yaml has every value written out.)"""
+    files, _ = config.split_config_files(argv)
+    found = given(argv)
+    for tree in map(config.read_yaml, files):
+        for section in SECTIONS.values():
+            own = tree.get(section) or {}
+            follows = followed(section)
+            found |= {
+                f"{section}.{name}"
+                for name, value in own.items()
+                if name not in follows or follows[name] not in tree or tree[follows[name]] != value
+            }
+    return found
+
+
+def given(argv: list[str]) -> set[str]:
+    """The options on the command line, spelled `sft.max_length`."""
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    return names | {re.sub(r"(^|\.)no_", r"\1", name) for name in names}
+
+
+def resolve(chain: Any, argv: list[str]) -> Any:
+    """The chain with every section's options filled in from the top.
+
+    Raises: UserError if a section names a directory of its own.
+    """
+    own = set_apart(argv)
+    sections = {}
+    for section in SECTIONS.values():
+        if f"{section}.output_dir" in own:
+            raise UserError(
+                f"{section}.output_dir: the stages of a chain share one directory; name it with --output-dir"
+            )
+        taken = {name: getattr(chain, top) for name, top in followed(section).items() if f"{section}.{name}" not in own}
+        sections[section] = getattr(chain, section).model_copy(update=taken)
+    sections["ppo"] = sections["ppo"].model_copy(update=dict(_inputs_named_above(chain, argv)))
+    return chain.model_copy(update=sections)
+
+
+def _inputs_named_above(chain: Any, argv: list[str]) -> Iterator[tuple[str, str]]:
+    """With step 3 alone, a model on the command line is one that PPO starts from, unless it is what the stage in the
+    output directory started from: then the user repeats a command, and means that stage's."""
     for step, name in ((1, "actor_model"), (2, "reward_model")):
-        trained = step in chain.steps or (Path(chain.output_dir) / STAGES[step]).is_dir()
-        if not trained and getattr(section, name) is None and getattr(chain, name) != ChainConfig.model_fields[name].default:
-            taken[name] = getattr(chain, name)
-    return taken
+        place = getattr(chain, name)
+        if step in chain.steps or getattr(chain.ppo, name) is not None or name not in given(argv):
+            continue
+        made = Path(chain.output_dir) / STAGES[step]
+        if not made.is_dir():
+            yield name, place
+            continue
+        from rlhf import checkpoint
+
+        start = checkpoint.read_manifest(made)["config"]["model"]
+        if start != place:
+            option = name.replace("_", "-")
+            raise UserError(
+                f"--{option} {place}: {made} was made from '{start}'; leave the option out to go on from there, "
+                f"or write --ppo.{option} to start from another"
+            )
 
 
 def processes(chain: ChainConfig) -> int:
     """How many processes a stage gets. Raises: UserError if the devices are not there."""
     import torch
 
-    gpus = torch.cuda.device_count()
     if chain.deployment_type == "multi_node":
+        hosts = "" if chain.hostfile is None else f" on the hosts of {chain.hostfile}"
         raise UserError(
-            "--deployment-type multi_node: this version starts one node only; start each stage on every node with "
-            "torchrun --nnodes N -m step1_sft ..., or use single_node"
+            f"--deployment-type multi_node: this version does not start processes{hosts}; expected single_gpu or "
+            "single_node; start each stage on every node with torchrun --nnodes N ... -m step1_sft"
+        )
+    if chain.hostfile is not None:
+        raise UserError(
+            f"--hostfile {chain.hostfile}: got --deployment-type {chain.deployment_type}, expected multi_node"
         )
     if chain.deployment_type == "single_gpu":
+        if (chain.num_processes or 1) > 1:
+            raise UserError(
+                f"--num-processes {chain.num_processes}: one GPU has one; add --deployment-type single_node"
+            )
         return 1
+    gpus = torch.cuda.device_count()
     wanted = chain.num_processes or max(1, gpus)
-    if gpus and wanted > gpus:
-        raise UserError(f"--num-processes {wanted}: {gpus} GPUs are visible; expected at most that many")
+    most = gpus or max(2, launch.cores())
+    if wanted > most:
+        there = f"{gpus} GPUs are visible" if gpus else f"this machine has no GPU and {launch.cores()} cores"
+        raise UserError(f"--num-processes {wanted}: {there}, expected at most {most}")
     return wanted
 
 
-def is_finished(stage: str, options: Any) -> bool:
-    """Whether the stage's output is whole and was made with these options.
+def plan(chain: Any, count: int) -> dict[int, Any]:
+    """The stages to run, by step, with their options; says which of the others are finished.
 
-    Raises: UserError with the first differences if it was made with others, or is damaged.
+    Every stage is checked before any is started. Raises: UserError.
     """
-    from rlhf import checkpoint
+    from rlhf import checkpoint, run
 
-    directory = Path(options.output_dir) / stage
-    if not (directory / checkpoint.MANIFEST).is_file():
-        return False
-    before = checkpoint.read_manifest(directory)["config"]
-    now = options.model_dump(mode="json")
-    changed = [n for n in now if n not in REPORTING and n in before and before[n] != now[n]]
-    if changed:
-        lines = ", ".join(f"{name} was {before[name]!r}, now {now[name]!r}" for name in changed[:4])
-        raise UserError(f"{directory}: finished with other options ({lines}); name another --output-dir, or --overwrite")
-    return True
+    checkpoint.require_writable(chain.output_dir)
+    planned: dict[str, str] = {}
+    todo: dict[int, Any] = {}
+    notes = []
+    for step in sorted(set(chain.steps)):
+        options, name = getattr(chain, SECTIONS[step]), STAGES[step]
+        stage = importlib.import_module(f"{name}.stage")
+        state = run.state(name, options, stage.inputs(options), planned)
+        if state == "finished":
+            notes.append(f"{name}: already complete in {chain.output_dir}, skipped")
+            continue
+        stage.check(options, planned, count)
+        todo[step] = options
+        if step < 3:
+            planned[name] = checkpoint.planned_start(options.model, chain.output_dir, planned) or options.model
+    for note in notes:
+        print(note, flush=True)
+    return todo
 
 
 def run_stage(step: int, options: Any, count: int) -> None:
     """Start one stage and wait. Leaves with the stage's exit code if that is not 0."""
-    from rlhf import checkpoint, launch
-
     stage = STAGES[step]
-    path = Path(options.output_dir) / stage / checkpoint.RUN_CONFIG
-    path.write_text(config.to_yaml(options), encoding="utf-8")
-    code = launch.run(stage, ["--config", str(path)], count)
+    with tempfile.TemporaryDirectory(prefix=f"{stage}-") as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(config.to_yaml(options), encoding="utf-8")
+        code = launch.run(stage, ["--config", str(path)], count)
     if code != 0:
-        print(f"{stage} ended with exit code {code}; later stages were not started", file=sys.stderr)
+        if code not in launch.SAID:
+            print(f"\n{stage} ended with {launch.name_of(code)}; no later stage was started", file=sys.stderr)
         raise SystemExit(code if code > 0 else 128 - code)
 
 
 def main() -> None:
+    launch.speak_plainly()
     argv = sys.argv[1:]
     if not any(word.startswith(("--config", "--actor-model", "--actor_model")) for word in argv):
         argv = ["--config", _base_config(argv), *argv]
+    shown = "--print-config" in argv
+    argv = [word for word in argv if word != "--print-config"]
     chain = config.parse(chain_config(argv), argv, "python train.py", (__doc__ or "").split("\n")[0])
+    chain = resolve(chain, argv)
+    if shown:
+        print(config.to_yaml(chain), end="")
+        return
     from rlhf.record import quiet_libraries
-    from rlhf.run import require_writable
 
     quiet_libraries()
-
     count = processes(chain)
-    stages = {step: stage_config(chain, step) for step in sorted(set(chain.steps))}
-    for step, options in stages.items():
-        require_writable(options, STAGES[step])
-    todo = {s: o for s, o in stages.items() if chain.overwrite or not is_finished(STAGES[s], o)}
-    for step in stages:
-        if step not in todo:
-            print(f"{STAGES[step]}: already complete in {chain.output_dir}, skipped")
-    for step, options in todo.items():
-        importlib.import_module(f"{STAGES[step]}.stage").check(options, planned=set(map(STAGES.get, todo)))
-    (Path(chain.output_dir) / "config.yaml").write_text(config.to_yaml(chain), encoding="utf-8")
+    todo = plan(chain, count)
+    if todo:
+        save(chain)
     for step, options in todo.items():
         run_stage(step, options, count)
     print(next_step(chain))
 
 
+def save(chain: Any) -> None:
+    """The whole tree into the run's directory, from where --config takes it. `overwrite` is for once."""
+    once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
+    directory = Path(chain.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    text = config.to_yaml(chain.model_copy(update={**once, "overwrite": False}))
+    (directory / "config.yaml").write_text(text, encoding="utf-8")
+
+
 def _base_config(argv: list[str]) -> str:
     """What the command line is laid over: the run that a part of the chain continues, else the demo."""
     before = Path(config.peek(argv, "output-dir", "runs/demo")) / "config.yaml"
-    if "--steps" in argv and before.is_file():
-        print(f"continuing with the options of {before}")
+    if any(word.startswith("--steps") for word in argv) and before.is_file():
+        print(f"continuing with the options of {before}", file=sys.stderr)
         return str(before)
+    if not config.peek(argv, "data-path", "demo").startswith("demo"):
+        print("no --actor-model: training the demo's tiny model, which knows the demo's words only", file=sys.stderr)
     return str(DEMO)
 
 
 def next_step(chain: ChainConfig) -> str:
     """What to do with the result."""
-    actor = Path(chain.output_dir) / "step3_ppo" / "actor"
-    if not actor.is_dir():
-        return f"next: python train.py --steps 3 --output-dir {chain.output_dir}"
+    from rlhf.checkpoint import MANIFEST
+
+    left = [step for step, stage in STAGES.items() if not (Path(chain.output_dir) / stage / MANIFEST).is_file()]
+    if left:
+        return f"next: python train.py --steps {' '.join(map(str, left))} --output-dir {chain.output_dir}"
     return (
-        f"\nThe tuned policy is {actor}: AutoModelForCausalLM.from_pretrained loads it.\n"
+        f"\nThe tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
         f"Numbers: {chain.output_dir}/step*/metrics.jsonl and manifest.json. Your own data and models:\n"
         "  python train.py --actor-model DIR --reward-model DIR --data-path my_pairs.jsonl --output-dir runs/mine"
     )

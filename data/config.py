@@ -8,7 +8,7 @@ from rlhf.config import Config
 class DataOptions(Config):
     """Which rows, how they are divided, and how they become tokens."""
 
-    data_path: tuple[str, ...] = ("demo",)
+    data_path: tuple[str, ...] = ("hh_rlhf:Anthropic/hh-rlhf",)
     """where the rows come from, one or more of [source[,option=value]:]place: a local .json, .jsonl, .csv or .parquet
     file (.gz too), a hub id, a source by name (demo, hh_rlhf:DIR), or a Python file of your own"""
 

@@ -195,7 +195,7 @@ def _csv(path: Path, lines: Lines) -> Iterator[tuple[str, Record]]:
                 raise UserError(f"{where}: got a row of another length, expected {len(columns)} columns")
             yield where, record
     except csv.Error as error:
-        raise UserError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None
+        raise UserError(f"{path}:{reader.reader.line_num}: not valid CSV: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Record]]:

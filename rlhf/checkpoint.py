@@ -1,6 +1,7 @@
 """What a stage leaves behind: directories that appear whole, and a manifest, written last, that vouches for them."""
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -8,7 +9,8 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from rlhf.config import UserError
 
 MANIFEST = "manifest.json"
 RUN_CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
 
 
@@ -51,6 +54,13 @@ def file_digests(stage: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _sha256(path: Path) -> str:
+    known = path.stat()
+    return _sha256_of(path.resolve(), known.st_size, known.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sha256_of(path: Path, size: int, changed: int) -> str:
+    """Read once a process: a stage looks at its inputs several times, and they may have many gigabytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -61,6 +71,19 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], "platform": platform.platform(), **found}
 
 
+def require_writable(output_dir: str) -> None:
+    """Leave nothing behind. Raises: UserError if no directory can be made, or nothing written, at `output_dir`."""
+    place = Path(output_dir)
+    try:
+        there = next(path for path in (place, *place.absolute().parents) if path.exists() or path.is_symlink())
+        if not there.is_dir():
+            raise NotADirectoryError(0, f"{there} is not a directory")
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(f"--output-dir {output_dir}: cannot write there ({error.strerror}); name another") from None
+
+
 def read_manifest(stage: Path) -> dict[str, Any]:
     """The manifest of a finished stage, every file it names checked.
 
@@ -68,41 +91,64 @@ def read_manifest(stage: Path) -> dict[str, Any]:
     """
     path = stage / MANIFEST
     if not path.is_file():
-        raise UserError(f"{stage}: unfinished stage, no {MANIFEST}; run that stage to its end, or name another directory")
+        raise UserError(f"{stage}: unfinished stage, no {MANIFEST}; run it to its end, or name another directory")
+    cure = "make that stage again with --overwrite, or name another directory"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        files = manifest["files"].items()
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path}: not a manifest ({error!r}); run that stage again") from None
-    for name, expected in files:
+        files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        missing = {"stage", "inputs", "models", "metrics", "config"} - set(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: damaged, not a manifest ({error!r}); {cure}") from None
+    if missing:
+        raise UserError(f"{path}: damaged, has no {', '.join(sorted(missing))}; {cure}")
+    for name, (size, digest) in files.items():
         file = stage / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != expected["size"]:
-            raise UserError(f"{file}: got {size} bytes, expected {expected['size']} as in {MANIFEST}; run that stage again")
-        if _sha256(file) != expected["sha256"]:
-            raise UserError(f"{file}: its content differs from {MANIFEST} (sha256); run that stage again")
-    return manifest
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            got = "no such file" if found is None else f"got {found} bytes"
+            raise UserError(f"{file}: damaged, {got}, expected {size} bytes as in {MANIFEST}; {cure}")
+        if _sha256(file) != digest:
+            raise UserError(f"{file}: damaged, its content differs from {MANIFEST} (sha256); {cure}")
+    return dict(manifest)
 
 
 def stage_of(place: str) -> Path | None:
     """The stage directory that `place` is or lies in; None for models from elsewhere."""
     directory = Path(place)
-    for candidate in (directory, directory.parent):
-        if candidate.is_dir() and ((candidate / MANIFEST).is_file() or (candidate / RUN_CONFIG).is_file()):
-            return candidate
-    return None
+    return next((path for path in (directory, directory.parent) if _is_stage(path)), None)
 
 
-def model_place(place: str, folder: str) -> str:
-    """Where to load a model from: a stage directory gives its `folder`, checked; everything else stays as it is.
+def _is_stage(directory: Path) -> bool:
+    """Whether a stage has begun to write there: it leaves its options, its record, and no model's config."""
+    has = {name for name in (RUN_CONFIG, METRICS, MANIFEST, "config.json") if (directory / name).is_file()}
+    return RUN_CONFIG in has and len(has) > 1 and "config.json" not in has
 
-    Raises: UserError for an unfinished or damaged stage.
+
+def model_place(place: str, *folders: str) -> str:
+    """Where to load a model from: of a stage directory the first of `folders` it made; other places stay as they are.
+
+    Raises: UserError for an unfinished or damaged stage, or one that made none of `folders`.
     """
     stage = stage_of(place)
     if stage is None:
         return place
-    read_manifest(stage)
-    return str(stage / folder) if stage == Path(place) else place
+    made = read_manifest(stage)["models"]
+    if stage != Path(place):
+        return place
+    for folder in folders:
+        if folder in made:
+            return str(stage / folder)
+    raise UserError(f"{stage}: holds {', '.join(made)}, expected {' or '.join(folders)}; name a model's directory")
+
+
+def planned_start(place: str, output_dir: str, planned: Mapping[str, str]) -> str | None:
+    """The model that the maker of `place` starts from, if one of the `planned` stages is yet to make what is there."""
+    here = Path(place).resolve()
+    for stage, start in planned.items():
+        made = (Path(output_dir) / stage).resolve()
+        if made in (here, here.parent):
+            return start
+    return None
 
 
 def manifest_digest(place: str) -> str | None:

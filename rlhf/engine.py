@@ -71,6 +71,8 @@ class Engine:
             config=deepspeed_config(options, o, dtype),
         )
         self._options = options
+        # Plain fp32: DeepSpeed then neither looks at the gradient nor tells its norm.
+        self._unchecked = options.zero_stage == 0 and dtype == torch.float32
         self.steps = 0
 
     @property
@@ -88,7 +90,7 @@ class Engine:
 
         `loss(micro)` gives the micro-batch's share of the step's loss (normalised by the token or row count
         of the whole step over all ranks) and metrics of the same kind. Returns the metrics added up over
-        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (which DeepSpeed does not tell at fp32 stage 0).
+        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping).
         Raises: NonFiniteError, on every rank and before the weights change, naming the step.
         """
         micros = list(micro_batches)
@@ -104,13 +106,25 @@ class Engine:
                 self._engine.step()
         summed = dict(zip(totals, dist.sum_over_ranks(torch.stack(list(totals.values()))).tolist(), strict=True))
         self._refuse_non_finite(summed)
-        rate = self._engine.get_lr()[0]
-        self._engine.step()
+        summed |= {"learning_rate": self._engine.get_lr()[0], "grad_norm": self._apply()}
         self.steps += 1
-        norm = self._engine.get_global_grad_norm()
-        summed |= {"learning_rate": rate} | ({} if norm is None else {"grad_norm": float(norm)})
-        self._refuse_non_finite(summed)
         return summed
+
+    def _apply(self) -> float:
+        """Change the weights; the norm of the gradient before clipping. A non-finite one changes nothing."""
+        if self._unchecked:
+            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            self._refuse_non_finite({"grad_norm": norm})
+            self._engine.step()
+            return norm
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        # In fp16 DeepSpeed skips such a step, lowers its loss scale, and gives up when that is at its end.
+        if not self._options.dtype == "fp16":
+            self._refuse_non_finite({"grad_norm": norm})
+            assert self._engine.was_step_applied(), f"step {self.steps + 1}: DeepSpeed left the step out"
+        return norm
 
     def _refuse_non_finite(self, metrics: Metrics) -> None:
         for name, value in metrics.items():

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from rlhf.config import Config
 
 
@@ -10,12 +12,14 @@ class RunOptions(Config):
 
     output_dir: str = "runs/demo"
     """directory of the whole run; each stage writes its own folder inside"""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """of initial heads, data order, sampling"""
     report_to: tuple[Literal["tensorboard"], ...] = ()
     """trackers beside metrics.jsonl"""
-    sample_rows: int = 4
+    sample_rows: int = Field(4, ge=0)
     """prompts shown before and after"""
+    overwrite: bool = False
+    """run again even if it is finished"""
 
 
 class EngineOptions(Config):
@@ -39,30 +43,30 @@ class EngineOptions(Config):
 class OptimizerOptions(Config):
     """AdamW, its schedule, and how a batch is cut up for one device."""
 
-    micro_batch_size: int = 8
+    micro_batch_size: int = Field(8, ge=1)
     """rows in one forward and backward pass on one device; changes memory and speed, never results"""
-    learning_rate: float = 1e-5
+    learning_rate: float = Field(1e-5, ge=0)
     """peak learning rate of AdamW"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """learning rate after warm-up"""
-    warmup_ratio: float = 0.03
+    warmup_ratio: float = Field(0.03, ge=0, le=1)
     """share of the optimizer steps over which the learning rate rises from 0"""
-    adam_beta1: float = 0.9
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
     """decay of AdamW's first moment"""
-    adam_beta2: float = 0.95
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
     """decay of AdamW's second moment"""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: float = Field(1e-8, gt=0)
     """added to AdamW's denominator"""
-    weight_decay: float = 0.0
+    weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay, per step and unit of learning rate"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = Field(1.0, ge=0)
     """gradients are scaled down to this global norm; 0 = never"""
 
 
 class SamplingOptions(Config):
     """How responses are drawn from the policy. No top-k, top-p or penalties: they would make the KL meaningless."""
 
-    temperature: float = 1.0
+    temperature: float = Field(1.0, gt=0)
     """logits are divided by this, in sampling and in every log-prob; above 0"""
-    response_length: int = 64
+    response_length: int = Field(64, ge=1)
     """most tokens of a response, EOS included"""

@@ -1,4 +1,4 @@
-"""Observers of a run: metrics.jsonl, a progress bar, TensorBoard, the words and tables a person reads. Rank 0 speaks."""
+"""Observers of a run: metrics.jsonl, a bar, TensorBoard, the words and tables a person reads. Rank 0 speaks."""
 
 import json
 import logging
@@ -31,14 +31,16 @@ def quiet_libraries() -> None:
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     for name in ("DeepSpeed", "deepspeed", "torch.distributed", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        # Not by level: DeepSpeed sets its own when it is imported.
+        logging.getLogger(name).addFilter(lambda line: line.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(torch|deepspeed|transformers|peft|datasets)(\.|$)")
 
 
 def say(text: str) -> None:
     """One line to the person who waits."""
     if dist.is_main():
-        print(text, flush=True)
+        bars = {} if (sys.stdout.encoding or "").lower().startswith("utf") else str.maketrans("▁▂▃▄▅▆▇█", ".:-=+*#@")
+        print(text.translate(bars), flush=True)
 
 
 class MetricsFile:

@@ -1,20 +1,26 @@
 """One stage's run: its directory, its process group, its record, and the manifest that says it is finished."""
 
 import contextlib
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from rlhf import checkpoint, config, dist, record
+from rlhf import checkpoint, config, dist, launch, names, plugins, record
 from rlhf.config import UserError
-from rlhf.options import RunOptions
+from rlhf.engine import NonFiniteError, compute_dtype
+from rlhf.models.load import require_context
+from rlhf.options import EngineOptions, RunOptions
+from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics
 
-C = TypeVar("C", bound=RunOptions)
+FREE = {
+    "output_dir", "report_to", "sample_rows", "overwrite",
+    "micro_batch_size", "rollout_batch_size",
+    "zero_stage", "offload_optimizer", "offload_param", "gradient_checkpointing",
+}  # fmt: skip
+"""Options that change what is shown, or memory and speed, but not what a stage makes."""
 
 
 class Run:
@@ -22,15 +28,21 @@ class Run:
 
     def __init__(self, stage: str, options: RunOptions) -> None:
         self.stage = stage
-        self.options = options
+        self.options = options.model_copy(update={"overwrite": False})  # that is for once, and no property of the result
         self.directory = Path(options.output_dir) / stage
         if dist.is_main():
+            self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / checkpoint.MANIFEST).unlink(missing_ok=True)
-            (self.directory / checkpoint.RUN_CONFIG).write_text(config.to_yaml(options), encoding="utf-8")
+            (self.directory / checkpoint.RUN_CONFIG).write_text(config.to_yaml(self.options), encoding="utf-8")
         self.recorder = record.Recorder(self.directory, options.report_to)
 
     def describe(self, train: Any, evaluation: Any) -> None:
-        """Say how many rows there are, and which were dropped and why."""
+        """Say how many rows there are, and which were dropped and why.
+
+        Raises: UserError if some rank would have none to evaluate on.
+        """
+        if len(evaluation) < dist.world_size():
+            raise UserError(f"{self.stage}: {len(evaluation)} held-out rows, expected one for each process; add rows")
         dropped = ", ".join(f"{count} {reason}" for reason, count in train.dropped.items())
         record.say(
             f"{self.stage}: {len(train)} rows to train on, {len(evaluation)} held out"
@@ -43,26 +55,35 @@ class Run:
             pass
 
     def finish(self, models: dict[str, Callable[[Path], None]], inputs: dict[str, str], metrics: Metrics) -> None:
-        """Write each model into its folder, then the manifest. `inputs` names the places the stage started from."""
-        for folder, save in models.items():
-            with self._appearing(folder) as staging:
-                save(staging)
-        self.recorder.write("eval", 0, metrics)
-        if dist.is_main():
-            manifest = {
-                "stage": self.stage,
-                "inputs": {n: {"place": p, "manifest_sha256": checkpoint.manifest_digest(p)} for n, p in inputs.items()},
-                "models": list(models),
-                "metrics": metrics,
-                "config": self.options.model_dump(mode="json"),
-                "versions": checkpoint.versions(),
-                "world_size": dist.world_size(),
-                "files": checkpoint.file_digests(self.directory, list(models)),
-            }
-            checkpoint.write_json(self.directory / checkpoint.MANIFEST, manifest)
+        """Write each model into its folder, then the manifest. `inputs` names the places the stage started from.
+
+        Raises: UserError if the disk is full, say; the stage is then unfinished.
+        """
+        try:
+            for folder, save in models.items():
+                with self._appearing(folder) as staging:
+                    save(staging)
+            self.recorder.write("eval", 0, metrics)
+            if dist.is_main():
+                self._write_manifest(list(models), inputs, metrics)
+        except OSError as error:
+            raise UserError(f"{self.directory}: cannot be written ({error}); make room there and run again") from error
         dist.barrier()
         record.say(f"{self.stage}: {record.metrics_line(metrics)}")
         record.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in models)}")
+
+    def _write_manifest(self, models: list[str], inputs: dict[str, str], metrics: Metrics) -> None:
+        manifest = {
+            "stage": self.stage,
+            "inputs": {n: {"place": p, "manifest_sha256": checkpoint.manifest_digest(p)} for n, p in inputs.items()},
+            "models": models,
+            "metrics": metrics,
+            "config": self.options.model_dump(mode="json"),
+            "versions": checkpoint.versions(),
+            "world_size": dist.world_size(),
+            "files": checkpoint.file_digests(self.directory, models),
+        }
+        checkpoint.write_json(self.directory / checkpoint.MANIFEST, manifest)
 
     @contextlib.contextmanager
     def _appearing(self, folder: str) -> Iterator[Path]:
@@ -77,38 +98,92 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(stage: str, options: RunOptions) -> Iterator[Run]:
-    """The run of one stage inside its process group, with every random source seeded."""
+    """The run of one stage inside its process group, with every random source seeded.
+
+    A number that is not finite ends the process with code 3 and one line.
+    """
     with dist.process_group():
         torch.manual_seed(options.seed)
         run = Run(stage, options)
         try:
             yield run
+        except NonFiniteError as error:
+            launch.give_up(f"error: {stage}: {error}", launch.NON_FINITE)
         finally:
             run.recorder.close()
 
 
-def require_writable(options: RunOptions, stage: str) -> None:
-    """Make the stage's directory. Raises: UserError if nothing can be written there."""
+def state(stage: str, options: RunOptions, inputs: Mapping[str, str], planned: Mapping[str, str]) -> str:
+    """`unfinished`, `finished`, or `stale`: one of its `inputs` was made again since, or will be by a `planned` stage.
+
+    Raises: UserError if it was finished with options that make something else, or its output is damaged.
+    """
     directory = Path(options.output_dir) / stage
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise UserError(f"--output-dir {options.output_dir}: cannot write there ({error.strerror}); name another") from None
+    if options.overwrite or not (directory / checkpoint.MANIFEST).is_file():
+        return "unfinished"
+    manifest = checkpoint.read_manifest(directory)
+    made_from = {name: entry["manifest_sha256"] for name, entry in manifest["inputs"].items()}
+    digests = {name: checkpoint.manifest_digest(place) for name, place in inputs.items()}
+    changed = {
+        name: (manifest["config"][name], value)
+        for name, value in options.model_dump(mode="json").items()
+        if name not in FREE and manifest["config"].get(name, value) != value
+    }
+    for name in [name for name in changed if name in inputs]:
+        same_made = made_from.get(name) is not None and made_from[name] == digests[name]
+        if same_made or _same_place(*changed[name]):
+            del changed[name]
+    if changed:
+        said = [f"{name} was {before!r}, now {now!r}" for name, (before, now) in changed.items()]
+        raise UserError(
+            f"{directory}: finished with other options ({', '.join(said[:4])}{', ...' if len(said) > 4 else ''}); "
+            "name another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
+        )
+    awaited = any(checkpoint.planned_start(place, options.output_dir, planned) for place in inputs.values())
+    return "stale" if awaited or digests != made_from else "finished"
 
 
-def stage_main(cls: Callable[[], type[C]], stage: str, description: str, run: Callable[[C], Any]) -> int:
-    """The command line of one stage: parse the options of `cls()`, run, and say a user's mistake in one line."""
-
-    def main() -> None:
-        options = config.parse(cls(), sys.argv[1:], f"python -m {stage}", description)
-        require_writable(options, stage)
-        record.quiet_libraries()
-        run(options)
-
-    code = config.run_as_user(main)
-    sys.stdout.flush()
-    return code
+def _same_place(one: str | None, other: str | None) -> bool:
+    """Whether two words mean one model: a short name and its hub id, a relative path and an absolute one."""
+    if one is None or other is None:
+        return False
+    return Path(names.resolve(one)).resolve() == Path(names.resolve(other)).resolve()
 
 
+def skip(stage: str, options: RunOptions, inputs: Mapping[str, str]) -> bool:
+    """Whether the stage is finished already; says so, or why a finished one is made again."""
+    found = state(stage, options, inputs, {})
+    if found == "finished":
+        record.say(f"{stage}: already complete in {options.output_dir}, skipped")
+    elif found == "stale":
+        record.say(f"{stage}: what it started from was made again, so it is too")
+    return found == "finished"
+
+
+def check_engine(options: EngineOptions) -> None:
+    """Raises: UserError for options that do not go together on this device, or a mistake in the adapter's."""
+    compute_dtype(options, dist.local_device())
+    if options.offload_param and options.zero_stage < 3:
+        raise UserError(f"--offload-param: needs --zero-stage 3, got {options.zero_stage}")
+    if options.adapter is not None:
+        check_plugin("rlhf.adapters", options.adapter)
+
+
+def check_plugin(folder: str, spec: str) -> None:
+    """Raises: UserError for an unknown name or option of a plug-in that is built later."""
+    name, options = plugins.parse_spec(spec)
+    config.validate(plugins.find(folder, name).Config, options, f"{folder}.{name}")
+
+
+def check_start(place: str, chat_template: str, tokens: int) -> None:
+    """Raises: UserError if there is no model or no tokenizer, or it has no room for `tokens`."""
+    prepare_tokenizer(load_tokenizer(names.resolve(place)), chat_template)
+    require_context(place, tokens)
+
+
+def check_ranks(batch_size: int, ranks: int, parts: int = 1) -> None:
+    """Raises: UserError unless every rank gets the same share of a batch, and of each of its `parts`."""
+    if batch_size % (ranks * parts):
+        share = f"{ranks} processes" + (f" x --num-mini-batches {parts}" if parts > 1 else "")
+        near = max(1, round(batch_size / (ranks * parts))) * ranks * parts
+        raise UserError(f"--batch-size {batch_size}: expected a multiple of {ranks * parts} ({share}); try {near}")

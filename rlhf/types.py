@@ -172,7 +172,7 @@ class Rollout(TensorRecord):
         """Without the columns that are padding in every row: P and T of these rows."""
         width = int(self.lengths.max())
         prompt = self.prompt_mask.any(0)
-        narrow = {
+        narrow: dict[str, Any] = {
             name: value[:, :width]
             for name in ("response_ids", "mask", "sampled_logprobs", "logprobs", "ref_logprobs", "values")
             if (value := getattr(self, name)) is not None

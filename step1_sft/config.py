@@ -1,5 +1,7 @@
 """Options of supervised fine-tuning."""
 
+from pydantic import Field
+
 from data.config import DataOptions
 from rlhf.options import EngineOptions, OptimizerOptions, RunOptions
 
@@ -9,9 +11,9 @@ class SFTConfig(DataOptions, EngineOptions, OptimizerOptions, RunOptions):
 
     model: str = "opt-1.3b"
     """pretrained model: directory, hub id, short name or .yaml"""
-    batch_size: int = 16
+    batch_size: int = Field(16, ge=1)
     """dialogues in an optimizer step, over all devices"""
-    num_train_epochs: int = 1
+    num_train_epochs: int = Field(1, ge=1)
     """passes over the data"""
-    learning_rate: float = 2e-5
+    learning_rate: float = Field(2e-5, ge=0)
     """peak learning rate of AdamW"""

@@ -1,26 +1,28 @@
-"""Supervised fine-tuning: maximise the log-probability of the responses (InstructGPT, arXiv 2203.02155, section 3.5)."""
+"""Supervised fine-tuning: maximise the log-probability of the responses (InstructGPT, arXiv 2203.02155)."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from data.batches import batch_indices, sft_batch
 from data.dataset import PromptDataset, open_datasets
-from data.mixture import open_sources
+from data.preflight import require_rows
 from rlhf import adapters, dist, losses
-from rlhf.checkpoint import model_place
+from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype
 from rlhf.models.export import save_policy
-from rlhf.models.load import load_causal_lm, require_context
+from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.names import resolve
-from rlhf.run import open_run
+from rlhf.run import check_engine, check_ranks, check_start, open_run, skip
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, length_groups
 from step1_sft.config import SFTConfig
 
 STAGE = "step1_sft"
+FOLDERS = ("model", "actor")
+"""Language models among what stages leave."""
 
 
 def train(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> Iterator[Metrics]:
@@ -52,18 +54,29 @@ def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id
     return math.exp(nll / count)
 
 
-def check(config: SFTConfig, planned: Collection[str] = ()) -> None:
-    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError."""
-    place = model_place(config.model, "model")
-    load_tokenizer(resolve(place))
-    require_context(place, config.max_length)
-    open_sources(config.data_path)
+def inputs(config: SFTConfig) -> dict[str, str]:
+    """The places this stage starts from."""
+    return {"model": config.model}
 
 
-def run(config: SFTConfig) -> Metrics:
-    """The stage from its inputs to OUT/step1_sft: model, metrics.jsonl, manifest.json. Returns the final metrics."""
-    check(config)
-    place = model_place(config.model, "model")
+def check(config: SFTConfig, planned: Mapping[str, str] | None = None, ranks: int = 1) -> None:
+    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError.
+
+    `planned`: stages that will have run by then, and the model each starts from.
+    """
+    check_ranks(config.batch_size, ranks)
+    check_engine(config)
+    start = planned_start(config.model, config.output_dir, planned or {})
+    check_start(start or model_place(config.model, *FOLDERS), config.chat_template, config.max_length)
+    require_rows(config, "sft", config.batch_size, ranks)
+
+
+def run(config: SFTConfig) -> None:
+    """The stage from its inputs to OUT/step1_sft: model, metrics.jsonl, manifest.json; nothing if it is finished."""
+    if skip(STAGE, config, inputs(config)):
+        return
+    check(config, ranks=dist.world_size())
+    place = model_place(config.model, *FOLDERS)
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
     dataset, evaluation = open_datasets(config, "sft", tokenizer)
     total = sum(1 for _ in _batches(dataset, config))
@@ -83,4 +96,3 @@ def run(config: SFTConfig) -> Metrics:
             {"model": place},
             metrics,
         )
-    return metrics

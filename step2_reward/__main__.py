@@ -1,16 +1,16 @@
 """`python -m step2_reward`: the reward model alone."""
 
-from rlhf.run import stage_main
+from rlhf.launch import stage_main
 from step2_reward.config import RewardConfig
 
 
 def main() -> int:
-    def run(config: RewardConfig) -> None:
+    def run(options: RewardConfig) -> None:
         from step2_reward import stage
 
-        stage.run(config)
+        stage.run(options)
 
-    return stage_main(lambda: RewardConfig, "step2_reward", "A pairwise reward model on preferences.", run)
+    return stage_main(lambda argv: RewardConfig, "step2_reward", "A pairwise reward model on preferences.", run)
 
 
 if __name__ == "__main__":

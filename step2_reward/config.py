@@ -1,5 +1,7 @@
 """Options of the reward model."""
 
+from pydantic import Field
+
 from data.config import DataOptions
 from rlhf.options import EngineOptions, OptimizerOptions, RunOptions
 
@@ -9,11 +11,11 @@ class RewardConfig(DataOptions, EngineOptions, OptimizerOptions, RunOptions):
 
     model: str = "opt-350m"
     """pretrained model, or the directory of a finished step 1: directory, hub id, short name or .yaml"""
-    batch_size: int = 16
+    batch_size: int = Field(16, ge=1)
     """pairs in an optimizer step, over all devices"""
-    num_train_epochs: int = 1
+    num_train_epochs: int = Field(1, ge=1)
     """passes over the data; more than one overfits human preferences"""
-    learning_rate: float = 1e-5
+    learning_rate: float = Field(1e-5, ge=0)
     """peak learning rate of AdamW"""
-    centering: float = 0.0
+    centering: float = Field(0.0, ge=0)
     """weight of (chosen + rejected)^2, which keeps scores around 0; 0.01 is usual"""

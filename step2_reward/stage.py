@@ -1,26 +1,27 @@
-"""The reward model: the chosen response of each pair shall score higher (Bradley-Terry; InstructGPT, arXiv 2203.02155, eq. 1)."""
+"""The reward model: the chosen response of each pair shall score higher (InstructGPT, arXiv 2203.02155, eq. 1)."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from data.batches import batch_indices, pair_batch
 from data.dataset import PromptDataset, open_datasets
-from data.mixture import open_sources
+from data.preflight import require_rows
 from rlhf import adapters, dist, losses, record
-from rlhf.checkpoint import model_place
+from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype
 from rlhf.models.export import save_scalar
-from rlhf.models.load import require_context
 from rlhf.models.scalar import new_scalar_model, scores
 from rlhf.names import resolve
-from rlhf.run import open_run
+from rlhf.run import check_engine, check_ranks, check_start, open_run, skip
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, Pairs, length_groups
 from step2_reward.config import RewardConfig
 
 STAGE = "step2_reward"
+FOLDERS = ("model", "actor")
+"""Models among what stages leave whose backbone may become the reward model's."""
 
 
 def train(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> Iterator[Metrics]:
@@ -79,18 +80,29 @@ def score_histogram(pairs: Tensor, bins: int = 30) -> str:
     return "\n".join(lines)
 
 
-def check(config: RewardConfig, planned: Collection[str] = ()) -> None:
-    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError."""
-    place = model_place(config.model, "model")
-    load_tokenizer(resolve(place))
-    require_context(place, config.max_length)
-    open_sources(config.data_path)
+def inputs(config: RewardConfig) -> dict[str, str]:
+    """The places this stage starts from."""
+    return {"model": config.model}
 
 
-def run(config: RewardConfig) -> Metrics:
-    """The stage from its inputs to OUT/step2_reward: model, metrics.jsonl, manifest.json. Returns the final metrics."""
-    check(config)
-    place = model_place(config.model, "model")
+def check(config: RewardConfig, planned: Mapping[str, str] | None = None, ranks: int = 1) -> None:
+    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError.
+
+    `planned`: stages that will have run by then, and the model each starts from.
+    """
+    check_ranks(config.batch_size, ranks)
+    check_engine(config)
+    start = planned_start(config.model, config.output_dir, planned or {})
+    check_start(start or model_place(config.model, *FOLDERS), config.chat_template, config.max_length)
+    require_rows(config, "reward", config.batch_size, ranks)
+
+
+def run(config: RewardConfig) -> None:
+    """The stage from its inputs to OUT/step2_reward: model, metrics.jsonl, manifest.json; nothing if it is finished."""
+    if skip(STAGE, config, inputs(config)):
+        return
+    check(config, ranks=dist.world_size())
+    place = model_place(config.model, *FOLDERS)
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
     dataset, evaluation = open_datasets(config, "reward", tokenizer)
     total = sum(1 for _ in _batches(dataset, config))
@@ -108,4 +120,3 @@ def run(config: RewardConfig) -> Metrics:
             {"model": place},
             metrics,
         )
-    return metrics

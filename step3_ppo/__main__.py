@@ -1,9 +1,7 @@
 """`python -m step3_ppo`: reinforcement learning alone."""
 
-import sys
-
 from rlhf import config, plugins
-from rlhf.run import stage_main
+from rlhf.launch import stage_main
 from step3_ppo.config import Step3Config
 
 
@@ -13,8 +11,8 @@ def main() -> int:
 
         stage.run(options)
 
-    def options_of_the_algorithm() -> type[Step3Config]:
-        name = config.peek(sys.argv[1:], "algorithm", "ppo")
+    def options_of_the_algorithm(argv: list[str]) -> type[Step3Config]:
+        name = config.peek(argv, "algorithm", "ppo")
         return plugins.find("step3_ppo.algorithms", name).Config
 
     return stage_main(options_of_the_algorithm, "step3_ppo", "Reinforcement learning from scores.", run)

@@ -1,5 +1,7 @@
 """Options of step 3 that every algorithm shares; an algorithm's own options are beside its code."""
 
+from pydantic import Field
+
 from data.config import DataOptions
 from rlhf.options import EngineOptions, OptimizerOptions, RunOptions, SamplingOptions
 
@@ -19,23 +21,23 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """score source: learned (the reward model), another name in rlhf/rewards/, or file.py:function"""
     judge: str | None = None
     """score source for evaluation only, which no stage trains on"""
-    total_episodes: int = 4096
+    total_episodes: int = Field(4096, ge=1)
     """responses sampled in the whole run, over all devices"""
-    batch_size: int = 64
+    batch_size: int = Field(64, ge=1)
     """responses in an iteration, over all devices"""
-    num_mini_batches: int = 1
+    num_mini_batches: int = Field(1, ge=1)
     """optimizer steps that one pass over an iteration's rollout makes"""
-    num_ppo_epochs: int = 4
+    num_ppo_epochs: int = Field(4, ge=1)
     """passes over an iteration's rollout"""
-    learning_rate: float = 1e-6
+    learning_rate: float = Field(1e-6, ge=0)
     """peak learning rate of the actor"""
-    critic_learning_rate: float = 5e-6
+    critic_learning_rate: float = Field(5e-6, ge=0)
     """peak learning rate of the critic"""
-    adam_epsilon: float = 1e-5
+    adam_epsilon: float = Field(1e-5, gt=0)
     """added to AdamW's denominator"""
-    missing_eos_penalty: float | None = None
+    missing_eos_penalty: float | None = Field(None, ge=0)
     """taken from the score of a response that was cut before its EOS"""
-    rollout_batch_size: int = 64
+    rollout_batch_size: int = Field(64, ge=1)
     """responses generated or scored at once on one device; changes memory and speed only"""
-    eval_samples: int = 200
+    eval_samples: int = Field(200, ge=1)
     """held-out prompts sampled before and after; limited by max_eval_rows"""

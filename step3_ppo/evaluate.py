@@ -1,6 +1,5 @@
 """What the policy does on held-out prompts: scores, KL, length, and whether it still writes language."""
 
-
 from dataclasses import dataclass
 
 import torch
@@ -85,5 +84,3 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
 def _ci95(values: Tensor) -> float:
     """Half the width of the normal 95 % interval of the mean."""
     return (1.96 * values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
-
-

@@ -1,8 +1,8 @@
-"""Reinforcement learning from scores: generate, score, assign credit, update (arXiv 1909.08593; InstructGPT, arXiv 2203.02155)."""
+"""Reinforcement learning from scores: generate, score, assign credit, update (InstructGPT, arXiv 2203.02155)."""
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -13,18 +13,18 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batches import batch_indices, prompt_batch
 from data.dataset import PromptDataset, open_datasets
-from data.mixture import open_sources
+from data.preflight import require_rows
 from rlhf import adapters, dist, plugins, record, rewards
-from rlhf.checkpoint import model_place
+from rlhf.checkpoint import model_place, planned_start
 from rlhf.config import UserError
 from rlhf.engine import Engine, compute_dtype
 from rlhf.generation import loop
 from rlhf.models.export import save_policy, save_scalar
-from rlhf.models.load import load_causal_lm, require_context
+from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import load_scalar_model, read_head
 from rlhf.names import resolve
-from rlhf.run import open_run
+from rlhf.run import check_engine, check_plugin, check_ranks, check_start, open_run, skip
 from rlhf.text import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Metrics, Rollout
 from step3_ppo.config import Step3Config
@@ -112,7 +112,9 @@ def _batches(prompts: PromptDataset, config: Step3Config) -> Iterator[list[int]]
     return batch_indices(len(prompts), config.batch_size, config.seed, epochs, dist.rank(), dist.world_size())
 
 
-def evaluate(players: Players, evaluation: PromptDataset, judge: rewards.Source | None, config: Step3Config) -> Evaluation:
+def evaluate(
+    players: Players, evaluation: PromptDataset, judge: rewards.Source | None, config: Step3Config
+) -> Evaluation:
     """Sampled responses to the held-out prompts, always from the same random stream."""
     rows = list(range(dist.rank(), min(len(evaluation), config.eval_samples), dist.world_size()))
     rollout = sample(players, evaluation, rows, config, draw=2**20)
@@ -154,59 +156,90 @@ def _context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards
     return rewards.Context(tokenizer, device, dtype, str(config.reward_model), config.rollout_batch_size)
 
 
-INPUTS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
+MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
 """Models of this stage, and the stage that makes each."""
+FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"), "critic_model": ("critic", "model")}
+"""Which of a stage's models may play each role."""
+
+
+def inputs(config: Step3Config) -> dict[str, str]:
+    """The places this stage starts from: what is not named is the output of the earlier stages."""
+    places = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
+    return {**places, "critic_model": config.critic_model or places["reward_model"]}
 
 
 def with_inputs(config: Step3Config) -> Step3Config:
-    """The config with every model named: what was not is the output of the earlier stages.
+    """The config with the place of every model named.
 
     Raises: UserError if one is neither named nor there, or is unfinished.
     """
-    found = {}
-    for name, maker in INPUTS.items():
-        place = getattr(config, name) or f"{config.output_dir}/{maker}"
-        if getattr(config, name) is None and not Path(place).is_dir():
-            raise UserError(f"{name} not found at {place}; run {maker} first, or name one with --{name.replace('_', '-')}")
-        found[name] = model_place(place, "model")
-    found["critic_model"] = model_place(config.critic_model, "critic") if config.critic_model else found["reward_model"]
-    return config.model_copy(update=found)
+    places = inputs(config)
+    for name, maker in MAKERS.items():
+        if getattr(config, name) is None and not Path(places[name]).is_dir():
+            option = name.replace("_", "-")
+            raise UserError(f"{name} not found at {places[name]}; run {maker} first, or name one with --{option}")
+    return config.model_copy(update={name: model_place(places[name], *FOLDERS[name]) for name in places})
 
 
-def check(config: Step3Config, planned: Collection[str] = ()) -> None:
+def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1) -> None:
     """Refuse, before anything is loaded or written, what cannot work. Raises: UserError.
 
-    Models that the `planned` stages are yet to make are looked at when they are there.
+    `planned`: stages that will have run by then, and the model each starts from, which is looked at instead of theirs.
     """
-    if config.temperature <= 0:
-        raise UserError(f"--temperature {config.temperature}: PPO needs samples, expected a number above 0")
-    if config.batch_size % (dist.world_size() * config.num_mini_batches):
+    check_ranks(config.batch_size, ranks, config.num_mini_batches)
+    check_engine(config)
+    tokens = config.max_prompt_length + config.response_length
+    if tokens > config.max_length:
         raise UserError(
-            f"--batch-size {config.batch_size} does not divide by {dist.world_size()} processes "
-            f"x --num-mini-batches {config.num_mini_batches}"
+            f"--max-prompt-length {config.max_prompt_length} + --response-length {config.response_length}: "
+            f"got {tokens} tokens, expected at most --max-length {config.max_length}; lower one or raise --max-length"
         )
-    open_sources(config.data_path)
-    if any(getattr(config, name) is None and maker in planned for name, maker in INPUTS.items()):
-        return
-    config = with_inputs(config)
+    if config.eval_samples < ranks:
+        raise UserError(f"--eval-samples {config.eval_samples}: expected at least one for each of {ranks} processes")
+    starts = {name: planned_start(place, config.output_dir, planned or {}) for name, place in inputs(config).items()}
+    known = {name: start for name, start in starts.items() if start is not None}
+    models = with_inputs(config.model_copy(update=known))
+    for name in starts:
+        place = str(getattr(models, name))
+        check_start(place, config.chat_template, tokens)
+        if name not in known and name != "actor_model":
+            read_head(resolve(place))
+    _check_tokenizers(models)
+    _check_sources(models)
+    require_rows(config, "ppo", config.batch_size, ranks)
+
+
+def _check_tokenizers(config: Step3Config) -> None:
+    actor, critic = (
+        prepare_tokenizer(load_tokenizer(resolve(str(place))), config.chat_template)
+        for place in (config.actor_model, config.critic_model)
+    )
+    if not same_ids(actor, critic):
+        raise UserError(
+            f"critic '{config.critic_model}': its tokenizer or chat template gives other ids than that of the actor "
+            f"'{config.actor_model}'; expected one family: name one with --critic-model"
+        )
+
+
+def _check_sources(config: Step3Config) -> None:
     tokenizer = load_tokenizer(resolve(str(config.actor_model)))
-    read_head(resolve(str(config.reward_model)))
-    for place in (config.actor_model, config.critic_model):
-        require_context(str(place), config.max_prompt_length + config.response_length)
-    if not same_ids(load_tokenizer(resolve(str(config.critic_model))), tokenizer):
-        raise UserError(
-            f"critic '{config.critic_model}': its tokenizer or chat template gives other ids than the actor's; "
-            "name one of the actor's family with --critic-model"
-        )
+    context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, str(config.reward_model), 1)
+    for spec in (config.reward, config.judge):
+        if spec is not None and plugins.parse_spec(spec)[0] == "learned":
+            check_plugin("rlhf.rewards", spec)
+        elif spec is not None:
+            rewards.open_source(spec, context)
 
 
-def run(config: Step3Config) -> Metrics:
-    """The stage from its inputs to OUT/step3_ppo: actor, critic, metrics.jsonl, manifest.json."""
-    check(config)
-    config = with_inputs(config)
+def run(config: Step3Config) -> None:
+    """The stage from its inputs to OUT/step3_ppo: actor, critic, metrics.jsonl, manifest.json; nothing if finished."""
+    if skip(STAGE, config, inputs(config)):
+        return
+    check(config, ranks=dist.world_size())
+    given, config = config, with_inputs(config)
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(str(config.actor_model))), config.chat_template)
     prompts, evaluation = open_datasets(config, "ppo", tokenizer, config.response_length)
-    with open_run(STAGE, config) as stage:
+    with open_run(STAGE, given) as stage:
         players = set_up(config, tokenizer)
         judge = None if config.judge is None else rewards.open_source(config.judge, _context(config, tokenizer))
         stage.describe(prompts, evaluation)
@@ -223,7 +256,6 @@ def run(config: Step3Config) -> Metrics:
             {name: str(getattr(config, name)) for name in ("actor_model", "reward_model", "critic_model")},
             metrics,
         )
-    return metrics
 
 
 def show_samples(before: Evaluation, after: Evaluation, count: int) -> None:

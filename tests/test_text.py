@@ -1,4 +1,4 @@
-"""Tokenizers and templates, over three small tokenizers built here: words, byte-level BPE, and one of Llama 2's kind."""
+"""Tokenizers and templates, over small tokenizers built here: of words, of bytes, and of Llama 2's kind."""
 
 import time
 from pathlib import Path
@@ -118,7 +118,7 @@ def test_a_place_without_tokenizer(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_eos_says_how_to_cure_it(tmp_path: Path) -> None:
     byte_tokenizer(bos_token="<s>").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no EOS token.*eos_token.*tokenizer_config.json"):
+    with pytest.raises(UserError, match=r"no EOS token.*eos_token.*tokenizer_config.json"):
         load_tokenizer(str(tmp_path))
 
 
@@ -127,7 +127,7 @@ def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     require_hub("owner/name")  # offline mode asks nobody
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     start = time.monotonic()
-    with pytest.raises(UserError, match="owner/name.*does not answer.*local path.*HF_HUB_OFFLINE=1"):
+    with pytest.raises(UserError, match=r"owner/name.*does not answer.*local path.*HF_HUB_OFFLINE=1"):
         load_tokenizer("owner/name")
     assert time.monotonic() - start < 10
 
@@ -139,7 +139,7 @@ def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     ("special", "extra", "pad"),
     [
         ({"eos_token": "</s>", "pad_token": "<pad>"}, [], "<pad>"),
-        ({"eos_token": "</s>", "pad_token": "</s>"}, ["<mask>", "<|right_pad|>"], "<|right_pad|>"),
+        ({"eos_token": "</s>", "pad_token": "</s>", "unk_token": "<?>"}, ["<|right_pad|>"], "<|right_pad|>"),
         ({"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<?>"}, ["<mask>"], "<?>"),
         ({"eos_token": "</s>", "bos_token": "<s>"}, ["<mask>"], "<mask>"),
         ({"eos_token": "</s>", "bos_token": "</s>", "pad_token": "</s>"}, [], PAD),
@@ -201,8 +201,8 @@ DIALOGUE = [Message("user", "hi"), Message("assistant", "yes"), Message("user", 
         ("human_assistant", "<s>\n\nHuman: hi\n\nAssistant: yes\n\nHuman: go on\n\nAssistant:"),
         (
             "chatml",
-            "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n"
-            "<|im_start|>assistant\n",
+            "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+            "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n",
         ),
     ],
 )
@@ -267,6 +267,24 @@ def test_specials_in_one_message_of_several_and_trimming_templates(tmp_path: Pat
     assert tokens == ["<s>", *"[aĠ</s>]", "</s>", *"[b]", "</s>", *"[c]", "</s>"]
 
 
+def test_the_longest_of_a_templates_special_tokens_is_meant(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<x>", "<x>y"]})
+    file = tmp_path / "x.jinja"
+    file.write_text("<x>y{{ messages[0]['content'] }}<x>")
+    template = Template(prepare_tokenizer(tokenizer, str(file)))
+    tokens = template.tokenizer.convert_ids_to_tokens(template.prompt_ids(user("<x>")))
+    assert tokens == ["<x>y", *"<x>", "<x>"]
+
+
+def test_a_template_that_writes_nothing_still_starts_somewhere(tmp_path: Path) -> None:
+    file = tmp_path / "bare.jinja"
+    file.write_text("{{ messages[0]['content'] }}")
+    for special, start in (({}, "<s>"), ({"eos_token": "</s>"}, "</s>")):
+        template = Template(prepare_tokenizer(byte_tokenizer(**special), str(file)))
+        assert template.tokenizer.convert_ids_to_tokens(template.prompt_ids([])) == [start]
+
+
 def test_a_template_that_rewrites_messages_refuses_only_special_tokens(tmp_path: Path) -> None:
     file = tmp_path / "upper.jinja"
     file.write_text("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}")
@@ -322,7 +340,7 @@ def test_joined_ids_read_as_the_joined_text(template: Template) -> None:
     prompt, response = template.prompt_text(DIALOGUE), "the fox"
     gap = " " if prompt.endswith("Assistant:") else ""
     ids = template.prompt_ids(DIALOGUE) + template.response_ids(response)
-    text = template.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text = str(template.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     assert text.lstrip() == (prompt + gap + response).removeprefix("<s>").lstrip()
 
 

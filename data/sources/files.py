@@ -75,7 +75,9 @@ def _implicit_preference(record: Record, where: str) -> Row:
     if isinstance(record["chosen"], str):
         cure = "for dialogues written '\\n\\nHuman: ...' write hh_rlhf:PLACE"
         raise UserError(f"{where}: chosen and rejected are strings and there is no column 'prompt'; {cure}")
-    return _preference({**record, "prompt": ""}, where)
+    if isinstance(record["chosen"], list) and len(record["chosen"]) < 2:
+        raise UserError(f"{where}: chosen: got no prompt before the response, and there is no column 'prompt'")
+    return _preference(record, where)
 
 
 def _demonstration(column: str, record: Record, where: str) -> Row:
@@ -122,9 +124,9 @@ def _side(record: Record, column: str, where: str) -> tuple[tuple[Message, ...],
     return tuple(before), last.content
 
 
-def _messages(values: Sequence[object], where: str) -> tuple[Message, ...]:
-    if not values:
-        raise UserError(f"{where}: got no messages, expected at least one")
+def _messages(values: object, where: str) -> tuple[Message, ...]:
+    if not isinstance(values, list) or not values:
+        raise UserError(f"{where}: got {str(values)[:60]}, expected a list of messages {{role, content}}")
     return tuple(_message(value, f"{where}[{i}]") for i, value in enumerate(values))
 
 

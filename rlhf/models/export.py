@@ -64,5 +64,5 @@ def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
     if adapter is not None:
         name, _ = plugins.parse_spec(adapter)
         return plugins.find("rlhf.adapters", name).merged_state(model)
-    copies: dict[int, Tensor] = {}
-    return {n: copies.setdefault(v.data_ptr(), v.detach().to(torch.device("cpu"))) for n, v in model.state_dict().items()}
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    return {n: copies.setdefault((v.data_ptr(), v.shape), v.detach().cpu()) for n, v in model.state_dict().items()}

@@ -1,22 +1,29 @@
 """Models from a directory, a hub id, or a YAML file that describes a new one."""
 
 import contextlib
+import functools
 import os
+import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlhf.config import UserError, read_yaml
 from rlhf.names import resolve
 from rlhf.text import load_tokenizer
 
+HEADS = re.compile(r"(lm_head|embed_out|score)\.")
+"""Weights that a model without a head has no place for."""
+
 
 def load_config(place: str) -> PreTrainedConfig:
-    """The transformers config of a model, every dropout in it set to 0.
+    """The transformers config of a model, all randomness of its forward pass (dropout, jitter) set to 0.
 
     Dropout would make the first ratio of PPO differ from 1 and the reference differ from itself.
     Raises: UserError if there is no model at `place`, it needs remote code, or the hub cannot be reached.
@@ -28,27 +35,40 @@ def load_config(place: str) -> PreTrainedConfig:
             raise UserError(f"{place}: expected a 'model' mapping with a 'model_type', as in configs/models/")
         tokenizer = load_tokenizer(place)
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        config = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **values["model"]})
+        with _readable(place):
+            config = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **values["model"]})
     else:
         with _readable(place):
-            config = AutoConfig.from_pretrained(place)
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        _refuse_foreign_kernels(config, place)
     for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
 
 
+def _refuse_foreign_kernels(config: PreTrainedConfig, place: str) -> None:
+    """Raises: UserError if the config asks for an implementation from a hub, which would be fetched and run."""
+    for name in ("attn_implementation", "experts_implementation"):
+        value = getattr(config, f"_{name}", None)
+        if isinstance(value, str) and "/" in value:
+            raise UserError(f"model '{place}': its config.json wants code from the hub ({name} {value}); remove that key")
+
+
 @contextlib.contextmanager
 def _readable(place: str) -> Iterator[None]:
-    """Turn what transformers raises for a missing or unusable model into one line."""
-    if os.sep in place and place.count("/") != 1 and not Path(place).is_dir():
+    """Turn what transformers raises for a missing, damaged or unusable model into one line."""
+    here = Path(place).exists()
+    if os.sep in place and place.count("/") != 1 and not here:
         raise UserError(f"model '{place}': no such directory; expected a Hugging Face model directory, a hub id or a .yaml")
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise UserError(f"model '{place}': the directory has no config.json; expected a Hugging Face model directory")
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         first = " ".join(str(error).split())[:200]
+        if here:
+            raise UserError(f"model '{place}': cannot be loaded: {first}") from None
         raise UserError(
             f"model '{place}': not a directory here, and not to be had from the hub ({first}); "
             "name a local directory, or download it first and set HF_HUB_OFFLINE=1"
@@ -74,11 +94,23 @@ def require_context(place: str, tokens: int) -> None:
 
 
 def load_causal_lm(place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0) -> PreTrainedModel:
-    """A causal language model in `dtype`, in eval mode, its embeddings at least `tokenizer_size` rows.
+    """A causal language model in `dtype`, in eval mode, that gives no probability to ids the tokenizer does not have.
 
-    Raises: UserError for missing or unexpected weights, or a weight that is not finite.
+    Its embeddings are at least `tokenizer_size` rows; new rows are the mean of the others, so that a new token is
+    never likelier than an average one (drawn at random it can outweigh the whole vocabulary: GPT-2's logits are
+    about -30). Rows beyond the tokenizer, which many models have, get logit -inf.
+    Raises: UserError for missing, unexpected or misshapen weights, or a weight that is not finite.
     """
-    return _load(AutoModelForCausalLM, place, dtype, tokenizer_size, seed)
+    model = _load(AutoModelForCausalLM, place, dtype, tokenizer_size, seed)
+    head = model.get_output_embeddings()
+    if head.weight.shape[0] > tokenizer_size:
+        head.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
+    return model
+
+
+def _hide_from(size: int, head: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+    logits[..., size:] = -torch.inf
+    return logits
 
 
 def load_backbone(place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0) -> PreTrainedModel:
@@ -94,16 +126,32 @@ def _load(auto: Any, place: str, dtype: torch.dtype, tokenizer_size: int, seed: 
             torch.manual_seed(seed)
             model = auto.from_config(config).to(dtype)
     else:
+        safe = {"trust_remote_code": False, "weights_only": True}
         with _readable(source):
-            model, info = auto.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise UserError(f"model '{place}': {len(missing)} weights are missing, first {missing[0]}")
+            model, info = auto.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True, **safe)
+        _refuse_mismatch(place, info, HEADS if auto is AutoModel else None)
     rows = model.get_input_embeddings().num_embeddings
     if rows < tokenizer_size:
-        model.resize_token_embeddings(tokenizer_size, mean_resizing=False)
+        _add_rows(model, rows, tokenizer_size)
     refuse_non_finite(model, place)
     return model.eval()
+
+
+def _refuse_mismatch(place: str, info: dict[str, Any], ignored: re.Pattern[str] | None) -> None:
+    """Raises: UserError if the weights are not exactly those of the architecture, `ignored` names apart."""
+    unexpected = [name for name in info["unexpected_keys"] if ignored is None or not ignored.match(name)]
+    found = {"missing": sorted(info["missing_keys"]), "unexpected": sorted(unexpected)}
+    said = [f"{len(names)} weights are {kind} ({', '.join(names[:3])})" for kind, names in found.items() if names]
+    if said:
+        raise UserError(f"model '{place}': {'; '.join(said)}; expected those of its config.json")
+
+
+def _add_rows(model: PreTrainedModel, rows: int, size: int) -> None:
+    model.resize_token_embeddings(size, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for weight in [] if layer is None else layer.parameters():
+                weight[rows:] = weight[:rows].float().mean(0)
 
 
 def refuse_non_finite(model: nn.Module, place: str) -> None:

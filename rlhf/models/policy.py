@@ -1,4 +1,4 @@
-"""The policy: a causal language model that tells the log-probability of each token. The only place that shifts logits."""
+"""The policy: a causal language model that tells each token's log-probability. The only place that shifts logits."""
 
 import inspect
 

@@ -56,11 +56,17 @@ def state_values(scalars: Tensor, prompt_length: int) -> Tensor:
 def new_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int, seed: int) -> ScalarModel:
     """A language model's backbone under a fresh head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020)."""
     backbone = load_backbone(place, dtype, tokenizer_size, seed)
-    width = getattr(backbone.config, "word_embed_proj_dim", None) or backbone.config.get_text_config().hidden_size
+    width = hidden_width(backbone)
     head = nn.Linear(width, 1, bias=False)
     with torch.no_grad():
         head.weight.normal_(0.0, (width + 1) ** -0.5, generator=torch.Generator().manual_seed(seed))
     return ScalarModel(backbone, head.to(dtype)).eval()
+
+
+def hidden_width(backbone: PreTrainedModel) -> int:
+    """Elements of the last hidden state; some OPT models project it down to the width of their embeddings."""
+    config = backbone.config.get_text_config()
+    return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
 def load_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int) -> ScalarModel:
@@ -70,7 +76,10 @@ def load_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int) -> Sc
     """
     weight = read_head(resolve(place))
     backbone = load_backbone(place, dtype, tokenizer_size)
-    head = nn.Linear(weight.shape[1], 1, bias=False, dtype=dtype)
+    width = hidden_width(backbone)
+    if weight.shape[1] != width:
+        raise UserError(f"reward model '{place}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}")
+    head = nn.Linear(width, 1, bias=False, dtype=dtype)
     with torch.no_grad():
         head.weight.copy_(weight)
     if not torch.isfinite(head.weight).all():

@@ -1,5 +1,6 @@
 """Score sources: one number for each whole response. One file each."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,11 +29,20 @@ class Context:
 
 
 def open_source(spec: str, context: Context) -> Source:
-    """A score source by name, `name,option=value`, or the Python function `file.py:function` / `module:function`."""
+    """A score source by name, `name,option=value`, or the Python function `file.py:function` / `module:function`.
+
+    What it says is checked: one finite number for each response, else a UserError that names the response.
+    """
     name = spec.split(",")[0]
-    if ":" in name or name.endswith(".py"):
-        spec = f"python,function={spec}"
-    return plugins.build("rlhf.rewards", spec, context)
+    plugin = f"python,function={spec}" if ":" in name or name.endswith(".py") else spec
+    source: Source = plugins.build("rlhf.rewards", plugin, context)
+
+    def score(samples: Samples) -> Tensor:
+        scores = source(samples)
+        _refuse_bad(scores, samples, spec)
+        return scores
+
+    return score
 
 
 def as_samples(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
@@ -44,10 +54,11 @@ def as_samples(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
     return Samples(tuple(template.prompt_text(row.prompt) for row in rollout.rows), tuple(responses), rollout)
 
 
-def checked(scores: Tensor, samples: Samples, source: str) -> Tensor:
-    """`scores` [B], refused if any is not finite. Raises: UserError naming the first such response."""
+def _refuse_bad(scores: Tensor, samples: Samples, source: str) -> None:
+    """Raises: UserError if `scores` is not [B], or one of them is not finite."""
+    if scores.shape != (len(samples.responses),):
+        raise UserError(f"reward '{source}': got {list(scores.shape)} scores, expected [{len(samples.responses)}]")
     for score, prompt, response in zip(scores.tolist(), samples.prompts, samples.responses, strict=True):
-        if score != score or score in (float("inf"), float("-inf")):
+        if not math.isfinite(score):
             where = f"prompt {prompt[-60:]!r}, response {response[:60]!r}"
             raise UserError(f"reward '{source}': got {score} for {where}; expected a finite number")
-    return scores

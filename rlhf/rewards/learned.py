@@ -6,10 +6,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.checkpoint import model_place
 from rlhf.config import Config as Base
+from rlhf.config import UserError
+from rlhf.models.load import context_length
 from rlhf.models.scalar import ScalarModel, load_scalar_model, scores
 from rlhf.names import resolve
 from rlhf.rewards import Context, Source
-from rlhf.text import Template, load_tokenizer, same_ids
+from rlhf.text import Template, load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Rollout, Samples, Sequences, length_groups
 
 
@@ -24,12 +26,19 @@ def build(config: Config, context: Context) -> Source:
     A model with another tokenizer or template than the policy's gets the text, in its own template.
     """
     place = model_place(config.model or context.reward_model, "model")
-    tokenizer = load_tokenizer(resolve(place))
+    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), "auto")
     model = load_scalar_model(place, context.dtype, len(tokenizer)).to(context.device).requires_grad_(False)
     shared = same_ids(tokenizer, context.tokenizer)
+    limit = context_length(model.backbone.config)
 
     def score(samples: Samples) -> Tensor:
         sequences = samples.rollout.sequences if shared else _in_its_own_words(samples, tokenizer)
+        longest = int(sequences.lengths.max())
+        if longest > limit:
+            raise UserError(
+                f"reward model '{place}': its context is {limit} tokens, but a prompt and response have {longest}; "
+                "lower --max-prompt-length or --response-length"
+            )
         return score_sequences(model, sequences.to(context.device), context.micro_batch_size)
 
     return score

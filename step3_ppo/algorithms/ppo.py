@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from pydantic import Field
 from torch import Tensor
 
 from rlhf import credit as crediting
@@ -13,19 +14,19 @@ from step3_ppo.config import Step3Config
 class Config(Step3Config):
     """PPO: a policy and a critic, both clipped around what they were at the rollout."""
 
-    kl_coef: float = 0.05
+    kl_coef: float = Field(0.05, ge=0)
     """weight of the KL penalty to the reference in the per-token reward"""
     kl_estimator: Literal["k1", "k3"] = "k1"
     """per-token estimate of the KL (Schulman 2020)"""
-    gamma: float = 1.0
+    gamma: float = Field(1.0, ge=0, le=1)
     """discount per token"""
-    lam: float = 0.95
+    lam: float = Field(0.95, ge=0, le=1)
     """lambda of generalised advantage estimation"""
     whiten_advantages: bool = True
     """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
-    cliprange: float = 0.2
+    cliprange: float = Field(0.2, gt=0)
     """the policy's ratio counts within 1 +- cliprange"""
-    cliprange_value: float = 0.2
+    cliprange_value: float = Field(0.2, gt=0)
     """the value counts within +- cliprange_value of the old one"""
 
 

@@ -1,0 +1,263 @@
+"""Every algorithm: credit and losses look at the mask alone, add up over parts, and start where the policy is."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf import plugins
+from rlhf.types import Credit, Message, Rollout, Row
+from tests import tiny
+from tests.players import config_of, players, twice_each
+
+ALGORITHMS = plugins.names("step3_ppo.algorithms")
+WIDTH = 6
+LENGTHS = torch.tensor([6, 1, 3, 5, 2, 6, 4, 1])
+
+each = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+def built(name: str, **changes: Any) -> Any:
+    return plugins.find("step3_ppo.algorithms", name).build(config_of(name, **changes))
+
+
+def rollout(fill: float = 0.0, lengths: Tensor = LENGTHS) -> Rollout:
+    """A scored rollout of 8 responses to 4 prompts, each prompt twice in a row; `fill` stands off the mask."""
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.arange(WIDTH) < lengths[:, None]
+
+    def values(scale: float, shift: float = 0.0) -> Tensor:
+        return (scale * torch.randn(8, WIDTH, generator=draw) + shift).masked_fill(~mask, fill)
+
+    logprobs = values(0.5, -3.0)
+    prompts = tuple(Row((Message("user", f"w{4 + b // 2}"),)) for b in range(8))
+    return Rollout(
+        prompt_ids=torch.full((8, 3), 5),
+        prompt_mask=torch.ones(8, 3, dtype=torch.bool),
+        response_ids=torch.randint(4, tiny.VOCAB, (8, WIDTH), generator=draw),
+        mask=mask,
+        sampled_logprobs=logprobs,
+        ended=torch.arange(8) % 3 != 0,
+        rows=prompts,
+        logprobs=logprobs,
+        ref_logprobs=values(0.5, -3.0),
+        values=values(1.0),
+        scores=torch.randn(8, generator=draw),
+    )
+
+
+def moved(r: Rollout, fill: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and values a few steps later, with gradients."""
+    draw = torch.Generator().manual_seed(9)
+    noise = torch.randn(2, *r.mask.shape, generator=draw)[:, :, : r.mask.shape[1]]
+    assert r.logprobs is not None and r.values is not None
+    logprobs = (r.logprobs + 0.3 * noise[0]).masked_fill(~r.mask, fill)
+    values = (r.values + 0.3 * noise[1]).masked_fill(~r.mask, fill)
+    return logprobs.requires_grad_(), values.requires_grad_()
+
+
+def losses_and_gradients(algorithm: Any, r: Rollout, credit: Credit, fill: float = 0.0) -> list[Tensor]:
+    """Both losses and the gradients of what goes into them."""
+    logprobs, values = moved(r, fill)
+    count = r.mask.sum()
+    policy, _ = algorithm.policy_loss(logprobs, r, credit, count)
+    value, _ = algorithm.value_loss(values, r, credit, count)
+    return [policy.detach(), value.detach(), *torch.autograd.grad(policy + value, [logprobs, values])]
+
+
+@each
+def test_credit_has_a_number_for_every_token_and_zero_elsewhere(name: str) -> None:
+    r = rollout()
+    credit = built(name).credit(r)
+    for values in (credit.advantages, credit.returns):
+        assert values.shape == r.mask.shape and values.dtype == torch.float32
+        assert torch.isfinite(values).all() and not values[~r.mask].any() and not values.requires_grad
+    assert credit.advantages[r.mask].abs().min() > 0
+
+
+@each
+@pytest.mark.parametrize("fill", [7.0, -1e30, math.inf, math.nan])
+def test_what_stands_off_the_mask_changes_no_bit(name: str, fill: float) -> None:
+    algorithm = built(name)
+    clean, dirty = rollout(), rollout(fill)
+    expected, credit = algorithm.credit(clean), algorithm.credit(dirty)
+    assert torch.equal(credit.advantages, expected.advantages) and torch.equal(credit.returns, expected.returns)
+    garbage = Credit(*(x.masked_fill(~dirty.mask, fill) for x in (credit.advantages, credit.returns)))
+    found = losses_and_gradients(algorithm, dirty, garbage, fill)
+    assert all(map(torch.equal, found, losses_and_gradients(algorithm, clean, expected)))
+
+
+@each
+def test_gradient_flows_on_the_mask_alone_and_not_into_the_rollout(name: str) -> None:
+    algorithm, r = built(name), rollout()
+    frozen = {n: getattr(r, n).clone().requires_grad_() for n in ("logprobs", "ref_logprobs", "values", "scores")}
+    asked = replace(r, **frozen)
+    credit = algorithm.credit(asked)
+    _, _, *gradients = losses_and_gradients(algorithm, r, Credit(credit.advantages.detach(), credit.returns.detach()))
+    assert gradients[0].count_nonzero() > 0
+    for gradient in gradients:
+        assert not gradient[~r.mask].any() and torch.isfinite(gradient).all()
+
+
+@each
+def test_padding_changes_neither_credit_nor_loss(name: str) -> None:
+    algorithm, r = built(name), rollout()
+
+    def wider(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 5))
+
+    names = ("response_ids", "mask", "sampled_logprobs", "logprobs", "ref_logprobs", "values")
+    padded = replace(r, **{n: wider(getattr(r, n)) for n in names})
+    padded = replace(padded, prompt_ids=wider(r.prompt_ids), prompt_mask=wider(r.prompt_mask).roll(5, 1))
+    expected, credit = algorithm.credit(r), algorithm.credit(padded)
+    torch.testing.assert_close(credit.advantages, wider(expected.advantages), rtol=0, atol=1e-6)
+    torch.testing.assert_close(credit.returns, wider(expected.returns), rtol=0, atol=1e-6)
+    logprobs, values = (x.detach() for x in moved(r))
+    count = r.mask.sum()
+    for loss, x in ((algorithm.policy_loss, logprobs), (algorithm.value_loss, values)):
+        torch.testing.assert_close(loss(wider(x), padded, credit, count)[0], loss(x, r, expected, count)[0])
+
+
+@each
+def test_prompts_may_come_in_any_order(name: str) -> None:
+    algorithm, r = built(name), rollout()
+    order = torch.tensor([4, 5, 0, 1, 6, 7, 2, 3])
+    expected, credit = algorithm.credit(r), algorithm.credit(r[order])
+    torch.testing.assert_close(credit.advantages, expected.advantages[order], rtol=0, atol=1e-6)
+    torch.testing.assert_close(credit.returns, expected.returns[order], rtol=0, atol=1e-6)
+
+
+@each
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_losses_metrics_and_gradients_add_up_over_parts(name: str, size: int) -> None:
+    algorithm, r = built(name), rollout()
+    credit, count = algorithm.credit(r), r.mask.sum()
+    for index, loss in enumerate((algorithm.policy_loss, algorithm.value_loss)):
+        x = moved(r)[index]
+        whole, metrics = loss(x, r, credit, count)
+        parts = [loss(x[rows], r[rows], credit[rows], count) for rows in torch.arange(8).split(size)]
+        assert float(sum(part for part, _ in parts)) == pytest.approx(whole.item(), abs=1e-6)
+        for key, value in metrics.items():
+            assert value.dim() == 0 and not value.requires_grad
+            assert sum(m[key].item() for _, m in parts) == pytest.approx(value.item(), abs=1e-6), key
+        together = torch.autograd.grad(whole, x, retain_graph=True)[0]
+        apart = torch.autograd.grad(torch.stack([part for part, _ in parts]).sum(), x)[0]
+        torch.testing.assert_close(apart, together, rtol=0, atol=1e-7)
+
+
+@each
+def test_equal_scores_that_were_foreseen_teach_nothing(name: str) -> None:
+    """Every score 2, every value 2, no KL: no response was better than another, or than expected."""
+    algorithm, r = built(name), rollout()
+    same = torch.full_like(r.sampled_logprobs, 2.0).masked_fill(~r.mask, 0.0)
+    r = replace(r, scores=torch.full((8,), 2.0), values=same, ref_logprobs=r.logprobs)
+    credit = algorithm.credit(r)
+    assert credit.advantages.abs().max() < 1e-4 and torch.isfinite(credit.returns).all()
+    assert r.logprobs is not None
+    logprobs = r.logprobs.clone().requires_grad_()
+    loss, _ = algorithm.policy_loss(logprobs, r, credit, r.mask.sum())
+    assert torch.autograd.grad(loss, logprobs)[0].abs().max() < 1e-4
+
+
+@each
+def test_one_token_in_all_is_no_trouble(name: str) -> None:
+    """The variance of one number is 0, and a response may be empty."""
+    algorithm = built(name)
+    one = rollout(lengths=torch.tensor([0, 1, 0, 0, 0, 0, 0, 0]))
+    credit = algorithm.credit(one)
+    found = [credit.advantages, credit.returns, *losses_and_gradients(algorithm, one, credit)]
+    assert all(torch.isfinite(x).all() for x in found)
+    assert not credit.advantages[~one.mask].any()
+
+
+@each
+def test_whitened_advantages_have_mean_0_and_variance_1(name: str) -> None:
+    if not hasattr(config_of(name), "whiten_advantages"):
+        pytest.skip("does not whiten")
+    r = rollout()
+    on, off = (built(name, whiten_advantages=value).credit(r) for value in (True, False))
+    white, raw = on.advantages[r.mask].double(), off.advantages[r.mask].double()
+    assert abs(white.mean()) < 1e-6 and abs(white.var(correction=0) - 1) < 1e-5
+    # An affine map of the raw ones, and the critic's targets are not touched.
+    torch.testing.assert_close(white, (raw - raw.mean()) / raw.std(correction=0), rtol=0, atol=1e-5)
+    assert torch.equal(on.returns, off.returns)
+
+
+@each
+def test_a_better_score_makes_its_response_likelier(name: str) -> None:
+    """One step along the policy's gradient raises the log-probs of the response that scored far above the others."""
+    algorithm, r = built(name), rollout()
+    assert r.scores is not None and r.logprobs is not None
+    scores = torch.zeros(8).index_fill(0, torch.tensor([3]), 50.0)
+    r = replace(r, scores=scores, values=torch.zeros_like(r.sampled_logprobs), ref_logprobs=r.logprobs)
+    logprobs = r.logprobs.clone().requires_grad_()
+    loss, _ = algorithm.policy_loss(logprobs, r, algorithm.credit(r), r.mask.sum())
+    gradient = torch.autograd.grad(loss, logprobs)[0]
+    assert (gradient[3, : LENGTHS[3]] < 0).all() and gradient[2].sum() > 0
+
+
+# --- with real engines, through the real rollout and update
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+@each
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_first_minibatch_finds_the_policy_that_sampled(name: str, temperature: float, size: int) -> None:
+    """Ratio 1, approximate KL 0, clip fraction 0: the best single test of a PPO implementation."""
+    game = players(name, num_ppo_epochs=1, num_mini_batches=1, temperature=temperature, micro_batch_size=size)
+    rollout = game.score(game.sample(twice_each()))
+    assert rollout.logprobs is not None and rollout.ref_logprobs is not None
+    assert not torch.any(rollout.logprobs - rollout.ref_logprobs)  # the reference is the policy, to the bit
+    assert float((rollout.logprobs - rollout.sampled_logprobs).abs().max()) < 1e-5
+    metrics = game.update(rollout)
+    expected = {"approx_kl": 0.0, "first_approx_kl": 0.0, "clip_fraction": 0.0, "ratio_mean": 1.0}
+    for key in expected.keys() & metrics.keys():
+        assert metrics[key] == pytest.approx(expected[key], abs=1e-6), key
+    assert all(map(math.isfinite, metrics.values()))
+
+
+@each
+@pytest.mark.usefixtures("ranks")
+def test_the_second_iteration_starts_from_the_policy_of_the_first(name: str) -> None:
+    game = players(name)
+    first = game.score(game.sample(twice_each()))
+    assert game.update(first).get("approx_kl", 1.0) > 1e-4
+    second = game.score(game.sample(twice_each(), seed=1))
+    assert second.logprobs is not None and second.ref_logprobs is not None
+    assert float((second.logprobs - second.ref_logprobs).abs().max()) > 1e-3
+    assert float((second.logprobs - second.sampled_logprobs).abs().max()) < 1e-5
+    assert abs(game.update(second)["first_approx_kl"]) < 1e-6
+
+
+@each
+@pytest.mark.usefixtures("ranks")
+def test_the_first_minibatch_in_bf16(name: str) -> None:
+    game = players(name, num_ppo_epochs=1, num_mini_batches=1, dtype="bf16")
+    metrics = game.update(game.score(game.sample(twice_each())))
+    assert abs(metrics["first_approx_kl"]) < 1e-4
+
+
+@each
+@pytest.mark.usefixtures("ranks")
+def test_the_micro_batch_size_changes_no_result(name: str) -> None:
+    def play(size: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+        game = players(name, micro_batch_size=size)
+        return game.update(game.score(game.sample(twice_each()))), game.weights()
+
+    metrics, weights = play(8)
+    for size in (1, 3):
+        other_metrics, other_weights = play(size)
+        assert other_metrics == pytest.approx(metrics, abs=1e-5)
+        for key, value in weights.items():
+            torch.testing.assert_close(other_weights[key], value, rtol=0, atol=1e-5)

@@ -1,0 +1,173 @@
+"""Every rollout backend: greedy tokens equal those of transformers, and each sample comes with its true log-probs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf import plugins
+from rlhf.models.policy import Policy
+from rlhf.options import SamplingOptions
+from rlhf.types import Prompts, Rollout
+from tests import tiny
+
+BACKENDS = plugins.names("rlhf.generation")
+PROMPTS = tiny.prompts([3, 9, 8])
+SAMPLING = SamplingOptions(response_length=12)
+
+backends = pytest.mark.parametrize("backend", BACKENDS)
+families = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+def built(backend: str) -> Any:
+    return plugins.build("rlhf.generation", {"name": backend, "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD})
+
+
+def sampled(
+    backend: str, model: PreTrainedModel, prompts: Prompts = PROMPTS, sampling: SamplingOptions = SAMPLING
+) -> Rollout:
+    return built(backend)(model, prompts, sampling, torch.Generator().manual_seed(0))
+
+
+def greedy(backend: str, model: PreTrainedModel, prompts: Prompts = PROMPTS) -> Rollout:
+    return built(backend)(model, prompts, SAMPLING, None)
+
+
+def leaning_to(token: int, strength: float, family: str = "llama") -> PreTrainedModel:
+    """A model whose logit of `token` is `strength` higher (or, below 0, lower) everywhere."""
+    model = tiny.causal_lm(family)
+    shift = torch.zeros(tiny.VOCAB).index_fill(0, torch.tensor([token]), strength)
+    model.get_output_embeddings().register_forward_hook(lambda head, inputs, logits: logits + shift)
+    return model
+
+
+@torch.no_grad()
+def rescored(model: PreTrainedModel, rollout: Rollout, temperature: float = 1.0) -> Tensor:
+    return Policy(model)(rollout.sequences, temperature)[0][:, rollout.prompt_ids.shape[1] :]
+
+
+def require_well_formed(rollout: Rollout, prompts: Prompts) -> None:
+    """What types.Rollout says of its fields."""
+    ids, mask = rollout.response_ids, rollout.mask
+    assert rollout.prompt_ids is prompts.ids and rollout.rows == prompts.rows
+    assert ids.shape == mask.shape == rollout.sampled_logprobs.shape and ids.shape[1] <= SAMPLING.response_length
+    for b in range(len(rollout)):
+        length = int(mask[b].sum())
+        assert length >= 1 and mask[b, :length].all()
+        found = (ids[b, :length] == tiny.EOS).nonzero().flatten().tolist()
+        assert found == ([length - 1] if rollout.ended[b] else [])
+        assert rollout.ended[b] or length == SAMPLING.response_length
+        assert (ids[b, length:] == tiny.PAD).all() and not rollout.sampled_logprobs[b, length:].any()
+    assert (rollout.sampled_logprobs[mask] < 0).all()
+
+
+@backends
+@families
+def test_greedy_tokens_equal_those_of_transformers(backend: str, family: str) -> None:
+    model = leaning_to(tiny.EOS, 2.0, family)
+    rollout = greedy(backend, model)
+    require_well_formed(rollout, PROMPTS)
+    theirs = model.generate(
+        input_ids=PROMPTS.ids,
+        attention_mask=PROMPTS.mask.long(),
+        do_sample=False,
+        max_new_tokens=SAMPLING.response_length,
+        eos_token_id=tiny.EOS,
+        pad_token_id=tiny.PAD,
+    )[:, PROMPTS.ids.shape[1] :]
+    assert torch.equal(rollout.response_ids, theirs)
+
+
+@backends
+@families
+def test_logprobs_of_sampling_equal_those_of_a_forward_pass(backend: str, family: str) -> None:
+    model = leaning_to(tiny.EOS, 1.0, family)
+    rollout = sampled(backend, model)
+    require_well_formed(rollout, PROMPTS)
+    assert float((rollout.sampled_logprobs - rescored(model, rollout)).abs().max()) < 1e-5
+
+
+@backends
+@families
+def test_bf16_sampling_is_near_the_forward_pass(backend: str, family: str) -> None:
+    model = leaning_to(tiny.EOS, 1.0, family).to(torch.bfloat16)
+    rollout = sampled(backend, model)
+    difference = (rollout.sampled_logprobs - rescored(model, rollout))[rollout.mask]
+    # The multiplicative probability error of NeMo-RL: mean of exp|difference|.
+    assert float(difference.abs().exp().mean()) < 1.01
+
+
+@backends
+@families
+def test_padding_of_the_prompt_changes_no_token(backend: str, family: str) -> None:
+    model = tiny.causal_lm(family)
+    expected = greedy(backend, model).response_ids
+    pad = torch.nn.functional.pad
+    wider = Prompts(pad(PROMPTS.ids, (7, 0), value=tiny.EOS), pad(PROMPTS.mask, (7, 0)), PROMPTS.rows)
+    assert torch.equal(greedy(backend, model, wider).response_ids, expected)
+    alone = greedy(backend, model, Prompts(PROMPTS.ids[:1, 6:], PROMPTS.mask[:1, 6:], PROMPTS.rows[:1]))
+    width = alone.response_ids.shape[1]
+    assert torch.equal(alone.response_ids[0], expected[0, :width])
+
+
+@backends
+def test_the_temperature_divides_the_logits(backend: str) -> None:
+    model = tiny.causal_lm()
+    rollout = sampled(backend, model, sampling=SamplingOptions(response_length=12, temperature=0.7))
+    assert float((rollout.sampled_logprobs - rescored(model, rollout, 0.7)).abs().max()) < 1e-5
+    assert float((rollout.sampled_logprobs - rescored(model, rollout, 1.0)).abs().max()) > 1e-2
+
+
+@backends
+def test_the_samples_follow_the_distribution(backend: str) -> None:
+    """4,000 first tokens after one prompt against the softmax of the plain model: total variation."""
+    model = tiny.causal_lm()
+    count = 4000
+    one = PROMPTS[1:2]
+    many = Prompts(one.ids.expand(count, -1), one.mask.expand(count, -1), one.rows * count)
+    tokens = sampled(backend, model, many, SamplingOptions(response_length=1)).response_ids[:, 0]
+    with torch.no_grad():
+        expected = model(input_ids=one.ids).logits[0, -1].double().softmax(-1)
+    drawn = torch.bincount(tokens, minlength=tiny.VOCAB) / count
+    # sum_v sqrt(p_v (1 - p_v) / (2 pi n)) is the expected distance of a right sampler.
+    noise = float((expected * (1 - expected) / (2 * torch.pi * count)).sqrt().sum())
+    assert 0.5 * float((drawn - expected).abs().sum()) < 1.5 * noise
+
+
+@backends
+def test_the_generator_decides(backend: str) -> None:
+    model = tiny.causal_lm()
+    first, again = sampled(backend, model), sampled(backend, model)
+    assert torch.equal(first.response_ids, again.response_ids)
+    other = built(backend)(model, PROMPTS, SAMPLING, torch.Generator().manual_seed(1))
+    assert not torch.equal(first.response_ids, other.response_ids)
+
+
+@backends
+def test_an_end_at_once_and_no_end_at_all(backend: str) -> None:
+    at_once = sampled(backend, leaning_to(tiny.EOS, 1e4))
+    assert at_once.response_ids.tolist() == [[tiny.EOS]] * 3 and at_once.mask.all() and at_once.ended.all()
+    never = sampled(backend, leaning_to(tiny.EOS, -1e4))
+    require_well_formed(never, PROMPTS)
+    assert never.mask.all() and not never.ended.any() and never.response_ids.shape[1] == SAMPLING.response_length
+
+
+@backends
+def test_an_end_token_inside_the_prompt_ends_nothing(backend: str) -> None:
+    model = leaning_to(tiny.EOS, -1e4)
+    ids = PROMPTS.ids.clone()
+    ids[:, -3] = tiny.EOS
+    rollout = sampled(backend, model, Prompts(ids, PROMPTS.mask, PROMPTS.rows))
+    assert rollout.mask.all() and not rollout.ended.any()
+    assert float((rollout.sampled_logprobs - rescored(model, rollout)).abs().max()) < 1e-5
+
+
+@backends
+def test_weights_and_gradients_stay(backend: str) -> None:
+    model = tiny.causal_lm()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert not sampled(backend, model).sampled_logprobs.requires_grad
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())

@@ -1,0 +1,154 @@
+"""Every family of language model, seen as a policy: what pads it, stores it or shares its batch changes nothing.
+
+The oracle is the plain transformers model: a forward pass over one unpadded row, its own loss, a fresh process.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from rlhf.engine import Engine
+from rlhf.models.export import save_policy
+from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
+from rlhf.options import EngineOptions, OptimizerOptions
+from rlhf.types import Sequences
+from tests import tiny
+
+ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
+families = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+@torch.no_grad()
+def logprobs(policy: Policy, rows: Sequences, temperature: float = 1.0) -> Tensor:
+    return policy(rows, temperature)[0]
+
+
+def greatest(difference: Tensor) -> float:
+    return float(difference.abs().max())
+
+
+@families
+def test_no_padding_on_either_side_changes_anything(family: str) -> None:
+    policy = Policy(tiny.causal_lm(family))
+    with torch.no_grad():
+        expected = policy(ROWS)
+        for left, right, fill in [(1, 0, tiny.EOS), (7, 0, tiny.PAD), (0, 5, tiny.EOS), (7, 5, 50)]:
+            got = policy(tiny.padded(ROWS, left, right, fill))
+            for value, wanted in zip(got, expected, strict=True):
+                inside = value[:, left : left + ROWS.ids.shape[1]]
+                assert greatest(inside - wanted) < 1e-5
+                assert value.count_nonzero() == inside.count_nonzero() == ROWS.loss_mask.sum()
+
+
+@families
+def test_a_row_does_not_see_its_neighbours(family: str) -> None:
+    policy = Policy(tiny.causal_lm(family))
+    together = logprobs(policy, ROWS)
+    for b in range(len(ROWS)):
+        alone = logprobs(policy, ROWS[b : b + 1].trimmed())
+        torch.testing.assert_close(together[b, : alone.shape[1]], alone[0], rtol=1e-6, atol=1e-6)
+
+
+@families
+def test_logprobs_are_the_negative_cross_entropy_of_the_plain_model(family: str) -> None:
+    model = tiny.causal_lm(family)
+    got = logprobs(Policy(model), ROWS)
+    with torch.no_grad():
+        for b, length in enumerate(ROWS.lengths.tolist()):
+            ids, kept = ROWS.ids[b : b + 1, :length], ROWS.loss_mask[b : b + 1, :length]
+            output = model(input_ids=ids, labels=ids.masked_fill(~kept, -100))
+            assert got[b].sum() / kept.sum() == pytest.approx(-output.loss.item(), abs=1e-5)
+            each = -F.cross_entropy(output.logits[0, :-1].double(), ids[0, 1:], reduction="none")
+            assert greatest(got[b, 1:length] - each * kept[0, 1:]) < 1e-5
+
+
+@families
+def test_temperature_divides_the_logits(family: str) -> None:
+    model = tiny.causal_lm(family)
+    rows = ROWS[1:2]
+    with torch.no_grad():
+        exact = (model(input_ids=rows.ids).logits.double() / 0.7).log_softmax(-1)
+        got, entropy = Policy(model)(rows, 0.7)
+    kept = rows.loss_mask[:, 1:]
+    expected = exact[:, :-1].gather(-1, rows.ids[:, 1:, None]).squeeze(-1)
+    assert greatest((got[:, 1:] - expected)[kept]) < 1e-5
+    assert greatest((entropy[:, 1:] + (exact.exp() * exact).sum(-1)[:, :-1])[kept]) < 1e-5
+
+
+@families
+def test_bf16_is_near_fp32_and_padding_still_changes_little(family: str) -> None:
+    policy = Policy(tiny.causal_lm(family))
+    exact = logprobs(policy, ROWS)
+    policy.to(torch.bfloat16)
+    rounded = logprobs(policy, ROWS)
+    assert rounded.dtype == torch.float32
+    assert float((rounded - exact).abs().sum() / ROWS.loss_mask.sum()) < 5e-2
+    assert greatest(logprobs(policy, tiny.padded(ROWS, 7, 5))[:, 7:-5] - rounded) < 5e-3
+
+
+# --- out of an engine, into a directory, and back
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a saved policy of every family, and beside each what its engine said."""
+    folder = tmp_path_factory.mktemp("families")
+    tokenizer = tiny.tokenizer()
+    with tiny.one_rank():
+        for family in tiny.FAMILIES:
+            engine = Engine(Policy(tiny.causal_lm(family)), EngineOptions(dtype="fp32"), OptimizerOptions(), 1)
+            save_policy(engine, None, tokenizer, folder / family)
+            with engine.inference() as policy:
+                logits = policy.lm(input_ids=ROWS.ids).logits
+            torch.save({"logits": logits, "logprobs": logprobs(policy, ROWS)}, folder / f"{family}.pt")
+        yield folder
+
+
+IN_A_FRESH_PROCESS = """
+import sys
+import torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, ids = Path(sys.argv[1]), torch.load(sys.argv[2])
+for saved in sorted(folder.glob("*.pt")):
+    model = AutoModelForCausalLM.from_pretrained(saved.with_suffix(""))
+    tokenizer = AutoTokenizer.from_pretrained(saved.with_suffix(""))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    ends = (model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id)
+    print(saved.stem, model.dtype, torch.equal(logits, torch.load(saved)["logits"]), *ends)
+"""
+
+
+def test_a_fresh_process_without_this_project_gives_the_same_bits(saved: Path, tmp_path: Path) -> None:
+    torch.save(ROWS.ids, tmp_path / "ids.pt")
+    program = [sys.executable, "-c", IN_A_FRESH_PROCESS, str(saved), str(tmp_path / "ids.pt")]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = {f"{family} torch.float32 True 2 2 2" for family in tiny.FAMILIES}
+    assert set(done.stdout.splitlines()) == expected
+
+
+@families
+def test_the_next_stage_loads_the_same_policy(saved: Path, family: str) -> None:
+    model = load_causal_lm(str(saved / family), torch.float32, len(tiny.tokenizer()))
+    assert torch.equal(logprobs(Policy(model), ROWS), torch.load(saved / f"{family}.pt")["logprobs"])
+    dropouts = {name: value for name, value in model.config.to_dict().items() if "drop" in name and value}
+    assert not dropouts
+
+
+@families
+def test_tied_weights_are_stored_once(saved: Path, family: str) -> None:
+    model = tiny.causal_lm(family)
+    with safe_open(saved / family / "model.safetensors", framework="pt") as file:
+        count = sum(file.get_tensor(name).numel() for name in set(file.keys()))
+    assert count == sum(weight.numel() for weight in model.parameters())

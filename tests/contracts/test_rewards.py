@@ -1,0 +1,261 @@
+"""Every score source: one finite number a response, whatever pads it and in whatever order it comes."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
+
+from rlhf import plugins, rewards
+from rlhf.config import UserError
+from rlhf.rewards import Context, as_samples
+from rlhf.types import Message, Rollout, Samples
+from tests import tiny
+
+SOURCES = [*plugins.names("rlhf.rewards"), "learned (other tokenizer)"]
+PACKAGES = {"vader": "vaderSentiment"}
+FUNCTION = "def score(prompts, responses):\n    return [len(p) - 2 * len(r) for p, r in zip(prompts, responses)]\n"
+
+
+def rollout() -> Rollout:
+    """Three responses: 5 tokens and EOS, EOS alone, and one cut at 8 tokens."""
+    prompts = tiny.prompts([3, 9, 8])
+    ids = torch.randint(4, tiny.VOCAB, (3, 8), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([6, 1, 8])
+    mask = torch.arange(8) < lengths[:, None]
+    ended = torch.tensor([True, True, False])
+    ids[ended, lengths[ended] - 1] = tiny.EOS
+    ids = ids.masked_fill(~mask, tiny.PAD)
+    return Rollout(prompts.ids, prompts.mask, ids, mask, torch.zeros(3, 8), ended, prompts.rows)
+
+
+def padded(r: Rollout) -> Rollout:
+    """The same with 7 more columns before the prompts and 5 after the responses."""
+    pad = torch.nn.functional.pad
+    return replace(
+        r,
+        prompt_ids=pad(r.prompt_ids, (7, 0), value=tiny.EOS),
+        prompt_mask=pad(r.prompt_mask, (7, 0)),
+        response_ids=pad(r.response_ids, (0, 5), value=tiny.EOS),
+        mask=pad(r.mask, (0, 5)),
+        sampled_logprobs=pad(r.sampled_logprobs, (0, 5)),
+    )
+
+
+def reward_model(place: Path, tokenizer: PreTrainedTokenizerFast, family: str = "gpt2", **changes: Any) -> PreTrainedModel:
+    """A one-label classifier as transformers makes and saves it, with `tokenizer` beside it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(tiny.config_of(family, num_labels=1, **changes)).eval()
+        torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return model
+
+
+def other_tokenizer() -> PreTrainedTokenizerFast:
+    """The same words under other ids, and another template."""
+    made = tiny.tokenizer(reverse=True)
+    made.chat_template = "{{ bos_token }}{% for m in messages %}w4 w5 {{ m['content'] }} w6{% endfor %}"
+    return made
+
+
+def context(place: Path, micro_batch_size: int = 2) -> Context:
+    return Context(tiny.tokenizer(), torch.device("cpu"), torch.float32, str(place), micro_batch_size)
+
+
+def opened(source: str, folder: Path, micro_batch_size: int = 2) -> rewards.Source:
+    """A source by name, with what it needs in `folder`."""
+    package = PACKAGES.get(source)
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    if source == "python":
+        (folder / "mine.py").write_text(FUNCTION)
+        return rewards.open_source(f"{folder}/mine.py", context(folder))
+    if source.startswith("learned"):
+        reward_model(folder, tiny.tokenizer() if source == "learned" else other_tokenizer())
+    return rewards.open_source(source.split()[0], context(folder, micro_batch_size))
+
+
+def samples(r: Rollout) -> Samples:
+    return as_samples(r, tiny.tokenizer())
+
+
+each = pytest.mark.parametrize("source", SOURCES)
+
+
+@each
+def test_one_finite_number_a_response(source: str, tmp_path: Path) -> None:
+    scores = opened(source, tmp_path)(samples(rollout()))
+    assert scores.shape == (3,) and scores.dtype == torch.float32
+    assert torch.isfinite(scores).all() and not scores.requires_grad
+
+
+@each
+def test_padding_changes_no_score(source: str, tmp_path: Path) -> None:
+    score = opened(source, tmp_path)
+    torch.testing.assert_close(score(samples(padded(rollout()))), score(samples(rollout())), rtol=0, atol=1e-5)
+
+
+@each
+def test_the_order_and_the_company_change_no_score(source: str, tmp_path: Path) -> None:
+    score = opened(source, tmp_path)
+    r = rollout()
+    expected = score(samples(r))
+    order = torch.tensor([2, 0, 1])
+    torch.testing.assert_close(score(samples(r[order])), expected[order], rtol=0, atol=1e-5)
+    alone = torch.cat([score(samples(r[b : b + 1])) for b in range(3)])
+    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
+
+
+@each
+def test_the_micro_batch_size_changes_no_score(source: str, tmp_path: Path) -> None:
+    all_at_once, one_by_one = (opened(source, tmp_path, size)(samples(rollout())) for size in (8, 1))
+    torch.testing.assert_close(all_at_once, one_by_one, rtol=0, atol=1e-5)
+
+
+@each
+def test_the_rollout_stays_as_it_is(source: str, tmp_path: Path) -> None:
+    r = rollout()
+    opened(source, tmp_path)(samples(r))
+    for name in ("prompt_ids", "prompt_mask", "response_ids", "mask"):
+        assert torch.equal(getattr(r, name), getattr(rollout(), name))
+
+
+# --- learned: the oracle is transformers' own classifier on one unpadded row
+
+
+@torch.no_grad()
+def alone(model: PreTrainedModel, ids: list[int]) -> float:
+    return model(input_ids=torch.tensor([ids])).logits.item()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "llama"])
+def test_a_model_with_our_tokenizer_gets_the_very_ids(family: str, tmp_path: Path) -> None:
+    model = reward_model(tmp_path, tiny.tokenizer(), family, pad_token_id=tiny.PAD)
+    r = rollout()
+    scores = rewards.open_source("learned", context(tmp_path))(samples(r))
+    for b in range(3):
+        ids = [*r.prompt_ids[b][r.prompt_mask[b]].tolist(), *r.response_ids[b][r.mask[b]].tolist()]
+        assert scores[b].item() == pytest.approx(alone(model, ids), abs=1e-5)
+
+
+def test_a_model_with_another_tokenizer_gets_the_text_in_its_own_template(tmp_path: Path) -> None:
+    tokenizer = other_tokenizer()
+    model = reward_model(tmp_path, tokenizer, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+    r = rollout()
+    scores = rewards.open_source("learned", context(tmp_path))(samples(r))
+    ours = tiny.tokenizer().get_vocab()
+    words = {i: word for word, i in ours.items()}
+    theirs = tokenizer.get_vocab()
+    for b in range(3):
+        prompt = [words[i] for i in r.prompt_ids[b][r.prompt_mask[b]].tolist()[1:]]
+        response = [words[i] for i in r.response_ids[b][r.mask[b]].tolist()]
+        text = ["<s>", "w4", "w5", *prompt, "w6", *response]
+        assert ("</s>" in text) == bool(r.ended[b])
+        assert scores[b].item() == pytest.approx(alone(model, [theirs[word] for word in text]), abs=1e-5)
+
+
+def test_a_swapped_pair_of_ids_makes_another_tokenizer(tmp_path: Path) -> None:
+    """Same size, same words: compared by content, not by length."""
+    words = tiny.WORDS.copy()
+    words[0], words[1] = words[1], words[0]
+    swapped = tiny.tokenizer(words=words)
+    model = reward_model(tmp_path, swapped, pad_token_id=tiny.PAD)
+    one = samples(rollout())
+    one = replace(one, rollout=replace(one.rollout, rows=tuple(replace(r, prompt=(Message("user", "w4"),)) for r in one.rollout.rows)))
+    scores = rewards.open_source("learned", context(tmp_path))(replace(one, responses=("w4 w5",) * 3))
+    expected = alone(model, [tiny.BOS, 5, 5, 4, tiny.EOS])
+    assert scores[0].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_does_not_fit_the_model_s_context_is_refused(tmp_path: Path) -> None:
+    reward_model(tmp_path, tiny.tokenizer(), n_positions=15)
+    with pytest.raises(UserError, match="context is 15 tokens, but a prompt and response have 16"):
+        rewards.open_source("learned", context(tmp_path))(samples(rollout()))
+
+
+# --- the user's own function
+
+
+def test_the_three_ways_to_name_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_scores.py").write_text(FUNCTION + "other = score\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    s = samples(rollout())
+    expected = [float(len(p) - 2 * len(r)) for p, r in zip(s.prompts, s.responses, strict=True)]
+    for name in (f"{tmp_path}/my_scores.py", f"{tmp_path}/my_scores.py:other", "my_scores:score"):
+        assert rewards.open_source(name, context(tmp_path))(s).tolist() == expected
+
+
+def score_by(tmp_path: Path, text: str, s: Samples | None = None) -> list[float]:
+    (tmp_path / "mine.py").write_text(text)
+    scores: list[float] = rewards.open_source(f"{tmp_path}/mine.py", context(tmp_path))(s or samples(rollout())).tolist()
+    return scores
+
+
+def test_columns_come_by_name_and_only_to_those_who_take_them(tmp_path: Path) -> None:
+    r = rollout()
+    columns = ({"gold": 1.0, "id": "a"}, {"gold": 2.0}, {"gold": 3.0})
+    rows = tuple(replace(row, columns=column) for row, column in zip(r.rows, columns, strict=True))
+    s = samples(replace(r, rows=rows))
+    assert score_by(tmp_path, "def score(prompts, responses, gold): return gold", s) == [1.0, 2.0, 3.0]
+    assert score_by(tmp_path, "def score(prompts, responses): return [4, 5, 6]", s) == [4.0, 5.0, 6.0]
+    every = "def score(prompts, responses, **columns):\n    assert columns['id'] == ['a', None, None]\n    return columns['gold']"
+    assert score_by(tmp_path, every, s) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("value", ["[True, 2, 0.5]", "(1, 2, 0.5)", "__import__('torch').tensor([1, 2, 0.5])", "iter([1, 2, 0.5])"])
+def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
+    assert score_by(tmp_path, f"def score(p, r): return {value}") == [1.0, 2.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def score(p, r): return [1, 2]", "got [2] scores, expected [3]"),
+        ("def score(p, r): return []", "got [0] scores, expected [3]"),
+        ("def score(p, r): return None", "got NoneType, expected a list of numbers"),
+        ("def score(p, r): return 1.0", "got float, expected a list of numbers"),
+        ("def score(p, r): return ['a', 1, 2]", "got list, expected a list of numbers"),
+        ("def score(p, r): return [None, 1, 2]", "got list, expected a list of numbers"),
+        ("def score(p, r): return [1, float('nan'), 2]", "got nan for prompt"),
+        ("def score(p, r): return [1, 2, -float('inf')]", "got -inf for prompt"),
+        ("def points(p, r): return [1, 2, 3]", "no function 'score'"),
+    ],
+)
+def test_mistakes_of_a_function_are_one_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        score_by(tmp_path, text)
+    assert said in str(caught.value) and "mine.py" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_score_that_is_not_finite_names_its_prompt_and_response(tmp_path: Path) -> None:
+    s = samples(rollout())
+    with pytest.raises(UserError) as caught:
+        score_by(tmp_path, "def score(p, r): return [1, 2, float('nan')]", s)
+    assert repr(s.prompts[2][-60:]) in str(caught.value) and repr(s.responses[2][:60]) in str(caught.value)
+
+
+def test_a_reward_model_that_says_nan_is_refused(tmp_path: Path) -> None:
+    """Finite weights whose product is not."""
+    model = reward_model(tmp_path, tiny.tokenizer())
+    with torch.no_grad():
+        model.score.weight.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="reward 'learned': got (nan|inf|-inf) for prompt"):
+        rewards.open_source("learned", context(tmp_path))(samples(rollout()))
+
+
+def test_an_error_inside_a_function_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        score_by(tmp_path, "def score(p, r): return [1 / 0]")
+
+
+@pytest.mark.parametrize("name", ["/nothing/here.py", "nothing_here:score", "lerned"])
+def test_a_source_that_is_not_there(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rewards.open_source(name, context(tmp_path))
+    assert name.split(":")[0] in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,296 @@
+"""How rows are divided, what is dropped, and what is left of a text that is too long."""
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from data.config import DataOptions
+from data.dataset import (
+    PHASES,
+    Demonstration,
+    Item,
+    Preference,
+    Prompt,
+    fit_prompt,
+    group_of,
+    open_datasets,
+    share_of,
+)
+from rlhf.config import UserError
+from rlhf.text import Template, load_tokenizer, prepare_tokenizer
+from rlhf.types import Message, Row
+
+BOS, EOS, FIRST = 1, 2, 4
+EVERYTHING: dict[str, Any] = {"eval_fraction": 0.0, "chat_template": "plain"}
+
+
+def words(*numbers: int) -> str:
+    return " ".join(f"w{number}" for number in numbers)
+
+
+def ids(*numbers: int) -> tuple[int, ...]:
+    return tuple(FIRST + number for number in numbers)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    file = tmp_path_factory.mktemp("model") / "words.yaml"
+    file.write_text("tokenizer:\n  words: [" + ", ".join(f"w{i}" for i in range(600)) + "]\n")
+    return load_tokenizer(str(file))
+
+
+@pytest.fixture
+def plain(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    return prepare_tokenizer(tokenizer, "plain")
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (str(path),)
+
+
+def one_item(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, phase: Any, row: dict[str, Any], **more: Any) -> Item:
+    shares = tuple(float(name == phase) for name in PHASES)
+    options = DataOptions(data_path=write(tmp_path / "x.jsonl", [row]), data_split=shares, **EVERYTHING, **more)
+    train, evaluation = open_datasets(options, phase, tokenizer)
+    assert (len(train), len(evaluation)) == (1, 0)
+    return train[0]
+
+
+# --- the split
+
+
+def many_rows() -> list[Row]:
+    return [Row((Message("user", words(i // 3, i // 7)),), words(i), words(i + 1)) for i in range(500)]
+
+
+def test_no_group_is_in_two_shares_and_the_shares_are_as_asked() -> None:
+    options = DataOptions(eval_fraction=0.2, data_split=(1, 1, 2))
+    rows = [Row((Message("user", f"question {i}"),)) for i in range(8000)]
+    counts = dict.fromkeys((*PHASES, "evaluation"), 0)
+    for row in rows:
+        counts[share_of(row, options)] += 1
+    # 8000 * (.2, .2, .2, .4); four standard deviations of a binomial are about 175 rows.
+    for share, expected in (("sft", 1600), ("reward", 1600), ("ppo", 3200), ("evaluation", 1600)):
+        assert abs(counts[share] - expected) < 175
+
+
+def test_evaluation_does_not_depend_on_how_the_phases_share_the_rest() -> None:
+    rows = [Row((Message("user", str(i)),)) for i in range(300)]
+    held_out = [
+        {i for i, row in enumerate(rows) if share_of(row, DataOptions(data_split=split)) == "evaluation"}
+        for split in [(2, 4, 4), (1, 0, 0), (0.0, 0.5, 0.1)]
+    ]
+    assert held_out[0] == held_out[1] == held_out[2] != set()
+
+
+def test_a_share_of_nothing_gets_nothing() -> None:
+    options = DataOptions(data_split=(0, 1, 0), eval_fraction=0)
+    assert {share_of(row, options) for row in many_rows()} == {"reward"}
+
+
+def test_the_group_decides_else_the_prompt_else_the_response() -> None:
+    prompt = (Message("user", "  The\nRed fox "),)
+    assert group_of(Row(prompt, "x")) == group_of(Row((Message("user", "the red FOX"),), "y")) == "the red fox"
+    assert group_of(Row(prompt, group="G")) == "g"
+    assert group_of(Row((), "a response")) == "a response"
+
+
+def test_another_seed_makes_another_split() -> None:
+    rows = many_rows()
+    shares = [[share_of(row, DataOptions(data_seed=seed)) for row in rows] for seed in (0, 0, 1)]
+    assert shares[0] == shares[1] != shares[2]
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_order_of_the_file_changes_nothing(
+    tmp_path: Path, plain: PreTrainedTokenizerBase, phase: Any, limit: int | None
+) -> None:
+    rows = [{"prompt": r.prompt[0].content, "chosen": r.response, "rejected": r.rejected} for r in many_rows()]
+    found = []
+    for order in range(2):
+        random.Random(order).shuffle(rows)
+        options = DataOptions(
+            data_path=write(tmp_path / f"{order}.jsonl", rows), max_train_rows=limit, max_eval_rows=10
+        )
+        train, evaluation = open_datasets(options, phase, plain)
+        found.append((train[:], evaluation[:]))
+    assert found[0] == found[1]
+    assert len(found[0][1]) == 10
+    assert limit is None or len(found[0][0]) == limit
+
+
+def test_the_phases_and_evaluation_share_no_prompt(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": r.prompt[0].content, "chosen": r.response, "rejected": r.rejected} for r in many_rows()]
+    options = DataOptions(data_path=write(tmp_path / "x.jsonl", rows), eval_fraction=0.3, max_eval_rows=30)
+
+    def prompts(items: Iterable[Item]) -> set[tuple[int, ...]]:
+        return {item.ids if isinstance(item, Prompt) else first_ids(item)[: item.prompt_length] for item in items}
+
+    def first_ids(item: Demonstration | Preference) -> tuple[int, ...]:
+        return item.ids if isinstance(item, Demonstration) else item.chosen
+
+    opened = {phase: open_datasets(options, phase, plain) for phase in PHASES}
+    train = {phase: prompts(opened[phase][0]) for phase in PHASES}
+    held_out = [prompts(opened[phase][1]) for phase in PHASES]
+    assert held_out[0] == held_out[1] == held_out[2]
+    assert len(held_out[0]) == 30  # the first rows are of as many prompts as can be
+    for phase in PHASES:
+        others = set.union(*(train[other] for other in PHASES if other != phase), held_out[0])
+        assert not train[phase] & others
+
+
+# --- items
+
+
+def test_items_by_hand(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": words(0, 1), "chosen": words(2), "rejected": words(3, 4), "margin": 2}
+    assert one_item(tmp_path, plain, "sft", row) == Demonstration((BOS, *ids(0, 1, 2), EOS), 3)
+    expected = Preference((BOS, *ids(0, 1, 2), EOS), (BOS, *ids(0, 1, 3, 4), EOS), 3, 2.0)
+    assert one_item(tmp_path, plain, "reward", row) == expected
+    item = one_item(tmp_path, plain, "ppo", row)
+    assert isinstance(item, Prompt)
+    assert item.ids == (BOS, *ids(0, 1))
+    assert item.row.prompt == (Message("user", words(0, 1)),)
+
+
+def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    rows = [
+        {"prompt": words(0), "chosen": words(1), "rejected": words(2)},
+        {"prompt": words(3), "chosen": words(4), "rejected": words(4)},
+        {"prompt": words(5), "chosen": words(*range(40), 41), "rejected": words(*range(40), 42)},
+        {"prompt": " ", "chosen": words(1), "rejected": words(5)},
+        {"prompt": words(8), "chosen": "  ", "rejected": words(1)},
+    ]
+    place = write(tmp_path / "x.jsonl", rows)
+    expected = {
+        "sft": (4, {"empty response": 1}),
+        "reward": (3, {"equal sides": 1, "equal sides after truncation": 1}),
+        "ppo": (4, {"empty prompt": 1}),
+    }
+    for i, phase in enumerate(PHASES):
+        options = DataOptions(
+            data_path=place,
+            data_split=tuple(float(i == j) for j in range(3)),
+            max_length=16,
+            max_prompt_length=8,
+            **EVERYTHING,
+        )
+        train, _ = open_datasets(options, phase, plain)
+        assert (len(train), train.dropped) == expected[phase]
+        assert train.phase == phase
+
+
+# --- cutting to length
+
+
+@pytest.mark.parametrize("length", [9, 10, 11, 100])
+def test_the_prompt_gives_way_first(tmp_path: Path, plain: PreTrainedTokenizerBase, length: int) -> None:
+    """max_length 10, response of 3 words and EOS: 6 tokens are left for BOS and the prompt's end."""
+    prompt = range(length - 5)  # with BOS, 3 words and EOS: `length` tokens
+    row = {"prompt": words(*prompt), "response": words(100, 101, 102)}
+    item = one_item(tmp_path, plain, "sft", row, max_length=10)
+    kept = prompt if length <= 10 else prompt[-5:]
+    assert item == Demonstration((BOS, *ids(*kept, 100, 101, 102), EOS), 1 + len(kept))
+
+
+@pytest.mark.parametrize("words_in_response", [7, 8, 9, 90])
+def test_a_response_is_cut_only_where_it_does_not_fit_alone(
+    tmp_path: Path, plain: PreTrainedTokenizerBase, words_in_response: int
+) -> None:
+    response = range(100, 100 + words_in_response)
+    row = {"prompt": words(0, 1, 2), "response": words(*response)}
+    item = one_item(tmp_path, plain, "sft", row, max_length=10)
+    end = {7: (BOS, *ids(2, *response), EOS), 8: (BOS, *ids(*response), EOS)}
+    assert item == Demonstration(
+        end.get(words_in_response, (BOS, *ids(*response[:9]))), 2 if words_in_response == 7 else 1
+    )
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 80])
+def test_a_ppo_prompt_keeps_its_end(tmp_path: Path, plain: PreTrainedTokenizerBase, length: int) -> None:
+    prompt = range(length - 1)
+    item = one_item(tmp_path, plain, "ppo", {"prompt": words(*prompt)}, max_prompt_length=8)
+    assert isinstance(item, Prompt)
+    assert item.ids == (BOS, *ids(*prompt[-7:]))
+
+
+def test_both_sides_of_a_pair_keep_one_prompt(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": words(0, 1, 2, 3), "chosen": words(10), "rejected": words(11, 12, 13, 14, 15)}
+    item = one_item(tmp_path, plain, "reward", row, max_length=9)
+    assert item == Preference((BOS, *ids(2, 3, 10), EOS), (BOS, *ids(2, 3, 11, 12, 13, 14, 15), EOS), 3)
+    row["rejected"] = words(*range(11, 30))
+    item = one_item(tmp_path, plain, "reward", row, max_length=9)
+    assert item == Preference((BOS, *ids(10), EOS), (BOS, *ids(*range(11, 19))), 1)
+
+
+def test_whole_oldest_turns_go_before_tokens(plain: PreTrainedTokenizerBase) -> None:
+    template = Template(plain)
+    turns = [("system", (0,)), ("user", (1, 2)), ("assistant", (3,)), ("user", (4, 5, 6))]
+    dialogue = [Message(role, f"{words(*numbers)} ") for role, numbers in turns]  # plain puts nothing between turns
+    for limit, expected in [
+        (8, ([BOS, *ids(0, 1, 2, 3, 4, 5, 6)], False)),
+        (7, ([BOS, *ids(0, 4, 5, 6)], True)),
+        (5, ([BOS, *ids(0, 4, 5, 6)], True)),
+        (4, ([BOS, *ids(4, 5, 6)], True)),
+        (3, ([BOS, *ids(5, 6)], True)),
+        (1, ([BOS], True)),
+    ]:
+        assert fit_prompt(template, dialogue, limit) == expected
+
+
+def test_shortened_rows_are_counted(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": words(*range(n)), "response": words(500)} for n in range(3, 12)]
+    options = DataOptions(
+        data_path=write(tmp_path / "x.jsonl", rows), data_split=(1, 0, 0), max_prompt_length=6, **EVERYTHING
+    )
+    assert open_datasets(options, "sft", plain)[0].shortened == 6  # BOS and more than 5 words
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("rows", "phase", "more", "said"),
+    [
+        ([], "sft", {}, "0 usable rows for training in sft: the data has no rows"),
+        (
+            [{"prompt": "w1"}],
+            "sft",
+            {"data_split": (0, 1, 1)},
+            r"of 1 rows none falls into its share \(data_split 0:1:1",
+        ),
+        ([{"prompt": "w1"}] * 3, "sft", {"data_split": (1, 0, 0)}, "of 3 rows in its share, dropped 3 no response"),
+        ([{"prompt": "w1"}], "reward", {"data_split": (0, 1, 0)}, "dropped 1 no rejected side"),
+        (
+            [{"prompt": "w1"}],
+            "ppo",
+            {"data_split": (0, 0, 1), "eval_fraction": 1e-9},
+            "for evaluation in ppo.*eval_frac",
+        ),
+    ],
+)
+def test_nothing_usable(
+    tmp_path: Path, plain: PreTrainedTokenizerBase, rows: list[Any], phase: Any, more: dict[str, Any], said: str
+) -> None:
+    options = DataOptions(data_path=write(tmp_path / "x.jsonl", rows), **{**EVERYTHING, **more})
+    with pytest.raises(UserError, match=said):
+        open_datasets(options, phase, plain)
+
+
+def test_a_response_that_cannot_fit_is_refused(plain: PreTrainedTokenizerBase) -> None:
+    options = DataOptions(max_prompt_length=60, max_length=64)
+    with pytest.raises(UserError, match="got 76 tokens, expected at most max_length 64; lower max_prompt_length"):
+        open_datasets(options, "ppo", plain, response_length=16)
+
+
+@pytest.mark.parametrize("split", [(0, 0, 0), (1, -1, 1), (1, float("inf"), 1), (1, float("nan"), 1)])
+def test_impossible_shares(split: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="three shares"):
+        DataOptions(data_split=split)

@@ -1,0 +1,71 @@
+"""Which source a location means."""
+
+from pathlib import Path
+
+import pytest
+
+from data.mixture import open_sources, parse_location
+from rlhf.config import UserError
+
+
+@pytest.mark.parametrize(
+    ("location", "spec", "place"),
+    [
+        ("demo", "demo", ""),
+        ("demo,rows=10,seed=3", "demo,rows=10,seed=3", ""),
+        ("hh_rlhf:../x/harmless-base.jsonl.gz", "hh_rlhf", "../x/harmless-base.jsonl.gz"),
+        ("hh_rlhf,split=test:Anthropic/hh-rlhf", "hh_rlhf,split=test", "Anthropic/hh-rlhf"),
+        ("rt_polarity:DIR", "rt_polarity", "DIR"),
+        ("my_dataset.py", "my_dataset.py", ""),
+        ("sub/my_dataset.py:DIR", "sub/my_dataset.py", "DIR"),
+        ("sub/my_dataset.py,n=1", "sub/my_dataset.py,n=1", ""),
+        ("rows.jsonl", "files", "rows.jsonl"),
+        ("a/b/rows.csv.gz", "files", "a/b/rows.csv.gz"),
+        ("files,split=test:owner/name", "files,split=test", "owner/name"),
+        ("owner/name", "files", "owner/name"),
+        ("./demo", "files", "./demo"),
+        ("C:\\data\\rows.csv", "files", "C:\\data\\rows.csv"),
+        ("typo", "typo", ""),
+    ],
+)
+def test_locations(location: str, spec: str, place: str) -> None:
+    assert parse_location(location) == (spec, place)
+
+
+def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mydata").mkdir()
+    (tmp_path / "a:b.jsonl").touch()
+    (tmp_path / "demo").mkdir()
+    assert parse_location("mydata") == ("files", "mydata")
+    assert parse_location("a:b.jsonl") == ("files", "a:b.jsonl")
+    assert parse_location("demo") == ("demo", "")
+
+
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("dmeo", r"no 'dmeo' in data.sources; have .*did you mean 'demo'"),
+        ("hh-rlhf:x.jsonl", "did you mean 'hh_rlhf'"),
+        ("demo,row=3", r"no option 'row' \(did you mean 'rows'\?\)"),
+        ("absent.jsonl", "absent.jsonl: no such file or directory"),
+        ("absent.py", "absent.py: no such Python file"),
+    ],
+)
+def test_mistaken_locations(location: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        open_sources([location])
+
+
+def test_a_plug_in_of_ones_own_among_others(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rlhf.config import Config\nfrom rlhf.types import Message, Row\n"
+        "class Mine:\n"
+        "    def __init__(self, place): self.place = place\n"
+        "    def rows(self, phase): yield Row((Message('user', phase + self.place),), 'r')\n"
+        "def build(config, place): return Mine(place)\n"
+    )
+    mixture = open_sources(["demo,rows=2", f"{tmp_path}/mine.py:here"])
+    contents = [row.prompt[0].content for row in mixture.rows("sft")]
+    assert len(contents) == 3
+    assert contents[-1] == "sfthere"

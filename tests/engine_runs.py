@@ -1,0 +1,132 @@
+"""Short training runs of one tiny model, the same for one process and for two.
+
+    torchrun --nproc-per-node=2 -m tests.engine_runs OUT.pt
+
+writes what rank 0 saw of the runs in `on_two_ranks`.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf import adapters, dist, losses, plugins
+from rlhf.engine import Engine, NonFiniteError
+from rlhf.models.policy import Policy
+from rlhf.options import EngineOptions, OptimizerOptions, SamplingOptions
+from rlhf.types import Sequences, length_groups
+from tests import tiny
+
+STEPS = 6
+OPTIMIZER = OptimizerOptions(
+    learning_rate=1e-3,
+    lr_scheduler_type="linear",
+    warmup_ratio=0.34,
+    weight_decay=0.1,
+    max_grad_norm=0.5,
+    adam_beta2=0.95,
+)
+
+
+def start() -> PreTrainedModel:
+    return tiny.causal_lm(std=0.05)
+
+
+def batches(count: int = STEPS) -> list[Sequences]:
+    """Of 8 rows with 5 to 20 tokens, of which the first 2 do not count."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(5, 20, (count, 8), generator=draw)
+    return [tiny.sequences(lengths[i].tolist(), [2] * 8, width=20, seed=i) for i in range(count)]
+
+
+def micro_batches(rows: Sequences, size: int) -> list[Sequences]:
+    return [rows[index].trimmed() for index in length_groups(rows.lengths, size)]
+
+
+def engine(options: dict[str, Any], optimizer: OptimizerOptions = OPTIMIZER, adapter: str | None = None) -> Engine:
+    chosen = EngineOptions(**{"dtype": "fp32", **options})
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.dtype]
+    torch.manual_seed(0)  # of the adapter's first weights
+    policy = Policy(adapters.wrap(start().to(dtype), adapter))
+    return Engine(policy, chosen, optimizer, STEPS)
+
+
+def step(trained: Engine, rows: Sequences, size: int = 8) -> dict[str, float]:
+    """One step on this rank's share of `rows`, in micro-batches of at most `size`."""
+    mine = rows[torch.arange(dist.rank(), len(rows), dist.world_size())]
+    count = dist.sum_over_ranks(mine.loss_mask.sum())
+    return trained.step(
+        micro_batches(mine, size), lambda micro: losses.token_nll(trained(micro)[0], micro.loss_mask, count)
+    )
+
+
+def weights(trained: Engine) -> dict[str, Tensor]:
+    """Copies of the whole weights, by name."""
+    with trained.inference() as model:
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def run(options: dict[str, Any], size: int = 8, adapter: str | None = None, generating: bool = False) -> dict[str, Any]:
+    """STEPS steps: their metrics, and the last weights. `generating` samples before each, ranks of unequal length."""
+    trained = engine(options, adapter=adapter)
+    metrics, tokens = [], []
+    for rows in batches():
+        if generating:
+            tokens.append(generate(trained, 3 + 8 * dist.rank()))
+        metrics.append(step(trained, rows, size))
+    return {"metrics": metrics, "weights": weights(trained), "tokens": tokens}
+
+
+def generate(trained: Engine, length: int) -> Tensor:
+    config = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
+    backend = plugins.build("rlhf.generation", {"name": "loop", **config})
+    with trained.inference() as policy:
+        rollout = backend(policy.lm, tiny.prompts([3, 9, 8]), SamplingOptions(response_length=length), None)
+    return rollout.response_ids[:, :3]
+
+
+def run_into_nan(options: dict[str, Any], bad_rank: int) -> dict[str, Any]:
+    """One good step, then one whose last micro-batch has a NaN loss on `bad_rank`; who raised, what is left."""
+    trained = engine(options)
+    first, second = batches(2)
+    step(trained, first)
+    before = weights(trained)
+    poison = torch.tensor(float("nan") if dist.rank() == bad_rank else 1.0)
+    mine = micro_batches(second[torch.arange(dist.rank(), 8, dist.world_size())], 3)
+
+    def loss(micro: Sequences) -> losses.Loss:
+        value, metrics = losses.token_nll(trained(micro)[0], micro.loss_mask, 100)
+        return value * (poison if micro is mine[-1] else 1.0), metrics
+
+    said = ""
+    try:
+        trained.step(mine, loss)
+    except NonFiniteError as error:
+        said = str(error)
+    after = weights(trained)
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    checksum = sum(value.double().sum().item() for value in after.values())
+    return {"ranks": dist.gather_objects((said, same, checksum))}
+
+
+def on_two_ranks() -> dict[str, Any]:
+    runs: dict[str, Any] = {}
+    for stage in (0, 1, 2, 3):
+        runs[f"fp32 {stage}"] = run({"zero_stage": stage}, size=3)
+        runs[f"nan {stage}"] = run_into_nan({"zero_stage": stage}, bad_rank=1)
+    for stage in (1, 2, 3):
+        runs[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})
+        runs[f"lora {stage}"] = run({"zero_stage": stage}, adapter="lora", generating=stage == 3)
+    runs["generating 1"] = run({"zero_stage": 1}, generating=True)
+    runs["generating 3"] = run({"zero_stage": 3}, generating=True)
+    runs["checkpointing 3"] = run({"zero_stage": 3, "gradient_checkpointing": True}, generating=True)
+    return runs
+
+
+if __name__ == "__main__":
+    with dist.process_group(timeout_s=60):
+        found = on_two_ranks()
+        if dist.is_main():
+            torch.save(found, sys.argv[1])

@@ -1,0 +1,121 @@
+"""A tiny actor, critic and reference with everything step 3 puts between them, for any algorithm."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf import dist, plugins
+from rlhf.engine import Engine
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import ScalarModel
+from rlhf.types import Credit, Metrics, Prompts, Rollout, Samples
+from step3_ppo.rollout import Reference, Scorer, generate, score
+from step3_ppo.update import update
+from tests import tiny
+
+SMALL: dict[str, Any] = {
+    "dtype": "fp32",
+    "batch_size": 8,
+    "micro_batch_size": 3,
+    "rollout_batch_size": 5,
+    "response_length": 10,
+    "num_ppo_epochs": 2,
+    "num_mini_batches": 2,
+    "learning_rate": 1e-3,
+    "critic_learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "warmup_ratio": 0.0,
+}
+"""An iteration of 8 responses, cut up so that no micro-batch, minibatch or rollout batch is the whole."""
+
+PROMPTS = tiny.prompts([3, 9, 8, 4])
+
+
+def config_of(algorithm: str, **changes: Any) -> Any:
+    return plugins.find("step3_ppo.algorithms", algorithm).Config(**{**SMALL, "algorithm": algorithm, **changes})
+
+
+def count_of_words(samples: Samples) -> Tensor:
+    """A score that differs between responses: how many words with an even number."""
+    return torch.tensor([float(sum(int(word[1:]) % 2 == 0 for word in r.split())) for r in samples.responses])
+
+
+@dataclass(frozen=True)
+class Players:
+    config: Any
+    actor: Engine
+    critic: Engine
+    algorithm: Any
+    scorer: Scorer
+
+    def sample(self, prompts: Prompts, seed: int = 0) -> Rollout:
+        draw = torch.Generator().manual_seed(seed)
+        ends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
+        backend = plugins.build("rlhf.generation", {"name": "loop", **ends})
+        return generate(self.actor, backend, prompts, self.config, draw, self.config.rollout_batch_size)
+
+    def score(self, rollout: Rollout) -> Rollout:
+        return score(rollout, self.actor, self.critic, self.scorer)
+
+    def update(self, rollout: Rollout, credit: Credit | None = None) -> Metrics:
+        credit = self.algorithm.credit(rollout) if credit is None else credit
+        draw = torch.Generator().manual_seed(0)
+        return update(self.actor, self.critic, self.algorithm, (rollout, credit), self.config, draw)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the weights of both models, by name."""
+        found = {}
+        for name, engine in {"actor": self.actor, "critic": self.critic}.items():
+            with engine.inference() as model:
+                found |= {f"{name}.{n}": value.detach().clone() for n, value in model.state_dict().items()}
+        return found
+
+
+def language_model(dtype: torch.dtype = torch.float32) -> Any:
+    """One that ends its responses after about ten tokens."""
+    model = tiny.causal_lm()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[tiny.EOS] *= 3
+    return model.to(dtype)
+
+
+def players(algorithm: str, **changes: Any) -> Players:
+    config = config_of(algorithm, **changes)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+    head = nn.Linear(tiny.WIDTH, 1, bias=False, dtype=dtype)
+    nn.init.normal_(head.weight, 0.0, 0.1, generator=torch.Generator().manual_seed(2))
+    reference = Policy(language_model(dtype)).requires_grad_(False)
+    critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
+    steps = 100
+    return Players(
+        config=config,
+        actor=Engine(Policy(language_model(dtype)), config, config, steps),
+        critic=Engine(ScalarModel(tiny.backbone().to(dtype), head), config, critic_options, steps),
+        algorithm=plugins.find("step3_ppo.algorithms", algorithm).build(config),
+        scorer=Scorer(
+            Reference(reference),
+            count_of_words,
+            tiny.tokenizer(),
+            config,
+            config.micro_batch_size,
+            config.missing_eos_penalty,
+        ),
+    )
+
+
+def twice_each() -> Prompts:
+    """Eight prompts: each of four stands twice in a row, as algorithms that compare responses want them."""
+    return PROMPTS[torch.arange(4).repeat_interleave(2)]
+
+
+def two_iterations(algorithm: str, **changes: Any) -> dict[str, Any]:
+    """Two whole iterations on this rank's share of responses that do not depend on the number of ranks."""
+    game = players(algorithm, **{"num_mini_batches": 1, **changes})
+    mine = torch.arange(8).reshape(4, 2)[dist.rank() :: dist.world_size()].flatten()
+    metrics = []
+    for seed in range(2):
+        rollout = game.score(game.sample(twice_each(), seed)[mine])
+        metrics.append(game.update(rollout))
+    return {"metrics": metrics, "weights": game.weights()}

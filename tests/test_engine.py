@@ -1,0 +1,299 @@
+"""The engine against a plain AdamW loop: every ZeRO stage, precision, accumulation and number of ranks."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf.config import UserError
+from rlhf.engine import Engine, NonFiniteError, compute_dtype, schedule
+from rlhf.models.policy import Policy
+from rlhf.options import EngineOptions, OptimizerOptions
+from tests import engine_runs, tiny
+from tests.engine_runs import OPTIMIZER, STEPS, batches, run, start, step, weights
+
+ROOT = Path(__file__).parents[1]
+RATES = [0.0005, 0.001, 0.001, 0.00075, 0.0005, 0.00025]
+"""By hand: 0.34 of 6 steps is 2 of warm-up to 0.001, then 4 down to 0."""
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+def plain_loop(dtype: torch.dtype) -> dict[str, Any]:
+    """fp32 master weights under AdamW, forward and backward in `dtype`, whole batches of plain cross-entropy."""
+    master, model = start(), start().to(dtype)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    said, norms = [], []
+    for rate, rows in zip(RATES, batches(), strict=True):
+        logits = model(input_ids=rows.ids, attention_mask=rows.mask.long()).logits[:, :-1].float()
+        labels = rows.ids.masked_fill(~rows.loss_mask, -100)[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        model.zero_grad()
+        loss.backward()
+        for whole, part in zip(master.parameters(), model.parameters(), strict=True):
+            whole.grad = part.grad.float()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(master.parameters(), 0.5)))
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        model.load_state_dict(master.state_dict())
+        said.append(loss.item())
+    return {"loss": said, "grad_norm": norms, "weights": {f"lm.{n}": w for n, w in model.state_dict().items()}}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    return plain_loop(torch.float32)
+
+
+def column(found: dict[str, Any], name: str) -> list[float]:
+    return [metrics[name] for metrics in found["metrics"]]
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The greatest difference of any weight."""
+    assert set(one) == set(other)
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+def require_plain(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert column(found, "loss") == pytest.approx(plain["loss"], abs=1e-6)
+    assert column(found, "nll") == pytest.approx(column(found, "loss"), abs=1e-12)
+    assert column(found, "grad_norm") == pytest.approx(plain["grad_norm"], abs=1e-5)
+    assert column(found, "learning_rate") == pytest.approx(RATES, abs=1e-12)
+    assert apart(found["weights"], plain["weights"]) < 1e-5
+
+
+def test_the_oracle_clips_and_learns(plain: dict[str, Any]) -> None:
+    assert min(plain["grad_norm"]) > 0.5 and apart(plain["weights"], plain_start()) > 0.001
+
+
+def plain_start() -> dict[str, Tensor]:
+    return {f"lm.{name}": weight for name, weight in start().state_dict().items()}
+
+
+# --- one process
+
+
+@stages
+@pytest.mark.parametrize("size", [8, 3])
+def test_fp32_equals_the_plain_loop_however_the_batch_is_cut(stage: int, size: int, plain: dict[str, Any]) -> None:
+    require_plain(run({"zero_stage": stage}, size), plain)
+
+
+def test_zero_stages_equal_each_other() -> None:
+    first, *others = (run({"zero_stage": stage}, 3) for stage in (0, 1, 2, 3))
+    for other in others:
+        assert column(other, "loss") == pytest.approx(column(first, "loss"), abs=1e-6)
+        assert apart(other["weights"], first["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_stage": 0, "gradient_checkpointing": True},
+        {"zero_stage": 3, "gradient_checkpointing": True},
+        {"zero_stage": 1, "offload_optimizer": True},
+        {"zero_stage": 3, "offload_optimizer": True, "offload_param": True},
+    ],
+)
+def test_what_saves_memory_changes_no_number(options: dict[str, Any], plain: dict[str, Any]) -> None:
+    require_plain(run(options, 3), plain)
+
+
+def test_bf16_is_mixed_precision_with_fp32_master_weights() -> None:
+    expected = plain_loop(torch.bfloat16)
+    found = {stage: run({"zero_stage": stage, "dtype": "bf16"}) for stage in (1, 2, 3)}
+    for stage in (1, 2, 3):
+        assert column(found[stage], "loss") == pytest.approx(expected["loss"], abs=2e-3)
+        assert apart(found[stage]["weights"], expected["weights"]) < 5e-3
+        assert {weight.dtype for weight in found[stage]["weights"].values()} == {torch.bfloat16}
+        assert column(found[stage], "loss") == column(found[1], "loss")
+        assert apart(found[stage]["weights"], found[1]["weights"]) == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_accumulation_is_near_the_whole_batch(stage: int) -> None:
+    whole, parts = (run({"zero_stage": stage, "dtype": "bf16"}, size) for size in (8, 3))
+    assert column(parts, "loss") == pytest.approx(column(whole, "loss"), abs=2e-3)
+
+
+@stages
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_learning_rate_of_0_leaves_every_bit(stage: int, dtype: str) -> None:
+    still = OPTIMIZER.model_copy(update={"learning_rate": 0.0})
+    engine = engine_runs.engine({"zero_stage": stage, "dtype": dtype}, still)
+    before = weights(engine)
+    for rows in batches(2):
+        assert all(math.isfinite(value) for value in step(engine, rows).values())
+    assert apart(weights(engine), before) == 0
+
+
+def test_no_clipping_when_it_is_off() -> None:
+    free = OPTIMIZER.model_copy(update={"max_grad_norm": 0.0, "weight_decay": 0.0})
+    for stage in (0, 2):
+        # SGD would show the size of a gradient; Adam shows a change of size between two steps.
+        first, second = batches(2)
+        clipped, unclipped = (engine_runs.engine({"zero_stage": stage}, o) for o in (OPTIMIZER, free))
+        norms = [[step(engine, rows)["grad_norm"] for rows in (first, second)] for engine in (clipped, unclipped)]
+        assert norms[0][0] == pytest.approx(norms[1][0]) and norms[1][0] > 0.5
+        assert apart(weights(clipped), weights(unclipped)) > 1e-5
+
+
+def test_the_same_run_twice_is_bit_exact() -> None:
+    one, again = (run({"zero_stage": 2}, 3) for _ in range(2))
+    assert one["metrics"] == again["metrics"] and apart(one["weights"], again["weights"]) == 0
+
+
+# --- numbers that are not finite
+
+
+@stages
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_loss_of_nan_stops_before_the_weights_change(stage: int, dtype: str) -> None:
+    ((said, same, _),) = engine_runs.run_into_nan({"zero_stage": stage, "dtype": dtype}, bad_rank=0)["ranks"]
+    assert said.startswith("step 2: loss is nan") and same
+
+
+@stages
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_gradient_of_nan_under_a_finite_loss_stops_too(stage: int, dtype: str) -> None:
+    engine = engine_runs.engine({"zero_stage": stage, "dtype": dtype})
+    rows = batches(1)[0]
+    step(engine, rows)
+    before = weights(engine)
+
+    def loss(micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = engine(micro)[0]
+        return logprobs.mean() + 0.0 * (logprobs - logprobs).sum().sqrt(), {}  # d sqrt(x) at 0 is infinite
+
+    with pytest.raises(NonFiniteError, match="step 2: grad_norm is (nan|inf)"):
+        engine.step([rows], loss)
+    assert apart(weights(engine), before) == 0
+
+
+# --- dtypes and schedules
+
+
+def test_fp16_on_a_cpu_is_refused() -> None:
+    with pytest.raises(UserError, match="--dtype fp16: the device is a CPU, expected bf16 or fp32 there"):
+        compute_dtype(EngineOptions(dtype="fp16"), torch.device("cpu"))
+    with pytest.raises(UserError, match="fp16"):
+        Engine(Policy(start()), EngineOptions(dtype="fp16"), OPTIMIZER, 1)
+    assert compute_dtype(EngineOptions(dtype="fp16"), torch.device("cuda")) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup_ratio", "expected"),
+    [
+        ("constant", 0.0, [1, 1, 1, 1, 1]),
+        ("constant", 0.4, [1 / 2, 1, 1, 1, 1]),
+        ("linear", 0.0, [1, 4 / 5, 3 / 5, 2 / 5, 1 / 5]),
+        ("linear", 0.2, [1, 1, 3 / 4, 1 / 2, 1 / 4]),
+        ("linear", 0.01, [1, 1, 3 / 4, 1 / 2, 1 / 4]),
+        ("cosine", 0.2, [1, 1, (2 + math.sqrt(2)) / 4, 1 / 2, (2 - math.sqrt(2)) / 4]),
+    ],
+)
+def test_schedules_by_hand(kind: Any, warmup_ratio: float, expected: list[float]) -> None:
+    factor = schedule(OptimizerOptions(lr_scheduler_type=kind, warmup_ratio=warmup_ratio), 5)
+    assert [factor(i) for i in range(5)] == pytest.approx(expected)
+    assert 0 <= factor(5) <= factor(4)
+
+
+# --- inference between steps
+
+
+@stages
+def test_inference_is_whole_without_gradients_and_leaves_training_as_it_was(stage: int, plain: dict[str, Any]) -> None:
+    engine = engine_runs.engine({"zero_stage": stage})
+    rows = batches(1)[0]
+    with engine.inference() as policy:
+        logprobs, _ = policy(rows)
+        assert not policy.training and not logprobs.requires_grad
+        assert {name: weight.shape for name, weight in policy.named_parameters()} == {
+            name: weight.shape for name, weight in Policy(start()).named_parameters()
+        }
+    assert torch.allclose(logprobs, Policy(start())(rows)[0], atol=1e-5)
+    require_plain(run({"zero_stage": stage}, generating=True), plain)
+
+
+def test_an_error_inside_inference_leaves_an_engine_that_trains(plain: dict[str, Any]) -> None:
+    engine = engine_runs.engine({"zero_stage": 3})
+    with pytest.raises(KeyError), engine.inference():
+        raise KeyError
+    said = [step(engine, rows)["loss"] for rows in batches()]
+    assert said == pytest.approx(plain["loss"], abs=1e-6)
+
+
+# --- two processes: one run of torchrun for all
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("two") / "runs.pt"
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*program, "-m", "tests.engine_runs", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = torch.load(out)
+    return found
+
+
+@stages
+def test_two_ranks_equal_one(stage: int, two: dict[str, Any], plain: dict[str, Any]) -> None:
+    require_plain(two[f"fp32 {stage}"], plain)
+
+
+def test_two_ranks_in_bf16(two: dict[str, Any]) -> None:
+    one = run({"zero_stage": 1, "dtype": "bf16"})
+    for stage in (1, 2, 3):
+        found = two[f"bf16 {stage}"]
+        assert column(found, "loss") == pytest.approx(column(one, "loss"), abs=2e-3)
+        assert apart(found["weights"], one["weights"]) < 5e-3
+        assert column(found, "loss") == column(two["bf16 1"], "loss")
+
+
+@pytest.mark.parametrize("kind", ["generating 1", "generating 3", "checkpointing 3"])
+def test_ranks_that_generate_unequal_lengths_neither_hang_nor_drift(
+    kind: str, two: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    require_plain(two[kind], plain)
+    alone = run({"zero_stage": 1}, generating=True)
+    for got, expected in zip(two[kind]["tokens"], alone["tokens"], strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_an_adapter_on_two_ranks(two: dict[str, Any]) -> None:
+    one = run({"zero_stage": 1}, adapter="lora")
+    for stage in (1, 2, 3):
+        assert column(two[f"lora {stage}"], "loss") == pytest.approx(column(one, "loss"), abs=1e-6)
+        assert apart(two[f"lora {stage}"]["weights"], one["weights"]) < 1e-5
+
+
+@stages
+def test_nan_on_one_rank_stops_both_with_equal_weights(stage: int, two: dict[str, Any]) -> None:
+    (first, second) = two[f"nan {stage}"]["ranks"]
+    assert first == second
+    said, same, _ = first
+    assert said.startswith("step 2: loss is nan") and same
+
+
+def test_every_step_has_every_number(two: dict[str, Any]) -> None:
+    for name, found in two.items():
+        if "metrics" in found:
+            assert len(found["metrics"]) == STEPS
+            for metrics in found["metrics"]:
+                assert set(metrics) == {"loss", "nll", "learning_rate", "grad_norm"}, name

@@ -1,0 +1,133 @@
+"""Tiny random models of many families, a tokenizer of words for them, and one process as a group of ranks."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from rlhf import dist
+from rlhf.text import BUILT_IN
+from rlhf.types import Message, Prompts, Row, Sequences
+
+VOCAB, WIDTH, CONTEXT = 97, 32, 64
+PAD, BOS, EOS = 0, 1, 2
+
+WORDS = [f"w{i}" for i in range(4, VOCAB)]
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": CONTEXT,
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": {  # as opt-350m: projections around the layers, layer norm after; one id for BOS, EOS and padding
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "word_embed_proj_dim": 16,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "ffn_dim": 64,
+        "max_position_embeddings": CONTEXT,
+        "do_layer_norm_before": False,
+        "bos_token_id": EOS,
+        "pad_token_id": EOS,
+        "dropout": 0.1,
+    },
+    "gpt2": {"vocab_size": VOCAB, "n_embd": WIDTH, "n_head": 4, "n_layer": 2, "n_positions": CONTEXT},
+    "llama": _GROUPED,
+    "qwen2": {**_GROUPED, "tie_word_embeddings": True},
+    "qwen3": {**_GROUPED, "head_dim": 8},
+    "bloom": {"vocab_size": VOCAB, "hidden_size": WIDTH, "n_head": 4, "n_layer": 2},
+    "gpt_neox": _COMMON,
+    "mistral": {**_GROUPED, "sliding_window": 8},
+    "gemma2": {**_GROUPED, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+}
+"""Configs by model type. GPT-2 and OPT come with dropout; the windows are shorter than the tests' sequences."""
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    special = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    return AutoConfig.for_model(family, **{**special, **FAMILIES[family], **changes})
+
+
+def causal_lm(family: str = "llama", std: float = 0.2, **changes: Any) -> PreTrainedModel:
+    """A language model in eval mode with weights N(0, std); at 0.2 its next tokens are far from uniform."""
+    return _filled(AutoModelForCausalLM, family, std, **changes)
+
+
+def backbone(family: str = "llama", std: float = 0.2, **changes: Any) -> PreTrainedModel:
+    return _filled(AutoModel, family, std, **changes)
+
+
+def _filled(auto: Any, family: str, std: float, **changes: Any) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = auto.from_config(config_of(family, **changes)).eval()
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, 0.0, std)
+    return model
+
+
+def tokenizer(words: Sequence[str] = tuple(WORDS), reverse: bool = False) -> PreTrainedTokenizerFast:
+    """The special ids above and `words`, or all of them in reverse; the template writes BOS, then the messages."""
+    vocabulary = ["<pad>", "<s>", "</s>", "<unk>", *words]
+    ids = {word: i for i, word in enumerate(reversed(vocabulary) if reverse else vocabulary)}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    made.chat_template = BUILT_IN["plain"]
+    return made
+
+
+def sequences(lengths: list[int], prompts: list[int], width: int | None = None, seed: int = 0) -> Sequences:
+    """Right-padded random rows of `lengths` tokens whose first `prompts` do not count; pads have a real token's id."""
+    width = width or max(lengths)
+    ids = torch.randint(4, VOCAB, (len(lengths), width), generator=torch.Generator().manual_seed(seed))
+    columns = torch.arange(width)
+    mask = columns < torch.tensor(lengths)[:, None]
+    return Sequences(ids, mask, mask & (columns >= torch.tensor(prompts)[:, None]))
+
+
+def padded(rows: Sequences, left: int, right: int, fill: int = EOS) -> Sequences:
+    """The same rows with more padding, of id `fill`, on both sides."""
+
+    def pad(x: Tensor, value: int) -> Tensor:
+        return nn.functional.pad(x, (left, right), value=value)
+
+    return Sequences(pad(rows.ids, fill), pad(rows.mask, 0), pad(rows.loss_mask, 0))
+
+
+def prompts(lengths: list[int], seed: int = 0) -> Prompts:
+    """Left-padded prompts, BOS and words, with rows that say the same in text."""
+    width = max(lengths)
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, VOCAB, (len(lengths), width), generator=draw)
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    ids[torch.arange(len(lengths)), width - torch.tensor(lengths)] = BOS
+    texts = [" ".join(f"w{i}" for i in row[kept][1:].tolist()) for row, kept in zip(ids, mask, strict=True)]
+    return Prompts(ids.masked_fill(~mask, PAD), mask, tuple(Row((Message("user", text),)) for text in texts))
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone; the environment is as before when it ends."""
+    before = dict(os.environ)
+    try:
+        with dist.process_group():
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
