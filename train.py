@@ -162,25 +162,29 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
 
     Every stage is checked before any is started. Raises: UserError.
     """
-    from rlhf import checkpoint, run
+    from rlhf import checkpoint, record, run
 
     checkpoint.require_writable(chain.output_dir)
     planned: dict[str, str] = {}
     todo: dict[int, Any] = {}
-    notes = []
+    finished = []
     for step in sorted(set(chain.steps)):
         options, name = getattr(chain, SECTIONS[step]), STAGES[step]
         stage = importlib.import_module(f"{name}.stage")
         state = run.state(name, options, stage.inputs(options), planned)
         if state == "finished":
-            notes.append(f"{name}: already complete in {chain.output_dir}, skipped")
+            finished.append(name)
             continue
-        stage.check(options, planned, count)
+        try:
+            record.require_trackers(options.report_to)
+            stage.check(options, planned, count)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
         todo[step] = options
         if step < 3:
             planned[name] = checkpoint.planned_start(options.model, chain.output_dir, planned) or options.model
-    for note in notes:
-        print(note, flush=True)
+    for name in finished:
+        print(f"{name}: already complete in {chain.output_dir}, skipped", flush=True)
     return todo
 
 
@@ -199,9 +203,7 @@ def run_stage(step: int, options: Any, count: int) -> None:
 
 def main() -> None:
     launch.speak_plainly()
-    argv = sys.argv[1:]
-    if not any(word.startswith(("--config", "--actor-model", "--actor_model")) for word in argv):
-        argv = ["--config", _base_config(argv), *argv]
+    argv, note = _with_base(sys.argv[1:])
     shown = "--print-config" in argv
     argv = [word for word in argv if word != "--print-config"]
     chain = config.parse(chain_config(argv), argv, "python train.py", (__doc__ or "").split("\n")[0])
@@ -215,6 +217,7 @@ def main() -> None:
     count = processes(chain)
     todo = plan(chain, count)
     if todo:
+        print(note, end="", flush=True)
         save(chain)
     for step, options in todo.items():
         run_stage(step, options, count)
@@ -230,15 +233,19 @@ def save(chain: Any) -> None:
     (directory / "config.yaml").write_text(text, encoding="utf-8")
 
 
-def _base_config(argv: list[str]) -> str:
-    """What the command line is laid over: the run that a part of the chain continues, else the demo."""
+def _with_base(argv: list[str]) -> tuple[list[str], str]:
+    """The command line over what it is laid on when it names neither files nor models, and a line that says so.
+
+    That is the run which a part of the chain continues, else the demo.
+    """
+    if any(word.startswith(("--config", "--actor-model", "--actor_model")) for word in argv):
+        return argv, ""
     before = Path(config.peek(argv, "output-dir", "runs/demo")) / "config.yaml"
     if any(word.startswith("--steps") for word in argv) and before.is_file():
-        print(f"continuing with the options of {before}", file=sys.stderr)
-        return str(before)
-    if not config.peek(argv, "data-path", "demo").startswith("demo"):
-        print("no --actor-model: training the demo's tiny model, which knows the demo's words only", file=sys.stderr)
-    return str(DEMO)
+        return [f"--config={before}", *argv], f"with the options of {before} where none are given\n"
+    known = config.peek(argv, "data-path", "demo").startswith("demo")
+    note = "" if known else "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"
+    return [f"--config={DEMO}", *argv], note
 
 
 def next_step(chain: ChainConfig) -> str:

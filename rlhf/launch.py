@@ -166,6 +166,7 @@ def stage_main(
             from rlhf import checkpoint, record
 
             checkpoint.require_writable(options.output_dir)
+            record.require_trackers(options.report_to)
             record.quiet_libraries()
             run(options)
     except UserError as error:

@@ -1,5 +1,6 @@
 """Observers of a run: metrics.jsonl, a bar, TensorBoard, the words and tables a person reads. Rank 0 speaks."""
 
+import importlib.util
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from rlhf import dist
+from rlhf.config import UserError
 from rlhf.types import Metrics
 
 
@@ -43,6 +45,15 @@ def say(text: str) -> None:
         print(text.translate(bars), flush=True)
 
 
+def require_trackers(names: Sequence[str]) -> None:
+    """Raises: UserError for a tracker whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"--report-to {name}: the package is not installed; pip install {name}, or leave the option out"
+            )
+
+
 class MetricsFile:
     """Appends one JSON object a line, with the step and the seconds since it was opened."""
 
@@ -65,7 +76,7 @@ def _plain(value: float) -> float | None:
 
 
 class TensorBoard:
-    """The same numbers for TensorBoard, if it is installed."""
+    """The same numbers for TensorBoard."""
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

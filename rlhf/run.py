@@ -28,7 +28,9 @@ class Run:
 
     def __init__(self, stage: str, options: RunOptions) -> None:
         self.stage = stage
-        self.options = options.model_copy(update={"overwrite": False})  # that is for once, and no property of the result
+        self.options = options.model_copy(
+            update={"overwrite": False}
+        )  # that is for once, and no property of the result
         self.directory = Path(options.output_dir) / stage
         if dist.is_main():
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ def build(config: Config, context: Context) -> Source:
 
     A model with another tokenizer or template than the policy's gets the text, in its own template.
     """
-    place = model_place(config.model or context.reward_model, "model")
+    place = model_place(config.model or context.reward_model, "model", "critic")
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), "auto")
     model = load_scalar_model(place, context.dtype, len(tokenizer)).to(context.device).requires_grad_(False)
     shared = same_ids(tokenizer, context.tokenizer)
