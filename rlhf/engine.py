@@ -99,7 +99,7 @@ class Engine:
             value, metrics = loss(micro)
             for name, metric in {"loss": value, **metrics}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + metric.detach().float()
-            # Zeros keep the collectives of backward in step on ranks that will raise below.
+            # Even when the loss is NaN: every rank takes part in the collectives of backward, and all raise below.
             self._engine.set_gradient_accumulation_boundary(i == len(micros) - 1)
             self._engine.backward(value * dist.world_size())
             if i < len(micros) - 1:
@@ -121,7 +121,7 @@ class Engine:
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         # In fp16 DeepSpeed skips such a step, lowers its loss scale, and gives up when that is at its end.
-        if not self._options.dtype == "fp16":
+        if self._options.dtype != "fp16":
             self._refuse_non_finite({"grad_norm": norm})
             assert self._engine.was_step_applied(), f"step {self.steps + 1}: DeepSpeed left the step out"
         return norm
@@ -200,7 +200,8 @@ def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], flo
 
 
 def _checkpoint_activations(model: nn.Module) -> None:
-    for part in model.children():
+    parts: list[Any] = list(model.children())
+    for part in parts:
         if hasattr(part, "gradient_checkpointing_enable"):
             part.gradient_checkpointing_enable({"use_reentrant": False})
             if hasattr(part, "enable_input_require_grads"):

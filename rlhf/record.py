@@ -129,14 +129,15 @@ class Recorder:
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table on the terminal; text is shown as it is, never as markup."""
-    if not dist.is_main():
+    cells = list(rows)
+    if not dist.is_main() or not cells:
         return
     from rich.text import Text
 
     table = Table(title=title, show_lines=True, title_justify="left")
     for name in columns:
         table.add_column(name, overflow="fold")
-    for row in rows:
+    for row in cells:
         table.add_row(*(Text(_clipped(cell)) for cell in row))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)

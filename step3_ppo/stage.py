@@ -165,7 +165,11 @@ FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"
 def inputs(config: Step3Config) -> dict[str, str]:
     """The places this stage starts from: what is not named is the output of the earlier stages."""
     places = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
-    return {**places, "critic_model": config.critic_model or places["reward_model"]}
+    places["critic_model"] = config.critic_model or places["reward_model"]
+    scored_by = [plugins.parse_spec(spec)[0] for spec in (config.reward, config.judge) if spec is not None]
+    if config.critic_model is not None and "learned" not in scored_by:
+        del places["reward_model"]  # nobody asks it
+    return places
 
 
 def with_inputs(config: Step3Config) -> Step3Config:
@@ -175,7 +179,7 @@ def with_inputs(config: Step3Config) -> Step3Config:
     """
     places = inputs(config)
     for name, maker in MAKERS.items():
-        if getattr(config, name) is None and not Path(places[name]).is_dir():
+        if name in places and getattr(config, name) is None and not Path(places[name]).is_dir():
             option = name.replace("_", "-")
             raise UserError(f"{name} not found at {places[name]}; run {maker} first, or name one with --{option}")
     return config.model_copy(update={name: model_place(places[name], *FOLDERS[name]) for name in places})
@@ -186,6 +190,9 @@ def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: 
 
     `planned`: stages that will have run by then, and the model each starts from, which is looked at instead of theirs.
     """
+    starts = {name: planned_start(place, config.output_dir, planned or {}) for name, place in inputs(config).items()}
+    known = {name: start for name, start in starts.items() if start is not None}
+    models = with_inputs(config.model_copy(update=known))
     check_ranks(config.batch_size, ranks, config.num_mini_batches)
     check_engine(config)
     tokens = config.max_prompt_length + config.response_length
@@ -196,9 +203,6 @@ def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: 
         )
     if config.eval_samples < ranks:
         raise UserError(f"--eval-samples {config.eval_samples}: expected at least one for each of {ranks} processes")
-    starts = {name: planned_start(place, config.output_dir, planned or {}) for name, place in inputs(config).items()}
-    known = {name: start for name, start in starts.items() if start is not None}
-    models = with_inputs(config.model_copy(update=known))
     for name in starts:
         place = str(getattr(models, name))
         check_start(place, config.chat_template, tokens)
@@ -253,7 +257,7 @@ def run(config: Step3Config) -> None:
                 "actor": lambda folder: save_policy(players.actor, config.adapter, tokenizer, folder),
                 "critic": lambda folder: save_scalar(players.critic, config.adapter, tokenizer, folder),
             },
-            {name: str(getattr(config, name)) for name in ("actor_model", "reward_model", "critic_model")},
+            {name: str(getattr(config, name)) for name in inputs(given)},
             metrics,
         )
 

@@ -1,11 +1,5 @@
-"""Short training runs of one tiny model, the same for one process and for two.
+"""Short training runs of one tiny model, the same for one process and for two."""
 
-    torchrun --nproc-per-node=2 -m tests.engine_runs OUT.pt
-
-writes what rank 0 saw of the runs in `on_two_ranks`.
-"""
-
-import sys
 from typing import Any
 
 import torch
@@ -109,24 +103,3 @@ def run_into_nan(options: dict[str, Any], bad_rank: int) -> dict[str, Any]:
     same = all(torch.equal(before[name], after[name]) for name in before)
     checksum = sum(value.double().sum().item() for value in after.values())
     return {"ranks": dist.gather_objects((said, same, checksum))}
-
-
-def on_two_ranks() -> dict[str, Any]:
-    runs: dict[str, Any] = {}
-    for stage in (0, 1, 2, 3):
-        runs[f"fp32 {stage}"] = run({"zero_stage": stage}, size=3)
-        runs[f"nan {stage}"] = run_into_nan({"zero_stage": stage}, bad_rank=1)
-    for stage in (1, 2, 3):
-        runs[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})
-        runs[f"lora {stage}"] = run({"zero_stage": stage}, adapter="lora", generating=stage == 3)
-    runs["generating 1"] = run({"zero_stage": 1}, generating=True)
-    runs["generating 3"] = run({"zero_stage": 3}, generating=True)
-    runs["checkpointing 3"] = run({"zero_stage": 3, "gradient_checkpointing": True}, generating=True)
-    return runs
-
-
-if __name__ == "__main__":
-    with dist.process_group(timeout_s=60):
-        found = on_two_ranks()
-        if dist.is_main():
-            torch.save(found, sys.argv[1])

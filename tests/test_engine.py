@@ -16,7 +16,7 @@ from rlhf.config import UserError
 from rlhf.engine import Engine, NonFiniteError, compute_dtype, schedule
 from rlhf.models.policy import Policy
 from rlhf.options import EngineOptions, OptimizerOptions
-from tests import engine_runs, tiny
+from tests import engine_runs, players, tiny
 from tests.engine_runs import OPTIMIZER, STEPS, batches, run, start, step, weights
 
 ROOT = Path(__file__).parents[1]
@@ -179,7 +179,7 @@ def test_a_gradient_of_nan_under_a_finite_loss_stops_too(stage: int, dtype: str)
         logprobs = engine(micro)[0]
         return logprobs.mean() + 0.0 * (logprobs - logprobs).sum().sqrt(), {}  # d sqrt(x) at 0 is infinite
 
-    with pytest.raises(NonFiniteError, match="step 2: grad_norm is (nan|inf)"):
+    with pytest.raises(NonFiniteError, match=r"step 2: grad_norm is (nan|inf)"):
         engine.step([rows], loss)
     assert apart(weights(engine), before) == 0
 
@@ -226,6 +226,10 @@ def test_inference_is_whole_without_gradients_and_leaves_training_as_it_was(stag
             name: weight.shape for name, weight in Policy(start()).named_parameters()
         }
     assert torch.allclose(logprobs, Policy(start())(rows)[0], atol=1e-5)
+    if stage == 3:  # and outside of inference nothing stays whole
+        assert sum(weight.numel() for weight in engine.module.parameters()) == 0
+        engine(rows)
+        assert sum(weight.numel() for weight in engine.module.parameters()) == 0
     require_plain(run({"zero_stage": stage}, generating=True), plain)
 
 
@@ -245,7 +249,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("two") / "runs.pt"
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*program, "-m", "tests.engine_runs", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [*program, "-m", "tests.two_ranks", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = torch.load(out)
@@ -278,7 +287,7 @@ def test_ranks_that_generate_unequal_lengths_neither_hang_nor_drift(
 
 def test_an_adapter_on_two_ranks(two: dict[str, Any]) -> None:
     one = run({"zero_stage": 1}, adapter="lora")
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         assert column(two[f"lora {stage}"], "loss") == pytest.approx(column(one, "loss"), abs=1e-6)
         assert apart(two[f"lora {stage}"]["weights"], one["weights"]) < 1e-5
 
@@ -291,9 +300,16 @@ def test_nan_on_one_rank_stops_both_with_equal_weights(stage: int, two: dict[str
     assert said.startswith("step 2: loss is nan") and same
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_iterations_of_ppo_on_two_ranks(stage: int, two: dict[str, Any]) -> None:
+    one, found = players.two_iterations("ppo"), two[f"ppo {stage}"]
+    for expected, metrics in zip(one["metrics"], found["metrics"], strict=True):
+        assert metrics == pytest.approx(expected, abs=1e-5)
+    assert apart(found["weights"], one["weights"]) < 1e-5
+
+
 def test_every_step_has_every_number(two: dict[str, Any]) -> None:
-    for name, found in two.items():
-        if "metrics" in found:
-            assert len(found["metrics"]) == STEPS
-            for metrics in found["metrics"]:
-                assert set(metrics) == {"loss", "nll", "learning_rate", "grad_norm"}, name
+    for stage in (0, 1, 2, 3):
+        assert len(two[f"fp32 {stage}"]["metrics"]) == STEPS
+        for metrics in two[f"fp32 {stage}"]["metrics"]:
+            assert set(metrics) == {"loss", "nll", "learning_rate", "grad_norm"}

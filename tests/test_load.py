@@ -33,7 +33,9 @@ def place(tmp_path: Path) -> Path:
 def edit_weights(place: Path, change: Callable[[State], Any]) -> None:
     state = load_file(place / "model.safetensors")
     change(state)
-    save_file({name: value.contiguous() for name, value in state.items()}, place / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: value.contiguous() for name, value in state.items()}, place / "model.safetensors", {"format": "pt"}
+    )
 
 
 def edit_config(place: Path, **changes: Any) -> None:
@@ -148,7 +150,7 @@ def test_a_pickle_may_hold_tensors_but_no_code(place: Path, tmp_path: Path) -> N
 def test_code_of_a_model_directory_never_runs(place: Path, tmp_path: Path, model_type: str) -> None:
     code = f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: pass\n"
     (place / "modeling_x.py").write_text(code)
-    names = {name: "modeling_x.C" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")}
+    names = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer"), "modeling_x.C")
     edit_config(place, auto_map=names, model_type=model_type)
     if model_type == "llama":  # transformers has the architecture itself
         load_causal_lm(str(place), torch.float32, tiny.VOCAB)
@@ -213,7 +215,9 @@ def test_new_tokens_get_average_rows_and_the_old_stay(tmp_path: Path, family: st
     # Jensen: an average logit never outweighs the average token.
     assert (new[..., tiny.VOCAB :].exp() <= old.exp().mean(-1, keepdim=True) * (1 + 1e-5)).all()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB + 2, 0).backbone.config.vocab_size == tiny.VOCAB + 2
+    assert (
+        new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB + 2, 0).backbone.config.vocab_size == tiny.VOCAB + 2
+    )
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

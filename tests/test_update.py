@@ -129,7 +129,9 @@ def test_scoring_does_not_depend_on_micro_batches_or_padding(game: Players, roll
 
 def test_every_row_gets_its_own_numbers_back(rollout: Rollout) -> None:
     """Rows are sorted by length on the way; here the number of a row is the sum of its ids."""
-    found = per_token(rollout, lambda s, prompt: (s.ids * s.mask).sum(1, keepdim=True).expand(-1, s.ids.shape[1])[:, prompt:], 3)
+    found = per_token(
+        rollout, lambda s, prompt: (s.ids * s.mask).sum(1, keepdim=True).expand(-1, s.ids.shape[1])[:, prompt:], 3
+    )
     sums = (rollout.sequences.ids * rollout.sequences.mask).sum(1, keepdim=True)
     assert torch.equal(found, (sums * rollout.mask).float())
 
@@ -263,9 +265,18 @@ def plain_losses(lm: Any, critic: Any, rollout: Rollout, credit: Credit) -> tupl
     return torch.stack(policy).mean(), torch.stack(value).mean()
 
 
-def test_temperature_and_dropout_mistakes_show_in_the_first_kl() -> None:
-    """What `first_approx_kl` is for: an update that sees another policy than the one that sampled."""
+def first_kl(*, temperature: float = 1.0, dropout: float = 0.0) -> float:
+    """`first_approx_kl` of an update that divides by `temperature` and drops out, after a rollout that did neither."""
     game = players("ppo", num_ppo_epochs=1, num_mini_batches=1)
     rollout = game.score(game.sample(twice_each()))
-    wrong = replace(game, config=game.config.model_copy(update={"temperature": 0.8}))
-    assert wrong.update(rollout)["first_approx_kl"] > 1e-3
+    game.actor.module.lm.model.norm.register_forward_hook(
+        lambda norm, inputs, states: nn.functional.dropout(states, dropout, norm.training)
+    )
+    other = replace(game, config=game.config.model_copy(update={"temperature": temperature}))
+    return other.update(rollout)["first_approx_kl"]
+
+
+def test_an_update_that_sees_another_policy_shows_in_the_first_kl() -> None:
+    assert abs(first_kl()) < 1e-6
+    assert first_kl(temperature=0.8) > 1e-3
+    assert first_kl(dropout=0.1) > 1e-3

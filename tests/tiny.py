@@ -44,6 +44,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "dropout": 0.1,
     },
     "gpt2": {"vocab_size": VOCAB, "n_embd": WIDTH, "n_head": 4, "n_layer": 2, "n_positions": CONTEXT},
+    "gpt_neo": {
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "num_heads": 4,
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "max_position_embeddings": CONTEXT,
+    },
+    "gptj": {"vocab_size": VOCAB, "n_embd": WIDTH, "n_head": 4, "n_layer": 2, "n_positions": CONTEXT, "rotary_dim": 4},
     "llama": _GROUPED,
     "qwen2": {**_GROUPED, "tie_word_embeddings": True},
     "qwen3": {**_GROUPED, "head_dim": 8},
@@ -123,11 +133,14 @@ def prompts(lengths: list[int], seed: int = 0) -> Prompts:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone; the environment is as before when it ends."""
+    """A process group of this process alone; the environment is as before when it ends, and it can be had again."""
+    from deepspeed.utils import groups
+
     before = dict(os.environ)
     try:
         with dist.process_group():
             yield
     finally:
+        groups._WORLD_GROUP = None  # DeepSpeed keeps the one that is gone
         os.environ.clear()
         os.environ.update(before)

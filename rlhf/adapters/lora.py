@@ -1,5 +1,7 @@
 """LoRA: low-rank updates beside frozen weights (arXiv 2106.09685), through peft."""
 
+from typing import Any
+
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
@@ -36,7 +38,8 @@ def merged_state(model: PeftModel) -> dict[str, Tensor]:
     }
     for name, module in base.named_modules():
         if isinstance(module, LoraLayer):
-            weight = module.get_base_layer().weight
-            delta = module.get_delta_weight(module.active_adapters[0])
+            layer: Any = module
+            weight = layer.get_base_layer().weight
+            delta = layer.get_delta_weight(layer.active_adapters[0])
             state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype).detach().cpu()
     return state

@@ -44,7 +44,7 @@ def save_scalar(engine: Engine, adapter: str | None, tokenizer: PreTrainedTokeni
             config = backbone.config
             config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
             config.eos_token_id = tokenizer.eos_token_id
-            classifiers = AutoModelForSequenceClassification._model_mapping
+            classifiers: Any = AutoModelForSequenceClassification._model_mapping
             if type(config) in classifiers.keys():  # noqa: SIM118  (a lazy mapping)
                 config.architectures = [classifiers[type(config)].__name__]
             config.dtype = model.score.weight.dtype

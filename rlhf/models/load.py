@@ -52,7 +52,9 @@ def _refuse_foreign_kernels(config: PreTrainedConfig, place: str) -> None:
     for name in ("attn_implementation", "experts_implementation"):
         value = getattr(config, f"_{name}", None)
         if isinstance(value, str) and "/" in value:
-            raise UserError(f"model '{place}': its config.json wants code from the hub ({name} {value}); remove that key")
+            raise UserError(
+                f"model '{place}': its config.json wants code from the hub ({name} {value}); remove that key"
+            )
 
 
 @contextlib.contextmanager
@@ -60,7 +62,9 @@ def _readable(place: str) -> Iterator[None]:
     """Turn what transformers raises for a missing, damaged or unusable model into one line."""
     here = Path(place).exists()
     if os.sep in place and place.count("/") != 1 and not here:
-        raise UserError(f"model '{place}': no such directory; expected a Hugging Face model directory, a hub id or a .yaml")
+        raise UserError(
+            f"model '{place}': no such directory; expected a Hugging Face model directory, a hub id or a .yaml"
+        )
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise UserError(f"model '{place}': the directory has no config.json; expected a Hugging Face model directory")
     try:

@@ -1,6 +1,7 @@
 """The policy: a causal language model that tells each token's log-probability. The only place that shifts logits."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,13 @@ from rlhf import ops
 from rlhf.types import Sequences
 
 
-def position_arguments(model: nn.Module, mask: Tensor) -> dict[str, Tensor]:
+def position_arguments(model: Any, mask: Tensor) -> dict[str, Tensor]:
     """`position_ids` that count real tokens only, for architectures that take them (BLOOM and MPT do not).
 
     Without them a left-padded row of GPT-2 is off by 0.4 nats.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    takes = "position_ids" in inspect.signature(base.forward).parameters  # type: ignore[operator]
+    takes = "position_ids" in inspect.signature(base.forward).parameters
     return {"position_ids": ops.positions(mask)} if takes else {}
 
 

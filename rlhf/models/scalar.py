@@ -78,7 +78,9 @@ def load_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int) -> Sc
     backbone = load_backbone(place, dtype, tokenizer_size)
     width = hidden_width(backbone)
     if weight.shape[1] != width:
-        raise UserError(f"reward model '{place}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}")
+        raise UserError(
+            f"reward model '{place}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}"
+        )
     head = nn.Linear(width, 1, bias=False, dtype=dtype)
     with torch.no_grad():
         head.weight.copy_(weight)

@@ -55,7 +55,7 @@ def _find(place: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"reward '{place}': no function '{function_name}' in {module_name}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _columns(samples: Samples) -> dict[str, list[Any]]:

@@ -121,15 +121,17 @@ def test_the_temperature_divides_the_logits(backend: str) -> None:
 
 
 @backends
-def test_the_samples_follow_the_distribution(backend: str) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_samples_follow_the_distribution(backend: str, temperature: float) -> None:
     """4,000 first tokens after one prompt against the softmax of the plain model: total variation."""
     model = tiny.causal_lm()
     count = 4000
     one = PROMPTS[1:2]
     many = Prompts(one.ids.expand(count, -1), one.mask.expand(count, -1), one.rows * count)
-    tokens = sampled(backend, model, many, SamplingOptions(response_length=1)).response_ids[:, 0]
+    sampling = SamplingOptions(response_length=1, temperature=temperature)
+    tokens = sampled(backend, model, many, sampling).response_ids[:, 0]
     with torch.no_grad():
-        expected = model(input_ids=one.ids).logits[0, -1].double().softmax(-1)
+        expected = (model(input_ids=one.ids).logits[0, -1].double() / temperature).softmax(-1)
     drawn = torch.bincount(tokens, minlength=tiny.VOCAB) / count
     # sum_v sqrt(p_v (1 - p_v) / (2 pi n)) is the expected distance of a right sampler.
     noise = float((expected * (1 - expected) / (2 * torch.pi * count)).sqrt().sum())

@@ -45,7 +45,9 @@ def padded(r: Rollout) -> Rollout:
     )
 
 
-def reward_model(place: Path, tokenizer: PreTrainedTokenizerFast, family: str = "gpt2", **changes: Any) -> PreTrainedModel:
+def reward_model(
+    place: Path, tokenizer: PreTrainedTokenizerFast, family: str = "gpt2", **changes: Any
+) -> PreTrainedModel:
     """A one-label classifier as transformers makes and saves it, with `tokenizer` beside it."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -166,7 +168,10 @@ def test_a_swapped_pair_of_ids_makes_another_tokenizer(tmp_path: Path) -> None:
     swapped = tiny.tokenizer(words=words)
     model = reward_model(tmp_path, swapped, pad_token_id=tiny.PAD)
     one = samples(rollout())
-    one = replace(one, rollout=replace(one.rollout, rows=tuple(replace(r, prompt=(Message("user", "w4"),)) for r in one.rollout.rows)))
+    one = replace(
+        one,
+        rollout=replace(one.rollout, rows=tuple(replace(r, prompt=(Message("user", "w4"),)) for r in one.rollout.rows)),
+    )
     scores = rewards.open_source("learned", context(tmp_path))(replace(one, responses=("w4 w5",) * 3))
     expected = alone(model, [tiny.BOS, 5, 5, 4, tiny.EOS])
     assert scores[0].item() == pytest.approx(expected, abs=1e-5)
@@ -192,7 +197,9 @@ def test_the_three_ways_to_name_a_function(tmp_path: Path, monkeypatch: pytest.M
 
 def score_by(tmp_path: Path, text: str, s: Samples | None = None) -> list[float]:
     (tmp_path / "mine.py").write_text(text)
-    scores: list[float] = rewards.open_source(f"{tmp_path}/mine.py", context(tmp_path))(s or samples(rollout())).tolist()
+    scores: list[float] = rewards.open_source(f"{tmp_path}/mine.py", context(tmp_path))(
+        s or samples(rollout())
+    ).tolist()
     return scores
 
 
@@ -203,11 +210,14 @@ def test_columns_come_by_name_and_only_to_those_who_take_them(tmp_path: Path) ->
     s = samples(replace(r, rows=rows))
     assert score_by(tmp_path, "def score(prompts, responses, gold): return gold", s) == [1.0, 2.0, 3.0]
     assert score_by(tmp_path, "def score(prompts, responses): return [4, 5, 6]", s) == [4.0, 5.0, 6.0]
-    every = "def score(prompts, responses, **columns):\n    assert columns['id'] == ['a', None, None]\n    return columns['gold']"
+    every = "def score(prompts, responses, **columns):\n    assert columns.pop('id') == ['a', None, None]\n"
+    every += "    (gold,) = columns.values()\n    return gold"
     assert score_by(tmp_path, every, s) == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("value", ["[True, 2, 0.5]", "(1, 2, 0.5)", "__import__('torch').tensor([1, 2, 0.5])", "iter([1, 2, 0.5])"])
+@pytest.mark.parametrize(
+    "value", ["[True, 2, 0.5]", "(1, 2, 0.5)", "__import__('torch').tensor([1, 2, 0.5])", "iter([1, 2, 0.5])"]
+)
 def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
     assert score_by(tmp_path, f"def score(p, r): return {value}") == [1.0, 2.0, 0.5]
 
@@ -245,7 +255,7 @@ def test_a_reward_model_that_says_nan_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.score.weight.fill_(3e38)
     model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="reward 'learned': got (nan|inf|-inf) for prompt"):
+    with pytest.raises(UserError, match=r"reward 'learned': got (nan|inf|-inf) for prompt"):
         rewards.open_source("learned", context(tmp_path))(samples(rollout()))
 
 

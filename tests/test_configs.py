@@ -1,0 +1,100 @@
+"""Every YAML file under configs/ loads, and composes with the others as its comment says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from rlhf import config
+from rlhf.config import UserError, read_yaml
+from rlhf.models.load import load_config
+from rlhf.text import load_tokenizer
+
+CONFIGS = Path(train.__file__).parent / "configs"
+CHAINS = [CONFIGS / "demo.yaml", *sorted(CONFIGS.glob("recipes/*.yaml"))]
+OVERLAYS = sorted(CONFIGS.glob("overlays/*.yaml"))
+MODELS = sorted(CONFIGS.glob("models/*.yaml"))
+
+
+def resolved(*argv: str) -> dict[str, Any]:
+    words = list(argv)
+    chain = config.parse(train.chain_config(words), words, "train.py", "")
+    tree: dict[str, Any] = train.resolve(chain, words).model_dump(mode="json")
+    return tree
+
+
+def leaves(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    found = {}
+    for name, value in tree.items():
+        found |= leaves(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
+    return found
+
+
+def test_every_file_is_of_a_known_kind() -> None:
+    assert sorted(CONFIGS.rglob("*.yaml")) == sorted([*CHAINS, *OVERLAYS, *MODELS])
+    assert OVERLAYS and MODELS and len(CHAINS) > 1
+
+
+@pytest.mark.parametrize("path", CHAINS, ids=lambda path: path.stem)
+def test_a_chain_resolves_and_names_its_models_and_data(path: Path) -> None:
+    tree = resolved("--config", str(path))
+    given = read_yaml(path)
+    assert {"actor_model", "reward_model", "data_path", "output_dir"} <= set(given)
+    assert tree["sft"]["model"] == given["actor_model"] and tree["reward"]["model"] == given["reward_model"]
+    for section in ("sft", "reward", "ppo"):
+        for name in ("data_path", "output_dir", "max_length"):
+            assert tree[section][name] == given.get(section, {}).get(name, tree[name])
+    assert tree["ppo"]["max_prompt_length"] + tree["ppo"]["response_length"] <= tree["ppo"]["max_length"]
+    assert tree["ppo"]["batch_size"] % tree["ppo"]["num_mini_batches"] == 0
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("base", CHAINS, ids=lambda path: path.stem)
+def test_an_overlay_changes_what_it_names_and_no_more(base: Path, overlay: Path) -> None:
+    before, after = (leaves(resolved("--config", *map(str, files))) for files in ([base], [base, overlay]))
+    named = leaves(read_yaml(overlay))
+    assert {name: after[name] for name in named} == named
+    wide = {f"{section}.{name}" for name in named for section in ("sft", "reward", "ppo") if "." not in name}
+    assert {name for name in after if after[name] != before[name]} <= set(named) | wide
+    for name in wide & set(after):
+        assert after[name] == named.get(name, after[name.split(".")[1]]), "an overlay holds for all three stages"
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_model_file_describes_a_model_and_its_tokenizer(path: Path) -> None:
+    model, tokenizer = load_config(str(path)), load_tokenizer(str(path))
+    assert model.vocab_size == len(tokenizer)
+    assert model.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_what_is_given_at_the_top_holds_for_the_stages_that_set_nothing() -> None:
+    tree = resolved("--max-length", "100", "--sft.max-length", "512", "--actor-model", "a", "--reward.model", "b")
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [512, 100, 100]
+    assert (tree["sft"]["model"], tree["reward"]["model"], tree["ppo"]["actor_model"]) == ("a", "b", None)
+
+
+@pytest.mark.parametrize("option", ["--max_length=100", "--max-length=100"])
+def test_a_section_of_a_file_keeps_its_own(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("max_length: 300\nsft: {max_length: 200}\nreward: {gradient_checkpointing: true}")
+    tree = resolved("--config", str(file), option, "--ppo.no-gradient-checkpointing", "--gradient-checkpointing")
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [200, 100, 100]
+    assert [tree[s]["gradient_checkpointing"] for s in ("sft", "reward", "ppo")] == [True, True, False]
+
+
+def test_the_resolved_tree_reads_back_and_still_follows_the_top(tmp_path: Path) -> None:
+    argv = ["--config", str(CONFIGS / "demo.yaml"), "--sft.max-length", "40", "--ppo.kl-coef", "0.3", "--seed", "4"]
+    file = tmp_path / "tree.yaml"
+    file.write_text(config.to_yaml(train.resolve(config.parse(train.chain_config(argv), argv, "", ""), argv)))
+    assert resolved("--config", str(file)) == resolved(*argv)
+    tree = resolved("--config", str(file), "--max-length", "44", "--output-dir", "elsewhere")
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [40, 44, 44]
+    assert {tree[section]["output_dir"] for section in ("sft", "reward", "ppo")} == {"elsewhere"}
+    over = resolved("--config", str(file), str(CONFIGS / "overlays" / "zero3.yaml"))
+    assert [over[section]["zero_stage"] for section in ("sft", "reward", "ppo")] == [3, 3, 3]
+
+
+def test_a_section_has_no_directory_of_its_own() -> None:
+    with pytest.raises(UserError, match=r"sft\.output_dir.*--output-dir"):
+        resolved("--sft.output-dir", "elsewhere")

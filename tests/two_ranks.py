@@ -1,0 +1,37 @@
+"""What is run on two ranks, all in one launch:
+
+    torchrun --nproc-per-node=2 -m tests.two_ranks OUT.pt
+
+writes what rank 0 saw.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from rlhf import dist
+from tests.engine_runs import run, run_into_nan
+from tests.players import two_iterations
+
+
+def runs() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for stage in (0, 1, 2, 3):
+        found[f"fp32 {stage}"] = run({"zero_stage": stage}, size=3)
+        found[f"nan {stage}"] = run_into_nan({"zero_stage": stage}, bad_rank=1)
+    for stage in (1, 2, 3):
+        found[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})
+    for stage in (1, 3):
+        found[f"lora {stage}"] = run({"zero_stage": stage}, adapter="lora", generating=True)
+        found[f"generating {stage}"] = run({"zero_stage": stage}, generating=True)
+        found[f"ppo {stage}"] = two_iterations("ppo", zero_stage=stage)
+    found["checkpointing 3"] = run({"zero_stage": 3, "gradient_checkpointing": True}, generating=True)
+    return found
+
+
+if __name__ == "__main__":
+    with dist.process_group(timeout_s=60):
+        seen = runs()
+        if dist.is_main():
+            torch.save(seen, sys.argv[1])
