@@ -80,10 +80,10 @@ class Engine:
         """The model itself, for generation."""
         return self._engine.module
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         """The model's forward pass, with gradients."""
         self._engine.train()
-        return self._engine(*args)
+        return self._engine(*args, **options)
 
     def step(self, micro_batches: Iterable[Any], loss: Callable[[Any], tuple[Tensor, dict[str, Tensor]]]) -> Metrics:
         """One optimizer step over `micro_batches`.

@@ -29,7 +29,7 @@ GRACE_S = 30.0
 """from a signal to the kill"""
 CLOSING_S = 5.0
 """from the first failure of a rank to the kill of the others"""
-PATIENCE_S = 3.0
+PATIENCE_S = 5.0
 """a rank that has nothing of its own to say waits this long, to be ended by the launcher in silence"""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LAUNCHER = "RLHF_LAUNCHER_PID"
@@ -193,6 +193,9 @@ def give_up(message: str, code: int) -> NoReturn:
     if report:  # torchrun ends its own report with this
         said = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": said}), encoding="utf-8")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        os._exit(code)  # at once: leaving the process group can take as long as the others wait
     raise SystemExit(code)
 
 

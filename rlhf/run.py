@@ -17,7 +17,7 @@ from rlhf.types import Metrics
 
 FREE = {
     "output_dir", "report_to", "sample_rows", "overwrite",
-    "micro_batch_size", "rollout_batch_size",
+    "micro_batch_size",
     "zero_stage", "offload_optimizer", "offload_param", "gradient_checkpointing",
 }  # fmt: skip
 """Options that change what is shown, or memory and speed, but not what a stage makes."""

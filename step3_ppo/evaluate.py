@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import dist
+from rlhf import dist, record
 from rlhf.rewards import Source, as_samples
 from rlhf.types import Metrics, Rollout, Samples
 
@@ -84,3 +84,19 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
 def _ci95(values: Tensor) -> float:
     """Half the width of the normal 95 % interval of the mean."""
     return (1.96 * values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
+
+
+def show_samples(before: Evaluation, after: Evaluation, count: int) -> None:
+    """Prompts with the response before and after, side by side."""
+    rows = [
+        (prompt, f"{old}\n[{old_score:.2f}]", f"{new}\n[{new_score:.2f}]")
+        for prompt, old, new, old_score, new_score in zip(
+            after.samples.prompts,
+            before.samples.responses,
+            after.samples.responses,
+            before.scores.tolist(),
+            after.scores.tolist(),
+            strict=False,
+        )
+    ]
+    record.show_table("held-out prompts [score]", ("prompt", "before", "after"), rows[:count])

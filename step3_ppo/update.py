@@ -32,7 +32,7 @@ def update(
 
     def policy_loss(part: Part) -> losses.Loss:
         rollout, credit = part
-        logprobs, entropy = actor(rollout.sequences, config.temperature)
+        logprobs, entropy = actor(rollout.sequences, config.temperature, with_entropy=True)
         prompt = rollout.prompt_ids.shape[1]
         loss, metrics = algorithm.policy_loss(logprobs[:, prompt:], rollout, credit, count)
         return loss, {**metrics, "entropy": ops.masked_mean(entropy[:, prompt:], rollout.mask, count)}

@@ -292,9 +292,9 @@ def test_an_adapter_on_two_ranks(two: dict[str, Any]) -> None:
         assert apart(two[f"lora {stage}"]["weights"], one["weights"]) < 1e-5
 
 
-@stages
-def test_nan_on_one_rank_stops_both_with_equal_weights(stage: int, two: dict[str, Any]) -> None:
-    (first, second) = two[f"nan {stage}"]["ranks"]
+@pytest.mark.parametrize("kind", [0, 1, 2, 3, "bf16"])
+def test_nan_on_one_rank_stops_both_with_equal_weights(kind: int | str, two: dict[str, Any]) -> None:
+    (first, second) = two[f"nan {kind}"]["ranks"]
     assert first == second
     said, same, _ = first
     assert said.startswith("step 2: loss is nan") and same

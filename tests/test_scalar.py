@@ -1,11 +1,13 @@
 """The scalar model, as reward model and as critic: where its number is read, how it is stored, what is refused."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf.config import UserError
 from rlhf.engine import Engine
 from rlhf.models.export import save_scalar
-from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_scalar_model, scores, state_values
+from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_scalar_model, read_head, scores, state_values
 from rlhf.options import EngineOptions, OptimizerOptions
 from rlhf.types import Sequences
 from tests import tiny
@@ -42,6 +44,21 @@ def test_no_padding_on_either_side_changes_a_scalar(family: str) -> None:
         for left, right, fill in [(1, 0, tiny.EOS), (7, 0, tiny.PAD), (0, 5, tiny.EOS), (7, 5, 50)]:
             got = model(tiny.padded(ROWS, left, right, fill))[:, left : left + ROWS.ids.shape[1]]
             assert float((got - expected)[ROWS.mask].abs().max()) < 1e-5
+
+
+@families
+def test_padding_changes_no_gradient(family: str) -> None:
+    model = scalar_model(family)
+
+    def gradients(rows: Sequences) -> list[Tensor]:
+        return list(
+            torch.autograd.grad(scores(model(rows), rows.mask).sum(), list(model.parameters()), allow_unused=True)
+        )
+
+    for got, expected in zip(gradients(tiny.padded(ROWS, 7, 5)), gradients(ROWS), strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 @families
@@ -189,6 +206,25 @@ def test_a_head_of_another_width_is_refused(saved: Path, tmp_path: Path) -> None
 def test_a_head_with_nan_is_refused(saved: Path, tmp_path: Path) -> None:
     place = edited(saved, tmp_path, score__weight=torch.full((1, tiny.WIDTH), math.nan))
     assert HEAD in refusal(place) and "not finite" in refusal(place)
+
+
+def test_a_damaged_file_is_refused(saved: Path, tmp_path: Path) -> None:
+    place = edited(saved, tmp_path)
+    (place / "model.safetensors").write_bytes(b"garbage " * 20)
+    assert "cannot be loaded" in refusal(place)
+
+
+def test_a_model_of_the_hub_has_its_head_read_from_the_cache(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--reward"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    shutil.copytree(saved / "llama", repository / "snapshots" / "abc")
+    assert torch.equal(read_head("someone/reward"), read_head(str(saved / "llama")))
+    with pytest.raises(UserError, match="someone/else"):
+        read_head("someone/else")
 
 
 def test_a_missing_weight_of_the_backbone_is_refused(saved: Path, tmp_path: Path) -> None:

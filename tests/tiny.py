@@ -60,6 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"vocab_size": VOCAB, "hidden_size": WIDTH, "n_head": 4, "n_layer": 2},
     "gpt_neox": _COMMON,
     "mistral": {**_GROUPED, "sliding_window": 8},
+    "mixtral": {**_GROUPED, "num_local_experts": 4},
     "gemma2": {**_GROUPED, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
 }
 """Configs by model type. GPT-2 and OPT come with dropout; the windows are shorter than the tests' sequences."""

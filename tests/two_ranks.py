@@ -22,6 +22,7 @@ def runs() -> dict[str, Any]:
         found[f"nan {stage}"] = run_into_nan({"zero_stage": stage}, bad_rank=1)
     for stage in (1, 2, 3):
         found[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})
+    found["nan bf16"] = run_into_nan({"zero_stage": 2, "dtype": "bf16"}, bad_rank=1)
     for stage in (1, 3):
         found[f"lora {stage}"] = run({"zero_stage": stage}, adapter="lora", generating=True)
         found[f"generating {stage}"] = run({"zero_stage": stage}, generating=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Size, Tensor
 from transformers import PreTrainedModel
 
 from rlhf.config import Config as Base
@@ -30,16 +30,23 @@ def build(config: Config, model: PreTrainedModel) -> PeftModel:
 def merged_state(model: PeftModel) -> dict[str, Tensor]:
     """Weights of the base model with the updates added in fp32, under the base model's own names, on the CPU."""
     base = model.get_base_model()
-    copies: dict[int, Tensor] = {}
+    copies: dict[tuple[int, Size], Tensor] = {}
     state = {
-        name.replace(".base_layer.", "."): copies.setdefault(value.data_ptr(), value.detach().cpu())
+        _own_name(name): copies.setdefault((value.data_ptr(), value.shape), value.detach().cpu())
         for name, value in base.state_dict().items()
         if "lora_" not in name
     }
     for name, module in base.named_modules():
         if isinstance(module, LoraLayer):
             layer: Any = module
-            weight = layer.get_base_layer().weight
+            parameter = getattr(layer, "parameter_name", "weight")  # a mixture's experts are parameters of one module
+            weight = getattr(layer.get_base_layer(), parameter)
             delta = layer.get_delta_weight(layer.active_adapters[0])
-            state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype).detach().cpu()
+            merged = (weight.float() + delta.float()).to(weight.dtype)
+            state[_own_name(f"{name}.{parameter}")] = merged.detach().cpu()
     return state
+
+
+def _own_name(name: str) -> str:
+    """A name without what wrapping put into it."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")

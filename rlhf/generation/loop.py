@@ -8,7 +8,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlhf import ops
 from rlhf.config import Config as Base
-from rlhf.models.policy import position_arguments
+from rlhf.config import UserError
+from rlhf.models.policy import position_arguments, takes
 from rlhf.options import SamplingOptions
 from rlhf.types import Prompts, Rollout
 
@@ -23,11 +24,19 @@ class Config(Base):
 
 
 def build(config: Config) -> Generate:
-    """`generate(lm, prompts, sampling, generator) -> Rollout`; without a generator it is greedy."""
+    """`generate(lm, prompts, sampling, generator) -> Rollout`; without a generator it is greedy.
+
+    Raises: UserError for a recurrent model such as Mamba, which has no key-value cache.
+    """
 
     def generate(
         lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, generator: torch.Generator | None
     ) -> Rollout:
+        if not takes(lm, "past_key_values"):
+            raise UserError(
+                f"model type '{lm.config.model_type}': generation needs the key-value cache of an attention model; "
+                "name another model"
+            )
         tokens, logprobs, mask = _sample(lm, prompts, sampling, generator, config)
         # A row still alive after its last column never sampled EOS.
         ended = ((tokens == config.eos_token_id) & mask).any(1)

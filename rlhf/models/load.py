@@ -35,10 +35,10 @@ def load_config(place: str) -> PreTrainedConfig:
             raise UserError(f"{place}: expected a 'model' mapping with a 'model_type', as in configs/models/")
         tokenizer = load_tokenizer(place)
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        with _readable(place):
+        with readable(place):
             config = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **values["model"]})
     else:
-        with _readable(place):
+        with readable(place):
             config = AutoConfig.from_pretrained(place, trust_remote_code=False)
         _refuse_foreign_kernels(config, place)
     for name, value in config.to_dict().items():
@@ -58,7 +58,7 @@ def _refuse_foreign_kernels(config: PreTrainedConfig, place: str) -> None:
 
 
 @contextlib.contextmanager
-def _readable(place: str) -> Iterator[None]:
+def readable(place: str) -> Iterator[None]:
     """Turn what transformers raises for a missing, damaged or unusable model into one line."""
     here = Path(place).exists()
     if os.sep in place and place.count("/") != 1 and not here:
@@ -69,6 +69,8 @@ def _readable(place: str) -> Iterator[None]:
         raise UserError(f"model '{place}': the directory has no config.json; expected a Hugging Face model directory")
     try:
         yield
+    except UserError:
+        raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         first = " ".join(str(error).split())[:200]
         if here:
@@ -131,7 +133,7 @@ def _load(auto: Any, place: str, dtype: torch.dtype, tokenizer_size: int, seed: 
             model = auto.from_config(config).to(dtype)
     else:
         safe = {"trust_remote_code": False, "weights_only": True}
-        with _readable(source):
+        with readable(source):
             model, info = auto.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True, **safe)
         _refuse_mismatch(place, info, HEADS if auto is AutoModel else None)
     rows = model.get_input_embeddings().num_embeddings

@@ -11,14 +11,18 @@ from rlhf import ops
 from rlhf.types import Sequences
 
 
+def takes(model: Any, argument: str) -> bool:
+    """Whether the forward pass of a transformers model, under an adapter or not, has this argument."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return argument in inspect.signature(base.forward).parameters
+
+
 def position_arguments(model: Any, mask: Tensor) -> dict[str, Tensor]:
     """`position_ids` that count real tokens only, for architectures that take them (BLOOM and MPT do not).
 
     Without them a left-padded row of GPT-2 is off by 0.4 nats.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    takes = "position_ids" in inspect.signature(base.forward).parameters
-    return {"position_ids": ops.positions(mask)} if takes else {}
+    return {"position_ids": ops.positions(mask)} if takes(model, "position_ids") else {}
 
 
 class Policy(nn.Module):
@@ -28,8 +32,10 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, sequences: Sequences, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the tokens under the loss mask.
+    def forward(
+        self, sequences: Sequences, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs, and entropies if wanted, of the tokens under the loss mask.
 
         `logprobs[b, s]` is log pi(ids[b, s] | ids[b, :s]) in fp32, with logits divided by `temperature`;
         `entropy[b, s]` is that of the distribution token s was drawn from, without gradient. Both are
@@ -46,8 +52,10 @@ class Policy(nn.Module):
         )
         kept = s.loss_mask[:, predicted]
         logprobs = ops.token_logprobs(output.logits, s.ids[:, predicted], temperature)
-        with torch.no_grad():
-            entropy = ops.entropy(output.logits, temperature)
         empty = torch.zeros(s.ids.shape, dtype=logprobs.dtype, device=logprobs.device)
-        scatter = [torch.where(kept, x, 0.0) for x in (logprobs, entropy)]
-        return empty.index_copy(1, predicted, scatter[0]), empty.index_copy(1, predicted, scatter[1])
+        logprobs = empty.index_copy(1, predicted, torch.where(kept, logprobs, 0.0))
+        if not with_entropy:
+            return logprobs, None
+        with torch.no_grad():
+            entropy = torch.where(kept, ops.entropy(output.logits, temperature), 0.0)
+            return logprobs, empty.index_copy(1, predicted, entropy)

@@ -3,15 +3,17 @@
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf import ops
 from rlhf.config import UserError
-from rlhf.models.load import load_backbone
+from rlhf.models.load import load_backbone, readable
 from rlhf.models.policy import position_arguments
 from rlhf.names import resolve
+from rlhf.text import require_hub
 from rlhf.types import Sequences
 
 HEAD = "score.weight"
@@ -89,16 +91,31 @@ def load_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int) -> Sc
     return ScalarModel(backbone, head).eval()
 
 
-def read_head(directory: str) -> Tensor:
-    """The [1, d] head of a saved scalar model."""
-    for file in sorted(Path(directory).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            if HEAD in tensors.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                weight = tensors.get_tensor(HEAD)
-                if weight.shape[0] != 1:
-                    raise UserError(f"reward model '{directory}': {HEAD} gives {weight.shape[0]} labels, expected 1")
-                return weight
-    raise UserError(
-        f"reward model '{directory}': no trained head, expected a tensor '{HEAD}' in its *.safetensors; "
-        "train one with step2_reward, or name a one-label sequence classifier"
-    )
+def read_head(place: str) -> Tensor:
+    """The [1, d] head of a saved scalar model, in a directory or on the hub.
+
+    Raises: UserError if it is absent, or gives more than one number.
+    """
+    with readable(place):
+        weight = next((w for w in map(_head_in, _weight_files(place)) if w is not None), None)
+    if weight is None:
+        raise UserError(
+            f"reward model '{place}': no trained head, expected a tensor '{HEAD}' in its *.safetensors; "
+            "train one with step2_reward, or name a one-label sequence classifier"
+        )
+    if weight.shape[0] != 1:
+        raise UserError(f"reward model '{place}': {HEAD} gives {weight.shape[0]} labels, expected 1")
+    return weight
+
+
+def _weight_files(place: str) -> list[Path]:
+    folder = Path(place)
+    if not folder.exists():
+        require_hub(f"reward model '{place}'")
+        folder = Path(snapshot_download(place, allow_patterns="*.safetensors"))
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _head_in(file: Path) -> Tensor | None:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(HEAD) if HEAD in tensors.keys() else None  # noqa: SIM118  (not a mapping)

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf import plugins
+from rlhf.config import UserError
 from rlhf.models.policy import Policy
 from rlhf.options import SamplingOptions
 from rlhf.types import Prompts, Rollout
@@ -164,6 +165,14 @@ def test_an_end_token_inside_the_prompt_ends_nothing(backend: str) -> None:
     rollout = sampled(backend, model, Prompts(ids, PROMPTS.mask, PROMPTS.rows))
     assert rollout.mask.all() and not rollout.ended.any()
     assert float((rollout.sampled_logprobs - rescored(model, rollout)).abs().max()) < 1e-5
+
+
+@backends
+def test_a_model_without_attention_is_refused_not_sampled_wrongly(backend: str) -> None:
+    config = AutoConfig.for_model("mamba", vocab_size=tiny.VOCAB, hidden_size=16, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UserError, match="'mamba'"):
+        greedy(backend, model)
 
 
 @backends

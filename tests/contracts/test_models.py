@@ -70,13 +70,36 @@ def test_logprobs_are_the_negative_cross_entropy_of_the_plain_model(family: str)
             assert greatest(got[b, 1:length] - each * kept[0, 1:]) < 1e-5
 
 
+def gradients(policy: Policy, rows: Sequences) -> dict[str, Tensor]:
+    policy.zero_grad()
+    policy(rows)[0].sum().backward()
+    return {name: weight.grad for name, weight in policy.named_parameters() if weight.grad is not None}
+
+
+@families
+def test_padding_changes_no_gradient(family: str) -> None:
+    policy = Policy(tiny.causal_lm(family))
+    expected, got = gradients(policy, ROWS), gradients(policy, tiny.padded(ROWS, 7, 5))
+    assert expected.keys() == got.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-4, msg=name)
+
+
+@families
+def test_rows_without_a_token_that_counts_give_zeros(family: str) -> None:
+    policy = Policy(tiny.causal_lm(family))
+    nothing = Sequences(ROWS.ids, ROWS.mask, torch.zeros_like(ROWS.mask))
+    assert not logprobs(policy, nothing).any()
+    assert not any(gradient.any() for gradient in gradients(policy, nothing).values())
+
+
 @families
 def test_temperature_divides_the_logits(family: str) -> None:
     model = tiny.causal_lm(family)
     rows = ROWS[1:2]
     with torch.no_grad():
         exact = (model(input_ids=rows.ids).logits.double() / 0.7).log_softmax(-1)
-        got, entropy = Policy(model)(rows, 0.7)
+        got, entropy = Policy(model)(rows, 0.7, with_entropy=True)
     kept = rows.loss_mask[:, 1:]
     expected = exact[:, :-1].gather(-1, rows.ids[:, 1:, None]).squeeze(-1)
     assert greatest((got[:, 1:] - expected)[kept]) < 1e-5

@@ -1,0 +1,94 @@
+"""What step 3 starts from, and what must be true before it does."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from data.preflight import require_rows
+from rlhf import plugins, rewards
+from rlhf.checkpoint import model_place, planned_start
+from rlhf.config import UserError
+from rlhf.models.scalar import read_head
+from rlhf.names import resolve
+from rlhf.run import check_engine, check_plugin, check_ranks, check_start
+from rlhf.text import load_tokenizer, prepare_tokenizer, same_ids
+from step3_ppo.config import Step3Config
+
+MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
+"""Models of this stage, and the stage that makes each."""
+FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"), "critic_model": ("critic", "model")}
+"""Which of a stage's models may play each role."""
+
+
+def inputs(config: Step3Config) -> dict[str, str]:
+    """The places this stage starts from: what is not named is the output of the earlier stages."""
+    places = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
+    places["critic_model"] = config.critic_model or places["reward_model"]
+    scored_by = [plugins.parse_spec(spec)[0] for spec in (config.reward, config.judge) if spec is not None]
+    if config.critic_model is not None and "learned" not in scored_by:
+        del places["reward_model"]  # nobody asks it
+    return places
+
+
+def with_inputs(config: Step3Config) -> Step3Config:
+    """The config with the place of every model named.
+
+    Raises: UserError if one is neither named nor there, or is unfinished.
+    """
+    places = inputs(config)
+    for name, maker in MAKERS.items():
+        if name in places and getattr(config, name) is None and not Path(places[name]).is_dir():
+            option = name.replace("_", "-")
+            raise UserError(f"{name} not found at {places[name]}; run {maker} first, or name one with --{option}")
+    return config.model_copy(update={name: model_place(places[name], *FOLDERS[name]) for name in places})
+
+
+def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1) -> None:
+    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError.
+
+    `planned`: stages that will have run by then, and the model each starts from, which is looked at instead of theirs.
+    """
+    starts = {name: planned_start(place, config.output_dir, planned or {}) for name, place in inputs(config).items()}
+    known = {name: start for name, start in starts.items() if start is not None}
+    models = with_inputs(config.model_copy(update=known))
+    check_ranks(config.batch_size, ranks, config.num_mini_batches)
+    check_engine(config)
+    tokens = config.max_prompt_length + config.response_length
+    if tokens > config.max_length:
+        raise UserError(
+            f"--max-prompt-length {config.max_prompt_length} + --response-length {config.response_length}: "
+            f"got {tokens} tokens, expected at most --max-length {config.max_length}; lower one or raise --max-length"
+        )
+    if config.eval_samples < ranks:
+        raise UserError(f"--eval-samples {config.eval_samples}: expected at least one for each of {ranks} processes")
+    for name in starts:
+        place = str(getattr(models, name))
+        check_start(place, config.chat_template, tokens)
+        if name not in known and name != "actor_model":
+            read_head(resolve(place))
+    _check_tokenizers(models)
+    _check_sources(models)
+    require_rows(config, "ppo", config.batch_size, ranks)
+
+
+def _check_tokenizers(config: Step3Config) -> None:
+    actor, critic = (
+        prepare_tokenizer(load_tokenizer(resolve(str(place))), config.chat_template)
+        for place in (config.actor_model, config.critic_model)
+    )
+    if not same_ids(actor, critic):
+        raise UserError(
+            f"critic '{config.critic_model}': its tokenizer or chat template gives other ids than that of the actor "
+            f"'{config.actor_model}'; expected one family: name one with --critic-model"
+        )
+
+
+def _check_sources(config: Step3Config) -> None:
+    tokenizer = load_tokenizer(resolve(str(config.actor_model)))
+    context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, str(config.reward_model), 1)
+    for spec in (config.reward, config.judge):
+        if spec is not None and plugins.parse_spec(spec)[0] == "learned":
+            check_plugin("rlhf.rewards", spec)
+        elif spec is not None:
+            rewards.open_source(spec, context)

@@ -1,0 +1,65 @@
+"""Who takes part in step 3: the models, and the algorithm."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf import adapters, dist, plugins, rewards
+from rlhf.engine import Engine, compute_dtype
+from rlhf.generation import loop
+from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import load_scalar_model
+from step3_ppo.config import Step3Config
+from step3_ppo.rollout import Reference, Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """Who takes part: two trained models, the scorer that holds the frozen ones, and the algorithm."""
+
+    actor: Engine
+    critic: Engine
+    scorer: Scorer
+    algorithm: Any
+    backend: loop.Generate
+
+
+def iterations(config: Step3Config) -> int:
+    """Rollout-update cycles of the whole run."""
+    return max(1, config.total_episodes // config.batch_size)
+
+
+def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
+    """Load every model and build the engines."""
+    device = dist.local_device()
+    dtype = compute_dtype(config, device)
+    steps = iterations(config) * config.num_ppo_epochs * config.num_mini_batches
+    lm = load_causal_lm(str(config.actor_model), dtype, len(tokenizer), config.seed)
+    frozen = None
+    if config.adapter is None:
+        reference = load_causal_lm(str(config.actor_model), dtype, len(tokenizer), config.seed)
+        frozen = Policy(reference).to(device).requires_grad_(False)
+    actor = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, steps)
+    value_model = load_scalar_model(str(config.critic_model), dtype, len(tokenizer))
+    value_model.backbone = adapters.wrap(value_model.backbone, config.adapter)
+    critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
+    critic = Engine(value_model, config, critic_options, steps)
+    scorer = Scorer(
+        Reference(frozen),
+        rewards.open_source(config.reward, reward_context(config, tokenizer)),
+        tokenizer,
+        config,
+        config.micro_batch_size,
+        config.missing_eos_penalty,
+    )
+    ends = loop.Config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
+    return Players(actor, critic, scorer, algorithm, loop.build(ends))
+
+
+def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:
+    device = dist.local_device()
+    dtype = compute_dtype(config, device)
+    return rewards.Context(tokenizer, device, dtype, str(config.reward_model), config.rollout_batch_size)
