@@ -1,7 +1,7 @@
 # Everything runs in .venv, made on the first call with any Python >= 3.11: no root, no GPU, no model hub.
 PYTHON ?= python3
 VENV := .venv
-# An index for another build of torch, e.g. https://download.pytorch.org/whl/cpu (small) or .../whl/cu126
+# A package index for another build of torch: the CPU build, or one for your CUDA
 TORCH_INDEX ?=
 # More words for train.py or pytest, e.g. make test ARGS="-k config"
 ARGS ?=

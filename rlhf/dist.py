@@ -29,6 +29,7 @@ def process_group(timeout_s: int = 1800) -> Iterator[None]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     from deepspeed.ops import __compatible_ops__ as compatible
+    from deepspeed.utils import groups
 
     # The shared-memory all-reduce is compiled with g++ on first use (20 to 40 s, and an error without a compiler).
     compatible["deepspeed_shm_comm"] = False
@@ -41,6 +42,7 @@ def process_group(timeout_s: int = 1800) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        groups._WORLD_GROUP = None  # DeepSpeed would go on using the one that is gone
 
 
 def local_device() -> torch.device:
@@ -71,8 +73,9 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     """The elementwise sum of `tensor` over all ranks, in float64 so that counts stay exact."""
     total = tensor.detach().to(torch.float64)
     if world_size() > 1:
-        total = total.clone()
+        total = total.to(local_device(), copy=True)  # NCCL takes no tensor of the CPU
         dist.all_reduce(total)
+        total = total.to(tensor.device)
     return total
 
 
@@ -83,18 +86,3 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def on_main_first(action: Any) -> Any:
-    """`action()` on rank 0, whose result every rank gets. An exception there is raised on every rank."""
-    outcome: list[Any] = [None, None]
-    if is_main():
-        try:
-            outcome[0] = action()
-        except (ValueError, OSError) as error:
-            outcome[1] = error
-    if world_size() > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]

@@ -135,13 +135,10 @@ def prompts(lengths: list[int], seed: int = 0) -> Prompts:
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
     """A process group of this process alone; the environment is as before when it ends, and it can be had again."""
-    from deepspeed.utils import groups
-
     before = dict(os.environ)
     try:
         with dist.process_group():
             yield
     finally:
-        groups._WORLD_GROUP = None  # DeepSpeed keeps the one that is gone
         os.environ.clear()
         os.environ.update(before)
