@@ -14,11 +14,11 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test check format smollm2 clean
+.PHONY: help install demo test test-long check format smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## *' '/^[a-z0-9]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## *' '/^[a-z0-9-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo and test"
 
 install: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
@@ -28,6 +28,9 @@ demo: $(INSTALLED)  ## the whole pipeline on a tiny model: minutes on a laptop
 
 test: $(INSTALLED)  ## the whole test suite
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-long: $(INSTALLED)  ## what takes longer: the demo over four more seeds
+	$(PY) -m pytest -m long $(ARGS)
 
 check: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check
