@@ -177,8 +177,8 @@ class Rollout(TensorRecord):
             for name in ("response_ids", "mask", "sampled_logprobs", "logprobs", "ref_logprobs", "values")
             if (value := getattr(self, name)) is not None
         }
-        prompts = {"prompt_ids": self.prompt_ids[:, prompt], "prompt_mask": self.prompt_mask[:, prompt]}
-        return replace(self, **narrow, **prompts)
+        narrow |= {"prompt_ids": self.prompt_ids[:, prompt], "prompt_mask": self.prompt_mask[:, prompt]}
+        return replace(self, **narrow)
 
 
 @dataclass(frozen=True, slots=True)
