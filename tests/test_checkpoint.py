@@ -16,7 +16,6 @@ from rlhf.options import OptimizerOptions, RunOptions
 class Options(OptimizerOptions, RunOptions):
     model: str | None = None
     kl_coef: float = 0.1
-    rollout_batch_size: int = 64
 
 
 def make(out: Path, stage: str = "step1_sft", model: str = "weights", **manifest: Any) -> Path:
@@ -172,7 +171,7 @@ def test_a_finished_stage_is_finished(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("sample_rows", 9), ("report_to", ("tensorboard",)), ("micro_batch_size", 1), ("rollout_batch_size", 1)],
+    [("sample_rows", 9), ("report_to", ("tensorboard",)), ("micro_batch_size", 1)],
 )
 def test_what_changes_no_result_is_free(tmp_path: Path, name: str, value: Any) -> None:
     make(tmp_path)

@@ -183,7 +183,7 @@ def test_changed_options_are_refused(again: Callable[..., Any], out: Path, argv:
 
 
 def test_what_changes_no_result_may_change(again: Callable[..., Any], out: Path) -> None:
-    free = ["--sample-rows", "0", "--sft.micro-batch-size", "1", "--ppo.rollout-batch-size", "8", "--zero-stage", "2"]
+    free = ["--sample-rows", "0", "--sft.micro-batch-size", "1", "--zero-stage", "2"]
     assert again(*SMALL, *free, "--output-dir", str(out))[::2] == (0, [])
 
 

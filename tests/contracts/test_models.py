@@ -39,9 +39,9 @@ def greatest(difference: Tensor) -> float:
 def test_no_padding_on_either_side_changes_anything(family: str) -> None:
     policy = Policy(tiny.causal_lm(family))
     with torch.no_grad():
-        expected = policy(ROWS)
+        expected = policy(ROWS, with_entropy=True)
         for left, right, fill in [(1, 0, tiny.EOS), (7, 0, tiny.PAD), (0, 5, tiny.EOS), (7, 5, 50)]:
-            got = policy(tiny.padded(ROWS, left, right, fill))
+            got = policy(tiny.padded(ROWS, left, right, fill), with_entropy=True)
             for value, wanted in zip(got, expected, strict=True):
                 inside = value[:, left : left + ROWS.ids.shape[1]]
                 assert greatest(inside - wanted) < 1e-5
