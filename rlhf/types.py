@@ -168,6 +168,10 @@ class Rollout(TensorRecord):
         """[B] response tokens, EOS included."""
         return self.mask.sum(1)
 
+    def response_tokens(self) -> list[list[int]]:
+        """The ids of each response, EOS included, without padding."""
+        return [ids[kept].tolist() for ids, kept in zip(self.response_ids, self.mask, strict=True)]
+
     def trimmed(self) -> "Rollout":
         """Without the columns that are padding in every row: P and T of these rows."""
         width = int(self.lengths.max())

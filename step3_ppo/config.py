@@ -38,6 +38,7 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     missing_eos_penalty: float | None = Field(None, ge=0)
     """taken from the score of a response that was cut before its EOS"""
     rollout_batch_size: int = Field(64, ge=1)
-    """responses generated at once on one device; changes memory and speed, and which responses are drawn"""
+    """responses generated, or scored by the reward model, at once on one device; changes memory and speed, and which
+    responses are drawn"""
     eval_samples: int = Field(200, ge=1)
     """held-out prompts sampled before and after; limited by max_eval_rows"""

@@ -1,6 +1,7 @@
 """What the policy does on held-out prompts: scores, KL, length, and whether it still writes language."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,18 +39,16 @@ def look(rollout: Rollout, judge: Source | None, tokenizer: PreTrainedTokenizerB
         ref_nll=_all(-rollout.ref_logprobs.sum(1)),
         lengths=_all(rollout.lengths),
         ended=_all(rollout.ended),
-        distinct_2=distinct(_responses(rollout), 2),
+        distinct_2=distinct(_of_all_ranks(rollout.response_tokens()), 2),
     )
 
 
 def _all(values: Tensor) -> Tensor:
-    return torch.tensor([x for part in dist.gather_objects(values.float().tolist()) for x in part])
+    return torch.tensor(_of_all_ranks(values.float().tolist()))
 
 
-def _responses(rollout: Rollout) -> list[list[int]]:
-    """Token ids of the responses of all ranks."""
-    own = [ids[kept].tolist() for ids, kept in zip(rollout.response_ids, rollout.mask, strict=True)]
-    return [ids for part in dist.gather_objects(own) for ids in part]
+def _of_all_ranks(values: list[Any]) -> list[Any]:
+    return [value for part in dist.gather_objects(values) for value in part]
 
 
 def distinct(responses: list[list[int]], n: int) -> float:

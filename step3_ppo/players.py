@@ -33,22 +33,21 @@ def iterations(config: Step3Config) -> int:
 
 def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
     """Load every model and build the engines."""
-    device = dist.local_device()
-    dtype = compute_dtype(config, device)
+    context = reward_context(config, tokenizer)
     steps = iterations(config) * config.num_ppo_epochs * config.num_mini_batches
-    lm = load_causal_lm(str(config.actor_model), dtype, len(tokenizer), config.seed)
+    lm = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed)
     frozen = None
     if config.adapter is None:
-        reference = load_causal_lm(str(config.actor_model), dtype, len(tokenizer), config.seed)
-        frozen = Policy(reference).to(device).requires_grad_(False)
+        reference = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed)
+        frozen = Policy(reference).to(context.device).requires_grad_(False)
     actor = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, steps)
-    value_model = load_scalar_model(str(config.critic_model), dtype, len(tokenizer))
+    value_model = load_scalar_model(str(config.critic_model), context.dtype, len(tokenizer))
     value_model.backbone = adapters.wrap(value_model.backbone, config.adapter)
     critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     critic = Engine(value_model, config, critic_options, steps)
     scorer = Scorer(
         Reference(frozen),
-        rewards.open_source(config.reward, reward_context(config, tokenizer)),
+        rewards.open_source(config.reward, context),
         tokenizer,
         config,
         config.micro_batch_size,
@@ -60,6 +59,8 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
 
 
 def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:
+    """What the score sources of this run, judge included, are opened with."""
     device = dist.local_device()
-    dtype = compute_dtype(config, device)
-    return rewards.Context(tokenizer, device, dtype, str(config.reward_model), config.rollout_batch_size)
+    return rewards.Context(
+        tokenizer, device, compute_dtype(config, device), str(config.reward_model), config.rollout_batch_size
+    )

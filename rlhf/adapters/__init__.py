@@ -1,4 +1,4 @@
-"""Parameter-efficient methods: one file each, with `Config`, `build` and `merged_state`."""
+"""Parameter-efficient methods: one file each, with `Config`, `build(config, model)`, `merged_state(model, state)`."""
 
 from typing import Any
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from torch import Size, Tensor
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.config import Config as Base
@@ -27,24 +27,18 @@ def build(config: Config, model: PreTrainedModel) -> PeftModel:
     return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
 
-def merged_state(model: PeftModel) -> dict[str, Tensor]:
-    """Weights of the base model with the updates added in fp32, under the base model's own names, on the CPU."""
-    base = model.get_base_model()
-    copies: dict[tuple[int, Size], Tensor] = {}
-    state = {
-        _own_name(name): copies.setdefault((value.data_ptr(), value.shape), value.detach().cpu())
-        for name, value in base.state_dict().items()
-        if "lora_" not in name
-    }
-    for name, module in base.named_modules():
+def merged_state(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state`, the weights of the wrapped base model, with the updates added in fp32 and under its own names."""
+    merged = {_own_name(name): value for name, value in state.items() if "lora_" not in name}
+    for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             layer: Any = module
             parameter = getattr(layer, "parameter_name", "weight")  # a mixture's experts are parameters of one module
             weight = getattr(layer.get_base_layer(), parameter)
             delta = layer.get_delta_weight(layer.active_adapters[0])
-            merged = (weight.float() + delta.float()).to(weight.dtype)
-            state[_own_name(f"{name}.{parameter}")] = merged.detach().cpu()
-    return state
+            updated = (weight.float() + delta.float()).to(weight.dtype)
+            merged[_own_name(f"{name}.{parameter}")] = updated.detach().cpu()
+    return merged
 
 
 def _own_name(name: str) -> str:

@@ -61,8 +61,10 @@ def base_model(model: nn.Module) -> Any:
 
 def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
     """Weights by their transformers names on the CPU, adapters merged; tied weights stay one tensor."""
-    if adapter is not None:
-        name, _ = plugins.parse_spec(adapter)
-        return plugins.find("rlhf.adapters", name).merged_state(model)
     copies: dict[tuple[int, torch.Size], Tensor] = {}
-    return {n: copies.setdefault((v.data_ptr(), v.shape), v.detach().cpu()) for n, v in model.state_dict().items()}
+    weights = base_model(model).state_dict().items()
+    state = {name: copies.setdefault((v.data_ptr(), v.shape), v.detach().cpu()) for name, v in weights}
+    if adapter is None:
+        return state
+    name, _ = plugins.parse_spec(adapter)
+    return plugins.find("rlhf.adapters", name).merged_state(model, state)

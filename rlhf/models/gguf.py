@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf.checkpoint import appearing
 from rlhf.config import UserError, run_as_user
 
 MAGIC = b"GGUF"
@@ -34,14 +35,9 @@ def convert(source: Path, out: Path) -> None:
         raise UserError("reading GGUF needs the package gguf: pip install gguf")
     with _gguf_file(source) as file:
         model, tokenizer = _load(file, source)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with appearing(out) as staging:
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
 
 
 @contextlib.contextmanager

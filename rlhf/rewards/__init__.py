@@ -48,10 +48,8 @@ def open_source(spec: str, context: Context) -> Source:
 def as_samples(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
     """Prompts and responses of a rollout as text."""
     template = Template(tokenizer)
-    responses = [
-        template.response_text(ids[kept].tolist()) for ids, kept in zip(rollout.response_ids, rollout.mask, strict=True)
-    ]
-    return Samples(tuple(template.prompt_text(row.prompt) for row in rollout.rows), tuple(responses), rollout)
+    prompts = tuple(template.prompt_text(row.prompt) for row in rollout.rows)
+    return Samples(prompts, tuple(map(template.response_text, rollout.response_tokens())), rollout)
 
 
 def _refuse_bad(scores: Tensor, samples: Samples, source: str) -> None:
