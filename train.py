@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,6 +163,7 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
 
     Every stage is checked before any is started. Raises: UserError.
     """
+    from data.dataset import fingerprints
     from rlhf import checkpoint, record, run
 
     checkpoint.require_writable(chain.output_dir)
@@ -171,7 +173,8 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
     for step in sorted(set(chain.steps)):
         options, name = getattr(chain, SECTIONS[step]), STAGES[step]
         stage = importlib.import_module(f"{name}.stage")
-        state = run.state(name, options, stage.inputs(options), planned)
+        content = partial(fingerprints, options, stage.PHASE)
+        state = run.state(name, options, stage.inputs(options), content, planned)
         if state == "finished":
             finished.append(name)
             continue

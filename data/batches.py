@@ -1,18 +1,22 @@
 """Items become tensors, and batches are dealt out to ranks. The masks are born here, from lengths, never from ids."""
 
-import random
+import copy
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
-from data.dataset import Demonstration, Preference, Prompt
+from data.encode import Demonstration, Preference, Prompt, Spans
 from rlhf.config import UserError
 from rlhf.types import Pairs, Prompts, Sequences
 
+SORTED = 50
+"""batches whose rows are sorted by length together"""
+
 
 def sft_batch(items: Sequence[Demonstration], pad_id: int) -> Sequences:
-    """Right-padded [B, S]; the loss counts the response's tokens, its EOS included."""
-    return _sequences([item.ids for item in items], [item.prompt_length for item in items], pad_id)
+    """Right-padded [B, S]; the loss counts the tokens of the items' spans, an EOS included."""
+    return _sequences([item.ids for item in items], [item.spans for item in items], pad_id)
 
 
 def pair_batch(items: Sequence[Preference], pad_id: int) -> Pairs:
@@ -20,12 +24,13 @@ def pair_batch(items: Sequence[Preference], pad_id: int) -> Pairs:
 
     `margin` is None when no item has one; beside items that have one, an item without counts as margin 0.
     """
-    starts = [item.prompt_length for item in items]
     margins = [item.margin for item in items]
     known = any(margin is not None for margin in margins)
     return Pairs(
-        chosen=_sequences([item.chosen for item in items], starts, pad_id),
-        rejected=_sequences([item.rejected for item in items], starts, pad_id),
+        chosen=_sequences([i.chosen for i in items], [((i.prompt_length, len(i.chosen)),) for i in items], pad_id),
+        rejected=_sequences(
+            [i.rejected for i in items], [((i.prompt_length, len(i.rejected)),) for i in items], pad_id
+        ),
         margin=torch.tensor([margin or 0.0 for margin in margins]) if known else None,
     )
 
@@ -41,41 +46,157 @@ def prompt_batch(items: Sequence[Prompt], pad_id: int) -> Prompts:
     return Prompts(ids=ids, mask=mask, rows=tuple(item.row for item in items))
 
 
-def _sequences(rows: Sequence[Sequence[int]], starts: Sequence[int], pad_id: int) -> Sequences:
+def padding(micros: Sequence[Sequences]) -> float:
+    """The share of padding among the tokens that are computed."""
+    real = sum(int(micro.mask.sum()) for micro in micros)
+    return 1 - real / sum(micro.ids.numel() for micro in micros)
+
+
+def _sequences(rows: Sequence[Sequence[int]], spans: Sequence[Spans], pad_id: int) -> Sequences:
     size = max(len(row) for row in rows)
     ids = torch.full((len(rows), size), pad_id)
     mask = torch.zeros(len(rows), size, dtype=torch.bool)
     loss_mask = torch.zeros_like(mask)
-    for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        assert 1 <= start < len(row), f"row {b}: prompt of {start} tokens in a sequence of {len(row)}"
+    for b, (row, learned) in enumerate(zip(rows, spans, strict=True)):
         ids[b, : len(row)] = torch.tensor(row)
         mask[b, : len(row)] = True
-        loss_mask[b, start : len(row)] = True
+        for start, end in learned:
+            assert 1 <= start < end <= len(row), f"row {b}: learns [{start}, {end}) of {len(row)} tokens"
+            loss_mask[b, start:end] = True
     return Sequences(ids=ids, mask=mask, loss_mask=loss_mask)
 
 
-def batch_indices(
-    size: int, batch_size: int, seed: int, epochs: int, rank: int, world_size: int
-) -> Iterator[list[int]]:
-    """This rank's rows of every batch of `batch_size` rows, `epochs` times over `size` rows.
+class Batches:
+    """Which rows each batch has: by length where lengths are given, another order every epoch, resumable anywhere.
 
-    Each epoch is shuffled by (seed, epoch). Every rank gets the same number of batches and of rows, and the union
-    over ranks does not depend on their number. An epoch's incomplete last batch is left out.
+    An epoch's order depends on (seed, epoch) and the lengths alone. Batches are stretches of it, either of
+    `batch_size` rows or of as many as have `batch_tokens` tokens together, and are dealt out to the ranks, so that
+    every rank gets equally many batches, and equally many rows of each. The position is a number of rows: it stays
+    exact when the number of ranks changes. An epoch's last rows that fill no batch are left out (others each epoch).
+
+    With lengths, rows are sorted within stretches of SORTED batches, which are then shuffled: a batch has rows of
+    similar length, and little of it is padding.
     Raises: UserError if the batch does not divide by the ranks, or there are fewer rows than one batch.
     """
-    if batch_size < 1 or batch_size % world_size:
-        raise UserError(
-            f"batch_size: got {batch_size}, expected a multiple of the {world_size} ranks; "
-            f"try {max(1, round(batch_size / world_size)) * world_size}"
-        )
-    if size < batch_size:
-        raise UserError(f"got {size} rows, expected at least one batch of {batch_size}; lower batch_size or add rows")
-    return _batches(size, batch_size, seed, range(epochs), slice(rank, None, world_size))
 
+    def __init__(
+        self,
+        rows: "int | np.ndarray",
+        batch_size: int,
+        seed: int = 0,
+        ranks: tuple[int, int] = (0, 1),
+        batch_tokens: int | None = None,
+    ) -> None:
+        """`rows`: how many there are, or the length of each. `ranks`: this one's number, and how many there are."""
+        self.size = rows if isinstance(rows, int) else len(rows)
+        self.lengths = None if isinstance(rows, int) else np.asarray(rows)
+        self.batch_size, self.batch_tokens, self.seed = batch_size, batch_tokens, seed
+        self.rank, self.world_size = ranks
+        self.epoch, self.row = 0, 0
+        self._require_whole_batches()
 
-def _batches(size: int, batch_size: int, seed: int, epochs: range, mine: slice) -> Iterator[list[int]]:
-    for epoch in epochs:
-        order = list(range(size))
-        random.Random(f"{seed}:{epoch}").shuffle(order)
-        for start in range(0, size - batch_size + 1, batch_size):
-            yield order[start : start + batch_size][mine]
+    def _require_whole_batches(self) -> None:
+        ranks = self.world_size
+        if self.batch_tokens is not None:
+            assert self.lengths is not None, "a budget of tokens needs lengths"
+            least = int(np.sort(self.lengths)[-ranks:].sum())
+            if self.batch_tokens < least or self.size < ranks:
+                raise UserError(
+                    f"batch_tokens: got {self.batch_tokens}, expected at least {least}, the longest row for each of "
+                    f"{ranks} ranks, and {ranks} rows"
+                )
+            return
+        if self.batch_size < 1 or self.batch_size % ranks:
+            raise UserError(
+                f"batch_size: got {self.batch_size}, expected a multiple of the {ranks} ranks; "
+                f"try {max(1, round(self.batch_size / ranks)) * ranks}"
+            )
+        if self.size < self.batch_size:
+            raise UserError(
+                f"got {self.size} rows, expected at least one batch of {self.batch_size}; lower batch_size or add rows"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch."""
+        self.epoch, self.row = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: the epoch, and the rows of it that were dealt out."""
+        return {"epoch": self.epoch, "row": self.row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.row = state["epoch"], state["row"]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's rows of every batch from the position to the end of the epoch, and go to the next epoch."""
+        order, ends = self._order()
+        while (end := self._end(order, ends, self.row)) > self.row:
+            batch = order[self.row : end]
+            self.row = end
+            yield self._share(batch)
+        self.set_epoch(self.epoch + 1)
+
+    def take(self, epochs: int) -> Iterator[list[int]]:
+        """The batches up to the end of epoch number `epochs`."""
+        while self.epoch < epochs:
+            yield from self
+
+    def steps(self, epochs: int) -> int:
+        """How many batches `take` gives from the first epoch on."""
+        if self.batch_tokens is None:
+            return epochs * (self.size // self.batch_size)
+        fresh = copy.copy(self)
+        fresh.set_epoch(0)
+        return sum(1 for _ in fresh.take(epochs))
+
+    def _end(self, order: np.ndarray, ends: np.ndarray, start: int) -> int:
+        """Where the batch that begins at `start` ends; `start` if no whole batch is left.
+
+        It does not reach over the end of a stretch of similar rows, but for those that were too few for all ranks.
+        """
+        count = self._filling(order, start)
+        if self.batch_tokens is None:
+            return start + count if count == self.batch_size else start
+        stretch = ends[np.searchsorted(ends, start + self.world_size - 1, side="right") :]
+        if len(stretch):
+            count = min(count, int(stretch[0]) - start)
+        return start + count // self.world_size * self.world_size
+
+    def _filling(self, order: np.ndarray, start: int) -> int:
+        """How many rows from `start` on fill a batch, or are left."""
+        if self.batch_tokens is None:
+            return min(self.batch_size, len(order) - start)
+        assert self.lengths is not None
+        most = self.batch_tokens // max(1, int(self.lengths.min())) + 1
+        tokens = np.cumsum(self.lengths[order[start : start + most]])
+        return int(np.searchsorted(tokens, self.batch_tokens, side="right"))
+
+    def _share(self, batch: np.ndarray) -> list[int]:
+        if self.lengths is not None:  # every rank gets as many long rows as the others
+            batch = batch[np.argsort(-self.lengths[batch], kind="stable")]
+        return [int(row) for row in batch[self.rank :: self.world_size]]
+
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of this epoch, and where each stretch of similar rows ends."""
+        random = np.random.default_rng([self.seed, self.epoch])
+        order = random.permutation(self.size)
+        if self.lengths is None:
+            return order, order[:0]
+        rows = self.batch_size
+        if self.batch_tokens is not None:
+            rows = max(1, int(self.batch_tokens / self.lengths.mean()))
+        whole = self.size // rows * rows
+        batches: list[np.ndarray] = []
+        for start in range(0, whole, SORTED * rows):
+            stretch = order[start : min(start + SORTED * rows, whole)]
+            batches += self._cut(stretch[np.argsort(self.lengths[stretch], kind="stable")])
+        batches = [batches[i] for i in random.permutation(len(batches))] + [order[whole:]]
+        return np.concatenate(batches), np.cumsum([len(batch) for batch in batches])
+
+    def _cut(self, rows: np.ndarray) -> list[np.ndarray]:
+        parts, start = [], 0
+        while start < len(rows):
+            count = self._filling(rows, start)
+            parts.append(rows[start : start + count])
+            start += count
+        return parts

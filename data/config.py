@@ -1,51 +1,112 @@
 """Options of the data, the same in all three stages. Importing this module must not import torch."""
 
+from typing import Annotated, Any, Literal
+
 from pydantic import Field, field_validator
+from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf.config import Config
+
+
+def _shares(words: list[str]) -> tuple[float, float, float]:
+    numbers = tuple(float(word) for word in ",".join(words).split(",") if word)
+    if len(numbers) != 3:
+        raise ValueError(f"got {len(numbers)} shares, expected three: 2,4,4")
+    return numbers
+
+
+def _are_shares(value: Any) -> bool:
+    return isinstance(value, tuple)
+
+
+def _words(shares: tuple[float, ...]) -> list[str]:
+    return [f"{share:g}" for share in shares]
+
+
+Shares = Annotated[
+    tuple[float, float, float],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="SFT,REWARD,PPO",
+        instance_from_str=_shares,
+        is_instance=_are_shares,
+        str_from_instance=_words,
+    ),
+]
+"""Written `2,4,4` or `2 4 4`."""
 
 
 class DataOptions(Config):
     """Which rows, how they are divided, and how they become tokens."""
 
     data_path: tuple[str, ...] = ("hh_rlhf:Anthropic/hh-rlhf",)
-    """where the rows come from, one or more of [source[,option=value]:]place: a local .json, .jsonl, .csv or .parquet
-    file (.gz too), a hub id, a source by name (demo, hh_rlhf:DIR), or a Python file of your own"""
+    """where the rows come from, one or more of [source[,option=value]:]place[=weight]: a local .json, .jsonl, .csv,
+    .parquet or .txt file (.gz too), a glob, a directory, a hub id (@revision too), a source by name (demo,
+    hh_rlhf:DIR), or a Python file of your own. With weights, training rows are drawn in their proportion"""
 
-    data_split: tuple[float, float, float] = (2, 4, 4)
+    sft_only_data_path: tuple[str, ...] = ()
+    """more places, whose rows serve fine-tuning (and its evaluation) only"""
+
+    reward_only_data_path: tuple[str, ...] = ()
+    """more places, for the reward model only"""
+
+    ppo_only_data_path: tuple[str, ...] = ()
+    """more places, for PPO's prompts only"""
+
+    eval_data_path: tuple[str, ...] = ()
+    """places of rows to evaluate on, in all stages, instead of eval_fraction; no stage trains on their prompts"""
+
+    data_split: Shares = (2, 4, 4)
     """shares of the prompts that fine-tuning, reward modelling and PPO get; no prompt is in two"""
 
     eval_fraction: float = Field(0.1, ge=0, lt=1)
     """share of all prompts held out for evaluation, the same ones in every stage; taken before data_split"""
 
     chat_template: str = "auto"
-    """auto (the tokenizer's own, else human_assistant), plain, human_assistant, chatml, or the path of a Jinja file"""
+    """auto (the tokenizer's own, else human_assistant), plain, human_assistant, chatml, llama-2, llama-3, alpaca, or
+    the path of a Jinja file"""
 
     max_prompt_length: int = Field(256, ge=1)
-    """tokens; a longer prompt loses its oldest turns, then its first tokens"""
+    """tokens; a longer prompt loses its oldest turns"""
 
     max_length: int = Field(512, ge=2)
     """tokens of prompt and response together; the prompt gives way first"""
 
+    truncate: Literal["turns", "tokens"] = "turns"
+    """what a row that is too long gives up: turns = whole oldest turns of its prompt, and it is dropped and counted if
+    that is not enough; tokens = then also the prompt's first tokens, and the response's last"""
+
+    max_dropped: float = Field(0.5, ge=0, le=1)
+    """the run stops if more than this share of the training rows is too long, empty or equal on both sides"""
+
     max_train_rows: int | None = Field(None, ge=1)
-    """rows at most for training; none: all"""
+    """rows at most for training; none: all. With weights: the rows of an epoch, some of them more than once if a
+    source is too small"""
 
     max_eval_rows: int = Field(200, ge=0)
     """rows at most for evaluation"""
 
+    skip_bad_rows: int = Field(0, ge=0)
+    """malformed rows to go on without, in each place; what was skipped is written to bad_rows.txt"""
+
     data_seed: int = 0
     """seed of the split and of the order of the rows"""
 
-    @field_validator("data_path")
+    data_workers: int | None = Field(None, ge=1)
+    """processes that tokenise; none: one a core, at most 8"""
+
+    data_cache: str | None = None
+    """directory of tokenised rows, made once for the same content and options; none: $RLHF_CACHE, else
+    ~/.cache/rlhf-pipeline"""
+
+    @field_validator("data_split", mode="before")
     @classmethod
-    def _some_place(cls, places: tuple[str, ...]) -> tuple[str, ...]:
-        if not places:
-            raise ValueError("expected at least one place")
-        return places
+    def _split_words(cls, shares: Any) -> Any:
+        return _shares([shares]) if isinstance(shares, str) else shares
 
     @field_validator("data_split")
     @classmethod
-    def _shares(cls, shares: tuple[float, float, float]) -> tuple[float, float, float]:
+    def _some_share(cls, shares: tuple[float, float, float]) -> tuple[float, float, float]:
         if min(shares) < 0 or not 0 < sum(shares) < float("inf"):
             raise ValueError("expected three shares, none negative and not all zero")
         return shares

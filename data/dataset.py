@@ -1,257 +1,281 @@
-"""One dataset for three stages: rows are divided by content, become ids, and are cut to length."""
+"""One dataset for three stages: rows are divided by content, become ids of bounded length, and are kept on disk."""
 
+import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
-from typing import overload
+from pathlib import Path
+from typing import Any, overload
 
+import datasets
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from data import cache
 from data.config import DataOptions
-from data.mixture import open_sources
-from data.reading import Phase
+from data.encode import Encoder, Item, LossOn
+from data.gather import ELSEWHERE, Gathered, gather, to_text
+from data.mixture import Origin, origins
+from data.pack import pack
+from data.reading import Phase, Skipped
+from data.split import PHASES, blend, ordered
+from data.store import encode_file, read_items, to_item
 from rlhf.config import UserError
 from rlhf.text import Template
-from rlhf.types import Message, Row
 
-PHASES: tuple[Phase, ...] = ("sft", "reward", "ppo")
-
-
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """A prompt and the response to learn from."""
-
-    ids: tuple[int, ...]
-    """prompt and response"""
-    prompt_length: int
-    """tokens of the prompt, at least 1"""
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """Two responses to one prompt; both sides begin with the same prompt tokens."""
-
-    chosen: tuple[int, ...]
-    rejected: tuple[int, ...]
-    prompt_length: int
-    """tokens of the prompt, at least 1"""
-    margin: float | None = None
-    """how much better the chosen side is, from the row's column `margin`"""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt to respond to."""
-
-    ids: tuple[int, ...]
-    row: Row
-
-
-Item = Demonstration | Preference | Prompt
-
-
-class Unusable(Exception):
-    """A row that has nothing to train on; the message is the reason it is counted under."""
+UNCACHED = ("data_workers", "data_cache")
+"""Options that do not change what is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptDataset(Sequence[Item]):
-    """The items of one split for one phase."""
+    """The items of one split for one phase; they lie in a file and are made when asked for."""
 
     phase: Phase
-    items: tuple[Item, ...]
+    table: datasets.Dataset | None
+    positions: np.ndarray
+    """where the items stand in `table`, in their order. [N]"""
     dropped: dict[str, int] = field(default_factory=dict)
     """rows left out, counted by reason"""
     shortened: int = 0
     """rows whose prompt or response was cut to length"""
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.positions)
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
     def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
-        return self.items[index]
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        position = int(self.positions[index])
+        assert self.table is not None
+        return to_item(self.phase, self.table[position])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each item, of the longer side of a pair. [N]"""
+        if self.table is None:
+            return np.zeros(0, dtype=np.int32)
+        return self.table.data.column("length").to_numpy()[self.positions]
 
 
-def open_datasets(
-    options: DataOptions, phase: Phase, tokenizer: PreTrainedTokenizerBase, response_length: int = 0
-) -> tuple[PromptDataset, PromptDataset]:
-    """(training, evaluation) for one phase, with a tokenizer from `prepare_tokenizer`.
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What one stage trains on and is measured on, and the account of where every row went."""
 
-    The rows come in an order that depends on their content and `data_seed` alone. `response_length`: tokens that
-    PPO will add to a prompt. The evaluation set is empty only where eval_fraction or max_eval_rows is 0.
+    train: PromptDataset
+    evaluation: PromptDataset
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the rows of one phase become items."""
+
+    phase: Phase
+    loss_on: LossOn = "last"
+    objective: str = "response"
+    response_length: int = 0
+    """tokens that PPO will add to a prompt"""
+
+
+def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Opened:
+    """The data of one phase, with a tokenizer from `prepare_tokenizer`; made on the first call, read on the next ones.
+
+    The rows come in an order that depends on their content and `data_seed` alone. The evaluation set is empty only
+    where eval_fraction or max_eval_rows is 0.
     Raises: UserError if a place cannot be read, a row is malformed, or no row is left for training or evaluation.
     """
-    assert phase in PHASES
-    if phase == "ppo" and options.max_prompt_length + response_length > options.max_length:
+    _require_room(options, recipe)
+    found = origins(options, recipe.phase)
+    content = [fingerprint(origin, recipe.phase) for origin in found]
+    folder = cache.cache_root(options.data_cache) / cache.key(
+        options=options.model_dump(mode="json", exclude=set(UNCACHED)),
+        recipe=repr(recipe),
+        tokenizer=cache.tokenizer_digest(tokenizer),
+        content=content,
+    )
+    with cache.building(folder) as staging:
+        if staging is not None:
+            report = _make(staging, found, options, recipe, Template(tokenizer))
+            for place, digest in zip(report["places"], content, strict=True):
+                place["fingerprint"] = digest
+            (staging / cache.REPORT).write_text(json.dumps(report, ensure_ascii=False, indent=1), encoding="utf-8")
+    return _read(folder, recipe.phase)
+
+
+def fingerprints(options: DataOptions, phase: Phase) -> dict[str, str]:
+    """A digest of what is at each place of a phase that is not on the hub."""
+    return {
+        origin.location: fingerprint(origin, phase)
+        for origin in origins(options, phase)
+        if not getattr(origin.source, "remote", False)
+    }
+
+
+def fingerprint(origin: Origin, phase: Phase) -> str:
+    """What changes whenever the rows do: the source's own word, else a digest of all its rows."""
+    own = getattr(origin.source, "fingerprint", None)
+    if own is not None:
+        return str(own(phase))
+    digest = blake2b(digest_size=16)
+    for row in origin.rows(phase):
+        said = row.reason if isinstance(row, Skipped) else f"{row.group}\0{to_text(row, phase)}"
+        digest.update(f"{said}\n".encode())
+    return digest.hexdigest()
+
+
+def _require_room(options: DataOptions, recipe: Recipe) -> None:
+    assert recipe.phase in PHASES
+    tokens = options.max_prompt_length + recipe.response_length
+    if recipe.phase == "ppo" and tokens > options.max_length:
         raise UserError(
-            f"max_prompt_length {options.max_prompt_length} + response length {response_length}: got "
-            f"{options.max_prompt_length + response_length} tokens, expected at most max_length {options.max_length}; "
-            "lower max_prompt_length or raise max_length"
+            f"max_prompt_length {options.max_prompt_length} + response length {recipe.response_length}: got {tokens} "
+            f"tokens, expected at most max_length {options.max_length}; lower max_prompt_length or raise max_length"
         )
-    shares: dict[str, list[Row]] = {phase: [], "evaluation": []}
-    total = 0
-    for row in open_sources(options.data_path).rows(phase):
-        total += 1
-        share = share_of(row, options)
-        if share in shares:
-            shares[share].append(row)
-    encode = partial(_ENCODERS[phase], Template(tokenizer), options)
-    train = _make(phase, _ordered(shares[phase], options), encode, options.max_train_rows)
-    evaluation = _make(phase, _ordered(shares["evaluation"], options), encode, options.max_eval_rows)
-    _refuse_empty(train, "training", len(shares[phase]), total, options)
-    if options.eval_fraction and options.max_eval_rows:
-        _refuse_empty(evaluation, "evaluation", len(shares["evaluation"]), total, options)
-    return train, evaluation
-
-
-def share_of(row: Row, options: DataOptions) -> str:
-    """'evaluation', or the phase the row's group belongs to. Depends on the group's text and `data_seed` alone."""
-    digest = _digest(group_of(row), options.data_seed)
-    if int.from_bytes(digest[:8]) / 2**64 < options.eval_fraction:
-        return "evaluation"
-    point = int.from_bytes(digest[8:]) / 2**64 * sum(options.data_split)
-    for phase, share in zip(PHASES, options.data_split, strict=True):
-        if point < share:
-            return phase
-        point -= share
-    return max(zip(options.data_split, PHASES, strict=True))[1]  # rounding at the upper edge
-
-
-def group_of(row: Row) -> str:
-    """What decides the split: the row's group, else the prompt's text, else the response; spaces and case aside."""
-    text = row.group or " ".join(message.content for message in row.prompt)
-    return " ".join((text if text.strip() else row.response or "").split()).casefold()
-
-
-def _digest(text: str, seed: int) -> bytes:
-    return blake2b(f"{seed}\0{text}".encode(), digest_size=16).digest()
-
-
-def _ordered(rows: list[Row], options: DataOptions) -> list[Row]:
-    """By hash: one row of every group, then a second one, and so on, whatever the file's order.
-
-    So the first N rows speak of as many prompts as can be, and of the same ones in every phase.
-    """
-    groups: dict[str, list[tuple[bytes, int]]] = {}
-    for i, row in enumerate(rows):
-        whole = repr((row.prompt, row.response, row.rejected))
-        groups.setdefault(group_of(row), []).append((_digest(whole, options.data_seed), i))
-    places = [
-        (rank, _digest("order\0" + group, options.data_seed), i)
-        for group, members in groups.items()
-        for rank, (_, i) in enumerate(sorted(members))
-    ]
-    return [rows[i] for *_, i in sorted(places)]
 
 
 def _make(
-    phase: Phase, rows: Iterable[Row], encode: Callable[[Row], tuple[Item, bool]], limit: int | None
-) -> PromptDataset:
-    items: list[Item] = []
-    dropped: Counter[str] = Counter()
-    shortened = 0
-    for row in rows:
-        if limit is not None and len(items) >= limit:
-            break
-        try:
-            item, cut = encode(row)
-        except Unusable as reason:
-            dropped[str(reason)] += 1
-        else:
-            items.append(item)
-            shortened += cut
-    return PromptDataset(phase, tuple(items), dict(dropped), shortened)
+    folder: Path, found: list[Origin], options: DataOptions, recipe: Recipe, template: Template
+) -> dict[str, Any]:
+    """Everything that `_read` reads but the report, which is returned: it is written last."""
+    raw = folder / "rows.arrow"
+    rows = gather(found, options, recipe.phase, raw)
+    train, held_out = _chosen(rows, found, options)
+    picked = np.unique(np.concatenate([train, held_out]))
+    encoder = Encoder(recipe.phase, template, options, recipe.loss_on, recipe.objective == "text")
+    encode_file(raw, picked, encoder, folder, options.data_workers or min(8, os.cpu_count() or 1))
+    raw.unlink()
+    place = np.zeros(len(rows.origins), dtype=np.int64)
+    place[picked] = np.arange(len(picked))
+    report = _account(folder, rows, found, (place[train], place[held_out]), picked)
+    _refuse(report, recipe.phase, options)
+    if recipe.objective == "text":
+        pack(folder, options.max_length)
+    return report
 
 
-def _refuse_empty(dataset: PromptDataset, use: str, share: int, total: int, options: DataOptions) -> None:
-    if len(dataset):
-        return
-    where = f"{', '.join(options.data_path)}: 0 usable rows for {use} in {dataset.phase}"
-    if not total:
-        raise UserError(f"{where}: the data has no rows")
-    if not share:
-        split = ":".join(f"{part:g}" for part in options.data_split)
+def _chosen(rows: Gathered, found: list[Origin], options: DataOptions) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the rows to train on (some of them repeatedly, where weights ask for it) and of those held out."""
+    held_out, train = (_in_order(rows, side & rows.usable) for side in (rows.held_out, ~rows.held_out))
+    rows.drop(held_out[options.max_eval_rows :], "beyond max_eval_rows")
+    if found[0].weight is None:
+        rows.drop(train[options.max_train_rows :] if options.max_train_rows else train[:0], "beyond max_train_rows")
+        chosen = train[: options.max_train_rows]
+    else:
+        chosen = _blended(rows, train, found, options.max_train_rows)
+        rows.drop(np.setdiff1d(train, chosen), "beyond its weight")
+    return chosen, held_out[: options.max_eval_rows]
+
+
+def _in_order(rows: Gathered, side: np.ndarray) -> np.ndarray:
+    positions = np.flatnonzero(side)
+    return positions[ordered(rows.groups[positions], rows.digests[positions])]
+
+
+def _blended(rows: Gathered, order: np.ndarray, found: list[Origin], budget: int | None) -> np.ndarray:
+    weighted = [(i, origin) for i, origin in enumerate(found) if origin.weight]
+    own = [order[rows.origins[order] == i] for i, _ in weighted]
+    for (_, origin), members in zip(weighted, own, strict=True):
+        if not len(members):
+            raise UserError(f"{origin.location}: 0 usable rows, expected some for its weight of {origin.weight:g}")
+    picks = blend([len(members) for members in own], [float(origin.weight or 0) for _, origin in weighted], budget)
+    return np.array([own[source][number] for source, number in picks], dtype=np.int64)
+
+
+def _account(
+    folder: Path,
+    rows: Gathered,
+    found: list[Origin],
+    sides: tuple[np.ndarray, np.ndarray],
+    picked: np.ndarray,
+) -> dict[str, Any]:
+    """Save the index of each side without what the encoder dropped; say what became of every row of every origin."""
+    table = read_items(folder)
+    columns = table.data.select(["reason", "cut", "length"]).columns if table is not None else ([], [], [])
+    reasons, cut, lengths = (
+        np.asarray(column, kind) for column, kind in zip(columns, (object, bool, int), strict=True)
+    )
+    report: dict[str, Any] = {}
+    for name, index in zip(("train", "evaluation"), sides, strict=True):
+        kept = index[reasons[index] == ""]
+        np.save(folder / f"{name}.npy", kept)
+        once = np.unique(index)
+        lost = once[reasons[once] != ""]
+        rows.drop(picked[once[reasons[once] == ""]], name)
+        for reason in np.unique(reasons[lost]):
+            rows.drop(picked[lost[reasons[lost] == reason]], str(reason))
+        owners = rows.origins[picked[kept]]
+        report[name] = {
+            "rows": len(kept),
+            "shortened": int(cut[np.unique(kept)].sum()),
+            "dropped": _counted(reasons[lost]),
+            "rows_by_place": np.bincount(owners, minlength=len(found)).tolist(),
+            "tokens_by_place": np.bincount(owners, weights=lengths[kept], minlength=len(found)).astype(int).tolist(),
+        }
+    report["places"] = [
+        {"place": o.location, "use": o.use, "rows": ledger.rows, "fates": dict(ledger.fates), "bad": ledger.bad}
+        for o, ledger in zip(found, rows.ledgers, strict=True)
+    ]
+    return report
+
+
+def _refuse(report: dict[str, Any], phase: Phase, options: DataOptions) -> None:
+    """Raises: UserError if nothing is left to train or to evaluate on, or too much of it had to be dropped."""
+    wanted = {"train": "training"}
+    if options.eval_data_path or (options.eval_fraction and options.max_eval_rows):
+        wanted["evaluation"] = "evaluation"
+    places = report["places"]
+    total = sum(place["rows"] for place in places)
+    said = ", ".join(f"{count} {reason}" for reason, count in fates(report).items())
+    where = f"{', '.join(place['place'] for place in places)}"
+    for name, use in wanted.items():
+        if not report[name]["rows"]:
+            raise UserError(
+                f"{where}: 0 usable rows for {use} in {phase}; of {total} rows: {said or 'none'}; add rows, or change "
+                f"--data-split ({','.join(f'{share:g}' for share in options.data_split)}), --eval-fraction "
+                f"({options.eval_fraction:g}), --max-length ({options.max_length}) or --max-prompt-length "
+                f"({options.max_prompt_length})"
+            )
+    dropped = sum(report["train"]["dropped"].values())
+    share = dropped / (dropped + report["train"]["rows"])
+    if share > options.max_dropped:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in report["train"]["dropped"].items())
         raise UserError(
-            f"{where}: of {total} rows none falls into its share (data_split {split}, eval_fraction "
-            f"{options.eval_fraction:g}); add rows, or change data_split or eval_fraction"
+            f"{where}: {share:.0%} of the training rows of {phase} cannot be used ({reasons}); expected at most "
+            f"{options.max_dropped:.0%} (--max-dropped); raise --max-length or --max-prompt-length, or say "
+            "--truncate tokens"
         )
-    reasons = ", ".join(f"{count} {reason}" for reason, count in dataset.dropped.items())
-    raise UserError(f"{where}: of {share} rows in its share, dropped {reasons}")
 
 
-def _demonstration(template: Template, options: DataOptions, row: Row) -> tuple[Item, bool]:
-    if row.response is None:
-        raise Unusable("no response")
-    if not row.response.strip():
-        raise Unusable("empty response")
-    response = _response_ids(template, row, row.response)
-    prompt, (response,), cut = _fit(template, options, row, response)
-    return Demonstration((*prompt, *response), len(prompt)), cut
+def fates(report: dict[str, Any]) -> dict[str, int]:
+    """What became of the rows of all places, the most frequent first."""
+    total: Counter[str] = Counter()
+    for place in report["places"]:
+        total.update(place["fates"])
+    return dict(total.most_common())
 
 
-def _preference(template: Template, options: DataOptions, row: Row) -> tuple[Item, bool]:
-    if row.response is None or row.rejected is None:
-        raise Unusable("no rejected side")
-    sides = [_response_ids(template, row, text) for text in (row.response, row.rejected)]
-    if sides[0] == sides[1]:
-        raise Unusable("equal sides")
-    prompt, (chosen, rejected), cut = _fit(template, options, row, *sides)
-    if chosen == rejected:
-        raise Unusable("equal sides after truncation")
-    margin = row.columns.get("margin")
-    margin = float(margin) if isinstance(margin, int | float) else None
-    return Preference((*prompt, *chosen), (*prompt, *rejected), len(prompt), margin), cut
+KEPT = ("train", "evaluation", ELSEWHERE, "beyond max_train_rows", "beyond max_eval_rows", "beyond its weight")
+"""Fates of rows that nothing is wrong with."""
 
 
-def _prompt(template: Template, options: DataOptions, row: Row) -> tuple[Item, bool]:
-    if not any(message.content.strip() for message in row.prompt):
-        raise Unusable("empty prompt")
-    ids, cut = fit_prompt(template, row.prompt, options.max_prompt_length)
-    return Prompt(tuple(ids), row), cut
+def _read(folder: Path, phase: Phase) -> Opened:
+    report = json.loads((folder / cache.REPORT).read_text(encoding="utf-8"))
+    table = read_items(folder)
+    dropped = {reason: count for reason, count in fates(report).items() if reason not in KEPT}
+    train, evaluation = (
+        PromptDataset(phase, table, np.load(folder / f"{name}.npy", mmap_mode="r"), why, report[name]["shortened"])
+        for name, why in (("train", dropped), ("evaluation", report["evaluation"]["dropped"]))
+    )
+    return Opened(train, evaluation, report)
 
 
-_ENCODERS = {"sft": _demonstration, "reward": _preference, "ppo": _prompt}
-
-
-def _response_ids(template: Template, row: Row, text: str) -> list[int]:
-    empty = not any(message.content for message in row.prompt)
-    return template.opening_ids(text) if empty else template.response_ids(text)
-
-
-def _fit(
-    template: Template, options: DataOptions, row: Row, *responses: list[int]
-) -> tuple[list[int], list[list[int]], bool]:
-    """The prompt and the responses cut to max_length together: (prompt, responses, whether anything was cut).
-
-    The prompt gives way first, to the longest response. A response gives way only where it does not fit beside a
-    single prompt token, and then has no EOS, for it does not end there.
-    """
-    room = options.max_length - max(map(len, responses))
-    prompt, cut = fit_prompt(template, row.prompt, max(1, min(room, options.max_prompt_length)))
-    kept = [response[: options.max_length - len(prompt)] for response in responses]
-    return prompt, kept, cut or kept != list(responses)
-
-
-def fit_prompt(template: Template, messages: Sequence[Message], limit: int) -> tuple[list[int], bool]:
-    """(the ids of a prompt in at most `limit` tokens, whether it was cut).
-
-    Whole oldest turns go first, a leading system message staying; what is left begins with a user's turn. Then
-    tokens go from the left, a leading BOS (or the EOS that stands for it) staying.
-    """
-    ids = template.prompt_ids(messages)
-    if len(ids) <= limit:
-        return ids, False
-    system = [message for message in messages[:1] if message.role == "system"]
-    for start, message in enumerate(messages):
-        if message.role == "user" and start > len(system) and len(ids) > limit:
-            ids = template.prompt_ids([*system, *messages[start:]])
-    tokenizer = template.tokenizer
-    head = 1 if ids[0] in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 0
-    excess = max(0, len(ids) - limit)
-    return ids[:head] + ids[head + excess :], True
+def _counted(reasons: np.ndarray) -> dict[str, int]:
+    names, counts = np.unique(reasons, return_counts=True)
+    return {str(name): int(count) for name, count in zip(names, counts, strict=True)}

@@ -1,33 +1,98 @@
-"""Several places as one source of rows. A place is written `[source[,option=value]:]place`."""
+"""Where the rows of a phase come from. A location is written `[source[,option=value]:]place[=weight]`."""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from data.reading import Phase, Source
+from data.config import DataOptions
+from data.places import is_hub_id
+from data.reading import Phase, Skipped, Source
 from rlhf import plugins
+from rlhf.config import UserError
 from rlhf.types import Row
 
 FOLDER = "data.sources"
 
-
 LOCATION = re.compile(r"((?:[^:,]+\.py|[\w-]+)(?:,[^:]*)?)(?::(.*))?", re.DOTALL)
+WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
+
+Use = Literal["shared", "only", "evaluation"]
 
 
-def parse_location(location: str) -> tuple[str, str]:
-    """(plug-in spec, place) of one location: `hh_rlhf,split=test:DIR` is ('hh_rlhf,split=test', 'DIR').
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One location, opened. `use`: its rows are divided among the phases, serve this phase only, or are held out."""
 
-    What is there, a path by its look, and OWNER/NAME on the hub go to the generic source `files`; a bare word is a
-    source (write ./demo for a directory of that name).
+    location: str
+    source: Source
+    use: Use = "shared"
+    weight: float | None = None
+
+    def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
+        """Raises: UserError if a source of the user's yields something else than rows."""
+        for row in self.source.rows(phase):
+            if not isinstance(row, Row | Skipped):
+                raise UserError(f"{self.location}: rows('{phase}') gave {str(row)[:60]!r}, expected rlhf.types.Row")
+            yield row
+
+
+def parse_location(location: str) -> tuple[str, str, float | None]:
+    """(plug-in spec, place, weight) of a location: `hh_rlhf,split=test:DIR=0.3` is ('hh_rlhf,split=test', 'DIR', 0.3).
+
+    What is there, a path by its look, and OWNER/NAME on the hub go to the source that knows that dataset, else to the
+    generic `files`; a bare word is a source (write ./demo for a directory of that name).
     """
+    weighted = WEIGHTED.fullmatch(location)
+    if weighted and not Path(location).exists() and not re.search(r"^[^:]*,[\w-]+$", weighted[1]):
+        return *parse_location(weighted[1])[:2], float(weighted[2])
     path = Path(location).expanduser()
     match = LOCATION.fullmatch(location)
     windows = re.match(r"[A-Za-z]:[\\/]", location)
     there = path.exists() and path.suffix != ".py" and location not in plugins.names(FOLDER)
     if there or windows or not match:
-        return "files", location
-    return match[1], match[2] or ""
+        return source_for(location), location, None
+    return match[1], match[2] or "", None
+
+
+def source_for(place: str) -> str:
+    """The source whose HUB_IDS name the dataset at `place`, else `files`."""
+    if is_hub_id(place):
+        hub_id = place.partition("@")[0].casefold()
+        for name in plugins.names(FOLDER):
+            if hub_id in map(str.casefold, getattr(plugins.find(FOLDER, name), "HUB_IDS", ())):
+                return name
+    return "files"
+
+
+def open_origin(location: str, use: Use = "shared") -> Origin:
+    """Raises: UserError for an unknown source, a mistaken option or a place that is not there."""
+    spec, place, weight = parse_location(location)
+    return Origin(location, plugins.build(FOLDER, spec, place), use, weight)
+
+
+def origins(options: DataOptions, phase: Phase) -> list[Origin]:
+    """Every location that serves `phase`.
+
+    Raises: UserError if there is none, one cannot be opened, or only some of those to train on have a weight.
+    """
+    only: Sequence[str] = getattr(options, f"{phase}_only_data_path")
+    if not options.data_path and not only:
+        raise UserError(f"{phase}: no data; name some with --data-path or --{phase}-only-data-path")
+    train = [open_origin(place) for place in options.data_path] + [open_origin(place, "only") for place in only]
+    unweighted = [origin.location for origin in train if origin.weight is None]
+    if 0 < len(unweighted) < len(train):
+        raise UserError(
+            f"{unweighted[0]}: got no weight beside weighted places; give every place one, or none: PLACE=0.5"
+        )
+    if train[0].weight is not None and not any(origin.weight for origin in train):
+        raise UserError(f"{train[0].location}: got only weights of 0, expected one above 0")
+    held_out = [open_origin(place, "evaluation") for place in options.eval_data_path]
+    weighted = [origin.location for origin in held_out if origin.weight is not None]
+    if weighted:
+        raise UserError(f"--eval-data-path {weighted[0]}: got a weight, expected none: all its rows are for evaluation")
+    return train + held_out
 
 
 def open_sources(locations: Sequence[str]) -> "Mixture":
@@ -35,16 +100,15 @@ def open_sources(locations: Sequence[str]) -> "Mixture":
 
     Raises: UserError for an unknown source, a mistaken option or a place that is not there.
     """
-    parsed = [parse_location(location) for location in locations]
-    return Mixture(tuple(plugins.build(FOLDER, spec, place) for spec, place in parsed))
+    return Mixture(tuple(open_origin(location) for location in locations))
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Sources one after the other; itself a source."""
+    """Origins one after the other; itself a source."""
 
-    sources: tuple[Source, ...]
+    origins: tuple[Origin, ...]
 
-    def rows(self, phase: Phase) -> Iterator[Row]:
-        for source in self.sources:
-            yield from source.rows(phase)
+    def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
+        for origin in self.origins:
+            yield from origin.rows(phase)

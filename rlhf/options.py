@@ -20,6 +20,8 @@ class RunOptions(Config):
     """prompts shown before and after"""
     overwrite: bool = False
     """run again even if it is finished"""
+    convert_template: bool = False
+    """start from a stage made with another chat template, and train it to this one"""
 
 
 class EngineOptions(Config):

@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlhf import checkpoint, config, dist, launch, names, plugins, record
 from rlhf.config import UserError
 from rlhf.engine import NonFiniteError, compute_dtype
 from rlhf.models.load import require_context
 from rlhf.options import EngineOptions, RunOptions
-from rlhf.text import load_tokenizer, prepare_tokenizer
+from rlhf.templates import template_name
+from rlhf.text import describe_template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics
 
 FREE = {
-    "output_dir", "report_to", "sample_rows", "overwrite",
-    "micro_batch_size",
+    "output_dir", "report_to", "sample_rows", "overwrite", "convert_template",
+    "micro_batch_size", "data_workers", "data_cache",
     "zero_stage", "offload_optimizer", "offload_param", "gradient_checkpointing",
 }  # fmt: skip
 """Options that change what is shown, or memory and speed, but not what a stage makes."""
@@ -37,17 +39,28 @@ class Run:
             (self.directory / checkpoint.MANIFEST).unlink(missing_ok=True)
             (self.directory / checkpoint.RUN_CONFIG).write_text(config.to_yaml(self.options), encoding="utf-8")
         self.recorder = record.Recorder(self.directory, options.report_to)
+        self.manifest: dict[str, Any] = {}  # what is known before the end
 
-    def describe(self, train: Any, evaluation: Any) -> None:
-        """Say how many rows there are, and which were dropped and why.
+    def describe(self, data: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Say how many rows there are, and which were dropped and why; the whole account goes to data.json.
 
         Raises: UserError if some rank would have none to evaluate on.
         """
-        if len(evaluation) < dist.world_size():
-            raise UserError(f"{self.stage}: {len(evaluation)} held-out rows, expected one for each process; add rows")
-        dropped = ", ".join(f"{count} {reason}" for reason, count in train.dropped.items())
+        self.manifest |= {
+            "template": describe_template(tokenizer),
+            "data": {place["place"]: place["fingerprint"] for place in data.report["places"]},
+        }
+        if len(data.evaluation) < dist.world_size():
+            held_out = len(data.evaluation)
+            raise UserError(f"{self.stage}: {held_out} held-out rows, expected one for each process; add rows")
+        if dist.is_main():
+            checkpoint.write_json(self.directory / "data.json", data.report)
+            bad = [message for place in data.report["places"] for message in place["bad"]]
+            if bad:
+                (self.directory / "bad_rows.txt").write_text("\n".join(bad) + "\n", encoding="utf-8")
+        dropped = ", ".join(f"{count} {reason}" for reason, count in data.train.dropped.items())
         record.say(
-            f"{self.stage}: {len(train)} rows to train on, {len(evaluation)} held out"
+            f"{self.stage}: {len(data.train)} rows to train on, {len(data.evaluation)} held out"
             + (f"; dropped {dropped}" if dropped else "")
         )
 
@@ -75,7 +88,7 @@ class Run:
         record.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in models)}")
 
     def _write_manifest(self, models: list[str], inputs: dict[str, str], metrics: Metrics) -> None:
-        manifest = {
+        manifest = self.manifest | {
             "stage": self.stage,
             "inputs": {n: {"place": p, "manifest_sha256": checkpoint.manifest_digest(p)} for n, p in inputs.items()},
             "models": models,
@@ -115,10 +128,16 @@ def open_run(stage: str, options: RunOptions) -> Iterator[Run]:
             run.recorder.close()
 
 
-def state(stage: str, options: RunOptions, inputs: Mapping[str, str], planned: Mapping[str, str]) -> str:
+Content = Callable[[], Mapping[str, str]]
+"""Gives a digest of the data at each local place."""
+
+
+def state(
+    stage: str, options: RunOptions, inputs: Mapping[str, str], content: Content, planned: Mapping[str, str]
+) -> str:
     """`unfinished`, `finished`, or `stale`: one of its `inputs` was made again since, or will be by a `planned` stage.
 
-    Raises: UserError if it was finished with options that make something else, or its output is damaged.
+    Raises: UserError if it was finished with options or data that make something else, or its output is damaged.
     """
     directory = Path(options.output_dir) / stage
     if options.overwrite or not (directory / checkpoint.MANIFEST).is_file():
@@ -141,6 +160,13 @@ def state(stage: str, options: RunOptions, inputs: Mapping[str, str], planned: M
             f"{directory}: finished with other options ({', '.join(said[:4])}{', ...' if len(said) > 4 else ''}); "
             "name another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
         )
+    data = manifest.get("data", {})
+    other = [place for place, digest in content().items() if data.get(place, digest) != digest]
+    if other:
+        raise UserError(
+            f"{directory}: finished with other data: {', '.join(other)} changed since; "
+            "name another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
+        )
     awaited = any(checkpoint.planned_start(place, options.output_dir, planned) for place in inputs.values())
     return "stale" if awaited or digests != made_from else "finished"
 
@@ -152,9 +178,9 @@ def _same_place(one: str | None, other: str | None) -> bool:
     return Path(names.resolve(one)).resolve() == Path(names.resolve(other)).resolve()
 
 
-def skip(stage: str, options: RunOptions, inputs: Mapping[str, str]) -> bool:
+def skip(stage: str, options: RunOptions, inputs: Mapping[str, str], content: Content) -> bool:
     """Whether the stage is finished already; says so, or why a finished one is made again."""
-    found = state(stage, options, inputs, {})
+    found = state(stage, options, inputs, content, {})
     if found == "finished":
         record.say(f"{stage}: already complete in {options.output_dir}, skipped")
     elif found == "stale":
@@ -177,9 +203,23 @@ def check_plugin(folder: str, spec: str) -> None:
     config.validate(plugins.find(folder, name).Config, options, f"{folder}.{name}")
 
 
-def check_start(place: str, chat_template: str, tokens: int) -> None:
-    """Raises: UserError if there is no model or no tokenizer, or it has no room for `tokens`."""
-    prepare_tokenizer(load_tokenizer(names.resolve(place)), chat_template)
+def check_start(place: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:
+    """Refuse a place that cannot be started from; with `convert_template`, one made with another template will do.
+
+    Raises: UserError if there is no model or no tokenizer, it has no room for `tokens`, or another stage made it
+    with another chat template or end token.
+    """
+    found = load_tokenizer(names.resolve(place))
+    asked = prepare_tokenizer(found, chat_template)
+    if chat_template != "auto" and not convert_template and checkpoint.stage_of(place) is not None:
+        made, now = describe_template(found), describe_template(asked)
+        if made != now:
+            name = template_name(made["chat_template"]) or "of its own"
+            raise UserError(
+                f"{place}: made with chat template {name} and end token {made['eos_token']}, but --chat-template "
+                f"{chat_template} (end token {now['eos_token']}) is asked for; leave --chat-template auto, or add "
+                "--convert-template to go on with the new one"
+            )
     require_context(place, tokens)
 
 

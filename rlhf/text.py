@@ -13,41 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import jinja2
 from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf.config import UserError, read_yaml, suggest
+from rlhf.config import UserError, read_yaml
+from rlhf.encoder import Encoder, make_eos, special_tokens
+from rlhf.rendering import check_template, cut_at, frame, pieces, render, turn_end, turns, written
+from rlhf.templates import find_template
 from rlhf.types import Message
 
 HUB_TIMEOUT = 5.0
 """seconds to wait for the hub's first answer"""
 
-MAX_TEMPLATE = 100_000
-"""characters; a longer Jinja file is refused"""
-
 PAD = "<|pad|>"
 
-BUILT_IN = {
-    # The text as it is. A language model needs one token to start from, hence EOS where there is no BOS.
-    "plain": "{{ bos_token if bos_token else eos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
-    # As Anthropic's HH dialogues are written; a system message stands before the first turn.
-    "human_assistant": (
-        "{% if bos_token %}{{ bos_token }}{% endif %}{% for m in messages %}"
-        "{% if m['role'] == 'assistant' %}{{ '\n\nAssistant: ' }}"
-        "{% elif m['role'] != 'system' %}{{ '\n\nHuman: ' }}{% endif %}"
-        "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}"
-    ),
-    # Models made for this format have '<|im_start|>' as their BOS: it is not written twice.
-    "chatml": (
-        "{% if bos_token and bos_token != '<|im_start|>' %}{{ bos_token }}{% endif %}{% for m in messages %}"
-        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-}
+NOTHING = (Message("user", ""),)
+"""what a prompt without messages stands for"""
 
 
 def require_hub(what: str) -> None:
@@ -119,44 +102,33 @@ def _word_tokenizer(place: str) -> PreTrainedTokenizerBase:
 
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> PreTrainedTokenizerBase:
-    """A copy of `tokenizer` with a padding token that is not EOS, and with the template the name stands for.
+    """A copy of `tokenizer` with the template the name stands for, one end token, and a padding token that is not it.
 
-    transformers' sequence classifiers pool the last id that is not padding, so with pad = EOS they would look
-    past a response's end. `len(result)` may exceed the model's embedding by one, when padding had to be added.
+    Where the template closes an assistant's turn with a token of the tokenizer's, that token is its EOS from now on:
+    responses end as the assistant's earlier turns do. transformers' sequence classifiers pool the last id that is not
+    padding, so with pad = EOS they would look past a response's end. `len(result)` may exceed the model's embedding
+    by one, when padding had to be added.
 
     `chat_template`: 'auto' (the tokenizer's own, else human_assistant), a name in BUILT_IN, or a Jinja file.
     Raises: UserError for an unknown name or a template that does not render.
     """
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = _find_template(tokenizer, chat_template)
+    tokenizer.chat_template = find_template(chat_template, tokenizer.chat_template)
+    try:
+        check_template(tokenizer)
+    except UserError as error:
+        raise UserError(f"--chat-template {chat_template}: {error}") from None
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    make_eos(tokenizer, turn_end(tokenizer) or tokenizer.eos_token)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        tokenizer.pad_token = _choose_pad(tokenizer)
-    Template(tokenizer).prompt_text([Message("user", "x")])
+        tokenizer.pad_token = _choose_pad(tokenizer, ends | {tokenizer.eos_token_id})
     return tokenizer
 
 
-def _find_template(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
-    own = tokenizer.chat_template
-    if isinstance(own, dict):
-        own = own.get("default")
-    if name == "auto":
-        return own or BUILT_IN["human_assistant"]
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    known = ["auto", *BUILT_IN]
-    if not Path(name).is_file():
-        raise UserError(f"no chat template '{name}'; have {', '.join(known)}, or a Jinja file{suggest(name, known)}")
-    text = Path(name).read_text(encoding="utf-8", errors="replace")
-    if len(text) > MAX_TEMPLATE:
-        raise UserError(f"{name}: got {len(text)} characters, expected a chat template of at most {MAX_TEMPLATE}")
-    return text
-
-
-def _choose_pad(tokenizer: PreTrainedTokenizerBase) -> str:
-    """An unused special token if there is one, which needs no new row in the embedding."""
-    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    template = str(tokenizer.chat_template)
-    free = [text for text, i in _special_tokens(tokenizer).items() if i not in ends and text not in template]
+def _choose_pad(tokenizer: PreTrainedTokenizerBase, ends: set[int | None]) -> str:
+    """An unused special token if there is one, which needs no new row in the embedding; none of `ends`."""
+    used = written(tokenizer)
+    free = [text for text, i in special_tokens(tokenizer).items() if i not in ends and text not in used]
     named_pad = [text for text in free if "pad" in text.lower()]
     unknown = [text for text in free if text == tokenizer.unk_token or "unk" in text.lower()]
     for text in named_pad + unknown + free:
@@ -165,19 +137,18 @@ def _choose_pad(tokenizer: PreTrainedTokenizerBase) -> str:
     return PAD
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    return {str(token): i for i, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special}
-
-
 @dataclass(frozen=True)
 class Template:
-    """How messages and responses become ids, over a tokenizer from `prepare_tokenizer`."""
+    """How messages and responses become ids, over a tokenizer from `prepare_tokenizer`.
+
+    What is done for many rows gives for each what is done for one, only faster.
+    """
 
     tokenizer: PreTrainedTokenizerBase
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
         """The rendered prompt up to where a response begins. No messages count as one empty user message."""
-        return self._render(messages or [Message("user", "")], add_generation_prompt=True)
+        return render(self.tokenizer, [messages or NOTHING])[0]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The ids of the rendered prompt; BOS only where the template writes it.
@@ -186,66 +157,92 @@ class Template:
         text is encoded in stretches between the template's own special tokens; a tokenizer that marks the start
         of a text with a space marks each stretch, and special tokens do not swallow neighbouring spaces.
         """
-        if not any(token in message.content for message in messages for token in self._special):
-            return self._encode(self.prompt_text(messages), split=False) or [self._start]
+        return self.prompt_ids_many([messages])[0]
+
+    def prompt_ids_many(self, dialogues: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """`prompt_ids` of each dialogue.
+
+        Raises: UserError at the first that the template does not render, without saying which it is.
+        """
+        spelled = [self._spells_special(messages) for messages in dialogues]
+        harmless = [messages or NOTHING for messages, found in zip(dialogues, spelled, strict=True) if not found]
+        encoded = iter(self.encode_many(render(self.tokenizer, harmless), split=False))
+        return [
+            self._ids_of_stretches(messages) if found else next(encoded) or [self._start]
+            for messages, found in zip(dialogues, spelled, strict=True)
+        ]
+
+    def prompt_ids_and_turns(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """(`prompt_ids`, True for each token of an assistant's turn in them).
+
+        A turn is what `response_ids` makes of its content: the content, the white space that the template writes
+        around it, and the end token where the template writes that. A token that reaches beyond a turn counts too.
+        Raises: UserError for a slow tokenizer, or a template that does more to messages than trim them.
+        """
+        messages = messages or NOTHING
+        cut = pieces(self.tokenizer, messages)
+        text = "".join(piece.text for piece in cut)
+        spoken = bytearray(len(text))  # 1 for each character of an assistant's turn
+        for turn in turns(cut, messages, self._around, str(self.tokenizer.eos_token)):
+            spoken[turn] = b"\1" * len(spoken[turn])
         ids: list[int] = []
-        stretch = ""
-        for piece, special in self._pieces(messages):
-            if special:
-                ids += [*self._encode(stretch, split=True), self._special[piece]]
-                stretch = ""
-            else:
-                stretch += piece
-        return ids + self._encode(stretch, split=True)
+        said: list[bool] = []
+        place = 0
+        split = self._spells_special(messages)
+        for stretch, special in cut_at(self._special_pattern, cut) if split else [(text, False)]:
+            tokens, spans = self._encoder.encode_with_spans(stretch, split and not special)
+            ids += tokens
+            said += [any(spoken[place + start : place + end]) for start, end in spans]
+            place += len(stretch)
+        return (ids, said) if ids else ([self._start], [False])
 
     def response_ids(self, text: str) -> list[int]:
         """The ids of a response as the template places it, and one EOS.
 
         Where the template puts a space before a response, a text that already begins with one gets no second.
         """
-        prefix = "" if text[:1].isspace() or not text else self._response_prefix
-        return [*self._encode_inside(prefix + text), self.tokenizer.eos_token_id]
+        return self.response_ids_many([text])[0]
 
     def opening_ids(self, text: str) -> list[int]:
         """`response_ids` after an empty prompt: where the template writes nothing, the text starts a sequence.
 
         The tokenizers that mark the start of a text with a space then do so, as they do in a prompt.
         """
-        if self._decode(self.prompt_ids(())):
-            return self.response_ids(text)
-        return [*self._encode(text, split=True), self.tokenizer.eos_token_id]
+        return self.response_ids_many([text], [True])[0]
+
+    def response_ids_many(self, texts: Sequence[str], opening: Sequence[bool] = ()) -> list[list[int]]:
+        """`response_ids` of each text, or `opening_ids` where `opening`, one for each text if given, says so."""
+        first = [opens and self._opens_texts for opens in opening or [False] * len(texts)]
+        starting = iter(self.encode_many([t for t, opens in zip(texts, first, strict=True) if opens], split=True))
+        inside = iter(
+            self._encoder.encode_inside([self._placed(t) for t, opens in zip(texts, first, strict=True) if not opens])
+        )
+        return [[*next(starting if opens else inside), self.tokenizer.eos_token_id] for opens in first]
 
     def response_text(self, ids: Sequence[int]) -> str:
-        """The text of a response without special tokens and without the template's space before it."""
-        before = self._anchor if self._marks_start else []
-        text = self._decode([*before, *ids]).removeprefix(self._decode(before))
-        return text.removeprefix(self._response_prefix)
+        """The text of a response without special tokens and without the template's white space around it."""
+        before, after = self._around
+        return self._encoder.decode_inside(ids).removeprefix(before).removesuffix(after)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        dicts = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                dicts, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except jinja2.TemplateError as error:
-            roles = ", ".join(message.role for message in messages)
-            raise UserError(f"the chat template does not render messages of roles ({roles}): {error}") from None
-        return str(text)
+    def encode_many(self, texts: Sequence[str], split: bool) -> list[list[int]]:
+        """The ids of each text as it stands, no BOS added; with `split`, special tokens in it are ordinary text."""
+        return self._encoder.encode_many(texts, split)
 
-    def _pieces(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """The rendered prompt cut into (text, is a special token of the template)."""
-        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
-        marked = [Message(message.role, mark) for message, mark in zip(messages, marks, strict=True)]
-        cuts = sorted([*self._special, *marks], key=len, reverse=True)
-        parts = [part for part in re.split(f"({'|'.join(map(re.escape, cuts))})", self.prompt_text(marked)) if part]
-        for change in (str, str.strip):  # many templates trim what they are given
-            contents = {mark: change(message.content) for mark, message in zip(marks, messages, strict=True)}
-            if "".join(contents.get(part, part) for part in parts) == self.prompt_text(messages):
-                return [(contents.get(part, part), part in self._special) for part in parts]
-        raise UserError(
-            "a message spells out a special token, and the chat template rewrites messages, so the two cannot be "
-            "told apart; choose another --chat-template or remove the token from the data"
-        )
+    def _spells_special(self, messages: Sequence[Message]) -> bool:
+        said = "".join(message.content for message in messages)  # a template may put nothing between them
+        return any(start in said for start in self._special_starts) and any(token in said for token in self._special)
+
+    def _ids_of_stretches(self, messages: Sequence[Message]) -> list[int]:
+        stretches = list(cut_at(self._special_pattern, pieces(self.tokenizer, messages)))
+        encoded = iter(self.encode_many([text for text, special in stretches if not special], split=True))
+        return [i for text, special in stretches for i in ([self._special[text]] if special else next(encoded))]
+
+    def _placed(self, text: str) -> str:
+        """A response between the white space that the template writes around an assistant's content."""
+        before, after = self._around
+        if not text:
+            return text
+        return text + after if text[0].isspace() else before + text + after
 
     @property
     def _start(self) -> int:
@@ -254,47 +251,44 @@ class Template:
         return int(self.tokenizer.eos_token_id if bos is None else bos)
 
     @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(self.tokenizer)
+
+    @cached_property
     def _special(self) -> dict[str, int]:
-        return _special_tokens(self.tokenizer)
+        return special_tokens(self.tokenizer)
 
     @cached_property
-    def _response_prefix(self) -> str:
-        """The white space the template writes between the prompt and an assistant's message."""
-        mark = "\ue000"
-        user = Message("user", "x")
-        whole = self._render([user, Message("assistant", mark)], add_generation_prompt=False)
-        prefix = whole.partition(mark)[0].removeprefix(self.prompt_text([user]))
-        return prefix if prefix.isspace() else ""
+    def _special_starts(self) -> frozenset[str]:
+        """The few characters that special tokens begin with: a text without them spells none of hundreds."""
+        return frozenset(token[0] for token in self._special)
 
     @cached_property
-    def _anchor(self) -> list[int]:
-        return self._encode("\n", split=True)
+    def _special_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     @cached_property
-    def _marks_start(self) -> bool:
-        """Whether the tokenizer opens every text with a space mark, as those of the Llama 2 family do."""
-        size = len(self._anchor)
-        inside = self._encode("\na", split=True)
-        return inside[:size] == self._anchor and inside[size:] != self._encode("a", split=True)
+    def _around(self) -> tuple[str, str]:
+        """The white space that the template writes before an assistant's content, and between that and EOS."""
+        before, after = frame(self.tokenizer)
+        space, eos, _ = after.partition(str(self.tokenizer.eos_token))
+        return before, space if eos and space.isspace() else ""
 
-    def _encode_inside(self, text: str) -> list[int]:
-        """The ids of `text` as they are in the middle of a longer text."""
-        if not self._marks_start:
-            return self._encode(text, split=True)
-        ids = self._encode("\n" + text, split=True)
-        size = len(self._anchor)
-        return ids[size:] if ids[:size] == self._anchor else self._encode(text, split=True)
-
-    def _encode(self, text: str, *, split: bool) -> list[int]:
-        options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": split, "verbose": False}
-        return list(self.tokenizer.encode(text, **options)) if text else []
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+    @cached_property
+    def _opens_texts(self) -> bool:
+        """Whether an empty prompt is special tokens at most, and what follows is encoded as what starts a text."""
+        alone = self._encoder.encode("a")
+        after = self.encode_many([self.prompt_text(()) + "a"], split=False)[0]
+        return not self._encoder.decode(self.prompt_ids(())) and after[-len(alone) :] == alone
 
 
 def same_ids(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     """Whether both write every dialogue with the same ids: vocabulary, special tokens and template agree."""
     special = ("bos_token_id", "eos_token_id", "chat_template")
     return one.get_vocab() == other.get_vocab() and all(getattr(one, n) == getattr(other, n) for n in special)
+
+
+def describe_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """What a manifest says of a prepared tokenizer: the text of its chat template, and its end token."""
+    return {"chat_template": str(tokenizer.chat_template), "eos_token": str(tokenizer.eos_token)}

@@ -1,5 +1,7 @@
 """Options of supervised fine-tuning."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from data.config import DataOptions
@@ -11,8 +13,15 @@ class SFTConfig(DataOptions, EngineOptions, OptimizerOptions, RunOptions):
 
     model: str = "opt-1.3b"
     """pretrained model: directory, hub id, short name or .yaml"""
+    objective: Literal["response", "text"] = "response"
+    """response = learn responses to prompts; text = continued pretraining on rows of plain text, packed end to end into
+    contexts of max_length tokens"""
+    loss_on: Literal["last", "every", "all"] = "last"
+    """what is learned of a dialogue: the last assistant turn, every assistant turn, or everything"""
     batch_size: int = Field(16, ge=1)
-    """dialogues in an optimizer step, over all devices"""
+    """dialogues (or packed contexts) in an optimizer step, over all devices"""
+    batch_tokens: int | None = Field(None, ge=1)
+    """tokens in an optimizer step, over all devices, instead of batch_size"""
     num_train_epochs: int = Field(1, ge=1)
     """passes over the data"""
     learning_rate: float = Field(2e-5, ge=0)

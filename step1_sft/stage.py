@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from data.batches import batch_indices, sft_batch
-from data.dataset import PromptDataset, open_datasets
+from data.batches import Batches, padding, sft_batch
+from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
+from data.reading import Phase
 from rlhf import adapters, dist, losses
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype
@@ -21,23 +24,32 @@ from rlhf.types import Metrics, length_groups
 from step1_sft.config import SFTConfig
 
 STAGE = "step1_sft"
+PHASE: Phase = "sft"
 FOLDERS = ("model", "actor")
 """Language models among what stages leave."""
 
 
 def train(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> Iterator[Metrics]:
     """The method: each batch's mean token loss, one optimizer step."""
-    for indices in _batches(dataset, config):
+    for indices in _batches(dataset, config).take(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id).to(policy.device)
         count = dist.sum_over_ranks(batch.loss_mask.sum())
         micros = [batch[rows].trimmed() for rows in length_groups(batch.lengths, config.micro_batch_size)]
-        yield policy.step(micros, lambda micro, count=count: losses.token_nll(policy(micro)[0], micro.loss_mask, count))
+        metrics = policy.step(
+            micros, lambda micro, count=count: losses.token_nll(policy(micro)[0], micro.loss_mask, count)
+        )
+        yield {**metrics, "padding": padding(micros)}
 
 
-def _batches(dataset: PromptDataset, config: SFTConfig) -> Iterator[list[int]]:
-    return batch_indices(
-        len(dataset), config.batch_size, config.seed, config.num_train_epochs, dist.rank(), dist.world_size()
-    )
+def _batches(dataset: PromptDataset, config: SFTConfig) -> Batches:
+    ranks = dist.rank(), dist.world_size()
+    return Batches(dataset.lengths, config.batch_size, config.seed, ranks, config.batch_tokens)
+
+
+def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
+    """The prepared tokenizer of the model at `place`, and the data in its ids."""
+    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
+    return tokenizer, open_datasets(config, Recipe(PHASE, config.loss_on, config.objective), tokenizer)
 
 
 def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> float:
@@ -67,24 +79,26 @@ def check(config: SFTConfig, planned: Mapping[str, str] | None = None, ranks: in
     check_ranks(config.batch_size, ranks)
     check_engine(config)
     start = planned_start(config.model, config.output_dir, planned or {})
-    check_start(start or model_place(config.model, *FOLDERS), config.chat_template, config.max_length)
-    require_rows(config, "sft", config.batch_size, ranks)
+    place = start or model_place(config.model, *FOLDERS)
+    check_start(place, config.chat_template, config.max_length, config.convert_template)
+    _, data = open_data(config, place)
+    require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
 
 
 def run(config: SFTConfig) -> None:
     """The stage from its inputs to OUT/step1_sft: model, metrics.jsonl, manifest.json; nothing if it is finished."""
-    if skip(STAGE, config, inputs(config)):
+    if skip(STAGE, config, inputs(config), partial(fingerprints, config, PHASE)):
         return
     check(config, ranks=dist.world_size())
     place = model_place(config.model, *FOLDERS)
-    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
-    dataset, evaluation = open_datasets(config, "sft", tokenizer)
-    total = sum(1 for _ in _batches(dataset, config))
+    tokenizer, data = open_data(config, place)
+    dataset, evaluation = data.train, data.evaluation
+    total = _batches(dataset, config).steps(config.num_train_epochs)
     with open_run(STAGE, config) as stage:
         dtype = compute_dtype(config, dist.local_device())
         lm = load_causal_lm(place, dtype, len(tokenizer), config.seed)
         policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, total)
-        stage.describe(dataset, evaluation)
+        stage.describe(data, tokenizer)
         before = perplexity(policy, evaluation, config, tokenizer.pad_token_id)
         stage.follow(train(policy, dataset, config, tokenizer.pad_token_id), total, shown=("loss", "grad_norm"))
         metrics = {

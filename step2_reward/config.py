@@ -13,6 +13,8 @@ class RewardConfig(DataOptions, EngineOptions, OptimizerOptions, RunOptions):
     """pretrained model, or the directory of a finished step 1: directory, hub id, short name or .yaml"""
     batch_size: int = Field(16, ge=1)
     """pairs in an optimizer step, over all devices"""
+    batch_tokens: int | None = Field(None, ge=1)
+    """tokens of the longer sides in an optimizer step, over all devices, instead of batch_size"""
     num_train_epochs: int = Field(1, ge=1)
     """passes over the data; more than one overfits human preferences"""
     learning_rate: float = Field(1e-5, ge=0)

@@ -1,13 +1,16 @@
 """The reward model: the chosen response of each pair shall score higher (InstructGPT, arXiv 2203.02155, eq. 1)."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from data.batches import batch_indices, pair_batch
-from data.dataset import PromptDataset, open_datasets
+from data.batches import Batches, padding, pair_batch
+from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
+from data.reading import Phase
 from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype
@@ -20,13 +23,14 @@ from rlhf.types import Metrics, Pairs, length_groups
 from step2_reward.config import RewardConfig
 
 STAGE = "step2_reward"
+PHASE: Phase = "reward"
 FOLDERS = ("model", "actor")
 """Models among what stages leave whose backbone may become the reward model's."""
 
 
 def train(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> Iterator[Metrics]:
     """The method: the logistic loss of each pair's score difference, one optimizer step a batch."""
-    for indices in _batches(dataset, config):
+    for indices in _batches(dataset, config).take(config.num_train_epochs):
         batch = pair_batch([dataset[i] for i in indices], pad_id).to(reward.device)
         count = dist.sum_over_ranks(torch.tensor(float(len(batch))))
 
@@ -34,13 +38,20 @@ def train(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: 
             chosen, rejected = pair_scores(reward, pairs)
             return losses.pairwise_logistic(chosen, rejected, pairs.margin, config.centering, count)
 
-        yield reward.step([batch[rows] for rows in length_groups(batch.lengths, config.micro_batch_size)], loss)
+        micros = [batch[rows] for rows in length_groups(batch.lengths, config.micro_batch_size)]
+        metrics = reward.step(micros, loss)
+        yield {**metrics, "padding": padding([micro.stacked().trimmed() for micro in micros])}
 
 
-def _batches(dataset: PromptDataset, config: RewardConfig) -> Iterator[list[int]]:
-    return batch_indices(
-        len(dataset), config.batch_size, config.seed, config.num_train_epochs, dist.rank(), dist.world_size()
-    )
+def _batches(dataset: PromptDataset, config: RewardConfig) -> Batches:
+    ranks = dist.rank(), dist.world_size()
+    return Batches(dataset.lengths, config.batch_size, config.seed, ranks, config.batch_tokens)
+
+
+def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
+    """The prepared tokenizer of the model at `place`, and the data in its ids."""
+    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
+    return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
 def pair_scores(model: Engine | torch.nn.Module, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -93,26 +104,28 @@ def check(config: RewardConfig, planned: Mapping[str, str] | None = None, ranks:
     check_ranks(config.batch_size, ranks)
     check_engine(config)
     start = planned_start(config.model, config.output_dir, planned or {})
-    check_start(start or model_place(config.model, *FOLDERS), config.chat_template, config.max_length)
-    require_rows(config, "reward", config.batch_size, ranks)
+    place = start or model_place(config.model, *FOLDERS)
+    check_start(place, config.chat_template, config.max_length, config.convert_template)
+    _, data = open_data(config, place)
+    require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
 
 
 def run(config: RewardConfig) -> None:
     """The stage from its inputs to OUT/step2_reward: model, metrics.jsonl, manifest.json; nothing if it is finished."""
-    if skip(STAGE, config, inputs(config)):
+    if skip(STAGE, config, inputs(config), partial(fingerprints, config, PHASE)):
         return
     check(config, ranks=dist.world_size())
     place = model_place(config.model, *FOLDERS)
-    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
-    dataset, evaluation = open_datasets(config, "reward", tokenizer)
-    total = sum(1 for _ in _batches(dataset, config))
+    tokenizer, data = open_data(config, place)
+    dataset, evaluation = data.train, data.evaluation
+    total = _batches(dataset, config).steps(config.num_train_epochs)
     pad_id = tokenizer.pad_token_id
     with open_run(STAGE, config) as stage:
         dtype = compute_dtype(config, dist.local_device())
         model = new_scalar_model(place, dtype, len(tokenizer), config.seed)
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         reward = Engine(model, config, config, total)
-        stage.describe(dataset, evaluation)
+        stage.describe(data, tokenizer)
         stage.follow(train(reward, dataset, config, pad_id), total, shown=("loss", "accuracy", "margin"))
         metrics = evaluate(reward, evaluation, config, pad_id)
         stage.finish(

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from data.dataset import Opened, Recipe, open_datasets
 from data.preflight import require_rows
+from data.reading import Phase
 from rlhf import plugins, rewards
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.config import UserError
@@ -15,6 +18,7 @@ from rlhf.run import check_engine, check_plugin, check_ranks, check_start
 from rlhf.text import load_tokenizer, prepare_tokenizer, same_ids
 from step3_ppo.config import Step3Config
 
+PHASE: Phase = "ppo"
 MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
 """Models of this stage, and the stage that makes each."""
 FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"), "critic_model": ("critic", "model")}
@@ -64,12 +68,19 @@ def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: 
         raise UserError(f"--eval-samples {config.eval_samples}: expected at least one for each of {ranks} processes")
     for name in starts:
         place = str(getattr(models, name))
-        check_start(place, config.chat_template, tokens)
+        check_start(place, config.chat_template, tokens, config.convert_template)
         if name not in known and name != "actor_model":
             read_head(resolve(place))
     _check_tokenizers(models)
     _check_sources(models)
-    require_rows(config, "ppo", config.batch_size, ranks)
+    _, data = open_data(config, str(models.actor_model))
+    require_rows(data, config, config.batch_size, ranks)
+
+
+def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
+    """The prepared tokenizer of the actor at `place`, and the prompts in its ids."""
+    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
+    return tokenizer, open_datasets(config, Recipe(PHASE, response_length=config.response_length), tokenizer)
 
 
 def _check_tokenizers(config: Step3Config) -> None:

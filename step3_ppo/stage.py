@@ -3,21 +3,20 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
 
-from data.batches import batch_indices, prompt_batch
-from data.dataset import PromptDataset, open_datasets
+from data.batches import Batches, prompt_batch
+from data.dataset import PromptDataset, fingerprints
 from rlhf import dist, rewards
 from rlhf.models.export import save_policy, save_scalar
-from rlhf.names import resolve
 from rlhf.run import open_run, skip
-from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, Rollout
 from step3_ppo.config import Step3Config
 from step3_ppo.evaluate import Evaluation, compare, look, show_samples
-from step3_ppo.inputs import check, inputs, with_inputs
+from step3_ppo.inputs import PHASE, check, inputs, open_data, with_inputs
 from step3_ppo.players import Players, iterations, reward_context, set_up
 from step3_ppo.rollout import generate, rollout_metrics, score
 from step3_ppo.update import update
@@ -60,8 +59,8 @@ def sample(players: Players, prompts: PromptDataset, indices: list[int], config:
 
 
 def _batches(prompts: PromptDataset, config: Step3Config) -> Iterator[list[int]]:
-    epochs = iterations(config)
-    return batch_indices(len(prompts), config.batch_size, config.seed, epochs, dist.rank(), dist.world_size())
+    batches = Batches(len(prompts), config.batch_size, config.seed, (dist.rank(), dist.world_size()))
+    return batches.take(epochs=iterations(config))
 
 
 def evaluate(
@@ -76,16 +75,16 @@ def evaluate(
 
 def run(config: Step3Config) -> None:
     """The stage from its inputs to OUT/step3_ppo: actor, critic, metrics.jsonl, manifest.json; nothing if finished."""
-    if skip(STAGE, config, inputs(config)):
+    if skip(STAGE, config, inputs(config), partial(fingerprints, config, PHASE)):
         return
     check(config, ranks=dist.world_size())
     given, config = config, with_inputs(config)
-    tokenizer = prepare_tokenizer(load_tokenizer(resolve(str(config.actor_model))), config.chat_template)
-    prompts, evaluation = open_datasets(config, "ppo", tokenizer, config.response_length)
+    tokenizer, data = open_data(config, str(config.actor_model))
+    prompts, evaluation = data.train, data.evaluation
     with open_run(STAGE, given) as stage:
         players = set_up(config, tokenizer)
         judge = None if config.judge is None else rewards.open_source(config.judge, reward_context(config, tokenizer))
-        stage.describe(prompts, evaluation)
+        stage.describe(data, tokenizer)
         before = evaluate(players, evaluation, judge, config)
         stage.follow(train(players, prompts, config), iterations(config), shown=("score", "kl", "response_length"))
         after = evaluate(players, evaluation, judge, config)

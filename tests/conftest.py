@@ -3,14 +3,19 @@
 `DS_ACCELERATOR=cuda pytest` runs the same tests on a GPU. Processes that tests start inherit all of it.
 """
 
+import atexit
 import os
 import random
+import shutil
+import tempfile
 
 if os.environ.setdefault("DS_ACCELERATOR", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["RLHF_CACHE"] = tempfile.mkdtemp(prefix="rlhf-test-cache-")
+atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
 # All that stands above is read when these are imported.
 import numpy as np

@@ -20,7 +20,17 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options"),
     ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses"),
-    ("rlhf.dist", "rlhf.text", "rlhf.checkpoint", "rlhf.record", "rlhf.launch", "rlhf.plan"),
+    (
+        "rlhf.dist",
+        "rlhf.text",
+        "rlhf.templates",
+        "rlhf.rendering",
+        "rlhf.encoder",
+        "rlhf.checkpoint",
+        "rlhf.record",
+        "rlhf.launch",
+        "rlhf.plan",
+    ),
     ("rlhf.models", "rlhf.adapters", "rlhf.engine"),
     ("rlhf.generation", "rlhf.rewards", "rlhf.evaluate", "rlhf.report", "rlhf.run", "rlhf.preflight"),
     ("data",),

@@ -33,6 +33,7 @@ def make(out: Path, stage: str = "step1_sft", model: str = "weights", **manifest
         "models": ["model"],
         "metrics": {},
         "config": options.model_dump(mode="json"),
+        "data": {"x.jsonl": "one"},
         "files": checkpoint.file_digests(directory, ["model"]),
     }
     checkpoint.write_json(directory / checkpoint.MANIFEST, content | manifest)
@@ -155,9 +156,13 @@ def test_a_place_that_cannot_be_written_to() -> None:
 # --- whether a stage has to run
 
 
-def state(out: Path, stage: str = "step1_sft", planned: dict[str, str] | None = None, **changes: Any) -> str:
+def state(
+    out: Path, stage: str = "step1_sft", planned: dict[str, str] | None = None, content: Any = None, **changes: Any
+) -> str:
+    if content is None:
+        content = {}
     options = Options(**{"output_dir": str(out), "model": "pretrained", **changes})
-    return run.state(stage, options, {"model": str(options.model)}, planned or {})
+    return run.state(stage, options, {"model": str(options.model)}, lambda: content, planned or {})
 
 
 def test_a_finished_stage_is_finished(tmp_path: Path) -> None:
@@ -199,6 +204,14 @@ def test_an_option_that_came_later_is_no_difference(tmp_path: Path) -> None:
     del older["kl_coef"]
     make(tmp_path, config=older)
     assert state(tmp_path) == "finished"
+
+
+def test_other_data_is_refused_by_name(tmp_path: Path) -> None:
+    make(tmp_path)
+    assert state(tmp_path, content={"x.jsonl": "one"}) == "finished"
+    assert state(tmp_path, content={"of a place not known then": "two"}) == "finished"
+    with pytest.raises(UserError, match=r"finished with other data: x.jsonl changed since; name another --output-dir"):
+        state(tmp_path, content={"x.jsonl": "two"})
 
 
 def test_a_moved_run_is_the_same_run(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_directory_that_cannot_be_made(
 @pytest.mark.parametrize(
     ("row", "source", "parts"),
     [
-        ({"text": "a"}, "", ["data.jsonl:1", "got the columns text", "prompt, chosen, rejected"]),
+        ({"picture": "a"}, "", ["data.jsonl:1", "got the columns picture", "prompt, chosen, rejected"]),
         ({"prompt": "a", "chosen": "b"}, "hh_rlhf:", ["data.jsonl:1", "Human"]),
         (
             {"chosen": "\n\nHuman: a\n\nAssistant: b"},
@@ -148,7 +148,7 @@ def test_a_directory_that_cannot_be_made(
         (
             {"prompt": "a", "response": "b"},
             "",
-            ["step2_reward", "data.jsonl", "0 rows with a preferred and a rejected"],
+            ["step2_reward", "data.jsonl", "0 usable rows", "no rejected side"],
         ),
     ],
 )

@@ -99,8 +99,16 @@ def test_the_numbers_are_there_and_are_numbers(out: Path) -> None:
 
 
 def test_metrics_have_one_line_a_step(out: Path) -> None:
-    steps = {"step1_sft": 3 * (253 // 32), "step2_reward": 539 // 32, "step3_ppo": 2}
+    account = {stage: json.loads((out / stage / "data.json").read_text()) for stage in STAGES}
+    trained_on = {stage: account[stage]["train"]["rows"] for stage in STAGES}
+    steps = {
+        "step1_sft": 3 * (trained_on["step1_sft"] // 32),
+        "step2_reward": trained_on["step2_reward"] // 32,
+        "step3_ppo": 2,
+    }
     for stage, count in steps.items():
+        [place] = account[stage]["places"]
+        assert sum(place["fates"].values()) == place["rows"]
         rows = [json.loads(line) for line in (out / stage / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, count + 1))
         assert [row["kind"] for row in rows].count("eval") == 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf import dist
-from rlhf.text import BUILT_IN
+from rlhf.templates import BUILT_IN
 from rlhf.types import Message, Prompts, Row, Sequences
 
 VOCAB, WIDTH, CONTEXT = 97, 32, 64

@@ -7,11 +7,13 @@ A response names the animal and gives it SLOTS adjectives. Demonstrations use al
 scores about 0; preferences put the kinder response first; `true_score` says what PPO reached.
 """
 
+import hashlib
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -81,6 +83,10 @@ class Demo:
                 yield Row(prompt, subject.respond(_adjectives(rng)))
             else:
                 yield Row(prompt, *_pair(subject, rng, self.config.malformed))
+
+    def fingerprint(self, phase: Phase) -> str:
+        """What changes whenever the rows do: this file and the config."""
+        return hashlib.sha256(Path(__file__).read_bytes() + repr((phase, self.config)).encode()).hexdigest()
 
 
 def build(config: Config, place: str) -> Demo:

@@ -1,141 +1,121 @@
 """Any local file or hub dataset whose columns have one of the usual shapes.
 
-`place` is a .json, .jsonl, .csv or .parquet file (.gz too), a directory of them, or a hub id. Text is a string, or a
-list of messages {role, content}; columns beyond the shape go with the row, for reward functions.
+`place` is a .json, .jsonl, .ndjson, .csv, .tsv, .parquet or .txt file (.gz too), a pattern such as 'data/*.jsonl', a
+directory of such files or one that `datasets` saved, or OWNER/NAME[@REVISION] on the hub. The shape is seen from the
+names of the columns; `shape` says it where two fit, and `prompt=question,response=reply` where names are others.
+Columns beyond the shape go with the row, for reward functions: `files,shape=prompt,prompt=question:PLACE` leaves the
+answer to them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from data.reading import Phase, Record, checked, data_files, hub_records, is_hub_id, records, text
-from rlhf.config import Config as BaseConfig
-from rlhf.config import UserError
-from rlhf.types import Message, Row
+from pydantic import field_validator
 
-ROLES = ("system", "user", "assistant")
+from data.places import TableConfig, open_place
+from data.reading import Record, names
+from data.shapes import SHAPES, fit
+from data.table import Parsed, Table
+from rlhf.config import UserError, suggest
 
 
-class Config(BaseConfig):
-    """Only a hub dataset has splits and subsets; of local files all rows are taken."""
+class Config(TableConfig):
+    """Which part of the dataset, and which of its columns is what."""
 
-    split: str = "train"
-    """split of the hub dataset"""
-    subset: str | None = None
-    """configuration of the hub dataset"""
+    shape: str | None = None
+    """the columns that count, where more than one shape fits: prompt-response, messages, chosen-rejected, ..."""
+    prompt: str | None = None
+    """column of the prompt: text or messages"""
+    response: str | None = None
+    """column of the response"""
+    completion: str | None = None
+    """column of the response, by another name"""
+    chosen: str | None = None
+    """column of the better response"""
+    rejected: str | None = None
+    """column of the worse response"""
+    responses: str | None = None
+    """column of the list of responses, the best one first unless there are scores or ranks"""
+    scores: str | None = None
+    """column of the list of their scores, higher is better"""
+    ranks: str | None = None
+    """column of the list of their ranks, lower is better"""
+    label: str | None = None
+    """column that says whether the response is good: true or false"""
+    messages: str | None = None
+    """column of the whole dialogue"""
+    conversations: str | None = None
+    """column of the whole dialogue, by another name"""
+    context: str | None = None
+    """column of the dialogue before the chosen and the rejected response, or of what an instruction speaks of"""
+    text: str | None = None
+    """column of text without a prompt"""
+    instruction: str | None = None
+    """column of the instruction"""
+    input: str | None = None
+    """column of what the instruction is about"""
+    output: str | None = None
+    """column of the response to an instruction, or of several, the best one first"""
+    history: str | None = None
+    """column of the pairs [said, replied] before an instruction"""
+    question: str | None = None
+    """column of the question"""
+    answer: str | None = None
+    """column of the answer to it"""
+    system: str | None = None
+    """column of the system message"""
+
+    @field_validator("shape")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        known = [shape.name for shape in SHAPES]
+        if name not in (None, *known):
+            raise ValueError(f"no shape '{name}'{suggest(str(name), known)}; have {', '.join(known)}")
+        return name
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
-    config: Config
-    hub_id: str
-    files: tuple[Path, ...]
+class Wanted:
+    """What the user said of the columns."""
 
-    def rows(self, phase: Phase) -> Iterator[Row]:
-        """Every row, whatever the phase."""
-        if self.hub_id:
-            for where, record in hub_records(self.hub_id, self.config.split, name=self.config.subset):
-                yield parse(record, where)
-        for file in self.files:
-            for where, record in records(file):
-                yield parse(record, where)
+    shape: str | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+    """(what it is, the column's name)"""
+    mapped: frozenset[str] = frozenset()
 
 
-def build(config: Config, place: str) -> Files:
-    if is_hub_id(place):
-        return Files(config, place, ())
-    return Files(config, "", tuple(data_files(place)))
+NOTHING_SAID = Wanted()
 
 
-def parse(record: Record, where: str) -> Row:
-    """The row of a record, by the first of SHAPES whose columns it has.
+def build(config: Config, place: str) -> Table:
+    return Table(open_place(place), config, partial(parse, wanted=wanted_of(config)))
 
-    Raises: UserError naming the columns found and the shapes known.
+
+def wanted_of(config: Config) -> Wanted:
+    columns = [name for name in Config.model_fields if name not in (*TableConfig.model_fields, "shape")]
+    renamed = tuple((name, column) for name in columns if (column := getattr(config, name)) is not None)
+    return Wanted(config.shape, renamed, frozenset(name for name, _ in renamed))
+
+
+def parse(record: Record, where: str, wanted: Wanted = NOTHING_SAID) -> Parsed:
+    """What a record holds, by the one shape whose columns it has.
+
+    Raises: UserError naming the columns found, where no shape fits or two do, or a column holds something else;
+    Unusable for what has nothing to train on.
     """
-    for columns, read in SHAPES:
-        if all(column in record for column in columns):
-            row = read(record, where)
-            rest = {key: value for key, value in record.items() if key not in columns}
-            return Row(row.prompt, row.response, row.rejected, row.group, rest)
-    shapes = "; ".join(", ".join(columns) for columns, _ in SHAPES)
-    raise UserError(f"{where}: got the columns {', '.join(record) or 'none'}; expected one of: {shapes}")
+    if wanted.renamed:
+        record = _rename(record, where, wanted)
+    found = fit(tuple(record), wanted.shape, wanted.mapped)
+    if isinstance(found, str):
+        raise UserError(f"{where}: {found}")
+    return found.shape.read(record, where, {column: record[column] for column in found.rest})
 
 
-def _preference(record: Record, where: str) -> Row:
-    before, response = _side(record, "chosen", where)
-    other, rejected = _side(record, "rejected", where)
-    if before != other:
-        raise UserError(f"{where}: chosen and rejected differ before their last message; expected one prompt")
-    prompt = before or _prompt(record, where)
-    return Row(prompt, response, rejected, _group(prompt))
-
-
-def _implicit_preference(record: Record, where: str) -> Row:
-    if isinstance(record["chosen"], str):
-        cure = "for dialogues written '\\n\\nHuman: ...' write hh_rlhf:PLACE"
-        raise UserError(f"{where}: chosen and rejected are strings and there is no column 'prompt'; {cure}")
-    if isinstance(record["chosen"], list) and len(record["chosen"]) < 2:
-        raise UserError(f"{where}: chosen: got no prompt before the response, and there is no column 'prompt'")
-    return _preference(record, where)
-
-
-def _demonstration(column: str, record: Record, where: str) -> Row:
-    _, response = _side(record, column, where)
-    prompt = _prompt(record, where)
-    return Row(prompt, response, group=_group(prompt))
-
-
-def _conversation(record: Record, where: str) -> Row:
-    messages = _messages(record["messages"], f"{where}: messages")
-    if messages[-1].role != "assistant":
-        return Row(messages, group=_group(messages))
-    return Row(messages[:-1], messages[-1].content, group=_group(messages))
-
-
-def _prompt_only(record: Record, where: str) -> Row:
-    prompt = _prompt(record, where)
-    return Row(prompt, group=_group(prompt))
-
-
-SHAPES: tuple[tuple[tuple[str, ...], Callable[[Record, str], Row]], ...] = (
-    (("prompt", "chosen", "rejected"), _preference),
-    (("chosen", "rejected"), _implicit_preference),
-    (("prompt", "completion"), partial(_demonstration, "completion")),
-    (("prompt", "response"), partial(_demonstration, "response")),
-    (("messages",), _conversation),
-    (("prompt",), _prompt_only),
-)
-
-
-def _prompt(record: Record, where: str) -> tuple[Message, ...]:
-    if isinstance(record["prompt"], list):
-        return _messages(record["prompt"], f"{where}: prompt")
-    return (Message("user", text(record, "prompt", where)),)
-
-
-def _side(record: Record, column: str, where: str) -> tuple[tuple[Message, ...], str]:
-    """(messages before the response, which many datasets repeat here; the response)."""
-    if not isinstance(record[column], list):
-        return (), text(record, column, where)
-    *before, last = _messages(record[column], f"{where}: {column}")
-    if last.role != "assistant":
-        raise UserError(f"{where}: {column}: got a last message of role '{last.role}', expected 'assistant'")
-    return tuple(before), last.content
-
-
-def _messages(values: object, where: str) -> tuple[Message, ...]:
-    if not isinstance(values, list) or not values:
-        raise UserError(f"{where}: got {str(values)[:60]}, expected a list of messages {{role, content}}")
-    return tuple(_message(value, f"{where}[{i}]") for i, value in enumerate(values))
-
-
-def _message(value: object, where: str) -> Message:
-    if not isinstance(value, dict) or value.get("role") not in ROLES:
-        raise UserError(f"{where}: got {str(value)[:60]}, expected a message with a role ({', '.join(ROLES)})")
-    return Message(value["role"], checked(value.get("content"), f"{where}.content"))
-
-
-def _group(messages: Sequence[Message]) -> str:
-    """A conversation and its continuations stay together: the first user's message decides."""
-    return next((message.content for message in messages if message.role == "user"), "")
+def _rename(record: Record, where: str, wanted: Wanted) -> Record:
+    for name, column in wanted.renamed:
+        if column not in record:
+            near = suggest(column, list(record))
+            raise UserError(f"{where}: no column '{column}' ({name}={column}){near}; have {names(record)}")
+    gone = {*wanted.mapped, *(column for _, column in wanted.renamed)}
+    kept = {name: value for name, value in record.items() if name not in gone}
+    return {name: record[column] for name, column in wanted.renamed} | kept

@@ -1,51 +1,33 @@
 """Anthropic's HH-RLHF (github.com/anthropics/hh-rlhf): pairs of whole dialogues in the columns chosen and rejected.
 
-`place` is a file (.jsonl.gz, say), a directory of them, or a hub id; without one it is Anthropic/hh-rlhf.
+The prompt is the dialogue up to the assistant's last turn; the chosen side is the demonstration. `data_dir` picks
+harmless-base, helpful-base, helpful-online or helpful-rejection-sampled, and all four without it; red-team-attempts
+has no pairs and is refused. Splits: train, test.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-from data.reading import Phase, Record, data_files, hub_records, is_hub_id, records, text
-from rlhf.config import Config as BaseConfig
+from data.columns import dialogue
+from data.places import TableConfig, open_place
+from data.reading import Record, text
+from data.table import Table
 from rlhf.config import UserError
 from rlhf.types import Message, Row
 
+HUB_IDS = ("Anthropic/hh-rlhf",)
 ROLES = {"Human": "user", "Assistant": "assistant"}
+NO_PAIRS = "red-team-attempts holds single transcripts with a rating, got no chosen and rejected; expected data_dir"
+DATA_DIRS = "harmless-base, helpful-base, helpful-online or helpful-rejection-sampled"
 
 
-class Config(BaseConfig):
-    """Only a hub dataset has splits and data directories; of local files all rows are taken."""
-
-    split: str = "train"
-    """split of the hub dataset"""
-    data_dir: str | None = None
-    """part of the hub dataset, such as harmless-base"""
+class Config(TableConfig):
+    """Which part of the dataset."""
 
 
-@dataclass(frozen=True, slots=True)
-class HumanPreferences:
-    config: Config
-    hub_id: str
-    files: tuple[Path, ...]
-
-    def rows(self, phase: Phase) -> Iterator[Row]:
-        """Every pair, whatever the phase: the chosen side is the demonstration."""
-        if self.hub_id:
-            for where, record in hub_records(self.hub_id, self.config.split, data_dir=self.config.data_dir):
-                yield parse_pair(record, where)
-        for file in self.files:
-            for where, record in records(file):
-                yield parse_pair(record, where)
-
-
-def build(config: Config, place: str) -> HumanPreferences:
-    place = place or "Anthropic/hh-rlhf"
-    if is_hub_id(place):
-        return HumanPreferences(config, place, ())
-    return HumanPreferences(config, "", tuple(data_files(place)))
+def build(config: Config, place: str) -> Table:
+    if config.data_dir == "red-team-attempts":
+        raise UserError(f"hh_rlhf: data_dir: {NO_PAIRS} {DATA_DIRS}")
+    return Table(open_place(place or HUB_IDS[0]), config, parse_pair)
 
 
 def parse_pair(record: Record, where: str) -> Row:
@@ -54,6 +36,8 @@ def parse_pair(record: Record, where: str) -> Row:
     Two dialogues that part before that have no common prompt, and the row comes without its rejected side (none of
     3,109 rows in samples of harmless-base and helpful-base; 8 before neighbouring turns became one).
     """
+    if "transcript" in record and "chosen" not in record:
+        raise UserError(f"{where}: transcript: {NO_PAIRS} {DATA_DIRS}")
     chosen = parse_dialogue(text(record, "chosen", where), f"{where}: chosen")
     rejected = parse_dialogue(text(record, "rejected", where), f"{where}: rejected")
     group = chosen[0].content
@@ -64,19 +48,13 @@ def parse_pair(record: Record, where: str) -> Row:
     return Row(prompt, response, rejected[-1].content if paired else None, group)
 
 
-def parse_dialogue(dialogue: str, where: str) -> tuple[Message, ...]:
+def parse_dialogue(words: str, where: str) -> tuple[Message, ...]:
     """The turns of a dialogue written as `\\n\\nHuman: ...\\n\\nAssistant: ...`, without the spaces around them.
 
     Neighbouring turns of one speaker, which a turn that quotes a marker leaves behind, become one.
     Raises: UserError if the text does not begin with a human's turn.
     """
-    before, *parts = re.split(r"(?:^|\n\n)(Human|Assistant):", dialogue)
+    before, *parts = re.split(r"(?:^|\n\n)(Human|Assistant):", words)
     if before.strip() or not parts or parts[0] != "Human":
-        raise UserError(f"{where}: got text that begins {dialogue[:20]!r}, expected a dialogue: '\\n\\nHuman: ...'")
-    turns: list[Message] = []
-    for speaker, words in zip(parts[::2], parts[1::2], strict=True):
-        role, content = ROLES[speaker], words.strip()
-        if turns and turns[-1].role == role:
-            content = f"{turns.pop().content}\n\n{content}".strip()
-        turns.append(Message(role, content))
-    return tuple(turns)
+        raise UserError(f"{where}: got text that begins {words[:20]!r}, expected a dialogue: '\\n\\nHuman: ...'")
+    return dialogue((ROLES[who], said.strip()) for who, said in zip(parts[::2], parts[1::2], strict=True))

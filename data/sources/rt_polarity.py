@@ -1,11 +1,13 @@
 """Film-review sentences, positive and negative (Pang and Lee 2005): continue a sentence, and do it kindly.
 
-`place` is a directory with rt-polarity.pos and rt-polarity.neg (.gz too), or a hub id with the columns text and
+`place` is a directory with rt-polarity.pos and rt-polarity.neg (.gz too), or a hub id or file with the columns text and
 label, such as cornell-movie-review-data/rotten_tomatoes. Fine-tuning learns to continue sentences of both kinds; a
-reward pair is a positive sentence over a negative one; PPO continues the first words. Best with chat_template plain.
+reward pair is a positive sentence over a negative one; PPO continues the first words. Repeated sentences, and those
+that the other kind has no partner for, are left out. Best with chat_template plain.
 """
 
 import gzip
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,19 +15,21 @@ from pathlib import Path
 
 from pydantic import Field
 
-from data.reading import Phase, hub_records, is_hub_id, text
-from rlhf.config import Config as BaseConfig
+from data.columns import one_of
+from data.places import TableConfig, open_place
+from data.reading import Phase, Skipped, text
 from rlhf.config import UserError
 from rlhf.types import Message, Row
 
+HUB_IDS = ("cornell-movie-review-data/rotten_tomatoes",)
+Sentences = list[str | Skipped]
 
-class Config(BaseConfig):
+
+class Config(TableConfig):
     """How sentences become rows."""
 
     prompt_words: int = Field(4, ge=1)
     """words of a sentence that are the prompt"""
-    split: str = "train"
-    """split of the hub dataset"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,13 @@ class Reviews:
     config: Config
     place: str
 
-    def rows(self, phase: Phase) -> Iterator[Row]:
+    def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
         """sft: both sentences of each pair; reward: the pairs, with an empty prompt; ppo: the first words.
 
         `columns["label"]` of a single sentence is 1 if it is positive, else 0.
         """
-        pairs = self._pairs()
+        pairs, skipped = self._pairs()
+        yield from skipped
         for (positive, negative), group in zip(pairs, self._groups(pairs), strict=True):
             if phase == "reward":
                 yield Row((), positive, negative, group)
@@ -49,11 +54,25 @@ class Reviews:
                     (Message("user", prompt),), response if phase == "sft" else None, None, group, {"label": label}
                 )
 
-    def _pairs(self) -> list[tuple[str, str]]:
-        """The i-th positive and the i-th negative sentence, repeated sentences left out."""
-        read = _from_hub if is_hub_id(self.place) else _from_files
-        positive, negative = (list(dict.fromkeys(map(detokenize, side))) for side in read(self.place, self.config))
-        return list(zip(positive, negative, strict=False))
+    def fingerprint(self, phase: Phase) -> str:
+        """What changes whenever the rows do."""
+        if not _is_original(self.place):
+            return open_place(self.place).fingerprint(self.config.split or "train", self.config)
+        digest = hashlib.sha256(repr((phase, self.config)).encode())
+        for side in ("pos", "neg"):
+            digest.update(hashlib.sha256(_file(self.place, side).read_bytes()).digest())
+        return digest.hexdigest()
+
+    def _pairs(self) -> tuple[list[tuple[str, str]], list[Skipped]]:
+        """(the i-th positive and the i-th negative sentence, what is left out)."""
+        read = _from_files if _is_original(self.place) else _from_table
+        sides = read(self.place, self.config)
+        skipped = [one for side in sides for one in side if isinstance(one, Skipped)]
+        every = [[detokenize(one) for one in side if isinstance(one, str)] for side in sides]
+        positive, negative = (list(dict.fromkeys(side)) for side in every)
+        skipped += [Skipped("repeated sentence")] * (sum(map(len, every)) - len(positive) - len(negative))
+        skipped += [Skipped("no sentence of the other kind left for it")] * abs(len(positive) - len(negative))
+        return list(zip(positive, negative, strict=False)), skipped
 
     def _groups(self, pairs: list[tuple[str, str]]) -> list[str]:
         """One name per pair; pairs that share a prompt, however indirectly, share a name and so a split."""
@@ -79,9 +98,16 @@ class Reviews:
 def build(config: Config, place: str) -> Reviews:
     if not place:
         raise UserError("rt_polarity: got no place, expected rt_polarity:DIRECTORY or rt_polarity:HUB_ID")
-    if not is_hub_id(place):
+    if _is_original(place):
         _file(place, "pos"), _file(place, "neg")
+    else:
+        open_place(place)
     return Reviews(config, place)
+
+
+def _is_original(place: str) -> bool:
+    """Whether the place is the directory of two files, and not a table."""
+    return Path(place).expanduser().is_dir()
 
 
 def _file(place: str, side: str) -> Path:
@@ -91,12 +117,12 @@ def _file(place: str, side: str) -> Path:
     raise UserError(f"{place}: no rt-polarity.{side} or rt-polarity.{side}.gz there; expected one sentence a line")
 
 
-def _from_files(place: str, config: Config) -> tuple[list[str], list[str]]:
+def _from_files(place: str, config: Config) -> tuple[Sentences, Sentences]:
     positive, negative = (_sentences(_file(place, side)) for side in ("pos", "neg"))
     return positive, negative
 
 
-def _sentences(path: Path) -> list[str]:
+def _sentences(path: Path) -> Sentences:
     """The lines that are not blank. The original files are Latin-1, some copies UTF-8."""
     data = path.read_bytes()
     try:
@@ -107,18 +133,23 @@ def _sentences(path: Path) -> list[str]:
         whole = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         whole = data.decode("latin-1")
-    lines = [line.strip() for line in whole.split("\n") if line.strip()]
+    lines: Sentences = [line.strip() for line in whole.split("\n") if line.strip()]
     if not lines:
         raise UserError(f"{path}: 0 sentences; expected one a line")
     return lines
 
 
-def _from_hub(place: str, config: Config) -> tuple[list[str], list[str]]:
-    sides: tuple[list[str], list[str]] = ([], [])
-    for where, record in hub_records(place, config.split):
-        if record.get("label") not in (0, 1):
-            raise UserError(f"{where}: label: got {record.get('label')!r}, expected 1 (positive) or 0 (negative)")
-        sides[1 - int(record["label"])].append(text(record, "text", where))
+def _from_table(place: str, config: Config) -> tuple[Sentences, Sentences]:
+    sides: tuple[Sentences, Sentences] = ([], [])
+    for where, record in open_place(place).records(config.split or "train", config):
+        if isinstance(record, Skipped):
+            sides[0].append(record)
+            continue
+        try:
+            positive = one_of(record, "label", where, (0, 1))
+            sides[0 if positive else 1].append(text(record, "text", where))
+        except UserError as mistake:
+            sides[0].append(Skipped(str(mistake), bad=True))
     return sides
 
 

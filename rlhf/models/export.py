@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf import dist, plugins
 from rlhf.engine import Engine
@@ -21,6 +21,10 @@ def save_policy(engine: Engine, adapter: str | None, tokenizer: PreTrainedTokeni
         state = full_state(policy.lm, adapter)
         if dist.is_main():
             lm = base_model(policy.lm)
+            try:
+                lm.generation_config.validate(strict=True)
+            except ValueError:  # sampling settings that contradict each other would stop the saving, after all the work
+                lm.generation_config = GenerationConfig(bos_token_id=lm.config.bos_token_id)
             lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
             lm.config.pad_token_id = lm.generation_config.pad_token_id = tokenizer.pad_token_id
             lm.save_pretrained(directory, state_dict=state)

@@ -1,111 +1,111 @@
 """What every source of rows keeps to. A new file in data/sources gets its tests by a line in EXAMPLES."""
 
-import gzip
 import json
+import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data.config import DataOptions
-from data.dataset import PHASES, group_of, open_datasets, share_of
-from data.mixture import open_sources
-from data.reading import Phase, Source
+from data.dataset import Recipe, open_datasets
+from data.reading import Phase, Skipped, Source
 from data.sources.demo import words
+from data.split import group_of, share_of
 from rlhf.config import Config, UserError
-from rlhf.plugins import find, names
+from rlhf.plugins import build, find, names
 from rlhf.text import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
+from tests.contracts.source_examples import (
+    COUNT,
+    EXAMPLES,
+    FIXTURES,
+    PHASES,
+    place_of,
+    variants,
+    write_records,
+)
 
 FOLDER = "data.sources"
-DEMO_MODEL = str(Path(__file__).parents[2] / "configs/models/demo-llama.yaml")
-COUNT = 60
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = str(ROOT / "configs/models/demo-llama.yaml")
+FIXTURE_FOLDER = ROOT.parent / "shared/data/schema-fixtures"
+WITH_RECORDS = sorted(key for key, example in EXAMPLES.items() if example.make)
+SCRIPTS = ("hc3_chinese", "mkqa", "qag_jaquad", "qg_jaquad", "webgpt")
 
-
-@dataclass(frozen=True)
-class Example:
-    """How to make a place for a source, in a folder: some COUNT rows as its dataset writes them."""
-
-    write: Callable[[Path], str]
-    options: str = ""
-    phases: tuple[Phase, ...] = PHASES
-    broken: tuple[tuple[str, bytes, str], ...] = ()
-    """(file, content, what the error says): a file of one malformed row, read as `NAME:file`"""
-
-
-def hh_rlhf(folder: Path) -> str:
-    before = "\n\nHuman: What grows in garden {}?\n\nAssistant: Peas.\n\nHuman: And else?\n\nAssistant:"
-    rows = [{"chosen": before.format(i) + " Beans, too.", "rejected": before.format(i) + " No."} for i in range(COUNT)]
-    (folder / "train.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-    return str(folder)
-
-
-def rt_polarity(folder: Path) -> str:
-    for side, judgement in (("pos", "warm"), ("neg", "cold")):
-        lines = [f"film {i} , by {judgement} people , is {judgement} ." for i in range(COUNT)]
-        (folder / f"rt-polarity.{side}").write_text("\n".join(lines))
-    return str(folder)
-
-
-def files(folder: Path) -> str:
-    rows = [{"prompt": f"What is {i} and 1?", "chosen": f"{i + 1}", "rejected": f"{i}", "sum": i} for i in range(COUNT)]
-    (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return str(folder / "sums.jsonl")
-
-
-EXAMPLES = {
-    "demo": Example(lambda folder: "", options=",rows=200"),
-    "files": Example(
-        files,
-        broken=(
-            ("x.jsonl", b'{"prompt": 3, "response": "x"}', r"x.jsonl:1: prompt: got 3, expected text"),
-            ("x.csv", b"question\nwhy\n", r"x.csv:2: got the columns question; expected one of: "),
-        ),
-    ),
-    "hh_rlhf": Example(
-        hh_rlhf,
-        broken=(
-            ("x.jsonl", b'{"chosen": "x"}', r"x.jsonl:1: chosen: got text that begins 'x'"),
-            ("x.jsonl", b'{"rejected": "x"}', r"x.jsonl:1: no column 'chosen'; have rejected"),
-            ("x.jsonl", b'{"chosen": "\\n\\nHuman: x\\n\\nAssistant: y"}', r"x.jsonl:1: no column 'rejected'"),
-            ("x.jsonl", b'{"chosen": null, "rejected": null}', r"x.jsonl:1: chosen: got null, expected text"),
-        ),
-    ),
-    "rt_polarity": Example(rt_polarity),
-}
+QUESTION, GOOD, BAD = "Which way is up?", "Away from the ground.", "To the left of it."
+ODD = "naïve 漢字 🙂 \u200f\u2028 \x00 \x07\x1b[0m <b>&amp;</b> </s> <|im_end|> {x} %s \\n {}"
 
 
 @pytest.fixture(params=sorted(EXAMPLES))
-def name(request: pytest.FixtureRequest) -> str:
+def key(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def location(name: str, tmp_path: Path) -> str:
-    return f"{name}{EXAMPLES[name].options}:{EXAMPLES[name].write(tmp_path)}"
+@pytest.fixture(params=WITH_RECORDS)
+def table(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def name_of(key: str) -> str:
+    return key.partition("/")[0]
+
+
+def opened(key: str, place: str) -> Any:
+    """A Source, which may have a fingerprint."""
+    return build(FOLDER, name_of(key) + EXAMPLES[key].options, place)
+
+
+def location_of(key: str, place: str) -> str:
+    return f"{name_of(key)}{EXAMPLES[key].options}:{place}"
 
 
 def all_rows(source: Source) -> Iterator[tuple[Phase, Row]]:
-    return ((phase, row) for phase in PHASES for row in source.rows(phase))
+    return ((phase, row) for phase in PHASES for row in source.rows(phase) if isinstance(row, Row))
+
+
+def made(key: str, *texts: str) -> list[dict[str, Any]]:
+    make = EXAMPLES[key].make
+    assert make
+    return make(*texts)
+
+
+def read(key: str, folder: Path, records: list[dict[str, Any]]) -> dict[Phase, list[Row | Skipped]]:
+    source = opened(key, write_records(folder / "x.jsonl", records))
+    return {phase: list(source.rows(phase)) for phase in EXAMPLES[key].phases}
+
+
+def texts_of(items: list[Row | Skipped]) -> set[str]:
+    rows = [item for item in items if isinstance(item, Row)]
+    said = {message.content for row in rows for message in row.prompt}
+    return said | {text for row in rows for text in (row.response, row.rejected) if text is not None}
 
 
 def test_every_source_has_an_example() -> None:
-    assert sorted(EXAMPLES) == names(FOLDER), "add the new source to EXAMPLES"
+    assert sorted({name_of(key) for key in EXAMPLES}) == names(FOLDER), "add the new source to EXAMPLES"
 
 
-def test_it_has_a_config_and_says_what_it_reads(name: str) -> None:
-    module = find(FOLDER, name)
+def test_it_has_a_config_and_says_what_it_reads(key: str) -> None:
+    module = find(FOLDER, name_of(key))
     assert issubclass(module.Config, Config)
     assert module.Config() == module.Config()
     assert module.__doc__
 
 
-def test_schema(name: str, location: str) -> None:
+def test_a_hub_id_belongs_to_one_source() -> None:
+    owned = {name: getattr(find(FOLDER, name), "HUB_IDS", ()) for name in names(FOLDER)}
+    count = Counter(hub_id.casefold() for hub_ids in owned.values() for hub_id in hub_ids)
+    assert count
+    assert all(number == 1 and re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id) for hub_id, number in count.items())
+    assert all(isinstance(hub_ids, tuple) for hub_ids in owned.values())
+
+
+def test_schema(key: str, tmp_path: Path) -> None:
     counts = dict.fromkeys(PHASES, 0)
-    for phase, row in all_rows(open_sources([location])):
-        assert isinstance(row, Row)
+    for phase, row in all_rows(opened(key, place_of(EXAMPLES[key], tmp_path))):
         assert isinstance(row.prompt, tuple)
         for message in row.prompt:
             assert isinstance(message, Message)
@@ -114,27 +114,65 @@ def test_schema(name: str, location: str) -> None:
         assert not row.prompt or row.prompt[-1].role == "user"
         assert isinstance(row.group, str)
         assert isinstance(row.columns, dict)
+        json.dumps(row.columns)
         assert row.response is None or isinstance(row.response, str)
         assert row.rejected is None or isinstance(row.response, str)
         usable = {"sft": row.response, "reward": row.rejected, "ppo": any(m.content for m in row.prompt)}
         counts[phase] += bool(usable[phase])
         assert phase != "reward" or row.response != row.rejected
-    for phase in EXAMPLES[name].phases:
+    for phase in EXAMPLES[key].phases:
         assert counts[phase] >= COUNT
 
 
-def test_rows_are_the_same_every_time(location: str) -> None:
-    source = open_sources([location])
+def expect(got: dict[Phase, list[Row | Skipped]], question: str, good: str, bad: str) -> None:
+    """One row in each phase, whose texts are these to the letter."""
+    for phase, items in got.items():
+        assert len(items) == 1
+        row = items[0]
+        assert isinstance(row, Row), row
+        assert row.prompt == (Message("user", question),)
+        assert phase == "ppo" or row.response == good
+        assert row.response in (None, good)
+        assert phase != "reward" or row.rejected == bad
+        assert row.rejected in (None, bad)
+
+
+def test_the_texts_are_those_of_the_record(table: str, tmp_path: Path) -> None:
+    expect(read(table, tmp_path, made(table, QUESTION, GOOD, BAD)), QUESTION, GOOD, BAD)
+
+
+def test_odd_letters_and_long_texts_go_through(table: str, tmp_path: Path) -> None:
+    long = "word " * 200_000
+    for texts in ((f"q {ODD} q", f"g {ODD} g", f"b {ODD} b"), (long + "q", long + "g", long + "b")):
+        expect(read(table, tmp_path, made(table, *texts)), *texts)
+
+
+def test_rows_are_the_same_every_time(key: str, tmp_path: Path) -> None:
+    place = place_of(EXAMPLES[key], tmp_path)
+    source = opened(key, place)
     first = list(all_rows(source))
     assert list(all_rows(source)) == first
-    assert list(all_rows(open_sources([location]))) == first
+    assert list(all_rows(opened(key, place))) == first
 
 
-def test_no_prompt_and_no_group_is_in_two_splits(location: str) -> None:
+def test_the_fingerprint_changes_with_the_records(key: str, tmp_path: Path) -> None:
+    place = place_of(EXAMPLES[key], tmp_path)
+    source, same = opened(key, place), opened(key, place)
+    before = {phase: source.fingerprint(phase) for phase in PHASES}
+    assert before == {phase: same.fingerprint(phase) for phase in PHASES}
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes().replace(b"5", b"6"))
+    other = build(FOLDER, "demo,rows=201", "") if key == "demo" else opened(key, place)
+    assert all(other.fingerprint(phase) != before[phase] for phase in PHASES)
+
+
+def test_no_prompt_and_no_group_is_in_two_splits(key: str, tmp_path: Path) -> None:
+    location = location_of(key, place_of(EXAMPLES[key], tmp_path))
+    source = opened(key, place_of(EXAMPLES[key], tmp_path))
     for seed in range(3):
         options = DataOptions(data_path=(location,), data_seed=seed)
         shares: dict[str, set[str]] = {}
-        for _, row in all_rows(open_sources([location])):
+        for _, row in all_rows(source):
             prompt = " ".join(message.content for message in row.prompt)
             for text in (f"prompt {prompt}" if prompt else "", f"group {group_of(row)}", f"response {row.response}"):
                 # One response may answer many prompts; where it stands alone it is what must not be seen before.
@@ -143,44 +181,99 @@ def test_no_prompt_and_no_group_is_in_two_splits(location: str) -> None:
         assert all(len(found) == 1 for found in shares.values())
 
 
-def test_every_phase_opens(name: str, location: str, tmp_path: Path) -> None:
-    texts = [text for _, row in all_rows(open_sources([location])) for text in (row.response or "", row.rejected or "")]
+def test_every_phase_opens(key: str, tmp_path: Path) -> None:
+    location = location_of(key, place_of(EXAMPLES[key], tmp_path))
+    rows = all_rows(opened(key, place_of(EXAMPLES[key], tmp_path)))
+    texts = [text for _, row in rows for text in (row.response or "", row.rejected or "")]
     known = sorted({word for text in texts for word in text.split()})
-    (tmp_path / "model.yaml").write_text(json.dumps({"tokenizer": {"words": known}}))
-    tokenizer = prepare_tokenizer(load_tokenizer(str(tmp_path / "model.yaml")), "plain")
-    for phase in EXAMPLES[name].phases:
-        train, evaluation = open_datasets(DataOptions(data_path=(location,), eval_fraction=0.3), phase, tokenizer)
-        assert len(train) > 0
-        assert len(evaluation) > 0
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.yaml").write_text(json.dumps({"tokenizer": {"words": known}}))
+    tokenizer = prepare_tokenizer(load_tokenizer(str(tmp_path / "model/model.yaml")), "plain")
+    for phase in EXAMPLES[key].phases:
+        options = DataOptions(data_path=(location,), eval_fraction=0.3, data_cache=str(tmp_path / "cache"))
+        found = open_datasets(options, Recipe(phase), tokenizer)
+        assert len(found.train) > 0
+        assert len(found.evaluation) > 0
 
 
-@pytest.mark.parametrize(
-    ("source", "file", "content", "said"),
-    [(n, *broken) for n, example in EXAMPLES.items() for broken in example.broken],
-)
-def test_malformed_rows_name_their_line(tmp_path: Path, source: str, file: str, content: bytes, said: str) -> None:
-    (tmp_path / file).write_bytes(content)
-    with pytest.raises(UserError, match=said) as error:
-        list(open_sources([f"{source}:{tmp_path / file}"]).rows("reward"))
-    assert str(error.value).startswith(str(tmp_path))
-    assert "\n" not in str(error.value)
+def test_a_spoiled_column_is_told_by_line_and_name(table: str, tmp_path: Path) -> None:
+    texts = (QUESTION, GOOD, BAD)
+    sound = set.union(*(texts_of(items) for items in read(table, tmp_path, made(table, *texts)).values()))
+    needed = [variant for variant in variants(EXAMPLES[table], *texts) if variant.needed]
+    assert len(needed) >= 10
+    for variant in needed:
+        for phase, items in read(table, tmp_path, variant.records).items():
+            said = f"{phase}: {variant.what}: {items}"
+            assert texts_of(items) <= sound, said
+            if variant.reason:
+                assert Skipped(variant.reason) in items, said
+                continue
+            bad = [item.reason for item in items if isinstance(item, Skipped) and item.bad]
+            assert len(bad) == 1, said
+            assert bad[0].startswith(f"{tmp_path / 'x.jsonl'}:{variant.line}: "), bad
+            assert variant.column in bad[0].removeprefix(str(tmp_path)), bad
+            assert "\n" not in bad[0]
+            assert len(bad[0]) < 400
+            assert len(items) == 1 or len(variant.records) > 1, said
+
+
+def test_a_column_that_nobody_needs_may_hold_anything(table: str, tmp_path: Path) -> None:
+    for variant in variants(EXAMPLES[table], QUESTION, GOOD, BAD):
+        if not variant.needed:
+            items = [item for items in read(table, tmp_path, variant.records).values() for item in items]
+            assert not [item for item in items if isinstance(item, Skipped) and item.bad], variant.what
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\n\nHuman:", "\n\nAssistant:", "USER:", "<", "<p>", "[1]", "<extra_id_1>"])
+def test_empty_and_marker_texts_are_rows_or_told(table: str, tmp_path: Path, empty: str) -> None:
+    for texts in ((empty, GOOD, BAD), (QUESTION, empty, BAD), (QUESTION, GOOD, empty), (empty, empty, empty)):
+        for items in read(table, tmp_path, made(table, *texts)).values():
+            assert items
+            assert all(isinstance(item, Row | Skipped) for item in items)
 
 
 @pytest.mark.parametrize("place", ["absent/folder/x.jsonl", "./absent", "no-such-owner/no-such-name"])
-def test_a_missing_place_is_told_fast(name: str, place: str) -> None:
+def test_a_missing_place_is_told_fast(key: str, place: str) -> None:
     start = time.monotonic()
     with pytest.raises(UserError) as error:
-        list(open_sources([f"{name}:{place}"]).rows("sft"))
+        list(opened(key, place).rows("sft"))
     assert place in str(error.value)
     assert "\n" not in str(error.value)
     assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_loading_script_is_refused_without_asking_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("asked the network"))
+    for hub_id in ("", *find(FOLDER, name).HUB_IDS):
+        with pytest.raises(UserError, match=r"ships a loading script.*download.*refs/convert/parquet") as error:
+            build(FOLDER, name, hub_id)
+        assert hub_id in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not FIXTURE_FOLDER.is_dir(), reason="the schema fixtures are not here")
+@pytest.mark.parametrize("fixture", sorted(FIXTURES))
+def test_the_schema_fixtures_give_rows(fixture: str) -> None:
+    spec, phases = FIXTURES[fixture]
+    source = build(FOLDER, spec, str(FIXTURE_FOLDER / f"{fixture}.jsonl"))
+    for phase in PHASES:
+        items = list(source.rows(phase))
+        assert not [item for item in items if isinstance(item, Skipped) and item.bad]
+        rows = [item for item in items if isinstance(item, Row)]
+        found: dict[Phase, list[Any]] = {
+            "sft": [row.response for row in rows],
+            "reward": [row.rejected for row in rows],
+            "ppo": [row.prompt for row in rows],
+        }
+        assert any(found[phase]) == (phase in phases)
 
 
 def test_the_demo_model_knows_every_word_of_the_demo() -> None:
     tokenizer = load_tokenizer(DEMO_MODEL)
     assert tokenizer.unk_token_id not in tokenizer.encode(" ".join(words()))
     known = set(words())
-    for _, row in all_rows(open_sources(["demo,rows=1000"])):
+    for _, row in all_rows(build(FOLDER, "demo,rows=1000", "")):
         for text in (row.prompt[0].content, row.response or "", row.rejected or ""):
             assert known.issuperset(text.split())
             assert tokenizer.decode(tokenizer.encode(text)) == text

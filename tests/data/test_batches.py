@@ -1,12 +1,14 @@
 """Masks by hand, and how rows are dealt out to ranks."""
 
-from itertools import chain
+from itertools import chain, islice
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from data.batches import batch_indices, pair_batch, prompt_batch, sft_batch
-from data.dataset import Demonstration, Preference, Prompt
+from data.batches import Batches, padding, pair_batch, prompt_batch, sft_batch
+from data.encode import Demonstration, Preference, Prompt
 from rlhf.config import UserError
 from rlhf.types import Message, Row
 
@@ -15,13 +17,15 @@ PAD = 9
 
 def test_sft_batch_by_hand() -> None:
     # The prompt's last token and an id equal to the padding's are real; only positions decide.
-    batch = sft_batch([Demonstration((1, 5, 6, 2), 2), Demonstration((1, PAD, 2, 7, 8, 2), 3)], PAD)
+    batch = sft_batch(
+        [Demonstration((1, 5, 6, 2), ((2, 4),)), Demonstration((1, PAD, 2, 7, 8, 2), ((1, 2), (3, 6)))], PAD
+    )
     assert batch.ids.tolist() == [[1, 5, 6, 2, PAD, PAD], [1, PAD, 2, 7, 8, 2]]
     assert batch.ids.dtype == torch.long
     assert batch.mask.tolist() == [[True] * 4 + [False] * 2, [True] * 6]
     assert batch.loss_mask.tolist() == [
         [False, False, True, True, False, False],
-        [False, False, False, True, True, True],
+        [False, True, False, True, True, True],
     ]
 
 
@@ -45,33 +49,122 @@ def test_prompt_batch_by_hand() -> None:
 
 
 def test_a_sequence_without_prompt_or_response_is_our_mistake() -> None:
-    for start in (0, 3):
+    for span in ((0, 3), (3, 3), (2, 4)):
         with pytest.raises(AssertionError):
-            sft_batch([Demonstration((1, 4, 2), start)], PAD)
+            sft_batch([Demonstration((1, 4, 2), (span,))], PAD)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_the_batches_of_one_rank(world_size: int) -> None:
-    whole = list(batch_indices(19, 4, seed=7, epochs=3, rank=0, world_size=1))
-    ranks = [list(batch_indices(19, 4, 7, 3, rank, world_size)) for rank in range(world_size)]
-    assert {len(batches) for batches in ranks} == {len(whole)} == {12}  # 19 // 4 batches, 3 times
+def dealt(rows: int | np.ndarray, size: int, epochs: int, ranks: int = 1, **more: Any) -> list[list[list[int]]]:
+    """[rank][batch] rows."""
+    return [list(Batches(rows, size, ranks=(rank, ranks), **more).take(epochs)) for rank in range(ranks)]
+
+
+LENGTHS = np.random.default_rng(3).lognormal(4.5, 0.8, 1000).astype(int).clip(2, 512)  # as dialogues are
+
+
+@pytest.mark.parametrize("rows", [19, LENGTHS[:19]], ids=["any", "by length"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_the_batches_of_one_rank(rows: Any, ranks: int) -> None:
+    [whole] = dealt(rows, 4, 3, seed=7)
+    shares = dealt(rows, 4, 3, ranks, seed=7)
+    assert {len(batches) for batches in shares} == {len(whole)} == {12}  # 19 // 4 batches, 3 times
+    assert Batches(rows, 4).steps(3) == 12
     for b, batch in enumerate(whole):
-        dealt = [ranks[rank][b] for rank in range(world_size)]
-        assert {len(rows) for rows in dealt} == {4 // world_size}
-        assert sorted(chain(*dealt)) == sorted(batch)
+        together = [shares[rank][b] for rank in range(ranks)]
+        assert {len(part) for part in together} == {4 // ranks}
+        assert sorted(chain(*together)) == sorted(batch)
 
 
-def test_an_epoch_sees_a_row_once_and_each_epoch_another_order() -> None:
-    batches = list(batch_indices(12, 3, seed=1, epochs=2, rank=0, world_size=1))
+@pytest.mark.parametrize("rows", [12, LENGTHS[:12]], ids=["any", "by length"])
+def test_an_epoch_sees_a_row_once_and_each_epoch_another_order(rows: Any) -> None:
+    [batches] = dealt(rows, 3, 2, seed=1)
     first, second = list(chain(*batches[:4])), list(chain(*batches[4:]))
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
-    assert batches == list(batch_indices(12, 3, seed=1, epochs=2, rank=0, world_size=1))
-    assert batches != list(batch_indices(12, 3, seed=2, epochs=2, rank=0, world_size=1))
+    assert [batches] == dealt(rows, 3, 2, seed=1)
+    assert [batches] != dealt(rows, 3, 2, seed=2)
+    later = Batches(rows, 3, seed=1)
+    later.set_epoch(1)
+    assert list(later) == batches[4:]
+
+
+def test_rows_left_out_of_an_epoch_are_others_in_the_next() -> None:
+    batches = Batches(LENGTHS[:103], 20, seed=0)
+    left_out = [set(range(103)) - set(chain(*batches)) for _ in range(4)]
+    assert [len(rows) for rows in left_out] == [3] * 4
+    assert len(set.union(*left_out)) > 9
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_budget_of_tokens(ranks: int) -> None:
+    shares = dealt(LENGTHS, 1, 2, ranks, batch_tokens=4096)
+    assert {len(batches) for batches in shares} == {Batches(LENGTHS, 1, ranks=(0, ranks), batch_tokens=4096).steps(2)}
+    batches = [list(chain(*parts)) for parts in zip(*shares, strict=True)]
+    seen = np.bincount(list(chain(*batches)), minlength=len(LENGTHS))
+    assert set(seen) <= {1, 2}  # twice in two epochs, but for fewer rows than ranks at the end of each
+    assert (seen == 1).sum() <= 2 * (ranks - 1)
+    for b, batch in enumerate(batches):
+        assert LENGTHS[batch].sum() <= 4096
+        assert len({len(shares[rank][b]) for rank in range(ranks)}) == 1
+    full = [LENGTHS[batch].sum() for batch in batches]
+    assert np.median(full) > 0.9 * 4096
+
+
+def padded_share(batches: list[list[int]], micro: int) -> float:
+    """What is padding when each batch is cut into micro-batches of neighbours in length."""
+    computed = 0
+    for batch in batches:
+        lengths = np.sort(LENGTHS[batch])[::-1]
+        computed += sum(len(part) * part.max() for part in np.split(lengths, range(micro, len(lengths), micro)))
+    return 1 - sum(LENGTHS[batch].sum() for batch in batches) / computed
+
+
+def test_little_is_padding_where_lengths_are_known() -> None:
+    [mixed], [sorted_by_length] = dealt(len(LENGTHS), 16, 2), dealt(LENGTHS, 16, 2)
+    assert padded_share(mixed, 16) > 0.4
+    assert padded_share(sorted_by_length, 16) < 0.08
+    [budget] = dealt(LENGTHS, 1, 2, batch_tokens=4096)
+    assert padded_share(budget, 8) < 0.05
+
+
+def test_padding_by_hand() -> None:
+    batch = sft_batch([Demonstration((1, 5, 6, 2), ((2, 4),)), Demonstration((1, 2), ((1, 2),))], PAD)
+    assert padding([batch]) == 1 - 6 / 8
+
+
+@pytest.mark.parametrize("more", [{}, {"batch_tokens": 3000}], ids=["rows", "tokens"])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 4), (4, 2)])
+def test_a_position_is_resumed_exactly_with_any_number_of_ranks(before: int, after: int, more: dict[str, Any]) -> None:
+    """Stop after every number of steps in two epochs: what is left is what was not seen, none twice."""
+    whole = dealt(LENGTHS[:200], 8, 2, before, seed=5, **more)
+    steps = len(whole[0])
+    for stop in range(0, steps, 7):
+        ranks = [Batches(LENGTHS[:200], 8, 5, (rank, before), **more) for rank in range(before)]
+        first = [list(islice(batches.take(2), stop)) for batches in ranks]
+        assert first == [batches[:stop] for batches in whole]
+        states = [batches.state_dict() for batches in ranks]
+        assert all(state == states[0] for state in states)
+        rest = []
+        for rank in range(after):
+            resumed = Batches(LENGTHS[:200], 8, 5, (rank, after), **more)
+            resumed.load_state_dict(states[0])
+            rest.append(list(resumed.take(2)))
+        if before == after:
+            assert rest == [batches[stop:] for batches in whole]
+        else:
+            seen = [row for batches in (*first, *rest) for batch in batches for row in batch]
+            counts = np.bincount(seen, minlength=200)
+            assert counts.max() <= 2
+            assert (counts == 2).sum() >= 200 - 2 * (after + before)
+            assert more or (counts == 2).all()
 
 
 def test_impossible_batches_are_refused_before_the_first_one() -> None:
     with pytest.raises(UserError, match=r"got 6, expected a multiple of the 4 ranks; try 8"):
-        batch_indices(100, 6, 0, 1, 0, 4)
+        Batches(100, 6, ranks=(0, 4))
     with pytest.raises(UserError, match="got 3 rows, expected at least one batch of 8"):
-        batch_indices(3, 8, 0, 1, 0, 2)
+        Batches(3, 8, ranks=(0, 2))
+    with pytest.raises(
+        UserError, match="batch_tokens: got 30, expected at least 37, the longest row for each of 2 ranks"
+    ):
+        Batches(np.array([20, 3, 17, 9]), 1, ranks=(0, 2), batch_tokens=30)

@@ -10,23 +10,17 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataOptions
-from data.dataset import (
-    PHASES,
-    Demonstration,
-    Item,
-    Preference,
-    Prompt,
-    fit_prompt,
-    group_of,
-    open_datasets,
-    share_of,
-)
+from data.dataset import Recipe, open_datasets
+from data.encode import Demonstration, Item, Preference, Prompt, fit_prompt
+from data.reading import Unusable
+from data.split import PHASES, group_of, share_of
 from rlhf.config import UserError
 from rlhf.text import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
 
 BOS, EOS, FIRST = 1, 2, 4
 EVERYTHING: dict[str, Any] = {"eval_fraction": 0.0, "chat_template": "plain"}
+CUT: dict[str, Any] = {"truncate": "tokens"}
 
 
 def words(*numbers: int) -> str:
@@ -57,9 +51,9 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[str, ...]:
 def one_item(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, phase: Any, row: dict[str, Any], **more: Any) -> Item:
     shares = tuple(float(name == phase) for name in PHASES)
     options = DataOptions(data_path=write(tmp_path / "x.jsonl", [row]), data_split=shares, **EVERYTHING, **more)
-    train, evaluation = open_datasets(options, phase, tokenizer)
-    assert (len(train), len(evaluation)) == (1, 0)
-    return train[0]
+    opened = open_datasets(options, Recipe(phase), tokenizer)
+    assert (len(opened.train), len(opened.evaluation)) == (1, 0)
+    return opened.train[0]
 
 
 # --- the split
@@ -119,8 +113,8 @@ def test_the_order_of_the_file_changes_nothing(
         options = DataOptions(
             data_path=write(tmp_path / f"{order}.jsonl", rows), max_train_rows=limit, max_eval_rows=10
         )
-        train, evaluation = open_datasets(options, phase, plain)
-        found.append((train[:], evaluation[:]))
+        opened = open_datasets(options, Recipe(phase), plain)
+        found.append((opened.train[:], opened.evaluation[:]))
     assert found[0] == found[1]
     assert len(found[0][1]) == 10
     assert limit is None or len(found[0][0]) == limit
@@ -131,14 +125,16 @@ def test_the_phases_and_evaluation_share_no_prompt(tmp_path: Path, plain: PreTra
     options = DataOptions(data_path=write(tmp_path / "x.jsonl", rows), eval_fraction=0.3, max_eval_rows=30)
 
     def prompts(items: Iterable[Item]) -> set[tuple[int, ...]]:
-        return {item.ids if isinstance(item, Prompt) else first_ids(item)[: item.prompt_length] for item in items}
+        return {prompt(item) for item in items}
 
-    def first_ids(item: Demonstration | Preference) -> tuple[int, ...]:
-        return item.ids if isinstance(item, Demonstration) else item.chosen
+    def prompt(item: Item) -> tuple[int, ...]:
+        if isinstance(item, Preference):
+            return item.chosen[: item.prompt_length]
+        return item.ids if isinstance(item, Prompt) else item.ids[: item.spans[0][0]]
 
-    opened = {phase: open_datasets(options, phase, plain) for phase in PHASES}
-    train = {phase: prompts(opened[phase][0]) for phase in PHASES}
-    held_out = [prompts(opened[phase][1]) for phase in PHASES]
+    opened = {phase: open_datasets(options, Recipe(phase), plain) for phase in PHASES}
+    train = {phase: prompts(opened[phase].train) for phase in PHASES}
+    held_out = [prompts(opened[phase].evaluation) for phase in PHASES]
     assert held_out[0] == held_out[1] == held_out[2]
     assert len(held_out[0]) == 30  # the first rows are of as many prompts as can be
     for phase in PHASES:
@@ -151,7 +147,7 @@ def test_the_phases_and_evaluation_share_no_prompt(tmp_path: Path, plain: PreTra
 
 def test_items_by_hand(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
     row = {"prompt": words(0, 1), "chosen": words(2), "rejected": words(3, 4), "margin": 2}
-    assert one_item(tmp_path, plain, "sft", row) == Demonstration((BOS, *ids(0, 1, 2), EOS), 3)
+    assert one_item(tmp_path, plain, "sft", row) == Demonstration((BOS, *ids(0, 1, 2), EOS), ((3, 5),))
     expected = Preference((BOS, *ids(0, 1, 2), EOS), (BOS, *ids(0, 1, 3, 4), EOS), 3, 2.0)
     assert one_item(tmp_path, plain, "reward", row) == expected
     item = one_item(tmp_path, plain, "ppo", row)
@@ -181,8 +177,9 @@ def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
             max_length=16,
             max_prompt_length=8,
             **EVERYTHING,
+            **CUT,
         )
-        train, _ = open_datasets(options, phase, plain)
+        train = open_datasets(options, Recipe(phase), plain).train
         assert (len(train), train.dropped) == expected[phase]
         assert train.phase == phase
 
@@ -195,9 +192,9 @@ def test_the_prompt_gives_way_first(tmp_path: Path, plain: PreTrainedTokenizerBa
     """max_length 10, response of 3 words and EOS: 6 tokens are left for BOS and the prompt's end."""
     prompt = range(length - 5)  # with BOS, 3 words and EOS: `length` tokens
     row = {"prompt": words(*prompt), "response": words(100, 101, 102)}
-    item = one_item(tmp_path, plain, "sft", row, max_length=10)
+    item = one_item(tmp_path, plain, "sft", row, max_length=10, **CUT)
     kept = prompt if length <= 10 else prompt[-5:]
-    assert item == Demonstration((BOS, *ids(*kept, 100, 101, 102), EOS), 1 + len(kept))
+    assert item == Demonstration((BOS, *ids(*kept, 100, 101, 102), EOS), ((1 + len(kept), 5 + len(kept)),))
 
 
 @pytest.mark.parametrize("words_in_response", [7, 8, 9, 90])
@@ -206,27 +203,27 @@ def test_a_response_is_cut_only_where_it_does_not_fit_alone(
 ) -> None:
     response = range(100, 100 + words_in_response)
     row = {"prompt": words(0, 1, 2), "response": words(*response)}
-    item = one_item(tmp_path, plain, "sft", row, max_length=10)
+    item = one_item(tmp_path, plain, "sft", row, max_length=10, **CUT)
     end = {7: (BOS, *ids(2, *response), EOS), 8: (BOS, *ids(*response), EOS)}
     assert item == Demonstration(
-        end.get(words_in_response, (BOS, *ids(*response[:9]))), 2 if words_in_response == 7 else 1
+        end.get(words_in_response, (BOS, *ids(*response[:9]))), ((2 if words_in_response == 7 else 1, 10),)
     )
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 80])
 def test_a_ppo_prompt_keeps_its_end(tmp_path: Path, plain: PreTrainedTokenizerBase, length: int) -> None:
     prompt = range(length - 1)
-    item = one_item(tmp_path, plain, "ppo", {"prompt": words(*prompt)}, max_prompt_length=8)
+    item = one_item(tmp_path, plain, "ppo", {"prompt": words(*prompt)}, max_prompt_length=8, **CUT)
     assert isinstance(item, Prompt)
     assert item.ids == (BOS, *ids(*prompt[-7:]))
 
 
 def test_both_sides_of_a_pair_keep_one_prompt(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
     row = {"prompt": words(0, 1, 2, 3), "chosen": words(10), "rejected": words(11, 12, 13, 14, 15)}
-    item = one_item(tmp_path, plain, "reward", row, max_length=9)
+    item = one_item(tmp_path, plain, "reward", row, max_length=9, **CUT)
     assert item == Preference((BOS, *ids(2, 3, 10), EOS), (BOS, *ids(2, 3, 11, 12, 13, 14, 15), EOS), 3)
     row["rejected"] = words(*range(11, 30))
-    item = one_item(tmp_path, plain, "reward", row, max_length=9)
+    item = one_item(tmp_path, plain, "reward", row, max_length=9, **CUT)
     assert item == Preference((BOS, *ids(10), EOS), (BOS, *ids(*range(11, 19))), 1)
 
 
@@ -235,22 +232,27 @@ def test_whole_oldest_turns_go_before_tokens(plain: PreTrainedTokenizerBase) -> 
     turns = [("system", (0,)), ("user", (1, 2)), ("assistant", (3,)), ("user", (4, 5, 6))]
     dialogue = [Message(role, f"{words(*numbers)} ") for role, numbers in turns]  # plain puts nothing between turns
     for limit, expected in [
-        (8, ([BOS, *ids(0, 1, 2, 3, 4, 5, 6)], False)),
-        (7, ([BOS, *ids(0, 4, 5, 6)], True)),
-        (5, ([BOS, *ids(0, 4, 5, 6)], True)),
-        (4, ([BOS, *ids(4, 5, 6)], True)),
-        (3, ([BOS, *ids(5, 6)], True)),
-        (1, ([BOS], True)),
+        (8, [BOS, *ids(0, 1, 2, 3, 4, 5, 6)]),
+        (7, [BOS, *ids(0, 4, 5, 6)]),
+        (5, [BOS, *ids(0, 4, 5, 6)]),
+        (4, [BOS, *ids(4, 5, 6)]),
+        (3, [BOS, *ids(5, 6)]),
+        (1, [BOS]),
     ]:
-        assert fit_prompt(template, dialogue, limit) == expected
+        assert fit_prompt(template, dialogue, limit, by_tokens=True)[0] == expected
+        if limit >= 5:
+            assert fit_prompt(template, dialogue, limit, by_tokens=False)[0] == expected
+        else:
+            with pytest.raises(Unusable, match="prompt too long"):
+                fit_prompt(template, dialogue, limit, by_tokens=False)
 
 
 def test_shortened_rows_are_counted(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": words(*range(n)), "response": words(500)} for n in range(3, 12)]
     options = DataOptions(
-        data_path=write(tmp_path / "x.jsonl", rows), data_split=(1, 0, 0), max_prompt_length=6, **EVERYTHING
+        data_path=write(tmp_path / "x.jsonl", rows), data_split=(1, 0, 0), max_prompt_length=6, **EVERYTHING, **CUT
     )
-    assert open_datasets(options, "sft", plain)[0].shortened == 6  # BOS and more than 5 words
+    assert open_datasets(options, Recipe("sft"), plain).train.shortened == 6  # BOS and more than 5 words
 
 
 # --- refusals
@@ -259,35 +261,26 @@ def test_shortened_rows_are_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
 @pytest.mark.parametrize(
     ("rows", "phase", "more", "said"),
     [
-        ([], "sft", {}, "0 usable rows for training in sft: the data has no rows"),
-        (
-            [{"prompt": "w1"}],
-            "sft",
-            {"data_split": (0, 1, 1)},
-            r"of 1 rows none falls into its share \(data_split 0:1:1",
-        ),
-        ([{"prompt": "w1"}] * 3, "sft", {"data_split": (1, 0, 0)}, "of 3 rows in its share, dropped 3 no response"),
-        ([{"prompt": "w1"}], "reward", {"data_split": (0, 1, 0)}, "dropped 1 no rejected side"),
-        (
-            [{"prompt": "w1"}],
-            "ppo",
-            {"data_split": (0, 0, 1), "eval_fraction": 1e-9},
-            "for evaluation in ppo.*eval_frac",
-        ),
+        ([], "sft", {}, "0 usable rows for training in sft; of 0 rows: none"),
+        ([{"prompt": "w1"}], "sft", {"data_split": (0, 1, 1)}, r"of 1 rows: 1 of another phase's share; .*0,1,1"),
+        ([{"prompt": "w1"}] * 3, "sft", {"data_split": (1, 0, 0)}, "of 3 rows: 3 no response"),
+        ([{"prompt": "w1"}], "reward", {"data_split": (0, 1, 0)}, "1 no rejected side"),
+        ([{"prompt": "w1"}], "ppo", {"eval_fraction": 1e-9}, r"for evaluation in ppo.*--eval-fraction \(1e-09\)"),
     ],
 )
 def test_nothing_usable(
     tmp_path: Path, plain: PreTrainedTokenizerBase, rows: list[Any], phase: Any, more: dict[str, Any], said: str
 ) -> None:
-    options = DataOptions(data_path=write(tmp_path / "x.jsonl", rows), **{**EVERYTHING, **more})
+    split = {"data_split": (0, 0, 1)} if "data_split" not in more else {}
+    options = DataOptions(data_path=write(tmp_path / "x.jsonl", rows), **{**EVERYTHING, **split, **more})
     with pytest.raises(UserError, match=said):
-        open_datasets(options, phase, plain)
+        open_datasets(options, Recipe(phase), plain)
 
 
 def test_a_response_that_cannot_fit_is_refused(plain: PreTrainedTokenizerBase) -> None:
     options = DataOptions(max_prompt_length=60, max_length=64)
     with pytest.raises(UserError, match="got 76 tokens, expected at most max_length 64; lower max_prompt_length"):
-        open_datasets(options, "ppo", plain, response_length=16)
+        open_datasets(options, Recipe("ppo", response_length=16), plain)
 
 
 @pytest.mark.parametrize("split", [(0, 0, 0), (1, -1, 1), (1, float("inf"), 1), (1, float("nan"), 1)])

@@ -29,7 +29,8 @@ from rlhf.config import UserError
     ],
 )
 def test_locations(location: str, spec: str, place: str) -> None:
-    assert parse_location(location) == (spec, place)
+    assert parse_location(location) == (spec, place, None)
+    assert parse_location(location + "=0.25") == (spec, place, 0.25)
 
 
 def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,9 +38,12 @@ def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "mydata").mkdir()
     (tmp_path / "a:b.jsonl").touch()
     (tmp_path / "demo").mkdir()
-    assert parse_location("mydata") == ("files", "mydata")
-    assert parse_location("a:b.jsonl") == ("files", "a:b.jsonl")
-    assert parse_location("demo") == ("demo", "")
+    (tmp_path / "lr=1").touch()
+    assert parse_location("mydata") == ("files", "mydata", None)
+    assert parse_location("a:b.jsonl") == ("files", "a:b.jsonl", None)
+    assert parse_location("lr=1") == ("files", "lr=1", None)
+    assert parse_location("lr=1=3") == ("files", "lr=1", 3.0)
+    assert parse_location("demo") == ("demo", "", None)
 
 
 @pytest.mark.parametrize(

@@ -1,76 +1,245 @@
-"""The shapes of columns that the generic source knows."""
+"""The generic source: its options, and the real files that it must read without any."""
 
+import gzip
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data.sources.files import parse
-from rlhf.config import UserError
+from data.places import TableConfig
+from data.reading import Phase, Skipped
+from data.shapes import SHAPES
+from data.sources.files import Config, parse, wanted_of
+from data.table import NO_COUNTERPART, Labelled, Parsed
+from rlhf.config import UserError, validate
+from rlhf.plugins import build
 from rlhf.types import Message, Row
 
-ASK = {"role": "user", "content": "q"}
-ONE = {"role": "assistant", "content": "good"}
-TWO = {"role": "assistant", "content": "bad"}
-PROMPT = (Message("user", "q"),)
+DATA = Path(__file__).parents[4] / "shared/data"
+BAD = Skipped("labelled bad")
+Q = (Message("user", "q"),)
 
 
-@pytest.mark.parametrize(
-    ("record", "row"),
-    [
-        ({"prompt": "q", "chosen": "good", "rejected": "bad"}, Row(PROMPT, "good", "bad", "q")),
-        ({"prompt": [ASK], "chosen": [ONE], "rejected": [TWO]}, Row(PROMPT, "good", "bad", "q")),
-        (
-            {"prompt": "q", "chosen": [ASK, ONE], "rejected": [ASK, TWO], "messages": []},
-            Row(PROMPT, "good", "bad", "q"),
-        ),
-        ({"chosen": [ASK, ONE], "rejected": [ASK, TWO]}, Row(PROMPT, "good", "bad", "q")),
-        ({"prompt": "q", "completion": "good"}, Row(PROMPT, "good", None, "q")),
-        ({"prompt": [ASK], "completion": [ONE]}, Row(PROMPT, "good", None, "q")),
-        ({"prompt": "q", "response": "good"}, Row(PROMPT, "good", None, "q")),
-        ({"messages": [ASK, ONE]}, Row(PROMPT, "good", None, "q")),
-        ({"messages": [ASK]}, Row(PROMPT, None, None, "q")),
-        ({"prompt": "q"}, Row(PROMPT, None, None, "q")),
-        ({"prompt": "q", "solution": 4}, Row(PROMPT, None, None, "q", {"solution": 4})),
-    ],
-)
-def test_shapes(record: dict[str, Any], row: Row) -> None:
-    found = parse(record, "f:1")
-    assert (found.prompt, found.response, found.rejected, found.group) == (
-        row.prompt,
-        row.response,
-        row.rejected,
-        row.group,
+def rows(place: Path, phase: Phase, options: str = "") -> list[Row | Skipped]:
+    return list(build("data.sources", "files" + options, str(place)).rows(phase))
+
+
+def parsed(record: dict[str, Any], **options: str) -> Parsed:
+    return parse(record, "f:1", wanted_of(Config(**options)))  # type: ignore[arg-type]
+
+
+def mistake(record: dict[str, Any], **options: str) -> str:
+    with pytest.raises(UserError) as error:
+        parsed(record, **options)
+    return str(error.value).removeprefix("f:1: ")
+
+
+# --- columns by other names
+
+
+def test_columns_are_mapped_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "my.csv").write_text("id,question,good,bad\n7,q,yes,no\n")
+    found = rows(tmp_path / "my.csv", "reward", ",prompt=question,chosen=good,rejected=bad")
+    assert found == [Row(Q, "yes", "no", "q", {"id": "7"})]
+
+
+def test_a_mapped_column_takes_the_place_of_its_namesake() -> None:
+    record = {"prompt": "the rendered one", "ask": "q", "response": "x"}
+    assert parsed(record, prompt="ask") == Row(Q, "x", None, "q")
+    assert parsed({"prompt": "x", "response": "q"}, prompt="response", response="prompt") == Row(Q, "x", None, "q")
+
+
+def test_a_mapping_decides_between_shapes() -> None:
+    record = {"ask": "q", "messages": [{"role": "user", "content": "m"}], "reply": "x"}
+    row = Row(Q, "x", None, "q", {"messages": record["messages"]})
+    assert parsed(record, prompt="ask", response="reply") == row
+    assert parsed(record) == Row((Message("user", "m"),), None, None, "m", {"ask": "q", "reply": "x"})
+    assert parsed({"input": "q", "target": "x"}, prompt="input", response="target") == Row(Q, "x", None, "q")
+
+
+def test_every_column_of_every_shape_can_be_mapped() -> None:
+    fields = set(Config.model_fields) - set(TableConfig.model_fields) - {"shape"}
+    assert fields == {column for shape in SHAPES for column in (*shape.columns, *shape.also)}
+
+
+def test_the_answer_can_be_left_to_a_reward_function() -> None:
+    record = {"question": "q", "answer": "#### 4"}
+    assert parsed(record, shape="prompt", prompt="question") == Row(Q, None, None, "q", {"answer": "#### 4"})
+
+
+def test_mistakes_in_a_mapping() -> None:
+    record = {"question": "q", "good": "x"}
+    assert mistake(record, prompt="qestion") == (
+        "no column 'qestion' (prompt=qestion) (did you mean 'question'?); have question, good"
     )
-    assert {key: value for key, value in found.columns.items() if key != "messages"} == row.columns
+    assert mistake(record, prompt="question", chosen="good").startswith(
+        "got the columns prompt, chosen; expected one of: prompt/"
+    )
+    with pytest.raises(UserError, match=r"^data.sources.files: no option 'promt' \(did you mean 'prompt'\?\); have "):
+        build("data.sources", "files,promt=x", "x.csv")
 
 
-def test_a_conversation_and_its_continuation_are_one_group() -> None:
-    more = [ASK, ONE, {"role": "user", "content": "and then?"}, TWO]
-    assert parse({"messages": more}, "f:1").group == parse({"messages": [ASK, ONE]}, "f:1").group
+# --- the shape by name
+
+
+def test_the_shape_is_named_where_two_fit() -> None:
+    talk = [{"role": "user", "content": "m"}, {"role": "assistant", "content": "n"}]
+    record = {"prompt": "q", "response": "x", "messages": talk}
+    assert mistake(record) == (
+        "the columns fit prompt-response and messages; say which, as in files,shape=prompt-response:PLACE"
+    )
+    assert parsed(record, shape="prompt-response") == Row(Q, "x", None, "q", {"messages": talk})
+    assert parsed(record, shape="messages") == Row(
+        (Message("user", "m"),), "n", None, "m", {"prompt": "q", "response": "x"}
+    )
+    assert mistake({"prompt": "q"}, shape="messages").startswith(
+        "got the columns prompt; expected those of shape=messages: messages; or say which is which"
+    )
+
+
+def test_a_label_that_is_none_is_left_alone() -> None:
+    record = {"prompt": "q", "response": "x", "label": "physics"}
+    assert 'label: got "physics", expected true or false' in mistake(record)
+    assert parsed(record, shape="prompt-response") == Row(Q, "x", None, "q", {"label": "physics"})
+    assert isinstance(parsed(record | {"label": "TRUE"}), Labelled)
+
+
+def test_a_shape_that_there_is_not() -> None:
+    with pytest.raises(UserError) as error:
+        validate(Config, {"shape": "promt-response"}, "data.sources.files")
+    assert str(error.value).startswith(
+        "data.sources.files: shape: no shape 'promt-response' (did you mean 'prompt-response'?); have prompt-chosen-"
+    )
+
+
+# --- places
+
+
+def test_a_place_is_needed() -> None:
+    with pytest.raises(UserError, match=r"^got no place, expected a file"):
+        build("data.sources", "files", "")
+
+
+def test_documents_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("one\nline\n\ntwo\n")
+    assert rows(tmp_path, "sft") == [Row((), "one\nline"), Row((), "two")]
+
+
+def test_labelled_rows_in_each_phase(tmp_path: Path) -> None:
+    talk = [("q", "good", True), ("p", "bad", False), ("q", "bad", False)]
+    lines = [json.dumps({"prompt": ask, "completion": reply, "label": good}) for ask, reply, good in talk]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    assert rows(tmp_path, "sft") == [Row(Q, "good", None, "q"), BAD, BAD]
+    assert rows(tmp_path, "reward") == [Row(Q, "good", "bad", "q"), Skipped(NO_COUNTERPART)]
+    assert [row.group for row in rows(tmp_path, "ppo") if isinstance(row, Row)] == ["q", "p", "q"]
+
+
+# --- real files
+
+
+REAL = {
+    "llama-factory-demo/alpaca_en_demo.json.gz": 999,
+    "llama-factory-demo/alpaca_zh_demo.json.gz": 1000,
+    "llama-factory-demo/dpo_en_demo.json.gz": 300,
+    "llama-factory-demo/dpo_zh_demo.json.gz": 300,
+    "llama-factory-demo/identity.json.gz": 91,
+    "llama-factory-demo/kto_en_demo.json.gz": 300,
+    "oasst-zh/oaast_sft_zh.json.gz": 766,
+    "oasst-zh/oaast_rm_zh.json.gz": 775,
+    "gsm8k/train.jsonl.gz": 7473,
+    "gsm8k/test.jsonl.gz": 1319,
+    "dolly-sample/dolly_eval_200.json.gz": 200,
+    "schema-fixtures/alpaca_instruction_zh.jsonl": 1,
+    "schema-fixtures/colossalchat_preference.jsonl": 1,
+    "schema-fixtures/colossalchat_prompt.jsonl": 1,
+    "schema-fixtures/colossalchat_sft.jsonl": 1,
+    "schema-fixtures/local__jsonfile.jsonl": 1,
+    "schema-fixtures/trl-lib__Capybara.jsonl": 1,
+    "schema-fixtures/trl-lib__hh-rlhf-helpful-base.jsonl": 2,
+    "schema-fixtures/trl-lib__kto-mix-14k.jsonl": 1,
+    "schema-fixtures/trl-lib__tldr-preference.jsonl": 1,
+    "schema-fixtures/trl-lib__tldr.jsonl": 1,
+    "schema-fixtures/trl-lib__ultrafeedback-prompt.jsonl": 1,
+    "schema-fixtures/trl-lib__ultrafeedback_binarized.jsonl": 1,
+}
+PROMPTS_ONLY = ("colossalchat_prompt", "ultrafeedback-prompt")
+
+
+def real(name: str) -> Path:
+    if not DATA.is_dir():
+        pytest.skip(f"no real data in {DATA}")
+    return DATA / name
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_files_load_without_options(name: str) -> None:
+    for phase in ("sft", "ppo"):
+        found = rows(real(name), phase)  # type: ignore[arg-type]
+        assert len(found) == REAL[name]
+        kept = [row for row in found if isinstance(row, Row)]
+        assert all(row == BAD for row in found if isinstance(row, Skipped))
+        assert len(kept) == len(found) or (phase == "sft" and "kto" in name)
+        assert phase == "ppo" or any(only in name for only in PROMPTS_ONLY) or all(row.response for row in kept)
+        for row in kept:
+            assert [message.role for message in row.prompt][-1] == "user"
+            assert row.group
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("name", "count"),
     [
-        (
-            {"question": "q", "answer": "a"},
-            "got the columns question, answer; expected one of: prompt, chosen, rejected;",
-        ),
-        ({}, "got the columns none"),
-        ({"prompt": None, "response": "x"}, "prompt: got null, expected text"),
-        ({"prompt": "q", "response": 3}, "response: got 3, expected text"),
-        ({"prompt": "q", "chosen": "x", "rejected": None}, "rejected: got null"),
-        ({"chosen": "x", "rejected": "y"}, "no column 'prompt'; .*hh_rlhf:PLACE"),
-        ({"chosen": [ONE], "rejected": [TWO]}, "no prompt"),
-        ({"chosen": [ASK, ONE], "rejected": [TWO, TWO]}, "differ before their last message"),
-        ({"prompt": "q", "chosen": [ASK], "rejected": [TWO]}, "last message of role 'user', expected 'assistant'"),
-        ({"messages": []}, r"messages: got \[\], expected a list of messages"),
-        ({"messages": "x"}, "messages: got x, expected a list"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, r"messages\[0\]: got .*expected a message with a role"),
-        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content: got null"),
+        ("llama-factory-demo/dpo_en_demo.json.gz", 300),
+        ("llama-factory-demo/dpo_zh_demo.json.gz", 300),
+        ("schema-fixtures/colossalchat_preference.jsonl", 1),
+        ("schema-fixtures/local__jsonfile.jsonl", 1),
+        ("schema-fixtures/trl-lib__hh-rlhf-helpful-base.jsonl", 2),
+        ("schema-fixtures/trl-lib__tldr-preference.jsonl", 1),
+        ("schema-fixtures/trl-lib__ultrafeedback_binarized.jsonl", 1),
     ],
 )
-def test_mistaken_records(record: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said) as error:
-        parse(record, "f:1")
-    assert str(error.value).startswith("f:1: ")
+def test_real_preferences_are_pairs(name: str, count: int) -> None:
+    found = rows(real(name), "reward")
+    assert len(found) == count
+    assert all(isinstance(row, Row) and row.rejected and row.rejected != row.response for row in found)
+
+
+def test_real_labels_are_halved() -> None:
+    name = "llama-factory-demo/kto_en_demo.json.gz"
+    found = rows(real(name), "sft")
+    assert (sum(isinstance(row, Row) for row in found), found.count(BAD)) == (150, 150)
+    pairs = rows(real(name), "reward")
+    alone = pairs.count(Skipped(NO_COUNTERPART))
+    assert (len(pairs) - alone, alone) == (1, 298)
+
+
+def test_real_rankings_give_all_pairs() -> None:
+    file = real("oasst-zh/oaast_rm_zh.json.gz")
+    records = json.loads(gzip.decompress(file.read_bytes()))
+    expected = [
+        (record["output"][i], record["output"][j])
+        for record in records
+        for i in range(len(record["output"]))
+        for j in range(i + 1, len(record["output"]))
+    ]
+    found = [row for row in rows(file, "reward") if isinstance(row, Row)]
+    assert [(row.response, row.rejected) for row in found] == expected
+    assert [row.response for row in rows(file, "sft") if isinstance(row, Row)] == [r["output"][0] for r in records]
+    long = next(record for record in records if len(record["history"]) == 2)
+    row = next(row for row in found if row.prompt[-1].content == long["instruction"])
+    assert [message.content for message in row.prompt] == [
+        *long["history"][0],
+        *long["history"][1],
+        long["instruction"],
+    ]
+
+
+def test_hh_dialogues_are_sent_to_their_source() -> None:
+    found = rows(real("hh-rlhf/harmless-base.jsonl.gz"), "reward")
+    assert len(found) == 1541
+    assert all(
+        isinstance(row, Skipped) and row.bad and row.reason.endswith("are read by hh_rlhf:PLACE") for row in found
+    )
+    for name, count in (("harmless", 1541), ("helpful", 1568)):
+        source = build("data.sources", "hh_rlhf", str(DATA / f"hh-rlhf/{name}-base.jsonl.gz"))
+        assert sum(isinstance(row, Row) for row in source.rows("reward")) == count

@@ -55,6 +55,13 @@ def test_text_that_is_no_dialogue(dialogue: str) -> None:
         parse_pair({"chosen": dialogue, "rejected": ""}, "f:1")
 
 
+def test_transcripts_are_another_schema(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"red-team-attempts holds single transcripts.*expected data_dir harmless-base"):
+        open_sources(["hh_rlhf,data_dir=red-team-attempts:Anthropic/hh-rlhf"])
+    with pytest.raises(UserError, match=r"f:1: transcript: red-team-attempts holds single transcripts"):
+        parse_pair({"transcript": "\n\nHuman: A\n\nAssistant: B", "rating": 1.0}, "f:1")
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="real data is not here")
 def test_real_rows_are_all_pairs() -> None:
     rows = list(open_sources([f"hh_rlhf:{SHARED}"]).rows("reward"))

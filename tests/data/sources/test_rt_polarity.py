@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from data.mixture import open_sources
+from data.reading import Skipped
 from data.sources.rt_polarity import detokenize
 from rlhf.config import UserError
 from rlhf.types import Message, Row
@@ -39,17 +40,20 @@ def reviews(folder: Path, positive: str, negative: str) -> str:
 def test_rows_by_hand(tmp_path: Path) -> None:
     place = reviews(tmp_path, "a naïve joy .\na naïve joy .\nsheer fun\n", "so very dull .\n\nweak\nspare\n")
     source = open_sources([place])
-    reward = list(source.rows("reward"))
+    left_out = [Skipped("repeated sentence"), Skipped("no sentence of the other kind left for it")]
+    every = list(source.rows("reward"))
+    assert every[:2] == left_out
+    reward = [row for row in every if isinstance(row, Row)]
     assert [(row.prompt, row.response, row.rejected) for row in reward] == [
         ((), "a naïve joy.", "so very dull."),
         ((), "sheer fun", "weak"),
     ]
-    sft = list(source.rows("sft"))
+    sft = [row for row in source.rows("sft") if isinstance(row, Row)]
     prompts = [(Message("user", text),) for text in ("a naïve", "so very", "sheer fun", "weak")]
     assert [(row.prompt, row.response) for row in sft] == list(zip(prompts, [" joy.", " dull.", "", ""], strict=True))
     assert [row.columns for row in sft] == [{"label": 1}, {"label": 0}] * 2
     assert [row.group for row in sft] == [row.group for row in reward for _ in range(2)]
-    assert list(source.rows("ppo")) == [Row(r.prompt, None, None, r.group, r.columns) for r in sft]
+    assert list(source.rows("ppo")) == left_out + [Row(r.prompt, None, None, r.group, r.columns) for r in sft]
 
 
 def test_pairs_that_share_a_prompt_share_a_group(tmp_path: Path) -> None:
@@ -57,6 +61,14 @@ def test_pairs_that_share_a_prompt_share_a_group(tmp_path: Path) -> None:
     groups = [row.group for row in open_sources([place]).rows("reward")]
     assert groups[0] == groups[2]  # by 'a b'
     assert len(set(groups)) == 3
+
+
+def test_a_table_of_sentences_and_labels(tmp_path: Path) -> None:
+    place = tmp_path / "x.jsonl"
+    place.write_text('{"text": "good .", "label": 1}\n{"text": "bad !", "label": 0}\n{"text": "so so", "label": 2}\n')
+    skipped, row = open_sources([f"rt_polarity:{place}"]).rows("reward")
+    assert row == Row((), "good.", "bad!", "bad!")
+    assert skipped == Skipped(f"{place}:3: label: got 2, expected 0 or 1", bad=True)
 
 
 def test_a_directory_without_the_files(tmp_path: Path) -> None:

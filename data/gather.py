@@ -1,0 +1,286 @@
+"""Rows are read once, divided by content, and written down for the tokenizer; every row is accounted for."""
+
+import datetime
+import decimal
+import json
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from json import JSONEncoder
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+
+from data.config import DataOptions
+from data.mixture import Origin
+from data.reading import Phase
+from data.split import group_digest, row_digest, share_at
+from rlhf.config import UserError
+from rlhf.types import Message, Row
+
+ROWS_IN_BATCH = 1000
+SHOWN = 10
+"""bad rows that an error lists"""
+ALL_BAD = 1000
+"""rows after which a place that has only bad ones is read no further"""
+
+MALFORMED = "malformed"
+ELSEWHERE = "of another phase's share"
+
+
+@dataclass
+class Ledger:
+    """What became of every row of one origin."""
+
+    rows: int = 0
+    fates: Counter[str] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        if count:
+            self.fates[reason] += count
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The rows that may serve one phase, in a file, and of each what decides on it. Arrays [N]."""
+
+    file: Path
+    groups: np.ndarray
+    """uint64 digest of what keeps rows together"""
+    digests: np.ndarray
+    """uint64 digest of the whole row"""
+    origins: np.ndarray
+    """uint16 number of the origin"""
+    held_out: np.ndarray
+    """bool, for evaluation"""
+    usable: np.ndarray
+    """bool, not a repetition of another row's prompt where that is not allowed"""
+    ledgers: list[Ledger]
+
+    def drop(self, rows: np.ndarray, reason: str) -> None:
+        """Count the rows at these positions under `reason`."""
+        for origin, count in enumerate(np.bincount(self.origins[rows], minlength=len(self.ledgers))):
+            self.ledgers[origin].drop(reason, int(count))
+
+
+def gather(origins: Sequence[Origin], options: DataOptions, phase: Phase, file: Path) -> Gathered:
+    """Read every origin to its end, or as far as is needed where it streams.
+
+    Raises: UserError if a place cannot be read or has more malformed rows than skip_bad_rows; the error lists the
+    first ten.
+    """
+    found = _Columns()
+    foreign = array("Q")
+    ledgers = [Ledger() for _ in origins]
+    with Writer(file) as writer:
+        for number, (origin, ledger) in enumerate(zip(origins, ledgers, strict=True)):
+            needs = Needs(origin, options)
+            for row in _sound_rows(origin, phase, options, ledger):
+                one, other, group, whole = _digests(row, origin, ledger, options.data_seed)
+                share = _share(origin, phase, one, other, options)
+                if share not in (phase, "evaluation"):
+                    ledger.drop(ELSEWHERE)
+                    foreign.append(group)
+                    continue
+                reason = useless(row, phase)
+                if reason:
+                    ledger.drop(reason)
+                    continue
+                writer.write(row, phase)
+                prompt = row_digest(Row(row.prompt), options.data_seed) if phase == "ppo" else 0
+                found.add(group, whole, prompt, number, share == "evaluation")
+                if needs.are_met(share):
+                    break
+            if ledger.fates[MALFORMED] > options.skip_bad_rows:
+                raise UserError(_refusal(origin, ledger))
+    kept = found.gathered(file, ledgers)
+    _exclude_overlap(kept, origins, _numpy(foreign))
+    if phase == "ppo":
+        _exclude_repeated(kept, _numpy(found.prompts))
+    return kept
+
+
+class _Columns:
+    """What is noted of each row, in few bytes."""
+
+    def __init__(self) -> None:
+        self.groups, self.digests, self.prompts = array("Q"), array("Q"), array("Q")
+        self.origins, self.held_out = array("H"), array("b")
+
+    def add(self, group: int, whole: int, prompt: int, origin: int, held_out: bool) -> None:
+        self.groups.append(group)
+        self.digests.append(whole)
+        self.prompts.append(prompt)
+        self.origins.append(origin)
+        self.held_out.append(held_out)
+
+    def gathered(self, file: Path, ledgers: list[Ledger]) -> Gathered:
+        held_out, usable = _numpy(self.held_out) != 0, np.ones(len(self.groups), dtype=bool)
+        columns = (_numpy(self.groups), _numpy(self.digests), _numpy(self.origins))
+        return Gathered(file, *columns, held_out, usable, ledgers)
+
+
+def _digests(row: Row, origin: Origin, ledger: Ledger, seed: int) -> tuple[int, int, int, int]:
+    try:
+        return *group_digest(row, seed), row_digest(row, seed)
+    except (TypeError, AttributeError, UnicodeEncodeError) as error:
+        raise UserError(
+            f"{origin.location}: row {ledger.rows}: {error}; expected messages and responses that are text"
+        ) from None
+
+
+def _numpy(values: Any) -> np.ndarray:
+    return np.frombuffer(values, dtype=values.typecode) if len(values) else np.zeros(0, dtype=values.typecode)
+
+
+def _share(origin: Origin, phase: Phase, one: int, other: int, options: DataOptions) -> str:
+    if origin.use == "evaluation":
+        return "evaluation"
+    share = share_at(one, other, options)
+    return phase if origin.use == "only" and share != "evaluation" else share
+
+
+def useless(row: Row, phase: Phase) -> str:
+    """Why the phase has no use for the row, or an empty string."""
+    if phase == "ppo":
+        return "" if any(message.content.strip() for message in row.prompt) else "empty prompt"
+    if phase == "reward":
+        return "no rejected side" if row.rejected is None or row.response is None else ""
+    if row.response is None:
+        return "no response"
+    return "" if row.response.strip() else "empty response"
+
+
+def _sound_rows(origin: Origin, phase: Phase, options: DataOptions, ledger: Ledger) -> Iterator[Row]:
+    """The rows; what is in place of one is counted."""
+    for row in origin.rows(phase):
+        ledger.rows += 1
+        if isinstance(row, Row):
+            yield row
+        elif row.bad:
+            ledger.drop(MALFORMED)
+            if len(ledger.bad) < max(SHOWN, options.skip_bad_rows):
+                ledger.bad.append(row.reason)
+        else:
+            ledger.drop(row.reason)
+        if ledger.fates[MALFORMED] == ALL_BAD == ledger.rows > options.skip_bad_rows:
+            return  # another kind of data altogether
+
+
+def _refusal(origin: Origin, ledger: Ledger) -> str:
+    count = ledger.fates[MALFORMED]
+    allowed = f"--skip-bad-rows {count} goes on without {'it' if count == 1 else 'them'}"
+    if count == ledger.rows > 1:
+        return f"{ledger.bad[0]}; and so on: none of the first {count} rows can be read"
+    if count == 1:
+        return f"{ledger.bad[0]}; {allowed}"
+    listed = "".join(f"\n  {message}" for message in ledger.bad[:SHOWN])
+    first = f"the first {SHOWN}" if count > SHOWN else "they are"
+    return f"{origin.location}: {count} malformed rows of {ledger.rows}; {allowed}; {first}:{listed}"
+
+
+class Needs:
+    """How many more rows an endless origin must give."""
+
+    def __init__(self, origin: Origin, options: DataOptions) -> None:
+        self._streaming = bool(getattr(origin.source, "streaming", False))
+        if not self._streaming:
+            return
+        if options.max_train_rows is None:
+            raise UserError(f"{origin.location}: streaming reads the first rows only; say how many: --max-train-rows N")
+        holds_out = origin.use == "evaluation" or (options.eval_fraction > 0 and not options.eval_data_path)
+        self._left = {
+            True: options.max_eval_rows if holds_out else 0,
+            False: 0 if origin.use == "evaluation" else options.max_train_rows,
+        }
+
+    def are_met(self, share: str) -> bool:
+        if not self._streaming:
+            return False
+        self._left[share == "evaluation"] -= 1
+        return max(self._left.values()) <= 0
+
+
+def _exclude_overlap(rows: Gathered, origins: Sequence[Origin], foreign: np.ndarray) -> None:
+    """Leave out prompts that another phase trains on, or that are held out elsewhere."""
+    only = np.array([origin.use == "only" for origin in origins])
+    _exclude(rows, only[rows.origins] & np.isin(rows.groups, foreign), "prompt of another phase's share")
+    held_out = np.isin(rows.groups, rows.groups[rows.held_out])
+    _exclude(rows, ~rows.held_out & held_out, "prompt held out for evaluation")
+
+
+def _exclude_repeated(rows: Gathered, prompts: np.ndarray) -> None:
+    """Leave one row of every prompt: the first by content, whatever the order of the files."""
+    positions = np.flatnonzero(rows.usable)
+    positions = positions[np.argsort(rows.digests[positions], kind="stable")]
+    _, first = np.unique(prompts[positions], return_index=True)
+    again = rows.usable.copy()
+    again[positions[first]] = False
+    _exclude(rows, again, "repeated prompt")
+
+
+def _exclude(rows: Gathered, those: np.ndarray, reason: str) -> None:
+    those = those & rows.usable
+    rows.drop(np.flatnonzero(those), reason)
+    rows.usable[those] = False
+
+
+class Writer:
+    """Rows as JSON text in an Arrow file, some in memory at a time."""
+
+    def __init__(self, file: Path) -> None:
+        self._schema = pyarrow.schema({"row": pyarrow.string()})
+        self._stream = pyarrow.ipc.new_stream(str(file), self._schema)
+        self._texts: list[str] = []
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+        self._stream.close()
+
+    def write(self, row: Row, phase: Phase) -> None:
+        self._texts.append(to_text(row, phase))
+        if len(self._texts) == ROWS_IN_BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._texts:
+            self._stream.write_batch(pyarrow.record_batch([pyarrow.array(self._texts)], schema=self._schema))
+            self._texts = []
+
+
+def to_text(row: Row, phase: Phase) -> str:
+    """What the phase still needs of a row. Group and columns are for reward functions, so only ppo keeps all of them.
+
+    Raises: UserError for a column that is no JSON value.
+    """
+    group, columns = row.group, row.columns
+    if phase != "ppo":
+        group, columns = "", {k: v for k, v in columns.items() if k == "margin"}
+    prompt = [[message.role, message.content] for message in row.prompt]
+    try:
+        return ENCODER.encode([prompt, row.response, row.rejected, group, columns])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"columns {', '.join(columns)}: {error}; expected text, numbers, lists and mappings") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime.date | datetime.time | decimal.Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        return None  # pictures and the like say nothing to a reward function over text
+    raise TypeError(f"got a {type(value).__name__}")
+
+
+ENCODER = JSONEncoder(default=_plain)
+
+
+def from_text(text: str) -> Row:
+    prompt, response, rejected, group, columns = json.loads(text)
+    return Row(tuple(Message(role, content) for role, content in prompt), response, rejected, group, columns)

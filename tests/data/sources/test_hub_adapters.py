@@ -1,0 +1,278 @@
+"""What each dataset of the hub says, worked by hand: who is preferred, what is a tie, how its text is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.reading import Phase, Skipped, Unusable
+from data.sources import (
+    chatbot_arena,
+    helpsteer,
+    miracl,
+    mkqa,
+    rlhf_reward_datasets,
+    rm_static,
+    safe_rlhf,
+    sharegpt_vicuna,
+    shp,
+    stack_exchange,
+    ultrafeedback,
+    webgpt,
+)
+from data.table import Ranked
+from rlhf.config import UserError
+from rlhf.plugins import build
+from rlhf.types import Message, Row
+
+
+def say(*turns: str) -> tuple[Message, ...]:
+    """Turns of user and assistant by turns."""
+    return tuple(Message(("user", "assistant")[i % 2], text) for i, text in enumerate(turns))
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in say(*turns)]
+
+
+def rows(folder: Path, spec: str, phase: Phase, *records: dict[str, Any]) -> list[Row | Skipped]:
+    (folder / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return list(build("data.sources", spec, str(folder / "x.jsonl")).rows(phase))
+
+
+def pairs(found: list[Row | Skipped]) -> list[tuple[str | None, str | None] | str]:
+    return [(row.response, row.rejected) if isinstance(row, Row) else row.reason for row in found]
+
+
+# --- dialogues with the prompt split off
+
+
+def test_a_prompt_that_opens_the_response() -> None:
+    prompt = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: C?\n\nAssistant:"
+    row = rm_static.parse({"prompt": prompt, "chosen": " D. ", "rejected": " E."}, "f:1")
+    assert row == Row(say("A?", "B.", "C?"), "D.", "E.", "A?")
+
+
+def test_a_prompt_with_words_of_the_assistant_is_left_out() -> None:
+    record = {"prompt": "\n\nHuman: A?\n\nAssistant: Well,", "chosen": " D.", "rejected": " E."}
+    with pytest.raises(Unusable, match="prompt does not end in the user's turn"):
+        rm_static.parse(record, "f:1")
+
+
+def test_responses_with_their_marker() -> None:
+    record = {"prompt": "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: C?\n\n", "chosen": "Assistant: D. Assistant: too."}
+    row = rlhf_reward_datasets.parse({**record, "rejected": "Assistant: E."}, "f:1")
+    assert row == Row(say("A?", "B.", "C?"), "D. Assistant: too.", "E.", "A?")
+    with pytest.raises(UserError, match=r"f:1: rejected: got text that begins 'E\.', expected 'Assistant: \.\.\.'"):
+        rlhf_reward_datasets.parse({**record, "rejected": "E."}, "f:1")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "turns"),
+    [
+        ("USER: A? ASSISTANT:", say("A?")),
+        ("USER: A? ASSISTANT: B. USER: C?\nASSISTANT:", say("A?", "B.", "C?")),
+        ("Be kind. USER: A? ASSISTANT:", (Message("system", "Be kind."), *say("A?"))),
+        ("USER: Is SUPERUSER: a word? ASSISTANT:", say("Is SUPERUSER: a word?")),
+    ],
+)
+def test_vicuna_turns(prompt: str, turns: tuple[Message, ...]) -> None:
+    assert sharegpt_vicuna.parse({"prompt": prompt, "label": " Z "}, "f:1") == Row(
+        turns, "Z", None, next(turn.content for turn in turns if turn.role == "user")
+    )
+
+
+def test_vicuna_text_without_a_turn() -> None:
+    with pytest.raises(UserError, match=r"f:1: prompt: got text that begins 'Hello', expected 'USER:"):
+        sharegpt_vicuna.parse({"prompt": "Hello", "label": "Z"}, "f:1")
+
+
+# --- pairs with a label
+
+
+def test_shp_by_label_and_ratio(tmp_path: Path) -> None:
+    record = {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 1, "score_ratio": 2.0}
+    records = [record, {**record, "labels": 0}, {**record, "score_ratio": 1.9}]
+    assert pairs(rows(tmp_path, "shp", "reward", *records)) == [("a", "b"), ("b", "a"), "score ratio below 2"]
+    assert pairs(rows(tmp_path, "shp,min_score_ratio=1.5", "reward", *records))[2] == ("a", "b")
+    with pytest.raises(UserError, match=r"min_score_ratio: .*got 0\.5"):
+        rows(tmp_path, "shp,min_score_ratio=0.5", "reward")
+    assert shp.parse({**record, "domain": "d", "post_id": "p", "score_A": 9}, "f:1", 2.0).columns == {
+        "domain": "d",
+        "post_id": "p",
+        "score_ratio": 2.0,
+    }
+
+
+def test_the_two_labels_of_safe_rlhf() -> None:
+    record = {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 0, "safer_response_id": 1}
+    assert safe_rlhf.parse(record, "f:1", "better").response == "a"
+    assert safe_rlhf.parse(record, "f:1", "safer").response == "b"
+    with pytest.raises(UserError, match=r"f:1: safer_response_id: got 2, expected 0 or 1"):
+        safe_rlhf.parse({**record, "safer_response_id": 2}, "f:1", "safer")
+
+
+def test_webgpt_scores_and_citations(tmp_path: Path) -> None:
+    record = {"question": {"full_text": "q"}, "answer_0": "Up [1]. Down[2][3] and [4, 5], see list[i].", "score_0": 1}
+    other = {"answer_1": "Left [1]", "score_1": -1.0}
+    clean = "Up. Down and, see list[i]."
+    assert webgpt.parse({**record, **other}, "f:1").responses == ((clean, 1.0), ("Left", -1.0))
+    tie = {**record, **other, "score_1": 1}
+    assert pairs(rows(tmp_path, "webgpt", "reward", {**record, **other}, tie)) == [(clean, "Left"), "tie"]
+    assert len(rows(tmp_path, "webgpt", "ppo", tie)) == 1
+
+
+def test_arena_votes(tmp_path: Path) -> None:
+    record = {"conversation_a": said("q", "a"), "conversation_b": said("q", "b")}
+    later = {"conversation_a": said("q", "a", "then?", "x"), "conversation_b": said("q", "b", "then?", "y")}
+    same = {"conversation_a": said("q", "a", "then?", "x"), "conversation_b": said("q", "a", "then?", "y")}
+    votes = [{**record, "winner": winner} for winner in ("model_a", "model_b", "tie", "tie (bothbad)")]
+    found = rows(tmp_path, "chatbot_arena", "reward", *votes, {**later, "winner": "model_a"})
+    assert pairs(found) == [("a", "b"), ("b", "a"), "tie", "tie", "conversations part before the last turn"]
+    row = chatbot_arena.parse({**same, "winner": "model_b"}, "f:1")
+    assert row == Row(say("q", "a", "then?"), "y", "x", "q")
+    with pytest.raises(Unusable, match="does not end in the assistant's turn"):
+        chatbot_arena.parse({**record, "conversation_b": said("q"), "winner": "model_a"}, "f:1")
+
+
+def test_ultrafeedback_pairs_and_splits(tmp_path: Path) -> None:
+    record = {"chosen": said("q", "a"), "rejected": said("q", "b"), "score_chosen": 7.0, "score_rejected": 7.0}
+    assert pairs(rows(tmp_path, "ultrafeedback", "reward", record)) == ["tie"]
+    assert pairs(rows(tmp_path, "ultrafeedback", "sft", record)) == [("a", None)]
+    with pytest.raises(Unusable, match="part before the last turn"):
+        ultrafeedback.parse({**record, "rejected": said("other", "b")}, "f:1")
+    assert ultrafeedback.SPLITS == {"sft": "train_sft", "reward": "train_prefs", "ppo": "train_gen"}
+
+
+# --- ratings and ranks
+
+
+def test_helpsteer_gathers_consecutive_responses(tmp_path: Path) -> None:
+    ratings = (("p", "a", 1), ("p", "b", 3), ("p", "c", 3), ("q", "d", 2), ("p", "e", 0))
+    records = [{"prompt": p, "response": r, "helpfulness": h, "verbosity": 4 - h} for p, r, h in ratings]
+    found = pairs(rows(tmp_path, "helpsteer", "reward", *records))
+    assert found == [("b", "a"), ("c", "a"), "only one response", "only one response"]
+    assert pairs(rows(tmp_path, "helpsteer", "sft", *records)) == [("b", None), ("d", None), ("e", None)]
+    found = pairs(rows(tmp_path, "helpsteer,attribute=verbosity", "reward", *records))
+    assert found[:2] == [("a", "b"), ("a", "c")]
+
+
+def test_helpsteer_goes_on_after_a_bad_row(tmp_path: Path) -> None:
+    records = [{"prompt": "p", "response": r, "helpfulness": h} for r, h in (("a", 1), ("b", None), ("c", 3))]
+    found = pairs(rows(tmp_path, "helpsteer", "reward", *records))
+    assert found == [f"{tmp_path / 'x.jsonl'}:2: helpfulness: got null, expected a number", ("c", "a")]
+
+
+def test_helpsteer_turns() -> None:
+    words = "One\n two\n<extra_id_1>Assistant\nThree\n\n<extra_id_1>User\n  Four\n"
+    assert helpsteer.parse_turns(words) == say("One\n two", "Three\n", "  Four\n")
+    assert helpsteer.parse_turns("c#") == say("c#")
+    with pytest.raises(Unusable, match="prompt does not end in the user's turn"):
+        record = {"prompt": "a\n<extra_id_1>Assistant\nb", "response": "c", "helpfulness": 1}
+        helpsteer.parse(record, "f:1", "helpfulness")
+    with pytest.raises(UserError, match=r"f:1: preference_strength: .*write helpsteer2_preference:PLACE"):
+        helpsteer.parse({"preference_strength": 1}, "f:1", "helpfulness")
+
+
+def test_helpsteer2_preference_takes_one_split(tmp_path: Path) -> None:
+    marks = (("train", -3), ("train", 0), ("val", 1), ("validation", 2))
+    records = [
+        {"split": split, "prompt": "p", "response_1": "one", "response_2": "two", "preference_strength": strength}
+        for split, strength in marks
+    ]
+    place = "helpsteer2_preference"
+    left_out = ["of split validation"] * 2
+    assert pairs(rows(tmp_path, place, "reward", *records)) == [("one", "two"), "tie", *left_out]
+    found = pairs(rows(tmp_path, f"{place},split=validation", "reward", *records))
+    assert found == ["of split train"] * 2 + [("two", "one")] * 2
+    file = str(tmp_path / "x.jsonl")
+    sources = [build("data.sources", spec, file) for spec in (place, f"{place},split=validation")]
+    assert sources[0].fingerprint("reward") != sources[1].fingerprint("reward")
+
+
+@pytest.mark.parametrize(("preference", "expected"), [(-1, ("one", "two")), (2, ("two", "one")), (0, "tie")])
+def test_helpsteer3_preference(tmp_path: Path, preference: int, expected: object) -> None:
+    record = {"context": said("a", "b", "c"), "response1": "one", "response2": "two", "overall_preference": preference}
+    found = rows(tmp_path, "helpsteer3", "reward", record)
+    assert pairs(found) == [expected]
+    assert isinstance(found[0], Skipped) or found[0].prompt == say("a", "b", "c")
+
+
+def test_stack_exchange_takes_answers_evenly_over_the_ranking(tmp_path: Path) -> None:
+    answers = [{"text": f"<p>{score}</p>", "pm_score": score} for score in (2, 5, 1, 4, 3)]
+    record = {"question": "<p>q</p>", "answers": answers, "qid": 7}
+    found = stack_exchange.parse(record, "f:1", 3)
+    assert found == Ranked(say("q"), (("5", 5.0), ("3", 3.0), ("1", 1.0)), "q", {"qid": 7})
+    assert len(rows(tmp_path, "stack_exchange", "reward", record)) == 10
+    tied = {**record, "answers": [{"text": text, "pm_score": 0} for text in "ab"]}
+    assert pairs(rows(tmp_path, "stack_exchange", "reward", tied, {**record, "answers": []})) == ["tie", "no answers"]
+
+
+@pytest.mark.parametrize(
+    ("source", "plain"),
+    [
+        ("<p>One <b>bold</b>\nword</p>\n\n<p>a &lt; b &amp;amp; c</p>", "One bold word\n\na < b &amp; c"),
+        ("<p>Use <code>f(x)</code>:</p><pre><code>if x:\n\n\n    y &lt; 1\n</code></pre>", None),
+        ("<ul>\n<li>one</li>\n<li><p>two</p></li>\n</ul>tail", "- one\n\n- two\n\ntail"),
+        ("<p>first<br>second<br/> third</p>", "first\nsecond\nthird"),
+        ("plain  text &amp; two\n lines", "plain  text & two\n lines"),
+        ("<p>open <pre>code", "open\n\n```\ncode\n```"),
+        ('<p><a href="https://x.y">a link</a> and <img src="z"></p>', "a link and"),
+    ],
+)
+def test_html_to_text(source: str, plain: str | None) -> None:
+    assert stack_exchange.plain(source) == (plain or "Use `f(x)`:\n\n```\nif x:\n\n\n    y < 1\n```")
+
+
+def test_html_that_the_parser_refuses() -> None:
+    with pytest.raises(UserError, match=r"f:1: question: got HTML that cannot be read") as error:
+        stack_exchange.parse({"question": "<p> <![foo bar", "answers": []}, "f:1", 10)
+    assert "\n" not in str(error.value)
+
+
+# --- several languages
+
+
+def test_miracl_without_passages(tmp_path: Path) -> None:
+    passage = {"docid": "1", "title": "t", "text": "good"}
+    record = {"query": "q", "positive_passages": [passage, {**passage, "text": "more"}], "negative_passages": []}
+    assert pairs(rows(tmp_path, "miracl", "reward", record)) == ["only one response"]
+    assert pairs(rows(tmp_path, "miracl", "sft", record)) == [("good", None)]
+    with pytest.raises(Unusable, match="no positive passage"):
+        miracl.parse({**record, "positive_passages": []}, "f:1")
+
+
+def test_mkqa_takes_the_first_answer_in_text() -> None:
+    every = [{"type": "x", "text": None}, {"type": "date", "text": "b", "aliases": ["c", "b"]}, {"text": "d"}]
+    record = {"example_id": 5, "queries": {"ja": "q", "ko": "k"}, "answers": {"ja": every, "ko": every[:1]}}
+    row = mkqa.parse(record, "f:1", "ja")
+    assert row == Row(say("q"), "b", None, "q", {"example_id": 5, "answers": ["b", "c", "d"]})
+    with pytest.raises(Unusable, match="no short answer"):
+        mkqa.parse(record, "f:1", "ko")
+    with pytest.raises(UserError, match=r"f:1: queries: no column 'zh_tw'; have ja, ko"):
+        mkqa.parse(record, "f:1", "zh_tw")
+
+
+@pytest.mark.parametrize(
+    ("source", "record", "reason"),
+    [
+        ("hc3_chinese", {"question": "q", "human_answers": []}, "no human answer"),
+        ("qag_jaquad", {"questions": [], "paragraph": "p"}, "no question"),
+    ],
+)
+def test_empty_lists_are_named(tmp_path: Path, source: str, record: dict[str, Any], reason: str) -> None:
+    assert rows(tmp_path, source, "sft", record) == [Skipped(reason)]
+
+
+# --- what is read on the hub
+
+
+def test_parts_of_the_hub_that_are_read_unasked(tmp_path: Path) -> None:
+    two = build("data.sources", "helpsteer2_preference,split=validation", "nvidia/HelpSteer2")
+    assert (two.config.data_dir, two.config.subset, two.config.split) == ("preference", None, None)
+    assert build("data.sources", "helpsteer2_preference,data_dir=x", "").config.data_dir == "x"
+    assert build("data.sources", "helpsteer3", "").config.subset == "preference"
+    assert build("data.sources", "helpsteer3,subset=edit", "").config.subset == "edit"
+    (tmp_path / "x.jsonl").write_text("")
+    assert build("data.sources", "helpsteer3", str(tmp_path / "x.jsonl")).config.subset is None

@@ -1,0 +1,234 @@
+"""Whatever is in a file, it is read to the end, and every record is a row or a reason; nothing else is ever raised."""
+
+import contextlib
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from data import json_rows
+from data.formats import records
+from data.reading import Phase, Skipped, Unusable
+from data.shapes import SHAPES
+from data.sources.files import Config, build, parse
+from rlhf.config import UserError
+from rlhf.types import Row
+
+COLUMNS = sorted({column for shape in SHAPES for column in (*shape.columns, *shape.also)})
+MANY = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+# Every code point, halves of surrogate pairs and controls among them, and the words that mean something here.
+WORDS = (
+    "\n\nHuman:",
+    "\n\nAssistant:",
+    "Human: ",
+    " Assistant:",
+    "</s>",
+    "<|im_end|>",
+    "\u2028",
+    "\x00",
+    "\ud83d",
+    '"',
+)
+TEXT = st.lists(st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(WORDS), max_size=4).map(
+    "".join
+)
+SOUND = st.text(max_size=20)
+NUMBER = st.integers() | st.floats() | st.sampled_from([10**400, -(2**63), 1e308])
+ROLE = st.sampled_from(["user", "assistant", "system", "human", "gpt", "tool", "", None, 3])
+MESSAGE = st.fixed_dictionaries(
+    {}, optional={"role": ROLE, "from": ROLE, "content": TEXT | st.none(), "value": TEXT, "weight": NUMBER}
+)
+TALK = st.lists(MESSAGE, max_size=6)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | NUMBER | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+VALUE = TEXT | TALK | MESSAGE | st.lists(TEXT, max_size=3) | st.lists(st.lists(TEXT, max_size=2), max_size=2) | ANYTHING
+ONE_SHAPE = st.sampled_from(SHAPES).flatmap(
+    lambda shape: st.fixed_dictionaries(
+        dict.fromkeys(shape.columns, TEXT | TALK | VALUE),
+        optional=dict.fromkeys((*shape.also, "id"), VALUE),
+    )
+)
+RECORD = ONE_SHAPE | st.dictionaries(st.sampled_from(COLUMNS) | TEXT, VALUE, max_size=6)
+
+
+def write(folder: Path, name: str, content: bytes) -> Path:
+    (folder / name).write_bytes(gzip.compress(content, 1) if name.endswith(".gz") else content)
+    return folder / name
+
+
+def rows(file: Path, phase: Phase) -> list[Row | Skipped]:
+    return list(build(Config(), str(file)).rows(phase))
+
+
+def check(found: list[Row | Skipped], count: int) -> None:
+    """One row or reason for each record; and a row holds nothing but text that can be written."""
+    assert len(found) == count
+    for one in found:
+        if isinstance(one, Skipped):
+            assert one.reason
+            assert "\n" not in one.reason
+        else:
+            texts = [one.group, one.response or "", one.rejected or "", *(message.content for message in one.prompt)]
+            assert all(text.encode().decode() == text for text in texts)
+
+
+def as_lines(values: list[Any]) -> bytes:
+    return "".join(json.dumps(value) + "\n" for value in values).encode()
+
+
+def as_array(values: list[Any]) -> bytes:
+    return json.dumps(values, indent=1).encode()
+
+
+@MANY
+@given(record=RECORD)
+def test_a_record_is_a_row_or_a_mistake(record: dict[str, Any]) -> None:
+    with contextlib.suppress(Unusable):
+        try:
+            assert parse(record, "f:1") is not None
+        except UserError as mistake:
+            assert str(mistake).startswith("f:1: ")
+            assert "\n" not in str(mistake)
+
+
+@MANY
+@given(found=st.lists(RECORD | ANYTHING, max_size=8), name=st.sampled_from(["x.jsonl", "x.ndjson.gz", "x.json"]))
+@example(found=[{"prompt": "x" * 1_000_000, "response": "\x00" * 1_000_000}], name="x.jsonl")
+@example(found=[{"messages": [{"role": r, "content": "x"} for r in ("user", "assistant")] * 5000}], name="x.json")
+def test_no_record_of_a_json_file_is_lost(tmp_path: Path, found: list[Any], name: str) -> None:
+    content: Callable[[list[Any]], bytes] = as_array if name == "x.json" else as_lines
+    if found and isinstance(found[0], list) and name != "x.json":
+        found = [{}, *found]  # a file that begins with an array is refused
+    file = write(tmp_path, name, content(found))
+    for phase in ("sft", "ppo"):
+        check(rows(file, phase), len(found))  # type: ignore[arg-type]
+    assert all(isinstance(row, Row | Skipped) for row in rows(file, "reward"))
+
+
+@MANY
+@given(
+    found=st.lists(st.tuples(SOUND, SOUND), max_size=8), name=st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.tsv"])
+)
+def test_sound_text_comes_back_as_it_was(tmp_path: Path, found: list[tuple[str, str]], name: str) -> None:
+    values = [dict(zip(("prompt", "completion"), ("a" + one, other), strict=True)) for one, other in found]
+    if name in ("x.csv", "x.tsv"):
+        table = io.StringIO(newline="")
+        writer = csv.DictWriter(table, ["prompt", "completion"], delimiter="," if name == "x.csv" else "\t")
+        writer.writeheader()
+        writer.writerows(values)
+        content = table.getvalue().encode()
+    else:
+        content = as_array(values) if name == "x.json" else as_lines(values)
+    read = rows(write(tmp_path, name, content), "sft")
+    assert [(row.prompt[0].content, row.response) for row in read] == [  # type: ignore[union-attr]
+        (value["prompt"], value["completion"]) for value in values
+    ]
+
+
+@MANY
+@given(
+    found=st.lists(
+        st.tuples(st.binary(max_size=12) | SOUND.map(str.encode) | st.none(), st.none() | SOUND), max_size=8
+    ),
+    size=st.integers(1, 4),
+)
+def test_no_record_of_a_parquet_file_is_lost(tmp_path: Path, found: list[Any], size: int) -> None:
+    """Text is not checked when a parquet file is written, so it may be anything."""
+    texts = pyarrow.array([one for one, _ in found], pyarrow.binary()).view(pyarrow.string())
+    talk = [None if other is None else [{"role": "assistant", "content": other}] for _, other in found]
+    kind = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
+    table = pyarrow.table({"prompt": texts, "completion": pyarrow.array(talk, kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=size)
+    read = rows(tmp_path / "x.parquet", "sft")
+    check(read, len(found))
+    for (one, other), row in zip(found, read, strict=True):
+        sound = one is not None and other is not None and one.decode(errors="replace").encode() == one
+        assert isinstance(row, Row) == sound or b"Human:" in one
+        assert not isinstance(row, Row) or row.response == other
+
+
+PIECES = st.sampled_from(
+    [b"[", b"]", b"{", b"}", b'"', b",", b":", b"\n", b"\r", b"\\", b"\xff", b"NaN", b"\t", b"\x00"]
+)
+SPLICE = st.tuples(st.integers(0, 400), st.integers(0, 5), st.lists(PIECES, max_size=3).map(b"".join))
+
+
+def damaged(content: bytes, splices: list[tuple[int, int, bytes]]) -> bytes:
+    for start, length, piece in splices:
+        content = content[:start] + piece + content[start + length :]
+    return content
+
+
+@MANY
+@given(
+    found=st.lists(RECORD, min_size=1, max_size=4),
+    splices=st.lists(SPLICE, max_size=3),
+    name=st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.tsv", "x.txt", "x.jsonl.gz", "x.parquet"]),
+)
+def test_a_damaged_file_is_read_or_refused(
+    tmp_path: Path, found: list[Any], splices: list[tuple[int, int, bytes]], name: str
+) -> None:
+    if name == "x.parquet":
+        sink = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": [str(i) for i in range(len(found))]}), sink)
+        content = sink.getvalue()
+    else:
+        content = as_array(found) if name == "x.json" else as_lines(found)
+    content = damaged(content, splices)
+    file = write(tmp_path, name, content)
+    if name == "x.jsonl.gz":
+        file.write_bytes(damaged(file.read_bytes(), splices))
+    try:
+        read = [one for _, one in records(file)]
+    except UserError as mistake:
+        assert str(mistake).startswith(str(file))
+        assert "\n" not in str(mistake)
+        return
+    if name == "x.jsonl":
+        assert len(read) == sum(not line.isspace() for line in io.BytesIO(content))
+    check([one for one in read if isinstance(one, Skipped)], sum(isinstance(one, Skipped) for one in read))
+
+
+@MANY
+@given(
+    content=st.binary(max_size=60), name=st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.txt", "x.parquet", "x.gz"])
+)
+def test_any_bytes_are_read_or_refused(tmp_path: Path, content: bytes, name: str) -> None:
+    name = "x.jsonl.gz" if name == "x.gz" else name
+    (tmp_path / name).write_bytes(content)
+    try:
+        list(records(tmp_path / name))
+    except UserError as mistake:
+        assert "\n" not in str(mistake)
+
+
+@MANY
+@given(values=st.lists(ANYTHING, max_size=6), piece=st.integers(1, 40), indent=st.sampled_from([None, 0, 2]))
+def test_an_array_is_the_same_in_pieces_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[Any], piece: int, indent: int | None
+) -> None:
+    file = write(tmp_path, "x.json", json.dumps(values, indent=indent, ensure_ascii=False).encode(errors="replace"))
+    with monkeypatch.context() as patch:
+        whole = list(records(file))
+        patch.setattr(json_rows, "PIECE", piece)
+        assert list(records(file)) == whole
+    assert len(whole) == len(values)
