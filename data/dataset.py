@@ -121,8 +121,9 @@ def fingerprints(options: DataOptions, phase: Phase) -> dict[str, str]:
 def fingerprint(origin: Origin, phase: Phase) -> str:
     """What changes whenever the rows do: the source's own word, else a digest of all its rows."""
     own = getattr(origin.source, "fingerprint", None)
-    if own is not None:
-        return str(own(phase))
+    said = None if own is None else own(phase)
+    if said is not None:
+        return str(said)
     digest = blake2b(digest_size=16)
     for row in origin.rows(phase):
         said = row.reason if isinstance(row, Skipped) else f"{row.group}\0{to_text(row, phase)}"
@@ -154,7 +155,7 @@ def _make(
     place = np.zeros(len(rows.origins), dtype=np.int64)
     place[picked] = np.arange(len(picked))
     report = _account(folder, rows, found, (place[train], place[held_out]), picked)
-    _refuse(report, recipe.phase, options)
+    _refuse(report, recipe.phase, options, written=len(rows.origins))
     if recipe.objective == "text":
         pack(folder, options.max_length)
     return report
@@ -196,11 +197,7 @@ def _account(
     picked: np.ndarray,
 ) -> dict[str, Any]:
     """Save the index of each side without what the encoder dropped; say what became of every row of every origin."""
-    table = read_items(folder)
-    columns = table.data.select(["reason", "cut", "length"]).columns if table is not None else ([], [], [])
-    reasons, cut, lengths = (
-        np.asarray(column, kind) for column, kind in zip(columns, (object, bool, int), strict=True)
-    )
+    reasons, cut, lengths = _outcomes(folder)
     report: dict[str, Any] = {}
     for name, index in zip(("train", "evaluation"), sides, strict=True):
         kept = index[reasons[index] == ""]
@@ -225,8 +222,17 @@ def _account(
     return report
 
 
-def _refuse(report: dict[str, Any], phase: Phase, options: DataOptions) -> None:
-    """Raises: UserError if nothing is left to train or to evaluate on, or too much of it had to be dropped."""
+def _outcomes(folder: Path) -> list[np.ndarray]:
+    """Of each item: why it was dropped (empty if it was not), whether it was cut to length, its tokens."""
+    table, kinds = read_items(folder), {"reason": object, "cut": bool, "length": int}
+    return [np.array(table.data.column(name) if table is not None else [], kind) for name, kind in kinds.items()]
+
+
+def _refuse(report: dict[str, Any], phase: Phase, options: DataOptions, written: int) -> None:
+    """Raises: UserError if nothing is left to train or to evaluate on, or too much of it had to be dropped.
+
+    `written`: rows that the tokenizer could have got, those that are empty left out.
+    """
     wanted = {"train": "training"}
     if options.eval_data_path or (options.eval_fraction and options.max_eval_rows):
         wanted["evaluation"] = "evaluation"
@@ -242,14 +248,18 @@ def _refuse(report: dict[str, Any], phase: Phase, options: DataOptions) -> None:
                 f"({options.eval_fraction:g}), --max-length ({options.max_length}) or --max-prompt-length "
                 f"({options.max_prompt_length})"
             )
-    dropped = sum(report["train"]["dropped"].values())
-    share = dropped / (dropped + report["train"]["rows"])
+    dropped = report["train"]["dropped"]
+    empty = {reason: count for reason, count in fates(report).items() if reason in EMPTY}
+    kept = report["train"]["rows"] * written
+    every = (report["train"]["rows"] + sum(dropped.values())) * (written + sum(empty.values()))
+    share = (every - kept) / every
     if share > options.max_dropped:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in report["train"]["dropped"].items())
+        reasons = ", ".join(f"{count} {reason}" for reason, count in (empty | dropped).items())
+        long = any("long" in reason or "truncation" in reason for reason in dropped)
+        cure = "raise --max-length or --max-prompt-length, or say --truncate tokens" if long else "mend the data"
         raise UserError(
             f"{where}: {share:.0%} of the training rows of {phase} cannot be used ({reasons}); expected at most "
-            f"{options.max_dropped:.0%} (--max-dropped); raise --max-length or --max-prompt-length, or say "
-            "--truncate tokens"
+            f"{options.max_dropped:.0%} (--max-dropped); {cure}"
         )
 
 
@@ -260,6 +270,9 @@ def fates(report: dict[str, Any]) -> dict[str, int]:
         total.update(place["fates"])
     return dict(total.most_common())
 
+
+EMPTY = ("empty prompt", "empty response")
+"""Fates of rows that come to nothing before the tokenizer."""
 
 KEPT = ("train", "evaluation", ELSEWHERE, "beyond max_train_rows", "beyond max_eval_rows", "beyond its weight")
 """Fates of rows that nothing is wrong with."""

@@ -167,7 +167,7 @@ def _sound_rows(origin: Origin, phase: Phase, options: DataOptions, ledger: Ledg
                 ledger.bad.append(row.reason)
         else:
             ledger.drop(row.reason)
-        if ledger.fates[MALFORMED] == ALL_BAD == ledger.rows > options.skip_bad_rows:
+        if ledger.rows == ALL_BAD == ledger.fates[MALFORMED] > options.skip_bad_rows:
             return  # another kind of data altogether
 
 
@@ -208,7 +208,8 @@ class Needs:
 def _exclude_overlap(rows: Gathered, origins: Sequence[Origin], foreign: np.ndarray) -> None:
     """Leave out prompts that another phase trains on, or that are held out elsewhere."""
     only = np.array([origin.use == "only" for origin in origins])
-    _exclude(rows, only[rows.origins] & np.isin(rows.groups, foreign), "prompt of another phase's share")
+    if only.any():
+        _exclude(rows, only[rows.origins] & np.isin(rows.groups, foreign), "prompt of another phase's share")
     held_out = np.isin(rows.groups, rows.groups[rows.held_out])
     _exclude(rows, ~rows.held_out & held_out, "prompt held out for evaluation")
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from data.config import DataOptions
-from data.places import is_hub_id
+from data.contract import checked_rows
+from data.places import is_hub_id, refuse_loading_script
 from data.reading import Phase, Skipped, Source
+from data.table import Table
 from rlhf import plugins
 from rlhf.config import UserError
 from rlhf.types import Row
@@ -31,11 +33,10 @@ class Origin:
     weight: float | None = None
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
-        """Raises: UserError if a source of the user's yields something else than rows."""
-        for row in self.source.rows(phase):
-            if not isinstance(row, Row | Skipped):
-                raise UserError(f"{self.location}: rows('{phase}') gave {str(row)[:60]!r}, expected rlhf.types.Row")
-            yield row
+        """Raises: UserError if a source of the user's own gives something else than rows."""
+        if isinstance(self.source, Table):
+            return self.source.rows(phase)
+        return checked_rows(self.source, phase, self.location)
 
 
 def parse_location(location: str) -> tuple[str, str, float | None]:
@@ -67,9 +68,14 @@ def source_for(place: str) -> str:
 
 
 def open_origin(location: str, use: Use = "shared") -> Origin:
-    """Raises: UserError for an unknown source, a mistaken option or a place that is not there."""
+    """Raises: UserError for an unknown source, a mistaken option, a place that is not there, or no source at all."""
     spec, place, weight = parse_location(location)
-    return Origin(location, plugins.build(FOLDER, spec, place), use, weight)
+    refuse_loading_script(spec.partition(",")[0])
+    source = plugins.build(FOLDER, spec, place)
+    if not callable(getattr(source, "rows", None)):
+        got = type(source).__name__
+        raise UserError(f"{location}: build(config, place) gave a value of type {got}, expected one with rows(phase)")
+    return Origin(location, source, use, weight)
 
 
 def origins(options: DataOptions, phase: Phase) -> list[Origin]:

@@ -156,12 +156,8 @@ class LocalFiles:
     files: tuple[Path, ...]
 
     def records(self, split: str, config: TableConfig) -> Found:
-        for option in ("split", "subset", "data_dir"):
-            if getattr(config, option) is not None:
-                raise UserError(
-                    f"{self.name}: got {option}={getattr(config, option)}, expected none: files on disk have no parts; "
-                    "give the files you want, a pattern such as 'data/train*' perhaps"
-                )
+        cure = "files on disk have no parts; give the files you want, a pattern such as 'data/train*' perhaps"
+        _refuse_parts(self.name, config, ("split", "subset", "data_dir"), cure)
         for file in self.files:
             yield from records(file)
 
@@ -180,13 +176,13 @@ class SavedDataset:
         import datasets  # half a second, needed here only
         import pyarrow
 
+        _refuse_parts(self.name, config, ("subset", "data_dir"), "a saved dataset has splits only")
         with _told(self.name, OSError, ValueError, KeyError, pyarrow.ArrowException):
             found = datasets.load_from_disk(str(self.folder))
             if isinstance(found, datasets.DatasetDict):
                 yield from _table_records(_pick(self.name, found, split), f"{self.name}/{split}")
-            elif config.split:
-                raise UserError(f"{self.name}: got split={config.split}, expected none: it was saved without splits")
             else:
+                _refuse_parts(self.name, config, ("split",), "it was saved without splits")
                 yield from _table_records(found, self.name)
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
@@ -257,6 +253,12 @@ class HubDataset:
         if known and config.subset not in (None, *known):
             return f"no subset '{config.subset}'; have {', '.join(known)}{suggest(str(config.subset), known)}"
         return f"cannot be loaded: {reason}; download its files and give their path"
+
+
+def _refuse_parts(name: str, config: TableConfig, options: Iterable[str], why: str) -> None:
+    for option in options:
+        if getattr(config, option) is not None:
+            raise UserError(f"{name}: got {option}={getattr(config, option)}, expected none: {why}")
 
 
 def _pick(name: str, splits: Any, split: str) -> Any:

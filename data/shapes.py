@@ -3,6 +3,7 @@
 A shape is named for the columns it needs, such as `prompt-chosen-rejected`.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -56,7 +57,7 @@ def fit(columns: tuple[str, ...], name: str | None, mapped: frozenset[str]) -> F
 
     A pair before a single response before a prompt alone; of those the one that needs, or takes in, all that another
     does and more.
-    If none fits, or several, what is wrong.
+    If none fits, or several, or a prompt that has only one side of a pair beside it, what is wrong.
     """
     have = frozenset(columns)
     fits = [shape for shape in SHAPES if name in (None, shape.name) and have.issuperset(shape.columns)]
@@ -68,6 +69,11 @@ def fit(columns: tuple[str, ...], name: str | None, mapped: frozenset[str]) -> F
         wanted = f"those of shape={name}: {', '.join(name.split('-'))}" if name else f"one of: {_known()}"
         cure = "or say which is which: files,prompt=COLUMN,response=COLUMN:PLACE"
         return f"got the columns {names(columns)}; expected {wanted}; {cure}"
+    half = have & {"chosen", "rejected"}
+    if name is None and len(half) == 1 and fits[0].holds == LITTLE:
+        other = "rejected" if "chosen" in half else "chosen"
+        cure = f"where it is meant so, write files,shape={fits[0].name}:PLACE"
+        return f"no column '{other}' beside '{min(half)}'; have {names(columns)}; {cure}"
     if len(fits) > 1:
         which = " and ".join(shape.name for shape in fits)
         return f"the columns fit {which}; say which, as in files,shape={fits[0].name}:PLACE"
@@ -87,7 +93,7 @@ def _pair(prompt_column: str, record: Record, where: str, rest: dict[str, Any]) 
     before, chosen, rejected = _sides(record, where)
     prompt = joined(record, prompt_column, before, where)
     chosen, rejected = (reply(record, prompt_column, response) for response in (chosen, rejected))
-    return Row(prompt, chosen, rejected, opening(prompt), rest)
+    return Row(prompt, chosen, rejected, opening(prompt), _with_margin(rest, where))
 
 
 def _pair_alone(record: Record, where: str, rest: dict[str, Any]) -> Row:
@@ -101,7 +107,18 @@ def _pair_alone(record: Record, where: str, rest: dict[str, Any]) -> Row:
         raise UserError(
             f"{where}: chosen: got no prompt before it, and there is no column 'prompt'; {_no_prompt(record)}"
         )
-    return Row(prompt, chosen, rejected, opening(prompt), rest)
+    return Row(prompt, chosen, rejected, opening(prompt), _with_margin(rest, where))
+
+
+def _with_margin(rest: dict[str, Any], where: str) -> dict[str, Any]:
+    """The columns of a pair, the margin among them a number; in CSV it is text, and empty where there is none."""
+    margin = rest.get("margin")
+    if margin in (None, ""):
+        return rest
+    if isinstance(margin, str):
+        with contextlib.suppress(ValueError):
+            margin = float(margin)
+    return rest | {"margin": number({"margin": margin}, "margin", where)}
 
 
 def _no_prompt(record: Record) -> str:

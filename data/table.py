@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from data.places import Place, TableConfig
+from data.places import HubDataset, Place, TableConfig
 from data.reading import Phase, Record, Skipped, Unusable
 from rlhf.config import UserError
 from rlhf.types import Message, Row
@@ -146,6 +146,11 @@ class Table:
     def streaming(self) -> bool:
         """Whether it may be read only as far as needed."""
         return self.config.streaming
+
+    @property
+    def remote(self) -> bool:
+        """Whether the hub must be asked what is there."""
+        return isinstance(self.place, HubDataset)
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
         return self.combine(self._items(phase), phase)

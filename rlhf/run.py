@@ -56,8 +56,10 @@ class Run:
         if dist.is_main():
             checkpoint.write_json(self.directory / "data.json", data.report)
             bad = [message for place in data.report["places"] for message in place["bad"]]
+            report = self.directory / "bad_rows.txt"
+            report.unlink(missing_ok=True)  # an earlier run's, of data that was mended since
             if bad:
-                (self.directory / "bad_rows.txt").write_text("\n".join(bad) + "\n", encoding="utf-8")
+                report.write_text("\n".join(bad) + "\n", encoding="utf-8")
         dropped = ", ".join(f"{count} {reason}" for reason, count in data.train.dropped.items())
         record.say(
             f"{self.stage}: {len(data.train)} rows to train on, {len(data.evaluation)} held out"

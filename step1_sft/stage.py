@@ -41,9 +41,9 @@ def train(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int
         yield {**metrics, "padding": padding(micros)}
 
 
-def _batches(dataset: PromptDataset, config: SFTConfig) -> Batches:
-    ranks = dist.rank(), dist.world_size()
-    return Batches(dataset.lengths, config.batch_size, config.seed, ranks, config.batch_tokens)
+def _batches(dataset: PromptDataset, config: SFTConfig, ranks: tuple[int, int] | None = None) -> Batches:
+    place = ranks or (dist.rank(), dist.world_size())
+    return Batches(dataset.lengths, config.batch_size, config.seed, place, config.batch_tokens)
 
 
 def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -83,6 +83,7 @@ def check(config: SFTConfig, planned: Mapping[str, str] | None = None, ranks: in
     check_start(place, config.chat_template, config.max_length, config.convert_template)
     _, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
+    _batches(data.train, config, (0, ranks))
 
 
 def run(config: SFTConfig) -> None:

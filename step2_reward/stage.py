@@ -43,9 +43,9 @@ def train(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: 
         yield {**metrics, "padding": padding([micro.stacked().trimmed() for micro in micros])}
 
 
-def _batches(dataset: PromptDataset, config: RewardConfig) -> Batches:
-    ranks = dist.rank(), dist.world_size()
-    return Batches(dataset.lengths, config.batch_size, config.seed, ranks, config.batch_tokens)
+def _batches(dataset: PromptDataset, config: RewardConfig, ranks: tuple[int, int] | None = None) -> Batches:
+    place = ranks or (dist.rank(), dist.world_size())
+    return Batches(dataset.lengths, config.batch_size, config.seed, place, config.batch_tokens)
 
 
 def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -108,6 +108,7 @@ def check(config: RewardConfig, planned: Mapping[str, str] | None = None, ranks:
     check_start(place, config.chat_template, config.max_length, config.convert_template)
     _, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
+    _batches(data.train, config, (0, ranks))
 
 
 def run(config: RewardConfig) -> None:

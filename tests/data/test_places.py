@@ -180,6 +180,7 @@ def test_a_saved_dataset(saved: Path) -> None:
 
 
 def test_a_saved_dataset_with_splits(saved: Path) -> None:
+    assert "got subset=x, expected none" in mistake(f"{saved}/splits", config=TableConfig(subset="x"))
     assert read(f"{saved}/splits") == ROWS
     assert read(f"{saved}/splits", "test") == ROWS[5:8]
     said = mistake(f"{saved}/splits", "tets")

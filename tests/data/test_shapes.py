@@ -6,7 +6,7 @@ import pytest
 
 from data.reading import Unusable
 from data.shapes import SHAPES, Fit, Shape, fit
-from data.sources.files import parse
+from data.sources.files import Wanted, parse
 from data.table import Labelled, Ranked
 from rlhf.config import UserError
 from rlhf.types import Message, Row
@@ -252,6 +252,11 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": "q", "responses": ["x"], "scores": [1, 2]}, "scores: got [1, 2], expected 1 numbers"),
     ({"prompt": "q", "responses": ["x"], "scores": [float("nan")]}, "scores[0]: got NaN, expected a number"),
     ({"prompt": "q", "responses": ["x"], "ranks": [True]}, "ranks[0]: got true, expected a number"),
+    ({"prompt": "q", "chosen": "x"}, "no column 'rejected' beside 'chosen'; have prompt, chosen; where it is meant"),
+    ({"prompt": "q", "rejected": "x", "n": 1}, "no column 'chosen' beside 'rejected'; have prompt, rejected, n;"),
+    ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "much"}, 'margin: got "much", expected a number'),
+    ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "inf"}, "margin: got Infinity, expected a number"),
+    ({"chosen": [ASK, ONE], "rejected": [ASK, TWO], "margin": [1]}, "margin: got [1], expected a number"),
     ({"prompt": "q", "response": "x", "label": None}, "label: got null, expected true or false"),
     ({"prompt": "q", "response": "x", "label": [1]}, "label: got [1], expected true or false"),
     ({"messages": [ASK], "label": True}, "got a label but no single response"),
@@ -270,3 +275,17 @@ def test_mistaken_records(record: dict[str, Any], said: str) -> None:
     assert str(error.value).startswith("f:1: ")
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("margin", "kept"), [(2, 2.0), (0.5, 0.5), ("-1.5", -1.5), ("3", 3.0), (None, None), ("", "")])
+def test_a_margin_is_a_number_also_where_files_have_text_only(margin: Any, kept: Any) -> None:
+    row = parse({"prompt": "q", "chosen": "x", "rejected": "y", "margin": margin, "n": "1"}, "f:1")
+    assert isinstance(row, Row)
+    assert row.columns == {"margin": kept, "n": "1"}
+
+
+def test_one_side_of_a_pair_may_be_meant_so() -> None:
+    record = {"prompt": "q", "chosen": "x"}
+    assert parse(record, "f:1", Wanted("prompt")) == Row((Message("user", "q"),), None, None, "q", {"chosen": "x"})
+    mapped = Wanted(None, (("response", "chosen"),), frozenset({"response"}))
+    assert parse(record, "f:1", mapped) == Row((Message("user", "q"),), "x", None, "q")

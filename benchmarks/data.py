@@ -1,0 +1,289 @@
+"""`python -m benchmarks.data`: what tokenised data costs on disk, in time and in memory. For Linux.
+
+Each part runs in a process of its own, so that memory and start-up are its own. Rows are generated (benchmarks.corpus)
+and have 129 tokens on average, prompt, template and EOS included.
+"""
+
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from rlhf import config
+from rlhf.launch import cores
+
+TOKENS = 129
+RESULTS = Path(__file__).parent / "results" / "data.json"
+TARGETS = {
+    "bytes_a_row": 600,
+    "rows_a_second": 8000,
+    "main_growth_mb": 200,
+    "second_start_s": 5,
+    "padding": 0.10,
+}
+"""At most, of rows a second at least. Memory is for a million rows."""
+DEEPSPEED_CHAT = {"bytes_a_row": 22_600, "rows_a_second": 2048}
+"""DeepSpeed-Chat's cache of padded tensors on 2 cores, for texts of 129 tokens: quoted, not measured here."""
+
+
+class Options(config.Config):
+    """What to measure, and where to write it."""
+
+    rows: int = Field(100_000, ge=1000)
+    """generated rows"""
+    workers: int = Field(2, ge=1)
+    """processes that tokenise"""
+    repeat: int = Field(3, ge=1)
+    """first calls, of which the best counts"""
+    vocabulary: int = Field(32_768, ge=1000)
+    """tokens of the byte-level BPE that is trained for this"""
+    tokenizer: str | None = None
+    """directory of another tokenizer to use instead"""
+    hh: str | None = None
+    """a file of HH-RLHF pairs, such as harmless-base.jsonl.gz, to measure padding on; else lengths are drawn"""
+    output: str = str(RESULTS)
+    """JSON file to write"""
+
+
+def first_call(place: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
+    """Rows to items, the file read, divided and tokenised: time, and processor time."""
+    opened, used = _open(place, tokenizer, workers, cache)
+    rows = len(opened.train)
+    files = [file for file in Path(cache).rglob("*") if file.is_file()]
+    return {
+        "rows": rows,
+        "mean_tokens": round(float(opened.train.lengths.mean()), 1),
+        "bytes_a_row": round(sum(file.stat().st_size for file in files) / rows, 1),
+        "seconds": round(used["wall"], 2),
+        "rows_a_second": round(rows / used["wall"]),
+        "cpu_us_a_row_main": round(used["main"] / rows * 1e6, 1),
+        "cpu_us_a_row_workers": round(used["workers"] / rows * 1e6, 1),
+    }
+
+
+def first_memory(place: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
+    """Peaks of memory in the same call; looking at them takes time, so that is not measured here."""
+    with _Memory() as memory:
+        _open(place, tokenizer, workers, cache, memory.begin)
+    return memory.peaks()
+
+
+def second_start(place: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
+    """The same call when the set is there, all lengths read; and what an epoch's order and an item cost then."""
+    opened, used = _open(place, tokenizer, workers, cache)
+    from data.batches import Batches
+
+    train = opened.train
+    picks = np.random.default_rng(0).integers(len(train), size=2000).tolist()
+    order = _seconds(lambda: next(iter(Batches(train.lengths, 16))))
+    return {
+        "seconds": round(used["wall"], 2),
+        "seconds_imports_and_tokenizer": round(used["before"], 2),
+        "epoch_order_s": round(order, 3),
+        "random_item_us": round(_seconds(lambda: [train[i] for i in picks]) / len(picks) * 1e6, 1),
+    }
+
+
+def padding(tokens: np.ndarray) -> dict[str, float]:
+    """The share of padding at batch 16 in micro-batches of 8, by length and in random order. tokens [N, k]
+
+    `least`: what remains if all rows of a micro-batch are of one length, because the k sides of a row are not.
+    """
+    from data.batches import Batches
+    from data.show import padding_share
+
+    longest = tokens.max(1)
+    return {
+        "rows": len(tokens),
+        "by_length": round(padding_share(tokens, Batches(longest, 16), 8), 4),
+        "random_order": round(padding_share(tokens, Batches(len(tokens), 16), 8), 4),
+        "least": round(1 - float(tokens.sum() / (longest.sum() * tokens.shape[1])), 4),
+    }
+
+
+def hh_lengths(place: str, tokenizer: str) -> np.ndarray:
+    """Tokens of both sides of each pair in a file of HH-RLHF. [N, 2]"""
+    from data.config import DataOptions
+    from data.dataset import Recipe, open_datasets
+    from data.show import sides
+
+    with tempfile.TemporaryDirectory() as cache:
+        options = DataOptions(data_path=(f"hh_rlhf:{place}",), data_split=(0, 1, 0), eval_fraction=0, data_cache=cache)
+        return sides(open_datasets(options, Recipe("reward"), _tokenizer(tokenizer)).train)
+
+
+def drawn_lengths() -> np.ndarray:
+    """As in instruction data: lognormal, median 100, 8 to 512 tokens. [N, 1]"""
+    return np.random.default_rng(0).lognormal(np.log(100), 0.6, 20_000).clip(8, 512).astype(int)[:, None]
+
+
+def prepare(folder: str, rows: int, vocabulary: int, tokenizer: str | None) -> dict[str, Any]:
+    """Write the rows, and train the tokenizer unless there is one; (its place, its size)."""
+    from benchmarks import corpus
+    from rlhf.text import Template
+
+    place = tokenizer or f"{folder}/tokenizer"
+    if tokenizer is None:
+        corpus.train_tokenizer(Path(place), vocabulary)
+    prepared = _tokenizer(place)
+    empty = len(Template(prepared).prompt_ids(())) + len(Template(prepared).response_ids(""))
+    words = corpus.words_for(prepared, TOKENS, empty)
+    corpus.write_rows(Path(folder) / "rows.jsonl", rows, words)
+    return {"tokenizer": place, "tokens": len(prepared), "words_a_row": round(words, 1)}
+
+
+def _tokenizer(place: str) -> Any:
+    from rlhf.record import quiet_libraries
+    from rlhf.text import load_tokenizer, prepare_tokenizer
+
+    quiet_libraries()
+    return prepare_tokenizer(load_tokenizer(place), "human_assistant")
+
+
+def _open(
+    place: str, tokenizer: str, workers: int, cache: str, begin: Callable[[], object] = int
+) -> tuple[Any, dict[str, float]]:
+    """(what was opened, seconds) of `open_datasets` for sft, all rows for training. `begin` is called just before."""
+    began = time.perf_counter()
+    from data.config import DataOptions
+    from data.dataset import Recipe, open_datasets
+
+    prepared = _tokenizer(tokenizer)
+    options = DataOptions(
+        data_path=(place,), data_split=(1, 0, 0), eval_fraction=0, data_workers=workers, data_cache=cache
+    )
+    begin()
+    before, start, cpu = time.perf_counter() - began, time.perf_counter(), time.process_time()
+    opened = open_datasets(options, Recipe("sft"), prepared)
+    opened.train.lengths.sum()
+    wall, main = time.perf_counter() - start, time.process_time() - cpu
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return opened, {"before": before, "wall": wall, "main": main, "workers": children.ru_utime + children.ru_stime}
+
+
+class _Memory:
+    """Peaks of this process and its children from `begin` on, looked at every 20 ms, in MB.
+
+    Of this process: growth of resident memory, with the pages of mapped files that the kernel may drop, and without
+    them. Of a child: what it shares with nobody, and would be free without it.
+    """
+
+    def __enter__(self) -> "_Memory":
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        self._start = self._most = self._now()
+        self._child = 0.0
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def peaks(self) -> dict[str, float]:
+        growth = self._most - self._start
+        return {
+            "main_growth_mb": round(growth[0]),
+            "main_growth_without_files_mb": round(growth[1]),
+            "worker_peak_mb": round(self._child),
+        }
+
+    def _look(self) -> None:
+        import psutil
+
+        me = psutil.Process()
+        while not self._ended.wait(0.02):
+            self._most = np.maximum(self._most, self._now())
+            for child in me.children(recursive=True):
+                try:
+                    self._child = max(self._child, child.memory_full_info().uss / 1e6)
+                except (psutil.Error, OSError):
+                    continue  # it has just ended
+
+    @staticmethod
+    def _now() -> np.ndarray:
+        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return np.array([int(lines[name].split()[0]) / 1000 for name in ("VmRSS", "RssAnon")])
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _alone(call: Callable[..., Any], *args: Any) -> Any:
+    """The result of a call in a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(call, *args).result()
+
+
+def hardware() -> str:
+    """Processor, cores, memory, and what runs on them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    software = ", ".join(f"{library} {version(library)}" for library in ("tokenizers", "transformers", "datasets"))
+    return f"{name}, {cores()} cores, {memory:.0f} GiB; Python {platform.python_version()}, {software}"
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """All of it, as written to the JSON file."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = _alone(prepare, folder, options.rows, options.vocabulary, options.tokenizer)
+        tokenizer = made.pop("tokenizer")
+        given = (f"{folder}/rows.jsonl", tokenizer, options.workers)
+        memory = _alone(first_memory, *given, f"{folder}/cache")
+        again = _alone(second_start, *given, f"{folder}/cache")
+        calls = []
+        for number in range(options.repeat):
+            shutil.rmtree(f"{folder}/cache")
+            calls.append(_alone(first_call, *given, f"{folder}/cache"))
+            print(f"first call {number + 1} of {options.repeat}: {json.dumps(calls[-1])}", flush=True)
+        found = {"drawn": _alone(padding, drawn_lengths())}
+        if options.hh is not None:
+            pairs = _alone(hh_lengths, options.hh, tokenizer)
+            found |= {"hh_pairs": _alone(padding, pairs), "hh_chosen": _alone(padding, pairs[:, :1])}
+    return {
+        "date": date.today().isoformat(),
+        "hardware": hardware(),
+        "load_average": os.getloadavg()[0],
+        "data": {**made, "rows": options.rows, "workers": options.workers, "best_of": options.repeat},
+        "first_call": {**max(calls, key=lambda call: call["rows_a_second"]), **memory},
+        "second_start": again,
+        "padding": found,
+        "targets": TARGETS,
+        "deepspeed_chat_quoted": DEEPSPEED_CHAT,
+    }
+
+
+def main() -> int:
+    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.data", "What tokenised data costs.")
+    results = measure(options)
+    output = Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(config.run_as_user(main))
