@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -69,13 +70,14 @@ def _sequences(rows: Sequence[Sequence[int]], spans: Sequence[Spans], pad_id: in
 class Batches:
     """Which rows each batch has: by length where lengths are given, another order every epoch, resumable anywhere.
 
-    An epoch's order depends on (seed, epoch) and the lengths alone. Batches are stretches of it, either of
-    `batch_size` rows or of as many as have `batch_tokens` tokens together, and are dealt out to the ranks, so that
-    every rank gets equally many batches, and equally many rows of each. The position is a number of rows: it stays
-    exact when the number of ranks changes. An epoch's last rows that fill no batch are left out (others each epoch).
+    An epoch's order and its batches depend on (seed, epoch) and the lengths alone: stretches of `batch_size` rows, or
+    of as many as have at most `batch_tokens` tokens (and up to a row more for each rank but one). They are dealt out to
+    the ranks, so that every rank gets equally many batches, and equally many rows of each. The position is a number of
+    rows: it stays exact when the number of ranks changes. Rows that fill no batch at an epoch's end are left out
+    (others each epoch).
 
-    With lengths, rows are sorted within stretches of SORTED batches, which are then shuffled: a batch has rows of
-    similar length, and little of it is padding.
+    With lengths, rows are sorted within SORTED batches, which are then shuffled: a batch has rows of similar length,
+    and little of it is padding.
     Raises: UserError if the batch does not divide by the ranks, or there are fewer rows than one batch.
     """
 
@@ -130,7 +132,7 @@ class Batches:
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's rows of every batch from the position to the end of the epoch, and go to the next epoch."""
         order, ends = self._order()
-        while (end := self._end(order, ends, self.row)) > self.row:
+        while (end := self._end(ends, self.row)) > self.row:
             batch = order[self.row : end]
             self.row = end
             yield self._share(batch)
@@ -149,27 +151,17 @@ class Batches:
         fresh.set_epoch(0)
         return sum(1 for _ in fresh.take(epochs))
 
-    def _end(self, order: np.ndarray, ends: np.ndarray, start: int) -> int:
+    def _end(self, ends: np.ndarray, start: int) -> int:
         """Where the batch that begins at `start` ends; `start` if no whole batch is left.
 
-        It does not reach over the end of a stretch of similar rows, but for those that were too few for all ranks.
+        It is rounded up, so that every rank gets as many rows; the rows it takes are the next batch's first.
         """
-        count = self._filling(order, start)
-        if self.batch_tokens is None:
-            return start + count if count == self.batch_size else start
-        stretch = ends[np.searchsorted(ends, start + self.world_size - 1, side="right") :]
-        if len(stretch):
-            count = min(count, int(stretch[0]) - start)
-        return start + count // self.world_size * self.world_size
-
-    def _filling(self, order: np.ndarray, start: int) -> int:
-        """How many rows from `start` on fill a batch, or are left."""
-        if self.batch_tokens is None:
-            return min(self.batch_size, len(order) - start)
-        assert self.lengths is not None
-        most = self.batch_tokens // max(1, int(self.lengths.min())) + 1
-        tokens = np.cumsum(self.lengths[order[start : start + most]])
-        return int(np.searchsorted(tokens, self.batch_tokens, side="right"))
+        later = ends[np.searchsorted(ends, start, side="right") :]
+        if not len(later):
+            return start
+        ranks = self.world_size
+        rows = -(-(int(later[0]) - start) // ranks) * ranks
+        return start + min(rows, (self.size - start) // ranks * ranks)
 
     def _share(self, batch: np.ndarray) -> list[int]:
         if self.lengths is not None:  # every rank gets as many long rows as the others
@@ -177,26 +169,30 @@ class Batches:
         return [int(row) for row in batch[self.rank :: self.world_size]]
 
     def _order(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of this epoch, and where each stretch of similar rows ends."""
+        """The rows of this epoch, and where each batch ends."""
         random = np.random.default_rng([self.seed, self.epoch])
         order = random.permutation(self.size)
         if self.lengths is None:
-            return order, order[:0]
-        rows = self.batch_size
+            return order, np.arange(self.batch_size, self.size + 1, self.batch_size)
+        rows, whole = self.batch_size, self.size // self.batch_size * self.batch_size
         if self.batch_tokens is not None:
-            rows = max(1, int(self.batch_tokens / self.lengths.mean()))
-        whole = self.size // rows * rows
+            rows, whole = max(1, int(self.batch_tokens / self.lengths.mean())), self.size
         batches: list[np.ndarray] = []
         for start in range(0, whole, SORTED * rows):
             stretch = order[start : min(start + SORTED * rows, whole)]
             batches += self._cut(stretch[np.argsort(self.lengths[stretch], kind="stable")])
-        batches = [batches[i] for i in random.permutation(len(batches))] + [order[whole:]]
-        return np.concatenate(batches), np.cumsum([len(batch) for batch in batches])
+        batches = [batches[i] for i in random.permutation(len(batches))]
+        return np.concatenate([*batches, order[whole:]]), np.cumsum([len(batch) for batch in batches])
 
     def _cut(self, rows: np.ndarray) -> list[np.ndarray]:
-        parts, start = [], 0
-        while start < len(rows):
-            count = self._filling(rows, start)
-            parts.append(rows[start : start + count])
-            start += count
-        return parts
+        """Batches of `batch_size`; or of at most `batch_tokens`, as few as can be and nearly equal, because a mean over
+        few tokens would be a loud step."""
+        if self.batch_tokens is None or self.lengths is None:
+            return [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        lengths = self.lengths[rows]
+        even = -(-lengths.sum() // -(-lengths.sum() // self.batch_tokens))
+        budget = min(self.batch_tokens, int(even + lengths.max()))
+        total, edges = np.concatenate([[0], np.cumsum(lengths)]), [0]
+        while edges[-1] < len(rows):
+            edges.append(int(np.searchsorted(total, total[edges[-1]] + budget, side="right")) - 1)
+        return [rows[start:end] for start, end in pairwise(edges)]

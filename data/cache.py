@@ -5,6 +5,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -12,16 +13,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import tokenizers
 from transformers import PreTrainedTokenizerBase
 
+from rlhf import record
 from rlhf.config import UserError
 
 REPORT = "report.json"
-TEXT = ("text.py", "templates.py", "encoder.py", "types.py")
+TEXT = ("text.py", "templates.py", "rendering.py", "encoder.py", "types.py")
 """Modules of rlhf/ that decide on ids."""
+LIBRARIES = ("tokenizers", "transformers", "jinja2", "datasets", "pyarrow")
 
 
 def cache_root(option: str | None) -> Path:
@@ -46,9 +48,10 @@ def key(**parts: Any) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """Of the code that makes a set: this package and the templates, and the library that tokenises."""
+    """Of the code that makes a set: this package, the templates, and the libraries that render, tokenise and store."""
     here = Path(__file__).parent
-    digest = hashlib.sha256(tokenizers.__version__.encode())
+    versions = " ".join(importlib.metadata.version(name) for name in LIBRARIES)
+    digest = hashlib.sha256(versions.encode())
     for file in [*sorted(here.rglob("*.py")), *(here.with_name("rlhf") / name for name in TEXT)]:
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -67,12 +70,12 @@ def building(folder: Path) -> Iterator[Path | None]:
     """A temporary directory that becomes `folder` when the block ends well; None if `folder` is there already.
 
     Several processes may come at once: one builds, the others wait outside any collective and then find it. Where
-    file locks do not work (some network file systems) each builds, and the first to end wins.
+    file locks do not work (some network file systems) each builds, and the first to end wins. The lock is the process's
+    own (POSIX), so the kernel frees it when the builder dies, whatever children it leaves.
     """
     root = folder.parent
     with (root / f"{folder.name}.lock").open("w") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        _lock(lock)
         if is_whole(folder):
             yield None
             return
@@ -93,6 +96,16 @@ def building(folder: Path) -> Iterator[Path | None]:
             ) from None
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _lock(file: TextIO) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        record.say("waiting for another process that tokenises the same rows")
+        fcntl.lockf(file, fcntl.LOCK_EX)
+    except OSError:
+        return  # a file system without locks
 
 
 def _sweep(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a source must give. A table makes its rows of checked records; every other source is held to its word here."""
+"""What a source must give. Those in data/sources make rows of checked records; a user's own is held to its word here."""
 
 import datetime
 import decimal

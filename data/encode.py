@@ -50,7 +50,7 @@ Encoded = tuple[Item, bool] | str
 
 
 @dataclass(frozen=True)
-class Encoder:
+class RowEncoder:
     """From rows to items, many at a time: tokenizers are twice as fast that way."""
 
     phase: Phase

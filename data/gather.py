@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow
 
 from data.config import DataOptions
-from data.mixture import Origin
+from data.mixture import Origin, open_origin
 from data.reading import Phase
-from data.split import group_digest, row_digest, share_at
+from data.split import PHASES, group_digest, share_at, text_digest
 from rlhf.config import UserError
 from rlhf.types import Message, Row
 
@@ -29,6 +29,7 @@ ALL_BAD = 1000
 
 MALFORMED = "malformed"
 ELSEWHERE = "of another phase's share"
+HELD_OUT = "prompt held out for evaluation"
 
 
 @dataclass
@@ -58,10 +59,10 @@ class Gathered:
     held_out: np.ndarray
     """bool, for evaluation"""
     usable: np.ndarray
-    """bool, not a repetition of another row's prompt where that is not allowed"""
+    """bool, not a repetition of a prompt that must not come again"""
     ledgers: list[Ledger]
 
-    def drop(self, rows: np.ndarray, reason: str) -> None:
+    def count(self, rows: np.ndarray, reason: str) -> None:
         """Count the rows at these positions under `reason`."""
         for origin, count in enumerate(np.bincount(self.origins[rows], minlength=len(self.ledgers))):
             self.ledgers[origin].drop(reason, int(count))
@@ -74,34 +75,73 @@ def gather(origins: Sequence[Origin], options: DataOptions, phase: Phase, file: 
     first ten.
     """
     found = _Columns()
-    foreign = array("Q")
     ledgers = [Ledger() for _ in origins]
     with Writer(file) as writer:
         for number, (origin, ledger) in enumerate(zip(origins, ledgers, strict=True)):
-            needs = Needs(origin, options)
+            needs = Needs(origin, options, phase)
             for row in _sound_rows(origin, phase, options, ledger):
-                one, other, group, whole = _digests(row, origin, ledger, options.data_seed)
-                share = _share(origin, phase, one, other, options)
+                share, group = _placed(row, origin, phase, options)
                 if share not in (phase, "evaluation"):
                     ledger.drop(ELSEWHERE)
-                    foreign.append(group)
                     continue
                 reason = useless(row, phase)
                 if reason:
                     ledger.drop(reason)
                     continue
-                writer.write(row, phase)
-                prompt = row_digest(Row(row.prompt), options.data_seed) if phase == "ppo" else 0
+                text = to_text(row, phase)
+                writer.write(text)
+                whole = text_digest(text, options.data_seed)
+                prompt = text_digest(repr(row.prompt), options.data_seed) if phase == "ppo" else 0
                 found.add(group, whole, prompt, number, share == "evaluation")
                 if needs.are_met(share):
                     break
             if ledger.fates[MALFORMED] > options.skip_bad_rows:
                 raise UserError(_refusal(origin, ledger))
-    kept = found.gathered(file, ledgers)
-    _exclude_overlap(kept, origins, _numpy(foreign))
+    rows = found.gathered(file, ledgers)
+    only = np.array([origin.use == "only" for origin in origins])[rows.origins]
+    if only.any():
+        elsewhere = np.isin(rows.groups, _groups_elsewhere(origins, phase, options))
+        _exclude(rows, only & elsewhere, "prompt of another phase's share")
+    _exclude(rows, ~rows.held_out & np.isin(rows.groups, _groups_held_out(rows, origins, options)), HELD_OUT)
     if phase == "ppo":
-        _exclude_repeated(kept, _numpy(found.prompts))
-    return kept
+        _exclude_repeated(rows, _numpy(found.prompts))
+    return rows
+
+
+def _groups_held_out(rows: Gathered, origins: Sequence[Origin], options: DataOptions) -> np.ndarray:
+    """Of the rows to evaluate on, and of whatever places for evaluation hold for other phases."""
+    groups = array("Q")
+    for origin in origins:
+        if origin.use == "evaluation" and not origin.streaming:
+            for phase in PHASES:
+                found = (row for row in origin.rows(phase) if isinstance(row, Row))
+                groups.extend(group_digest(row, options.data_seed)[2] for row in found)
+    return np.concatenate([rows.groups[rows.held_out], _numpy(groups).astype(np.uint64)])
+
+
+def _groups_elsewhere(origins: Sequence[Origin], phase: Phase, options: DataOptions) -> np.ndarray:
+    """Of what the other phases have of the shared places, and an earlier phase of its own places.
+
+    Raises: UserError if a shared place is a stream, which cannot be looked through.
+    """
+    groups = array("Q")
+    for other in PHASES:
+        if other == phase:
+            continue
+        earlier = getattr(options, f"{other}_only_data_path") if PHASES.index(other) < PHASES.index(phase) else ()
+        places = [origin for origin in origins if origin.use == "shared"]
+        for origin in [*places, *(open_origin(location, "only") for location in earlier)]:
+            if origin.streaming:
+                raise UserError(
+                    f"{origin.location}: a stream beside --{phase}-only-data-path cannot be looked through "
+                    "for prompts that both have; name it as a place of one phase"
+                )
+            for row in origin.rows(other):
+                if isinstance(row, Row):
+                    share, group = _placed(row, origin, other, options)
+                    if share == other:
+                        groups.append(group)
+    return _numpy(groups)
 
 
 class _Columns:
@@ -124,24 +164,17 @@ class _Columns:
         return Gathered(file, *columns, held_out, usable, ledgers)
 
 
-def _digests(row: Row, origin: Origin, ledger: Ledger, seed: int) -> tuple[int, int, int, int]:
-    try:
-        return *group_digest(row, seed), row_digest(row, seed)
-    except (TypeError, AttributeError, UnicodeEncodeError) as error:
-        raise UserError(
-            f"{origin.location}: row {ledger.rows}: {error}; expected messages and responses that are text"
-        ) from None
-
-
 def _numpy(values: Any) -> np.ndarray:
     return np.frombuffer(values, dtype=values.typecode) if len(values) else np.zeros(0, dtype=values.typecode)
 
 
-def _share(origin: Origin, phase: Phase, one: int, other: int, options: DataOptions) -> str:
+def _placed(row: Row, origin: Origin, phase: Phase, options: DataOptions) -> tuple[str, int]:
+    """(the share that a row of `origin` is in, as `phase` sees it; the digest of its group)."""
+    one, other, group = group_digest(row, options.data_seed)
     if origin.use == "evaluation":
-        return "evaluation"
+        return "evaluation", group
     share = share_at(one, other, options)
-    return phase if origin.use == "only" and share != "evaluation" else share
+    return (phase if origin.use == "only" and share != "evaluation" else share), group
 
 
 def useless(row: Row, phase: Phase) -> str:
@@ -186,12 +219,14 @@ def _refusal(origin: Origin, ledger: Ledger) -> str:
 class Needs:
     """How many more rows an endless origin must give."""
 
-    def __init__(self, origin: Origin, options: DataOptions) -> None:
-        self._streaming = bool(getattr(origin.source, "streaming", False))
+    def __init__(self, origin: Origin, options: DataOptions, phase: Phase) -> None:
+        self._streaming = origin.streaming
         if not self._streaming:
             return
         if options.max_train_rows is None:
             raise UserError(f"{origin.location}: streaming reads the first rows only; say how many: --max-train-rows N")
+        if origin.use == "shared" and not options.data_split[PHASES.index(phase)]:
+            raise UserError(f"{origin.location}: --data-split gives {phase} nothing of this stream, which has no end")
         holds_out = origin.use == "evaluation" or (options.eval_fraction > 0 and not options.eval_data_path)
         self._left = {
             True: options.max_eval_rows if holds_out else 0,
@@ -203,15 +238,6 @@ class Needs:
             return False
         self._left[share == "evaluation"] -= 1
         return max(self._left.values()) <= 0
-
-
-def _exclude_overlap(rows: Gathered, origins: Sequence[Origin], foreign: np.ndarray) -> None:
-    """Leave out prompts that another phase trains on, or that are held out elsewhere."""
-    only = np.array([origin.use == "only" for origin in origins])
-    if only.any():
-        _exclude(rows, only[rows.origins] & np.isin(rows.groups, foreign), "prompt of another phase's share")
-    held_out = np.isin(rows.groups, rows.groups[rows.held_out])
-    _exclude(rows, ~rows.held_out & held_out, "prompt held out for evaluation")
 
 
 def _exclude_repeated(rows: Gathered, prompts: np.ndarray) -> None:
@@ -226,7 +252,7 @@ def _exclude_repeated(rows: Gathered, prompts: np.ndarray) -> None:
 
 def _exclude(rows: Gathered, those: np.ndarray, reason: str) -> None:
     those = those & rows.usable
-    rows.drop(np.flatnonzero(those), reason)
+    rows.count(np.flatnonzero(those), reason)
     rows.usable[those] = False
 
 
@@ -245,8 +271,8 @@ class Writer:
         self._flush()
         self._stream.close()
 
-    def write(self, row: Row, phase: Phase) -> None:
-        self._texts.append(to_text(row, phase))
+    def write(self, text: str) -> None:
+        self._texts.append(text)
         if len(self._texts) == ROWS_IN_BATCH:
             self._flush()
 

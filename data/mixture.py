@@ -1,5 +1,6 @@
 """Where the rows of a phase come from. A location is written `[source[,option=value]:]place[=weight]`."""
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from data.config import DataOptions
 from data.contract import checked_rows
 from data.places import is_hub_id, refuse_loading_script
 from data.reading import Phase, Skipped, Source
-from data.table import Table
 from rlhf import plugins
 from rlhf.config import UserError
 from rlhf.types import Row
@@ -31,12 +31,17 @@ class Origin:
     source: Source
     use: Use = "shared"
     weight: float | None = None
+    code: str = ""
+    """digest of the Python file that the source is, if it is a user's own"""
+
+    @property
+    def streaming(self) -> bool:
+        """Whether it is read only as far as needed, as it may have no end."""
+        return bool(getattr(self.source, "streaming", False))
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
         """Raises: UserError if a source of the user's own gives something else than rows."""
-        if isinstance(self.source, Table):
-            return self.source.rows(phase)
-        return checked_rows(self.source, phase, self.location)
+        return checked_rows(self.source, phase, self.location) if self.code else self.source.rows(phase)
 
 
 def parse_location(location: str) -> tuple[str, str, float | None]:
@@ -70,16 +75,18 @@ def source_for(place: str) -> str:
 def open_origin(location: str, use: Use = "shared") -> Origin:
     """Raises: UserError for an unknown source, a mistaken option, a place that is not there, or no source at all."""
     spec, place, weight = parse_location(location)
-    refuse_loading_script(spec.partition(",")[0])
+    name = spec.partition(",")[0]
+    refuse_loading_script(name)
     source = plugins.build(FOLDER, spec, place)
     if not callable(getattr(source, "rows", None)):
         got = type(source).__name__
         raise UserError(f"{location}: build(config, place) gave a value of type {got}, expected one with rows(phase)")
-    return Origin(location, source, use, weight)
+    code = hashlib.sha256(Path(name).read_bytes()).hexdigest() if name.endswith(".py") else ""
+    return Origin(location, source, use, weight, code)
 
 
 def origins(options: DataOptions, phase: Phase) -> list[Origin]:
-    """Every location that serves `phase`.
+    """Every location that serves `phase`, but for those of weight 0.
 
     Raises: UserError if there is none, one cannot be opened, or only some of those to train on have a weight.
     """
@@ -98,23 +105,4 @@ def origins(options: DataOptions, phase: Phase) -> list[Origin]:
     weighted = [origin.location for origin in held_out if origin.weight is not None]
     if weighted:
         raise UserError(f"--eval-data-path {weighted[0]}: got a weight, expected none: all its rows are for evaluation")
-    return train + held_out
-
-
-def open_sources(locations: Sequence[str]) -> "Mixture":
-    """The rows of all `locations`, one after the other.
-
-    Raises: UserError for an unknown source, a mistaken option or a place that is not there.
-    """
-    return Mixture(tuple(open_origin(location) for location in locations))
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """Origins one after the other; itself a source."""
-
-    origins: tuple[Origin, ...]
-
-    def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
-        for origin in self.origins:
-            yield from origin.rows(phase)
+    return [origin for origin in train if origin.weight != 0] + held_out

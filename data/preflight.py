@@ -1,10 +1,9 @@
 """Whether the data can fill one batch, asked before anything is trained."""
 
 from data.config import DataOptions
-from data.dataset import Opened, fates
+from data.dataset import Opened
+from data.report import NEEDS, fates
 from rlhf.config import UserError
-
-NEEDS = {"sft": "a response", "reward": "a preferred and a rejected response", "ppo": "a prompt"}
 
 
 def require_rows(opened: Opened, options: DataOptions, batch_size: int, ranks: int = 1) -> None:

@@ -28,8 +28,6 @@ class PreviewConfig(DataOptions):
     """what fine-tuning learns of a dialogue: the last assistant turn, every assistant turn, or everything"""
     objective: Literal["response", "text"] = "response"
     """of fine-tuning: response = learn responses to prompts; text = continued pretraining on packed plain text"""
-    response_length: int = Field(64, ge=1)
-    """most tokens of a response that PPO samples"""
     output: str | None = None
     """directory to write the tokenised rows to: PHASE/train.parquet, PHASE/evaluation.parquet, PHASE/report.json"""
 
@@ -50,7 +48,7 @@ def preview(options: PreviewConfig) -> list[str]:
     recipes = {
         "sft": Recipe("sft", options.loss_on, options.objective),
         "reward": Recipe("reward"),
-        "ppo": Recipe("ppo", response_length=options.response_length),
+        "ppo": Recipe("ppo"),
     }
     screen = show.Screen(show.terminal(sys.stdout), tokenizer)
     mistakes = []

@@ -15,9 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
 from data.cache import REPORT
-from data.dataset import Opened, PromptDataset, Recipe, fates
+from data.dataset import Opened, PromptDataset
 from data.encode import Demonstration, Item, Preference, Spans
+from data.making import Recipe
 from data.reading import Phase
+from data.report import fates
 from rlhf.checkpoint import appearing, write_json
 from rlhf.config import UserError
 

@@ -37,12 +37,14 @@ def share_at(one: int, other: int, options: DataOptions) -> str:
 
 
 def group_of(row: Row) -> str:
-    """What decides the split: the row's group, else the prompt's text, else the response, normalised.
+    """What decides the split: the row's group, else what the first user says, else the prompt, else the response.
 
-    Near-duplicates that differ in case, spaces, punctuation or the form of a letter (NFKC) are the same.
+    So a dialogue and its continuations are one group. Near-duplicates that differ in case, spaces, punctuation or the
+    form of a letter (NFKC) are the same.
     """
-    text = row.group or " ".join(message.content for message in row.prompt)
-    return normalised(text if text.strip() else row.response or "")
+    first = next((message.content for message in row.prompt if message.role == "user"), "")
+    texts = (row.group, first, " ".join(message.content for message in row.prompt), row.response or "")
+    return normalised(next((text for text in texts if text.strip()), ""))
 
 
 def normalised(text: str) -> str:
@@ -57,12 +59,9 @@ def group_digest(row: Row, seed: int) -> tuple[int, int, int]:
     return one, other, identity
 
 
-def row_digest(row: Row, seed: int) -> int:
-    """A 64-bit number of the row, its columns aside."""
-    texts = [text for message in row.prompt for text in (message.role, message.content)]
-    texts += ["\1", row.response or "", "\1", row.rejected or ""]
-    whole = f"{seed}\0" + "\0".join(texts)
-    return int.from_bytes(blake2b(whole.encode(), digest_size=8).digest())
+def text_digest(text: str, seed: int) -> int:
+    """A 64-bit number of a text."""
+    return int.from_bytes(blake2b(f"{seed}\0{text}".encode(), digest_size=8).digest())
 
 
 def ordered(groups: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Items in memory-mapped Arrow files: unpadded ids, as small as the vocabulary allows, read without copying."""
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 import datasets
 import numpy as np
 
-from data.encode import Demonstration, Encoded, Encoder, Item, Preference, Prompt
+from data.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEncoder
 from data.gather import from_text
 from data.reading import Phase
+from rlhf.launch import end_with_parent
 
 SMALL = 5000
 """rows below which more processes cost more than they save"""
@@ -81,15 +83,17 @@ def to_item(phase: Phase, columns: dict[str, Any]) -> Item:
 class EncodeBatch:
     """The function that `datasets.map` runs over texts of rows."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
+    def __init__(self, encoder: RowEncoder) -> None:
+        self._encoder, self._home = encoder, os.getpid()
 
     def __call__(self, batch: Columns) -> Columns:
+        if os.getpid() != self._home:
+            end_with_parent(self._home)
         rows = [from_text(text) for text in batch["row"]]
         return to_columns(self._encoder.phase, self._encoder(rows), batch["row"])
 
 
-def encode_file(rows: Path, picked: np.ndarray, encoder: Encoder, folder: Path, workers: int) -> None:
+def encode_file(rows: Path, picked: np.ndarray, encoder: RowEncoder, folder: Path, workers: int) -> None:
     """Tokenise the rows at positions `picked` of the file `rows` into `folder`/items*.arrow, in their order."""
     table = datasets.Dataset.from_file(str(rows)) if len(picked) else None
     if table is None:

@@ -219,9 +219,15 @@ class _Patience:
 def _end_with_launcher() -> None:
     """Linux: have the kernel send SIGTERM when the launcher is gone, even by SIGKILL."""
     launcher = os.environ.get(LAUNCHER)
-    if launcher is None or sys.platform != "linux":
+    if launcher is not None:
+        end_with_parent(int(launcher))
+
+
+def end_with_parent(parent: int) -> None:
+    """Linux: have the kernel send this process SIGTERM when its parent, of that id, is gone."""
+    if sys.platform != "linux":
         return
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-    if launcher != str(os.getppid()):  # it was gone before that
+    if parent != os.getppid():  # it was gone before that
         raise SystemExit(128 + signal.SIGTERM)

@@ -44,15 +44,19 @@ class Run:
     def describe(self, data: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """Say how many rows there are, and which were dropped and why; the whole account goes to data.json.
 
-        Raises: UserError if some rank would have none to evaluate on.
+        Raises: UserError if the ranks do not have the same rows.
         """
         self.manifest |= {
             "template": describe_template(tokenizer),
             "data": {place["place"]: place["fingerprint"] for place in data.report["places"]},
         }
-        if len(data.evaluation) < dist.world_size():
-            held_out = len(data.evaluation)
-            raise UserError(f"{self.stage}: {held_out} held-out rows, expected one for each process; add rows")
+        said = (sorted(self.manifest["data"].items()), len(data.train), len(data.evaluation))
+        for rank, other in enumerate(dist.gather_objects(said)):
+            if other != said:
+                raise UserError(
+                    f"{self.stage}: rank {rank} found other data than rank {dist.rank()}: {other[1:]} rows against "
+                    f"{said[1:]}; a place must hold the same on every host, and give the same rows every time"
+                )
         if dist.is_main():
             checkpoint.write_json(self.directory / "data.json", data.report)
             bad = [message for place in data.report["places"] for message in place["bad"]]

@@ -54,14 +54,13 @@ def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, O
 
 def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> float:
     """exp of the mean loss over the response tokens of `dataset`, each token counting the same over all ranks."""
-    mine = [dataset[i] for i in range(dist.rank(), len(dataset), dist.world_size())]
-    batch = sft_batch(mine, pad_id).to(policy.device)
-    total = torch.zeros((), dtype=torch.float64, device=policy.device)
+    mine = range(dist.rank(), len(dataset), dist.world_size())
+    totals = torch.zeros(2, dtype=torch.float64, device=policy.device)
     with policy.inference() as model:
-        for rows in length_groups(batch.lengths, config.micro_batch_size):
-            logprobs, _ = model(batch[rows].trimmed())
-            total -= logprobs.sum()
-    totals = torch.stack([total, batch.loss_mask.sum().double()])
+        for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
+            batch = sft_batch([dataset[mine[i]] for i in rows], pad_id).to(policy.device)
+            logprobs, _ = model(batch)
+            totals += torch.stack([-logprobs.sum().double(), batch.loss_mask.sum()])
     nll, count = dist.sum_over_ranks(totals).tolist()
     return math.exp(nll / count)
 
@@ -71,28 +70,31 @@ def inputs(config: SFTConfig) -> dict[str, str]:
     return {"model": config.model}
 
 
-def check(config: SFTConfig, planned: Mapping[str, str] | None = None, ranks: int = 1) -> None:
-    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError.
+def check(
+    config: SFTConfig, planned: Mapping[str, str] | None = None, ranks: int = 1
+) -> tuple[PreTrainedTokenizerBase, Opened]:
+    """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
 
     `planned`: stages that will have run by then, and the model each starts from.
+    Raises: UserError.
     """
     check_ranks(config.batch_size, ranks)
     check_engine(config)
     start = planned_start(config.model, config.output_dir, planned or {})
     place = start or model_place(config.model, *FOLDERS)
     check_start(place, config.chat_template, config.max_length, config.convert_template)
-    _, data = open_data(config, place)
+    tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
     _batches(data.train, config, (0, ranks))
+    return tokenizer, data
 
 
 def run(config: SFTConfig) -> None:
     """The stage from its inputs to OUT/step1_sft: model, metrics.jsonl, manifest.json; nothing if it is finished."""
     if skip(STAGE, config, inputs(config), partial(fingerprints, config, PHASE)):
         return
-    check(config, ranks=dist.world_size())
+    tokenizer, data = check(config, ranks=dist.world_size())
     place = model_place(config.model, *FOLDERS)
-    tokenizer, data = open_data(config, place)
     dataset, evaluation = data.train, data.evaluation
     total = _batches(dataset, config).steps(config.num_train_epochs)
     with open_run(STAGE, config) as stage:

@@ -63,12 +63,13 @@ def pair_scores(model: Engine | torch.nn.Module, pairs: Pairs) -> tuple[Tensor, 
 
 def evaluate(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> Metrics:
     """Accuracy, loss and scores on held-out pairs, over all ranks."""
-    mine = [dataset[i] for i in range(dist.rank(), len(dataset), dist.world_size())]
-    batch = pair_batch(mine, pad_id).to(reward.device)
+    mine = range(dist.rank(), len(dataset), dist.world_size())
+    found: list[list[float]] = []
     with reward.inference() as model:
-        groups = length_groups(batch.lengths, config.micro_batch_size)
-        found = torch.cat([torch.stack(pair_scores(model, batch[rows]), dim=1) for rows in groups])
-    pairs = torch.tensor([pair for part in dist.gather_objects(found.tolist()) for pair in part])
+        for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
+            batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
+            found += torch.stack(pair_scores(model, batch), dim=1).tolist()
+    pairs = torch.tensor([pair for part in dist.gather_objects(found) for pair in part])
     loss, metrics = losses.pairwise_logistic(pairs[:, 0], pairs[:, 1])
     record.say(score_histogram(pairs))
     return {
@@ -96,28 +97,31 @@ def inputs(config: RewardConfig) -> dict[str, str]:
     return {"model": config.model}
 
 
-def check(config: RewardConfig, planned: Mapping[str, str] | None = None, ranks: int = 1) -> None:
-    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError.
+def check(
+    config: RewardConfig, planned: Mapping[str, str] | None = None, ranks: int = 1
+) -> tuple[PreTrainedTokenizerBase, Opened]:
+    """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
 
     `planned`: stages that will have run by then, and the model each starts from.
+    Raises: UserError.
     """
     check_ranks(config.batch_size, ranks)
     check_engine(config)
     start = planned_start(config.model, config.output_dir, planned or {})
     place = start or model_place(config.model, *FOLDERS)
     check_start(place, config.chat_template, config.max_length, config.convert_template)
-    _, data = open_data(config, place)
+    tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
     _batches(data.train, config, (0, ranks))
+    return tokenizer, data
 
 
 def run(config: RewardConfig) -> None:
     """The stage from its inputs to OUT/step2_reward: model, metrics.jsonl, manifest.json; nothing if it is finished."""
     if skip(STAGE, config, inputs(config), partial(fingerprints, config, PHASE)):
         return
-    check(config, ranks=dist.world_size())
+    tokenizer, data = check(config, ranks=dist.world_size())
     place = model_place(config.model, *FOLDERS)
-    tokenizer, data = open_data(config, place)
     dataset, evaluation = data.train, data.evaluation
     total = _batches(dataset, config).steps(config.num_train_epochs)
     pad_id = tokenizer.pad_token_id

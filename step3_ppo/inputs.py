@@ -48,10 +48,13 @@ def with_inputs(config: Step3Config) -> Step3Config:
     return config.model_copy(update={name: model_place(places[name], *FOLDERS[name]) for name in places})
 
 
-def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1) -> None:
-    """Refuse, before anything is loaded or written, what cannot work. Raises: UserError.
+def check(
+    config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1
+) -> tuple[PreTrainedTokenizerBase, Opened]:
+    """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
 
     `planned`: stages that will have run by then, and the model each starts from, which is looked at instead of theirs.
+    Raises: UserError.
     """
     starts = {name: planned_start(place, config.output_dir, planned or {}) for name, place in inputs(config).items()}
     known = {name: start for name, start in starts.items() if start is not None}
@@ -73,14 +76,15 @@ def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: 
             read_head(resolve(place))
     _check_tokenizers(models)
     _check_sources(models)
-    _, data = open_data(config, str(models.actor_model))
+    tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size, ranks)
+    return tokenizer, data
 
 
 def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
     """The prepared tokenizer of the actor at `place`, and the prompts in its ids."""
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
-    return tokenizer, open_datasets(config, Recipe(PHASE, response_length=config.response_length), tokenizer)
+    return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
 def _check_tokenizers(config: Step3Config) -> None:

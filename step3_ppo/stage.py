@@ -16,7 +16,7 @@ from rlhf.run import open_run, skip
 from rlhf.types import Metrics, Rollout
 from step3_ppo.config import Step3Config
 from step3_ppo.evaluate import Evaluation, compare, look, show_samples
-from step3_ppo.inputs import PHASE, check, inputs, open_data, with_inputs
+from step3_ppo.inputs import PHASE, check, inputs, with_inputs
 from step3_ppo.players import Players, iterations, reward_context, set_up
 from step3_ppo.rollout import generate, rollout_metrics, score
 from step3_ppo.update import update
@@ -77,9 +77,8 @@ def run(config: Step3Config) -> None:
     """The stage from its inputs to OUT/step3_ppo: actor, critic, metrics.jsonl, manifest.json; nothing if finished."""
     if skip(STAGE, config, inputs(config), partial(fingerprints, config, PHASE)):
         return
-    check(config, ranks=dist.world_size())
+    tokenizer, data = check(config, ranks=dist.world_size())
     given, config = config, with_inputs(config)
-    tokenizer, data = open_data(config, str(config.actor_model))
     prompts, evaluation = data.train, data.evaluation
     with open_run(STAGE, given) as stage:
         players = set_up(config, tokenizer)

@@ -15,7 +15,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RLHF_CACHE"] = tempfile.mkdtemp(prefix="rlhf-test-cache-")
-atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
 # All that stands above is read when these are imported.
 import numpy as np
@@ -23,6 +22,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

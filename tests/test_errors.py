@@ -137,7 +137,11 @@ def test_a_directory_that_cannot_be_made(
 @pytest.mark.parametrize(
     ("row", "source", "parts"),
     [
-        ({"picture": "a"}, "", ["data.jsonl:1", "got the columns picture", "chosen, rejected", "none of the first 1000"]),
+        (
+            {"picture": "a"},
+            "",
+            ["data.jsonl:1", "got the columns picture", "chosen, rejected", "none of the first 1000"],
+        ),
         ({"prompt": "a", "chosen": "b"}, "hh_rlhf:", ["data.jsonl:1", "Human"]),
         (
             {"chosen": "\n\nHuman: a\n\nAssistant: b"},

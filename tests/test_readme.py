@@ -10,7 +10,7 @@ import torch
 import yaml
 
 import train
-from data.mixture import open_sources
+from data.mixture import open_origin
 from rlhf import plugins, rewards
 from rlhf.config import option_names
 from rlhf.launch import SAID
@@ -72,7 +72,7 @@ def test_a_command_is_accepted(
 
 def test_the_dataset(tmp_path: Path) -> None:
     (tmp_path / "my_dataset.py").write_text(blocks()["my_dataset.py"])
-    rows = list(open_sources([f"{tmp_path}/my_dataset.py,rows=3"]).rows("reward"))
+    rows = list(open_origin(f"{tmp_path}/my_dataset.py,rows=3").rows("reward"))
     assert len(rows) == 3
     assert all(row.prompt and row.response and row.rejected and row.response != row.rejected for row in rows)
 

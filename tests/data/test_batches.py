@@ -104,10 +104,11 @@ def test_a_budget_of_tokens(ranks: int) -> None:
     assert set(seen) <= {1, 2}  # twice in two epochs, but for fewer rows than ranks at the end of each
     assert (seen == 1).sum() <= 2 * (ranks - 1)
     for b, batch in enumerate(batches):
-        assert LENGTHS[batch].sum() <= 4096
+        assert LENGTHS[batch].sum() <= 4096 + (ranks - 1) * LENGTHS.max()
         assert len({len(shares[rank][b]) for rank in range(ranks)}) == 1
-    full = [LENGTHS[batch].sum() for batch in batches]
-    assert np.median(full) > 0.9 * 4096
+    full = np.array([LENGTHS[batch].sum() for batch in batches])
+    assert np.median(full) > 0.85 * 4096
+    assert (full < 4096 / 3).sum() <= 2 * ranks, "small batches but for the ends of the epochs"
 
 
 def padded_share(batches: list[list[int]], micro: int) -> float:

@@ -52,7 +52,7 @@ def contents(data: Opened) -> tuple[Any, ...]:
 def test_the_second_call_reads_what_the_first_made(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_datasets(options(), Recipe("sft"), tokenizer(home))
     before = {path: path.stat().st_mtime_ns for path in Path("cache").rglob("*") if path.suffix != ".lock"}
-    monkeypatch.setattr(dataset, "_make", None)  # it would not work again
+    monkeypatch.setattr(dataset, "make", None)  # it would not work again
     second = open_datasets(options(data_workers=3), Recipe("sft"), tokenizer(home))
     assert contents(first) == contents(second)
     assert before == {path: path.stat().st_mtime_ns for path in Path("cache").rglob("*") if path.suffix != ".lock"}

@@ -140,9 +140,31 @@ def test_what_a_source_may_give(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_what_a_source_says_of_its_rows_decides_whether_they_are_read_again(tokenizer: PreTrainedTokenizerBase) -> None:
-    for fingerprint, seen in zip(FINGERPRINTS, ([3, 4], [3, 4], [3, 3]), strict=True):
+    for fingerprint, seen in zip(FINGERPRINTS, ([4, 5], [4, 5], [4, 4]), strict=True):
+        write("for word in open('words.txt'): yield Row((Message('user', word),), 'w6', 'w7')", fingerprint)
         found = []
-        for expression in ("pass", 'yield Row((Message("user", "w5"),), "w6", "w7")'):
-            write(f"{expression}; {'#' + fingerprint.strip()}", fingerprint)
+        for words in ("w5\n", "w5\nw6\n"):
+            Path("words.txt").write_text(words)
             found.append(opened(tokenizer, "sft").report["places"][0]["rows"])
         assert found == seen
+
+
+def test_another_code_is_another_source(tokenizer: PreTrainedTokenizerBase) -> None:
+    for count, expression in ((3, "pass"), (4, f"yield {ASK})")):
+        write(expression, FINGERPRINTS[-1])
+        assert opened(tokenizer, "sft").report["places"][0]["rows"] == count
+
+
+def test_a_table_of_ones_own_is_held_to_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
+    Path("mine.py").write_text(
+        "from data.places import TableConfig as Config, open_place\n"
+        "from data.table import Table\n"
+        "from rlhf.types import Message, Row\n"
+        "def parse(record, where): return Row((Message('user', record['q']),), record['a'])\n"
+        "def build(config, place): return Table(open_place(place), config, parse)\n"
+    )
+    Path("x.jsonl").write_text('{"q": "w1", "a": "w2"}\n{"q": "w1", "a": 5}\n')
+    options = DataOptions(data_path=("mine.py:x.jsonl",), data_split=(1, 0, 0), eval_fraction=0.0, data_cache="cache")
+    with pytest.raises(UserError) as error:
+        open_datasets(options, Recipe("sft"), tokenizer)
+    assert str(error.value) == "mine.py:x.jsonl: row 2 of rows('sft'): response: got 5, expected text"

@@ -277,12 +277,6 @@ def test_nothing_usable(
         open_datasets(options, Recipe(phase), plain)
 
 
-def test_a_response_that_cannot_fit_is_refused(plain: PreTrainedTokenizerBase) -> None:
-    options = DataOptions(max_prompt_length=60, max_length=64)
-    with pytest.raises(UserError, match="got 76 tokens, expected at most max_length 64; lower max_prompt_length"):
-        open_datasets(options, Recipe("ppo", response_length=16), plain)
-
-
 @pytest.mark.parametrize("split", [(0, 0, 0), (1, -1, 1), (1, float("inf"), 1), (1, float("nan"), 1)])
 def test_impossible_shares(split: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="three shares"):

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataOptions
-from data.encode import Demonstration, Encoded, Encoder
+from data.encode import Demonstration, Encoded, RowEncoder
 from data.split import PHASES
 from rlhf.text import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
@@ -40,7 +40,7 @@ DIALOGUE = Row(tuple(Message(role, words(*numbers) + " ") for role, numbers in T
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, row: Row, loss_on: Any = "last", **options: Any) -> Encoded:
-    encoder = Encoder("sft", Template(tokenizer), DataOptions(**options), loss_on)
+    encoder = RowEncoder("sft", Template(tokenizer), DataOptions(**options), loss_on)
     [result] = encoder([row])
     return result
 
@@ -99,7 +99,7 @@ def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) ->
     ]
     rows += [Row((), "w1 w2", "w3"), Row((Message("user", "</s> w1"),), "<s>", "</s>")]
     for phase in PHASES:
-        encoder = Encoder(phase, Template(plain), DataOptions(max_length=12, max_prompt_length=8))
+        encoder = RowEncoder(phase, Template(plain), DataOptions(max_length=12, max_prompt_length=8))
         assert encoder(rows) == [result for row in rows for result in encoder([row])]
         assert encoder([]) == []
 

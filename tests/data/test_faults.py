@@ -2,23 +2,23 @@
 
 The parts are tested where they are:
 
-    each bad row and file, word for word data/test_bad_rows.py::test_a_bad_line_is_one_row
-    BOM, CRLF, U+2028, NUL               data/test_formats.py::test_every_kind_reads_the_same_rows
-    a line of 10 MB                      data/test_formats.py::test_a_line_of_ten_megabytes
-    equal sides                          data/test_dataset.py::test_what_is_dropped_is_counted
-    turns and tokens that give way       data/test_encode.py::test_turns_that_are_left_are_learned
-    no room for PPO's response           data/test_dataset.py::test_a_response_that_cannot_fit_is_refused
-    equally many steps on every rank     data/test_batches.py::test_ranks_share_the_batches_of_one_rank
-    texts too long, empty or odd         data/test_odd_texts.py::test_special_tokens_that_texts_spell
-    special tokens that texts spell      test_text.py::test_special_tokens_in_a_message_are_text
-    a script is not run                  data/test_places.py::test_a_loading_script_is_refused_and_not_run
-    a hub that is dead or silent         test_errors.py::test_the_hub_does_not_answer
+    each bad row and file               data/test_bad_rows.py::test_a_bad_line_is_one_row
+    BOM, CRLF, U+2028, NUL              data/test_formats.py::test_every_kind_reads_the_same_rows
+    a line of 10 MB                     data/test_formats.py::test_a_line_of_ten_megabytes
+    equal sides                         data/test_dataset.py::test_what_is_dropped_is_counted
+    turns and tokens that give way      data/test_encode.py::test_turns_that_are_left_are_learned
+    no room for PPO's response          test_errors.py::test_the_chain_refuses_before_anything_starts
+    equally many steps on every rank    data/test_batches.py::test_ranks_share_the_batches_of_one_rank
+    texts too long, empty or odd        data/test_odd_texts.py::test_special_tokens_that_texts_spell
+    special tokens that texts spell     test_text.py::test_special_tokens_in_a_message_are_text
+    a script is not run                 data/test_places.py::test_a_loading_script_is_refused_and_not_run
+    a hub that is dead or silent        test_errors.py::test_the_hub_does_not_answer
     prompts of an evaluation file       data/test_mixing.py::test_a_place_for_evaluation_and_no_prompt_of_it_in_training
-    a tokenizer of the same size         contracts/test_rewards.py::test_a_swapped_pair_of_ids_makes_another_tokenizer
-    a source of the user's own           data/test_contract.py::test_a_row_that_is_none
-    padding that is EOS, or none         test_text.py::test_padding_is_neither_eos_nor_in_use
-    one BOS                              test_text.py::test_one_bos_and_at_the_start
-    no chat template                     test_templates.py::test_templates_by_name_and_by_file
+    a tokenizer of the same size        contracts/test_rewards.py::test_a_swapped_pair_of_ids_makes_another_tokenizer
+    a source of the user's own          data/test_contract.py::test_a_row_that_is_none
+    padding that is EOS, or none        test_text.py::test_padding_is_neither_eos_nor_in_use
+    one BOS                             test_text.py::test_one_bos_and_at_the_start
+    no chat template                    test_templates.py::test_templates_by_name_and_by_file
 """
 
 import json
@@ -157,7 +157,8 @@ def test_many_malformed_rows_stop_the_run(refused: Callable[..., str]) -> None:
 # --- data that leaves nothing, or too little, to train on
 
 NOTHING = (
-    "add rows, or change --data-split (1,0,0), --eval-fraction (0.2), --max-length (48) or --max-prompt-length (24)"
+    "expected rows with a response; add some, or change --data-split (1,0,0), --eval-fraction (0.2), --max-length (48) "
+    "or --max-prompt-length (24)"
 )
 TOO_LITTLE: dict[str, tuple[str, list[str], str]] = {
     "an empty file": ("", [], f"0 usable rows for training in sft; of 0 rows: none; {NOTHING}"),

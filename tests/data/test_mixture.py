@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from data.mixture import open_sources, parse_location
+from data.config import DataOptions
+from data.mixture import open_origin, origins, parse_location
 from rlhf.config import UserError
+from rlhf.types import Row
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_mistaken_locations(location: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        open_sources([location])
+        open_origin(location)
 
 
 def test_a_plug_in_of_ones_own_among_others(tmp_path: Path) -> None:
@@ -69,7 +71,15 @@ def test_a_plug_in_of_ones_own_among_others(tmp_path: Path) -> None:
         "    def rows(self, phase): yield Row((Message('user', phase + self.place),), 'r')\n"
         "def build(config, place): return Mine(place)\n"
     )
-    mixture = open_sources(["demo,rows=2", f"{tmp_path}/mine.py:here"])
-    contents = [row.prompt[0].content for row in mixture.rows("sft")]
-    assert len(contents) == 3
-    assert contents[-1] == "sfthere"
+    options = DataOptions(data_path=("demo,rows=2", f"{tmp_path}/mine.py:here"), ppo_only_data_path=("demo",))
+    demo, mine = origins(options, "sft")
+    assert len(list(demo.rows("sft"))) == 2
+    [row] = mine.rows("sft")
+    assert isinstance(row, Row)
+    assert row.prompt[0].content == "sfthere"
+    assert len(origins(options, "ppo")) == 3
+
+
+def test_a_place_of_weight_0_is_left_out() -> None:
+    options = DataOptions(data_path=("demo=0", "demo,seed=1=2"))
+    assert [origin.location for origin in origins(options, "sft")] == ["demo,seed=1=2"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.mixture import open_sources
+from data.mixture import open_origin
 from data.sources.hh_rlhf import parse_dialogue, parse_pair
 from rlhf.config import UserError
 from rlhf.types import Message, Row
@@ -57,14 +57,14 @@ def test_text_that_is_no_dialogue(dialogue: str) -> None:
 
 def test_transcripts_are_another_schema(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"red-team-attempts holds single transcripts.*expected data_dir harmless-base"):
-        open_sources(["hh_rlhf,data_dir=red-team-attempts:Anthropic/hh-rlhf"])
+        open_origin("hh_rlhf,data_dir=red-team-attempts:Anthropic/hh-rlhf")
     with pytest.raises(UserError, match=r"f:1: transcript: red-team-attempts holds single transcripts"):
         parse_pair({"transcript": "\n\nHuman: A\n\nAssistant: B", "rating": 1.0}, "f:1")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="real data is not here")
 def test_real_rows_are_all_pairs() -> None:
-    rows = list(open_sources([f"hh_rlhf:{SHARED}"]).rows("reward"))
+    rows = list(open_origin(f"hh_rlhf:{SHARED}").rows("reward"))
     assert len(rows) == 3109
     assert sum(row.rejected is None for row in rows) == 0
     assert {row.prompt[-1].role for row in rows} == {"user"}

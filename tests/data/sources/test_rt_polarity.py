@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.mixture import open_sources
+from data.mixture import open_origin
 from data.reading import Skipped
 from data.sources.rt_polarity import detokenize
 from rlhf.config import UserError
@@ -39,7 +39,7 @@ def reviews(folder: Path, positive: str, negative: str) -> str:
 
 def test_rows_by_hand(tmp_path: Path) -> None:
     place = reviews(tmp_path, "a naïve joy .\na naïve joy .\nsheer fun\n", "so very dull .\n\nweak\nspare\n")
-    source = open_sources([place])
+    source = open_origin(place)
     left_out = [Skipped("repeated sentence"), Skipped("no sentence of the other kind left for it")]
     every = list(source.rows("reward"))
     assert every[:2] == left_out
@@ -58,7 +58,7 @@ def test_rows_by_hand(tmp_path: Path) -> None:
 
 def test_pairs_that_share_a_prompt_share_a_group(tmp_path: Path) -> None:
     place = reviews(tmp_path, "one is x\ntwo is x\nthree is x\nfour is x\n", "a b c\ntwo is y\na b d\nlast one is\n")
-    groups = [row.group for row in open_sources([place]).rows("reward")]
+    groups = [row.group for row in open_origin(place).rows("reward")]
     assert groups[0] == groups[2]  # by 'a b'
     assert len(set(groups)) == 3
 
@@ -66,22 +66,22 @@ def test_pairs_that_share_a_prompt_share_a_group(tmp_path: Path) -> None:
 def test_a_table_of_sentences_and_labels(tmp_path: Path) -> None:
     place = tmp_path / "x.jsonl"
     place.write_text('{"text": "good .", "label": 1}\n{"text": "bad !", "label": 0}\n{"text": "so so", "label": 2}\n')
-    skipped, row = open_sources([f"rt_polarity:{place}"]).rows("reward")
+    skipped, row = open_origin(f"rt_polarity:{place}").rows("reward")
     assert row == Row((), "good.", "bad!", "bad!")
     assert skipped == Skipped(f"{place}:3: label: got 2, expected 0 or 1", bad=True)
 
 
 def test_a_directory_without_the_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no rt-polarity.pos or rt-polarity.pos.gz there"):
-        open_sources([f"rt_polarity:{tmp_path}"])
+        open_origin(f"rt_polarity:{tmp_path}")
     reviews(tmp_path, "", "x")
     with pytest.raises(UserError, match=r"rt-polarity.pos: 0 sentences"):
-        list(open_sources([f"rt_polarity:{tmp_path}"]).rows("sft"))
+        list(open_origin(f"rt_polarity:{tmp_path}").rows("sft"))
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="real data is not here")
 def test_real_sentences() -> None:
-    rows = list(open_sources([f"rt_polarity:{SHARED}"]).rows("sft"))
+    rows = list(open_origin(f"rt_polarity:{SHARED}").rows("sft"))
     assert len(rows) == 2 * 5331
     assert sum(" ," in (row.response or "") or " ." in (row.response or "") for row in rows) < 20
     assert max(len(row.prompt[0].content.split()) for row in rows) == 4
