@@ -1,4 +1,4 @@
-"""What a source must give. Those in data/sources make rows of checked records; a user's own is held to its word here."""
+"""What a source must give. Those in data/sources make rows of checked records; a user's own is held to its word."""
 
 import datetime
 import decimal

@@ -214,13 +214,18 @@ def sides(dataset: PromptDataset) -> np.ndarray:
 
 
 def padding_share(tokens: np.ndarray, batches: Iterable[Sequence[int]], together: int) -> float:
-    """The share of padding where a batch's rows are computed `together` at a time, those of similar length. [N, k]"""
+    """The share of padding where a batch's rows are computed `together` at a time, those of similar length. [N, k]
+
+    k sides of a row go into as many passes, the longer ones into the first.
+    """
     real = computed = 0
     for batch in batches:
         rows = tokens[batch]
         rows = rows[np.argsort(-rows.max(1), kind="stable")]
         real += int(rows.sum())
-        computed += sum(int(part.max()) * part.size for part in np.split(rows, range(together, len(rows), together)))
+        for part in np.split(rows, range(together, len(rows), together)):
+            passes = np.array_split(np.sort(part, axis=None)[::-1], part.shape[1])
+            computed += sum(int(sides.max()) * sides.size for sides in passes)
     return 1 - real / computed
 
 

@@ -25,6 +25,7 @@ from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import length_groups
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
+from step2_reward.stage import passes
 from step3_ppo.config import Step3Config
 
 EOS = "<|end|>"
@@ -234,7 +235,7 @@ def test_stretches_join_to_the_whole_text(letters: str) -> None:
 def test_padding_by_hand() -> None:
     lengths = np.array([[3], [1], [2], [2]])
     assert show.padding_share(lengths, [[0, 1, 2, 3]], 2) == pytest.approx(1 - 8 / (3 * 2 + 2 * 2))
-    assert show.padding_share(np.array([[3, 1], [2, 4]]), [[0, 1]], 2) == pytest.approx(1 - 10 / (4 * 4))
+    assert show.padding_share(np.array([[3, 1], [2, 4]]), [[0, 1]], 2) == pytest.approx(1 - 10 / (2 * 4 + 2 * 2))
 
 
 def test_padding_is_that_of_the_tensors() -> None:
@@ -247,8 +248,11 @@ def test_padding_is_that_of_the_tensors() -> None:
         micros = []
         for rows in batches:
             batch: Any = collate([items[i] for i in rows], 0)  # type: ignore[misc]
-            groups = [batch[group] for group in length_groups(batch.lengths, 8)]
-            micros += [(micro.stacked() if collate is pair_batch else micro).trimmed() for micro in groups]
+            groups = [
+                batch[group].trimmed() if collate is sft_batch else batch[group]
+                for group in length_groups(batch.lengths, 8)
+            ]
+            micros += [part for micro in groups for part in (passes(micro)[0] if collate is pair_batch else [micro])]
         assert show.padding_share(tokens, batches, 8) == pytest.approx(padding(micros))
 
 
