@@ -90,7 +90,7 @@ def second_start(place: str, tokenizer: str, workers: int, cache: str) -> dict[s
 
     train = opened.train
     picks = np.random.default_rng(0).integers(len(train), size=2000).tolist()
-    order = _seconds(lambda: next(iter(Batches(train.lengths, 16))))
+    order = _seconds(lambda: next(iter(Batches(train.sides, 16))))
     return {
         "seconds": round(used["wall"], 2),
         "seconds_imports_and_tokenizer": round(used["before"], 2),
@@ -100,31 +100,25 @@ def second_start(place: str, tokenizer: str, workers: int, cache: str) -> dict[s
 
 
 def padding(tokens: np.ndarray) -> dict[str, float]:
-    """The share of padding at batch 16 in micro-batches of 8, by length and in random order. tokens [N, k]
-
-    `least`: what remains if all rows of a micro-batch are of one length, because the k sides of a row are not.
-    """
+    """The share of padding at batch 16 in micro-batches of 8, by length and in random order. tokens [N, k]"""
     from data.batches import Batches
     from data.show import padding_share
 
-    longest = tokens.max(1)
     return {
         "rows": len(tokens),
-        "by_length": round(padding_share(tokens, Batches(longest, 16), 8), 4),
+        "by_length": round(padding_share(tokens, Batches(tokens, 16), 8), 4),
         "random_order": round(padding_share(tokens, Batches(len(tokens), 16), 8), 4),
-        "least": round(1 - float(tokens.sum() / (longest.sum() * tokens.shape[1])), 4),
     }
 
 
-def hh_lengths(place: str, tokenizer: str) -> np.ndarray:
-    """Tokens of both sides of each pair in a file of HH-RLHF. [N, 2]"""
+def hh_lengths(place: str, tokenizer: str, phase: Any) -> np.ndarray:
+    """Tokens of the chosen dialogues (sft), or of both sides of the pairs (reward), in a file of HH-RLHF. [N, k]"""
     from data.config import DataOptions
     from data.dataset import Recipe, open_datasets
-    from data.show import sides
 
     with tempfile.TemporaryDirectory() as cache:
-        options = DataOptions(data_path=(f"hh_rlhf:{place}",), data_split=(0, 1, 0), eval_fraction=0, data_cache=cache)
-        return sides(open_datasets(options, Recipe("reward"), _tokenizer(tokenizer)).train)
+        options = DataOptions(data_path=(f"hh_rlhf:{place}",), data_split=(1, 1, 0), eval_fraction=0, data_cache=cache)
+        return open_datasets(options, Recipe(phase), _tokenizer(tokenizer)).train.sides
 
 
 def drawn_lengths() -> np.ndarray:
@@ -260,8 +254,8 @@ def measure(options: Options) -> dict[str, Any]:
             print(f"first call {number + 1} of {options.repeat}: {json.dumps(calls[-1])}", flush=True)
         found = {"drawn": _alone(padding, drawn_lengths())}
         if options.hh is not None:
-            pairs = _alone(hh_lengths, options.hh, tokenizer)
-            found |= {"hh_pairs": _alone(padding, pairs), "hh_chosen": _alone(padding, pairs[:, :1])}
+            for name, phase in (("hh_pairs", "reward"), ("hh_chosen", "sft")):
+                found[name] = _alone(padding, _alone(hh_lengths, options.hh, tokenizer, phase))
     return {
         "date": date.today().isoformat(),
         "hardware": hardware(),

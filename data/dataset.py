@@ -57,9 +57,15 @@ class PromptDataset(Sequence[Item]):
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each item, of the longer side of a pair. [N]"""
+        return self.sides[:, 0]
+
+    @property
+    def sides(self) -> np.ndarray:
+        """Tokens of each item [N, 1]; of the longer and the shorter side of a pair [N, 2]."""
+        names = ("length", "shorter") if self.phase == "reward" else ("length",)
         if self.table is None:
-            return np.zeros(0, dtype=np.int32)
-        return self.table.data.column("length").to_numpy()[self.positions]
+            return np.zeros((0, len(names)), dtype=np.int32)
+        return np.stack([self.table.data.column(name).to_numpy()[self.positions] for name in names], axis=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,18 +199,10 @@ def _batches(train: PromptDataset) -> str:
     if len(train) < batch_size:
         return f"batches of {batch_size}: none, there are too few rows"
     by_length = train.phase != "ppo"  # prompts are drawn as they come
-    batches = Batches(train.lengths if by_length else len(train), batch_size)
-    share = padding_share(sides(train), batches, together)
+    batches = Batches(train.sides if by_length else len(train), batch_size)
+    share = padding_share(train.sides, batches, together)
     steps = f"{batches.steps(1):,} {'iterations' if train.phase == 'ppo' else 'optimizer steps'} an epoch"
     return f"batches of {batch_size}: {steps}, {share:.1%} padding at {together} rows in one pass"
-
-
-def sides(dataset: PromptDataset) -> np.ndarray:
-    """Tokens of what is padded to a common length: [N, 2] of pairs, [N, 1] of others."""
-    if dataset.phase != "reward":
-        return dataset.lengths[:, None]
-    both = [_list_lengths(dataset, name) for name in ("chosen", "rejected")]
-    return np.stack(both, axis=1) + prompt_lengths(dataset)[:, None]
 
 
 def padding_share(tokens: np.ndarray, batches: Iterable[Sequence[int]], together: int) -> float:

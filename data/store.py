@@ -26,7 +26,13 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
     ids = datasets.List(datasets.Value("uint16" if vocabulary <= 2**16 else "int32"))
     own: dict[Phase, dict[str, Any]] = {
         "sft": {"ids": ids, "spans": datasets.List(datasets.Value("int32"))},
-        "reward": {"prompt": ids, "chosen": ids, "rejected": ids, "margin": datasets.Value("float32")},
+        "reward": {
+            "prompt": ids,
+            "chosen": ids,
+            "rejected": ids,
+            "margin": datasets.Value("float32"),
+            "shorter": datasets.Value("int32"),
+        },
         "ppo": {"ids": ids, "row": datasets.Value("string")},
     }
     every = {"length": datasets.Value("int32"), "cut": datasets.Value("bool"), "reason": datasets.Value("string")}
@@ -48,7 +54,7 @@ def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -
 
 _EMPTY: dict[Phase, dict[str, Any]] = {
     "sft": {"ids": [], "spans": [], "length": 0},
-    "reward": {"prompt": [], "chosen": [], "rejected": [], "margin": None, "length": 0},
+    "reward": {"prompt": [], "chosen": [], "rejected": [], "margin": None, "length": 0, "shorter": 0},
     "ppo": {"ids": [], "row": "", "length": 0},
 }
 
@@ -65,6 +71,7 @@ def _own_columns(item: Item, text: str) -> dict[str, Any]:
         "rejected": item.rejected[start:],
         "margin": item.margin,
         "length": max(len(item.chosen), len(item.rejected)),
+        "shorter": min(len(item.chosen), len(item.rejected)),
     }
 
 

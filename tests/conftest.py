@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 if os.environ.setdefault("DS_ACCELERATOR", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -23,6 +24,15 @@ import torch
 
 torch.set_num_threads(1)
 atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a test's process group leaves in the environment is not the next test's."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

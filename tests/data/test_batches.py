@@ -128,6 +128,25 @@ def test_little_is_padding_where_lengths_are_known() -> None:
     assert padded_share(budget, 8) < 0.05
 
 
+def test_pairs_are_near_in_both_sides() -> None:
+    """Two passes over each micro-batch's sides, the longer half first, as the reward model makes them."""
+    random = np.random.default_rng(1)
+    answers = random.lognormal(3.8, 0.9, (2, len(LENGTHS))).astype(int).clip(1, 300)
+    sides = np.sort(LENGTHS + answers, axis=0)[::-1].T
+    batches = list(Batches(sides, 16))
+    assert sorted(row for batch in batches for row in batch) == sorted(set(chain(*batches)))
+    shares = []
+    for rows in (sides, sides[:, 0]):
+        real = computed = 0
+        for batch in Batches(rows, 16):
+            for micro in (batch[:8], batch[8:]):
+                lengths = np.sort(sides[micro], axis=None)[::-1]
+                real += lengths.sum()
+                computed += 8 * (lengths[0] + lengths[8])
+        shares.append(1 - real / computed)
+    assert shares[0] < 0.1 < shares[1]
+
+
 def test_padding_by_hand() -> None:
     batch = sft_batch([Demonstration((1, 5, 6, 2), ((2, 4),)), Demonstration((1, 2), ((1, 2),))], PAD)
     assert padding([batch]) == 1 - 6 / 8

@@ -107,9 +107,12 @@ def test_rows_as_the_model_sees_them(run: Any, tmp_path: Path, words: str) -> No
     assert "ppo row 1: 3 tokens, 0 learned\n<s> w1 w2\n" in shown(run, place, words, "ppo")
 
 
-def test_every_row_that_was_read_is_in_the_account(run: Any, tmp_path: Path, words: str) -> None:
+def test_every_row_that_was_read_is_in_the_account(
+    run: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     place = write(
-        tmp_path / "x.jsonl",
+        Path("x.jsonl"),
         *({"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w3"} for i in range(10)),
         *({"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w1 w2"} for i in range(20, 23)),
         {"prompt": "w31", "chosen": " ".join(["w1"] * 20), "rejected": "w2"},
@@ -122,7 +125,7 @@ def test_every_row_that_was_read_is_in_the_account(run: Any, tmp_path: Path, wor
     counts = {name.strip(): int(count) for name, count in re.findall(r"^(\D+?) +(\d+) +[\d.]+%", table, re.MULTILINE)}
     assert counts == expected
     assert numbers(printed, "read in all") == ["15"] == [str(sum(expected.values()))]
-    assert numbers(printed, place)[:3] == ["15", "10", "100.0%"]
+    assert numbers(printed, "x.jsonl")[:3] == ["15", "10", "100.0%"]
 
 
 def test_lengths_and_steps(run: Any, tmp_path: Path, words: str) -> None:
@@ -134,9 +137,10 @@ def test_lengths_and_steps(run: Any, tmp_path: Path, words: str) -> None:
     assert "batches of 16: 6 optimizer steps an epoch" in printed
 
 
-def test_each_place_has_its_share(run: Any, tmp_path: Path, words: str) -> None:
-    one = write(tmp_path / "one.jsonl", *({"prompt": f"w{i}", "response": "w1"} for i in range(30)))
-    two = write(tmp_path / "two.jsonl", *({"prompt": f"w{i}", "response": "w1 w1"} for i in range(30, 40)))
+def test_each_place_has_its_share(run: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = write(Path("one.jsonl"), *({"prompt": f"w{i}", "response": "w1"} for i in range(30)))
+    two = write(Path("two.jsonl"), *({"prompt": f"w{i}", "response": "w1 w1"} for i in range(30, 40)))
     code, printed, _ = run("--data-path", one, two, "--model", words, "--phases", "sft", "--data-split", "1,0,0", *OPEN)
     assert code == 0
     assert numbers(printed, one) == ["30", "30", "75.0%", "120", "70.6%"]  # of 30 * 4 + 10 * 5 tokens
