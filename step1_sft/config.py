@@ -22,6 +22,8 @@ class SFTConfig(DataOptions, EngineOptions, OptimizerOptions, RunOptions):
     """dialogues (or packed contexts) in an optimizer step, over all devices"""
     batch_tokens: int | None = Field(None, ge=1)
     """tokens in an optimizer step, over all devices, instead of batch_size"""
+    group_by_length: bool = True
+    """rows of similar length in a batch: little padding, but less of a mixture; batch_tokens implies it"""
     num_train_epochs: int = Field(1, ge=1)
     """passes over the data"""
     learning_rate: float = Field(2e-5, ge=0)

@@ -15,6 +15,8 @@ class RewardConfig(DataOptions, EngineOptions, OptimizerOptions, RunOptions):
     """pairs in an optimizer step, over all devices"""
     batch_tokens: int | None = Field(None, ge=1)
     """tokens of the longer sides in an optimizer step, over all devices, instead of batch_size"""
+    group_by_length: bool = True
+    """rows of similar length in a batch: little padding, but less of a mixture; batch_tokens implies it"""
     num_train_epochs: int = Field(1, ge=1)
     """passes over the data; more than one overfits human preferences"""
     learning_rate: float = Field(1e-5, ge=0)

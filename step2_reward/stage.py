@@ -45,7 +45,8 @@ def train(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: 
 
 def _batches(dataset: PromptDataset, config: RewardConfig, ranks: tuple[int, int] | None = None) -> Batches:
     place = ranks or (dist.rank(), dist.world_size())
-    return Batches(dataset.sides, config.batch_size, config.seed, place, config.batch_tokens)
+    rows = dataset.sides if config.group_by_length or config.batch_tokens else len(dataset)
+    return Batches(rows, config.batch_size, config.seed, place, config.batch_tokens)
 
 
 def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
