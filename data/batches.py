@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from data.config import BatchOptions
 from data.encode import Demonstration, Preference, Prompt, Spans
 from rlhf.config import UserError
 from rlhf.types import Pairs, Prompts, Sequences
@@ -110,7 +111,7 @@ class Batches:
             least = int(np.sort(self.lengths)[-ranks:].sum())
             if self.batch_tokens < least or self.size < ranks:
                 raise UserError(
-                    f"batch_tokens: got {self.batch_tokens}, expected at least {least}, the longest row for each of "
+                    f"--batch-tokens {self.batch_tokens}: expected at least {least}, the longest row for each of "
                     f"{ranks} ranks, and {ranks} rows"
                 )
             return
@@ -210,3 +211,9 @@ class Batches:
         while edges[-1] < len(rows):
             edges.append(int(np.searchsorted(total, total[edges[-1]] + budget, side="right")) - 1)
         return [rows[start:end] for start, end in pairwise(edges)]
+
+
+def batches_of(sides: np.ndarray, options: BatchOptions, seed: int, ranks: tuple[int, int]) -> Batches:
+    """The batches that the options ask for, of items with these lengths. [N, k]"""
+    rows = sides if options.group_by_length or options.batch_tokens else len(sides)
+    return Batches(rows, options.batch_size, seed, ranks, options.batch_tokens)

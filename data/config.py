@@ -110,3 +110,14 @@ class DataOptions(Config):
         if min(shares) < 0 or not 0 < sum(shares) < float("inf"):
             raise ValueError("expected three shares, none negative and not all zero")
         return shares
+
+
+class BatchOptions(Config):
+    """How the rows of an epoch become batches. Sizes are of an optimizer step over all devices."""
+
+    batch_size: int = Field(16, ge=1)
+    """rows: dialogues, packed contexts or pairs"""
+    batch_tokens: int | None = Field(None, ge=1)
+    """tokens, instead of batch_size; of a pair those of its longer side"""
+    group_by_length: bool = True
+    """rows of similar length in a batch: little padding, but less of a mixture; batch_tokens implies it"""

@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from data.config import DataOptions
+from data.config import BatchOptions, DataOptions
 from rlhf.options import EngineOptions, OptimizerOptions, RunOptions
 
 
-class SFTConfig(DataOptions, EngineOptions, OptimizerOptions, RunOptions):
+class SFTConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
     """Supervised fine-tuning of a causal language model on responses."""
 
     model: str = "opt-1.3b"
@@ -18,12 +18,6 @@ class SFTConfig(DataOptions, EngineOptions, OptimizerOptions, RunOptions):
     contexts of max_length tokens"""
     loss_on: Literal["last", "every", "all"] = "last"
     """what is learned of a dialogue: the last assistant turn, every assistant turn, or everything"""
-    batch_size: int = Field(16, ge=1)
-    """dialogues (or packed contexts) in an optimizer step, over all devices"""
-    batch_tokens: int | None = Field(None, ge=1)
-    """tokens in an optimizer step, over all devices, instead of batch_size"""
-    group_by_length: bool = True
-    """rows of similar length in a batch: little padding, but less of a mixture; batch_tokens implies it"""
     num_train_epochs: int = Field(1, ge=1)
     """passes over the data"""
     learning_rate: float = Field(2e-5, ge=0)

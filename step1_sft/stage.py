@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, padding, sft_batch
+from data.batches import Batches, batches_of, padding, sft_batch
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
 from data.reading import Phase
@@ -41,10 +41,8 @@ def train(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int
         yield {**metrics, "padding": padding(micros)}
 
 
-def _batches(dataset: PromptDataset, config: SFTConfig, ranks: tuple[int, int] | None = None) -> Batches:
-    place = ranks or (dist.rank(), dist.world_size())
-    rows = dataset.sides if config.group_by_length or config.batch_tokens else len(dataset)
-    return Batches(rows, config.batch_size, config.seed, place, config.batch_tokens)
+def _batches(dataset: PromptDataset, config: SFTConfig) -> Batches:
+    return batches_of(dataset.sides, config, config.seed, (dist.rank(), dist.world_size()))
 
 
 def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -79,14 +77,15 @@ def check(
     `planned`: stages that will have run by then, and the model each starts from.
     Raises: UserError.
     """
-    check_ranks(config.batch_size, ranks)
+    if config.batch_tokens is None:
+        check_ranks(config.batch_size, ranks)
     check_engine(config)
     start = planned_start(config.model, config.output_dir, planned or {})
     place = start or model_place(config.model, *FOLDERS)
     check_start(place, config.chat_template, config.max_length, config.convert_template)
     tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
-    _batches(data.train, config, (0, ranks))
+    batches_of(data.train.sides, config, config.seed, (0, ranks))
     return tokenizer, data
 
 

@@ -2,21 +2,15 @@
 
 from pydantic import Field
 
-from data.config import DataOptions
+from data.config import BatchOptions, DataOptions
 from rlhf.options import EngineOptions, OptimizerOptions, RunOptions
 
 
-class RewardConfig(DataOptions, EngineOptions, OptimizerOptions, RunOptions):
+class RewardConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
     """A pairwise reward model: a language model's backbone under one scalar."""
 
     model: str = "opt-350m"
     """pretrained model, or the directory of a finished step 1: directory, hub id, short name or .yaml"""
-    batch_size: int = Field(16, ge=1)
-    """pairs in an optimizer step, over all devices"""
-    batch_tokens: int | None = Field(None, ge=1)
-    """tokens of the longer sides in an optimizer step, over all devices, instead of batch_size"""
-    group_by_length: bool = True
-    """rows of similar length in a batch: little padding, but less of a mixture; batch_tokens implies it"""
     num_train_epochs: int = Field(1, ge=1)
     """passes over the data; more than one overfits human preferences"""
     learning_rate: float = Field(1e-5, ge=0)

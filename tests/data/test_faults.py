@@ -218,7 +218,7 @@ TWO = ["--deployment-type", "single_node", "--num-processes", "2", "--actor-mode
         ),
         (
             ["--data-path", "x.jsonl", "--sft.batch-tokens", "9"],
-            "step1_sft: batch_tokens: got 9, expected at least 16, the longest row for each of 2 ranks, and 2 rows",
+            "step1_sft: --batch-tokens 9: expected at least 16, the longest row for each of 2 ranks, and 2 rows",
         ),
     ],
     ids=["fewer rows than a batch", "fewer rows to evaluate on than ranks", "rows longer than a batch of tokens"],
