@@ -57,6 +57,40 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, advantages + zero_off_mask(values, mask)
 
 
+def on_every_token(values: Tensor, mask: Tensor) -> Tensor:
+    """The number of each response [B] on all its tokens [B, T], 0 off the mask."""
+    return zero_off_mask(at_least_fp32(values).unsqueeze(1).expand(mask.shape), mask)
+
+
+def leave_one_out(values: Tensor, group: int) -> Tensor:
+    """Each response's value minus the mean of the others in its group. values [B], groups of neighbours.
+
+        A_i = R_i - 1 / (K - 1) * sum_{j != i} R_j
+
+    RLOO (arXiv 2402.14740, eq. 7). K = group >= 2, B a multiple of it.
+    """
+    grouped = _grouped(values, group)
+    others = (grouped.sum(1, keepdim=True) - grouped) / (group - 1)
+    return (grouped - others).reshape(-1)
+
+
+def against_group(values: Tensor, group: int, scale: bool) -> Tensor:
+    """Each response's value minus its group's mean, divided by its standard deviation if `scale`. values [B].
+
+        A_i = (r_i - mean(r)) / (std(r) + 1e-4)
+
+    GRPO (arXiv 2402.03300, section 4.1.2), the standard deviation unbiased; a group of equal values gives 0.
+    """
+    grouped = _grouped(values, group)
+    centred = grouped - grouped.mean(1, keepdim=True)
+    return (centred / (grouped.std(1, keepdim=True) + 1e-4) if scale else centred).reshape(-1)
+
+
+def _grouped(values: Tensor, group: int) -> Tensor:
+    assert group >= 2 and len(values) % group == 0, f"{len(values)} responses in groups of {group}"
+    return at_least_fp32(values).reshape(-1, group)
+
+
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, episodes: int, horizon: int) -> float:
     """The next KL coefficient of a proportional controller.
 

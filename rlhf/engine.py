@@ -90,7 +90,8 @@ class Engine:
 
         `loss(micro)` gives the micro-batch's share of the step's loss (normalised by the token or row count
         of the whole step over all ranks) and metrics of the same kind. Returns the metrics added up over
-        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping).
+        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping), `skipped` (1 where fp16
+        overflowed and the weights stayed).
         Raises: NonFiniteError, on every rank and before the weights change, naming the step.
         """
         micros = list(micro_batches)
@@ -106,7 +107,10 @@ class Engine:
                 self._engine.step()
         summed = dict(zip(totals, dist.sum_over_ranks(torch.stack(list(totals.values()))).tolist(), strict=True))
         self._refuse_non_finite(summed)
-        summed |= {"learning_rate": self._engine.get_lr()[0], "grad_norm": self._apply()}
+        rate = self._engine.get_lr()[0]
+        norm = self._apply()
+        skipped = 0.0 if self._options.dtype != "fp16" or self._engine.was_step_applied() else 1.0
+        summed |= {"learning_rate": rate, "grad_norm": norm, "skipped": skipped}
         self.steps += 1
         return summed
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf.ops import Count, at_least_fp32, at_least_one, kl_estimate, masked_mean, zero_off_mask
+from rlhf.ops import Count, KLEstimator, at_least_fp32, at_least_one, kl_estimate, masked_mean, zero_off_mask
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -68,7 +68,7 @@ def clipped_policy(
     with ratio = exp(logprobs - old_logprobs): arXiv 1707.06347, eq. 7. `dual_clip` c > 1 bounds the loss
     of a token with A < 0 by -c * A (Ye et al., arXiv 1912.09729, eq. 5).
     Metrics, means over tokens: approx_kl, the k3 estimate of KL(old || new), never negative;
-    clip_fraction, tokens on which the clip of eq. 7 binds; ratio_mean.
+    clip_fraction, tokens on which the clip of eq. 7 binds; ratio_mean; ratio_square, the mean of (ratio - 1)^2.
     """
     assert dual_clip is None or dual_clip > 1, f"clipped_policy: {dual_clip=}, expected > 1"
     logprobs, old_logprobs, advantages = _kept(mask, logprobs, old_logprobs, advantages)
@@ -83,8 +83,20 @@ def clipped_policy(
             "approx_kl": masked_mean(kl_estimate(old_logprobs, logprobs, "k3"), mask, count),
             "clip_fraction": masked_mean((clipped > free).to(ratio.dtype), mask, count),
             "ratio_mean": masked_mean(ratio, mask, count),
+            # ratio^2 itself would cancel in fp32 against the square of its mean
+            "ratio_square": masked_mean(torch.expm1(logprobs - old_logprobs).square(), mask, count),
         }
     return masked_mean(losses, mask, count), metrics
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: KLEstimator, count: Count) -> Tensor:
+    """The mean over tokens of an estimate of the KL to the reference, as a loss: sum_mask kl_t / count. All [B, T].
+
+    k2 = (logprobs - ref_logprobs)^2 / 2: on samples of the policy its gradient is that of the KL; k3's is not
+    (Schulman 2020; arXiv 2506.09477).
+    """
+    logprobs, ref_logprobs = _kept(mask, logprobs, ref_logprobs)
+    return masked_mean(kl_estimate(logprobs, ref_logprobs, estimator), mask, count)
 
 
 def clipped_value(

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,7 +63,15 @@ class MetricsFile:
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
         row = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self._start, 3)}
-        self._file.write(json.dumps(row | {name: _plain(value) for name, value in metrics.items()}) + "\n")
+        self._append(row | {name: _plain(value) for name, value in metrics.items()})
+
+    def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
+        row = {"kind": "warning", "step": step, "seconds": round(time.monotonic() - self._start, 3)}
+        shown = {number: _plain(value) for number, value in numbers.items()}
+        self._append(row | {"name": name, "numbers": shown, "advice": advice})
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -86,6 +94,9 @@ class TensorBoard:
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
+        self._writer.add_text(f"warning/{name}", f"{metrics_line(numbers)}: {advice}", step)
 
     def close(self) -> None:
         self._writer.close()
@@ -122,6 +133,13 @@ class Recorder:
         for writer in self._writers:
             writer.write(kind, step, metrics)
 
+    def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
+        """Say in one line that something looks wrong, with its numbers and the next step; also into the writers."""
+        with tqdm.external_write_mode():  # the bar steps aside
+            say(f"warning, step {step}: {name} ({metrics_line(numbers)}): {advice}")
+        for writer in self._writers:
+            writer.warn(step, name, numbers, advice)
+
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
@@ -134,7 +152,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
         return
     from rich.text import Text
 
-    table = Table(title=title, show_lines=True, title_justify="left")
+    table = Table(title=Text(title), show_lines=True, title_justify="left")
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in cells:
@@ -148,6 +166,6 @@ def _clipped(text: str, length: int = 300) -> str:
     return text if len(text) <= length else f"{text[: length // 2]} ... {text[-length // 2 :]}"
 
 
-def metrics_line(metrics: Metrics) -> str:
+def metrics_line(metrics: Mapping[str, float]) -> str:
     """`eval_accuracy 0.93, eval_loss 0.21`."""
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -152,7 +152,9 @@ class Rollout(TensorRecord):
     values: Tensor | None = None
     """[B, T] critic's value of the state in which token t was chosen"""
     scores: Tensor | None = None
-    """[B] what the reward sources say of the whole response"""
+    """[B] what the reward sources say of the whole response, together"""
+    source_scores: Tensor | None = None
+    """[B, N] what each of the N reward sources says, before its weight"""
 
     @property
     def sequences(self) -> Sequences:

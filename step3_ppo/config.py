@@ -1,6 +1,8 @@
 """Options of step 3 that every algorithm shares; an algorithm's own options are beside its code."""
 
-from pydantic import Field
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
 
 from data.config import DataOptions
 from rlhf.options import EngineOptions, OptimizerOptions, RunOptions, SamplingOptions
@@ -16,19 +18,28 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     reward_model: str | None = None
     """trained reward model; by default OUT/step2_reward"""
     critic_model: str | None = None
-    """where the critic starts from; by default the reward model"""
-    reward: str = "learned"
-    """score source: learned (the reward model), another name in rlhf/rewards/, or file.py:function"""
+    """where the critic starts from, if the algorithm has one; by default the reward model"""
+    reward: tuple[str, ...] = ("learned",)
+    """score sources, each with a weight before it or not: learned (the reward model), another name in rlhf/rewards/
+    with its options, or file.py:function; e.g. learned "0.5*length,target=40" (quote the star)"""
+    reward_combine: Literal["sum", "min"] = "sum"
+    """how several weighted sources make one score"""
     judge: str | None = None
     """score source for evaluation only, which no stage trains on"""
     total_episodes: int = Field(4096, ge=1)
     """responses sampled in the whole run, over all devices"""
     batch_size: int = Field(64, ge=1)
     """responses in an iteration, over all devices"""
+    num_generations: int = Field(1, ge=1)
+    """responses sampled for each prompt; batch_size counts responses"""
     num_mini_batches: int = Field(1, ge=1)
     """optimizer steps that one pass over an iteration's rollout makes"""
     num_ppo_epochs: int = Field(4, ge=1)
     """passes over an iteration's rollout"""
+    target_kl: float | None = Field(None, gt=0)
+    """approx_kl of an optimizer step after which the iteration's further passes are left out"""
+    critic_warmup_iterations: int = Field(0, ge=0)
+    """iterations at the start in which only the critic learns"""
     learning_rate: float = Field(1e-6, ge=0)
     """peak learning rate of the actor"""
     critic_learning_rate: float = Field(5e-6, ge=0)
@@ -42,3 +53,8 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     responses are drawn"""
     eval_samples: int = Field(200, ge=1)
     """held-out prompts sampled before and after; limited by max_eval_rows"""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value

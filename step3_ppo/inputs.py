@@ -28,11 +28,18 @@ FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"
 def inputs(config: Step3Config) -> dict[str, str]:
     """The places this stage starts from: what is not named is the output of the earlier stages."""
     places = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
-    places["critic_model"] = config.critic_model or places["reward_model"]
-    scored_by = [plugins.parse_spec(spec)[0] for spec in (config.reward, config.judge) if spec is not None]
-    if config.critic_model is not None and "learned" not in scored_by:
+    if needs_critic(config):
+        places["critic_model"] = config.critic_model or places["reward_model"]
+    scored_by = [plugins.parse_spec(spec)[0] for spec in _sources(config)]
+    asked = config.critic_model is None and "critic_model" in places
+    if not asked and "learned" not in scored_by:
         del places["reward_model"]  # nobody asks it
     return places
+
+
+def needs_critic(config: Step3Config) -> bool:
+    """Whether the algorithm trains a critic."""
+    return bool(plugins.find("step3_ppo.algorithms", config.algorithm).build(config).needs_critic)
 
 
 def with_inputs(config: Step3Config) -> Step3Config:
@@ -60,6 +67,11 @@ def check(
     known = {name: start for name, start in starts.items() if start is not None}
     models = with_inputs(config.model_copy(update=known))
     check_ranks(config.batch_size, ranks, config.num_mini_batches)
+    if config.batch_size % (ranks * config.num_generations):
+        raise UserError(
+            f"--batch-size {config.batch_size}: expected a multiple of {ranks * config.num_generations} ({ranks} "
+            f"processes x --num-generations {config.num_generations}), so that each has whole groups"
+        )
     check_engine(config)
     tokens = config.max_prompt_length + config.response_length
     if tokens > config.max_length:
@@ -74,10 +86,11 @@ def check(
         check_start(place, config.chat_template, tokens, config.convert_template)
         if name not in known and name != "actor_model":
             read_head(resolve(place))
-    _check_tokenizers(models)
+    if "critic_model" in starts:
+        _check_tokenizers(models)
     _check_sources(models)
     tokenizer, data = open_data(config, str(models.actor_model))
-    require_rows(data, config, config.batch_size, ranks)
+    require_rows(data, config, config.batch_size // config.num_generations, ranks)
     return tokenizer, data
 
 
@@ -102,8 +115,19 @@ def _check_tokenizers(config: Step3Config) -> None:
 def _check_sources(config: Step3Config) -> None:
     tokenizer = load_tokenizer(resolve(str(config.actor_model)))
     context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, str(config.reward_model), 1)
-    for spec in (config.reward, config.judge):
-        if spec is not None and plugins.parse_spec(spec)[0] == "learned":
-            check_plugin("rlhf.rewards", spec)
-        elif spec is not None:
+    if not any(rewards.split_weight(spec)[0] for spec in config.reward):
+        raise UserError("--reward: expected at least one source whose weight is not 0")
+    for spec in _sources(config):
+        name, options = plugins.parse_spec(spec)
+        if name != "learned":
             rewards.open_source(spec, context)
+            continue
+        check_plugin("rlhf.rewards", spec)
+        if options.get("model"):
+            read_head(resolve(model_place(options["model"], "model", "critic")))
+
+
+def _sources(config: Step3Config) -> list[str]:
+    """The specs of all score sources, the judge included, without weights."""
+    judge = [] if config.judge is None else [config.judge]
+    return [rewards.split_weight(spec)[1] for spec in config.reward] + judge

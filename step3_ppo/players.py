@@ -17,10 +17,11 @@ from step3_ppo.rollout import Reference, Scorer
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """Who takes part: two trained models, the scorer that holds the frozen ones, and the algorithm."""
+    """Who takes part: the trained models (not every algorithm has a critic), the scorer that holds the frozen ones, and
+    the algorithm."""
 
     actor: Engine
-    critic: Engine
+    critic: Engine | None
     scorer: Scorer
     algorithm: Any
     backend: loop.Generate
@@ -41,21 +42,24 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
         reference = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed)
         frozen = Policy(reference).to(context.device).requires_grad_(False)
     actor = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, steps)
-    value_model = load_scalar_model(str(config.critic_model), context.dtype, len(tokenizer))
-    value_model.backbone = adapters.wrap(value_model.backbone, config.adapter)
-    critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
-    critic = Engine(value_model, config, critic_options, steps)
+    algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
+    critic = _critic(config, context, len(tokenizer), steps) if algorithm.needs_critic else None
     scorer = Scorer(
         Reference(frozen),
-        rewards.open_source(config.reward, context),
+        rewards.open_sources(config.reward, context, config.reward_combine),
         tokenizer,
         config,
         config.micro_batch_size,
         config.missing_eos_penalty,
     )
     ends = loop.Config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
     return Players(actor, critic, scorer, algorithm, loop.build(ends))
+
+
+def _critic(config: Step3Config, context: rewards.Context, vocabulary: int, steps: int) -> Engine:
+    model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary)
+    model.backbone = adapters.wrap(model.backbone, config.adapter)
+    return Engine(model, config, config.model_copy(update={"learning_rate": config.critic_learning_rate}), steps)
 
 
 def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:

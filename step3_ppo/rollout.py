@@ -1,7 +1,6 @@
 """The first half of an iteration: sample responses, then score them."""
 
 import contextlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import dist
 from rlhf.engine import Engine
 from rlhf.generation.loop import Generate
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, state_values
 from rlhf.options import SamplingOptions
-from rlhf.rewards import Source, as_samples
-from rlhf.types import Metrics, Prompts, Rollout, Sequences, length_groups
+from rlhf.rewards import Sources, as_samples
+from rlhf.types import Prompts, Rollout, Sequences, length_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Scorer:
     """Everything that looks at a finished response."""
 
     reference: Reference
-    source: Source
+    sources: Sources
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingOptions
     micro_batch_size: int
@@ -96,10 +94,12 @@ def score(rollout: Rollout, actor: Engine, critic: Engine | None, scorer: Scorer
     if critic is not None:
         with critic.inference() as model:
             values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
-    scores = scorer.source(as_samples(rollout, scorer.tokenizer)).to(old.device)
+    scores, by_source = scorer.sources(as_samples(rollout, scorer.tokenizer))
+    scores = scores.to(old.device)
+    source_scores = torch.stack([each.to(old.device) for each in by_source.values()], dim=1)
     if scorer.missing_eos_penalty is not None:
         scores = scores - scorer.missing_eos_penalty * (~rollout.ended).float()
-    return replace(rollout, logprobs=old, ref_logprobs=ref, values=values, scores=scores)
+    return replace(rollout, logprobs=old, ref_logprobs=ref, values=values, scores=scores, source_scores=source_scores)
 
 
 def critic_values(model: ScalarModel | Engine) -> Callable[[Sequences, int], Tensor]:
@@ -115,25 +115,3 @@ def per_token(rollout: Rollout, forward: Callable[[Sequences, int], Tensor], mic
         values = forward(part.sequences, part.prompt_ids.shape[1])
         result[index, : values.shape[1]] = values.float().masked_fill(~part.mask, 0.0)
     return result
-
-
-def rollout_metrics(rollout: Rollout) -> Metrics:
-    """Means over the responses of all ranks, padding excluded. KL in nats per response."""
-    assert rollout.logprobs is not None and rollout.ref_logprobs is not None and rollout.scores is not None
-    log_ratio = rollout.logprobs - rollout.ref_logprobs
-    mismatch = (rollout.sampled_logprobs - rollout.logprobs).abs()
-    each = {
-        "score": rollout.scores,
-        "score_square": rollout.scores.square(),
-        "kl": log_ratio.sum(1),
-        "response_length": rollout.lengths,
-        "ended": rollout.ended,
-        "sampling_mismatch": mismatch.sum(1) / rollout.lengths.clamp(min=1),
-    }
-    each["rows"] = torch.ones(len(rollout), device=rollout.mask.device)
-    sums = torch.stack([value.double().sum() for value in each.values()])
-    totals = dist.sum_over_ranks(sums)
-    means = dict(zip(each, (totals / totals[-1]).tolist(), strict=True))
-    del means["rows"]
-    means["score_std"] = math.sqrt(max(0.0, means.pop("score_square") - means["score"] ** 2))
-    return means

@@ -1,25 +1,30 @@
 """Reinforcement learning from scores: generate, score, assign credit, update (InstructGPT, arXiv 2203.02155)."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from data.batches import Batches, prompt_batch
 from data.dataset import PromptDataset, fingerprints
 from rlhf import dist, rewards
+from rlhf.engine import compute_dtype
 from rlhf.models.export import save_policy, save_scalar
 from rlhf.run import open_run, skip
 from rlhf.types import Metrics, Rollout
 from step3_ppo.config import Step3Config
 from step3_ppo.evaluate import Evaluation, compare, look, show_samples
 from step3_ppo.inputs import PHASE, check, inputs, with_inputs
+from step3_ppo.metrics import credit_metrics, rollout_metrics, speed
 from step3_ppo.players import Players, iterations, reward_context, set_up
-from step3_ppo.rollout import generate, rollout_metrics, score
+from step3_ppo.rollout import generate, score
 from step3_ppo.update import update
+from step3_ppo.warnings import Limits, Watch, watched
 
 STAGE = "step3_ppo"
 
@@ -34,17 +39,21 @@ def train(players: Players, prompts: PromptDataset, config: Step3Config) -> Iter
         scored = time.monotonic()
         credit = players.algorithm.credit(rollout)
         shuffle = torch.Generator().manual_seed(config.seed + iteration)
-        metrics = update(players.actor, players.critic, players.algorithm, (rollout, credit), config, shuffle)
+        learners = (None if iteration < config.critic_warmup_iterations else players.actor, players.critic)
+        metrics = update(*learners, players.algorithm, (rollout, credit), config, shuffle)
         seconds = {"generate": generated - start, "score": scored - generated, "update": time.monotonic() - scored}
-        yield {
-            **rollout_metrics(rollout),
-            **metrics,
-            **{f"seconds_{name}": value for name, value in seconds.items()},
-        }
+        said = rollout_metrics(rollout, _by_source(players, rollout)) | credit_metrics(rollout, credit)
+        yield {**said, **metrics, **speed(said["tokens"], seconds)}
+
+
+def _by_source(players: Players, rollout: Rollout) -> dict[str, Tensor]:
+    """What each reward source says. [B] each"""
+    assert rollout.source_scores is not None
+    return dict(zip(players.scorer.sources.names, rollout.source_scores.unbind(1), strict=True))
 
 
 def sample(players: Players, prompts: PromptDataset, indices: list[int], config: Step3Config, draw: int) -> Rollout:
-    """Responses to the prompts at `indices`; `draw` numbers the random stream, which each rank has its own of."""
+    """A response to the prompt at each of `indices`; `draw` numbers the random stream, each rank having its own."""
     batch = prompt_batch([prompts[i] for i in indices], players.scorer.tokenizer.pad_token_id)
     generator = torch.Generator(players.actor.device)
     generator.manual_seed((config.seed * 1_000_003 + draw) * 4096 + dist.rank())
@@ -59,8 +68,11 @@ def sample(players: Players, prompts: PromptDataset, indices: list[int], config:
 
 
 def _batches(prompts: PromptDataset, config: Step3Config) -> Iterator[list[int]]:
-    batches = Batches(len(prompts), config.batch_size, config.seed, (dist.rank(), dist.world_size()))
-    return batches.take(epochs=iterations(config))
+    """Prompts of each iteration, every one of them `num_generations` times in a row."""
+    size = config.batch_size // config.num_generations
+    batches = Batches(len(prompts), size, config.seed, (dist.rank(), dist.world_size()))
+    for indices in batches.take(epochs=iterations(config)):
+        yield [i for i in indices for _ in range(config.num_generations)]
 
 
 def evaluate(
@@ -85,15 +97,19 @@ def run(config: Step3Config) -> None:
         judge = None if config.judge is None else rewards.open_source(config.judge, reward_context(config, tokenizer))
         stage.describe(data, tokenizer)
         before = evaluate(players, evaluation, judge, config)
-        stage.follow(train(players, prompts, config), iterations(config), shown=("score", "kl", "response_length"))
+        dtype = "fp32" if compute_dtype(config, players.actor.device) == torch.float32 else "bf16"
+        steps = watched(train(players, prompts, config), Watch(Limits(), dtype), stage.recorder.warn)
+        stage.follow(steps, iterations(config), shown=("score", "kl", "response_length"))
         after = evaluate(players, evaluation, judge, config)
         metrics = compare(before, after)
         show_samples(before, after, config.sample_rows)
+        made: dict[str, Callable[[Path], None]] = {
+            "actor": lambda folder: save_policy(players.actor, config.adapter, tokenizer, folder)
+        }
+        if (critic := players.critic) is not None:
+            made["critic"] = lambda folder: save_scalar(critic, config.adapter, tokenizer, folder)
         stage.finish(
-            {
-                "actor": lambda folder: save_policy(players.actor, config.adapter, tokenizer, folder),
-                "critic": lambda folder: save_scalar(players.critic, config.adapter, tokenizer, folder),
-            },
+            made,
             {name: str(getattr(config, name)) for name in inputs(given)},
             metrics,
         )

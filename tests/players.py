@@ -10,6 +10,7 @@ from rlhf import dist, plugins
 from rlhf.engine import Engine
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
+from rlhf.rewards import Part, Sources
 from rlhf.types import Credit, Metrics, Prompts, Rollout, Samples
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.update import update
@@ -18,6 +19,7 @@ from tests import tiny
 SMALL: dict[str, Any] = {
     "dtype": "fp32",
     "batch_size": 8,
+    "num_generations": 2,
     "micro_batch_size": 3,
     "rollout_batch_size": 5,
     "response_length": 10,
@@ -33,8 +35,13 @@ SMALL: dict[str, Any] = {
 PROMPTS = tiny.prompts([3, 9, 8, 4])
 
 
+ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1}
+
+
 def config_of(algorithm: str, **changes: Any) -> Any:
-    return plugins.find("step3_ppo.algorithms", algorithm).Config(**{**SMALL, "algorithm": algorithm, **changes})
+    own = ONE_STEP if algorithm == "a2c" else {}
+    options = {**SMALL, **own, "algorithm": algorithm, **changes}
+    return plugins.find("step3_ppo.algorithms", algorithm).Config(**options)
 
 
 def count_of_words(samples: Samples) -> Tensor:
@@ -46,7 +53,7 @@ def count_of_words(samples: Samples) -> Tensor:
 class Players:
     config: Any
     actor: Engine
-    critic: Engine
+    critic: Engine | None
     algorithm: Any
     scorer: Scorer
 
@@ -68,6 +75,8 @@ class Players:
         """Copies of the weights of both models, by name."""
         found = {}
         for name, engine in {"actor": self.actor, "critic": self.critic}.items():
+            if engine is None:
+                continue
             with engine.inference() as model:
                 found |= {f"{name}.{n}": value.detach().clone() for n, value in model.state_dict().items()}
         return found
@@ -89,14 +98,16 @@ def players(algorithm: str, **changes: Any) -> Players:
     reference = Policy(language_model(dtype)).requires_grad_(False)
     critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     steps = 100
+    built = plugins.find("step3_ppo.algorithms", algorithm).build(config)
+    critic = ScalarModel(tiny.backbone().to(dtype), head) if built.needs_critic else None
     return Players(
         config=config,
         actor=Engine(Policy(language_model(dtype)), config, config, steps),
-        critic=Engine(ScalarModel(tiny.backbone().to(dtype), head), config, critic_options, steps),
-        algorithm=plugins.find("step3_ppo.algorithms", algorithm).build(config),
+        critic=Engine(critic, config, critic_options, steps) if critic is not None else None,
+        algorithm=built,
         scorer=Scorer(
             Reference(reference),
-            count_of_words,
+            Sources((Part("words", 1.0, count_of_words),)),
             tiny.tokenizer(),
             config,
             config.micro_batch_size,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # An import points down or stays in its layer. A package stands for all its modules.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options"),
-    ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses"),
+    ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses", "rlhf.intervals"),
     (
         "rlhf.dist",
         "rlhf.text",
@@ -30,9 +30,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rlhf.record",
         "rlhf.launch",
         "rlhf.plan",
+        "rlhf.prompt_file",
     ),
     ("rlhf.models", "rlhf.adapters", "rlhf.engine"),
-    ("rlhf.generation", "rlhf.rewards", "rlhf.evaluate", "rlhf.report", "rlhf.run", "rlhf.preflight"),
+    (
+        "rlhf.generation",
+        "rlhf.rewards",
+        "rlhf.evaluate",
+        "rlhf.comparison",
+        "rlhf.standings",
+        "rlhf.report",
+        "rlhf.run",
+        "rlhf.preflight",
+    ),
     ("data",),
     ("step1_sft", "step2_reward", "step3_ppo"),
     ("train",),

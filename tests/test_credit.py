@@ -191,3 +191,30 @@ def test_adaptive_kl_refuses_nan_and_a_horizon_that_flips_the_sign() -> None:
         credit.adapt_kl_coef(0.2, math.nan, target=6.0, episodes=64, horizon=10_000)
     with pytest.raises(AssertionError, match="horizon"):
         credit.adapt_kl_coef(0.2, 1.0, target=6.0, episodes=50, horizon=10)
+
+
+# --- groups of responses to one prompt
+
+
+def test_leave_one_out_by_hand() -> None:
+    values = torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 3.0])
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; the second group likewise
+    expected = torch.tensor([-3.0, -1.5, 4.5, -1.5, -1.5, 3.0])
+    torch.testing.assert_close(credit.leave_one_out(values, 3), expected)
+    with pytest.raises(AssertionError, match="6 responses in groups of 4"):
+        credit.leave_one_out(values, 4)
+
+
+def test_against_group_by_hand() -> None:
+    values = torch.tensor([1.0, 3.0, 5.0, 5.0, 7.0, 1.0])
+    centred = torch.tensor([-1.0, 1.0, 0.0, 0.0, 3.0, -3.0])
+    torch.testing.assert_close(credit.against_group(values, 2, scale=False), centred)
+    # deviations sqrt(2), 0 and sqrt(18), unbiased: of two numbers their distance over sqrt(2)
+    scaled = centred / (torch.tensor([2.0, 2.0, 0.0, 0.0, 18.0, 18.0]).sqrt() + 1e-4)
+    torch.testing.assert_close(credit.against_group(values, 2, scale=True), scaled)
+
+
+def test_the_number_of_a_response_is_on_all_its_tokens() -> None:
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    expected = torch.tensor([[2.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, -1.0, -1.0]])
+    assert torch.equal(credit.on_every_token(torch.tensor([2.0, 5.0, -1.0]), mask), expected)

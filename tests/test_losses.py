@@ -89,6 +89,7 @@ def test_policy_loss_by_hand() -> None:
     assert float(loss) == pytest.approx((-1.2 + 2 - 0.5 + 0.8) / 4)
     assert float(metrics["clip_fraction"]) == 0.5 and float(metrics["ratio_mean"]) == pytest.approx(1.25)
     assert float(metrics["approx_kl"]) == pytest.approx((2 * (1 - d) + 2 * (d - 0.5)) / 4)
+    assert float(metrics["ratio_square"]) == pytest.approx((2 * 1.0 + 2 * 0.25) / 4)
 
 
 def test_dual_clip_by_hand() -> None:
@@ -109,6 +110,7 @@ def test_first_minibatch_is_the_policy_gradient() -> None:
         "approx_kl": 0.0,
         "clip_fraction": 0.0,
         "ratio_mean": 1.0,
+        "ratio_square": 0.0,
     }
     (gradient,) = torch.autograd.grad(loss, x)
     torch.testing.assert_close(gradient, -advantages / COUNT * MASK, atol=1e-8, rtol=1e-6)

@@ -242,10 +242,38 @@ CAUGHT_BY: dict[Callable[[], None], list[Mutant]] = {
             "padding in value loss", losses._kept, "zero_off_mask(at_least_fp32(x), mask) for", "at_least_fp32(x) for"
         ),
     ],
-    partial(test_bandit.test_ppo_reaches_the_boltzmann_optimum, 0): [
+    partial(test_bandit.test_an_algorithm_reaches_the_boltzmann_optimum, "ppo", 0): [
         Mutant("KL sign, end to end", credit.kl_rewards, "-kl_coef * kl,", "kl_coef * kl,"),
         Mutant("KL forgotten", credit.kl_rewards, "-kl_coef * kl,", "0 * kl,"),
         Mutant("policy sign", losses.clipped_policy, "torch.maximum(free, clipped)", "-torch.maximum(free, clipped)"),
+    ],
+    partial(test_bandit.test_an_algorithm_reaches_the_boltzmann_optimum, "grpo", 0): [
+        Mutant("KL loss doubled", losses.kl_penalty, "masked_mean(kl", "2 * masked_mean(kl"),
+        Mutant(
+            "KL loss without gradient", losses.kl_penalty, "_kept(mask, logprobs, ", "_kept(mask, logprobs.detach(), "
+        ),
+    ],
+    test_credit.test_leave_one_out_by_hand: [
+        Mutant(
+            "baseline counts itself",
+            credit.leave_one_out,
+            "(grouped.sum(1, keepdim=True) - grouped)",
+            "grouped.sum(1, keepdim=True)",
+        ),
+        Mutant("baseline over K", credit.leave_one_out, "/ (group - 1)", "/ group"),
+    ],
+    test_credit.test_against_group_by_hand: [
+        Mutant("group mean forgotten", credit.against_group, "grouped - grouped.mean(1, keepdim=True)", "grouped"),
+        Mutant(
+            "biased deviation",
+            credit.against_group,
+            "grouped.std(1, keepdim=True)",
+            "grouped.std(1, correction=0, keepdim=True)",
+        ),
+        Mutant("mean of the batch", credit.against_group, "grouped.mean(1, keepdim=True)", "grouped.mean()"),
+    ],
+    test_credit.test_the_number_of_a_response_is_on_all_its_tokens: [
+        Mutant("padding gets credit", credit.on_every_token, "zero_off_mask(", "(lambda x, _: x)("),
     ],
 }
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf import losses
+from rlhf.rewards import Part, Sources
 from rlhf.types import Credit, Rollout, Samples
 from step3_ppo.rollout import generate, per_token
 from step3_ppo.update import update
@@ -101,7 +102,7 @@ def test_the_source_gets_the_text_without_special_tokens(game: Players, rollout:
         seen.append(samples)
         return count_of_words(samples)
 
-    replace(game, scorer=replace(game.scorer, source=source)).score(rollout)
+    replace(game, scorer=replace(game.scorer, sources=Sources((Part("heard", 1.0, source),)))).score(rollout)
     (samples,) = seen
     assert samples.rollout is rollout
     for b, (prompt, response) in enumerate(zip(samples.prompts, samples.responses, strict=True)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf import plugins
 from rlhf.config import Config as Base
 from rlhf.config import UserError
-from rlhf.rewards import Context, Source
+from rlhf.rewards import Context, Source, columns_of
 from rlhf.types import Samples
 
 
@@ -23,14 +23,24 @@ class Config(Base):
 def build(config: Config, context: Context) -> Source:
     """The function as a score source: lists of B prompts and responses in, B numbers out.
 
-    The columns that the rows have are passed by name, each a list of B, as far as the function takes them.
+    The columns that the rows have are passed by name, each a list of B, as far as the function takes them; among them
+    `reference`, the response that the data has (a demonstration, or the chosen side of a pair).
+    Raises: UserError when scoring, if it takes a column that no row of the batch has and has no default for it.
     """
     function = _find(config.function)
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    needed = _needed(list(parameters.values()))
 
     def score(samples: Samples) -> Tensor:
-        columns = {name: column for name, column in _columns(samples).items() if takes_all or name in parameters}
+        found = columns_of(samples)
+        missing = [name for name in needed if name not in found]
+        if missing:
+            raise UserError(
+                f"reward '{config.function}': it takes '{missing[0]}', but the rows have {', '.join(found) or 'none'}; "
+                f"if only some rows have it, give it a default: {missing[0]}=None"
+            )
+        columns = {name: column for name, column in found.items() if takes_all or name in parameters}
         values = function(list(samples.prompts), list(samples.responses), **columns)
         try:
             return torch.tensor([float(value) for value in values], device=context.device)
@@ -40,6 +50,16 @@ def build(config: Config, context: Context) -> Source:
             ) from None
 
     return score
+
+
+def _needed(parameters: list[inspect.Parameter]) -> list[str]:
+    """Those after prompts and responses that have no default."""
+    first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
+    return [
+        p.name
+        for p in parameters
+        if p not in first and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
+    ]
 
 
 def _find(place: str) -> Callable[..., Any]:
@@ -56,8 +76,3 @@ def _find(place: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"reward '{place}': no function '{function_name}' in {module_name}")
     return function
-
-
-def _columns(samples: Samples) -> dict[str, list[Any]]:
-    names = {name for row in samples.rollout.rows for name in row.columns}
-    return {name: [row.columns.get(name) for row in samples.rollout.rows] for name in sorted(names)}

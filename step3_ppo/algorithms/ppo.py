@@ -1,37 +1,33 @@
 """PPO with a per-token KL reward, as InstructGPT ran it (arXiv 1707.06347, 1909.08593, 2203.02155)."""
 
-from typing import Literal
-
 from pydantic import Field
 from torch import Tensor
 
 from rlhf import credit as crediting
-from rlhf import dist, losses, ops
+from rlhf import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.config import Step3Config
+from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
 
 
-class Config(Step3Config):
+class Config(KLRewardConfig, ClippedConfig):
     """PPO: a policy and a critic, both clipped around what they were at the rollout."""
 
-    kl_coef: float = Field(0.05, ge=0)
-    """weight of the KL penalty to the reference in the per-token reward"""
-    kl_estimator: Literal["k1", "k3"] = "k1"
-    """per-token estimate of the KL (Schulman 2020)"""
     gamma: float = Field(1.0, ge=0, le=1)
     """discount per token"""
     lam: float = Field(0.95, ge=0, le=1)
     """lambda of generalised advantage estimation"""
     whiten_advantages: bool = True
     """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
-    cliprange: float = Field(0.2, gt=0)
-    """the policy's ratio counts within 1 +- cliprange"""
     cliprange_value: float = Field(0.2, gt=0)
     """the value counts within +- cliprange_value of the old one"""
+    dual_clip: float | None = Field(None, gt=1)
+    """bound on the loss of a bad token whose ratio has grown, in advantages (arXiv 1912.09729); none = unbounded"""
 
 
 class PPO:
     """Credit by GAE over KL-penalised rewards; clipped losses for actor and critic."""
+
+    needs_critic = True
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -39,23 +35,13 @@ class PPO:
     def credit(self, rollout: Rollout) -> Credit:
         """Advantages and returns of a scored rollout, whitened over all ranks."""
         c = self.config
-        assert rollout.scores is not None and rollout.logprobs is not None
-        assert rollout.ref_logprobs is not None and rollout.values is not None
-        rewards = crediting.kl_rewards(
-            rollout.scores, rollout.logprobs, rollout.ref_logprobs, rollout.mask, c.kl_coef, c.kl_estimator
-        )
-        advantages, returns = crediting.gae(rewards, rollout.values, rollout.mask, c.gamma, c.lam)
-        if c.whiten_advantages:
-            mean, var = ops.mean_var(dist.sum_over_ranks(ops.moments(advantages, rollout.mask)))
-            advantages = ops.whiten(advantages, rollout.mask, mean, var)
-        return Credit(advantages, returns)
+        assert rollout.values is not None
+        advantages, returns = crediting.gae(rewards_of(rollout, c), rollout.values, rollout.mask, c.gamma, c.lam)
+        return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)
 
     def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The actor's loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
-        assert rollout.logprobs is not None
-        return losses.clipped_policy(
-            logprobs, rollout.logprobs, credit.advantages, rollout.mask, self.config.cliprange, count
-        )
+        return clipped_loss(logprobs, rollout, credit, count, self.config.cliprange, self.config.dual_clip)
 
     def value_loss(self, values: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The critic's loss on (part of) a rollout; values [B, T]."""

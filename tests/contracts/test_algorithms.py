@@ -61,12 +61,16 @@ def moved(r: Rollout, fill: float = 0.0) -> tuple[Tensor, Tensor]:
 
 
 def losses_and_gradients(algorithm: Any, r: Rollout, credit: Credit, fill: float = 0.0) -> list[Tensor]:
-    """Both losses and the gradients of what goes into them."""
-    logprobs, values = moved(r, fill)
-    count = r.mask.sum()
-    policy, _ = algorithm.policy_loss(logprobs, r, credit, count)
-    value, _ = algorithm.value_loss(values, r, credit, count)
-    return [policy.detach(), value.detach(), *torch.autograd.grad(policy + value, [logprobs, values])]
+    """Of the losses it has, each loss; then the gradient of what goes into each."""
+    parts = [
+        (loss(x, r, credit, r.mask.sum())[0], x) for loss, x in zip(losses_of(algorithm), moved(r, fill), strict=False)
+    ]
+    return [loss.detach() for loss, _ in parts] + [torch.autograd.grad(loss, x)[0] for loss, x in parts]
+
+
+def losses_of(algorithm: Any) -> list[Any]:
+    """The loss of the policy, and of the critic if there is one."""
+    return [algorithm.policy_loss] + ([algorithm.value_loss] if algorithm.needs_critic else [])
 
 
 @each
@@ -94,7 +98,8 @@ def test_what_stands_off_the_mask_changes_no_bit(name: str, fill: float) -> None
 @each
 def test_gradient_flows_on_the_mask_alone(name: str) -> None:
     algorithm, r = built(name), rollout()
-    for gradient in losses_and_gradients(algorithm, r, algorithm.credit(r))[2:]:
+    found = losses_and_gradients(algorithm, r, algorithm.credit(r))
+    for gradient in found[len(found) // 2 :]:
         assert gradient.count_nonzero() > 0 and torch.isfinite(gradient).all()
         assert not gradient[~r.mask].any()
 
@@ -114,7 +119,7 @@ def test_padding_changes_neither_credit_nor_loss(name: str) -> None:
     torch.testing.assert_close(credit.returns, wider(expected.returns), rtol=0, atol=1e-6)
     logprobs, values = (x.detach() for x in moved(r))
     count = r.mask.sum()
-    for loss, x in ((algorithm.policy_loss, logprobs), (algorithm.value_loss, values)):
+    for loss, x in zip(losses_of(algorithm), (logprobs, values), strict=False):
         torch.testing.assert_close(loss(wider(x), padded, credit, count)[0], loss(x, r, expected, count)[0])
 
 
@@ -132,7 +137,7 @@ def test_prompts_may_come_in_any_order(name: str) -> None:
 def test_losses_metrics_and_gradients_add_up_over_parts(name: str, size: int) -> None:
     algorithm, r = built(name), rollout()
     credit, count = algorithm.credit(r), r.mask.sum()
-    for index, loss in enumerate((algorithm.policy_loss, algorithm.value_loss)):
+    for index, loss in enumerate(losses_of(algorithm)):
         x = moved(r)[index]
         whole, metrics = loss(x, r, credit, count)
         parts = [loss(x[rows], r[rows], credit[rows], count) for rows in torch.arange(8).split(size)]
@@ -193,7 +198,7 @@ def test_a_better_score_makes_its_response_likelier(name: str) -> None:
     logprobs = r.logprobs.clone().requires_grad_()
     loss, _ = algorithm.policy_loss(logprobs, r, algorithm.credit(r), r.mask.sum())
     gradient = torch.autograd.grad(loss, logprobs)[0]
-    assert (gradient[3, : LENGTHS[3]] < 0).all() and gradient[2].sum() > 0
+    assert (gradient[3, : LENGTHS[3]] < 0).all() and gradient[2].sum() >= 0  # 0 where nothing is compared
 
 
 # --- with real engines, through the real rollout and update
@@ -229,7 +234,9 @@ def test_the_first_minibatch_finds_the_policy_that_sampled(name: str, temperatur
 def test_the_second_iteration_starts_from_the_policy_of_the_first(name: str) -> None:
     game = players(name)
     first = game.score(game.sample(twice_each()))
-    assert game.update(first)["approx_kl"] > 1e-4
+    metrics = game.update(first)
+    assert metrics["optimizer_steps"] == game.config.num_ppo_epochs * game.config.num_mini_batches
+    assert metrics["approx_kl"] > 1e-4 or metrics["optimizer_steps"] == 1
     second = game.score(game.sample(twice_each(), seed=1))
     assert second.logprobs is not None and second.ref_logprobs is not None
     assert float((second.logprobs - second.ref_logprobs).abs().max()) > 1e-3

@@ -3,70 +3,23 @@
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from rlhf import plugins, rewards
 from rlhf.config import UserError
-from rlhf.rewards import Context, as_samples
-from rlhf.types import Message, Rollout, Samples
+from rlhf.types import Message, Samples
 from tests import tiny
+from tests.rewards.responses import context, other_tokenizer, padded, reward_model, rollout, samples
 
 SOURCES = [*plugins.names("rlhf.rewards"), "learned (other tokenizer)"]
+OPTIONS = {"length": ",target=3,penalty=0.5", "repetition": ",n=2", "classifier": ",model={folder},label=1"}
+CONSTANT = ("vader",)
+"""What has nothing to say of made-up words."""
 PACKAGES = {"vader": "vaderSentiment"}
 FUNCTION = "def score(prompts, responses):\n    return [len(p) - 2 * len(r) for p, r in zip(prompts, responses)]\n"
-
-
-def rollout() -> Rollout:
-    """Three responses: 5 tokens and EOS, EOS alone, and one cut at 8 tokens."""
-    prompts = tiny.prompts([3, 9, 8])
-    ids = torch.randint(4, tiny.VOCAB, (3, 8), generator=torch.Generator().manual_seed(1))
-    lengths = torch.tensor([6, 1, 8])
-    mask = torch.arange(8) < lengths[:, None]
-    ended = torch.tensor([True, True, False])
-    ids[ended, lengths[ended] - 1] = tiny.EOS
-    ids = ids.masked_fill(~mask, tiny.PAD)
-    return Rollout(prompts.ids, prompts.mask, ids, mask, torch.zeros(3, 8), ended, prompts.rows)
-
-
-def padded(r: Rollout) -> Rollout:
-    """The same with 7 more columns before the prompts and 5 after the responses."""
-    pad = torch.nn.functional.pad
-    return replace(
-        r,
-        prompt_ids=pad(r.prompt_ids, (7, 0), value=tiny.EOS),
-        prompt_mask=pad(r.prompt_mask, (7, 0)),
-        response_ids=pad(r.response_ids, (0, 5), value=tiny.EOS),
-        mask=pad(r.mask, (0, 5)),
-        sampled_logprobs=pad(r.sampled_logprobs, (0, 5)),
-    )
-
-
-def reward_model(
-    place: Path, tokenizer: PreTrainedTokenizerFast, family: str = "gpt2", **changes: Any
-) -> PreTrainedModel:
-    """A one-label classifier as transformers makes and saves it, with `tokenizer` beside it."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(tiny.config_of(family, num_labels=1, **changes)).eval()
-        torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    return model
-
-
-def other_tokenizer() -> PreTrainedTokenizerFast:
-    """The same words under other ids, and another template."""
-    made = tiny.tokenizer(reverse=True)
-    made.chat_template = "{{ bos_token }}{% for m in messages %}w4 w5 {{ m['content'] }} w6{% endfor %}"
-    return made
-
-
-def context(place: Path, micro_batch_size: int = 2) -> Context:
-    return Context(tiny.tokenizer(), torch.device("cpu"), torch.float32, str(place), micro_batch_size)
 
 
 def opened(source: str, folder: Path, micro_batch_size: int = 2) -> rewards.Source:
@@ -79,11 +32,10 @@ def opened(source: str, folder: Path, micro_batch_size: int = 2) -> rewards.Sour
         return rewards.open_source(f"{folder}/mine.py", context(folder))
     if source.startswith("learned"):
         reward_model(folder, tiny.tokenizer() if source == "learned" else other_tokenizer())
-    return rewards.open_source(source.split()[0], context(folder, micro_batch_size))
-
-
-def samples(r: Rollout) -> Samples:
-    return as_samples(r, tiny.tokenizer())
+    if source == "classifier":
+        reward_model(folder, tiny.tokenizer(), labels=3, pad_token_id=tiny.PAD)
+    name = source.split()[0]
+    return rewards.open_source(name + OPTIONS.get(name, "").format(folder=folder), context(folder, micro_batch_size))
 
 
 each = pytest.mark.parametrize("source", SOURCES)
@@ -94,6 +46,7 @@ def test_one_finite_number_a_response(source: str, tmp_path: Path) -> None:
     scores = opened(source, tmp_path)(samples(rollout()))
     assert scores.shape == (3,) and scores.dtype == torch.float32
     assert torch.isfinite(scores).all() and not scores.requires_grad
+    assert source in CONSTANT or len(scores.unique()) > 1
 
 
 @each

@@ -145,7 +145,7 @@ BROKEN = (
         ": not a whole gzip file (Compressed file ended before the end-of-stream marker was reached); "
         "fetch or compress it again",
     ),
-    ("x.jsonl", gzip.compress(b'{"a": 1}'), ": got a gzip file, expected .jsonl; add .gz to its name"),
+    ("x.jsonl", gzip.compress(b'{"a": 1}', mtime=0), ": got a gzip file, expected .jsonl; add .gz to its name"),
     ("x.csv", b"PK\x03\x04\x14", ": got a zip archive or a spreadsheet, expected .csv; unpack it, or save it as CSV"),
     ("x.json", b"PAR1\x15", ": got a parquet file, expected .json; name it .parquet"),
     ("x.json", b"<!DOCTYPE html>\n", ": got a web page, expected .json; download the file itself"),

@@ -184,7 +184,5 @@ def test_impossible_batches_are_refused_before_the_first_one() -> None:
         Batches(100, 6, ranks=(0, 4))
     with pytest.raises(UserError, match="got 3 rows, expected at least one batch of 8"):
         Batches(3, 8, ranks=(0, 2))
-    with pytest.raises(
-        UserError, match="--batch-tokens 30: expected at least 37, the longest row for each of 2 ranks"
-    ):
+    with pytest.raises(UserError, match="--batch-tokens 30: expected at least 37, the longest row for each of 2 ranks"):
         Batches(np.array([20, 3, 17, 9]), 1, ranks=(0, 2), batch_tokens=30)

@@ -1,0 +1,41 @@
+"""A penalty for long responses, in the policy's tokens, EOS included."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rlhf.config import Config as Base
+from rlhf.rewards import Context, Source
+from rlhf.types import Samples
+
+
+class Config(Base):
+    target: int = Field(ge=0)
+    """tokens that cost nothing"""
+    penalty: float = Field(0.01, ge=0, allow_inf_nan=False)
+    """taken for each token beyond them, without limit"""
+    buffer: int | None = Field(None, ge=1)
+    """instead of penalty: tokens beyond the target over which the score falls from 0 to -1, where it stays"""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if self.buffer is not None and "penalty" in self.model_fields_set:
+            raise ValueError("got both penalty and buffer, expected one of them; scale the latter by a weight")
+        return self
+
+
+def build(config: Config, context: Context) -> Source:
+    """For a response of n tokens: -penalty * max(0, n - target), or with a buffer
+
+        -min(1, max(0, n - target) / buffer)
+
+    which is the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) with L_cache = buffer and
+    L_max = target + buffer.
+    """
+
+    def score(samples: Samples) -> Tensor:
+        beyond = (samples.rollout.lengths - config.target).clamp(min=0).to(context.device).float()
+        return -config.penalty * beyond if config.buffer is None else -(beyond / config.buffer).clamp(max=1)
+
+    return score

@@ -1,0 +1,38 @@
+"""Advantage actor-critic: one step on fresh samples, nothing clipped (arXiv 1602.01783, 2205.09123)."""
+
+import math
+
+from pydantic import Field
+from torch import Tensor
+
+from rlhf import losses
+from rlhf.types import Credit, Rollout
+from step3_ppo.algorithms import ppo
+from step3_ppo.algorithms._common import clipped_loss
+
+
+class Config(ppo.Config):
+    """A2C: PPO with one optimizer step an iteration, so that the policy is the one that sampled."""
+
+    num_ppo_epochs: int = Field(1, ge=1, le=1)
+    """passes over an iteration's rollout: one"""
+    num_mini_batches: int = Field(1, ge=1, le=1)
+    """optimizer steps in a pass: one"""
+    whiten_advantages: bool = False
+    """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
+
+
+class A2C(ppo.PPO):
+    """PPO's credit; the plain policy gradient, as at ratio 1 the clip does not bind; a squared error for the critic."""
+
+    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+        """-sum A * ratio / count, whose gradient at ratio 1 is -sum A * grad logprob / count."""
+        return clipped_loss(logprobs, rollout, credit, count, cliprange=math.inf)
+
+    def value_loss(self, values: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+        """0.5 * sum (V - return)^2 / count."""
+        return losses.clipped_value(values, values.detach(), credit.returns, rollout.mask, math.inf, count)
+
+
+def build(config: Config) -> A2C:
+    return A2C(config)

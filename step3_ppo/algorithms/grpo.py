@@ -1,0 +1,53 @@
+"""GRPO: scores against those of the same prompt, the KL as a loss (arXiv 2402.03300; Dr. GRPO 2503.20783)."""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from rlhf import credit as crediting
+from rlhf import losses
+from rlhf.types import Credit, Rollout
+from step3_ppo.algorithms._common import ClippedConfig, clipped_loss
+
+
+class Config(ClippedConfig):
+    """GRPO: no critic, no KL in the reward; a group's mean is the baseline."""
+
+    num_generations: int = Field(4, ge=2)
+    """responses sampled for each prompt; batch_size counts responses"""
+    scale_rewards: bool = True
+    """divide by the group's standard deviation; without it (Dr. GRPO) easy and hard prompts weigh as their scores do"""
+    kl_coef: float = Field(0.04, ge=0)
+    """weight of the KL to the reference in the loss (TRL's beta)"""
+    kl_estimator: Literal["k2", "k3"] = "k2"
+    """per-token estimate of the KL in the loss; k2 has the gradient of the KL, k3 is the paper's"""
+
+
+class GRPO:
+    """Credit is the score minus its group's mean, on every token of the response."""
+
+    needs_critic = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def credit(self, rollout: Rollout) -> Credit:
+        """A_i = (score_i - mean of its group) [/ std of its group]. [B, T]"""
+        c = self.config
+        assert rollout.scores is not None
+        centred = crediting.against_group(rollout.scores, c.num_generations, c.scale_rewards)
+        returns = crediting.on_every_token(rollout.scores, rollout.mask)
+        return Credit(crediting.on_every_token(centred, rollout.mask), returns)
+
+    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+        """Clipped loss + kl_coef * sum KL / count, on (part of) a rollout; logprobs [B, T]."""
+        assert rollout.ref_logprobs is not None
+        c = self.config
+        loss, metrics = clipped_loss(logprobs, rollout, credit, count, c.cliprange)
+        kl = losses.kl_penalty(logprobs, rollout.ref_logprobs, rollout.mask, c.kl_estimator, count)
+        return loss + c.kl_coef * kl, {**metrics, "kl_loss": kl.detach()}
+
+
+def build(config: Config) -> GRPO:
+    return GRPO(config)

@@ -1,0 +1,40 @@
+"""REINFORCE++: returns instead of a critic, one baseline for the batch, PPO's clip (arXiv 2501.03262)."""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlhf import credit as crediting
+from rlhf import losses
+from rlhf.types import Credit, Rollout
+from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
+
+
+class Config(KLRewardConfig, ClippedConfig):
+    """REINFORCE++: no critic; a token's advantage is the reward still to come, against the batch's mean."""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """discount per token"""
+
+
+class Reinforce:
+    """Credit is the return from each token on, whitened over all tokens of the iteration on all ranks."""
+
+    needs_critic = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def credit(self, rollout: Rollout) -> Credit:
+        """return_t = reward_t + gamma * return_{t+1}; advantages are whitened returns. [B, T]"""
+        rewards = rewards_of(rollout, self.config)
+        returns, _ = crediting.gae(rewards, torch.zeros_like(rewards), rollout.mask, self.config.gamma, lam=1.0)
+        return Credit(whitened(returns, rollout.mask), returns)
+
+    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+        """The actor's clipped loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
+        return clipped_loss(logprobs, rollout, credit, count, self.config.cliprange)
+
+
+def build(config: Config) -> Reinforce:
+    return Reinforce(config)

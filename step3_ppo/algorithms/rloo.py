@@ -1,0 +1,43 @@
+"""RLOO: the other responses to a prompt are the baseline (arXiv 2402.14740)."""
+
+from pydantic import Field
+from torch import Tensor
+
+from rlhf import credit as crediting
+from rlhf import losses
+from rlhf.types import Credit, Rollout
+from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
+
+
+class Config(KLRewardConfig, ClippedConfig):
+    """RLOO: no critic; a whole response is one action, judged against the others to its prompt."""
+
+    num_generations: int = Field(4, ge=2)
+    """responses sampled for each prompt (TRL's rloo_k); batch_size counts responses"""
+    whiten_advantages: bool = False
+    """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
+
+
+class RLOO:
+    """Credit is the response's reward, score and KL together, minus the mean of the others'."""
+
+    needs_critic = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def credit(self, rollout: Rollout) -> Credit:
+        """R_i = sum_t reward_t; every token's advantage is R_i - mean_{j != i} R_j. [B, T]"""
+        c = self.config
+        totals = rewards_of(rollout, c).sum(1)
+        returns = crediting.on_every_token(totals, rollout.mask)
+        advantages = crediting.on_every_token(crediting.leave_one_out(totals, c.num_generations), rollout.mask)
+        return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)
+
+    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+        """The actor's clipped loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
+        return clipped_loss(logprobs, rollout, credit, count, self.config.cliprange)
+
+
+def build(config: Config) -> RLOO:
+    return RLOO(config)

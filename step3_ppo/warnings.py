@@ -1,0 +1,297 @@
+"""Named warnings while step 3 runs: what the numbers of an iteration mean, and what to do. Pure: numbers in, words out.
+
+A warning comes once when its condition sets in, and again only after the condition had cleared. An iteration that lacks
+a number says nothing of its condition.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Protocol
+
+from pydantic import Field
+
+from rlhf.config import Config
+
+Numbers = dict[str, float]
+Rows = Sequence[Mapping[str, float]]
+"""Numbers of every iteration so far, the newest last."""
+
+
+class Limits(Config):
+    """When the numbers of step 3 deserve a warning."""
+
+    start_iterations: int = Field(3, ge=1)
+    """iterations at the start whose mean is what length and entropy are compared with"""
+    in_a_row: int = Field(3, ge=1)
+    """iterations in a row that a noisy condition must hold: negative_kl, clip_fraction, score_follows_length"""
+    first_ratio: float = Field(1e-3, gt=0)
+    """fp32: first_approx_kl, or the std of the first ratio, above this"""
+    first_ratio_low_precision: float = Field(5e-2, gt=0)
+    """the same in bf16 and fp16"""
+    negative_kl: float = Field(-0.1, le=0)
+    """mean KL below this, nats per response"""
+    kl: float = Field(10.0, gt=0)
+    """mean KL above this, nats per response"""
+    equal_advantages: float = Field(1e-6, ge=0)
+    """standard deviation of the advantages (before whitening) or of the scores at most this"""
+    score_at_clip: float = Field(0.5, ge=0, le=1)
+    """share of scores at the reward clip above this"""
+    clip_fraction: float = Field(0.3, ge=0, le=1)
+    """share of tokens on which the policy's clip binds above this"""
+    length_growth: float = Field(2.0, gt=1)
+    """mean response length above this many times that of the start"""
+    length_shrink: float = Field(0.5, gt=0, lt=1)
+    """mean response length below this many times that of the start"""
+    truncated: float = Field(0.95, ge=0, le=1)
+    """share of responses cut before their EOS above this"""
+    score_length_correlation: float = Field(0.7, ge=0, le=1)
+    """correlation of score and response length above this"""
+    repeated_4_grams: float = Field(0.3, ge=0, le=1)
+    """share of 4-grams that stood earlier in the same response above this"""
+    entropy: float = Field(0.2, gt=0, lt=1)
+    """entropy below this many times that of the start"""
+    over_optimisation: float = Field(0.2, ge=0)
+    """held-out score below its best, twice in a row, by more than this share of what was gained, and than its 95 %
+    interval"""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One warning: its name, the numbers it rests on, and the next step."""
+
+    name: str
+    numbers: Numbers
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`look` gives the numbers to show if the condition holds for the newest row, which has all it `needs`."""
+
+    name: str
+    needs: tuple[str, ...]
+    look: Callable[[Limits, Rows], Numbers | None]
+    advice: str
+
+
+class Watch:
+    """Remembers the iterations so far and which conditions hold. After a resume, let it look at the rows on file."""
+
+    def __init__(self, limits: Limits, dtype: str = "fp32") -> None:
+        """dtype: fp32, bf16 or fp16, in which the policy computes."""
+        if dtype != "fp32":
+            limits = limits.model_copy(update={"first_ratio": limits.first_ratio_low_precision})
+        self._limits = limits
+        self._rows: list[Mapping[str, float]] = []
+        self._holding: set[str] = set()
+
+    def look(self, iteration: int, metrics: Mapping[str, float]) -> list[Notice]:
+        """What has set in at this iteration."""
+        self._rows.append({"iteration": iteration} | {n: metrics[n] for n in WATCHED if n in metrics})
+        notices = []
+        for rule in RULES:
+            if not all(name in metrics for name in rule.needs):
+                continue
+            numbers = rule.look(self._limits, self._rows)
+            if numbers is None:
+                self._holding.discard(rule.name)
+            elif rule.name not in self._holding:
+                self._holding.add(rule.name)
+                notices.append(Notice(rule.name, numbers, rule.advice))
+        return notices
+
+
+class Warn(Protocol):
+    """`Recorder.warn` of rlhf.record."""
+
+    def __call__(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None: ...
+
+
+def watched(steps: Iterable[dict[str, float]], watch: Watch, warn: Warn) -> Iterator[dict[str, float]]:
+    """Pass the metrics of `steps` on, and tell `warn` what sets in."""
+    for iteration, metrics in enumerate(steps, start=1):
+        yield metrics
+        for notice in watch.look(iteration, metrics):
+            warn(iteration, notice.name, notice.numbers, notice.advice)
+
+
+# --- conditions: the numbers to show if they hold for the newest row
+
+
+def _above(name: str, limit: str, limits: Limits, rows: Rows) -> Numbers | None:
+    value, most = rows[-1][name], getattr(limits, limit)
+    return {name: value, "limit": most} if value > most else None
+
+
+def _above_in_a_row(name: str, limit: str, limits: Limits, rows: Rows) -> Numbers | None:
+    return _in_a_row(name, getattr(limits, limit), operator.gt, limits, rows)
+
+
+def _below_in_a_row(name: str, limit: str, limits: Limits, rows: Rows) -> Numbers | None:
+    return _in_a_row(name, getattr(limits, limit), operator.lt, limits, rows)
+
+
+def _in_a_row(
+    name: str, limit: float, beyond: Callable[[float, float], bool], limits: Limits, rows: Rows
+) -> Numbers | None:
+    newest = rows[-limits.in_a_row :]
+    if len(newest) < limits.in_a_row or not all(name in row and beyond(row[name], limit) for row in newest):
+        return None
+    return {name: newest[-1][name], "limit": limit, "iterations": limits.in_a_row}
+
+
+def _above_start(name: str, factor: str, limits: Limits, rows: Rows) -> Numbers | None:
+    value, start = rows[-1][name], _start(name, limits, rows)
+    return {name: value, "at_start": start} if value > getattr(limits, factor) * start else None
+
+
+def _below_start(name: str, factor: str, limits: Limits, rows: Rows) -> Numbers | None:
+    value, start = rows[-1][name], _start(name, limits, rows)
+    return {name: value, "at_start": start} if value < getattr(limits, factor) * start else None
+
+
+def _start(name: str, limits: Limits, rows: Rows) -> float:
+    """The mean of the first values there are (a critic's warm-up has no entropy), NaN as long as the start lasts."""
+    count = limits.start_iterations
+    first = list(islice((row[name] for row in rows if name in row), count + 1))
+    return sum(first[:count]) / count if len(first) > count else math.nan
+
+
+def _first_ratio(limits: Limits, rows: Rows) -> Numbers | None:
+    found = {name: rows[-1][name] for name in ("first_approx_kl", "first_ratio_std") if name in rows[-1]}
+    over = any(value > limits.first_ratio for value in found.values())
+    return {**found, "limit": limits.first_ratio} if over else None
+
+
+def _equal_advantages(limits: Limits, rows: Rows) -> Numbers | None:
+    row = rows[-1]
+    spread = "raw_advantage_std" if "raw_advantage_std" in row else "advantage_std"
+    found = {name: row[name] for name in (spread, "score_std") if name in row}
+    return found if any(value <= limits.equal_advantages for value in found.values()) else None
+
+
+def _fell(name: str, limits: Limits, rows: Rows) -> Numbers | None:
+    """`name`, a held-out number, was below its best in the last two evaluations; the training score has risen since."""
+    seen = [(row[name], row["score"]) for row in rows if name in row and "score" in row]
+    if len(seen) < 3:
+        return None
+    best, score_then = max(seen, key=lambda pair: pair[0])
+    noise = rows[-1].get(f"{name}_ci95", 0.0)
+    floor = best - max(noise, limits.over_optimisation * (best - seen[0][0]))
+    if not all(held_out < floor and score > score_then for held_out, score in seen[-2:]):
+        return None
+    return {name: seen[-1][0], "best": best, "score": seen[-1][1], "score_at_best": score_then}
+
+
+def _skipped_steps(limits: Limits, rows: Rows) -> Numbers | None:
+    skipped, steps = rows[-1]["skipped_steps"], rows[-1]["optimizer_steps"]
+    return {"skipped_steps": skipped, "optimizer_steps": steps} if skipped >= steps > 0 else None
+
+
+RULES = (
+    Rule(
+        "first_ratio",
+        ("first_approx_kl",),
+        _first_ratio,
+        "sampling and training passes disagree before any step: look for dropout, another temperature or dtype, "
+        "or a wrong mask in the policy or the algorithm",
+    ),
+    Rule(
+        "negative_kl",
+        ("kl",),
+        partial(_below_in_a_row, "kl", "negative_kl"),
+        "a KL cannot stay below 0: responses are not sampled from the distribution that scores them; "
+        "look at --temperature, truncated sampling and masks",
+    ),
+    Rule(
+        "kl_above_limit",
+        ("kl",),
+        partial(_above, "kl", "kl"),
+        "the policy is far from the reference: read samples, raise --kl-coef or lower --learning-rate",
+    ),
+    Rule(
+        "equal_advantages",
+        ("advantage_std",),
+        _equal_advantages,
+        "nothing to learn from: every response scores alike; look at --reward on a few samples, "
+        "or raise --temperature or --batch-size",
+    ),
+    Rule(
+        "score_at_clip",
+        ("score_at_clip",),
+        partial(_above, "score_at_clip", "score_at_clip"),
+        "better and worse responses score alike there: widen the clip, or scale the scores before it",
+    ),
+    Rule(
+        "clip_fraction",
+        ("clip_fraction",),
+        partial(_above_in_a_row, "clip_fraction", "clip_fraction"),
+        "updates go further than the clip allows: lower --learning-rate or --num-ppo-epochs",
+    ),
+    Rule(
+        "length_exploding",
+        ("response_length",),
+        partial(_above_start, "response_length", "length_growth"),
+        "read samples: the reward may pay for length; lower it for length, or raise --kl-coef",
+    ),
+    Rule(
+        "length_collapsing",
+        ("response_length",),
+        partial(_below_start, "response_length", "length_shrink"),
+        "read samples: the reward may pay for ending early; look at --missing-eos-penalty, or raise --kl-coef",
+    ),
+    Rule(
+        "truncated",
+        ("truncated",),
+        partial(_above, "truncated", "truncated"),
+        "hardly a response writes its EOS: raise --response-length, set --missing-eos-penalty, "
+        "or train step 1 on responses that end",
+    ),
+    Rule(
+        "score_follows_length",
+        ("score_length_correlation",),
+        partial(_above_in_a_row, "score_length_correlation", "score_length_correlation"),
+        "longer responses score higher whatever they say: train the reward model on pairs of equal length, "
+        "or add a length penalty",
+    ),
+    Rule(
+        "repeated_ngrams",
+        ("repeated_4_grams",),
+        partial(_above, "repeated_4_grams", "repeated_4_grams"),
+        "responses repeat themselves: read samples, raise --kl-coef, or penalise repetition in the reward",
+    ),
+    Rule(
+        "entropy_collapse",
+        ("entropy",),
+        partial(_below_start, "entropy", "entropy"),
+        "the policy hardly explores any more: raise --kl-coef, lower --learning-rate, or stop here",
+    ),
+    Rule(
+        "over_optimisation",
+        ("eval_judge", "score"),
+        partial(_fell, "eval_judge"),
+        "the reward rises while the judge falls: go back to the best checkpoint, raise --kl-coef, "
+        "or retrain the reward model on samples of this policy",
+    ),
+    Rule(
+        "overfitting",
+        ("eval_score", "score"),
+        partial(_fell, "eval_score"),
+        "the score rises on training prompts and falls on held-out ones: use more prompts or fewer --total-episodes",
+    ),
+    Rule(
+        "skipped_steps",
+        ("skipped_steps", "optimizer_steps"),
+        _skipped_steps,
+        "no optimizer step of this iteration was applied: gradients overflow; use --dtype bf16 or fp32, "
+        "or lower --learning-rate",
+    ),
+)
+WATCHED = frozenset(
+    {"first_ratio_std", "raw_advantage_std", "score_std", "eval_judge_ci95", "eval_score_ci95"}
+    | {name for rule in RULES for name in rule.needs}
+)
