@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from data import cache, dataset
 from data.config import DataOptions
 from data.dataset import Opened, Recipe, open_datasets
+from data.preview import PreviewConfig
 from rlhf.config import UserError
 from rlhf.text import load_tokenizer, prepare_tokenizer
+from step1_sft.config import SFTConfig
 
 SFT = Recipe("sft")
 WORDS = [f"w{i}" for i in range(300)]
@@ -146,6 +148,46 @@ def test_several_processes_build_once(tmp_path: Path) -> None:
         worker.join()
     assert found == ["built", "there", "there", "there"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set", "set.lock"]
+
+
+def build_and_die(folder: str, queue: Any) -> None:
+    """A tokeniser that is killed while a child of it goes on."""
+    with cache.building(Path(folder)) as staging:
+        assert staging is not None
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        queue.put("building")
+        time.sleep(30)
+
+
+def test_a_killed_builder_blocks_nobody(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    builder = context.Process(target=build_and_die, args=(str(tmp_path / "set"), queue))
+    builder.start()
+    assert queue.get(timeout=60) == "building"
+    builder.kill()
+    builder.join()
+    start = time.monotonic()
+    with cache.building(tmp_path / "set") as staging:
+        assert staging is not None
+        (staging / cache.REPORT).write_text("{}")
+    assert time.monotonic() - start < 5
+
+
+def test_what_makes_no_row_makes_no_set(home: Path) -> None:
+    """Learning rate and output directory, and the preview of the same data, share one set."""
+    common: dict[str, Any] = {"data_path": ("x.jsonl",), "data_cache": "cache", "data_split": (1, 0, 0)}
+    for given in (
+        SFTConfig(**common),
+        SFTConfig(learning_rate=1.0, output_dir="elsewhere", batch_size=2, seed=5, **common),
+        PreviewConfig(rows=9, model="m", **common),
+        DataOptions(max_dropped=0.9, **common),
+        DataOptions(ppo_only_data_path=("y.jsonl",), **common),
+    ):
+        open_datasets(given, SFT, tokenizer(home))
+        assert len(sets()) == 1
 
 
 def test_a_place_that_cannot_be_written(home: Path) -> None:

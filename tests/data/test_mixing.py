@@ -68,6 +68,22 @@ def test_weights_with_a_budget_repeat_what_is_too_small(home: Path, tokenizer: P
     assert accounted(data) == {"train": 34, "beyond its weight": 72}
 
 
+def test_a_weight_is_a_share_of_what_can_be_used(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Nine rows in ten of one place are too long."""
+    rows = [{"prompt": "w1 " * (70 if i % 10 else 1) + f"w{i}", "response": "w2"} for i in range(1000, 1500)]
+    Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write("a.jsonl", range(500))
+    places = ("long.jsonl=1", "a.jsonl=1")
+    data = opened(tokenizer, data_path=places, max_length=64, max_train_rows=40, **ALL)
+    assert data.report["train"]["rows_by_place"] == [20, 20]
+    accounted(data)
+    data = opened(tokenizer, data_path=places, max_length=64, **ALL)
+    assert data.report["train"]["rows_by_place"] == [50, 50]
+    assert accounted(data)["prompt too long"] == 450
+    with pytest.raises(UserError, match="450 prompt too long"):
+        opened(tokenizer, data_path=places, max_length=64, **{**ALL, "max_dropped": 0.5})
+
+
 def test_weights_without_a_budget_repeat_nothing(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     write("a.jsonl", range(90))
     write("b.jsonl", range(1000, 1020))
@@ -140,6 +156,33 @@ def test_a_place_for_evaluation_and_no_prompt_of_it_in_training(home: Path, toke
     fates = accounted(found["sft"])
     assert fates["prompt held out for evaluation"] + accounted(found["ppo"])["prompt held out for evaluation"] <= 10
     assert fates["prompt held out for evaluation"] > 0
+
+
+def test_a_place_for_evaluation_holds_for_every_phase(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The demonstrations to evaluate fine-tuning on are no pairs; still no phase trains on their prompts."""
+    rows = [{"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w3"} for i in range(100)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
+    write("demos.jsonl", range(50, 90))
+    places: dict[str, Any] = {"data_path": ("train.jsonl",), "eval_data_path": ("pairs.jsonl", "demos.jsonl")}
+    for phase, split in (("sft", (1, 0, 0)), ("reward", (0, 1, 0)), ("ppo", (0, 0, 1))):
+        data = opened(tokenizer, phase, data_split=split, **places)
+        assert len(data.train) == 50, phase
+        assert accounted(data)["prompt held out for evaluation"] == 50
+
+
+def test_no_prompt_is_in_the_own_places_of_two_phases(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w3"} for i in range(200)]
+    Path("x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("y.jsonl").write_text("".join(json.dumps({**row, "prompt": row["prompt"] + " w7"}) + "\n" for row in rows))
+    places: dict[str, Any] = {
+        "data_path": (), "sft_only_data_path": ("x.jsonl",), "reward_only_data_path": ("x.jsonl", "y.jsonl"),
+    }  # fmt: skip
+    sft, reward = (opened(tokenizer, phase, **places) for phase in ("sft", "reward"))
+    assert accounted(sft)["train"] > 150
+    assert accounted(reward)["prompt of another phase's share"] == accounted(sft)["train"]
+    assert reward.report["train"]["rows_by_place"][0] == 0
+    assert reward.report["train"]["rows_by_place"][1] > 150
 
 
 def test_ppo_gets_no_prompt_twice(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
