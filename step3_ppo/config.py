@@ -53,6 +53,8 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     responses are drawn"""
     eval_samples: int = Field(200, ge=1)
     """held-out prompts sampled before and after; limited by max_eval_rows"""
+    eval_every: int = Field(0, ge=0)
+    """iterations between looks at the held-out prompts; 0: only before and after. Training does not change by it"""
 
     @field_validator("reward", mode="before")
     @classmethod

@@ -1,6 +1,9 @@
 """What the policy does on held-out prompts: scores, KL, length, and whether it still writes language."""
 
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +65,7 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
     metrics = {
         "eval_score_before": before.scores.mean().item(),
         "eval_score": after.scores.mean().item(),
+        "eval_score_ci95": _ci95(after.scores),
         "eval_kl": after.kl.mean().item(),
         "eval_kl_ci95": _ci95(after.kl),
         "eval_response_length": after.lengths.mean().item(),
@@ -75,6 +79,7 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
         metrics |= {
             "eval_judge_before": before.judged.mean().item(),
             "eval_judge": after.judged.mean().item(),
+            "eval_judge_ci95": _ci95(after.judged),
             "eval_judge_gain_ci95": _ci95(after.judged - before.judged),
         }
     return metrics
@@ -83,6 +88,26 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
 def _ci95(values: Tensor) -> float:
     """Half the width of the normal 95 % interval of the mean."""
     return (1.96 * values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
+
+
+def looked_at(steps: Iterable[Metrics], every: int, look: Callable[[int], Metrics]) -> Iterator[Metrics]:
+    """The iterations, each `every`th with the numbers of `look(iteration)` beside its own; 0: none."""
+    for iteration, metrics in enumerate(steps, start=1):
+        yield {**metrics, **look(iteration)} if every and iteration % every == 0 else metrics
+
+
+def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> None:
+    """Append a line for each held-out prompt of this rank: both responses and what was said of them. Rank 0 writes."""
+    if not dist.is_main():
+        return
+    texts = zip(after.samples.prompts, before.samples.responses, after.samples.responses, strict=True)
+    with path.open("a", encoding="utf-8") as file:
+        for i, (prompt, old, new) in enumerate(texts):
+            row = {"iteration": iteration, "prompt": prompt, "before": old, "after": new}
+            row |= {"score_before": before.scores[i].item(), "score": after.scores[i].item(), "kl": after.kl[i].item()}
+            if before.judged is not None and after.judged is not None:
+                row |= {"judge_before": before.judged[i].item(), "judge": after.judged[i].item()}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def show_samples(before: Evaluation, after: Evaluation, count: int) -> None:

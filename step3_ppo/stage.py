@@ -18,7 +18,7 @@ from rlhf.models.export import save_policy, save_scalar
 from rlhf.run import open_run, skip
 from rlhf.types import Metrics, Rollout
 from step3_ppo.config import Step3Config
-from step3_ppo.evaluate import Evaluation, compare, look, show_samples
+from step3_ppo.evaluate import Evaluation, compare, look, looked_at, show_samples, write_samples
 from step3_ppo.inputs import PHASE, check, inputs, with_inputs
 from step3_ppo.metrics import credit_metrics, rollout_metrics, speed
 from step3_ppo.players import Players, iterations, reward_context, set_up
@@ -43,6 +43,8 @@ def train(players: Players, prompts: PromptDataset, config: Step3Config) -> Iter
         metrics = update(*learners, players.algorithm, (rollout, credit), config, shuffle)
         seconds = {"generate": generated - start, "score": scored - generated, "update": time.monotonic() - scored}
         said = rollout_metrics(rollout, _by_source(players, rollout)) | credit_metrics(rollout, credit)
+        said["kl_coef"] = players.algorithm.kl.coef
+        players.algorithm.kl.observe(said["kl"], config.batch_size)
         yield {**said, **metrics, **speed(said["tokens"], seconds)}
 
 
@@ -96,12 +98,20 @@ def run(config: Step3Config) -> None:
         players = set_up(config, tokenizer)
         judge = None if config.judge is None else rewards.open_source(config.judge, reward_context(config, tokenizer))
         stage.describe(data, tokenizer)
-        before = evaluate(players, evaluation, judge, config)
+        (stage.directory / "samples.jsonl").unlink(missing_ok=True)
+        before = after = evaluate(players, evaluation, judge, config)
+
+        def look_at(iteration: int) -> Metrics:
+            nonlocal after
+            after = evaluate(players, evaluation, judge, config)
+            write_samples(stage.directory / "samples.jsonl", iteration, before, after)
+            return compare(before, after)
+
+        steps = looked_at(train(players, prompts, config), config.eval_every, look_at)
         dtype = "fp32" if compute_dtype(config, players.actor.device) == torch.float32 else "bf16"
-        steps = watched(train(players, prompts, config), Watch(Limits(), dtype), stage.recorder.warn)
+        steps = watched(steps, Watch(Limits(), dtype), stage.recorder.warn)
         stage.follow(steps, iterations(config), shown=("score", "kl", "response_length"))
-        after = evaluate(players, evaluation, judge, config)
-        metrics = compare(before, after)
+        metrics = look_at(iterations(config))
         show_samples(before, after, config.sample_rows)
         made: dict[str, Callable[[Path], None]] = {
             "actor": lambda folder: save_policy(players.actor, config.adapter, tokenizer, folder)

@@ -312,4 +312,4 @@ def test_every_step_has_every_number(two: dict[str, Any]) -> None:
     for stage in (0, 1, 2, 3):
         assert len(two[f"fp32 {stage}"]["metrics"]) == STEPS
         for metrics in two[f"fp32 {stage}"]["metrics"]:
-            assert set(metrics) == {"loss", "nll", "learning_rate", "grad_norm"}
+            assert set(metrics) == {"loss", "nll", "learning_rate", "grad_norm", "skipped"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlhf import dist
+from rlhf import dist, launch
 from tests.engine_runs import run, run_into_nan
 from tests.players import two_iterations
 
@@ -36,3 +36,4 @@ if __name__ == "__main__":
         seen = runs()
         if dist.is_main():
             torch.save(seen, sys.argv[1])
+    launch.end_well()

@@ -8,10 +8,10 @@ from torch import Tensor
 from rlhf import credit as crediting
 from rlhf import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import ClippedConfig, clipped_loss
+from step3_ppo.algorithms._common import ClippedConfig, KLController, KLOptions, clipped_loss
 
 
-class Config(ClippedConfig):
+class Config(KLOptions, ClippedConfig):
     """GRPO: no critic, no KL in the reward; a group's mean is the baseline."""
 
     num_generations: int = Field(4, ge=2)
@@ -30,7 +30,7 @@ class GRPO:
     needs_critic = False
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.kl = config, KLController(config)
 
     def credit(self, rollout: Rollout) -> Credit:
         """A_i = (score_i - mean of its group) [/ std of its group]. [B, T]"""
@@ -46,7 +46,7 @@ class GRPO:
         c = self.config
         loss, metrics = clipped_loss(logprobs, rollout, credit, count, c.cliprange)
         kl = losses.kl_penalty(logprobs, rollout.ref_logprobs, rollout.mask, c.kl_estimator, count)
-        return loss + c.kl_coef * kl, {**metrics, "kl_loss": kl.detach()}
+        return loss + self.kl.coef * kl, {**metrics, "kl_loss": kl.detach()}
 
 
 def build(config: Config) -> GRPO:

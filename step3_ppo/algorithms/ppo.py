@@ -6,7 +6,7 @@ from torch import Tensor
 from rlhf import credit as crediting
 from rlhf import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.algorithms._common import ClippedConfig, KLController, KLRewardConfig, clipped_loss, rewards_of, whitened
 
 
 class Config(KLRewardConfig, ClippedConfig):
@@ -30,13 +30,15 @@ class PPO:
     needs_critic = True
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.kl = config, KLController(config)
 
     def credit(self, rollout: Rollout) -> Credit:
         """Advantages and returns of a scored rollout, whitened over all ranks."""
         c = self.config
         assert rollout.values is not None
-        advantages, returns = crediting.gae(rewards_of(rollout, c), rollout.values, rollout.mask, c.gamma, c.lam)
+        advantages, returns = crediting.gae(
+            rewards_of(rollout, c, self.kl.coef), rollout.values, rollout.mask, c.gamma, c.lam
+        )
         return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)
 
     def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:

@@ -7,7 +7,7 @@ from torch import Tensor
 from rlhf import credit as crediting
 from rlhf import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.algorithms._common import ClippedConfig, KLController, KLRewardConfig, clipped_loss, rewards_of, whitened
 
 
 class Config(KLRewardConfig, ClippedConfig):
@@ -23,11 +23,11 @@ class Reinforce:
     needs_critic = False
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.kl = config, KLController(config)
 
     def credit(self, rollout: Rollout) -> Credit:
         """return_t = reward_t + gamma * return_{t+1}; advantages are whitened returns. [B, T]"""
-        rewards = rewards_of(rollout, self.config)
+        rewards = rewards_of(rollout, self.config, self.kl.coef)
         returns, _ = crediting.gae(rewards, torch.zeros_like(rewards), rollout.mask, self.config.gamma, lam=1.0)
         return Credit(whitened(returns, rollout.mask), returns)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from rlhf import credit as crediting
 from rlhf import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.algorithms._common import ClippedConfig, KLController, KLRewardConfig, clipped_loss, rewards_of, whitened
 
 
 class Config(KLRewardConfig, ClippedConfig):
@@ -24,12 +24,12 @@ class RLOO:
     needs_critic = False
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self.kl = config, KLController(config)
 
     def credit(self, rollout: Rollout) -> Credit:
         """R_i = sum_t reward_t; every token's advantage is R_i - mean_{j != i} R_j. [B, T]"""
         c = self.config
-        totals = rewards_of(rollout, c).sum(1)
+        totals = rewards_of(rollout, c, self.kl.coef).sum(1)
         returns = crediting.on_every_token(totals, rollout.mask)
         advantages = crediting.on_every_token(crediting.leave_one_out(totals, c.num_generations), rollout.mask)
         return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)

@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -203,10 +205,26 @@ def test_ids_are_stored_as_small_as_they_can_be(home: Path) -> None:
     assert data.train.lengths.tolist() == [len(item.ids) for item in data.train]  # type: ignore[union-attr]
 
 
-def test_more_processes_make_the_same(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+IN_A_FRESH_PROCESS = """
+import data.store
+from data.dataset import Recipe, open_datasets
+from tests.data.test_cache import options, tokenizer
+from pathlib import Path
+
+data.store.SMALL = 50
+given = options(data_workers=2).model_copy(update={"data_cache": "other"})
+open_datasets(given, Recipe("sft"), tokenizer(Path.cwd()))
+"""
+
+
+def test_more_processes_make_the_same(home: Path) -> None:
+    """In a process of its own: one that has trained models may be too large to be forked."""
     write(range(250))
-    first = contents(open_datasets(options(data_workers=1), Recipe("sft"), tokenizer(home)))
-    monkeypatch.setattr("data.store.SMALL", 50)
-    given = options(data_workers=2).model_copy(update={"data_cache": "other"})
-    assert contents(open_datasets(given, Recipe("sft"), tokenizer(home))) == first
+    first = contents(open_datasets(options(data_workers=1), SFT, tokenizer(home)))
+    root = Path(cache.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS], cwd=home, env=environment, check=True)
     assert len(list(Path("other").rglob("items*.arrow"))) == 2
+    given = options().model_copy(update={"data_cache": "other"})
+    assert contents(open_datasets(given, SFT, tokenizer(home))) == first
+    assert len([path for path in Path("other").iterdir() if path.is_dir()]) == 1

@@ -1,0 +1,55 @@
+"""The controller brings the KL of a policy that responds to its coefficient to the target."""
+
+from typing import Any
+
+import pytest
+
+from rlhf import plugins
+from rlhf.config import UserError, validate
+from step3_ppo.algorithms._common import KLController
+from step3_ppo.algorithms.ppo import Config
+
+
+def respond(coef: float, kl: float) -> float:
+    """A policy that goes half of the way to where the coefficient lets it, 0.6 / coef nats, in every iteration."""
+    return kl + 0.5 * (0.6 / coef - kl)
+
+
+@pytest.mark.parametrize("start", [0.01, 0.1, 2.0])
+@pytest.mark.parametrize("target", [1.5, 6.0])
+def test_the_target_is_reached_and_held(start: float, target: float) -> None:
+    control = KLController(Config(kl_coef=start, kl_target=target, kl_horizon=1000, batch_size=256))
+    kl, seen = 0.0, []
+    for _ in range(400):
+        kl = respond(control.coef, kl)
+        control.observe(kl, 256)
+        seen.append(kl)
+    assert seen[-100:] == pytest.approx([target] * 100, rel=0.05)
+    assert control.coef == pytest.approx(0.6 / target, rel=0.05)
+
+
+def test_without_a_target_nothing_moves() -> None:
+    control = KLController(Config(kl_coef=0.3))
+    control.observe(100.0, 512)
+    assert control.coef == 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"kl_target": 1.0, "kl_horizon": 10, "batch_size": 64},
+            "kl_horizon 10: expected more than a fifth of batch_size 64",
+        ),
+        ({"kl_target": 1.0, "kl_coef": 0.0}, "kl_coef 0: expected more than 0"),
+    ],
+)
+def test_what_could_not_steer_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        validate(Config, options, "x")
+
+
+@pytest.mark.parametrize("name", plugins.names("step3_ppo.algorithms"))
+def test_every_algorithm_has_one(name: str) -> None:
+    module = plugins.find("step3_ppo.algorithms", name)
+    assert module.build(module.Config(algorithm=name, kl_coef=0.25)).kl.coef == 0.25
