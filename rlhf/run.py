@@ -40,6 +40,7 @@ class Run:
             (self.directory / checkpoint.RUN_CONFIG).write_text(config.to_yaml(self.options), encoding="utf-8")
         self.recorder = record.Recorder(self.directory, options.report_to)
         self.manifest: dict[str, Any] = {}  # what is known before the end
+        self.models: list[str] = []
 
     def describe(self, data: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """Say how many rows there are, and which were dropped and why; the whole account goes to data.json.
@@ -75,6 +76,14 @@ class Run:
         for _ in self.recorder.follow(steps, total, self.stage, shown):
             pass
 
+    def save(self, folder: str, save: Callable[[Path], None]) -> None:
+        """Write a model into its folder, in place of what it had; the folder appears whole or not at all."""
+        with self._appearing(folder) as staging:
+            save(staging)
+        dist.barrier()
+        if folder not in self.models:
+            self.models.append(folder)
+
     def finish(self, models: dict[str, Callable[[Path], None]], inputs: dict[str, str], metrics: Metrics) -> None:
         """Write each model into its folder, then the manifest. `inputs` names the places the stage started from.
 
@@ -82,16 +91,15 @@ class Run:
         """
         try:
             for folder, save in models.items():
-                with self._appearing(folder) as staging:
-                    save(staging)
+                self.save(folder, save)
             self.recorder.write("eval", 0, metrics)
             if dist.is_main():
-                self._write_manifest(list(models), inputs, metrics)
+                self._write_manifest(self.models, inputs, metrics)
         except OSError as error:
             raise UserError(f"{self.directory}: cannot be written ({error}); make room there and run again") from error
         dist.barrier()
         record.say(f"{self.stage}: {record.metrics_line(metrics)}")
-        record.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in models)}")
+        record.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in self.models)}")
 
     def _write_manifest(self, models: list[str], inputs: dict[str, str], metrics: Metrics) -> None:
         manifest = self.manifest | {

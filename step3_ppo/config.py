@@ -1,8 +1,8 @@
 """Options of step 3 that every algorithm shares; an algorithm's own options are beside its code."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
 from rlhf.options import EngineOptions, OptimizerOptions, RunOptions, SamplingOptions
@@ -55,8 +55,22 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """held-out prompts sampled before and after; limited by max_eval_rows"""
     eval_every: int = Field(0, ge=0)
     """iterations between looks at the held-out prompts; 0: only before and after. Training does not change by it"""
+    keep_best: Literal["eval_score", "eval_judge"] | None = None
+    """keep the policy with the highest of these numbers in OUT/step3_ppo/best; needs eval_every"""
+    patience: int | None = Field(None, ge=1)
+    """looks in a row without a better keep_best after which the run ends; none: it goes on"""
 
     @field_validator("reward", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _best_is_looked_for(self) -> Self:
+        if self.keep_best is not None and not self.eval_every:
+            raise ValueError("keep_best: expected eval_every above 0, or nothing is looked at")
+        if self.keep_best == "eval_judge" and self.judge is None:
+            raise ValueError("keep_best eval_judge: expected a judge")
+        if self.patience is not None and self.keep_best is None:
+            raise ValueError("patience: expected keep_best, the number that is to get better")
+        return self

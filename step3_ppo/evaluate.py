@@ -90,10 +90,40 @@ def _ci95(values: Tensor) -> float:
     return (1.96 * values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
 
 
-def looked_at(steps: Iterable[Metrics], every: int, look: Callable[[int], Metrics]) -> Iterator[Metrics]:
-    """The iterations, each `every`th with the numbers of `look(iteration)` beside its own; 0: none."""
+def looked_at(
+    steps: Iterable[Metrics], every: int, look: Callable[[int], Metrics], best: "Best | None" = None
+) -> Iterator[Metrics]:
+    """The iterations, each `every`th with the numbers of `look(iteration)` beside its own; 0: none.
+
+    They end early where `best` has waited long enough.
+    """
     for iteration, metrics in enumerate(steps, start=1):
-        yield {**metrics, **look(iteration)} if every and iteration % every == 0 else metrics
+        if not every or iteration % every:
+            yield metrics
+            continue
+        seen = look(iteration)
+        yield {**metrics, **seen}
+        if best is not None and best.is_over(seen):
+            record.say(
+                f"iteration {iteration}: {best.name} has not risen above {best.value:.4g} for {best.waited} looks"
+            )
+            return
+
+
+class Best:
+    """Keeps the policy with the highest of a held-out number, and says when there was no better one for too long."""
+
+    def __init__(self, name: str, patience: int | None, keep: Callable[[], None]) -> None:
+        self.name, self.value, self.waited = name, float("-inf"), 0
+        self._patience, self._keep = patience, keep
+
+    def is_over(self, seen: Metrics) -> bool:
+        """Take note of a look; whether to stop."""
+        self.waited += 1
+        if seen[self.name] > self.value:
+            self.value, self.waited = seen[self.name], 0
+            self._keep()
+        return self._patience is not None and self.waited >= self._patience
 
 
 def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> None:

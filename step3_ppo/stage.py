@@ -18,7 +18,7 @@ from rlhf.models.export import save_policy, save_scalar
 from rlhf.run import open_run, skip
 from rlhf.types import Metrics, Rollout
 from step3_ppo.config import Step3Config
-from step3_ppo.evaluate import Evaluation, compare, look, looked_at, show_samples, write_samples
+from step3_ppo.evaluate import Best, Evaluation, compare, look, looked_at, show_samples, write_samples
 from step3_ppo.inputs import PHASE, check, inputs, with_inputs
 from step3_ppo.metrics import credit_metrics, rollout_metrics, speed
 from step3_ppo.players import Players, iterations, reward_context, set_up
@@ -107,17 +107,19 @@ def run(config: Step3Config) -> None:
             write_samples(stage.directory / "samples.jsonl", iteration, before, after)
             return compare(before, after)
 
-        steps = looked_at(train(players, prompts, config), config.eval_every, look_at)
+        actor = partial(save_policy, players.actor, config.adapter, tokenizer)
+        best = None
+        if config.keep_best is not None:
+            best = Best(config.keep_best, config.patience, lambda: stage.save("best", actor))
+        steps = looked_at(train(players, prompts, config), config.eval_every, look_at, best)
         dtype = "fp32" if compute_dtype(config, players.actor.device) == torch.float32 else "bf16"
         steps = watched(steps, Watch(Limits(), dtype), stage.recorder.warn)
         stage.follow(steps, iterations(config), shown=("score", "kl", "response_length"))
         metrics = look_at(iterations(config))
         show_samples(before, after, config.sample_rows)
-        made: dict[str, Callable[[Path], None]] = {
-            "actor": lambda folder: save_policy(players.actor, config.adapter, tokenizer, folder)
-        }
-        if (critic := players.critic) is not None:
-            made["critic"] = lambda folder: save_scalar(critic, config.adapter, tokenizer, folder)
+        made: dict[str, Callable[[Path], None]] = {"actor": actor}
+        if players.critic is not None:
+            made["critic"] = partial(save_scalar, players.critic, config.adapter, tokenizer)
         stage.finish(
             made,
             {name: str(getattr(config, name)) for name in inputs(given)},

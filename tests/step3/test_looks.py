@@ -1,0 +1,79 @@
+"""Looks at the held-out prompts between iterations, and the samples they leave."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.types import Metrics, Rollout, Samples
+from step3_ppo.evaluate import Best, Evaluation, compare, looked_at, write_samples
+
+
+def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluation:
+    count = len(scores)
+    nothing = torch.zeros(count, 1, dtype=torch.long)
+    rollout = Rollout(nothing, nothing > 0, nothing, nothing == 0, nothing.float(), nothing[:, 0] == 0, rows=())
+    return Evaluation(
+        samples=Samples(tuple(f"p{i}" for i in range(count)), tuple(f"{words} {i}" for i in range(count)), rollout),
+        scores=torch.tensor(scores),
+        judged=None if judged is None else torch.tensor(judged),
+        kl=torch.tensor([0.5] * count),
+        ref_nll=torch.tensor([2.0] * count),
+        lengths=torch.tensor([4.0] * count),
+        ended=torch.ones(count),
+        distinct_2=0.5,
+    )
+
+
+@pytest.mark.parametrize(("every", "at"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (9, [])])
+def test_every_so_many_iterations_have_held_out_numbers(every: int, at: list[int]) -> None:
+    looks: list[int] = []
+
+    def look(iteration: int) -> Metrics:
+        looks.append(iteration)
+        return {"eval_score": float(iteration)}
+
+    rows = list(looked_at(({"score": float(i)} for i in range(1, 6)), every, look))
+    assert [row["score"] for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert looks == at
+    assert [row["eval_score"] for row in rows if "eval_score" in row] == at
+
+
+def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
+    before, after = seen([1.0, 2.0], [0.0, 0.5], "old"), seen([3.0, 4.0], [1.0, 1.5], "né\u2028w")
+    for iteration in (5, 10):
+        write_samples(tmp_path / "samples.jsonl", iteration, before, after)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    assert [row["iteration"] for row in rows] == [5, 5, 10, 10]
+    assert rows[1] == {
+        "iteration": 5, "prompt": "p1", "before": "old 1", "after": "né\u2028w 1", "score_before": 2.0, "score": 4.0,
+        "kl": 0.5, "judge_before": 0.5, "judge": 1.5,
+    }  # fmt: skip
+
+
+def test_intervals_by_hand() -> None:
+    found = compare(seen([1.0, 1.0], None, "a"), seen([1.0, 3.0], None, "b"))
+    assert found["eval_score"] == 2.0
+    assert found["eval_score_ci95"] == pytest.approx(1.96 * 2**0.5 / 2**0.5)
+    assert "eval_judge" not in found
+
+
+@pytest.mark.parametrize(
+    ("patience", "kept", "iterations"),
+    [(None, [0.1, 0.4, 0.5], 8), (1, [0.1, 0.4], 3), (2, [0.1, 0.4], 4), (3, [0.1, 0.4, 0.5], 8)],
+)
+def test_the_best_is_kept_and_patience_ends(patience: int | None, kept: list[float], iterations: int) -> None:
+    values = [0.1, 0.4, 0.4, 0.3, 0.5, 0.2, 0.5, 0.1]
+    found: list[float] = []
+    now = 0.0
+
+    def look(iteration: int) -> Metrics:
+        nonlocal now
+        now = values[iteration - 1]
+        return {"eval_score": now}
+
+    best = Best("eval_score", patience, lambda: found.append(now))
+    rows = list(looked_at(({"score": 0.0} for _ in values), 1, look, best))
+    assert len(rows) == iterations
+    assert found == kept
