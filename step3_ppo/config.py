@@ -55,6 +55,8 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """held-out prompts sampled before and after; limited by max_eval_rows"""
     eval_every: int = Field(0, ge=0)
     """iterations between looks at the held-out prompts; 0: only before and after. Training does not change by it"""
+    export_rollouts: bool = False
+    """write every response, with its scores and KL, to OUT/step3_ppo/rollouts-RANK.jsonl"""
     keep_best: Literal["eval_score", "eval_judge"] | None = None
     """keep the policy with the highest of these numbers in OUT/step3_ppo/best; needs eval_every"""
     patience: int | None = Field(None, ge=1)

@@ -1,7 +1,7 @@
 """What the policy does on held-out prompts: scores, KL, length, and whether it still writes language."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,24 @@ def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluat
             row |= {"score_before": before.scores[i].item(), "score": after.scores[i].item(), "kl": after.kl[i].item()}
             if before.judged is not None and after.judged is not None:
                 row |= {"judge_before": before.judged[i].item(), "judge": after.judged[i].item()}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def write_rollout(path: Path, iteration: int, rollout: Rollout, names: Sequence[str], samples: Samples) -> None:
+    """Append a line for each response of this rank: its text, what each source in `names` says, its KL and length."""
+    assert rollout.scores is not None and rollout.source_scores is not None
+    assert rollout.logprobs is not None and rollout.ref_logprobs is not None
+    numbers = {
+        "score": rollout.scores,
+        "kl": (rollout.logprobs - rollout.ref_logprobs).sum(1),
+        "tokens": rollout.lengths,
+    }
+    numbers |= {"ended": rollout.ended} | dict(zip(names, rollout.source_scores.unbind(1), strict=True))
+    columns = {name: values.tolist() for name, values in numbers.items()}
+    with path.open("a", encoding="utf-8") as file:
+        for i, (prompt, response) in enumerate(zip(samples.prompts, samples.responses, strict=True)):
+            row = {"iteration": iteration, "prompt": prompt, "response": response}
+            row |= {name: values[i] for name, values in columns.items()}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

@@ -18,7 +18,7 @@ from rlhf.models.export import save_policy, save_scalar
 from rlhf.run import open_run, skip
 from rlhf.types import Metrics, Rollout
 from step3_ppo.config import Step3Config
-from step3_ppo.evaluate import Best, Evaluation, compare, look, looked_at, show_samples, write_samples
+from step3_ppo.evaluate import Best, Evaluation, compare, look, looked_at, show_samples, write_rollout, write_samples
 from step3_ppo.inputs import PHASE, check, inputs, with_inputs
 from step3_ppo.metrics import credit_metrics, rollout_metrics, speed
 from step3_ppo.players import Players, iterations, reward_context, set_up
@@ -43,9 +43,17 @@ def train(players: Players, prompts: PromptDataset, config: Step3Config) -> Iter
         metrics = update(*learners, players.algorithm, (rollout, credit), config, shuffle)
         seconds = {"generate": generated - start, "score": scored - generated, "update": time.monotonic() - scored}
         said = rollout_metrics(rollout, _by_source(players, rollout)) | credit_metrics(rollout, credit)
+        if config.export_rollouts:
+            samples = rewards.as_samples(rollout, players.scorer.tokenizer)
+            write_rollout(rollouts_file(config), iteration + 1, rollout, players.scorer.sources.names, samples)
         said["kl_coef"] = players.algorithm.kl.coef
         players.algorithm.kl.observe(said["kl"], config.batch_size)
         yield {**said, **metrics, **speed(said["tokens"], seconds)}
+
+
+def rollouts_file(config: Step3Config) -> Path:
+    """Where this rank exports its rollouts to."""
+    return Path(config.output_dir) / STAGE / f"rollouts-{dist.rank()}.jsonl"
 
 
 def _by_source(players: Players, rollout: Rollout) -> dict[str, Tensor]:
@@ -98,7 +106,8 @@ def run(config: Step3Config) -> None:
         players = set_up(config, tokenizer)
         judge = None if config.judge is None else rewards.open_source(config.judge, reward_context(config, tokenizer))
         stage.describe(data, tokenizer)
-        (stage.directory / "samples.jsonl").unlink(missing_ok=True)
+        for left in (stage.directory / "samples.jsonl", rollouts_file(config)):
+            left.unlink(missing_ok=True)
         before = after = evaluate(players, evaluation, judge, config)
 
         def look_at(iteration: int) -> Metrics:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf.types import Metrics, Rollout, Samples
-from step3_ppo.evaluate import Best, Evaluation, compare, looked_at, write_samples
+from step3_ppo.evaluate import Best, Evaluation, compare, looked_at, write_rollout, write_samples
 
 
 def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluation:
@@ -77,3 +77,45 @@ def test_the_best_is_kept_and_patience_ends(patience: int | None, kept: list[flo
     rows = list(looked_at(({"score": 0.0} for _ in values), 1, look, best))
     assert len(rows) == iterations
     assert found == kept
+
+
+def test_a_rollout_is_written_as_it_was(tmp_path: Path) -> None:
+    rollout = Rollout(
+        prompt_ids=torch.zeros(2, 1, dtype=torch.long),
+        prompt_mask=torch.ones(2, 1, dtype=torch.bool),
+        response_ids=torch.tensor([[5, 6], [7, 0]]),
+        mask=torch.tensor([[True, True], [True, False]]),
+        sampled_logprobs=torch.zeros(2, 2),
+        ended=torch.tensor([False, True]),
+        rows=(),
+        logprobs=torch.tensor([[-1.0, -2.0], [-0.5, 0.0]]),
+        ref_logprobs=torch.tensor([[-1.5, -2.0], [-1.0, 0.0]]),
+        scores=torch.tensor([1.5, -2.0]),
+        source_scores=torch.tensor([[2.0, -5.0], [-1.0, -10.0]]),
+    )
+    samples = Samples(("p", "q"), ("a b", "c"), rollout)
+    write_rollout(tmp_path / "rollouts-0.jsonl", 3, rollout, ("learned", "length"), samples)
+    rows = [json.loads(line) for line in (tmp_path / "rollouts-0.jsonl").read_text().splitlines()]
+    common = {"iteration": 3, "kl": 0.5}
+    assert rows == [
+        {
+            **common,
+            "prompt": "p",
+            "response": "a b",
+            "score": 1.5,
+            "tokens": 2,
+            "ended": False,
+            "learned": 2.0,
+            "length": -5.0,
+        },
+        {
+            **common,
+            "prompt": "q",
+            "response": "c",
+            "score": -2.0,
+            "tokens": 1,
+            "ended": True,
+            "learned": -1.0,
+            "length": -10.0,
+        },
+    ]
