@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf import dist, record
 from rlhf.rewards import Source, as_samples
+from rlhf.standings import distinct
 from rlhf.types import Metrics, Rollout, Samples
 
 
@@ -52,12 +53,6 @@ def _all(values: Tensor) -> Tensor:
 
 def _of_all_ranks(values: list[Any]) -> list[Any]:
     return [value for part in dist.gather_objects(values) for value in part]
-
-
-def distinct(responses: list[list[int]], n: int) -> float:
-    """Share of different n-grams among all n-grams of the responses (Li et al. 2016, arXiv 1510.03055)."""
-    grams = [tuple(ids[i : i + n]) for ids in responses for i in range(len(ids) - n + 1)]
-    return len(set(grams)) / max(1, len(grams))
 
 
 def compare(before: Evaluation, after: Evaluation) -> Metrics:
