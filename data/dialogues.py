@@ -9,7 +9,6 @@ from itertools import pairwise
 
 from data.columns import before_response, dialogue
 from data.reading import Record, checked, shown, text
-from data.sources.hh_rlhf import parse_dialogue
 from rlhf.config import UserError
 from rlhf.types import Message
 
@@ -84,6 +83,18 @@ def _is_dialogue(words: str) -> bool:
 
 def _in_paragraphs(words: str) -> bool:
     return words.startswith("\n\n") or "\n\nAssistant:" in words
+
+
+def parse_dialogue(words: str, where: str) -> tuple[Message, ...]:
+    """The turns of a dialogue written as `\\n\\nHuman: ...\\n\\nAssistant: ...`, without the spaces around them.
+
+    Neighbouring turns of one speaker, which a turn that quotes a marker leaves behind, become one.
+    Raises: UserError if the text does not begin with a human's turn.
+    """
+    before, *parts = re.split(r"(?:^|\n\n)(Human|Assistant):", words)
+    if before.strip() or not parts or parts[0] != "Human":
+        raise UserError(f"{where}: got text that begins {words[:20]!r}, expected a dialogue: '\\n\\nHuman: ...'")
+    return dialogue((ROLES[who.lower()], said.strip()) for who, said in zip(parts[::2], parts[1::2], strict=True))
 
 
 def _turns(words: str, where: str) -> tuple[Message, ...]:

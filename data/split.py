@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from data.columns import opening
 from data.config import DataOptions
 from data.reading import Phase
 from rlhf.types import Row
@@ -42,8 +43,7 @@ def group_of(row: Row) -> str:
     So a dialogue and its continuations are one group. Near-duplicates that differ in case, spaces, punctuation or the
     form of a letter (NFKC) are the same.
     """
-    first = next((message.content for message in row.prompt if message.role == "user"), "")
-    texts = (row.group, first, " ".join(message.content for message in row.prompt), row.response or "")
+    texts = (row.group, opening(row.prompt), " ".join(message.content for message in row.prompt), row.response or "")
     return normalised(next((text for text in texts if text.strip()), ""))
 
 

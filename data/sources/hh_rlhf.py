@@ -5,17 +5,14 @@ harmless-base, helpful-base, helpful-online or helpful-rejection-sampled, and al
 has no pairs and is refused. Splits: train, test.
 """
 
-import re
-
-from data.columns import dialogue
+from data.dialogues import parse_dialogue
 from data.places import TableConfig, open_place
 from data.reading import Record, text
 from data.table import Table
 from rlhf.config import UserError
-from rlhf.types import Message, Row
+from rlhf.types import Row
 
 HUB_IDS = ("Anthropic/hh-rlhf",)
-ROLES = {"Human": "user", "Assistant": "assistant"}
 NO_PAIRS = "red-team-attempts holds single transcripts with a rating, got no chosen and rejected; expected data_dir"
 DATA_DIRS = "harmless-base, helpful-base, helpful-online or helpful-rejection-sampled"
 
@@ -46,15 +43,3 @@ def parse_pair(record: Record, where: str) -> Row:
     prompt, response = chosen[:-1], chosen[-1].content
     paired = rejected[:-1] == prompt and rejected[-1].role == "assistant"
     return Row(prompt, response, rejected[-1].content if paired else None, group)
-
-
-def parse_dialogue(words: str, where: str) -> tuple[Message, ...]:
-    """The turns of a dialogue written as `\\n\\nHuman: ...\\n\\nAssistant: ...`, without the spaces around them.
-
-    Neighbouring turns of one speaker, which a turn that quotes a marker leaves behind, become one.
-    Raises: UserError if the text does not begin with a human's turn.
-    """
-    before, *parts = re.split(r"(?:^|\n\n)(Human|Assistant):", words)
-    if before.strip() or not parts or parts[0] != "Human":
-        raise UserError(f"{where}: got text that begins {words[:20]!r}, expected a dialogue: '\\n\\nHuman: ...'")
-    return dialogue((ROLES[who], said.strip()) for who, said in zip(parts[::2], parts[1::2], strict=True))

@@ -5,9 +5,9 @@ column response repeats it). Spaces around the responses are dropped. Splits: tr
 """
 
 from data.columns import before_response, opening
+from data.dialogues import parse_dialogue
 from data.places import TableConfig, open_place
 from data.reading import Record, text
-from data.sources.hh_rlhf import parse_dialogue
 from data.table import Table
 from rlhf.types import Row
 

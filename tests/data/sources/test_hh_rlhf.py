@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from data.dialogues import parse_dialogue
 from data.mixture import open_origin
-from data.sources.hh_rlhf import parse_dialogue, parse_pair
+from data.sources.hh_rlhf import parse_pair
 from rlhf.config import UserError
 from rlhf.types import Message, Row
 
