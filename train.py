@@ -163,7 +163,6 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
 
     Every stage is checked before any is started. Raises: UserError.
     """
-    from data.dataset import fingerprints
     from rlhf import checkpoint, record, run
 
     checkpoint.require_writable(chain.output_dir)
@@ -173,8 +172,7 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
     for step in sorted(set(chain.steps)):
         options, name = getattr(chain, SECTIONS[step]), STAGES[step]
         stage = importlib.import_module(f"{name}.stage")
-        content = partial(fingerprints, options, stage.PHASE)
-        state = run.state(name, options, stage.inputs(options), content, planned)
+        state = run.state(name, options, stage.inputs(options), partial(stage.content, options), planned)
         if state == "finished":
             finished.append(name)
             continue

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from data.columns import before_response, number, opening
-from data.dialogues import after_system, joined, messages, prompt_in, reply, response_in
+from data.dialogues import after_system, joined, messages, optional, prompt_in, reply, response_in
 from data.reading import Record, Unusable, names, shown, text
 from data.table import Labelled, Parsed, Ranked
 from rlhf.config import UserError
@@ -89,8 +89,13 @@ def _known() -> str:
     return "; ".join(", ".join(("/".join(first), *others)) for others, first in heads.items())
 
 
-def _pair(prompt_column: str, record: Record, where: str, rest: dict[str, Any]) -> Row:
-    before, chosen, rejected = _sides(record, where)
+SIDES = ("chosen", "rejected")
+
+
+def _pair(
+    prompt_column: str, record: Record, where: str, rest: dict[str, Any], columns: tuple[str, str] = SIDES
+) -> Row:
+    before, chosen, rejected = _sides(record, where, columns)
     prompt = joined(record, prompt_column, before, where)
     chosen, rejected = (reply(record, prompt_column, response) for response in (chosen, rejected))
     return Row(prompt, chosen, rejected, opening(prompt), _with_margin(rest, where))
@@ -110,6 +115,17 @@ def _pair_alone(record: Record, where: str, rest: dict[str, Any]) -> Row:
     return Row(prompt, chosen, rejected, opening(prompt), _with_margin(rest, where))
 
 
+def _voted(record: Record, where: str, rest: dict[str, Any]) -> Row:
+    """Two responses and the one that a person prefers; Unusable until that is filled in."""
+    vote = optional(record, "preference", where).strip().lower()
+    if vote in ("", "tie"):
+        raise Unusable("tie" if vote else "no preference filled in")
+    if vote not in ("a", "b"):
+        raise UserError(f"{where}: preference: got {shown(record['preference'])}, expected a, b, tie or nothing yet")
+    both = ("response_a", "response_b")
+    return _pair("prompt", record, where, rest, both if vote == "a" else both[::-1])
+
+
 def _with_margin(rest: dict[str, Any], where: str) -> dict[str, Any]:
     """The columns of a pair, the margin among them a number; in CSV it is text, and empty where there is none."""
     margin = rest.get("margin")
@@ -127,12 +143,11 @@ def _no_prompt(record: Record) -> str:
     return "say where the prompt is: files,prompt=COLUMN:PLACE"
 
 
-def _sides(record: Record, where: str) -> tuple[tuple[Message, ...], str, str]:
+def _sides(record: Record, where: str, columns: tuple[str, str] = SIDES) -> tuple[tuple[Message, ...], str, str]:
     """(messages before the responses, the better response, the worse one)."""
-    before, chosen = response_in(record, "chosen", where)
-    other, rejected = response_in(record, "rejected", where)
+    (before, chosen), (other, rejected) = (response_in(record, column, where) for column in columns)
     if before != other:
-        raise UserError(f"{where}: chosen and rejected differ before their last message; expected one prompt")
+        raise UserError(f"{where}: {columns[0]} and {columns[1]} differ before their last message; expected one prompt")
     return before, chosen, rejected
 
 
@@ -237,6 +252,7 @@ SINGLES = (
 SHAPES = (
     *PAIRS,
     Shape(("chosen", "rejected"), PAIR, _pair_alone, ("system", "messages")),
+    Shape(("prompt", "response_a", "response_b", "preference"), PAIR, _voted, SYSTEM),
     *RANKED,
     *SINGLES,
     *(Shape((*shape.columns, "label"), ONE, partial(_labelled, shape), shape.also) for shape in SINGLES),

@@ -25,7 +25,9 @@ class UserError(ValueError):
 class Config(BaseModel):
     """Base of every configuration: frozen, and a key it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 C = TypeVar("C", bound=Config)
@@ -39,10 +41,19 @@ def suggest(name: str, known: Sequence[str]) -> str:
 
 def validate(cls: type[C], values: dict[str, Any], where: str) -> C:
     """Build `cls` from plain values; every mistake names `where`, its path and the nearest right name."""
+    mistakes = _mistakes(cls, values)
+    if mistakes:
+        raise UserError(f"{where}: " + "; ".join(mistakes))
+    return cls.model_validate(values)
+
+
+def _mistakes(cls: type[Config], values: dict[str, Any]) -> list[str]:
+    """What is wrong with plain values, a line each."""
     try:
-        return cls.model_validate(values)
+        cls.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(_one_line(cls, e) for e in error.errors())) from None
+        return [_one_line(cls, e) for e in error.errors()]
+    return []
 
 
 def _one_line(cls: type[Config], error: Any) -> str:
@@ -134,12 +145,21 @@ def _underscored(values: dict[Any, Any]) -> dict[str, Any]:
 
 
 def compose(cls: type[C], files: Sequence[str | Path]) -> C:
-    """The config that the YAML files make, left to right, over the defaults of `cls`."""
+    """The config that the YAML files make, left to right, over the defaults of `cls`.
+
+    What one file gives and a later one mends is no mistake; one that is left names the file that brought it.
+    """
     values: dict[str, Any] = {}
+    made: list[tuple[str | Path, dict[str, Any]]] = []
     for path in files:
         values = merge(values, read_yaml(path))
-        validate(cls, values, str(path))
-    return validate(cls, values, ", ".join(map(str, files)) or cls.__name__)
+        made.append((path, values))
+    left = _mistakes(cls, values)
+    for path, so_far in made if left else ():
+        brought = [mistake for mistake in _mistakes(cls, so_far) if mistake in left]
+        if brought:
+            raise UserError(f"{path}: " + "; ".join(brought))
+    return validate(cls, values, cls.__name__)
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -79,6 +79,12 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return total
 
 
+def broadcast(tensor: Tensor, source: int) -> None:
+    """Fill `tensor`, of the same shape and dtype on every rank, with that of rank `source`."""
+    if world_size() > 1:
+        dist.broadcast(tensor, source)
+
+
 def gather_objects(value: Any) -> list[Any]:
     """`value` of every rank, in rank order, on every rank."""
     if world_size() == 1:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from rlhf import dist
 from rlhf.config import UserError
+from rlhf.nonfinite import Tolerance
 from rlhf.options import EngineOptions, OptimizerOptions
 from rlhf.types import Metrics
 
-
-class NonFiniteError(ArithmeticError):
-    """A number that training must not go on from."""
+FP16_SEARCH = 24
+"""steps in a row that fp16 may leave out while DeepSpeed looks for its loss scale, from 2^16 down"""
 
 
 def compute_dtype(options: EngineOptions, device: torch.device) -> torch.dtype:
@@ -41,11 +41,17 @@ class Engine:
     """One trained model under DeepSpeed.
 
     `total_steps` is the number of optimizer steps, for the learning-rate schedule. Batch sizes are the
-    caller's: a step takes any number of micro-batches, the same number on every rank.
+    caller's: a step takes any number of micro-batches, the same number on every rank. `title` is what the model is
+    called in messages, where a stage trains several.
     """
 
     def __init__(
-        self, model: nn.Module, options: EngineOptions, optimizer_options: OptimizerOptions, total_steps: int
+        self,
+        model: nn.Module,
+        options: EngineOptions,
+        optimizer_options: OptimizerOptions,
+        total_steps: int,
+        title: str = "",
     ) -> None:
         import deepspeed
 
@@ -73,7 +79,10 @@ class Engine:
         self._options = options
         # Plain fp32: DeepSpeed then neither looks at the gradient nor tells its norm.
         self._unchecked = options.zero_stage == 0 and dtype == torch.float32
-        self.steps = 0
+        self._steps = 0
+        self._title = title
+        self._overflows = 0
+        self.tolerance = Tolerance(o.max_bad_steps)
 
     @property
     def module(self) -> Any:
@@ -85,58 +94,82 @@ class Engine:
         self._engine.train()
         return self._engine(*args, **options)
 
-    def step(self, micro_batches: Iterable[Any], loss: Callable[[Any], tuple[Tensor, dict[str, Tensor]]]) -> Metrics:
+    def step(
+        self,
+        micro_batches: Iterable[Any],
+        loss: Callable[[Any], tuple[Tensor, dict[str, Tensor]]],
+        rows: Sequence[Sequence[int]] = (),
+    ) -> Metrics:
         """One optimizer step over `micro_batches`.
 
         `loss(micro)` gives the micro-batch's share of the step's loss (normalised by the token or row count
         of the whole step over all ranks) and metrics of the same kind. Returns the metrics added up over
-        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping), `skipped` (1 where fp16
-        overflowed and the weights stayed).
-        Raises: NonFiniteError, on every rank and before the weights change, naming the step.
+        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping), `skipped` 0.
+        Where a number is not finite no rank changes its weights, and only `learning_rate` and `skipped` 1 come back;
+        `rows`, the numbers of each micro-batch's rows in the data, tell where it comes from. Where fp16
+        overflows, DeepSpeed leaves the step out and lowers its loss scale: `skipped` 1 beside the others, and only more
+        than FP16_SEARCH of them in a row count as bad.
+        Raises: NonFiniteError, on every rank, after `max_bad_steps` such steps in a row.
         """
         micros = list(micro_batches)
         totals: dict[str, Tensor] = {}
+        sound = []
         for i, micro in enumerate(micros):
             value, metrics = loss(micro)
             for name, metric in {"loss": value, **metrics}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + metric.detach().float()
-            # Even when the loss is NaN: every rank takes part in the collectives of backward, and all raise below.
+            sound.append(torch.stack([x.detach().float() for x in (value, *metrics.values())]).isfinite().all())
+            # Every rank takes part in the collectives of backward, and a gradient of NaN then reaches them all.
             self._engine.set_gradient_accumulation_boundary(i == len(micros) - 1)
-            self._engine.backward(value * dist.world_size())
+            self._engine.backward(value * torch.where(sound[-1], float(dist.world_size()), torch.nan))
             if i < len(micros) - 1:
                 self._engine.step()
         summed = dict(zip(totals, dist.sum_over_ranks(torch.stack(list(totals.values()))).tolist(), strict=True))
-        self._refuse_non_finite(summed)
         rate = self._engine.get_lr()[0]
-        norm = self._apply()
-        skipped = 0.0 if self._options.dtype != "fp16" or self._engine.was_step_applied() else 1.0
-        summed |= {"learning_rate": rate, "grad_norm": norm, "skipped": skipped}
-        self.steps += 1
-        return summed
+        norm, applied = self._apply()
+        self._steps += 1
+        bad = [f"{name} is {value}" for name, value in summed.items() if not math.isfinite(value)]
+        self._overflows = 0 if applied else self._overflows + 1
+        if not bad and (applied or (self._options.dtype == "fp16" and self._overflows <= FP16_SEARCH)):
+            self.tolerance.passed()
+            return {**summed, "learning_rate": rate, "grad_norm": norm, "skipped": float(not applied)}
+        assert not applied, f"step {self._steps}: DeepSpeed changed the weights by {bad}"
+        good = torch.stack(sound).tolist()
+        suspects = [part for part, fine in zip(rows, good, strict=False) if not (bad and fine)]
+        self.tolerance.left_out(
+            f"{self._title} step {self._steps}".strip(),
+            bad or [f"grad_norm is {norm}"],
+            [row for part in suspects for row in part],
+            micros,
+        )
+        return {"learning_rate": rate, "skipped": 1.0}
 
-    def _apply(self) -> float:
-        """Change the weights; the norm of the gradient before clipping. A non-finite one changes nothing."""
-        if self._unchecked:
-            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
-            self._refuse_non_finite({"grad_norm": norm})
+    def _apply(self) -> tuple[float, bool]:
+        """Change the weights: the norm of the gradient before clipping, and whether it was finite and they did."""
+        if not self._unchecked:
             self._engine.step()
-            return norm
-        self._engine.step()
-        norm = float(self._engine.get_global_grad_norm())
-        # In fp16 DeepSpeed skips such a step, lowers its loss scale, and gives up when that is at its end.
-        if self._options.dtype != "fp16":
-            self._refuse_non_finite({"grad_norm": norm})
-            assert self._engine.was_step_applied(), f"step {self.steps + 1}: DeepSpeed left the step out"
-        return norm
+            return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
+        norm = float(torch.nn.utils.get_total_norm(self._gradients()))
+        if math.isfinite(norm):
+            self._engine.step()
+        else:
+            self._engine.optimizer.zero_grad()
+        return norm, math.isfinite(norm)
 
-    def _refuse_non_finite(self, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                raise NonFiniteError(
-                    f"step {self.steps + 1}: {name} is {value}; expected a finite number. "
-                    "Lower --learning-rate, or look for a broken row in this batch"
-                )
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+
+    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trained weight, whole and in fp32, one after the other, the same on every rank; not to be changed.
+
+        Every rank goes through all of them, because the parts of each come from where ZeRO keeps them.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, parameter in self._engine.module.named_parameters():
+            if parameter.requires_grad:
+                whole = safe_get_full_fp32_param(parameter)
+                yield name, (parameter if whole is None else whole).detach().float()
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[nn.Module]:

@@ -1,47 +1,34 @@
 """`python -m rlhf.evaluate`: which of several policies is better on the prompts of a file, and what it paid in KL."""
 
 import sys
-from typing import Literal
 
 from pydantic import Field
 
 from rlhf import config
 from rlhf.config import UserError
 from rlhf.launch import speak_plainly
-from rlhf.options import SamplingOptions
+from rlhf.options import PromptFileOptions
 
 NAME = "python -m rlhf.evaluate"
 
 
-class EvaluateConfig(SamplingOptions):
+class EvaluateConfig(PromptFileOptions):
     """Who is compared, on what, and by whom."""
 
     policies: tuple[str, ...] = ()
     """two or more: stage directories, model directories, hub ids or short names; the first is the baseline"""
-    prompts: str | None = None
-    """.jsonl with a column prompt (text, or a list of messages), or .txt with one prompt a line"""
-    reward: str | None = None
-    """score source: file.py:function, learned,model=DIR, or another name in rlhf/rewards/"""
     reference: str | None = None
     """policy that KL and perplexity are measured from; by default the baseline"""
     samples: int = Field(2, ge=2)
     """responses of each policy to each prompt; at least 2, as the win rate compares independent draws"""
     seed: int = Field(0, ge=0)
     """of the sampling; every policy draws from the same random stream"""
-    chat_template: str = "auto"
-    """auto (the one of each policy), a name such as chatml, or a Jinja file; it must be one for all"""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """of the models; auto = bf16 where the device multiplies it fast, else fp32"""
-    rollout_batch_size: int = Field(64, ge=1)
-    """responses generated and scored at once; changes memory and speed, and which responses are drawn"""
     micro_batch_size: int = Field(8, ge=1)
     """responses in one forward pass for log-probs; changes memory and speed, never results"""
     sample_rows: int = Field(4, ge=0)
     """prompts shown with a response of each policy"""
     output: str | None = None
     """directory for results.json, results.md and samples.jsonl; by default results are only printed"""
-    overwrite: bool = False
-    """replace the results of an earlier call"""
 
 
 def require_all(options: EvaluateConfig) -> None:
@@ -63,8 +50,8 @@ def main() -> int:
 
     quiet_libraries()
     from rlhf import comparison, standings
-    from rlhf.engine import NonFiniteError
     from rlhf.launch import NON_FINITE, give_up
+    from rlhf.nonfinite import NonFiniteError
 
     try:
         setting = comparison.check(options)

@@ -15,6 +15,9 @@ from rlhf.ops import Count, KLEstimator, at_least_fp32, at_least_one, kl_estimat
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
+LOG_RATIO = 20.0
+"""bound of the log of a policy's ratio, either way"""
+
 
 def token_nll(logprobs: Tensor, mask: Tensor, count: Count) -> Loss:
     """Negative log-likelihood: loss = -sum_mask logprobs / count. logprobs, mask [B, S].
@@ -72,6 +75,8 @@ def clipped_policy(
     """
     assert dual_clip is None or dual_clip > 1, f"clipped_policy: {dual_clip=}, expected > 1"
     logprobs, old_logprobs, advantages = _kept(mask, logprobs, old_logprobs, advantages)
+    # A ratio of inf, far beyond any clip, would have a gradient of 0 * inf = NaN.
+    logprobs = torch.clamp(logprobs, old_logprobs - LOG_RATIO, old_logprobs + LOG_RATIO)
     ratio = torch.exp(logprobs - old_logprobs)
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)

@@ -63,6 +63,9 @@ class OptimizerOptions(Config):
     """AdamW's decoupled weight decay, per step and unit of learning rate"""
     max_grad_norm: float = Field(1.0, ge=0)
     """gradients are scaled down to this global norm; 0 = never"""
+    max_bad_steps: int = Field(5, ge=1)
+    """optimizer steps in a row, left out because a loss or gradient is not finite, after which the run ends (exit code
+    3, the last batch saved)"""
 
 
 class SamplingOptions(Config):
@@ -72,3 +75,28 @@ class SamplingOptions(Config):
     """logits are divided by this, in sampling and in every log-prob; above 0"""
     response_length: int = Field(64, ge=1)
     """most tokens of a response, EOS included"""
+
+
+class PromptFileOptions(SamplingOptions):
+    """Policies that respond to the prompts of a file, outside of any run."""
+
+    policies: tuple[str, ...] = ()
+    """stage directories, model directories, hub ids or short names"""
+    prompts: str | None = None
+    """.jsonl with a column prompt (text, or a list of messages), or .txt with one prompt a line"""
+    reward: str | None = None
+    """score source: file.py:function, learned,model=DIR, or another name in rlhf/rewards/"""
+    seed: int = Field(0, ge=0)
+    """of the sampling"""
+    chat_template: str = "auto"
+    """auto (the one of each policy), a name such as chatml, or a Jinja file; it must be one for all"""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """of the models; auto = bf16 where the device multiplies it fast, else fp32"""
+    rollout_batch_size: int = Field(64, ge=1)
+    """responses generated and scored at once; changes memory and speed, and which responses are drawn"""
+    sample_rows: int = Field(4, ge=0)
+    """prompts shown with their responses"""
+    output: str | None = None
+    """where to write"""
+    overwrite: bool = False
+    """replace what an earlier call has written there"""

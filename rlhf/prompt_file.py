@@ -1,7 +1,7 @@
-"""Prompts from a file: JSON lines with a column `prompt`, or plain text with one prompt a line."""
+"""Prompts from a file: JSON lines with a column `prompt`, or plain text with one prompt a line; also written."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,18 @@ def read_prompts(place: str) -> list[tuple[str, Row]]:
         if text.strip():
             rows.append((where, read(text, where)))
     return rows
+
+
+def written_prompt(prompt: Sequence[Message]) -> str | list[dict[str, str]]:
+    """A prompt as a value of the column `prompt`: the text of a single user's message, else the messages.
+
+    A text that begins as a dialogue does (`Human: ...`), which datasets are read as, is written as a message too.
+    """
+    if not prompt:
+        return ""
+    if len(prompt) == 1 and prompt[0].role == "user" and not prompt[0].content.lstrip().startswith("Human:"):
+        return prompt[0].content
+    return [{"role": message.role, "content": message.content} for message in prompt]
 
 
 def _decoded(line: bytes, where: str) -> str:

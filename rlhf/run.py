@@ -1,6 +1,7 @@
 """One stage's run: its directory, its process group, its record, and the manifest that says it is finished."""
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import checkpoint, config, dist, launch, names, plugins, record
+from rlhf import checkpoint, config, dist, launch, names, plugins, record, spikes
 from rlhf.config import UserError
-from rlhf.engine import NonFiniteError, compute_dtype
+from rlhf.engine import compute_dtype
 from rlhf.models.load import require_context
+from rlhf.nonfinite import NonFiniteError, save_batch
 from rlhf.options import EngineOptions, RunOptions
 from rlhf.templates import template_name
 from rlhf.text import describe_template, load_tokenizer, prepare_tokenizer
@@ -19,10 +21,12 @@ from rlhf.types import Metrics
 
 FREE = {
     "output_dir", "report_to", "sample_rows", "overwrite", "convert_template",
-    "micro_batch_size", "data_workers", "data_cache",
+    "micro_batch_size", "data_workers", "data_cache", "max_bad_steps",
     "zero_stage", "offload_optimizer", "offload_param", "gradient_checkpointing",
 }  # fmt: skip
 """Options that change what is shown, or memory and speed, but not what a stage makes."""
+BAD_BATCH = "bad_batch"
+"""The folder of a stage in which the batch lies that ended the run."""
 
 
 class Run:
@@ -34,6 +38,7 @@ class Run:
             update={"overwrite": False}
         )  # that is for once, and no property of the result
         self.directory = Path(options.output_dir) / stage
+        self._earlier = checkpoint.models_of(self.directory)
         if dist.is_main():
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / checkpoint.MANIFEST).unlink(missing_ok=True)
@@ -41,12 +46,14 @@ class Run:
         self.recorder = record.Recorder(self.directory, options.report_to)
         self.manifest: dict[str, Any] = {}  # what is known before the end
         self.models: list[str] = []
+        self.tokenizer: PreTrainedTokenizerBase | None = None
 
     def describe(self, data: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """Say how many rows there are, and which were dropped and why; the whole account goes to data.json.
 
         Raises: UserError if the ranks do not have the same rows.
         """
+        self.tokenizer = tokenizer
         self.manifest |= {
             "template": describe_template(tokenizer),
             "data": {place["place"]: place["fingerprint"] for place in data.report["places"]},
@@ -72,9 +79,12 @@ class Run:
         )
 
     def follow(self, steps: Iterable[Metrics], total: int, shown: Sequence[str]) -> None:
-        """Run the training loop `steps` to its end under the bar."""
-        for _ in self.recorder.follow(steps, total, self.stage, shown):
-            pass
+        """Run the training loop `steps` to its end under the bar, and warn where a loss spikes."""
+        watch = spikes.Spikes()
+        for step, metrics in enumerate(self.recorder.follow(steps, total, self.stage, shown), start=1):
+            found = watch.look(metrics)
+            if found is not None:
+                self.recorder.warn(step, spikes.NAME, found, spikes.ADVICE)
 
     def save(self, folder: str, save: Callable[[Path], None]) -> None:
         """Write a model into its folder, in place of what it had; the folder appears whole or not at all."""
@@ -95,6 +105,8 @@ class Run:
             self.recorder.write("eval", 0, metrics)
             if dist.is_main():
                 self._write_manifest(self.models, inputs, metrics)
+                for folder in set(self._earlier) - set(self.models):  # of a run with other options
+                    shutil.rmtree(self.directory / folder, ignore_errors=True)
         except OSError as error:
             raise UserError(f"{self.directory}: cannot be written ({error}); make room there and run again") from error
         dist.barrier()
@@ -129,7 +141,7 @@ class Run:
 def open_run(stage: str, options: RunOptions) -> Iterator[Run]:
     """The run of one stage inside its process group, with every random source seeded.
 
-    A number that is not finite ends the process with code 3 and one line.
+    Numbers that are not finite, too many in a row, end the process with code 3 and one line; the batch is kept.
     """
     with dist.process_group():
         torch.manual_seed(options.seed)
@@ -137,7 +149,12 @@ def open_run(stage: str, options: RunOptions) -> Iterator[Run]:
         try:
             yield run
         except NonFiniteError as error:
-            launch.give_up(f"error: {stage}: {error}", launch.NON_FINITE)
+            kept = ""
+            if error.batch is not None:
+                save_batch(run.directory / BAD_BATCH, error, run.tokenizer)
+                dist.barrier()
+                kept = f"; it lies in {run.directory / BAD_BATCH}"
+            launch.give_up(f"error: {stage}: {error}{kept}", launch.NON_FINITE)
         finally:
             run.recorder.close()
 
@@ -237,9 +254,10 @@ def check_start(place: str, chat_template: str, tokens: int, convert_template: b
     require_context(place, tokens)
 
 
-def check_ranks(batch_size: int, ranks: int, parts: int = 1) -> None:
+def check_ranks(batch_size: int, ranks: int, parts: int = 1, name: str = "batch_size") -> None:
     """Raises: UserError unless every rank gets the same share of a batch, and of each of its `parts`."""
     if batch_size % (ranks * parts):
         share = f"{ranks} processes" + (f" x --num-mini-batches {parts}" if parts > 1 else "")
         near = max(1, round(batch_size / (ranks * parts))) * ranks * parts
-        raise UserError(f"--batch-size {batch_size}: expected a multiple of {ranks * parts} ({share}); try {near}")
+        option = f"--{name.replace('_', '-')}"
+        raise UserError(f"{option} {batch_size}: expected a multiple of {ranks * parts} ({share}); try {near}")

@@ -163,8 +163,8 @@ def tell(setting: Setting, responses: dict[str, Responses]) -> None:
 
 def prompt_texts(setting: Setting) -> list[str]:
     """[N] the rendered prompts."""
-    template = Template(setting.tokenizer)
-    return [template.prompt_text(row.prompt) for row in setting.rows[:: setting.options.samples]]
+    template = Template(setting.questions.tokenizer)
+    return [template.prompt_text(row.prompt) for row in setting.questions.rows[:: setting.options.samples]]
 
 
 def _write(output: Path, setting: Setting, responses: dict[str, Responses], found: list[Standing], page: str) -> None:
@@ -175,7 +175,7 @@ def _write(output: Path, setting: Setting, responses: dict[str, Responses], foun
             for s, place in zip(found, setting.policies.values(), strict=True)
         ],
         "reference": setting.reference,
-        "prompts": len(setting.rows) // setting.options.samples,
+        "prompts": len(setting.questions.rows) // setting.options.samples,
         "prompts_sha256": hashlib.sha256(Path(str(setting.options.prompts)).read_bytes()).hexdigest(),
         "options": setting.options.model_dump(mode="json", exclude={"overwrite"}),
         "versions": checkpoint.versions(),

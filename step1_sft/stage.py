@@ -34,9 +34,12 @@ def train(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int
     for indices in _batches(dataset, config).take(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id).to(policy.device)
         count = dist.sum_over_ranks(batch.loss_mask.sum())
-        micros = [batch[rows].trimmed() for rows in length_groups(batch.lengths, config.micro_batch_size)]
+        groups = length_groups(batch.lengths, config.micro_batch_size)
+        micros = [batch[rows].trimmed() for rows in groups]
         metrics = policy.step(
-            micros, lambda micro, count=count: losses.token_nll(policy(micro)[0], micro.loss_mask, count)
+            micros,
+            lambda micro, count=count: losses.token_nll(policy(micro)[0], micro.loss_mask, count),
+            [[indices[i] for i in rows] for rows in groups],
         )
         yield {**metrics, "padding": padding(micros)}
 
@@ -69,6 +72,11 @@ def inputs(config: SFTConfig) -> dict[str, str]:
     return {"model": config.model}
 
 
+def content(config: SFTConfig) -> dict[str, str]:
+    """A digest of what is at each local place of the data."""
+    return fingerprints(config, PHASE)
+
+
 def check(
     config: SFTConfig, planned: Mapping[str, str] | None = None, ranks: int = 1
 ) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -91,7 +99,7 @@ def check(
 
 def run(config: SFTConfig) -> None:
     """The stage from its inputs to OUT/step1_sft: model, metrics.jsonl, manifest.json; nothing if it is finished."""
-    if skip(STAGE, config, inputs(config), partial(fingerprints, config, PHASE)):
+    if skip(STAGE, config, inputs(config), partial(content, config)):
         return
     tokenizer, data = check(config, ranks=dist.world_size())
     place = model_place(config.model, *FOLDERS)

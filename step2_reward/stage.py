@@ -15,7 +15,7 @@ from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype
 from rlhf.models.export import save_scalar
-from rlhf.models.scalar import new_scalar_model, scores
+from rlhf.models.scalar import ScoreStatistics, new_scalar_model, scores
 from rlhf.names import resolve
 from rlhf.run import check_engine, check_ranks, check_start, open_run, skip
 from rlhf.text import load_tokenizer, prepare_tokenizer
@@ -38,8 +38,9 @@ def train(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: 
             chosen, rejected = pair_scores(reward, pairs)
             return losses.pairwise_logistic(chosen, rejected, pairs.margin, config.centering, count)
 
-        micros = [batch[rows] for rows in length_groups(batch.lengths, config.micro_batch_size)]
-        metrics = reward.step(micros, loss)
+        groups = length_groups(batch.lengths, config.micro_batch_size)
+        micros = [batch[rows] for rows in groups]
+        metrics = reward.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
         yield {**metrics, "padding": padding([part for micro in micros for part in passes(micro)[0]])}
 
 
@@ -107,6 +108,11 @@ def inputs(config: RewardConfig) -> dict[str, str]:
     return {"model": config.model}
 
 
+def content(config: RewardConfig) -> dict[str, str]:
+    """A digest of what is at each local place of the data."""
+    return fingerprints(config, PHASE)
+
+
 def check(
     config: RewardConfig, planned: Mapping[str, str] | None = None, ranks: int = 1
 ) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -129,7 +135,7 @@ def check(
 
 def run(config: RewardConfig) -> None:
     """The stage from its inputs to OUT/step2_reward: model, metrics.jsonl, manifest.json; nothing if it is finished."""
-    if skip(STAGE, config, inputs(config), partial(fingerprints, config, PHASE)):
+    if skip(STAGE, config, inputs(config), partial(content, config)):
         return
     tokenizer, data = check(config, ranks=dist.world_size())
     place = model_place(config.model, *FOLDERS)
@@ -144,8 +150,9 @@ def run(config: RewardConfig) -> None:
         stage.describe(data, tokenizer)
         stage.follow(train(reward, dataset, config, pad_id), total, shown=("loss", "accuracy", "margin"))
         metrics = evaluate(reward, evaluation, config, pad_id)
+        statistics = ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
         stage.finish(
-            {"model": lambda folder: save_scalar(reward, config.adapter, tokenizer, folder)},
+            {"model": partial(save_scalar, reward, config.adapter, tokenizer, scores=statistics)},
             {"model": place},
             metrics,
         )

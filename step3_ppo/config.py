@@ -27,7 +27,7 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     judge: str | None = None
     """score source for evaluation only, which no stage trains on"""
     total_episodes: int = Field(4096, ge=1)
-    """responses sampled in the whole run, over all devices"""
+    """responses sampled in the whole run, over all devices; as many whole iterations as they make"""
     batch_size: int = Field(64, ge=1)
     """responses in an iteration, over all devices"""
     num_generations: int = Field(1, ge=1)
@@ -38,6 +38,11 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """passes over an iteration's rollout"""
     target_kl: float | None = Field(None, gt=0)
     """approx_kl of an optimizer step after which the iteration's further passes are left out"""
+    abort_kl: float | None = Field(None, gt=0)
+    """KL of a response, nats, that ends the run (exit code 3) when abort_kl_iterations in a row are above it; none: it
+    goes on"""
+    abort_kl_iterations: int = Field(3, ge=1)
+    """iterations in a row above abort_kl that end the run"""
     critic_warmup_iterations: int = Field(0, ge=0)
     """iterations at the start in which only the critic learns"""
     learning_rate: float = Field(1e-6, ge=0)
@@ -46,8 +51,27 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """peak learning rate of the critic"""
     adam_epsilon: float = Field(1e-5, gt=0)
     """added to AdamW's denominator"""
+    entropy_coef: float = Field(0.0, ge=0)
+    """weight of the policy's entropy, nats per token, which the actor also raises"""
+    ptx_coef: float = Field(0.0, ge=0)
+    """weight of the fine-tuning loss that goes on in every optimizer step of the actor (PPO-ptx); 0: off"""
+    ptx_data_path: tuple[str, ...] = ()
+    """where its rows come from; none: the rows of data_path that fine-tuning had"""
+    ptx_objective: Literal["response", "text"] = "response"
+    """response = learn responses to prompts; text = rows of plain text, packed"""
+    ptx_batch_size: int = Field(16, ge=1)
+    """rows of it in an optimizer step, over all devices"""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """share of the old average that each optimizer step of the actor keeps; the averaged actor is saved as
+    OUT/step3_ppo/ema. None: no average"""
+    use_score_scaling: bool = False
+    """scores are divided by their standard deviation over the run so far"""
+    use_score_norm: bool = False
+    """and their mean over the run so far is taken away first"""
+    score_clip: float | None = Field(None, gt=0)
+    """scores count within +- score_clip, after scaling"""
     missing_eos_penalty: float | None = Field(None, ge=0)
-    """taken from the score of a response that was cut before its EOS"""
+    """taken from the score of a response that was cut before its EOS (before scaling and clipping)"""
     rollout_batch_size: int = Field(64, ge=1)
     """responses generated, or scored by the reward model, at once on one device; changes memory and speed, and which
     responses are drawn"""
@@ -66,6 +90,14 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _nothing_is_set_in_vain(self) -> Self:
+        if self.use_score_norm and not self.use_score_scaling:
+            raise ValueError("use_score_norm: expected use_score_scaling, which it is a part of")
+        if self.ptx_data_path and self.ptx_coef == 0:
+            raise ValueError("ptx_data_path: expected ptx_coef above 0, or its rows are not learned")
+        return self
 
     @model_validator(mode="after")
     def _best_is_looked_for(self) -> Self:

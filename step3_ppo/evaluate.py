@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import dist, record
-from rlhf.rewards import Source, as_samples
+from rlhf.rewards import Source, as_samples, require_finite
 from rlhf.standings import distinct
 from rlhf.types import Metrics, Rollout, Samples
 
@@ -34,6 +34,7 @@ def look(rollout: Rollout, judge: Source | None, tokenizer: PreTrainedTokenizerB
     """Gather what a scored rollout says from every rank."""
     assert rollout.logprobs is not None and rollout.ref_logprobs is not None and rollout.scores is not None
     samples = as_samples(rollout, tokenizer)
+    require_finite(rollout.scores, samples, "the sources together")
     judged = None if judge is None else _all(judge(samples))
     return Evaluation(
         samples=samples,

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.dataset import Opened, Recipe, open_datasets
+from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
 from data.reading import Phase
 from rlhf import plugins, rewards
@@ -67,11 +67,7 @@ def check(
     known = {name: start for name, start in starts.items() if start is not None}
     models = with_inputs(config.model_copy(update=known))
     check_ranks(config.batch_size, ranks, config.num_mini_batches)
-    if config.batch_size % (ranks * config.num_generations):
-        raise UserError(
-            f"--batch-size {config.batch_size}: expected a multiple of {ranks * config.num_generations} ({ranks} "
-            f"processes x --num-generations {config.num_generations}), so that each has whole groups"
-        )
+    _check_shares(config, ranks)
     check_engine(config)
     tokens = config.max_prompt_length + config.response_length
     if tokens > config.max_length:
@@ -91,6 +87,11 @@ def check(
     _check_sources(models)
     tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
+    mixed = open_ptx(config, tokenizer)
+    if mixed is not None:
+        check_ranks(config.ptx_batch_size, ranks, name="ptx_batch_size")
+        if len(mixed) < config.ptx_batch_size:
+            raise UserError(f"--ptx-batch-size {config.ptx_batch_size}: only {len(mixed)} rows; lower it or add rows")
     return tokenizer, data
 
 
@@ -98,6 +99,48 @@ def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase,
     """The prepared tokenizer of the actor at `place`, and the prompts in its ids."""
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
+
+
+def _check_shares(config: Step3Config, ranks: int) -> None:
+    if config.total_episodes < config.batch_size:
+        raise UserError(f"--total-episodes {config.total_episodes}: expected at least --batch-size {config.batch_size}")
+    whole = ranks * config.num_generations
+    if config.batch_size % whole:
+        raise UserError(
+            f"--batch-size {config.batch_size}: expected a multiple of {whole} ({ranks} processes x --num-generations "
+            f"{config.num_generations}), so that each has whole groups"
+        )
+    selects = hasattr(plugins.find("step3_ppo.algorithms", config.algorithm).build(config), "select")
+    if selects and config.batch_size % (whole * config.num_mini_batches):
+        raise UserError(
+            f"--batch-size {config.batch_size}: expected a multiple of {whole * config.num_mini_batches} ({ranks} "
+            f"processes x --num-generations {config.num_generations} x --num-mini-batches {config.num_mini_batches}), "
+            f"as '{config.algorithm}' learns from one response of each group"
+        )
+
+
+def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
+    """What the actor goes on learning beside the reward, if it does."""
+    if config.ptx_coef == 0:
+        return None
+    return open_datasets(ptx_options(config), Recipe("sft", objective=config.ptx_objective), tokenizer).train
+
+
+def ptx_options(config: Step3Config) -> Step3Config:
+    """The options under which the rows of `open_ptx` are read: those of fine-tuning, or all rows of places of their
+    own."""
+    if not config.ptx_data_path:
+        return config
+    own = {"data_path": config.ptx_data_path, "data_split": (1.0, 0.0, 0.0), "eval_fraction": 0.0, "max_eval_rows": 0}
+    return config.model_copy(update=own | {"sft_only_data_path": (), "eval_data_path": (), "max_train_rows": None})
+
+
+def content(config: Step3Config) -> dict[str, str]:
+    """A digest of what is at each local place, those of `open_ptx` included."""
+    found = fingerprints(config, PHASE)
+    if config.ptx_coef:
+        found |= {f"{place} (ptx)": digest for place, digest in fingerprints(ptx_options(config), "sft").items()}
+    return found
 
 
 def _check_tokenizers(config: Step3Config) -> None:

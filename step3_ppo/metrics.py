@@ -5,6 +5,7 @@ padding nor on how many ranks share the responses.
 """
 
 import math
+import time
 from collections.abc import Mapping
 
 import torch
@@ -99,6 +100,20 @@ def credit_metrics(rollout: Rollout, credit: Credit) -> Metrics:
     if "raw_advantage" in variances:
         found["explained_variance"] = 1 - _ratio(variances["raw_advantage"], variances["return"])
     return found
+
+
+class Clock:
+    """Seconds of the parts of an iteration, on this rank."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """The part `name` has just ended."""
+        now = time.monotonic()
+        self.seconds[name] = now - self._last
+        self._last = now
 
 
 def speed(tokens: float, seconds: Mapping[str, float]) -> Metrics:

@@ -8,11 +8,15 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import adapters, dist, plugins, rewards
 from rlhf.engine import Engine, compute_dtype
 from rlhf.generation import loop
+from rlhf.models.ema import EMA
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import load_scalar_model
 from step3_ppo.config import Step3Config
+from step3_ppo.inputs import open_ptx
+from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
+from step3_ppo.scaling import ScoreScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +29,32 @@ class Players:
     scorer: Scorer
     algorithm: Any
     backend: loop.Generate
+    scaling: ScoreScaling
+    ptx: Ptx | None
+    ema: EMA | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is learned beside the weights: the KL coefficient, and the statistics of the scores."""
+        return {"kl_coef": self.algorithm.kl.coef, "scores": self.scaling.state_dict()}
 
 
 def iterations(config: Step3Config) -> int:
     """Rollout-update cycles of the whole run."""
-    return max(1, config.total_episodes // config.batch_size)
+    return config.total_episodes // config.batch_size
 
 
 def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
     """Load every model and build the engines."""
     context = reward_context(config, tokenizer)
-    steps = iterations(config) * config.num_ppo_epochs * config.num_mini_batches
+    an_iteration = config.num_ppo_epochs * config.num_mini_batches
+    steps = iterations(config) * an_iteration
+    learning = max(1, iterations(config) - config.critic_warmup_iterations) * an_iteration
     lm = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed)
     frozen = None
     if config.adapter is None:
         reference = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed)
         frozen = Policy(reference).to(context.device).requires_grad_(False)
-    actor = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, steps)
+    actor = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, learning, "actor")
     algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
     critic = _critic(config, context, len(tokenizer), steps) if algorithm.needs_critic else None
     scorer = Scorer(
@@ -53,13 +66,24 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
         config.missing_eos_penalty,
     )
     ends = loop.Config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    return Players(actor, critic, scorer, algorithm, loop.build(ends))
+    mixed = open_ptx(config, tokenizer)
+    return Players(
+        actor,
+        critic,
+        scorer,
+        algorithm,
+        loop.build(ends),
+        ScoreScaling(config),
+        None if mixed is None else Ptx(mixed, config, tokenizer.pad_token_id, context.device),
+        None if config.ema_decay is None else EMA(actor, config.ema_decay),
+    )
 
 
 def _critic(config: Step3Config, context: rewards.Context, vocabulary: int, steps: int) -> Engine:
     model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary)
     model.backbone = adapters.wrap(model.backbone, config.adapter)
-    return Engine(model, config, config.model_copy(update={"learning_rate": config.critic_learning_rate}), steps)
+    own = config.model_copy(update={"learning_rate": config.critic_learning_rate})
+    return Engine(model, config, own, steps, "critic")
 
 
 def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:

@@ -1,7 +1,7 @@
 """The first half of an iteration: sample responses, then score them."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,6 +100,33 @@ def score(rollout: Rollout, actor: Engine, critic: Engine | None, scorer: Scorer
     if scorer.missing_eos_penalty is not None:
         scores = scores - scorer.missing_eos_penalty * (~rollout.ended).float()
     return replace(rollout, logprobs=old, ref_logprobs=ref, values=values, scores=scores, source_scores=source_scores)
+
+
+def by_source(scorer: Scorer, rollout: Rollout) -> dict[str, Tensor]:
+    """What each reward source says of a scored rollout, by its name. [B] each"""
+    assert rollout.source_scores is not None
+    return dict(zip(scorer.sources.names, rollout.source_scores.unbind(1), strict=True))
+
+
+def flaws(rollout: Rollout, sources: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Of each number of a scored rollout that is not finite: `score is nan`, and in which rows of this rank.
+
+    sources: what each reward source says, by its name; named where the score is not finite. [B] each
+    """
+    assert rollout.scores is not None
+    sound = rollout.scores.isfinite()
+    numbers = {"score": rollout.scores}
+    numbers |= {f"score of {name}": scores.masked_fill(sound, 0.0) for name, scores in sources.items()}
+    for name in ("sampled_logprobs", "logprobs", "ref_logprobs", "values"):
+        tokens = getattr(rollout, name)
+        if tokens is not None:
+            numbers[name] = tokens.masked_fill(~rollout.mask, 0.0).sum(1)
+    found = {}
+    for name, values in numbers.items():
+        rows = (~values.isfinite()).nonzero().squeeze(1).tolist()
+        if rows:
+            found[f"{name} is {values[rows[0]].item()}"] = rows
+    return found
 
 
 def critic_values(model: ScalarModel | Engine) -> Callable[[Sequences, int], Tensor]:

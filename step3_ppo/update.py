@@ -2,7 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,35 +11,54 @@ from torch import Tensor
 
 from rlhf import dist, losses, ops
 from rlhf.engine import Engine
-from rlhf.types import Credit, Metrics, Rollout, length_groups
+from rlhf.models.ema import EMA
+from rlhf.types import Credit, Metrics, Rollout, Sequences, length_groups
 from step3_ppo.config import Step3Config
+from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import critic_values
 
 Part = tuple[Rollout, Credit]
 
 
+@dataclass(frozen=True, slots=True)
+class Learners:
+    """Who learns in an iteration. Without an actor (critic warm-up) or a critic (the algorithm needs none) the other
+    learns alone; with `ptx` the actor learns its batches too, and `ema` follows its weights."""
+
+    actor: Engine | None
+    critic: Engine | None
+    algorithm: Any
+    ptx: Ptx | None = None
+    ema: EMA | None = None
+
+
 def update(
-    actor: Engine | None,
-    critic: Engine | None,
-    algorithm: Any,
-    scored: Part,
-    config: Step3Config,
-    generator: torch.Generator,
+    learners: Learners, scored: Part, config: Step3Config, generator: torch.Generator, numbers: Sequence[int] = ()
 ) -> Metrics:
     """`num_ppo_epochs` passes over the rollout, each in `num_mini_batches` optimizer steps; fewer beyond `target_kl`.
 
-    Without an actor (critic warm-up) or a critic (the algorithm needs none) the other learns alone.
-    Returns metrics averaged over the steps, how many there were, and `first_approx_kl`: that of the first minibatch,
-    on which the policy is still the one that sampled, so it must be 0.
+    `numbers`: those of the rollout's prompts in the data, for messages. Returns metrics averaged over the steps that
+    were applied, how many steps there were, and `first_approx_kl`: that of the first minibatch, on which the policy is
+    still the one that sampled, so it must be 0.
+    Raises: NonFiniteError.
     """
+    actor, critic, algorithm, ptx = learners.actor, learners.critic, learners.algorithm, learners.ptx
 
     def policy_loss(part: Part) -> losses.Loss:
         rollout, credit = part
         assert actor is not None
-        logprobs, entropy = actor(rollout.sequences, config.temperature, with_entropy=True)
+        entropy_is = "trained" if config.entropy_coef else "watched"
+        logprobs, entropy = actor(rollout.sequences, config.temperature, entropy=entropy_is)
         prompt = rollout.prompt_ids.shape[1]
         loss, metrics = algorithm.policy_loss(logprobs[:, prompt:], rollout, credit, count)
-        return loss, {**metrics, "entropy": ops.masked_mean(entropy[:, prompt:], rollout.mask, count)}
+        spread = ops.masked_mean(entropy[:, prompt:], rollout.mask, count)
+        return loss - config.entropy_coef * spread, {**metrics, "entropy": spread.detach()}
+
+    def actor_loss(part: Part | Sequences) -> losses.Loss:
+        if isinstance(part, Sequences):
+            assert actor is not None and ptx is not None
+            return ptx.loss(actor, part)
+        return policy_loss(part)
 
     def value_loss(part: Part) -> losses.Loss:
         rollout, credit = part
@@ -47,32 +67,44 @@ def update(
         return algorithm.value_loss(values, rollout, credit, count)
 
     seen: dict[str, list[float]] = defaultdict(list)
-    steps = 0
+    steps = skipped = 0
     for rows in _minibatches(len(scored[0]), config, generator):
         minibatch = (scored[0][rows], scored[1][rows])
         count = dist.sum_over_ranks(minibatch[0].mask.sum())
-        micros = list(_micro_batches(minibatch, config.micro_batch_size))
+        groups = length_groups(minibatch[0].sequences.lengths, config.micro_batch_size)
+        micros = [_part(minibatch, group) for group in groups]
+        named = [[numbers[rows[i]] for i in group] for group in groups] if numbers else []
         metrics: Metrics = {}
         if actor is not None:
-            metrics |= {f"policy_{n}" if n in SHARED else n: v for n, v in actor.step(micros, policy_loss).items()}
-        if critic is not None:
-            metrics |= {f"value_{n}" if n in SHARED else n: v for n, v in critic.step(micros, value_loss).items()}
+            mixed = ptx.micro_batches() if ptx is not None else []
+            metrics |= _named("policy", actor.step([*micros, *mixed], actor_loss, named))
+            if learners.ema is not None and not metrics["policy_skipped"]:
+                learners.ema.update()
+        # What the actor cannot learn from (in fp16: an overflow) is left out for the critic too.
+        if critic is not None and not metrics.get("policy_skipped"):
+            metrics |= _named("value", critic.step(micros, value_loss, named))
+        steps += 1
+        skipped += any([metrics.pop("policy_skipped", 0.0), metrics.pop("value_skipped", 0.0)])
         for name, value in metrics.items():
             seen[name].append(value)
-        steps += 1
         if config.target_kl is not None and metrics.get("approx_kl", 0.0) > config.target_kl:
             break
-    skipped = [sum(seen.pop(name, ())) for name in ("policy_skipped", "value_skipped")]
+    return _means(seen) | {"optimizer_steps": float(steps), "skipped_steps": float(skipped)}
+
+
+def _means(seen: dict[str, list[float]]) -> Metrics:
     if "ratio_square" in seen:
         squares = zip(seen.pop("ratio_square"), seen["ratio_mean"], strict=True)
         seen["ratio_std"] = [math.sqrt(max(0.0, square - (mean - 1) ** 2)) for square, mean in squares]
     means = {name: sum(values) / len(values) for name, values in seen.items()}
     first = {f"first_{name}": seen[name][0] for name in ("approx_kl", "ratio_std") if name in seen}
-    return {**means, **first, "optimizer_steps": float(steps), "skipped_steps": skipped[0]}
+    return {**means, **first}
 
 
-SHARED = ("loss", "grad_norm", "learning_rate", "skipped")
-"""What every engine reports, so that actor and critic need a prefix."""
+def _named(who: str, metrics: Metrics) -> Metrics:
+    """What every engine reports gets a prefix."""
+    shared = ("loss", "grad_norm", "learning_rate", "skipped")
+    return {f"{who}_{name}" if name in shared else name: value for name, value in metrics.items()}
 
 
 def _minibatches(size: int, config: Step3Config, generator: torch.Generator) -> Iterator[Tensor]:
@@ -81,9 +113,7 @@ def _minibatches(size: int, config: Step3Config, generator: torch.Generator) -> 
         yield from torch.randperm(size, generator=generator).tensor_split(config.num_mini_batches)
 
 
-def _micro_batches(minibatch: Part, size: int) -> Iterator[Part]:
-    rollout, credit = minibatch
-    for index in length_groups(rollout.sequences.lengths, size):
-        part = rollout[index].trimmed()
-        width = part.mask.shape[1]
-        yield part, Credit(credit.advantages[index, :width], credit.returns[index, :width])
+def _part(minibatch: Part, rows: Tensor) -> Part:
+    rollout, credit = minibatch[0][rows].trimmed(), minibatch[1]
+    width = rollout.mask.shape[1]
+    return rollout, Credit(credit.advantages[rows, :width], credit.returns[rows, :width])

@@ -7,8 +7,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf import adapters, dist, losses, plugins
-from rlhf.engine import Engine, NonFiniteError
+from rlhf.engine import Engine
+from rlhf.models.ema import EMA
 from rlhf.models.policy import Policy
+from rlhf.nonfinite import NonFiniteError
 from rlhf.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.types import Sequences, length_groups
 from tests import tiny
@@ -82,24 +84,72 @@ def generate(trained: Engine, length: int) -> Tensor:
 
 
 def run_into_nan(options: dict[str, Any], bad_rank: int) -> dict[str, Any]:
-    """One good step, then one whose last micro-batch has a NaN loss on `bad_rank`; who raised, what is left."""
-    trained = engine(options)
-    first, second = batches(2)
-    step(trained, first)
+    """A good step, one whose last micro-batch has a NaN loss on `bad_rank`, a good one, then NaN until the run ends.
+
+    Of each rank: the metrics of the step left out, whether it changed the weights, whether the good step after it came
+    out as without it, what ended the run after how many, and a checksum of the weights.
+    """
+    trained, undisturbed = engine(options), engine(options)
+    first, second, third = batches(3)
+    for each in (trained, undisturbed):
+        step(each, first)
     before = weights(trained)
+    metrics = bad_step(trained, second, bad_rank)
+    unchanged = equal(before, weights(trained))
+    for each in (trained, undisturbed):
+        step(each, third)
+    as_without = equal(weights(undisturbed), weights(trained))
+    before, said, left_out = weights(trained), "", 0
+    while not said:
+        try:
+            bad_step(trained, second, bad_rank)
+            left_out += 1
+        except NonFiniteError as error:
+            said = str(error)
+    unchanged = unchanged and equal(before, weights(trained))
+    checksum = sum(value.double().sum().item() for value in before.values())
+    return {"ranks": dist.gather_objects((metrics, unchanged, as_without, said, left_out, checksum))}
+
+
+def bad_step(trained: Engine, rows: Sequences, bad_rank: int) -> dict[str, float]:
     poison = torch.tensor(float("nan") if dist.rank() == bad_rank else 1.0)
-    mine = micro_batches(second[torch.arange(dist.rank(), 8, dist.world_size())], 3)
+    numbers = torch.arange(dist.rank(), 8, dist.world_size())
+    mine = micro_batches(rows[numbers], 3)
 
     def loss(micro: Sequences) -> losses.Loss:
         value, metrics = losses.token_nll(trained(micro)[0], micro.loss_mask, 100)
         return value * (poison if micro is mine[-1] else 1.0), metrics
 
-    said = ""
-    try:
-        trained.step(mine, loss)
-    except NonFiniteError as error:
-        said = str(error)
-    after = weights(trained)
-    same = all(torch.equal(before[name], after[name]) for name in before)
-    checksum = sum(value.double().sum().item() for value in after.values())
-    return {"ranks": dist.gather_objects((said, same, checksum))}
+    parts = length_groups(rows[numbers].lengths, 3)
+    return trained.step(mine, loss, [numbers[part].tolist() for part in parts])
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+DECAY = 0.7
+
+
+def run_averaged(options: dict[str, Any], adapter: str | None = None) -> dict[str, Any]:
+    """STEPS steps with an average of the weights: the weights it saw, what came out, and the weights after that."""
+    trained = engine(options, adapter=adapter)
+    average = EMA(trained, DECAY)
+    trace = [master(trained)]
+    for rows in batches():
+        step(trained, rows)
+        average.update()
+        trace.append(master(trained))
+    last = weights(trained)
+    with trained.inference() as model, average.inside(model):
+        averaged = {name: value.detach().float().clone() for name, value in model.named_parameters()}
+    return {
+        "trace": trace,
+        "averaged": averaged,
+        "undone": equal(last, weights(trained)),
+        "state": average.state_dict(),
+    }
+
+
+def master(trained: Engine) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trained.fp32_weights()}

@@ -1,19 +1,23 @@
 """A tiny actor, critic and reference with everything step 3 puts between them, for any algorithm."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from data.encode import Prompt
 from rlhf import dist, plugins
 from rlhf.engine import Engine
+from rlhf.models.ema import EMA
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
-from rlhf.rewards import Part, Sources
+from rlhf.rewards import Part, Source, Sources
 from rlhf.types import Credit, Metrics, Prompts, Rollout, Samples
+from step3_ppo import stage
 from step3_ppo.rollout import Reference, Scorer, generate, score
-from step3_ppo.update import update
+from step3_ppo.scaling import ScoreScaling
+from step3_ppo.update import Learners, update
 from tests import tiny
 
 SMALL: dict[str, Any] = {
@@ -69,7 +73,7 @@ class Players:
     def update(self, rollout: Rollout, credit: Credit | None = None) -> Metrics:
         credit = self.algorithm.credit(rollout) if credit is None else credit
         draw = torch.Generator().manual_seed(0)
-        return update(self.actor, self.critic, self.algorithm, (rollout, credit), self.config, draw)
+        return update(Learners(self.actor, self.critic, self.algorithm), (rollout, credit), self.config, draw)
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the weights of both models, by name."""
@@ -114,6 +118,45 @@ def players(algorithm: str, **changes: Any) -> Players:
             config.missing_eos_penalty,
         ),
     )
+
+
+def on_stage(game: Players) -> stage.Players:
+    """The same players as step 3 itself has them."""
+    c = game.config
+    backend = plugins.build("rlhf.generation", {"name": "loop", "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD})
+    ema = None if c.ema_decay is None else EMA(game.actor, c.ema_decay)
+    return stage.Players(game.actor, game.critic, game.scorer, game.algorithm, backend, ScoreScaling(c), None, ema)
+
+
+def prompts_to_train_on() -> list[Prompt]:
+    """Eight of them, numbered in the order of the list."""
+    drawn = tiny.prompts([3, 9, 8, 4, 5, 6, 7, 2])
+    items = zip(drawn.ids, drawn.mask, drawn.rows, strict=True)
+    return [Prompt(tuple(ids[kept].tolist()), row) for ids, kept, row in items]
+
+
+def scored_by(game: Players, source: Source) -> Players:
+    return replace(game, scorer=replace(game.scorer, sources=Sources((Part("mine", 1.0, source),))))
+
+
+def with_a_bad_score(rank: int) -> dict[str, Any]:
+    """Two iterations of step 3, in the first of which one score on `rank` is NaN."""
+    game = players("rloo", total_episodes=16)
+    calls = iter([True, False])
+
+    def source(samples: Samples) -> Tensor:
+        scores = count_of_words(samples)
+        if next(calls) and dist.rank() == rank:
+            scores[1] = torch.nan
+        return scores
+
+    steps = stage.train(on_stage(scored_by(game, source)), prompts_to_train_on(), game.config)  # type: ignore[arg-type]
+    before = game.weights()
+    first = next(steps)
+    unchanged = all(torch.equal(before[name], value) for name, value in game.weights().items())
+    second = next(steps)
+    checksum = sum(value.double().sum().item() for value in game.weights().values())
+    return {"ranks": dist.gather_objects((first, unchanged, "policy_loss" in second, checksum))}
 
 
 def twice_each() -> Prompts:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # An import points down or stays in its layer. A package stands for all its modules.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options"),
-    ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses", "rlhf.intervals"),
+    ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses", "rlhf.intervals", "rlhf.spikes"),
     (
         "rlhf.dist",
         "rlhf.text",
@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rlhf.encoder",
         "rlhf.checkpoint",
         "rlhf.record",
+        "rlhf.nonfinite",
         "rlhf.launch",
         "rlhf.plan",
         "rlhf.prompt_file",
@@ -36,8 +37,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "rlhf.generation",
         "rlhf.rewards",
+        "rlhf.responding",
         "rlhf.evaluate",
         "rlhf.comparison",
+        "rlhf.pairs",
+        "rlhf.pairing",
         "rlhf.standings",
         "rlhf.report",
         "rlhf.run",

@@ -127,6 +127,15 @@ def test_a_mistake_in_a_file_names_the_file_and_the_place(tmp_path: Path, yaml: 
         assert part in message
 
 
+def test_a_later_file_may_mend_what_an_earlier_one_gives(tmp_path: Path) -> None:
+    high = write(tmp_path / "high.yaml", "inner: {steps: 11, kl_coef: 0.3}")
+    low = write(tmp_path / "low.yaml", "inner: {steps: 2}")
+    assert parse("--config", high, low).inner == Inner(steps=2, kl_coef=0.3)
+    assert mistake("--config", low, high).startswith(f"{high}: inner: steps is 11")
+    wrong = write(tmp_path / "wrong.yaml", "inner: {steps: 3, kl_cof: 1}")
+    assert mistake("--config", high, wrong, low).startswith(f"{wrong}: no option 'inner.kl_cof'")
+
+
 def test_the_nearest_option_of_a_list_of_sections() -> None:
     class Outer(Config):
         roots: tuple[Root, ...] = ()

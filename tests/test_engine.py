@@ -1,6 +1,7 @@
 """The engine against a plain AdamW loop: every ZeRO stage, precision, accumulation and number of ranks."""
 
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config import UserError
-from rlhf.engine import Engine, NonFiniteError, compute_dtype, schedule
+from rlhf.engine import FP16_SEARCH, Engine, compute_dtype, schedule
 from rlhf.models.policy import Policy
+from rlhf.nonfinite import NonFiniteError
 from rlhf.options import EngineOptions, OptimizerOptions
 from tests import engine_runs, players, tiny
 from tests.engine_runs import OPTIMIZER, STEPS, batches, run, start, step, weights
+from tests.models.test_ema import require_average
 
 ROOT = Path(__file__).parents[1]
 RATES = [0.0005, 0.001, 0.001, 0.00075, 0.0005, 0.00025]
@@ -160,16 +163,26 @@ def test_the_same_run_twice_is_bit_exact() -> None:
 # --- numbers that are not finite
 
 
-@stages
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_loss_of_nan_stops_before_the_weights_change(stage: int, dtype: str) -> None:
-    ((said, same, _),) = engine_runs.run_into_nan({"zero_stage": stage, "dtype": dtype}, bad_rank=0)["ranks"]
-    assert said.startswith("step 2: loss is nan") and same
+def require_left_out(found: Any, rows: str) -> None:
+    metrics, unchanged, as_without, said, left_out, _ = found
+    assert metrics["skipped"] == 1 and set(metrics) == {"skipped", "learning_rate"}
+    assert unchanged and as_without
+    assert left_out == 4 and said.startswith(f"step 8: loss is nan (training rows {rows}), 5 times in a row;")
 
 
 @stages
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_gradient_of_nan_under_a_finite_loss_stops_too(stage: int, dtype: str) -> None:
+def test_a_loss_of_nan_is_left_out_without_a_trace_and_five_end_the_run(stage: int, dtype: str) -> None:
+    (found,) = engine_runs.run_into_nan({"zero_stage": stage, "dtype": dtype}, bad_rank=0)["ranks"]
+    shortest = batches(2)[1].lengths.argsort(descending=True, stable=True)[6:]
+    require_left_out(found, ", ".join(map(str, sorted(shortest.tolist()))))
+
+
+@stages
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_gradient_of_nan_under_a_finite_loss_is_left_out_too(
+    stage: int, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine = engine_runs.engine({"zero_stage": stage, "dtype": dtype})
     rows = batches(1)[0]
     step(engine, rows)
@@ -179,9 +192,35 @@ def test_a_gradient_of_nan_under_a_finite_loss_stops_too(stage: int, dtype: str)
         logprobs = engine(micro)[0]
         return logprobs.mean() + 0.0 * (logprobs - logprobs).sum().sqrt(), {}  # d sqrt(x) at 0 is infinite
 
-    with pytest.raises(NonFiniteError, match=r"step 2: grad_norm is (nan|inf)"):
-        engine.step([rows], loss)
+    assert engine.step([rows], loss)["skipped"] == 1
     assert apart(weights(engine), before) == 0
+    assert re.search(r"warning, step 2: grad_norm is (nan|inf); left out", capsys.readouterr().out)
+
+
+def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few steps without effect are DeepSpeed's search for a loss scale; it does not go on for ever."""
+    engine = engine_runs.engine({"zero_stage": 1, "dtype": "bf16"})
+    monkeypatch.setattr(engine, "_options", engine._options.model_copy(update={"dtype": "fp16"}))
+    rows, before = batches(1)[0], weights(engine)
+
+    def loss(micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = engine(micro)[0]
+        return logprobs.mean() + 0.0 * (logprobs - logprobs).sum().sqrt(), {}
+
+    seen = [engine.step([rows], loss) for _ in range(FP16_SEARCH)]
+    assert all(metrics["skipped"] == 1 and math.isfinite(metrics["loss"]) for metrics in seen)
+    with pytest.raises(NonFiniteError, match=rf"step {FP16_SEARCH + 5}: grad_norm is inf, 5 times in a row"):
+        for _ in range(9):
+            engine.step([rows], loss)
+    assert apart(weights(engine), before) == 0
+
+
+def test_a_metric_of_nan_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = engine_runs.engine({"zero_stage": 2})
+    rows = batches(1)[0]
+    before = weights(engine)
+    engine.step([rows], lambda micro: (engine(micro)[0].mean(), {"entropy": torch.tensor(torch.nan)}))
+    assert apart(weights(engine), before) == 0 and "entropy is nan" in capsys.readouterr().out
 
 
 # --- dtypes and schedules
@@ -296,8 +335,8 @@ def test_an_adapter_on_two_ranks(two: dict[str, Any]) -> None:
 def test_nan_on_one_rank_stops_both_with_equal_weights(kind: int | str, two: dict[str, Any]) -> None:
     (first, second) = two[f"nan {kind}"]["ranks"]
     assert first == second
-    said, same, _ = first
-    assert said.startswith("step 2: loss is nan") and same
+    suspect = 1 + 2 * batches(2)[1].lengths[1::2].argsort(descending=True, stable=True)[3].item()
+    require_left_out(first, str(suspect))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -313,3 +352,19 @@ def test_every_step_has_every_number(two: dict[str, Any]) -> None:
         assert len(two[f"fp32 {stage}"]["metrics"]) == STEPS
         for metrics in two[f"fp32 {stage}"]["metrics"]:
             assert set(metrics) == {"loss", "nll", "learning_rate", "grad_norm", "skipped"}
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2, 3, "bf16"])
+def test_the_average_of_the_weights_on_two_ranks(kind: int | str, two: dict[str, Any]) -> None:
+    found = two[f"averaged {kind}"]
+    require_average(found, tolerance=2**-8 if kind == "bf16" else 1e-6)
+    assert 0 < len(found["state"]) <= len(found["trace"][0]) / 2 + 1  # each rank keeps its share
+    if kind != "bf16":
+        assert apart(found["averaged"], engine_runs.run_averaged({"zero_stage": 1})["averaged"]) < 1e-5
+
+
+def test_a_bad_score_on_one_rank_stops_the_iteration_on_both(two: dict[str, Any]) -> None:
+    first, second = two["skipped iteration"]["ranks"]
+    assert first == second
+    metrics, unchanged, learned_afterwards, _ = first
+    assert metrics == {"skipped_iteration": 1.0} and unchanged and learned_afterwards

@@ -97,7 +97,7 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "too few rows": (["--data-path", "demo,rows=60"], ["demo,rows=60", "of 60 rows", "at least 32 (one batch)"]),
     "limit below a batch": (["--max-train-rows", "3"], ["--max-train-rows 3", "at least 32"]),
     "nothing held out": (["--max-eval-rows", "0"], ["--max-eval-rows 0", "at least 1"]),
-    "no algorithm": (["--ppo.algorithm", "poo"], ["no 'poo'", "have a2c, grpo, ppo", "did you mean 'ppo'"]),
+    "no algorithm": (["--ppo.algorithm", "poo"], ["no 'poo'", "have a2c, best_of_n, grpo, ppo", "did you mean 'ppo'"]),
     "no reward": (["--ppo.reward", "vadr"], ["no 'vadr'", "did you mean 'vader'"]),
     "no reward function": (["--ppo.reward", "no.py:score"], ["no.py", "no such Python file"]),
     "no adapter": (["--adapter", "lroa"], ["no 'lroa'", "did you mean 'lora'"]),

@@ -235,7 +235,7 @@ def test_rows_without_a_token_are_never_sampled_and_have_no_share(tmp_path: Path
         assert int(rollout.response_ids.max()) < size
         rows = rollout.sequences
         with torch.no_grad():
-            got, entropy = Policy(model)(rows, with_entropy=True)
+            got, entropy = Policy(model)(rows, entropy="watched")
             whole = [plain(input_ids=ids[kept][None]).logits[0] for ids, kept in zip(rows.ids, rows.mask, strict=True)]
         for b, logits in enumerate(whole):
             exact = logits[:-1, :size].double().log_softmax(-1)

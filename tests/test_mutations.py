@@ -2,31 +2,19 @@
 
 Each mutant is one edit of a function's source. The mutated function takes the place of the right one, and
 the named test must then fail by its own assertion. A mutant that survives fails here, and so does an edit
-that no longer matches the source.
+that no longer matches the source. Those of step 3's algorithms, update and random streams: step3/test_mutations.py.
 """
 
-import inspect
-import sys
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 from rlhf import credit, losses, ops
 from tests import test_bandit, test_credit, test_losses, test_ops
-
-
-class Mutant(NamedTuple):
-    fault: str
-    function: Callable[..., Any]
-    right: str
-    wrong: str
-
+from tests.mutants import Check, Mutant, each, require_caught
 
 # test -> the mutants it has to catch
-CAUGHT_BY: dict[Callable[[], None], list[Mutant]] = {
+CAUGHT_BY: dict[Check, list[Mutant]] = {
     test_ops.test_garbage_off_the_mask_changes_no_bit: [
         Mutant("mask multiplied in", ops.zero_off_mask, "x.masked_fill(~mask, 0.0)", "x * mask"),
     ],
@@ -131,6 +119,7 @@ CAUGHT_BY: dict[Callable[[], None], list[Mutant]] = {
         Mutant("lambda forgotten", credit.gae, "gamma * lam * running", "gamma * running"),
         Mutant("gamma forgotten in delta", credit.gae, "reward + gamma * following", "reward + following"),
         Mutant("gamma forgotten in the sum", credit.gae, "gamma * lam * running", "lam * running"),
+        Mutant("lambda for gamma in delta", credit.gae, "reward + gamma * following", "reward + lam * following"),
         Mutant("returns without the values", credit.gae, "advantages + zero_off_mask(values, mask)", "advantages"),
     ],
     test_credit.test_gae_by_hand: [
@@ -278,24 +267,9 @@ CAUGHT_BY: dict[Callable[[], None], list[Mutant]] = {
 }
 
 
-def mutated(mutant: Mutant) -> Callable[..., Any]:
-    """The function compiled again from its source with the edit made, in the globals of its module."""
-    source = inspect.getsource(mutant.function).replace(mutant.function.__doc__ or "", "")
-    assert source.count(mutant.right) == 1, f"{mutant.fault}: the edit no longer matches the source"
-    made: dict[str, Callable[..., Any]] = {}
-    exec(source.replace(mutant.right, mutant.wrong), mutant.function.__globals__, made)
-    return made[mutant.function.__name__]
-
-
-@pytest.mark.parametrize(
-    ("check", "mutant"),
-    [pytest.param(check, mutant, id=mutant.fault) for check, mutants in CAUGHT_BY.items() for mutant in mutants],
-)
-def test_every_mutant_is_caught(check: Callable[[], None], mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = mutated(mutant)
-    monkeypatch.setattr(sys.modules[mutant.function.__module__], mutant.function.__name__, wrong)
-    with pytest.raises(AssertionError):
-        check()
+@each(CAUGHT_BY)
+def test_every_mutant_is_caught(check: Check, mutant: Mutant) -> None:
+    require_caught(check, mutant)
 
 
 def test_the_named_tests_pass_without_a_mutant() -> None:

@@ -13,7 +13,7 @@ from rlhf import losses
 from rlhf.rewards import Part, Sources
 from rlhf.types import Credit, Rollout, Samples
 from step3_ppo.rollout import generate, per_token
-from step3_ppo.update import update
+from step3_ppo.update import Learners, update
 from tests import tiny
 from tests.players import PROMPTS, Players, config_of, count_of_words, language_model, players, twice_each
 
@@ -173,7 +173,7 @@ def test_each_epoch_takes_every_row_once_and_minibatches_count_their_tokens(
     watcher = Watcher()
     still = {"learning_rate": 0.0, "critic_learning_rate": 0.0}
     config = config_of("ppo", num_ppo_epochs=3, num_mini_batches=minibatches, micro_batch_size=size, **still)
-    metrics = update(game.actor, None, watcher, numbered(rollout), config, torch.Generator().manual_seed(0))
+    metrics = update(Learners(game.actor, None, watcher), numbered(rollout), config, torch.Generator().manual_seed(0))
     # Only if every micro-batch's share was added and divided by the minibatch's own count.
     assert metrics["share"] == pytest.approx(1.0, abs=1e-6) and metrics["policy_loss"] == pytest.approx(1.0, abs=1e-6)
     assert not any(key.startswith("value") for key in metrics)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rlhf import dist, launch
-from tests.engine_runs import run, run_into_nan
-from tests.players import two_iterations
+from tests.engine_runs import run, run_averaged, run_into_nan
+from tests.players import two_iterations, with_a_bad_score
 
 
 def runs() -> dict[str, Any]:
@@ -20,6 +20,9 @@ def runs() -> dict[str, Any]:
     for stage in (0, 1, 2, 3):
         found[f"fp32 {stage}"] = run({"zero_stage": stage}, size=3)
         found[f"nan {stage}"] = run_into_nan({"zero_stage": stage}, bad_rank=1)
+        found[f"averaged {stage}"] = run_averaged({"zero_stage": stage})
+    found["averaged bf16"] = run_averaged({"zero_stage": 3, "dtype": "bf16"})
+    found["skipped iteration"] = with_a_bad_score(rank=1)
     for stage in (1, 2, 3):
         found[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})
     found["nan bf16"] = run_into_nan({"zero_stage": 2, "dtype": "bf16"}, bad_rank=1)

@@ -34,6 +34,12 @@ class Config(TableConfig):
     """column of the better response"""
     rejected: str | None = None
     """column of the worse response"""
+    response_a: str | None = None
+    """column of one response of two"""
+    response_b: str | None = None
+    """column of the other"""
+    preference: str | None = None
+    """column of the one that a person prefers: a, b or tie; empty until it is filled in"""
     responses: str | None = None
     """column of the list of responses, the best one first unless there are scores or ranks"""
     scores: str | None = None

@@ -83,5 +83,6 @@ def _choose(logits: Tensor, temperature: float, generator: torch.Generator | Non
     """One token a row [B] from logits [B, V]."""
     if generator is None:
         return logits.argmax(-1)
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    # Of a row that is not finite any token is drawn; its log-prob says so, and nothing is learned from it.
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1).nan_to_num(1.0)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)

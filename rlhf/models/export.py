@@ -1,5 +1,6 @@
 """Models out of an engine into Hugging Face directories that transformers loads without us."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,23 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig, P
 
 from rlhf import dist, plugins
 from rlhf.engine import Engine
+from rlhf.models.ema import EMA
 from rlhf.models.policy import Policy
-from rlhf.models.scalar import HEAD, ScalarModel
+from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
 
 
-def save_policy(engine: Engine, adapter: str | None, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write the language model of a Policy engine, adapters merged, with tokenizer, template and generation config."""
-    with engine.inference() as policy:
+def save_policy(
+    engine: Engine,
+    adapter: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    average: EMA | None = None,
+) -> None:
+    """Write the language model of a Policy engine, adapters merged, with tokenizer, template and generation config.
+
+    With `average`, the engine's averaged weights in the place of its last ones.
+    """
+    with engine.inference() as policy, average.inside(policy) if average is not None else contextlib.nullcontext():
         assert isinstance(policy, Policy)
         state = full_state(policy.lm, adapter)
         if dist.is_main():
@@ -32,10 +43,17 @@ def save_policy(engine: Engine, adapter: str | None, tokenizer: PreTrainedTokeni
     dist.barrier()
 
 
-def save_scalar(engine: Engine, adapter: str | None, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def save_scalar(
+    engine: Engine,
+    adapter: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    scores: ScoreStatistics | None = None,
+) -> None:
     """Write a ScalarModel engine in the form that `AutoModelForSequenceClassification(num_labels=1)` reads.
 
-    Its pad token is not EOS, because that class pools at the last token that is not padding.
+    Its pad token is not EOS, because that class pools at the last token that is not padding. `scores` goes into its
+    config.
     """
     with engine.inference() as model:
         assert isinstance(model, ScalarModel)
@@ -52,6 +70,7 @@ def save_scalar(engine: Engine, adapter: str | None, tokenizer: PreTrainedTokeni
             if type(config) in classifiers.keys():  # noqa: SIM118  (a lazy mapping)
                 config.architectures = [classifiers[type(config)].__name__]
             config.dtype = model.score.weight.dtype
+            config.score_mean, config.score_std = (None, None) if scores is None else (scores.mean, scores.std)
             config.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
             save_file({k: v.contiguous() for k, v in state.items()}, directory / "model.safetensors", {"format": "pt"})

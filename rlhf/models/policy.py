@@ -1,7 +1,7 @@
 """The policy: a causal language model that tells each token's log-probability. The only place that shifts logits."""
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from rlhf import ops
 from rlhf.types import Sequences
+
+Entropy = Literal["none", "watched", "trained"]
 
 
 def takes(model: Any, argument: str) -> bool:
@@ -33,13 +35,14 @@ class Policy(nn.Module):
         self.lm = lm
 
     def forward(
-        self, sequences: Sequences, temperature: float = 1.0, with_entropy: bool = False
+        self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs, and entropies if wanted, of the tokens under the loss mask.
 
         `logprobs[b, s]` is log pi(ids[b, s] | ids[b, :s]) in fp32, with logits divided by `temperature`;
-        `entropy[b, s]` is that of the distribution token s was drawn from, without gradient. Both are
-        [B, S] and 0 off the loss mask. Only positions that some row needs pass through the head.
+        `entropy[b, s]` is that of the distribution token s was drawn from; only "trained" gives it a gradient,
+        which keeps all logits for the backward pass. Both are [B, S] and 0 off the loss mask. Only positions that
+        some row needs pass through the head.
         """
         s = sequences
         predicted = s.loss_mask.any(0).nonzero().squeeze(1)  # [K] columns with a token to predict
@@ -54,8 +57,8 @@ class Policy(nn.Module):
         logprobs = ops.token_logprobs(output.logits, s.ids[:, predicted], temperature)
         empty = torch.zeros(s.ids.shape, dtype=logprobs.dtype, device=logprobs.device)
         logprobs = empty.index_copy(1, predicted, torch.where(kept, logprobs, 0.0))
-        if not with_entropy:
+        if entropy == "none":
             return logprobs, None
-        with torch.no_grad():
-            entropy = torch.where(kept, ops.entropy(output.logits, temperature), 0.0)
-            return logprobs, empty.index_copy(1, predicted, entropy)
+        with torch.set_grad_enabled(entropy == "trained" and torch.is_grad_enabled()):
+            found = torch.where(kept, ops.entropy(output.logits, temperature), 0.0)
+            return logprobs, empty.index_copy(1, predicted, found)

@@ -1,5 +1,6 @@
 """One scalar per token: the reward model reads it at the last token, the critic at every state."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +18,14 @@ from rlhf.text import require_hub
 from rlhf.types import Sequences
 
 HEAD = "score.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreStatistics:
+    """Mean and standard deviation of a reward model's scores on held-out responses."""
+
+    mean: float
+    std: float
 
 
 class ScalarModel(nn.Module):
@@ -119,3 +128,17 @@ def _weight_files(place: str) -> list[Path]:
 def _head_in(file: Path) -> Tensor | None:
     with safe_open(file, framework="pt") as tensors:
         return tensors.get_tensor(HEAD) if HEAD in tensors.keys() else None  # noqa: SIM118  (not a mapping)
+
+
+def score_statistics(model: ScalarModel, place: str) -> ScoreStatistics:
+    """Those that the reward model's stage measured and left in its config.
+
+    Raises: UserError if it has none, or its scores do not vary.
+    """
+    mean, std = (getattr(model.backbone.config, name, None) for name in ("score_mean", "score_std"))
+    if mean is None or not std:
+        raise UserError(
+            f"reward model '{place}': got score_mean {mean} and score_std {std} in its config.json, expected two "
+            "numbers to normalise by; train it with step2_reward, write them there, or use --use-score-norm"
+        )
+    return ScoreStatistics(float(mean), float(std))

@@ -64,14 +64,10 @@ class Sources:
         return tuple(part.name for part in self.parts)
 
     def __call__(self, samples: Samples) -> tuple[Tensor, dict[str, Tensor]]:
-        """(scores [B], scores [B] of each source by its name, before its weight).
-
-        Raises: UserError if a score is not finite.
-        """
+        """(scores [B], scores [B] of each source by its name, before its weight). They may not be finite."""
         each = {part.name: part.source(samples) for part in self.parts}
         counted = torch.stack([part.weight * each[part.name] for part in self.parts if part.weight != 0])
         scores = counted.sum(0) if self.combine == "sum" else counted.amin(0)
-        _refuse_bad(scores, samples, f"{self.combine} of {', '.join(self.names)}")
         return scores, each
 
 
@@ -80,13 +76,26 @@ def open_source(spec: str, context: Context) -> Source:
 
     What it says is checked: one finite number for each response, else a UserError that names the response.
     """
+    source = _open(spec, context)
+
+    def score(samples: Samples) -> Tensor:
+        scores = source(samples)
+        require_finite(scores, samples, spec)
+        return scores
+
+    return score
+
+
+def _open(spec: str, context: Context) -> Source:
+    """The same, whose numbers need not be finite."""
     name = spec.split(",")[0]
     plugin = f"python,function={spec}" if ":" in name or name.endswith(".py") else spec
     source: Source = plugins.build("rlhf.rewards", plugin, context)
 
     def score(samples: Samples) -> Tensor:
         scores = source(samples)
-        _refuse_bad(scores, samples, spec)
+        if scores.shape != (len(samples.responses),):
+            raise UserError(f"reward '{spec}': got {list(scores.shape)} scores, expected [{len(samples.responses)}]")
         return scores
 
     return score
@@ -101,9 +110,7 @@ def open_sources(specs: Sequence[str], context: Context, combine: Combine = "sum
     if not any(weight for weight, _ in weighted):
         raise UserError(f"reward: got {list(specs)}, expected at least one source whose weight is not 0")
     names = _numbered([_name(spec) for _, spec in weighted])
-    parts = [
-        Part(name, weight, open_source(spec, context)) for name, (weight, spec) in zip(names, weighted, strict=True)
-    ]
+    parts = [Part(name, weight, _open(spec, context)) for name, (weight, spec) in zip(names, weighted, strict=True)]
     return Sources(tuple(parts), combine)
 
 
@@ -159,10 +166,8 @@ def columns_of(samples: Samples) -> dict[str, list[Any]]:
     return columns
 
 
-def _refuse_bad(scores: Tensor, samples: Samples, source: str) -> None:
-    """Raises: UserError if `scores` is not [B], or one of them is not finite."""
-    if scores.shape != (len(samples.responses),):
-        raise UserError(f"reward '{source}': got {list(scores.shape)} scores, expected [{len(samples.responses)}]")
+def require_finite(scores: Tensor, samples: Samples, source: str) -> None:
+    """Raises: UserError that names the response whose score [B] is not finite."""
     for score, prompt, response in zip(scores.tolist(), samples.prompts, samples.responses, strict=True):
         if not math.isfinite(score):
             where = f"prompt {prompt[-60:]!r}, response {response[:60]!r}"

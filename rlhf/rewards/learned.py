@@ -8,7 +8,7 @@ from rlhf.checkpoint import model_place
 from rlhf.config import Config as Base
 from rlhf.config import UserError
 from rlhf.models.load import context_length
-from rlhf.models.scalar import ScalarModel, load_scalar_model, scores
+from rlhf.models.scalar import ScalarModel, load_scalar_model, score_statistics, scores
 from rlhf.names import resolve
 from rlhf.rewards import Context, Source
 from rlhf.text import Template, load_tokenizer, prepare_tokenizer, same_ids
@@ -18,6 +18,8 @@ from rlhf.types import Rollout, Samples, Sequences, length_groups
 class Config(Base):
     model: str | None = None
     """place of the reward model; by default the run's"""
+    normalize: bool = False
+    """scores less their mean, over their standard deviation, on the held-out responses of the reward model's stage"""
 
 
 def build(config: Config, context: Context) -> Source:
@@ -29,6 +31,7 @@ def build(config: Config, context: Context) -> Source:
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), "auto")
     model = load_scalar_model(place, context.dtype, len(tokenizer)).to(context.device).requires_grad_(False)
     shared = same_ids(tokenizer, context.tokenizer)
+    known = score_statistics(model, place) if config.normalize else None
     limit = context_length(model.backbone.config)
 
     def score(samples: Samples) -> Tensor:
@@ -39,7 +42,8 @@ def build(config: Config, context: Context) -> Source:
                 f"reward model '{place}': its context is {limit} tokens, but a prompt and response have {longest}; "
                 "lower --max-prompt-length or --response-length"
             )
-        return score_sequences(model, sequences.to(context.device), context.micro_batch_size)
+        found = score_sequences(model, sequences.to(context.device), context.micro_batch_size)
+        return found if known is None else (found - known.mean) / known.std
 
     return score
 

@@ -39,9 +39,9 @@ def greatest(difference: Tensor) -> float:
 def test_no_padding_on_either_side_changes_anything(family: str) -> None:
     policy = Policy(tiny.causal_lm(family))
     with torch.no_grad():
-        expected = policy(ROWS, with_entropy=True)
+        expected = policy(ROWS, entropy="watched")
         for left, right, fill in [(1, 0, tiny.EOS), (7, 0, tiny.PAD), (0, 5, tiny.EOS), (7, 5, 50)]:
-            got = policy(tiny.padded(ROWS, left, right, fill), with_entropy=True)
+            got = policy(tiny.padded(ROWS, left, right, fill), entropy="watched")
             for value, wanted in zip(got, expected, strict=True):
                 inside = value[:, left : left + ROWS.ids.shape[1]]
                 assert greatest(inside - wanted) < 1e-5
@@ -99,7 +99,7 @@ def test_temperature_divides_the_logits(family: str) -> None:
     rows = ROWS[1:2]
     with torch.no_grad():
         exact = (model(input_ids=rows.ids).logits.double() / 0.7).log_softmax(-1)
-        got, entropy = Policy(model)(rows, 0.7, with_entropy=True)
+        got, entropy = Policy(model)(rows, 0.7, entropy="watched")
     kept = rows.loss_mask[:, 1:]
     expected = exact[:, :-1].gather(-1, rows.ids[:, 1:, None]).squeeze(-1)
     assert greatest((got[:, 1:] - expected)[kept]) < 1e-5

@@ -222,3 +222,21 @@ def test_a_source_that_is_not_there(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:
         rewards.open_source(name, context(tmp_path))
     assert name.split(":")[0] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_scores_normalised_by_what_the_stage_measured(tmp_path: Path) -> None:
+    model = reward_model(tmp_path, tiny.tokenizer())
+    model.config.score_mean, model.config.score_std = 1.5, 4.0
+    model.save_pretrained(tmp_path)
+    s = samples(rollout())
+    plain, normal = (rewards.open_source(spec, context(tmp_path))(s) for spec in ("learned", "learned,normalize=true"))
+    torch.testing.assert_close(normal, (plain - 1.5) / 4.0)
+
+
+@pytest.mark.parametrize("std", [None, 0.0])
+def test_a_reward_model_without_statistics_cannot_be_normalised(tmp_path: Path, std: float | None) -> None:
+    model = reward_model(tmp_path, tiny.tokenizer())
+    model.config.score_mean, model.config.score_std = 0.0, std
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"got score_mean 0.0 and score_std .*expected two numbers"):
+        rewards.open_source("learned,normalize=true", context(tmp_path))

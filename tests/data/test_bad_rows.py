@@ -242,9 +242,9 @@ ROWS = (
     (
         '{"question": "x"}',
         "got the columns question; expected one of: prompt/instruction/question/conversations/context, chosen, "
-        "rejected; prompt/instruction/question, responses; prompt, completion; prompt/instruction/question, response; "
-        "instruction, output; question, answer; messages/conversations/text/prompt; or say which is which: "
-        "files,prompt=COLUMN,response=COLUMN:PLACE",
+        "rejected; prompt, response_a, response_b, preference; prompt/instruction/question, responses; prompt, "
+        "completion; prompt/instruction/question, response; instruction, output; question, answer; "
+        "messages/conversations/text/prompt; or say which is which: files,prompt=COLUMN,response=COLUMN:PLACE",
     ),
 )
 

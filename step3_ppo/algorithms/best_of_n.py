@@ -1,0 +1,95 @@
+"""Rejection sampling: fine-tune on the best of K responses to each prompt.
+
+Llama 2 did so before PPO (arXiv 2307.09288, section 3.2.3), RAFT instead of it (arXiv 2304.06767). Llama 2 also keeps
+the best of earlier iterations; here each iteration learns from its own responses alone.
+"""
+
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rlhf import credit as crediting
+from rlhf import losses
+from rlhf.types import Credit, Rollout
+from step3_ppo.config import Step3Config
+
+
+class Config(Step3Config):
+    """Best of K: no critic and no KL in reward or loss; of each prompt's K responses the best is a demonstration."""
+
+    num_generations: int = Field(4, ge=2)
+    """responses sampled for each prompt, of which the best is learned from; batch_size counts all of them"""
+    num_ppo_epochs: int = Field(1, ge=1)
+    """passes over an iteration's chosen responses"""
+
+    @model_validator(mode="after")
+    def _scores_are_only_compared(self) -> Self:
+        if self.use_score_scaling or self.score_clip is not None:
+            raise ValueError("use_score_scaling, score_clip: expected neither; only the order of scores counts here")
+        return self
+
+    @model_validator(mode="after")
+    def _chosen_rows_make_equal_mini_batches(self) -> Self:
+        whole = self.num_generations * self.num_mini_batches
+        if self.batch_size % whole:
+            raise ValueError(
+                f"batch_size {self.batch_size}: expected a multiple of {whole} (num_generations {self.num_generations} "
+                f"x num_mini_batches {self.num_mini_batches}), as one response of each prompt is learned from"
+            )
+        return self
+
+
+class MeasuredKL:
+    """In the place of a KL controller: the KL to the reference is measured, and weighs nothing."""
+
+    def __init__(self) -> None:
+        self.coef = 0.0
+
+    def observe(self, kl: float, episodes: int) -> None:
+        """`kl`: mean over the `episodes` responses of an iteration of the KL summed over a response, nats."""
+
+
+class BestOfN:
+    """Credit is 1 on every token of a chosen response and 0 elsewhere; the loss is that of fine-tuning.
+
+    K responses from pi and the best of them learned to the end make the policy
+        pi'(y) = F(y)^K - F(y-)^K
+    with F the distribution function of pi in the order of the scores; its KL to pi is at most ln K - (K - 1) / K
+    (arXiv 2401.01879).
+    """
+
+    needs_critic = False
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.kl = config, MeasuredKL()
+
+    def select(self, rollout: Rollout) -> Tensor:
+        """Row numbers [B / K] that are learned from: the best of every K neighbours, the first of equals."""
+        assert rollout.scores is not None
+        group = self.config.num_generations
+        assert len(rollout) % group == 0, f"{len(rollout)} responses in groups of {group}"
+        best = rollout.scores.reshape(-1, group).argmax(1)
+        return best + group * torch.arange(len(best), device=best.device)
+
+    def credit(self, rollout: Rollout) -> Credit:
+        """Advantages 1 on the tokens of chosen responses, 0 on others; returns: the score on every token. [B, T]"""
+        assert rollout.scores is not None
+        chosen = rollout.scores.new_zeros(len(rollout)).index_fill(0, self.select(rollout), 1.0)
+        returns = crediting.on_every_token(rollout.scores, rollout.mask)
+        return Credit(crediting.on_every_token(chosen, rollout.mask), returns)
+
+    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+        """-sum logprobs / count over the tokens of chosen responses, on (part of) a rollout. logprobs [B, T].
+
+        `count` = tokens of the optimizer step. Metrics: nll; approx_kl, the k3 estimate of KL(old || new).
+        """
+        assert rollout.logprobs is not None
+        loss, metrics = losses.token_nll(logprobs, rollout.mask & (credit.advantages > 0), count)
+        moved = losses.kl_penalty(rollout.logprobs, logprobs.detach(), rollout.mask, "k3", count)
+        return loss, {**metrics, "approx_kl": moved}
+
+
+def build(config: Config) -> BestOfN:
+    return BestOfN(config)

@@ -1,0 +1,44 @@
+"""Fine-tuning that goes on beside the reward, so that the policy forgets less: PPO-ptx of InstructGPT."""
+
+from collections.abc import Iterator
+from itertools import count as forever
+
+import torch
+from torch import Tensor
+
+from data.batches import Batches, sft_batch
+from data.dataset import PromptDataset
+from rlhf import dist, losses
+from rlhf.engine import Engine
+from rlhf.types import Sequences, length_groups
+from step3_ppo.config import Step3Config
+
+
+class Ptx:
+    """An endless stream of demonstrations or texts, one batch of them in every optimizer step of the actor.
+
+        loss = policy loss + ptx_coef * mean over the batch's tokens of -log pi(token)
+
+    arXiv 2203.02155, eq. 2, with a mean over tokens where the paper has one over texts.
+    """
+
+    def __init__(self, dataset: PromptDataset, config: Step3Config, pad_id: int, device: torch.device) -> None:
+        self._dataset, self._config, self._pad_id, self._device = dataset, config, pad_id, device
+        self.batches = Batches(len(dataset), config.ptx_batch_size, config.seed, (dist.rank(), dist.world_size()))
+        self._stream = self._endless()
+        self._tokens: Tensor = torch.ones(())
+
+    def _endless(self) -> Iterator[list[int]]:
+        for epoch in forever(1):
+            yield from self.batches.take(epoch)
+
+    def micro_batches(self) -> list[Sequences]:
+        """This rank's part of the next batch; the same number of micro-batches on every rank."""
+        batch = sft_batch([self._dataset[i] for i in next(self._stream)], self._pad_id).to(self._device)
+        self._tokens = dist.sum_over_ranks(batch.loss_mask.sum())
+        return [batch[rows].trimmed() for rows in length_groups(batch.lengths, self._config.micro_batch_size)]
+
+    def loss(self, actor: Engine, micro: Sequences) -> losses.Loss:
+        """Its share of the weighted loss of the batch `micro_batches` gave last. Metrics: ptx_nll, nats per token."""
+        nll, _ = losses.token_nll(actor(micro)[0], micro.loss_mask, self._tokens)
+        return self._config.ptx_coef * nll, {"ptx_nll": nll.detach()}

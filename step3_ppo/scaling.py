@@ -1,0 +1,41 @@
+"""What is done to scores before an algorithm sees them: scaled by what scores have been so far, then clipped."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf import dist, ops
+from step3_ppo.config import Step3Config
+
+
+class ScoreScaling:
+    """Scores over the running standard deviation of all scores of the run, their running mean first taken away or not.
+
+        score' = clip((score [- mean]) / std, -score_clip, score_clip)
+
+    mean, std (biased) over the responses of all ranks and iterations so far, this one's included. TRL's
+    use_score_scaling, use_score_norm and score_clip; Engstrom et al. 2020 (arXiv 2005.12729) on why.
+    """
+
+    def __init__(self, config: Step3Config) -> None:
+        self._config = config
+        self._moments = torch.zeros(3, dtype=torch.float64)
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """The scores [B] as the algorithm is to see them; takes note of them. Every rank calls this together."""
+        c = self._config
+        if c.use_score_scaling:
+            everything = torch.ones_like(scores, dtype=torch.bool)
+            self._moments += dist.sum_over_ranks(ops.moments(scores, everything)).cpu()
+            mean, var = ops.mean_var(self._moments)
+            if var > 0:  # else all scores so far are equal: there is nothing to divide by
+                scores = ((scores.double() - (mean if c.use_score_norm else 0.0)) / var.sqrt()).to(scores.dtype)
+        return scores if c.score_clip is None else scores.clamp(-c.score_clip, c.score_clip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number, sum and sum of squares of the scores so far."""
+        return {"moments": self._moments.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._moments = torch.tensor(state["moments"], dtype=torch.float64)

@@ -1,0 +1,157 @@
+"""Fine-tuning beside the reward, and the entropy bonus: what each adds to the actor's loss."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from data.encode import Demonstration
+from rlhf import losses
+from rlhf.engine import Engine
+from rlhf.models.policy import Policy
+from rlhf.types import Credit, Rollout
+from step3_ppo.config import Step3Config
+from step3_ppo.ptx import Ptx
+from step3_ppo.update import Learners, update
+from tests import tiny
+from tests.players import Players, language_model, players, twice_each
+
+ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "kl_coef": 0.0}
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+def demonstrations(count: int) -> list[Demonstration]:
+    rows = tiny.sequences([5 + i % 7 for i in range(count)], [2] * count, width=12, seed=4)
+    return [
+        Demonstration(tuple(ids[kept].tolist()), ((2, int(kept.sum())),))
+        for ids, kept in zip(rows.ids, rows.mask, strict=True)
+    ]
+
+
+def learn(game: Players, ptx: Ptx | None, advantage: float = 0.0) -> dict[str, float]:
+    """One update with the same advantage on every token."""
+    rollout = game.score(game.sample(twice_each()))
+    credit = Credit(torch.where(rollout.mask, advantage, 0.0), torch.zeros(rollout.mask.shape))
+    learners = Learners(game.actor, None, game.algorithm, ptx)
+    return update(learners, (rollout, credit), game.config, torch.Generator().manual_seed(0))
+
+
+def stream(game: Players, rows: Sequence[Demonstration]) -> Ptx:
+    return Ptx(rows, game.config, tiny.PAD, DEVICE)  # type: ignore[arg-type]
+
+
+def test_with_no_advantage_it_is_fine_tuning() -> None:
+    """The weights after the update are those of the same step of stage 1."""
+    options = {**ONE_STEP, "ptx_coef": 1.0, "ptx_batch_size": 4, "adam_epsilon": 1e-3}
+    game, rows = players("rloo", **options), demonstrations(4)
+    metrics = learn(game, stream(game, rows))
+    tuned = Engine(Policy(language_model()), game.config, game.config, 100)
+    parts = [tiny_batch(rows[i : i + 1]) for i in range(4)]
+    count = sum(int(part.loss_mask.sum()) for part in parts)
+    plain = tuned.step(parts, lambda part: losses.token_nll(tuned(part)[0], part.loss_mask, count))
+    assert metrics["ptx_nll"] == pytest.approx(plain["nll"], abs=1e-6)
+    assert metrics["policy_loss"] == pytest.approx(plain["loss"], abs=1e-6)
+    assert metrics["policy_grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+    with tuned.inference() as expected:
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(game.weights()[f"actor.{name}"], value, rtol=0, atol=1e-6)
+
+
+def tiny_batch(rows: Sequence[Demonstration]) -> Any:
+    from data.batches import sft_batch
+
+    return sft_batch(rows, tiny.PAD)
+
+
+def test_the_gradients_add_up() -> None:
+    """One optimizer step has both: the gradient is that of the policy loss plus ptx_coef times the other's."""
+
+    def gradient(coef: float, advantage: float) -> Tensor:
+        game = players("rloo", **ONE_STEP, ptx_coef=coef, ptx_batch_size=4, zero_stage=0, max_grad_norm=0.0)
+        found: list[Tensor] = []
+        inner = game.actor._engine.optimizer
+        step = inner.step
+
+        def spy(*args: Any, **options: Any) -> Any:
+            grads = [p.grad.flatten() for p in game.actor.module.parameters() if p.grad is not None]
+            found.append(torch.cat(grads).clone())
+            return step(*args, **options)
+
+        inner.step = spy
+        learn(game, stream(game, demonstrations(4)) if coef else None, advantage)
+        return found[0]
+
+    both, policy, tuning = gradient(0.3, 1.0), gradient(0.0, 1.0), gradient(1.0, 0.0)
+    torch.testing.assert_close(both, policy + 0.3 * tuning, rtol=0, atol=1e-6)
+    assert tuning.norm() > 0.1 and policy.norm() > 0.01
+
+
+def test_batches_go_on_through_epochs() -> None:
+    game = players("rloo", ptx_coef=1.0, ptx_batch_size=4)
+    rows = demonstrations(10)
+    ptx = stream(game, rows)
+    seen = [
+        tuple(ids[kept].tolist())
+        for _ in range(5)
+        for part in ptx.micro_batches()
+        for ids, kept in zip(part.ids, part.mask, strict=True)
+    ]
+    assert len(seen) == 20 and set(seen) <= {row.ids for row in rows}
+    assert len(set(seen[:8])) == 8 and len(set(seen[8:16])) == 8  # no row twice in an epoch
+
+
+def test_settings_in_vain_are_refused() -> None:
+    with pytest.raises(ValidationError, match="ptx_data_path: expected ptx_coef above 0"):
+        Step3Config(ptx_data_path=("a.jsonl",))
+
+
+# --- entropy
+
+
+def test_the_entropy_has_the_gradient_of_its_formula() -> None:
+    policy = Policy(language_model(torch.float64))
+    rows = tiny.sequences([6, 9, 4], [2, 3, 1], width=9)
+    _, entropy = policy(rows, 0.7, entropy="trained")
+    assert entropy is not None
+    entropy.sum().backward()
+    found = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    p = (policy.lm(input_ids=rows.ids, attention_mask=rows.mask.long()).logits / 0.7).softmax(-1)[:, :-1]
+    plain = -(p * p.log()).sum(-1)
+    plain[rows.loss_mask[:, 1:]].sum().backward()
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_an_entropy_that_is_only_watched_has_no_gradient() -> None:
+    policy = Policy(language_model())
+    _, watched = policy(tiny.sequences([6, 9], [2, 3], width=9), entropy="watched")
+    _, trained = policy(tiny.sequences([6, 9], [2, 3], width=9), entropy="trained")
+    assert watched is not None and trained is not None
+    assert torch.equal(watched, trained) and trained.requires_grad and not watched.requires_grad
+
+
+def entropy_of(game: Players, rollout: Rollout) -> float:
+    with game.actor.inference() as policy:
+        found = policy(rollout.sequences, entropy="watched")[1]
+    return float(found[rollout.sequences.loss_mask].mean())
+
+
+@pytest.mark.parametrize(("coef", "sign"), [(0.5, 1), (0.0, 0)])
+def test_the_bonus_alone_raises_the_entropy(coef: float, sign: int) -> None:
+    game = players("rloo", entropy_coef=coef, kl_coef=0.0)
+    rollout = game.score(game.sample(twice_each()))
+    before = entropy_of(game, rollout)
+    metrics = learn(game, None)
+    gained = entropy_of(game, rollout) - before
+    assert gained > 0.01 if sign else gained == 0
+    assert metrics["policy_loss"] == pytest.approx(-coef * metrics["entropy"], rel=1e-5)

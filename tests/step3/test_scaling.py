@@ -1,0 +1,54 @@
+"""Scores before an algorithm sees them: against the plain statistics of all scores so far."""
+
+import json
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from step3_ppo.config import Step3Config
+from step3_ppo.scaling import ScoreScaling
+
+BATCHES = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 3 + torch.arange(5)[:, None] - 7
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_scores_over_the_deviation_of_all_so_far(centred: bool) -> None:
+    scale = ScoreScaling(Step3Config(use_score_scaling=True, use_score_norm=centred))
+    for i, scores in enumerate(BATCHES):
+        so_far = BATCHES[: i + 1].double()
+        expected = (scores.double() - (so_far.mean() if centred else 0)) / so_far.std(correction=0)
+        torch.testing.assert_close(scale(scores).double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_far_mean_and_a_small_deviation_do_not_cancel() -> None:
+    scores = 1e4 + BATCHES[0].double() / 100
+    found = ScoreScaling(Step3Config(use_score_scaling=True, use_score_norm=True))(scores)
+    torch.testing.assert_close(found, (scores - scores.mean()) / scores.std(correction=0), rtol=1e-4, atol=1e-4)
+
+
+def test_equal_scores_stay_as_they_are() -> None:
+    scale = ScoreScaling(Step3Config(use_score_scaling=True, use_score_norm=True))
+    assert scale(torch.full((4,), 3.0)).tolist() == [3.0] * 4
+
+
+def test_clipped_after_scaling_and_without_it() -> None:
+    scores = torch.tensor([-30.0, -1.0, 0.0, 1.0, 30.0])
+    assert ScoreScaling(Step3Config(score_clip=2.0))(scores).tolist() == [-2.0, -1.0, 0.0, 1.0, 2.0]
+    scaled = ScoreScaling(Step3Config(use_score_scaling=True, score_clip=1.0))(scores)
+    assert scaled[0] == -1 and scaled[4] == 1 and scaled[1] == pytest.approx(-1 / 18.98947, abs=1e-4)
+    assert ScoreScaling(Step3Config())(scores) is scores
+
+
+def test_the_state_goes_through_json() -> None:
+    options = Step3Config(use_score_scaling=True, use_score_norm=True)
+    one, other = ScoreScaling(options), ScoreScaling(options)
+    for scores in BATCHES[:3]:
+        one(scores)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert torch.equal(one(BATCHES[3]), other(BATCHES[3]))
+
+
+def test_a_part_without_its_whole_is_refused() -> None:
+    with pytest.raises(ValidationError, match="use_score_norm: expected use_score_scaling"):
+        Step3Config(use_score_norm=True)

@@ -1,0 +1,130 @@
+"""The whole stage on the demo world, with what is off by default switched on, and with scores that are no numbers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlhf import launch, plugins
+from rlhf.config import UserError
+from step1_sft import stage as sft
+from step1_sft.config import SFTConfig
+from step2_reward import stage as reward
+from step2_reward.config import RewardConfig
+from step3_ppo import stage
+
+COMMON: dict[str, Any] = {
+    "data_path": ["demo,rows=400"],
+    "chat_template": "human_assistant",
+    "dtype": "fp32",
+    "batch_size": 32,
+    "micro_batch_size": 32,
+    "max_prompt_length": 24,
+    "max_length": 48,
+    "max_eval_rows": 8,
+    "sample_rows": 0,
+}
+SHORT: dict[str, Any] = {"response_length": 16, "total_episodes": 96, "eval_samples": 8, "learning_rate": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    out = tmp_path_factory.mktemp("models")
+    sft.run(SFTConfig(**COMMON, num_train_epochs=1, model="demo-llama", output_dir=str(out)))
+    reward.run(RewardConfig(**COMMON, num_train_epochs=1, model="demo-llama", output_dir=str(out)))
+    yield out
+
+
+def options(models: Path, out: Path, algorithm: str = "ppo", **changes: Any) -> Any:
+    places = {"actor_model": str(models / "step1_sft"), "reward_model": str(models / "step2_reward")}
+    changed = {**COMMON, **SHORT, **places, "algorithm": algorithm, "output_dir": str(out), **changes}
+    return plugins.find("step3_ppo.algorithms", algorithm).Config(**changed)
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    lines = (out / "step3_ppo/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+
+
+def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> None:
+    extras = {"ptx_coef": 0.5, "ptx_batch_size": 8, "ema_decay": 0.5, "entropy_coef": 0.01, "use_score_scaling": True}
+    extras |= {"score_clip": 2.0, "reward": "learned,normalize=true", "kl_target": 1.0, "kl_horizon": 1000}
+    stage.run(options(models, tmp_path, **extras))
+    out = tmp_path / "step3_ppo"
+    found = rows(tmp_path)
+    assert len(found) == 3 and all(row["ptx_nll"] > 0 and abs(row["score"]) <= 2 for row in found)
+    state = json.loads((out / "state.json").read_text(encoding="utf-8"))
+    assert state["scores"]["moments"][0] == 96
+    heard = sum(row["score_learned"] for row in found) * 32
+    assert state["scores"]["moments"][1] == pytest.approx(heard, rel=1e-4, abs=1e-3)
+    assert state["kl_coef"] not in (found[0]["kl_coef"], found[-1]["kl_coef"])  # it has moved on after the last one
+    weights = {
+        name: AutoModelForCausalLM.from_pretrained(place).state_dict()
+        for name, place in (("sft", models / "step1_sft/model"), ("actor", out / "actor"), ("ema", out / "ema"))
+    }
+    apart = {name: distance(weights[name], weights["sft"]) for name in ("actor", "ema")}
+    assert 0 < apart["ema"] < apart["actor"]
+    assert {"actor", "critic", "ema"} <= set(json.loads((out / "manifest.json").read_text(encoding="utf-8"))["models"])
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([(value - other[name]).norm() for name, value in one.items()]).norm())
+
+
+def test_the_reward_model_knows_its_scores(models: Path) -> None:
+    config = json.loads((models / "step2_reward/model/config.json").read_text(encoding="utf-8"))
+    metrics = json.loads((models / "step2_reward/manifest.json").read_text(encoding="utf-8"))["metrics"]
+    assert (config["score_mean"], config["score_std"]) == (metrics["eval_score_mean"], metrics["eval_score_std"])
+
+
+def test_scores_that_are_no_numbers_end_the_run_with_code_3(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "calls = []\n"
+        "def score(prompts, responses):\n"
+        "    calls.append(1)\n"
+        "    scores = [float(len(r)) for r in responses]\n"
+        "    if len(calls) > 2: scores[5] = float('nan')\n"  # one look at the held-out prompts, one good iteration
+        "    return scores\n"
+    )
+    changes = {"reward": f"{source}:score", "max_bad_steps": 2}
+    with pytest.raises(SystemExit) as leaving:
+        stage.run(options(models, tmp_path / "out", "rloo", **changes))
+    said = capsys.readouterr()
+    assert leaving.value.code == launch.NON_FINITE
+    assert "warning, iteration 2: score is nan, score of mine.py:score is nan (training rows " in said.out
+    assert said.err.strip().splitlines()[-1].startswith("error: step3_ppo: iteration 3: score is nan")
+    out = tmp_path / "out/step3_ppo"
+    assert str(out / "bad_batch") in said.err and not (out / "manifest.json").exists()
+    kept = load_file(out / "bad_batch/rank-0.safetensors")
+    assert torch.isnan(kept["scores"]).nonzero().flatten().tolist() == [5]
+    texts = json.loads((out / "bad_batch/rank-0.json").read_text(encoding="utf-8"))["texts"]
+    assert len(texts) == 32 and all("tell me" in text for text in texts)
+    assert [row.get("skipped_iteration") for row in rows(tmp_path / "out")] == [None, 1.0]
+
+
+def test_other_data_to_go_on_learning_is_noticed(models: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    lines = [{"prompt": f"tell me about {i}", "response": f"the {i} is kind"} for i in range(20)]
+    own.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    made = options(models, tmp_path, "reinforce", ptx_coef=0.1, ptx_data_path=[str(own)], ptx_batch_size=4)
+    stage.run(made)
+    stage.run(made)  # finished: nothing happens
+    own.write_text("".join(json.dumps(line) + "\n" for line in lines[:15]), encoding="utf-8")
+    with pytest.raises(UserError, match=r"finished with other data: .*own\.jsonl \(ptx\)"):
+        stage.run(made)
+
+
+def test_too_few_rows_to_go_on_learning(models: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    lines = [json.dumps({"prompt": f"tell me about {i}", "response": "kind"}) for i in range(20)]
+    own.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(UserError, match="--ptx-batch-size 100: only 20 rows"):
+        stage.run(options(models, tmp_path, ptx_coef=0.1, ptx_data_path=[str(own)], ptx_batch_size=100))
