@@ -1,0 +1,119 @@
+"""True score against KL of two systems: which one gets more for the same KL.
+
+A point is one iteration of one run: mean true score and mean KL (nats per response) of the responses it was trained on.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+Z = 1.96
+"""of a normal 95 % interval"""
+NEAREST = 6
+"""points that a local line has at least"""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points of one system, all seeds together."""
+
+    seed: np.ndarray
+    """[N]"""
+    iteration: np.ndarray
+    """[N], from 1"""
+    kl: np.ndarray
+    """[N]"""
+    score: np.ndarray
+    """[N]"""
+
+    def by_iteration(self, values: np.ndarray) -> np.ndarray:
+        """Mean, least and greatest over the seeds at each iteration. [3, iterations]"""
+        groups = [values[self.iteration == i] for i in np.unique(self.iteration)]
+        return np.array([[f(group) for group in groups] for f in (np.mean, np.min, np.max)])
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Both systems at one KL: score and half its 95 % interval."""
+
+    kl: float
+    ours: tuple[float, float]
+    other: tuple[float, float]
+
+    @property
+    def gain(self) -> float:
+        return self.ours[0] - self.other[0]
+
+    @property
+    def gain_ci95(self) -> float:
+        return float(np.hypot(self.ours[1], self.other[1]))
+
+    @property
+    def verdict(self) -> str:
+        """Whether the interval of the difference lies above 0, below it, or holds it."""
+        if np.isnan(self.gain_ci95):
+            return "compared by too few points"
+        if abs(self.gain) <= self.gain_ci95:
+            return "equal within the interval"
+        return "higher" if self.gain > 0 else "lower"
+
+
+def local_line(x: np.ndarray, y: np.ndarray, at: float, width: float) -> tuple[float, float]:
+    """The value at `at` of a straight line fitted to the points near it, and its standard error.
+
+        min over a, b of sum_i w_i (y_i - a - b (x_i - at))^2,  w_i = exp(-((x_i - at) / width)^2 / 2)
+    (local linear regression: Fan 1992). It is exact where the points lie on a line, at the ends too. The error takes
+    the points as independent with one variance near `at`: sum_i l_i^2 s^2, a = sum_i l_i y_i.
+    """
+    weights = np.exp(-0.5 * ((x - at) / width) ** 2)
+    design = np.stack([np.ones_like(x), x - at], axis=1)
+    linear = np.linalg.pinv(design.T @ (weights[:, None] * design)) @ (design.T * weights)  # [2, N]
+    a, b = linear @ y
+    residuals = y - a - b * (x - at)
+    count = weights.sum() ** 2 / (weights**2).sum()
+    variance = (weights * residuals**2).sum() / weights.sum() * count / max(count - 2, 1e-9)
+    return float(a), float(np.sqrt((linear[0] ** 2).sum() * variance)) if count > 2 else float("nan")
+
+
+def reached_by_both(ours: Curve, other: Curve) -> tuple[float, float] | None:
+    """The KLs (least, greatest) between which both systems were, by their means over seeds at each iteration."""
+    ends = [(means.min(), means.max()) for means in (c.by_iteration(c.kl)[0] for c in (ours, other))]
+    low, high = max(e[0] for e in ends), min(e[1] for e in ends)
+    return (float(low), float(high)) if low < high else None
+
+
+def compare(ours: Curve, other: Curve, places: int = 7) -> list[Place]:
+    """Both at `places` KLs, evenly spaced over those that both reached; none if there are no such."""
+    both = reached_by_both(ours, other)
+    if both is None:
+        return []
+    width = (both[1] - both[0]) / (places - 1)
+    found = []
+    for kl in np.linspace(*both, places):
+        lines = (local_line(c.kl, c.score, kl, max(width, _distance(c.kl, kl))) for c in (ours, other))
+        own, others = ((value, Z * error) for value, error in lines)
+        found.append(Place(float(kl), own, others))
+    return found
+
+
+def _distance(x: np.ndarray, at: float) -> float:
+    """Of `at` from its NEAREST points: where they are sparse, a line is fitted over more of them."""
+    return float(np.sort(np.abs(x - at))[:NEAREST][-1])
+
+
+def statement(places: list[Place]) -> str:
+    """What the comparison shows, in a sentence or two, whichever way it went."""
+    if not places:
+        return "The two systems reached no KL in common: nothing is compared."
+    if all(np.isnan(p.gain_ci95) for p in places):
+        return "There are too few iterations for intervals: nothing is compared."
+    counts = Counter(p.verdict for p in places)
+    found = ", ".join(f"{count} {name}" for name, count in counts.items())
+    lower = sum(p.gain < 0 for p in places)
+    held = f"lower at {lower} of the {len(places)}" if lower else "at least as high at every KL"
+    return (
+        f"At {len(places)} KLs from {places[0].kl:.2f} to {places[-1].kl:.2f} nats, which both reached: our true score "
+        f"is {held} compared. By 95 % intervals of the difference: {found}. The intervals take iterations as "
+        "independent; those of one seed are less so."
+    )

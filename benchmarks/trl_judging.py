@@ -1,0 +1,115 @@
+"""What benchmarks/ppo_quality.py takes from step 3 for TRL: the prompts in their order, the judge, held-out prompts."""
+
+import json
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.batches import Batches, prompt_batch
+from data.dataset import PromptDataset
+from rlhf import dist, rewards
+from rlhf.engine import compute_dtype, schedule
+from rlhf.record import quiet_libraries
+from rlhf.types import Rollout, Samples
+from step3_ppo.inputs import check, with_inputs
+from step3_ppo.players import iterations, reward_context
+
+SCORES_AGREE = {"fp32": 0.01, "bf16": 0.5}
+"""TRL's reward model says the same of a response as ours in fp32, but for rounding; scores are about 4 at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The prompts and the learning rate of every iteration."""
+
+    tokenizer: Any
+    prompts: PromptDataset
+    indices: list[list[int]]
+    learning_rate_factors: list[float]
+    """of the peak rate, mean over the optimizer steps of each iteration"""
+
+    @property
+    def ids(self) -> list[list[list[int]]]:
+        return [[list(self.prompts[i].ids) for i in part] for part in self.indices]  # type: ignore[union-attr]
+
+
+def plan(ppo: Any) -> Plan:
+    """The prompts that step 3 takes with these options on one device, iteration by iteration."""
+    quiet_libraries()
+    tokenizer, data = check(ppo)
+    batches = Batches(len(data.train), ppo.batch_size, ppo.seed)
+    count, steps = iterations(ppo), ppo.num_ppo_epochs * ppo.num_mini_batches
+    factor = schedule(ppo, count * steps)
+    factors = [sum(factor(i * steps + step) for step in range(steps)) / steps for i in range(count)]
+    return Plan(tokenizer, data.train, list(islice(batches.take(epochs=count), count)), factors)
+
+
+def dtype(ppo: Any) -> str:
+    """The name of what step 3 computes in on this machine."""
+    return "fp32" if compute_dtype(ppo, dist.local_device()) == torch.float32 else "bf16"
+
+
+def write_heldout(ppo: Any, path: Path) -> None:
+    """The prompts that no stage trains on, as rlhf.evaluate reads them."""
+    quiet_libraries()
+    _, data = check(ppo)
+    with path.open("w", encoding="utf-8") as file:
+        for item in data.evaluation:
+            messages = [{"role": message.role, "content": message.content} for message in item.row.prompt]  # type: ignore[union-attr]
+            file.write(json.dumps({**item.row.columns, "prompt": messages}, ensure_ascii=False) + "\n")  # type: ignore[union-attr]
+
+
+def judge(ppo: Any, plan: Plan, folder: Path, dtype: str) -> None:
+    """responses.jsonl of TRL's half into rollouts.jsonl, each response with its text and its true score.
+
+    The first iteration is scored by our reward model too, which must say what TRL's said. `dtype`: of TRL's run.
+    """
+    lines = (folder / "responses.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    context = reward_context(with_inputs(ppo.model_copy(update={"dtype": "fp32"})), plan.tokenizer)
+    judge = rewards.open_source(ppo.judge, context)
+    made = []
+    for number, indices in enumerate(plan.indices, 1):
+        part = [row for row in rows if row["iteration"] == number]
+        samples = _samples(part, indices, plan)
+        if number == 1:
+            _require_same_scores(rewards.open_source("learned", context)(samples).tolist(), part, SCORES_AGREE[dtype])
+        said = zip(part, samples.prompts, samples.responses, judge(samples).tolist(), strict=True)
+        ended = samples.rollout.ended.tolist()
+        for i, (row, prompt, response, score) in enumerate(said):
+            made.append(
+                {"iteration": number, "prompt": prompt, "response": response, "kl": row["kl"], "kl_k3": row["kl_k3"]}
+                | {"tokens": len(row["response_ids"]), "ended": ended[i], "learned": row["learned"], "true": score}
+            )
+    staging = folder / "rollouts.tmp"
+    staging.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
+    staging.rename(folder / "rollouts.jsonl")
+
+
+def _samples(part: list[dict[str, Any]], indices: list[int], plan: Plan) -> Samples:
+    """TRL's responses of one iteration as step 3 would hold them."""
+    prompts = prompt_batch([plan.prompts[i] for i in indices], plan.tokenizer.pad_token_id)  # type: ignore[misc]
+    responses = [row["response_ids"] for row in part]
+    width = max(map(len, responses))
+    mask = torch.tensor([[t < len(ids) for t in range(width)] for ids in responses])
+    ids = torch.tensor([ids + [plan.tokenizer.pad_token_id] * (width - len(ids)) for ids in responses])
+    ended = torch.tensor([bool(ids) and ids[-1] == plan.tokenizer.eos_token_id for ids in responses])
+    rollout = Rollout(
+        prompt_ids=prompts.ids,
+        prompt_mask=prompts.mask,
+        response_ids=ids,
+        mask=mask,
+        sampled_logprobs=torch.zeros(mask.shape),
+        ended=ended,
+        rows=prompts.rows,
+    )
+    return rewards.as_samples(rollout.to(dist.local_device()), plan.tokenizer)
+
+
+def _require_same_scores(ours: list[float], part: list[dict[str, Any]], limit: float) -> None:
+    apart = [abs(score - row["learned"]) for score, row in zip(ours, part, strict=True)]
+    assert max(apart) < limit, f"the reward models differ by up to {max(apart):.3g}: {ours[:4]}, {part[:4]}"
+    print(f"trl: our reward model gives its first responses the same scores, within {max(apart):.2g}")

@@ -1,0 +1,196 @@
+"""TRL's half of benchmarks/ppo_quality.py: `PYTHON_OF_TRL benchmarks/trl_ppo.py SETTINGS.json`.
+
+It imports TRL's environment alone, none of this project: TRL 1.12 is the last release that has PPO, and has its own
+dependencies. What PPOTrainer samples is taken down as it goes by: ids, score and KL of every response, one JSON line
+each. TRL's own code is not changed; its batches are given to it, so that both systems respond to the same prompts in
+the same order.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Recorder:
+    """Listens to two functions of TRL's trainer and keeps what a rollout's responses got, until it is asked for."""
+
+    def __init__(self, trainer: Any, reward_model: Any, pad: int) -> None:
+        """`trainer`: the module trl.experimental.ppo.ppo_trainer."""
+        self._log_softmax, self._get_reward = trainer.selective_log_softmax, trainer.get_reward
+        self._reward_model, self._pad = reward_model, pad
+        self._logprobs: list[Tensor] = []
+        self._rows: list[dict[str, Any]] = []
+        trainer.selective_log_softmax, trainer.get_reward = self.log_softmax, self.get_reward
+
+    def log_softmax(self, logits: Tensor, index: Tensor) -> Tensor:
+        """In a rollout it is called for the policy, then for the reference. [B, T]"""
+        logprobs: Tensor = self._log_softmax(logits, index)
+        if not torch.is_grad_enabled():
+            self._logprobs.append(logprobs)
+        return logprobs
+
+    def get_reward(self, model: Any, ids: Tensor, pad: int, context: int) -> Any:
+        """Called for the critic, then for the reward model, which closes a part of the rollout."""
+        result = self._get_reward(model, ids, pad, context)
+        if model is self._reward_model:
+            policy, reference = self._logprobs
+            self._logprobs = []
+            self._take(ids[:, context:], policy - reference, result[1])
+        return result
+
+    def _take(self, responses: Tensor, log_ratio: Tensor, scores: Tensor) -> None:
+        kept = responses != self._pad
+        log_ratio = log_ratio.double().masked_fill(~kept, 0.0)
+        k3 = (-log_ratio).exp() - 1 + log_ratio
+        for i, row in enumerate(responses):
+            self._rows.append(
+                {
+                    "response_ids": row[kept[i]].tolist(),
+                    "learned": scores[i].item(),
+                    "kl": log_ratio[i].sum().item(),
+                    "kl_k3": k3[i].sum().item(),
+                }
+            )
+
+    def taken(self) -> list[dict[str, Any]]:
+        """The rows since the last call."""
+        rows, self._rows = self._rows, []
+        return rows
+
+
+def batches(prompts: list[list[list[int]]], pad: int) -> list[dict[str, Tensor]]:
+    """The left-padded prompts of every iteration, each [B, P]."""
+    made = []
+    for rows in prompts:
+        width = max(map(len, rows))
+        made.append({"input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in rows])})
+    return made
+
+
+def arguments(s: dict[str, Any], ppo_config: Any) -> Any:
+    """PPOConfig of the settings. A batch is one device batch: PPOTrainer then makes an optimizer step a minibatch."""
+    return ppo_config(
+        output_dir=s["output_dir"],
+        seed=s["seed"],
+        total_episodes=s["batch_size"] * len(s["prompts"]),
+        per_device_train_batch_size=s["batch_size"],
+        gradient_accumulation_steps=1,
+        local_rollout_forward_batch_size=s["rollout_batch_size"],
+        num_mini_batches=s["num_mini_batches"],
+        num_ppo_epochs=s["num_ppo_epochs"],
+        response_length=s["response_length"],
+        temperature=s["temperature"],
+        stop_token="eos",
+        kl_coef=s["kl_coef"],
+        cliprange=s["cliprange"],
+        cliprange_value=s["cliprange_value"],
+        gamma=s["gamma"],
+        lam=s["lam"],
+        learning_rate=s["learning_rate"],
+        num_sample_generations=0,
+        gradient_checkpointing=False,
+        bf16=False,  # of no effect in PPOTrainer, whose Accelerator is its own
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+
+
+def trainer_of(s: dict[str, Any]) -> tuple[Any, Any]:
+    """(PPOTrainer, tokenizer). The optimizer is AdamW with the learning rates of actor and critic, iteration by
+    iteration; PPOTrainer neither clips gradients nor moves the rate within an iteration."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from trl.experimental.ppo import PPOConfig, ppo_trainer
+
+    tokenizer = AutoTokenizer.from_pretrained(s["actor_model"], padding_side="left")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(s["actor_model"], dtype="float32") for _ in range(2))
+    value, reward = (
+        AutoModelForSequenceClassification.from_pretrained(s["reward_model"], dtype="float32", num_labels=1)
+        for _ in range(2)
+    )
+    recorder = Recorder(ppo_trainer, reward, tokenizer.pad_token_id)
+    groups = [
+        {"params": list(policy.parameters()), "lr": s["learning_rate"]},
+        {"params": list(value.parameters()), "lr": s["critic_learning_rate"]},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, betas=(s["adam_beta1"], s["adam_beta2"]), eps=s["adam_epsilon"], weight_decay=s["weight_decay"]
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [*s["learning_rate_factors"], 0.0].__getitem__)
+    trainer = recording(ppo_trainer.PPOTrainer, recorder, Path(s["output_dir"]))(
+        args=arguments(s, PPOConfig),
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=reference,
+        reward_model=reward,
+        value_model=value,
+        train_dataset=(rows := Dataset.from_list([{"input_ids": ids} for part in s["prompts"] for ids in part])),
+        eval_dataset=rows,
+        optimizers=(optimizer, schedule),
+    )
+    trainer.dataloader = batches(s["prompts"], tokenizer.pad_token_id)
+    return trainer, tokenizer
+
+
+def recording(base: Any, recorder: Recorder, folder: Path) -> Any:
+    """A PPOTrainer that writes each iteration's rows and metrics when it logs."""
+
+    class RecordingTrainer(base):  # type: ignore[misc]
+        iteration, began = 0, time.monotonic()
+
+        def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+            self.iteration += 1
+            rows = recorder.taken()
+            mean = sum(row["kl"] for row in rows) / len(rows)
+            assert abs(mean - logs["objective/kl"]) < 1e-3 * (1 + abs(mean)), (mean, logs["objective/kl"])
+            now = time.monotonic()
+            metrics = {"iteration": self.iteration, "seconds": now - self.began, **logs}
+            self.began = now
+            append(folder / "metrics.jsonl", [metrics])
+            append(folder / "responses.jsonl", [{"iteration": self.iteration, **row} for row in rows])
+            names = {"objective/scores": "score", "objective/kl": "kl", "val/ratio": "ratio"}
+            said = " ".join(f"{short}={logs[name]:.4g}" for name, short in names.items())
+            print(f"trl: iteration {self.iteration}: {said} {metrics['seconds']:.1f} s", flush=True)
+
+    return RecordingTrainer
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """JSON lines."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def main() -> int:
+    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    folder = Path(settings["output_dir"])
+    for name in ("metrics.jsonl", "responses.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    from transformers import set_seed
+
+    set_seed(settings["seed"])
+    trainer, tokenizer = trainer_of(settings)
+    half = torch.autocast(trainer.accelerator.device.type, torch.bfloat16)
+    with half if settings["dtype"] == "bf16" else contextlib.nullcontext():
+        trainer.train()
+    trainer.policy_model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    import transformers
+    import trl
+
+    versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    (folder / "versions.json").write_text(json.dumps(versions), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
