@@ -119,16 +119,18 @@ class Engine:
             for name, metric in {"loss": value, **metrics}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + metric.detach().float()
             sound.append(torch.stack([x.detach().float() for x in (value, *metrics.values())]).isfinite().all())
-            # Every rank takes part in the collectives of backward, and a gradient of NaN then reaches them all.
+            # Even when the loss is NaN: every rank takes part in the collectives of backward.
             self._engine.set_gradient_accumulation_boundary(i == len(micros) - 1)
-            self._engine.backward(value * torch.where(sound[-1], float(dist.world_size()), torch.nan))
+            self._engine.backward(value * dist.world_size())
             if i < len(micros) - 1:
                 self._engine.step()
         summed = dict(zip(totals, dist.sum_over_ranks(torch.stack(list(totals.values()))).tolist(), strict=True))
         rate = self._engine.get_lr()[0]
+        bad = [f"{name} is {value}" for name, value in summed.items() if not math.isfinite(value)]
+        if bad:
+            self._spoil_gradient()
         norm, applied = self._apply()
         self._steps += 1
-        bad = [f"{name} is {value}" for name, value in summed.items() if not math.isfinite(value)]
         self._overflows = 0 if applied else self._overflows + 1
         if not bad and (applied or (self._options.dtype == "fp16" and self._overflows <= FP16_SEARCH)):
             self.tolerance.passed()
@@ -155,6 +157,18 @@ class Engine:
         else:
             self._engine.optimizer.zero_grad()
         return norm, math.isfinite(norm)
+
+    def _spoil_gradient(self) -> None:
+        """A number that is not finite need not have left a trace in the gradient; with one, no step is applied."""
+        from deepspeed.utils import safe_set_full_grad
+
+        for parameter in self._engine.module.parameters():
+            if parameter.requires_grad:
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                safe_set_full_grad(parameter, torch.full(shape, torch.nan, device=self.device))
+        # With the optimizer offloaded, DeepSpeed took the norms when the gradients went over.
+        norms = getattr(self._engine.optimizer, "norm_for_param_grads", {})
+        norms.update(dict.fromkeys(norms, torch.tensor(torch.nan, device=self.device)))
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._engine.module.parameters() if p.grad is not None]

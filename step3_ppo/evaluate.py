@@ -1,8 +1,8 @@
 """What the policy does on held-out prompts: scores, KL, length, and whether it still writes language."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import dist, record
+from rlhf.intervals import mean_interval
 from rlhf.rewards import Source, as_samples, require_finite
 from rlhf.standings import distinct
 from rlhf.types import Metrics, Rollout, Samples
@@ -28,10 +29,14 @@ class Evaluation:
     lengths: Tensor
     ended: Tensor
     distinct_2: float
+    by_source: dict[str, Tensor] = field(default_factory=dict)
+    """what each of several reward sources says"""
 
 
-def look(rollout: Rollout, judge: Source | None, tokenizer: PreTrainedTokenizerBase) -> Evaluation:
-    """Gather what a scored rollout says from every rank."""
+def look(
+    rollout: Rollout, judge: Source | None, tokenizer: PreTrainedTokenizerBase, sources: Mapping[str, Tensor]
+) -> Evaluation:
+    """Gather what a scored rollout says from every rank. sources: scores [B] of each reward source by its name."""
     assert rollout.logprobs is not None and rollout.ref_logprobs is not None and rollout.scores is not None
     samples = as_samples(rollout, tokenizer)
     require_finite(rollout.scores, samples, "the sources together")
@@ -45,6 +50,7 @@ def look(rollout: Rollout, judge: Source | None, tokenizer: PreTrainedTokenizerB
         lengths=_all(rollout.lengths),
         ended=_all(rollout.ended),
         distinct_2=distinct(_of_all_ranks(rollout.response_tokens()), 2),
+        by_source={name: _all(scores) for name, scores in sources.items()} if len(sources) > 1 else {},
     )
 
 
@@ -71,6 +77,9 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
         "eval_distinct_2_before": before.distinct_2,
         "eval_distinct_2": after.distinct_2,
     }
+    for name, scores in after.by_source.items():
+        metrics[f"eval_score_{name}_before"] = before.by_source[name].mean().item()
+        metrics[f"eval_score_{name}"] = scores.mean().item()
     if before.judged is not None and after.judged is not None:
         metrics |= {
             "eval_judge_before": before.judged.mean().item(),
@@ -82,8 +91,8 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
 
 
 def _ci95(values: Tensor) -> float:
-    """Half the width of the normal 95 % interval of the mean."""
-    return (1.96 * values.std() / len(values) ** 0.5).item() if len(values) > 1 else float("nan")
+    """Half the width of the 95 % interval of the mean, [N] values."""
+    return mean_interval(values).high - values.double().mean().item() if len(values) > 1 else float("nan")
 
 
 def looked_at(

@@ -125,7 +125,7 @@ def evaluate(
     rows = list(range(dist.rank(), min(len(evaluation), config.eval_samples), dist.world_size()))
     rollout = sample(players, evaluation, rows, config, draw=HELD_OUT)
     rollout = score(rollout, players.actor, None, replace(players.scorer, missing_eos_penalty=None))
-    return look(rollout, judge, players.scorer.tokenizer)
+    return look(rollout, judge, players.scorer.tokenizer, by_source(players.scorer, rollout))
 
 
 def run(config: Step3Config) -> None:

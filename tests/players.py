@@ -61,11 +61,11 @@ class Players:
     algorithm: Any
     scorer: Scorer
 
-    def sample(self, prompts: Prompts, seed: int = 0) -> Rollout:
+    def sample(self, prompts: Prompts, seed: int = 0, backend: str = "loop") -> Rollout:
         draw = torch.Generator().manual_seed(seed)
         ends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
-        backend = plugins.build("rlhf.generation", {"name": "loop", **ends})
-        return generate(self.actor, backend, prompts, self.config, draw, self.config.rollout_batch_size)
+        drawing = plugins.build("rlhf.generation", {"name": backend, **ends})
+        return generate(self.actor, drawing, prompts, self.config, draw, self.config.rollout_batch_size)
 
     def score(self, rollout: Rollout) -> Rollout:
         return score(rollout, self.actor, self.critic, self.scorer)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import train
-from rlhf import config
+from rlhf import config, plugins
 from rlhf.config import UserError, read_yaml
 from rlhf.models.load import load_config
 from rlhf.text import load_tokenizer
@@ -14,6 +14,7 @@ from rlhf.text import load_tokenizer
 CONFIGS = Path(train.__file__).parent / "configs"
 CHAINS = [CONFIGS / "demo.yaml", *sorted(CONFIGS.glob("recipes/*.yaml"))]
 OVERLAYS = sorted(CONFIGS.glob("overlays/*.yaml"))
+ALGORITHMS = sorted(CONFIGS.glob("algorithms/*.yaml"))
 MODELS = sorted(CONFIGS.glob("models/*.yaml"))
 
 
@@ -32,8 +33,8 @@ def leaves(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def test_every_file_is_of_a_known_kind() -> None:
-    assert sorted(CONFIGS.rglob("*.yaml")) == sorted([*CHAINS, *OVERLAYS, *MODELS])
-    assert OVERLAYS and MODELS and len(CHAINS) > 1
+    assert sorted(CONFIGS.rglob("*.yaml")) == sorted([*CHAINS, *OVERLAYS, *ALGORITHMS, *MODELS])
+    assert OVERLAYS and ALGORITHMS and MODELS and len(CHAINS) > 1
 
 
 @pytest.mark.parametrize("path", CHAINS, ids=lambda path: path.stem)
@@ -59,6 +60,21 @@ def test_an_overlay_changes_what_it_names_and_no_more(base: Path, overlay: Path)
     assert {name for name in after if after[name] != before[name]} <= set(named) | wide
     for name in wide & set(after):
         assert after[name] == named.get(name, after[name.split(".")[1]]), "an overlay holds for all three stages"
+
+
+@pytest.mark.parametrize("file", ALGORITHMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("base", CHAINS, ids=lambda path: path.stem)
+def test_an_algorithms_file_takes_ppos_place_and_leaves_the_rest_of_the_chain(base: Path, file: Path) -> None:
+    given, named = leaves(read_yaml(base)), leaves(read_yaml(file))
+    tree = resolved("--config", str(base), str(file))
+    after = leaves(tree)
+    assert tree["ppo"]["algorithm"] == file.stem and all(name.startswith("ppo.") for name in named)
+    assert {name: after[name] for name in named} == named
+    assert {name: after[name] for name in given if name not in named} == {
+        name: value for name, value in given.items() if name not in named
+    }
+    options = plugins.find("step3_ppo.algorithms", file.stem).Config(**tree["ppo"])
+    assert options.batch_size % (options.num_generations * options.num_mini_batches) == 0
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)

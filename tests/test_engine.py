@@ -215,12 +215,24 @@ def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPat
     assert apart(weights(engine), before) == 0
 
 
-def test_a_metric_of_nan_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = engine_runs.engine({"zero_stage": 2})
-    rows = batches(1)[0]
-    before = weights(engine)
-    engine.step([rows], lambda micro: (engine(micro)[0].mean(), {"entropy": torch.tensor(torch.nan)}))
-    assert apart(weights(engine), before) == 0 and "entropy is nan" in capsys.readouterr().out
+@stages
+@pytest.mark.parametrize("options", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"offload_optimizer": True}], ids=str)
+def test_a_number_without_a_trace_in_the_gradient_is_enough(
+    stage: int, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A metric of NaN beside a loss that is finite; a loss of NaN whose gradient is 0. Each leaves no trace either."""
+    engine, undisturbed = (engine_runs.engine({"zero_stage": stage, **options}) for _ in range(2))
+    first, second = batches(2)
+    parts = engine_runs.micro_batches(first, 3)
+    nan = torch.tensor(torch.nan)
+    engine.step(parts, lambda micro: (engine(micro)[0].mean(), {"entropy": nan}))
+    engine.step(parts, lambda micro: (engine(micro)[0].mean().clamp(nan, nan), {}))
+    said = capsys.readouterr().out
+    assert "entropy is nan" in said and "step 2: loss is nan" in said
+    assert apart(weights(engine), weights(undisturbed)) == 0
+    for each in (engine, undisturbed):
+        step(each, second, 3)
+    assert apart(weights(engine), weights(undisturbed)) == 0
 
 
 # --- dtypes and schedules

@@ -281,3 +281,25 @@ def test_an_update_that_sees_another_policy_shows_in_the_first_kl() -> None:
     assert abs(first_kl()) < 1e-6
     assert first_kl(temperature=0.8) > 1e-3
     assert first_kl(dropout=0.1) > 1e-3
+
+
+def test_the_average_follows_every_step_that_was_applied() -> None:
+    game = players("ppo", num_mini_batches=2, num_ppo_epochs=2, max_bad_steps=9)
+    moves: list[int] = []
+
+    class Average:
+        def update(self) -> None:
+            moves.append(len(moves))
+
+    def play(rollout: Rollout) -> dict[str, float]:
+        learners = Learners(game.actor, game.critic, game.algorithm, ema=Average())  # type: ignore[arg-type]
+        return update(
+            learners, (rollout, game.algorithm.credit(rollout)), game.config, torch.Generator().manual_seed(0)
+        )
+
+    rollout = game.score(game.sample(twice_each()))
+    play(rollout)
+    assert len(moves) == 4
+    assert rollout.logprobs is not None
+    bad = replace(rollout, logprobs=rollout.logprobs + torch.nan)
+    assert play(bad)["skipped_steps"] == 4 and len(moves) == 4

@@ -236,6 +236,15 @@ def test_the_first_minibatch_finds_the_policy_that_sampled(name: str, temperatur
     assert all(map(math.isfinite, metrics.values()))
 
 
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("backend", plugins.names("rlhf.generation"))
+def test_the_first_ratio_is_one_whatever_samples(backend: str) -> None:
+    game = players("ppo")
+    for seed in range(2):  # from the reference, and from a policy that has moved
+        metrics = game.update(game.score(game.sample(twice_each(), seed, backend)))
+        assert metrics["first_ratio_std"] < 1e-5
+
+
 @each
 @pytest.mark.usefixtures("ranks")
 def test_the_second_iteration_starts_from_the_policy_of_the_first(name: str) -> None:

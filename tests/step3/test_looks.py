@@ -1,6 +1,7 @@
 """Looks at the held-out prompts between iterations, and the samples they leave."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ def test_every_so_many_iterations_have_held_out_numbers(every: int, at: list[int
     assert [row["eval_score"] for row in rows if "eval_score" in row] == at
 
 
+def test_several_sources_each_have_their_number() -> None:
+    one = seen([1.0, 2.0], None, "a")
+    before, after = (replace(one, by_source={"mine": torch.tensor(x)}) for x in ([0.0, 1.0], [3.0, 4.0]))
+    found = compare(before, after)
+    assert (found["eval_score_mine_before"], found["eval_score_mine"]) == (0.5, 3.5)
+
+
 def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
     before, after = seen([1.0, 2.0], [0.0, 0.5], "old"), seen([3.0, 4.0], [1.0, 1.5], "né\u2028w")
     for iteration in (5, 10):
@@ -53,9 +61,10 @@ def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
 
 
 def test_intervals_by_hand() -> None:
-    found = compare(seen([1.0, 1.0], None, "a"), seen([1.0, 3.0], None, "b"))
-    assert found["eval_score"] == 2.0
-    assert found["eval_score_ci95"] == pytest.approx(1.96 * 2**0.5 / 2**0.5)
+    scores = [1.0, 2.0, 3.0, 4.0]  # s = 1.29099, and t of three degrees of freedom is 3.18245
+    found = compare(seen([1.0] * 4, None, "a"), seen(scores, None, "b"))
+    assert found["eval_score"] == 2.5
+    assert found["eval_score_ci95"] == pytest.approx(3.18245 * 1.29099 / 2, rel=0.01)
     assert "eval_judge" not in found
 
 

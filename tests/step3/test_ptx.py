@@ -95,6 +95,19 @@ def test_the_gradients_add_up() -> None:
     assert tuning.norm() > 0.1 and policy.norm() > 0.01
 
 
+def test_micro_batches_change_nothing() -> None:
+    """The rows of both losses in one pass, or one by one: the same weights."""
+
+    def play(size: int) -> dict[str, Tensor]:
+        game = players("rloo", ptx_coef=0.3, ptx_batch_size=4, micro_batch_size=size)
+        learn(game, stream(game, demonstrations(8)), 1.0)
+        return game.weights()
+
+    whole, single = play(8), play(1)
+    for name, value in whole.items():
+        torch.testing.assert_close(single[name], value, rtol=0, atol=1e-5, msg=name)
+
+
 def test_batches_go_on_through_epochs() -> None:
     game = players("rloo", ptx_coef=1.0, ptx_batch_size=4)
     rows = demonstrations(10)
