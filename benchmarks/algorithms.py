@@ -1,0 +1,184 @@
+"""`python -m benchmarks.algorithms`: what each algorithm makes of the demo world's true score, over several seeds.
+
+Every algorithm starts from the same SFT and reward model of a seed and gets the same number of responses; its settings
+are configs/demo.yaml with configs/algorithms/NAME.yaml over it. A run takes half a minute on one core, the models of a
+seed two minutes. A finished run is taken as it stands, so a call that was cut short goes on where it was; remove its
+directory to make it again. One call at a time may write to an --output-dir: a second would train into the same runs.
+Writes a row a run to docs/results/algorithms.csv, and the same as a table to .md beside it.
+"""
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+from pydantic import Field
+
+from rlhf import config
+from rlhf.config import UserError
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "configs" / "demo.yaml"
+OVERLAYS = ROOT / "configs" / "algorithms"
+NOTE = (
+    "Gain: ± is half a 95 % interval over the held-out prompts. KL: nats a response. Seconds: by the clock, with "
+    "whatever else the machine was doing."
+)
+RATIO_LIMIT = 1e-5
+"""fp32: of the first minibatch's ratio to the policy that sampled, its standard deviation and its approx_kl"""
+
+
+class Options(config.Config):
+    """Which runs, and where they lie."""
+
+    algorithms: tuple[str, ...] = Field(("ppo", "a2c", "reinforce", "rloo", "grpo"), min_length=1)
+    """names in step3_ppo/algorithms/; configs/algorithms/NAME.yaml is laid over the demo's settings if it is there"""
+    seeds: tuple[int, ...] = Field((0, 1, 2, 3, 4), min_length=1)
+    """of all three stages"""
+    models: str = "runs/algorithms/models-{seed}"
+    """directory of each seed's SFT and reward model, {seed} in its name; made if they are not there"""
+    output_dir: str = "runs/algorithms"
+    """directory of the runs"""
+    results: str = str(ROOT / "docs" / "results" / "algorithms.csv")
+    """CSV file to write"""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run: true scores on held-out prompts, half the 95 % interval of the gain, KL in nats a response."""
+
+    algorithm: str
+    seed: int
+    before: float
+    after: float
+    gain: float
+    gain_ci95: float
+    kl: float
+    score: float
+    distinct_2_before: float
+    distinct_2: float
+    first_ratio_std: float
+    first_approx_kl: float
+    seconds: float
+
+    @property
+    def improved(self) -> bool:
+        return self.gain - self.gain_ci95 > 0
+
+
+def settings(algorithm: str) -> list[str]:
+    """The words of train.py's command line that choose an algorithm."""
+    overlay = OVERLAYS / f"{algorithm}.yaml"
+    if overlay.is_file():
+        return ["--config", str(DEMO), str(overlay)]
+    return ["--config", str(DEMO), "--ppo.algorithm", algorithm]
+
+
+def make_models(directory: Path, seed: int) -> None:
+    """Steps 1 and 2 of the demo, unless they are there."""
+    if (directory / "step2_reward" / "manifest.json").is_file():
+        return
+    _train("--config", str(DEMO), "--steps", "1", "2", "--seed", str(seed), "--output-dir", str(directory))
+
+
+def run(algorithm: str, seed: int, models: Path, directory: Path) -> Result:
+    """Step 3 from the models of a seed, unless it is finished; what came out."""
+    manifest = directory / "step3_ppo" / "manifest.json"
+    if not manifest.is_file():
+        start = ("--ppo.actor-model", f"{models}/step1_sft", "--ppo.reward-model", f"{models}/step2_reward")
+        which = ("--steps", "3", "--seed", str(seed), "--output-dir", str(directory))
+        _train(*settings(algorithm), *which, *start)
+    return read(algorithm, seed, manifest.parent)
+
+
+def read(algorithm: str, seed: int, stage: Path) -> Result:
+    """The result of a finished run from its manifest and metrics."""
+    found = json.loads((stage / "manifest.json").read_text(encoding="utf-8"))["metrics"]
+    rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    iterations = [row for row in rows if row["kind"] == "train"]
+    return Result(
+        algorithm=algorithm,
+        seed=seed,
+        before=found["eval_judge_before"],
+        after=found["eval_judge"],
+        gain=found["eval_judge"] - found["eval_judge_before"],
+        gain_ci95=found["eval_judge_gain_ci95"],
+        kl=found["eval_kl"],
+        score=found["eval_score"],
+        distinct_2_before=found["eval_distinct_2_before"],
+        distinct_2=found["eval_distinct_2"],
+        first_ratio_std=max(row["first_ratio_std"] for row in iterations),
+        first_approx_kl=max(abs(row["first_approx_kl"]) for row in iterations),
+        seconds=rows[-1]["seconds"],
+    )
+
+
+def _train(*words: str) -> None:
+    done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise UserError(f"train.py {' '.join(words)}: ended with exit code {done.returncode}")
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A row a run, and for each algorithm how many seeds improved."""
+    lines = [
+        "| algorithm | seed | true score before | after | gain | KL | distinct-2 before | after | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.algorithm} | {r.seed} | {r.before:.3f} | {r.after:.3f} | {r.gain:.3f} ± {r.gain_ci95:.3f} "
+        f"| {r.kl:.2f} | {r.distinct_2_before:.3f} | {r.distinct_2:.3f} | {r.seconds:.0f} |"
+        for r in results
+    ]
+    return "\n".join([*lines, "", *summary(results), "", NOTE]) + "\n"
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """A line an algorithm, and one on the first minibatches of all."""
+    lines = []
+    for name in dict.fromkeys(r.algorithm for r in results):
+        own = [r for r in results if r.algorithm == name]
+        gains = [r.gain for r in own]
+        improved, below = sum(r.improved for r in own), sum(r.gain < 0 for r in own)
+        lines.append(
+            f"- {name}: {improved} of {len(own)} seeds improve, {below} below their start; gain {min(gains):.3f} to "
+            f"{max(gains):.3f}, mean {sum(gains) / len(gains):.3f}"
+        )
+    ratio, kl = max(r.first_ratio_std for r in results), max(r.first_approx_kl for r in results)
+    return [*lines, f"- first minibatches: ratio std at most {ratio:.1e}, approx_kl {kl:.1e} (limit {RATIO_LIMIT:g})"]
+
+
+def write(results: Sequence[Result], path: Path) -> None:
+    """The CSV file, and the table beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([field.name for field in fields(Result)])
+        writer.writerows([f"{v:.6g}" if isinstance(v, float) else v for v in astuple(result)] for result in results)
+    path.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+
+
+def main() -> int:
+    """Exit code 1 if a seed did not improve, or a first ratio was not 1."""
+    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.algorithms", "Algorithms on the demo world.")
+    if "{seed}" not in options.models:
+        raise UserError(f"--models {options.models}: expected {{seed}} in it, such as runs/demo-{{seed}}")
+    results = []
+    for algorithm in options.algorithms:
+        for seed in options.seeds:
+            models = Path(options.models.replace("{seed}", str(seed))).absolute()
+            make_models(models, seed)
+            directory = Path(options.output_dir).absolute() / f"{algorithm}-{seed}"
+            results.append(run(algorithm, seed, models, directory))
+            print(f"{algorithm} {seed}: gain {results[-1].gain:.3f} ± {results[-1].gain_ci95:.3f}", flush=True)
+    write(results, Path(options.results))
+    print(markdown(results), end="")
+    right = all(r.improved and max(r.first_ratio_std, r.first_approx_kl) < RATIO_LIMIT for r in results)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(config.run_as_user(main))
