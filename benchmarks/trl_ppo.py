@@ -87,6 +87,7 @@ def arguments(s: dict[str, Any], ppo_config: Any) -> Any:
         response_length=s["response_length"],
         temperature=s["temperature"],
         stop_token="eos",
+        missing_eos_penalty=s["missing_eos_penalty"],
         kl_coef=s["kl_coef"],
         cliprange=s["cliprange"],
         cliprange_value=s["cliprange_value"],
