@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "configs" / "recipes" / "smollm2-135m-sentiment-cpu.yaml"
 SHARED = (
     "batch_size", "rollout_batch_size", "num_mini_batches", "num_ppo_epochs", "response_length", "temperature",
-    "missing_eos_penalty", "kl_coef", "cliprange", "cliprange_value", "gamma", "lam", "learning_rate", "critic_learning_rate",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
+    "missing_eos_penalty", "kl_coef", "cliprange", "cliprange_value", "gamma", "lam",
+    "learning_rate", "critic_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
 )  # fmt: skip
 """Options that TRL gets as they are here."""
 
