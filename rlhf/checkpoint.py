@@ -112,14 +112,6 @@ def read_manifest(stage: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def models_of(stage: Path) -> list[str]:
-    """The folders of models that a finished stage, whole or not, has by its manifest."""
-    try:
-        return [str(folder) for folder in json.loads((stage / MANIFEST).read_text(encoding="utf-8"))["models"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
 def stage_of(place: str) -> Path | None:
     """The stage directory that `place` is or lies in; None for models from elsewhere."""
     directory = Path(place)

@@ -55,7 +55,7 @@ class Engine:
     ) -> None:
         import deepspeed
 
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what it leaves out, we say
         self.device = dist.local_device()
         dtype = compute_dtype(options, self.device)
         if options.gradient_checkpointing:
@@ -76,6 +76,7 @@ class Engine:
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, total_steps)),
             config=deepspeed_config(options, o, dtype),
         )
+        _let_it_search(self._engine.optimizer)
         self._options = options
         # Plain fp32: DeepSpeed then neither looks at the gradient nor tells its norm.
         self._unchecked = options.zero_stage == 0 and dtype == torch.float32
@@ -133,11 +134,12 @@ class Engine:
         self._steps += 1
         self._overflows = 0 if applied else self._overflows + 1
         if not bad and (applied or (self._options.dtype == "fp16" and self._overflows <= FP16_SEARCH)):
-            self.tolerance.passed()
+            if applied:
+                self.tolerance.passed()
             return {**summed, "learning_rate": rate, "grad_norm": norm, "skipped": float(not applied)}
         assert not applied, f"step {self._steps}: DeepSpeed changed the weights by {bad}"
         good = torch.stack(sound).tolist()
-        suspects = [part for part, fine in zip(rows, good, strict=False) if not (bad and fine)]
+        suspects = [part for part, fine in zip(rows, good, strict=bool(rows)) if not (bad and fine)]
         self.tolerance.left_out(
             f"{self._title} step {self._steps}".strip(),
             bad or [f"grad_norm is {norm}"],
@@ -180,10 +182,11 @@ class Engine:
         """
         from deepspeed.utils import safe_get_full_fp32_param
 
+        masters = _masters(self._engine.optimizer)
         for name, parameter in self._engine.module.named_parameters():
             if parameter.requires_grad:
                 whole = safe_get_full_fp32_param(parameter)
-                yield name, (parameter if whole is None else whole).detach().float()
+                yield name, (masters.get(id(parameter), parameter) if whole is None else whole).detach().float()
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[nn.Module]:
@@ -213,6 +216,19 @@ class Engine:
                 yield
             finally:
                 offload._register_deepspeed_module(offload.module)
+
+
+def _masters(optimizer: Any) -> dict[int, Tensor]:
+    """The fp32 weights by the id of those that compute, where ZeRO is off and DeepSpeed's own optimizer keeps both."""
+    low, high = (getattr(optimizer, f"{name}_groups", ()) for name in ("fp16", "fp32"))
+    groups = zip(low, high, strict=False)
+    return {id(one): master for ones, masters in groups for one, master in zip(ones, masters, strict=False)}
+
+
+def _let_it_search(optimizer: Any) -> None:
+    """fp16: overflows at the least loss scale are ours to count; DeepSpeed would raise a bare Exception."""
+    if hasattr(optimizer, "loss_scaler") and hasattr(optimizer.loss_scaler, "raise_error_at_min_scale"):
+        optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
 def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype) -> dict[str, Any]:

@@ -31,7 +31,6 @@ class Tolerance:
 
     limit: int
     in_a_row: int = 0
-    total: int = 0
 
     def passed(self) -> None:
         """All numbers were finite."""
@@ -44,7 +43,6 @@ class Tolerance:
         Raises: NonFiniteError, on every rank, if it is the `limit`th in a row.
         """
         self.in_a_row += 1
-        self.total += 1
         seen = dist.gather_objects((tuple(what), tuple(rows)))
         names = dict.fromkeys(name for names, _ in seen for name in names)
         said = f"{where}: {', '.join(names)}{_rows(sorted({row for _, part in seen for row in part}))}"

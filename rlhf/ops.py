@@ -12,6 +12,9 @@ from torch import Tensor
 KLEstimator = Literal["k1", "k2", "k3"]
 Count = float | Tensor
 
+EMPTY_VARIANCE = 1e-12
+"""A variance below this share of the mean square is rounding: nothing varies."""
+
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x` in float32 if its type is narrower; float32 and float64 stay as they are."""
@@ -92,10 +95,14 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_var(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (divided by count, never negative) of added-up moments; (0, 0) if count is 0."""
+    """Mean and biased variance (divided by count) of added-up moments; (0, 0) if count is 0.
+
+    Never negative, and exactly 0 where only rounding is left of it.
+    """
     count, total, squares = moments.unbind()
-    mean = total / count.clamp(min=1)
-    return mean, (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
+    mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
+    variance = mean_square - mean.square()
+    return mean, torch.where(variance > EMPTY_VARIANCE * mean_square, variance, 0.0)
 
 
 def whiten(x: Tensor, mask: Tensor, mean: Tensor, var: Tensor, keep_mean: bool = False) -> Tensor:

@@ -42,7 +42,8 @@ def say(text: str) -> None:
     """One line to the person who waits."""
     if dist.is_main():
         bars = {} if (sys.stdout.encoding or "").lower().startswith("utf") else str.maketrans("▁▂▃▄▅▆▇█", ".:-=+*#@")
-        print(text.translate(bars), flush=True)
+        with tqdm.external_write_mode():  # a bar steps aside
+            print(text.translate(bars), flush=True)
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -135,8 +136,7 @@ class Recorder:
 
     def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
         """Say in one line that something looks wrong, with its numbers and the next step; also into the writers."""
-        with tqdm.external_write_mode():  # the bar steps aside
-            say(f"warning, step {step}: {name} ({metrics_line(numbers)}): {advice}")
+        say(f"warning, step {step}: {name} ({metrics_line(numbers)}): {advice}")
         for writer in self._writers:
             writer.warn(step, name, numbers, advice)
 

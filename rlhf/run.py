@@ -21,10 +21,12 @@ from rlhf.types import Metrics
 
 FREE = {
     "output_dir", "report_to", "sample_rows", "overwrite", "convert_template",
-    "micro_batch_size", "data_workers", "data_cache", "max_bad_steps",
+    "micro_batch_size", "data_workers", "data_cache", "max_bad_steps", "abort_kl", "abort_kl_iterations",
     "zero_stage", "offload_optimizer", "offload_param", "gradient_checkpointing",
 }  # fmt: skip
 """Options that change what is shown, or memory and speed, but not what a stage makes."""
+MODELS = {"model", "actor", "critic", "best", "ema"}
+"""Folders that stages make."""
 BAD_BATCH = "bad_batch"
 """The folder of a stage in which the batch lies that ended the run."""
 
@@ -34,14 +36,13 @@ class Run:
 
     def __init__(self, stage: str, options: RunOptions) -> None:
         self.stage = stage
-        self.options = options.model_copy(
-            update={"overwrite": False}
-        )  # that is for once, and no property of the result
+        # Overwriting is for once, and no property of the result.
+        self.options = options.model_copy(update={"overwrite": False})
         self.directory = Path(options.output_dir) / stage
-        self._earlier = checkpoint.models_of(self.directory)
         if dist.is_main():
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / checkpoint.MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(self.directory / BAD_BATCH, ignore_errors=True)
             (self.directory / checkpoint.RUN_CONFIG).write_text(config.to_yaml(self.options), encoding="utf-8")
         self.recorder = record.Recorder(self.directory, options.report_to)
         self.manifest: dict[str, Any] = {}  # what is known before the end
@@ -94,8 +95,15 @@ class Run:
         if folder not in self.models:
             self.models.append(folder)
 
-    def finish(self, models: dict[str, Callable[[Path], None]], inputs: dict[str, str], metrics: Metrics) -> None:
-        """Write each model into its folder, then the manifest. `inputs` names the places the stage started from.
+    def finish(
+        self,
+        models: Mapping[str, Callable[[Path], None]],
+        inputs: Mapping[str, str],
+        metrics: Metrics,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write each model into its folder, then the manifest. `inputs` names the places the stage started from;
+        `state`, what was learned beside weights, goes to state.json.
 
         Raises: UserError if the disk is full, say; the stage is then unfinished.
         """
@@ -104,8 +112,10 @@ class Run:
                 self.save(folder, save)
             self.recorder.write("eval", 0, metrics)
             if dist.is_main():
+                if state is not None:
+                    checkpoint.write_json(self.directory / "state.json", state)
                 self._write_manifest(self.models, inputs, metrics)
-                for folder in set(self._earlier) - set(self.models):  # of a run with other options
+                for folder in MODELS - set(self.models):  # of a run with other options
                     shutil.rmtree(self.directory / folder, ignore_errors=True)
         except OSError as error:
             raise UserError(f"{self.directory}: cannot be written ({error}); make room there and run again") from error
@@ -113,7 +123,7 @@ class Run:
         record.say(f"{self.stage}: {record.metrics_line(metrics)}")
         record.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in self.models)}")
 
-    def _write_manifest(self, models: list[str], inputs: dict[str, str], metrics: Metrics) -> None:
+    def _write_manifest(self, models: list[str], inputs: Mapping[str, str], metrics: Metrics) -> None:
         manifest = self.manifest | {
             "stage": self.stage,
             "inputs": {n: {"place": p, "manifest_sha256": checkpoint.manifest_digest(p)} for n, p in inputs.items()},
@@ -151,9 +161,12 @@ def open_run(stage: str, options: RunOptions) -> Iterator[Run]:
         except NonFiniteError as error:
             kept = ""
             if error.batch is not None:
-                save_batch(run.directory / BAD_BATCH, error, run.tokenizer)
-                dist.barrier()
                 kept = f"; it lies in {run.directory / BAD_BATCH}"
+                try:
+                    save_batch(run.directory / BAD_BATCH, error, run.tokenizer)
+                except OSError as full:
+                    kept = f"; it could not be written ({full})"
+                dist.barrier()
             launch.give_up(f"error: {stage}: {error}{kept}", launch.NON_FINITE)
         finally:
             run.recorder.close()
@@ -174,12 +187,13 @@ def state(
     if options.overwrite or not (directory / checkpoint.MANIFEST).is_file():
         return "unfinished"
     manifest = checkpoint.read_manifest(directory)
+    made = type(options)().model_dump(mode="json") | manifest["config"]  # an option it did not have was at its default
     made_from = {name: entry["manifest_sha256"] for name, entry in manifest["inputs"].items()}
     digests = {name: checkpoint.manifest_digest(place) for name, place in inputs.items()}
     changed = {
-        name: (manifest["config"][name], value)
+        name: (made[name], value)
         for name, value in options.model_dump(mode="json").items()
-        if name not in FREE and manifest["config"].get(name, value) != value
+        if name not in FREE and made[name] != value
     }
     for name in [name for name in changed if name in inputs]:
         same_made = made_from.get(name) is not None and made_from[name] == digests[name]

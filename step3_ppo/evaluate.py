@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf import dist, record
 from rlhf.intervals import mean_interval
-from rlhf.rewards import Source, as_samples, require_finite
+from rlhf.rewards import Source, as_samples
 from rlhf.standings import distinct
 from rlhf.types import Metrics, Rollout, Samples
 
@@ -39,7 +39,6 @@ def look(
     """Gather what a scored rollout says from every rank. sources: scores [B] of each reward source by its name."""
     assert rollout.logprobs is not None and rollout.ref_logprobs is not None and rollout.scores is not None
     samples = as_samples(rollout, tokenizer)
-    require_finite(rollout.scores, samples, "the sources together")
     judged = None if judge is None else _all(judge(samples))
     return Evaluation(
         samples=samples,
@@ -52,6 +51,19 @@ def look(
         distinct_2=distinct(_of_all_ranks(rollout.response_tokens()), 2),
         by_source={name: _all(scores) for name, scores in sources.items()} if len(sources) > 1 else {},
     )
+
+
+def flaw(seen: Evaluation) -> str | None:
+    """What is not a finite number for which held-out response, the same on every rank; None where all are."""
+    for what, values in {"score": seen.scores, "judge": seen.judged, **seen.by_source}.items():
+        bad = [] if values is None else (~values.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            prompt = _of_all_ranks(list(seen.samples.prompts))[bad[0]]
+            return (
+                f"{what} is not a finite number for {len(bad)} of {len(seen.scores)} held-out responses, the first of "
+                f"them to prompt {prompt[-60:]!r}; look at what --reward and --judge make of it"
+            )
+    return None
 
 
 def _all(values: Tensor) -> Tensor:
@@ -96,19 +108,20 @@ def _ci95(values: Tensor) -> float:
 
 
 def looked_at(
-    steps: Iterable[Metrics], every: int, look: Callable[[int], Metrics], best: "Best | None" = None
+    steps: Iterable[Metrics], every: int, total: int, look: Callable[[int], Metrics], best: "Best | None" = None
 ) -> Iterator[Metrics]:
-    """The iterations, each `every`th with the numbers of `look(iteration)` beside its own; 0: none.
+    """The `total` iterations, each `every`th (0: none) and the last with the numbers of `look(iteration)` besides.
 
     They end early where `best` has waited long enough.
     """
     for iteration, metrics in enumerate(steps, start=1):
-        if not every or iteration % every:
+        if iteration != total and (not every or iteration % every):
             yield metrics
             continue
         seen = look(iteration)
+        over = best is not None and best.is_over(seen)
         yield {**metrics, **seen}
-        if best is not None and best.is_over(seen):
+        if best is not None and over and iteration != total:
             record.say(
                 f"iteration {iteration}: {best.name} has not risen above {best.value:.4g} for {best.waited} looks"
             )

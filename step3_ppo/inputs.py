@@ -66,8 +66,7 @@ def check(
     starts = {name: planned_start(place, config.output_dir, planned or {}) for name, place in inputs(config).items()}
     known = {name: start for name, start in starts.items() if start is not None}
     models = with_inputs(config.model_copy(update=known))
-    check_ranks(config.batch_size, ranks, config.num_mini_batches)
-    _check_shares(config, ranks)
+    check_shares(config, ranks)
     check_engine(config)
     tokens = config.max_prompt_length + config.response_length
     if tokens > config.max_length:
@@ -101,22 +100,25 @@ def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase,
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
-def _check_shares(config: Step3Config, ranks: int) -> None:
+def check_shares(config: Step3Config, ranks: int) -> None:
+    """Raises: UserError unless the run has whole iterations, and each rank whole groups in each of its minibatches."""
+    check_ranks(config.batch_size, ranks, config.num_mini_batches)
     if config.total_episodes < config.batch_size:
         raise UserError(f"--total-episodes {config.total_episodes}: expected at least --batch-size {config.batch_size}")
-    whole = ranks * config.num_generations
+    algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
+    parts = config.num_mini_batches if hasattr(algorithm, "select") else 1
+    whole = ranks * config.num_generations * parts
     if config.batch_size % whole:
+        each = f" x --num-mini-batches {parts}, each of which learns from one response of a group" if parts > 1 else ""
         raise UserError(
             f"--batch-size {config.batch_size}: expected a multiple of {whole} ({ranks} processes x --num-generations "
-            f"{config.num_generations}), so that each has whole groups"
+            f"{config.num_generations}{each}), so that each has whole groups"
         )
-    selects = hasattr(plugins.find("step3_ppo.algorithms", config.algorithm).build(config), "select")
-    if selects and config.batch_size % (whole * config.num_mini_batches):
-        raise UserError(
-            f"--batch-size {config.batch_size}: expected a multiple of {whole * config.num_mini_batches} ({ranks} "
-            f"processes x --num-generations {config.num_generations} x --num-mini-batches {config.num_mini_batches}), "
-            f"as '{config.algorithm}' learns from one response of each group"
-        )
+    count, warmup = config.total_episodes // config.batch_size, config.critic_warmup_iterations
+    if warmup and not algorithm.needs_critic:
+        raise UserError(f"--critic-warmup-iterations {warmup}: expected 0, as '{config.algorithm}' has no critic")
+    if warmup >= count:
+        raise UserError(f"--critic-warmup-iterations {warmup}: expected less than the {count} iterations of the run")
 
 
 def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:

@@ -14,8 +14,6 @@ from torch import Tensor
 from rlhf import dist, ops
 from rlhf.types import Credit, Metrics, Rollout
 
-EMPTY_VARIANCE = 1e-12
-"""A variance below this share of the mean square is rounding: nothing varies."""
 ID_BASE = 1 << 31
 """Token ids are below this, so that two of them make one int64."""
 
@@ -129,7 +127,7 @@ def speed(tokens: float, seconds: Mapping[str, float]) -> Metrics:
 def _variance(mean: float, mean_square: float) -> float:
     """Biased variance; exactly 0 where only rounding is left of it."""
     variance = mean_square - mean * mean
-    return variance if variance > EMPTY_VARIANCE * mean_square else 0.0
+    return variance if variance > ops.EMPTY_VARIANCE * mean_square else 0.0
 
 
 def _ratio(above: float, below: float) -> float:

@@ -48,7 +48,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
     context = reward_context(config, tokenizer)
     an_iteration = config.num_ppo_epochs * config.num_mini_batches
     steps = iterations(config) * an_iteration
-    learning = max(1, iterations(config) - config.critic_warmup_iterations) * an_iteration
+    learning = (iterations(config) - config.critic_warmup_iterations) * an_iteration
     lm = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed)
     frozen = None
     if config.adapter is None:

@@ -1,16 +1,18 @@
 """Reinforcement learning from scores: generate, score, assign credit, update (InstructGPT, arXiv 2203.02155)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from data.batches import Batches, prompt_batch
 from data.dataset import PromptDataset
-from rlhf import checkpoint, dist, rewards
+from rlhf import dist, record, rewards
+from rlhf.config import UserError
 from rlhf.engine import compute_dtype
 from rlhf.models.export import save_policy, save_scalar
 from rlhf.nonfinite import Tolerance
@@ -18,7 +20,17 @@ from rlhf.run import open_run, skip
 from rlhf.types import Metrics, Rollout
 from step3_ppo.chosen import append_chosen
 from step3_ppo.config import Step3Config
-from step3_ppo.evaluate import Best, Evaluation, compare, look, looked_at, show_samples, write_rollout, write_samples
+from step3_ppo.evaluate import (
+    Best,
+    Evaluation,
+    compare,
+    flaw,
+    look,
+    looked_at,
+    show_samples,
+    write_rollout,
+    write_samples,
+)
 from step3_ppo.guard import ended_by_kl
 from step3_ppo.inputs import check, content, inputs, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
@@ -41,18 +53,19 @@ def train(players: Players, prompts: PromptDataset, config: Step3Config) -> Iter
         clock.lap("generate")
         rollout = score(rollout, players.actor, players.critic, players.scorer)
         clock.lap("score")
-        if _is_flawed(rollout, players, indices, iteration, tolerance):
+        heard = by_source(players.scorer, rollout)
+        if _is_flawed(rollout, heard, indices, iteration, tolerance):
             yield {"skipped_iteration": 1.0}
             continue
-        heard = replace(rollout, scores=players.scaling(rollout.scores))
-        credit = players.algorithm.credit(heard)
-        metrics = learn(players, (heard, credit), indices, config, iteration)
+        scaled = replace(rollout, scores=players.scaling(rollout.scores))
+        credit = players.algorithm.credit(scaled)
+        metrics = learn(players, (scaled, credit), indices, config, iteration)
         clock.lap("update")
         if config.export_rollouts:
             samples = rewards.as_samples(rollout, players.scorer.tokenizer)
             write_rollout(rollouts_file(config), iteration + 1, rollout, players.scorer.sources.names, samples)
-        said = rollout_metrics(heard, by_source(players.scorer, rollout), config.score_clip)
-        said |= credit_metrics(heard, credit) | {"kl_coef": players.algorithm.kl.coef}
+        said = rollout_metrics(scaled, heard, config.score_clip)
+        said |= credit_metrics(scaled, credit) | {"kl_coef": players.algorithm.kl.coef}
         players.algorithm.kl.observe(said["kl"], config.batch_size)
         clock.lap("record")
         yield {**said, **metrics, **speed(said["tokens"], clock.seconds)}
@@ -60,23 +73,25 @@ def train(players: Players, prompts: PromptDataset, config: Step3Config) -> Iter
 
 def learn(players: Players, scored: Part, indices: list[int], config: Step3Config, iteration: int) -> Metrics:
     """The update: of all responses, or of those that the algorithm selects."""
-    rows = torch.arange(len(indices))
     if hasattr(players.algorithm, "select"):
         rows = players.algorithm.select(scored[0]).cpu()
-        chosen = scored[0][rows]
-        append_chosen(chosen_file(config), iteration + 1, chosen, rewards.as_samples(chosen, players.scorer.tokenizer))
+        scored, indices = (scored[0][rows], scored[1][rows]), [indices[i] for i in rows]
+        samples = rewards.as_samples(scored[0], players.scorer.tokenizer)
+        append_chosen(chosen_file(config), iteration + 1, scored[0], samples)
     actor = None if iteration < config.critic_warmup_iterations else players.actor
     learners = Learners(actor, players.critic, players.algorithm, players.ptx, players.ema)
     shuffle = torch.Generator().manual_seed(config.seed + iteration)
-    return update(learners, (scored[0][rows], scored[1][rows]), config, shuffle, [indices[i] for i in rows])
+    return update(learners, scored, config, shuffle, indices)
 
 
-def _is_flawed(rollout: Rollout, players: Players, indices: list[int], iteration: int, tolerance: Tolerance) -> bool:
+def _is_flawed(
+    rollout: Rollout, heard: Mapping[str, Tensor], indices: list[int], iteration: int, tolerance: Tolerance
+) -> bool:
     """Whether some rank has a number that is not finite: nobody learns from this rollout then.
 
     Raises: NonFiniteError after `max_bad_steps` such iterations in a row.
     """
-    found = flaws(rollout, by_source(players.scorer, rollout))
+    found = flaws(rollout, heard)
     if not any(dist.gather_objects(bool(found))):
         tolerance.passed()
         return False
@@ -93,6 +108,14 @@ def chosen_file(config: Step3Config) -> Path:
 def rollouts_file(config: Step3Config) -> Path:
     """Where this rank exports its rollouts to."""
     return Path(config.output_dir) / STAGE / f"rollouts-{dist.rank()}.jsonl"
+
+
+def _clear(directory: Path) -> None:
+    """Remove what an earlier run appended to, that of more ranks included."""
+    if dist.is_main():
+        for file in (directory / "samples.jsonl", directory / "chosen.jsonl", *directory.glob("rollouts-*.jsonl")):
+            file.unlink(missing_ok=True)
+    dist.barrier()
 
 
 def sample(players: Players, prompts: PromptDataset, indices: list[int], config: Step3Config, draw: int) -> Rollout:
@@ -137,16 +160,22 @@ def run(config: Step3Config) -> None:
     prompts, evaluation = data.train, data.evaluation
     with open_run(STAGE, given) as stage:
         players = set_up(config, tokenizer)
-        judge = None if config.judge is None else rewards.open_source(config.judge, reward_context(config, tokenizer))
+        context = reward_context(config, tokenizer)
+        judge = None if config.judge is None else rewards.open_unchecked(config.judge, context)
         stage.describe(data, tokenizer)
         stage.manifest["data"] |= {place: digest for place, digest in content(config).items() if "(ptx)" in place}
-        for left in (stage.directory / "samples.jsonl", rollouts_file(config), chosen_file(config)):
-            left.unlink(missing_ok=True)
+        _clear(stage.directory)
         before = after = evaluate(players, evaluation, judge, config)
+        found = flaw(before)
+        if found is not None:
+            raise UserError(found)
 
         def look_at(iteration: int) -> Metrics:
             nonlocal after
             after = evaluate(players, evaluation, judge, config)
+            found = flaw(after)
+            if found is not None:  # a long run must not end by it
+                record.say(f"warning, iteration {iteration}: {found}")
             write_samples(stage.directory / "samples.jsonl", iteration, before, after)
             return compare(before, after)
 
@@ -154,22 +183,17 @@ def run(config: Step3Config) -> None:
         best = None
         if config.keep_best is not None:
             best = Best(config.keep_best, config.patience, lambda: stage.save("best", actor))
-        steps = looked_at(train(players, prompts, config), config.eval_every, look_at, best)
+        total = iterations(config)
+        steps = looked_at(train(players, prompts, config), config.eval_every, total, look_at, best)
         steps = ended_by_kl(steps, config.abort_kl, config.abort_kl_iterations)
         dtype = "fp32" if compute_dtype(config, players.actor.device) == torch.float32 else "bf16"
         steps = watched(steps, Watch(Limits(), dtype), stage.recorder.warn)
-        stage.follow(steps, iterations(config), shown=("score", "kl", "response_length"))
-        metrics = look_at(iterations(config))
+        stage.follow(steps, total, shown=("score", "kl", "response_length"))
         show_samples(before, after, config.sample_rows)
         made: dict[str, Callable[[Path], None]] = {"actor": actor}
         if players.critic is not None:
             made["critic"] = partial(save_scalar, players.critic, config.adapter, tokenizer)
         if players.ema is not None:
             made["ema"] = partial(save_policy, players.actor, config.adapter, tokenizer, average=players.ema)
-        if dist.is_main():
-            checkpoint.write_json(stage.directory / "state.json", players.state_dict())
-        stage.finish(
-            made,
-            {name: str(getattr(config, name)) for name in inputs(given)},
-            metrics,
-        )
+        places = {name: str(getattr(config, name)) for name in inputs(given)}
+        stage.finish(made, places, compare(before, after), players.state_dict())

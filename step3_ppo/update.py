@@ -44,21 +44,18 @@ def update(
     """
     actor, critic, algorithm, ptx = learners.actor, learners.critic, learners.algorithm, learners.ptx
 
-    def policy_loss(part: Part) -> losses.Loss:
-        rollout, credit = part
+    def actor_loss(part: Part | Sequences) -> losses.Loss:
         assert actor is not None
+        if isinstance(part, Sequences):
+            assert ptx is not None
+            return ptx.loss(actor, part)
+        rollout, credit = part
         entropy_is = "trained" if config.entropy_coef else "watched"
         logprobs, entropy = actor(rollout.sequences, config.temperature, entropy=entropy_is)
         prompt = rollout.prompt_ids.shape[1]
         loss, metrics = algorithm.policy_loss(logprobs[:, prompt:], rollout, credit, count)
         spread = ops.masked_mean(entropy[:, prompt:], rollout.mask, count)
         return loss - config.entropy_coef * spread, {**metrics, "entropy": spread.detach()}
-
-    def actor_loss(part: Part | Sequences) -> losses.Loss:
-        if isinstance(part, Sequences):
-            assert actor is not None and ptx is not None
-            return ptx.loss(actor, part)
-        return policy_loss(part)
 
     def value_loss(part: Part) -> losses.Loss:
         rollout, credit = part
@@ -77,7 +74,8 @@ def update(
         metrics: Metrics = {}
         if actor is not None:
             mixed = ptx.micro_batches() if ptx is not None else []
-            metrics |= _named("policy", actor.step([*micros, *mixed], actor_loss, named))
+            whose = [*named, *([] for _ in mixed)] if named else []
+            metrics |= _named("policy", actor.step([*micros, *mixed], actor_loss, whose))
             if learners.ema is not None and not metrics["policy_skipped"]:
                 learners.ema.update()
         # What the actor cannot learn from (in fp16: an overflow) is left out for the critic too.

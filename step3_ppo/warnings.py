@@ -287,8 +287,8 @@ RULES = (
         "skipped_steps",
         ("skipped_steps", "optimizer_steps"),
         _skipped_steps,
-        "no optimizer step of this iteration was applied: gradients overflow; use --dtype bf16 or fp32, "
-        "or lower --learning-rate",
+        "no optimizer step of this iteration was applied: the lines above name the numbers that were not finite; lower "
+        "--learning-rate, look at the rows they name, or in fp16 use --dtype bf16",
     ),
 )
 WATCHED = frozenset(

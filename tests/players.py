@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.encode import Prompt
+from data.encode import Demonstration, Prompt
 from rlhf import dist, plugins
 from rlhf.engine import Engine
 from rlhf.models.ema import EMA
@@ -15,6 +15,7 @@ from rlhf.models.scalar import ScalarModel
 from rlhf.rewards import Part, Source, Sources
 from rlhf.types import Credit, Metrics, Prompts, Rollout, Samples
 from step3_ppo import stage
+from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
 from step3_ppo.update import Learners, update
@@ -157,6 +158,29 @@ def with_a_bad_score(rank: int) -> dict[str, Any]:
     second = next(steps)
     checksum = sum(value.double().sum().item() for value in game.weights().values())
     return {"ranks": dist.gather_objects((first, unchanged, "policy_loss" in second, checksum))}
+
+
+def demonstrations(count: int) -> list[Demonstration]:
+    """Rows of different lengths to go on learning beside the reward."""
+    rows = tiny.sequences([5 + i % 7 for i in range(count)], [2] * count, width=12, seed=4)
+    kept = [tuple(ids[mask].tolist()) for ids, mask in zip(rows.ids, rows.mask, strict=True)]
+    return [Demonstration(ids, ((2, len(ids)),)) for ids in kept]
+
+
+def a_step_of_everything() -> dict[str, Any]:
+    """best_of_n with ptx, entropy and scaled scores on this rank's share of equal responses: what all ranks make."""
+    options = {"ptx_coef": 0.5, "ptx_batch_size": 4, "num_mini_batches": 1, "entropy_coef": 0.1, "adam_epsilon": 1e-3}
+    game = players("best_of_n", **options)
+    mine = torch.arange(8).reshape(4, 2)[dist.rank() :: dist.world_size()].flatten()
+    rollout = game.score(game.sample(twice_each())[mine])
+    rows, credit = game.algorithm.select(rollout), game.algorithm.credit(rollout)
+    ptx = Ptx(demonstrations(8), game.config, tiny.PAD, torch.device("cpu"))  # type: ignore[arg-type]
+    assert rollout.scores is not None
+    scale = ScoreScaling(config_of("ppo", use_score_scaling=True, use_score_norm=True))
+    scaled = [score for part in dist.gather_objects(scale(rollout.scores).tolist()) for score in part]
+    learners = Learners(game.actor, None, game.algorithm, ptx)
+    metrics = update(learners, (rollout[rows], credit[rows]), game.config, torch.Generator().manual_seed(0))
+    return {"metrics": metrics, "weights": game.weights(), "scaled": sorted(scaled)}
 
 
 def twice_each() -> Prompts:

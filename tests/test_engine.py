@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config import UserError
-from rlhf.engine import FP16_SEARCH, Engine, compute_dtype, schedule
+from rlhf.engine import FP16_SEARCH, Engine, _let_it_search, compute_dtype, schedule
 from rlhf.models.policy import Policy
 from rlhf.nonfinite import NonFiniteError
 from rlhf.options import EngineOptions, OptimizerOptions
@@ -380,3 +381,41 @@ def test_a_bad_score_on_one_rank_stops_the_iteration_on_both(two: dict[str, Any]
     assert first == second
     metrics, unchanged, learned_afterwards, _ = first
     assert metrics == {"skipped_iteration": 1.0} and unchanged and learned_afterwards
+
+
+def test_ptx_entropy_selection_and_scaling_on_two_ranks(two: dict[str, Any]) -> None:
+    one, found = players.a_step_of_everything(), two["everything"]
+    assert found["metrics"] == pytest.approx(one["metrics"], abs=1e-5)
+    assert found["scaled"] == pytest.approx(one["scaled"], abs=1e-5)
+    assert apart(found["weights"], one["weights"]) < 1e-5
+
+
+@stages
+def test_master_weights_are_finer_than_those_that_compute(stage: int) -> None:
+    engine = engine_runs.engine({"zero_stage": stage, "dtype": "bf16"})
+    for rows in batches(3):
+        step(engine, rows)
+    masters, coarse = engine_runs.master(engine), weights(engine)
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        torch.testing.assert_close(master.to(torch.bfloat16), coarse[name], rtol=0, atol=0, msg=name)
+    assert any(not torch.equal(master, master.to(torch.bfloat16).float()) for master in masters.values())
+
+
+def test_the_search_for_a_loss_scale_raises_nothing_of_its_own() -> None:
+    """DeepSpeed's scaler gives up by a bare Exception after 17 overflows, before we have counted to the end."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def overflow(scaler: Any) -> None:
+        for _ in range(FP16_SEARCH + 9):
+            scaler.update_scale(True)
+
+    made = {"init_scale": 2**16, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
+    own, ours = (
+        DynamicLossScaler(**made, consecutive_hysteresis=False, raise_error_at_min_scale=True) for _ in range(2)
+    )
+    with pytest.raises(Exception, match="minimum"):
+        overflow(own)
+    _let_it_search(SimpleNamespace(loss_scaler=ours))
+    overflow(ours)
+    assert ours.cur_scale == 1

@@ -12,7 +12,7 @@ import torch
 
 from rlhf import dist, launch
 from tests.engine_runs import run, run_averaged, run_into_nan
-from tests.players import two_iterations, with_a_bad_score
+from tests.players import a_step_of_everything, two_iterations, with_a_bad_score
 
 
 def runs() -> dict[str, Any]:
@@ -22,6 +22,7 @@ def runs() -> dict[str, Any]:
         found[f"nan {stage}"] = run_into_nan({"zero_stage": stage}, bad_rank=1)
         found[f"averaged {stage}"] = run_averaged({"zero_stage": stage})
     found["averaged bf16"] = run_averaged({"zero_stage": 3, "dtype": "bf16"})
+    found["everything"] = a_step_of_everything()
     found["skipped iteration"] = with_a_bad_score(rank=1)
     for stage in (1, 2, 3):
         found[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})

@@ -76,7 +76,7 @@ def open_source(spec: str, context: Context) -> Source:
 
     What it says is checked: one finite number for each response, else a UserError that names the response.
     """
-    source = _open(spec, context)
+    source = open_unchecked(spec, context)
 
     def score(samples: Samples) -> Tensor:
         scores = source(samples)
@@ -86,7 +86,7 @@ def open_source(spec: str, context: Context) -> Source:
     return score
 
 
-def _open(spec: str, context: Context) -> Source:
+def open_unchecked(spec: str, context: Context) -> Source:
     """The same, whose numbers need not be finite."""
     name = spec.split(",")[0]
     plugin = f"python,function={spec}" if ":" in name or name.endswith(".py") else spec
@@ -110,7 +110,9 @@ def open_sources(specs: Sequence[str], context: Context, combine: Combine = "sum
     if not any(weight for weight, _ in weighted):
         raise UserError(f"reward: got {list(specs)}, expected at least one source whose weight is not 0")
     names = _numbered([_name(spec) for _, spec in weighted])
-    parts = [Part(name, weight, _open(spec, context)) for name, (weight, spec) in zip(names, weighted, strict=True)]
+    parts = [
+        Part(name, weight, open_unchecked(spec, context)) for name, (weight, spec) in zip(names, weighted, strict=True)
+    ]
     return Sources(tuple(parts), combine)
 
 

@@ -30,16 +30,6 @@ class Config(Step3Config):
             raise ValueError("use_score_scaling, score_clip: expected neither; only the order of scores counts here")
         return self
 
-    @model_validator(mode="after")
-    def _chosen_rows_make_equal_mini_batches(self) -> Self:
-        whole = self.num_generations * self.num_mini_batches
-        if self.batch_size % whole:
-            raise ValueError(
-                f"batch_size {self.batch_size}: expected a multiple of {whole} (num_generations {self.num_generations} "
-                f"x num_mini_batches {self.num_mini_batches}), as one response of each prompt is learned from"
-            )
-        return self
-
 
 class MeasuredKL:
     """In the place of a KL controller: the KL to the reference is measured, and weighs nothing."""

@@ -112,7 +112,7 @@ def test_a_run_that_explodes_is_warned_of_and_ended_and_its_best_policy_stays() 
     kept: list[dict[str, Tensor]] = []
     best = Best("eval_score", None, lambda: kept.append(game.weights()))
     looks = iter(range(0, -99, -1))  # the first look is the best
-    steps = looked_at(iterations(game, 12), 1, lambda _: {"eval_score": float(next(looks))}, best)
+    steps = looked_at(iterations(game, 12), 1, 12, lambda _: {"eval_score": float(next(looks))}, best)
     with pytest.raises(RunawayError, match="--abort-kl 10 for 2 iterations; lower --learning-rate"):
         alarms(ended_by_kl(steps, 10.0, 2))
     assert len(kept) == 1 and all(torch.isfinite(weight).all() for weight in kept[0].values())

@@ -16,6 +16,7 @@ from rlhf import dist, ops, plugins
 from rlhf.config import UserError, validate
 from rlhf.models.policy import Policy
 from rlhf.types import Message, Rollout, Row, Samples
+from step3_ppo import inputs
 from step3_ppo.algorithms.best_of_n import BestOfN, Config, build
 from step3_ppo.chosen import append_chosen
 from tests import tiny
@@ -164,8 +165,7 @@ def test_the_chosen_rows_alone_are_the_update() -> None:
     ("options", "words"),
     [
         ({"num_generations": 1}, ["num_generations", "greater than or equal to 2"]),
-        ({"num_generations": 4, "batch_size": 10}, ["batch_size 10", "multiple of 4"]),
-        ({"num_generations": 4, "batch_size": 8, "num_mini_batches": 4}, ["batch_size 8", "multiple of 16"]),
+        ({"score_clip": 2.0}, ["score_clip", "only the order of scores counts"]),
         ({"kl_coef": 0.1}, ["no option 'kl_coef'"]),
     ],
 )
@@ -174,6 +174,20 @@ def test_options_that_cannot_work(options: dict[str, Any], words: list[str]) -> 
     with pytest.raises(UserError) as error:
         validate(module.Config, options, "best_of_n")
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "multiple"),
+    [
+        ({"num_generations": 4, "batch_size": 10}, 1, 4),
+        ({"num_generations": 4, "batch_size": 8, "num_mini_batches": 4}, 1, 16),
+        ({"num_generations": 4, "batch_size": 16, "num_mini_batches": 4}, 2, 32),
+    ],
+)
+def test_every_mini_batch_of_every_rank_has_a_chosen_response(options: Any, ranks: int, multiple: int) -> None:
+    config = plugins.find("step3_ppo.algorithms", "best_of_n").Config(algorithm="best_of_n", **options)
+    with pytest.raises(UserError, match=f"expected a multiple of {multiple} "):
+        inputs.check_shares(config, ranks)
 
 
 # --- the file of chosen responses

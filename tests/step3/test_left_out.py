@@ -127,3 +127,24 @@ def test_logits_of_nan_are_found_after_sampling() -> None:
     game.actor.module.lm.model.norm.register_forward_hook(lambda norm, inputs, states: states * torch.nan)
     found = flaws(scored(game), {})
     assert found["sampled_logprobs is nan"] == found["logprobs is nan"] == [0, 1, 2, 3]
+
+
+def test_an_algorithm_that_selects_names_the_rows_it_learned_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the chosen responses one has a loss of NaN, the one to the prompt that is named."""
+    game = players("best_of_n", total_episodes=8, num_mini_batches=1, num_ppo_epochs=1, micro_batch_size=1)
+    game = replace(game, config=game.config.model_copy(update={"output_dir": str(tmp_path)}))
+    (tmp_path / "step3_ppo").mkdir()
+    right, blamed = game.algorithm.policy_loss, []
+
+    def policy_loss(logprobs: Tensor, rollout: Rollout, *args: Any) -> Any:
+        loss, metrics = right(logprobs, rollout, *args)
+        if not blamed:
+            blamed.append(rollout.rows[0])
+        return (loss * torch.nan if rollout.rows[0] == blamed[0] else loss), metrics
+
+    monkeypatch.setattr(game.algorithm, "policy_loss", policy_loss)
+    next(iterations(game))
+    (row,) = [i for i, prompt in enumerate(prompts_to_train_on()) if prompt.row == blamed[0]]
+    assert f"loss is nan (training rows {row});" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from step3_ppo.config import Step3Config
 from step3_ppo.ptx import Ptx
 from step3_ppo.update import Learners, update
 from tests import tiny
-from tests.players import Players, language_model, players, twice_each
+from tests.players import Players, demonstrations, language_model, players, twice_each
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "kl_coef": 0.0}
 DEVICE = torch.device("cpu")
@@ -27,14 +27,6 @@ DEVICE = torch.device("cpu")
 def ranks() -> Iterator[None]:
     with tiny.one_rank():
         yield
-
-
-def demonstrations(count: int) -> list[Demonstration]:
-    rows = tiny.sequences([5 + i % 7 for i in range(count)], [2] * count, width=12, seed=4)
-    return [
-        Demonstration(tuple(ids[kept].tolist()), ((2, int(kept.sum())),))
-        for ids, kept in zip(rows.ids, rows.mask, strict=True)
-    ]
 
 
 def learn(game: Players, ptx: Ptx | None, advantage: float = 0.0) -> dict[str, float]:

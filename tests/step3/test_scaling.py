@@ -27,9 +27,11 @@ def test_a_far_mean_and_a_small_deviation_do_not_cancel() -> None:
     torch.testing.assert_close(found, (scores - scores.mean()) / scores.std(correction=0), rtol=1e-4, atol=1e-4)
 
 
-def test_equal_scores_stay_as_they_are() -> None:
-    scale = ScoreScaling(Step3Config(use_score_scaling=True, use_score_norm=True))
-    assert scale(torch.full((4,), 3.0)).tolist() == [3.0] * 4
+@pytest.mark.parametrize("value", [3.0, 0.1, 0.7, 3.3333, -1e4])
+def test_equal_scores_stay_as_they_are(value: float) -> None:
+    """Of their variance only rounding is left, which must not be divided by."""
+    scale, scores = ScoreScaling(Step3Config(use_score_scaling=True)), torch.full((7,), value)
+    assert all(torch.equal(scale(scores), scores) for _ in range(40))
 
 
 def test_clipped_after_scaling_and_without_it() -> None:
