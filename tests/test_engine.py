@@ -411,9 +411,8 @@ def test_the_search_for_a_loss_scale_raises_nothing_of_its_own() -> None:
             scaler.update_scale(True)
 
     made = {"init_scale": 2**16, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
-    own, ours = (
-        DynamicLossScaler(**made, consecutive_hysteresis=False, raise_error_at_min_scale=True) for _ in range(2)
-    )
+    made |= {"consecutive_hysteresis": False, "raise_error_at_min_scale": True}
+    own, ours = (DynamicLossScaler(**made) for _ in range(2))
     with pytest.raises(Exception, match="minimum"):
         overflow(own)
     _let_it_search(SimpleNamespace(loss_scaler=ours))
