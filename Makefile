@@ -29,7 +29,7 @@ demo: $(INSTALLED)  ## the whole pipeline on a tiny model: minutes on a laptop
 test: $(INSTALLED)  ## the whole test suite
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-long: $(INSTALLED)  ## what takes longer: the demo over four more seeds
+test-long: $(INSTALLED)  ## what takes longer: four more seeds of the demo, the other algorithms
 	$(PY) -m pytest -m long $(ARGS)
 
 check: $(INSTALLED)  ## style and types

@@ -134,7 +134,7 @@ def ptx_options(config: Step3Config) -> Step3Config:
     if not config.ptx_data_path:
         return config
     own = {"data_path": config.ptx_data_path, "data_split": (1.0, 0.0, 0.0), "eval_fraction": 0.0, "max_eval_rows": 0}
-    return config.model_copy(update=own | {"sft_only_data_path": (), "eval_data_path": (), "max_train_rows": None})
+    return config.model_copy(update=own | {"sft_only_data_path": (), "max_train_rows": None})
 
 
 def content(config: Step3Config) -> dict[str, str]:

@@ -153,3 +153,16 @@ def run_averaged(options: dict[str, Any], adapter: str | None = None) -> dict[st
 
 def master(trained: Engine) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trained.fp32_weights()}
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The greatest difference of any weight."""
+    assert set(one) == set(other)
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+def require_left_out(found: Any, rows: str) -> None:
+    metrics, unchanged, as_without, said, left_out, _ = found
+    assert metrics["skipped"] == 1 and set(metrics) == {"skipped", "learning_rate"}
+    assert unchanged and as_without
+    assert left_out == 4 and said.startswith(f"step 8: loss is nan (training rows {rows}), 5 times in a row;")

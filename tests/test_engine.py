@@ -1,12 +1,10 @@
 """The engine against a plain AdamW loop: every ZeRO stage, precision, accumulation and number of ranks."""
 
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config import UserError
-from rlhf.engine import FP16_SEARCH, Engine, _let_it_search, compute_dtype, schedule
+from rlhf.engine import Engine, compute_dtype, schedule
 from rlhf.models.policy import Policy
-from rlhf.nonfinite import NonFiniteError
 from rlhf.options import EngineOptions, OptimizerOptions
 from tests import engine_runs, players, tiny
-from tests.engine_runs import OPTIMIZER, STEPS, batches, run, start, step, weights
+from tests.engine_runs import OPTIMIZER, STEPS, apart, batches, require_left_out, run, start, step, weights
 from tests.models.test_ema import require_average
 
 ROOT = Path(__file__).parents[1]
@@ -64,12 +61,6 @@ def plain() -> dict[str, Any]:
 
 def column(found: dict[str, Any], name: str) -> list[float]:
     return [metrics[name] for metrics in found["metrics"]]
-
-
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The greatest difference of any weight."""
-    assert set(one) == set(other)
-    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
 
 
 def require_plain(found: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -159,81 +150,6 @@ def test_no_clipping_when_it_is_off() -> None:
 def test_the_same_run_twice_is_bit_exact() -> None:
     one, again = (run({"zero_stage": 2}, 3) for _ in range(2))
     assert one["metrics"] == again["metrics"] and apart(one["weights"], again["weights"]) == 0
-
-
-# --- numbers that are not finite
-
-
-def require_left_out(found: Any, rows: str) -> None:
-    metrics, unchanged, as_without, said, left_out, _ = found
-    assert metrics["skipped"] == 1 and set(metrics) == {"skipped", "learning_rate"}
-    assert unchanged and as_without
-    assert left_out == 4 and said.startswith(f"step 8: loss is nan (training rows {rows}), 5 times in a row;")
-
-
-@stages
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_loss_of_nan_is_left_out_without_a_trace_and_five_end_the_run(stage: int, dtype: str) -> None:
-    (found,) = engine_runs.run_into_nan({"zero_stage": stage, "dtype": dtype}, bad_rank=0)["ranks"]
-    shortest = batches(2)[1].lengths.argsort(descending=True, stable=True)[6:]
-    require_left_out(found, ", ".join(map(str, sorted(shortest.tolist()))))
-
-
-@stages
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_gradient_of_nan_under_a_finite_loss_is_left_out_too(
-    stage: int, dtype: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = engine_runs.engine({"zero_stage": stage, "dtype": dtype})
-    rows = batches(1)[0]
-    step(engine, rows)
-    before = weights(engine)
-
-    def loss(micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs = engine(micro)[0]
-        return logprobs.mean() + 0.0 * (logprobs - logprobs).sum().sqrt(), {}  # d sqrt(x) at 0 is infinite
-
-    assert engine.step([rows], loss)["skipped"] == 1
-    assert apart(weights(engine), before) == 0
-    assert re.search(r"warning, step 2: grad_norm is (nan|inf); left out", capsys.readouterr().out)
-
-
-def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few steps without effect are DeepSpeed's search for a loss scale; it does not go on for ever."""
-    engine = engine_runs.engine({"zero_stage": 1, "dtype": "bf16"})
-    monkeypatch.setattr(engine, "_options", engine._options.model_copy(update={"dtype": "fp16"}))
-    rows, before = batches(1)[0], weights(engine)
-
-    def loss(micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs = engine(micro)[0]
-        return logprobs.mean() + 0.0 * (logprobs - logprobs).sum().sqrt(), {}
-
-    seen = [engine.step([rows], loss) for _ in range(FP16_SEARCH)]
-    assert all(metrics["skipped"] == 1 and math.isfinite(metrics["loss"]) for metrics in seen)
-    with pytest.raises(NonFiniteError, match=rf"step {FP16_SEARCH + 5}: grad_norm is inf, 5 times in a row"):
-        for _ in range(9):
-            engine.step([rows], loss)
-    assert apart(weights(engine), before) == 0
-
-
-@stages
-@pytest.mark.parametrize("options", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"offload_optimizer": True}], ids=str)
-def test_a_number_without_a_trace_in_the_gradient_is_enough(
-    stage: int, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A metric of NaN beside a loss that is finite; a loss of NaN whose gradient is 0. Each leaves no trace either."""
-    engine, undisturbed = (engine_runs.engine({"zero_stage": stage, **options}) for _ in range(2))
-    first, second = batches(2)
-    parts = engine_runs.micro_batches(first, 3)
-    nan = torch.tensor(torch.nan)
-    engine.step(parts, lambda micro: (engine(micro)[0].mean(), {"entropy": nan}))
-    engine.step(parts, lambda micro: (engine(micro)[0].mean().clamp(nan, nan), {}))
-    said = capsys.readouterr().out
-    assert "entropy is nan" in said and "step 2: loss is nan" in said
-    assert apart(weights(engine), weights(undisturbed)) == 0
-    for each in (engine, undisturbed):
-        step(each, second, 3)
-    assert apart(weights(engine), weights(undisturbed)) == 0
 
 
 # --- dtypes and schedules
@@ -400,21 +316,3 @@ def test_master_weights_are_finer_than_those_that_compute(stage: int) -> None:
         assert master.dtype == torch.float32
         torch.testing.assert_close(master.to(torch.bfloat16), coarse[name], rtol=0, atol=0, msg=name)
     assert any(not torch.equal(master, master.to(torch.bfloat16).float()) for master in masters.values())
-
-
-def test_the_search_for_a_loss_scale_raises_nothing_of_its_own() -> None:
-    """DeepSpeed's scaler gives up by a bare Exception after 17 overflows, before we have counted to the end."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-
-    def overflow(scaler: Any) -> None:
-        for _ in range(FP16_SEARCH + 9):
-            scaler.update_scale(True)
-
-    made = {"init_scale": 2**16, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
-    made |= {"consecutive_hysteresis": False, "raise_error_at_min_scale": True}
-    own, ours = (DynamicLossScaler(**made) for _ in range(2))
-    with pytest.raises(Exception, match="minimum"):
-        overflow(own)
-    _let_it_search(SimpleNamespace(loss_scaler=ours))
-    overflow(ours)
-    assert ours.cur_scale == 1

@@ -49,9 +49,10 @@ def test_what_could_not_steer_is_refused(options: dict[str, Any], said: str) -> 
         validate(Config, options, "x")
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(plugins.names("step3_ppo.algorithms")) - {"best_of_n"})
-)  # has no KL to steer
+STEERED = sorted(set(plugins.names("step3_ppo.algorithms")) - {"best_of_n"})  # which only measures it
+
+
+@pytest.mark.parametrize("name", STEERED)
 def test_every_algorithm_has_one(name: str) -> None:
     module = plugins.find("step3_ppo.algorithms", name)
     assert module.build(module.Config(algorithm=name, kl_coef=0.25)).kl.coef == 0.25
