@@ -59,13 +59,18 @@ CAUGHT_BY: dict[Check, list[Mutant]] = {
         Mutant(
             "unbiased variance",
             ops.mean_var,
-            "squares / count.clamp(min=1) - mean.square()",
-            "(squares - count * mean.square()) / (count - 1).clamp(min=1)",
+            "variance = mean_square - mean.square()",
+            "variance = (squares - count * mean.square()) / (count - 1).clamp(min=1)",
         ),
         Mutant("moments over padding", ops.moments, "mask.sum().double()", "mask.sum().double() * 0 + mask.numel()"),
     ],
     test_ops.test_variance_is_never_negative: [
-        Mutant("variance below zero", ops.mean_var, ").clamp(min=0)", ")"),
+        Mutant(
+            "variance below zero",
+            ops.mean_var,
+            "torch.where(variance > EMPTY_VARIANCE * mean_square, variance, 0.0)",
+            "variance",
+        ),
     ],
     partial(test_ops.test_constant_input_whitens_to_exact_zeros, 0.1): [
         Mutant("no epsilon", ops.whiten, "torch.rsqrt(var + 1e-8)", "torch.rsqrt(var)"),
