@@ -164,10 +164,9 @@ class Engine:
         """A number that is not finite need not have left a trace in the gradient; with one, no step is applied."""
         from deepspeed.utils import safe_set_full_grad
 
-        for parameter in self._engine.module.parameters():
-            if parameter.requires_grad:
-                shape = getattr(parameter, "ds_shape", parameter.shape)
-                safe_set_full_grad(parameter, torch.full(shape, torch.nan, device=self.device))
+        for _, parameter in self._trained():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            safe_set_full_grad(parameter, torch.full(shape, torch.nan, device=self.device))
         # With the optimizer offloaded, DeepSpeed took the norms when the gradients went over.
         norms = getattr(self._engine.optimizer, "norm_for_param_grads", {})
         norms.update(dict.fromkeys(norms, torch.tensor(torch.nan, device=self.device)))
@@ -182,11 +181,14 @@ class Engine:
         """
         from deepspeed.utils import safe_get_full_fp32_param
 
-        masters = _masters(self._engine.optimizer)
+        for name, parameter in self._trained():
+            whole = safe_get_full_fp32_param(parameter)
+            yield name, (parameter if whole is None else whole).detach()
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._engine.module.named_parameters():
             if parameter.requires_grad:
-                whole = safe_get_full_fp32_param(parameter)
-                yield name, (masters.get(id(parameter), parameter) if whole is None else whole).detach().float()
+                yield name, parameter
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[nn.Module]:
@@ -218,13 +220,6 @@ class Engine:
                 offload._register_deepspeed_module(offload.module)
 
 
-def _masters(optimizer: Any) -> dict[int, Tensor]:
-    """The fp32 weights by the id of those that compute, where ZeRO is off and DeepSpeed's own optimizer keeps both."""
-    low, high = (getattr(optimizer, f"{name}_groups", ()) for name in ("fp16", "fp32"))
-    groups = zip(low, high, strict=False)
-    return {id(one): master for ones, masters in groups for one, master in zip(ones, masters, strict=False)}
-
-
 def _let_it_search(optimizer: Any) -> None:
     """fp16: overflows at the least loss scale are ours to count; DeepSpeed would raise a bare Exception."""
     if hasattr(optimizer, "loss_scaler") and hasattr(optimizer.loss_scaler, "raise_error_at_min_scale"):
@@ -232,8 +227,13 @@ def _let_it_search(optimizer: Any) -> None:
 
 
 def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype) -> dict[str, Any]:
-    """What DeepSpeed is told. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3."""
-    zero: dict[str, Any] = {"stage": options.zero_stage, "stage3_param_persistence_threshold": 0}
+    """What DeepSpeed is told. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3.
+
+    Below fp32 ZeRO starts at stage 1: without it another optimizer keeps the master weights, and its first step is a
+    dummy.
+    """
+    stage = options.zero_stage if dtype == torch.float32 else max(1, options.zero_stage)
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
     if options.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     if options.offload_param:

@@ -31,7 +31,8 @@ class EngineOptions(Config):
     """compute dtype; auto = bf16 where the device multiplies it fast (AVX512-BF16, AMX, Ampere GPUs), else fp32.
     Master weights are always fp32"""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """what ZeRO shards over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights"""
+    """what ZeRO shards over the ranks: 0 nothing (in bf16 and fp16 as 1), 1 optimizer state, 2 and gradients, 3 and
+    weights"""
     offload_optimizer: bool = False
     """keep optimizer state in CPU memory"""
     offload_param: bool = False
