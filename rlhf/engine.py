@@ -153,7 +153,8 @@ class Engine:
         if not self._unchecked:
             self._engine.step()
             return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
-        norm = float(torch.nn.utils.get_total_norm(self._gradients()))
+        gradients = [p.grad for _, p in self._trained() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm):
             self._engine.step()
         else:
@@ -170,9 +171,6 @@ class Engine:
         # With the optimizer offloaded, DeepSpeed took the norms when the gradients went over.
         norms = getattr(self._engine.optimizer, "norm_for_param_grads", {})
         norms.update(dict.fromkeys(norms, torch.tensor(torch.nan, device=self.device)))
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._engine.module.parameters() if p.grad is not None]
 
     def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every trained weight, whole and in fp32, one after the other, the same on every rank; not to be changed.

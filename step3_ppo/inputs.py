@@ -139,10 +139,14 @@ def ptx_options(config: Step3Config) -> Step3Config:
 
 def content(config: Step3Config) -> dict[str, str]:
     """A digest of what is at each local place, those of `open_ptx` included."""
-    found = fingerprints(config, PHASE)
-    if config.ptx_coef:
-        found |= {f"{place} (ptx)": digest for place, digest in fingerprints(ptx_options(config), "sft").items()}
-    return found
+    return fingerprints(config, PHASE) | ptx_content(config)
+
+
+def ptx_content(config: Step3Config) -> dict[str, str]:
+    """The same of the places of `open_ptx` alone."""
+    if config.ptx_coef == 0:
+        return {}
+    return {f"{place} (ptx)": digest for place, digest in fingerprints(ptx_options(config), "sft").items()}
 
 
 def _check_tokenizers(config: Step3Config) -> None:

@@ -32,7 +32,7 @@ from step3_ppo.evaluate import (
     write_samples,
 )
 from step3_ppo.guard import ended_by_kl
-from step3_ppo.inputs import check, content, inputs, with_inputs
+from step3_ppo.inputs import check, content, inputs, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
 from step3_ppo.players import Players, iterations, reward_context, set_up
 from step3_ppo.rollout import by_source, flaws, generate, score
@@ -163,7 +163,7 @@ def run(config: Step3Config) -> None:
         context = reward_context(config, tokenizer)
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, context)
         stage.describe(data, tokenizer)
-        stage.manifest["data"] |= {place: digest for place, digest in content(config).items() if "(ptx)" in place}
+        stage.manifest["data"] |= ptx_content(config)
         _clear(stage.directory)
         before = after = evaluate(players, evaluation, judge, config)
         found = flaw(before)

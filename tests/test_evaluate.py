@@ -3,8 +3,7 @@
 import json
 import math
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from rlhf import checkpoint, comparison, config, evaluate, record
+from rlhf import checkpoint, comparison, config, evaluate
 from rlhf.comparison import Responses
 from rlhf.intervals import Interval, mean_interval
 from rlhf.models.load import load_causal_lm
@@ -22,8 +21,7 @@ from rlhf.names import resolve
 from rlhf.standings import Standing, distinct, on_frontier, standings
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from tests import tiny
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.programs import Run, runner
 
 EVEN = (
     "def score(prompts, responses, **columns):\n"
@@ -104,19 +102,8 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: None) -> Run:
-    """The program in this process: (exit code, what it printed, what it said on stderr)."""
-    monkeypatch.setattr(record, "quiet_libraries", lambda: None)
-
-    def call(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["evaluate", *argv])
-        try:
-            code = config.run_as_user(evaluate.main)
-        except SystemExit as leaving:
-            code = int(str(leaving.code))
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
+    """The program in this process."""
+    return runner("evaluate", evaluate.main, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ import transformers
 
 from data.mixture import open_origin
 from data.reading import Skipped
-from rlhf import config, pairs, record
+from rlhf import pairs
 from rlhf.pairing import CUT, EQUAL, TIE, Pair, Side, rows_of
 from rlhf.pairs import PairsConfig
 from rlhf.types import Message, Row
 from tests import tiny
+from tests.programs import Run, runner
 
-Run = Callable[..., tuple[int, str, str]]
 Options = Callable[..., list[str]]
 
 EVEN = (
@@ -93,20 +93,9 @@ def test_without_scores_the_order_is_random_and_the_preference_empty() -> None:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The program in this process: (exit code, what it printed, what it said on stderr)."""
-    monkeypatch.setattr(record, "quiet_libraries", lambda: None)
+    """The program in this process."""
     transformers.utils.logging.disable_progress_bar()
-
-    def call(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pairs", *argv])
-        try:
-            code = config.run_as_user(pairs.main)
-        except SystemExit as leaving:
-            code = int(str(leaving.code))
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
+    return runner("pairs", pairs.main, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from step2_reward.config import RewardConfig
 from step3_ppo import stage as ppo_stage
 from step3_ppo.algorithms import ppo
 from step3_ppo.metrics import credit_metrics, rollout_metrics, speed
+from tests.small_demo import SMALL
 
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()
 IDS = torch.tensor([[5, 6, 5, 6, 0, 0], [5, 7, 0, 0, 0, 0], [9, 9, 9, 9, 9, 2]])
@@ -280,17 +281,6 @@ def test_speed_is_of_the_whole_iteration() -> None:
 
 PAGE = Path(sft.__file__).parents[1] / "docs/metrics.md"
 
-SMALL: dict[str, Any] = {
-    "data_path": ["demo,rows=400"],
-    "chat_template": "human_assistant",
-    "dtype": "fp32",
-    "batch_size": 32,
-    "micro_batch_size": 32,
-    "max_prompt_length": 24,
-    "max_length": 48,
-    "max_eval_rows": 8,
-    "sample_rows": 0,
-}
 ONCE = {"num_train_epochs": 1}
 SHORT = {
     "judge": "data.sources.demo:true_score",

@@ -17,32 +17,22 @@ from step1_sft.config import SFTConfig
 from step2_reward import stage as reward
 from step2_reward.config import RewardConfig
 from step3_ppo import stage
+from tests.small_demo import SMALL
 
-COMMON: dict[str, Any] = {
-    "data_path": ["demo,rows=400"],
-    "chat_template": "human_assistant",
-    "dtype": "fp32",
-    "batch_size": 32,
-    "micro_batch_size": 32,
-    "max_prompt_length": 24,
-    "max_length": 48,
-    "max_eval_rows": 8,
-    "sample_rows": 0,
-}
 SHORT: dict[str, Any] = {"response_length": 16, "total_episodes": 96, "eval_samples": 8, "learning_rate": 1e-3}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     out = tmp_path_factory.mktemp("models")
-    sft.run(SFTConfig(**COMMON, num_train_epochs=1, model="demo-llama", output_dir=str(out)))
-    reward.run(RewardConfig(**COMMON, num_train_epochs=1, model="demo-llama", output_dir=str(out)))
+    sft.run(SFTConfig(**SMALL, num_train_epochs=1, model="demo-llama", output_dir=str(out)))
+    reward.run(RewardConfig(**SMALL, num_train_epochs=1, model="demo-llama", output_dir=str(out)))
     yield out
 
 
 def options(models: Path, out: Path, algorithm: str = "ppo", **changes: Any) -> Any:
     places = {"actor_model": str(models / "step1_sft"), "reward_model": str(models / "step2_reward")}
-    changed = {**COMMON, **SHORT, **places, "algorithm": algorithm, "output_dir": str(out), **changes}
+    changed = {**SMALL, **SHORT, **places, "algorithm": algorithm, "output_dir": str(out), **changes}
     return plugins.find("step3_ppo.algorithms", algorithm).Config(**changed)
 
 

@@ -1,0 +1,28 @@
+"""A command line run inside the test's own process."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from rlhf import config, record
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def runner(
+    name: str, main: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """`run(*argv)` calls the program: (exit code, what it printed, what it said on stderr)."""
+    monkeypatch.setattr(record, "quiet_libraries", lambda: None)
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *argv])
+        try:
+            code = config.run_as_user(main)
+        except SystemExit as leaving:
+            code = int(str(leaving.code))
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
