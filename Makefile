@@ -14,11 +14,11 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test test-long check format bench-data smollm2 clean
+.PHONY: help install demo test test-long test-faults check format bench-data smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## *' '/^[a-z0-9-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## *' '/^[a-z0-9-]+:.*## / { printf "  make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo, test and bench-data"
 
 install: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
@@ -31,6 +31,9 @@ test: $(INSTALLED)  ## the whole test suite
 
 test-long: $(INSTALLED)  ## what takes longer: four more seeds of the demo, the other algorithms
 	$(PY) -m pytest -m long $(ARGS)
+
+test-faults: $(INSTALLED)  ## every fault of docs/reliability.md in earnest: processes killed, disks full, files damaged
+	$(PY) -m pytest -n 2 --dist loadfile -m faults $(ARGS)
 
 check: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check

@@ -11,14 +11,17 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from pydantic import Field, create_model
 
 from data.config import DataOptions
 from rlhf import config, launch, plugins
 from rlhf.config import UserError
+from rlhf.hosts import Deployment, LaunchOptions, open_deployment
+from rlhf.last_words import command_again, last_words
 from rlhf.options import EngineOptions, RunOptions
+from rlhf.plan.options import PlanOptions
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 
@@ -27,7 +30,7 @@ SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 DEMO = Path(__file__).parent / "configs" / "demo.yaml"
 
 
-class ChainConfig(DataOptions, EngineOptions, RunOptions):
+class ChainConfig(DataOptions, EngineOptions, RunOptions, LaunchOptions, PlanOptions):
     """All three stages. An option given here holds for every stage that does not set its own."""
 
     actor_model: str = "opt-1.3b"
@@ -39,8 +42,6 @@ class ChainConfig(DataOptions, EngineOptions, RunOptions):
     multi_node: the same on every host of --hostfile"""
     num_processes: int | None = Field(None, ge=1)
     """processes of single_node; by default the number of visible GPUs"""
-    hostfile: str | None = None
-    """hosts of multi_node, one 'name slots=N' a line"""
     steps: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
     """the part of the chain to run; inputs of the rest are found in the output directory"""
     output_dir: str = "runs/rlhf"
@@ -129,33 +130,68 @@ def _inputs_named_above(chain: Any, argv: list[str]) -> Iterator[tuple[str, str]
             )
 
 
-def processes(chain: ChainConfig) -> int:
-    """How many processes a stage gets. Raises: UserError if the devices are not there."""
+def deployment(chain: ChainConfig) -> Deployment:
+    """Where a stage runs, and in how many processes. Raises: UserError if the hosts or devices are not there."""
     import torch
 
+    own = LaunchOptions(**{name: getattr(chain, name) for name in LaunchOptions.model_fields})
     if chain.deployment_type == "multi_node":
-        hosts = "" if chain.hostfile is None else f" on the hosts of {chain.hostfile}"
-        raise UserError(
-            f"--deployment-type multi_node: this version does not start processes{hosts}; expected single_gpu or "
-            "single_node; start each stage on every node with torchrun --nnodes N ... -m step1_sft"
-        )
-    if chain.hostfile is not None:
-        raise UserError(
-            f"--hostfile {chain.hostfile}: got --deployment-type {chain.deployment_type}, expected multi_node"
-        )
+        if chain.num_processes is not None:
+            raise UserError(
+                f"--num-processes {chain.num_processes}: got it with multi_node, expected slots= in the hostfile"
+            )
+        return open_deployment(own)
+    for name in ("hostfile", "include", "exclude", "num_nodes", "master_addr", "master_port", "ssh_port"):
+        if getattr(own, name) is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} {getattr(own, name)}: got --deployment-type {chain.deployment_type}, "
+                "expected multi_node"
+            )
     if chain.deployment_type == "single_gpu":
         if (chain.num_processes or 1) > 1:
             raise UserError(
                 f"--num-processes {chain.num_processes}: one GPU has one; add --deployment-type single_node"
             )
-        return 1
+        return Deployment(1, options=own)
     gpus = torch.cuda.device_count()
     wanted = chain.num_processes or max(1, gpus)
     most = gpus or max(2, launch.cores())
     if wanted > most:
         there = f"{gpus} GPUs are visible" if gpus else f"this machine has no GPU and {launch.cores()} cores"
         raise UserError(f"--num-processes {wanted}: {there}, expected at most {most}")
-    return wanted
+    return Deployment(wanted, options=own)
+
+
+def _needs(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
+    """The chosen stages' sections and what they need, the devices asked about, the models step 3 will start from."""
+    from rlhf.plan.command import starts
+
+    asked = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
+    stages = {
+        SECTIONS[step]: (getattr(chain, SECTIONS[step]), importlib.import_module(f"{STAGES[step]}.plan").needs)
+        for step in sorted(set(chain.steps))
+    }
+    return stages, asked, starts(chain.output_dir, chain.sft.model, chain.reward.model)
+
+
+def forecast(chain: Any) -> str:
+    """What `--plan` prints: memory, time and disk of every stage."""
+    from rlhf.plan.command import show
+
+    stages, asked, made = _needs(chain)
+    return show(stages, asked, 1 if chain.devices else deployment(chain).processes, made)
+
+
+def settle(chain: Any, count: int) -> Any:
+    """The chain with `--zero-stage auto` replaced by what fits; says by what. Raises: UserError if nothing does."""
+    from rlhf.plan.command import settle
+
+    stages, asked, made = _needs(chain)
+    for section, (options, needs) in stages.items():
+        held, line = settle(options, needs, asked, count, made)
+        print(line, end="\n" if line else "", flush=True)
+        chain = chain.model_copy(update={section: held})
+    return chain
 
 
 def plan(chain: Any, count: int) -> dict[int, Any]:
@@ -163,7 +199,7 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
 
     Every stage is checked before any is started. Raises: UserError.
     """
-    from rlhf import checkpoint, record, run
+    from rlhf import checkpoint, progress, record
 
     checkpoint.require_writable(chain.output_dir)
     planned: dict[str, str] = {}
@@ -172,7 +208,7 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
     for step in sorted(set(chain.steps)):
         options, name = getattr(chain, SECTIONS[step]), STAGES[step]
         stage = importlib.import_module(f"{name}.stage")
-        state = run.state(name, options, stage.inputs(options), partial(stage.content, options), planned)
+        state = progress.standing(name, options, stage.inputs(options), partial(stage.content, options), planned)
         if state == "finished":
             finished.append(name)
             continue
@@ -189,17 +225,25 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
     return todo
 
 
-def run_stage(step: int, options: Any, count: int) -> None:
-    """Start one stage and wait. Leaves with the stage's exit code if that is not 0."""
+def run_stage(step: int, options: Any, where: Deployment) -> launch.Ended:
+    """Start one stage and wait: how it ended."""
     stage = STAGES[step]
-    with tempfile.TemporaryDirectory(prefix=f"{stage}-") as folder:
-        path = Path(folder) / "config.yaml"
+    shared = options.output_dir if where.hosts else None  # every host must see the file
+    with tempfile.TemporaryDirectory(prefix=f".{stage}-", dir=shared) as folder:
+        path = Path(folder).absolute() / "config.yaml"
         path.write_text(config.to_yaml(options), encoding="utf-8")
-        code = launch.run(stage, ["--config", str(path)], count)
-    if code != 0:
-        if code not in launch.SAID:
-            print(f"\n{stage} ended with {launch.name_of(code)}; no later stage was started", file=sys.stderr)
-        raise SystemExit(code if code > 0 else 128 - code)
+        return launch.run(stage, ["--config", str(path)], where)
+
+
+def leave(step: int, ended: launch.Ended, todo: dict[int, Any]) -> NoReturn:
+    """End the chain with the code of a stage that failed, and with a line about it unless it has said one."""
+    if ended not in launch.SAID:
+        manifests = {
+            SECTIONS[s]: Path(o.output_dir) / STAGES[s] / "manifest.json" for s, o in todo.items() if o.overwrite
+        }
+        words = last_words(Path(todo[step].output_dir) / STAGES[step], ended, command_again(manifests))
+        print(f"\n{words}", file=sys.stderr)
+    raise SystemExit(int(ended) if ended > 0 else 128 - ended)
 
 
 def main() -> None:
@@ -212,16 +256,24 @@ def main() -> None:
     if shown:
         print(config.to_yaml(chain), end="")
         return
+    launch.require_alone()
     from rlhf.record import quiet_libraries
 
     quiet_libraries()
-    count = processes(chain)
-    todo = plan(chain, count)
-    if todo:
-        print(note, end="", flush=True)
-        save(chain)
-    for step, options in todo.items():
-        run_stage(step, options, count)
+    if chain.plan:
+        print(forecast(chain))
+        return
+    with launch.requeued_when_asked():
+        where = deployment(chain)
+        chain = settle(chain, where.processes)
+        todo = plan(chain, where.processes)
+        if todo:
+            print(note, end="", flush=True)
+            save(chain)
+        for step, options in todo.items():
+            ended = run_stage(step, options, where)
+            if ended != 0:
+                leave(step, ended, todo)
     print(next_step(chain))
 
 

@@ -1,6 +1,7 @@
 """What a stage leaves behind: directories that appear whole, and a manifest, written last, that vouches for them."""
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -8,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,6 +21,7 @@ from rlhf.config import UserError
 MANIFEST = "manifest.json"
 RUN_CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+LOCK = ".lock"
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
 
 
@@ -40,17 +43,33 @@ def appearing(directory: Path) -> Iterator[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Write atomically: a reader sees the old file or the whole new one."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False), encoding="utf-8")
+    flush(temporary)
     os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def flush(path: Path) -> None:
+    """Have the disk hold what was written to a file, or which names a directory has."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def file_digests(stage: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
     """Size and sha256 of every file of the stage's model folders, by path relative to the stage."""
     files = (file for folder in folders for file in sorted((stage / folder).rglob("*")) if file.is_file())
-    return {str(f.relative_to(stage)): {"size": f.stat().st_size, "sha256": _sha256(f)} for f in files}
+    return {str(f.relative_to(stage)): digest(f) for f in files}
+
+
+def digest(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file."""
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:
@@ -84,6 +103,26 @@ def require_writable(output_dir: str) -> None:
         raise UserError(f"--output-dir {output_dir}: cannot write there ({error.strerror}); name another") from None
 
 
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """The directory for this process alone; the kernel gives it free however the process ends.
+
+    Raises: UserError naming the process that has it.
+    """
+    with (directory / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"{directory}: in use by {file.read()}; wait for its end, or name another --output-dir"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
 def read_manifest(stage: Path) -> dict[str, Any]:
     """The manifest of a finished stage, every file it names checked.
 
@@ -94,7 +133,7 @@ def read_manifest(stage: Path) -> dict[str, Any]:
         raise UserError(f"{stage}: unfinished stage, no {MANIFEST}; run it to its end, or name another directory")
     cure = "make that stage again with --overwrite, or name another directory"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
         missing = {"stage", "inputs", "models", "metrics", "config"} - set(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

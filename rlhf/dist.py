@@ -3,27 +3,35 @@
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf import rendezvous
+from rlhf.config import UserError
+
 
 @contextlib.contextmanager
-def process_group(timeout_s: int = 1800) -> Iterator[None]:
+def process_group(timeout_s: float = 1800) -> Iterator[None]:
     """The process group for the length of a run, always destroyed at its end.
 
     Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun, deepspeed and accelerate
     set them; without them this process is alone. Leaving the group open made 11 of 15 good runs exit
     non-zero, hence the `finally`.
+    A collective that has waited `timeout_s` seconds for another rank fails.
+
+    Raises: UserError if this rank has no GPU where others have, or finds nobody at that address.
     """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     device = local_device()
     if device.type == "cuda":
+        _require_device(device)
         torch.cuda.set_device(device)
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -33,16 +41,34 @@ def process_group(timeout_s: int = 1800) -> Iterator[None]:
 
     # The shared-memory all-reduce is compiled with g++ on first use (20 to 40 s, and an error without a compiler).
     compatible["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(
-        dist_backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=timeout_s),
-        verbose=False,
-    )
+    backend, patience = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout_s)
+    if rendezvous.several():
+        rendezvous.choose_interface()
+        dist.init_process_group(
+            backend,
+            store=rendezvous.group_store(),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=patience,
+            device_id=device if device.type == "cuda" else None,
+        )
+    deepspeed.init_distributed(dist_backend=backend, timeout=patience, verbose=False)
     try:
         yield
     finally:
         dist.destroy_process_group()
         groups._WORLD_GROUP = None  # DeepSpeed would go on using the one that is gone
+        deepspeed.comm.comm.cdb = None
+
+
+def _require_device(device: torch.device) -> None:
+    """Raises: UserError if this process has a higher number on its host than there are GPUs."""
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise UserError(
+            f"rank {rank()} on {socket.gethostname()}: is process {device.index} of that host, which has {count} GPUs; "
+            "start at most one process for each"
+        )
 
 
 def local_device() -> torch.device:
@@ -77,6 +103,15 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
         dist.all_reduce(total)
         total = total.to(tensor.device)
     return total
+
+
+def max_over_ranks(numbers: Sequence[float]) -> list[float]:
+    """The elementwise greatest of `numbers` over all ranks."""
+    if world_size() == 1:
+        return list(numbers)
+    greatest = torch.tensor(numbers, dtype=torch.float64, device=local_device())
+    dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
+    return [float(number) for number in greatest.tolist()]
 
 
 def broadcast(tensor: Tensor, source: int) -> None:

@@ -1,18 +1,22 @@
-"""The only place that knows DeepSpeed: ZeRO, offload, precision, batch arithmetic, the optimizer step, export."""
+"""Training under DeepSpeed: ZeRO, offload, precision, batch arithmetic, the optimizer step."""
 
 import contextlib
 import logging
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf import dist
+from rlhf import dist, engine_state
 from rlhf.config import UserError
 from rlhf.nonfinite import Tolerance
 from rlhf.options import EngineOptions, OptimizerOptions
+from rlhf.sharding import InStep, Shards, deepspeed_settings, gathered, zero3
 from rlhf.types import Metrics
 
 FP16_SEARCH = 24
@@ -84,6 +88,7 @@ class Engine:
         self._title = title
         self._overflows = 0
         self.tolerance = Tolerance(o.max_bad_steps)
+        self.forward_s = 0.0  # of this rank's training passes; whoever reads it sets it back
 
     @property
     def module(self) -> Any:
@@ -116,7 +121,9 @@ class Engine:
         totals: dict[str, Tensor] = {}
         sound = []
         for i, micro in enumerate(micros):
+            began = time.perf_counter()
             value, metrics = loss(micro)
+            self.forward_s += time.perf_counter() - began
             for name, metric in {"loss": value, **metrics}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + metric.detach().float()
             sound.append(torch.stack([x.detach().float() for x in (value, *metrics.values())]).isfinite().all())
@@ -183,6 +190,34 @@ class Engine:
             whole = safe_get_full_fp32_param(parameter)
             yield name, (parameter if whole is None else whole).detach()
 
+    def state_dict(self) -> dict[str, float]:
+        """Step counts and fp16's loss scale: all that the engine goes on from beside `tensors`."""
+        counts = {"steps": self._steps, "overflows": self._overflows, "bad_in_a_row": self.tolerance.in_a_row}
+        return {**counts, **engine_state.numbers(self._engine)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from there; before `load_tensors`."""
+        self._steps, self._overflows = int(state["steps"]), int(state["overflows"])
+        self.tolerance.in_a_row = int(state["bad_in_a_row"])
+        engine_state.restore_numbers(self._engine, state)
+
+    def size(self) -> int:
+        """Bytes of what `tensors` gives on all ranks."""
+        return 12 * sum(getattr(p, "ds_numel", p.numel()) for _, p in self._trained())
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and AdamW's moments, whole and in fp32, of every `world_size`th trained weight: this rank's share.
+
+        Every rank goes through its own together with the others.
+        """
+        for i, (name, tensor) in enumerate(engine_state.tensors(self._engine, list(self._trained()))):
+            if i % dist.world_size() == dist.rank():
+                yield name, tensor
+
+    def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
+        """Go on from the tensors of all ranks, under any ZeRO stage and number of ranks."""
+        engine_state.restore_tensors(self._engine, list(self._trained()), saved)
+
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._engine.module.named_parameters():
             if parameter.requires_grad:
@@ -190,32 +225,20 @@ class Engine:
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        """The whole model in eval mode without gradients, gathered once under ZeRO-3."""
+        """The model in eval mode without gradients. Under ZeRO-3 its weights are gathered once, or (`gather_whole` off)
+        layer by layer in step with the other ranks."""
         self._engine.eval()
-        with torch.no_grad(), self._gathered():
+        with torch.no_grad(), self._at_hand():
             yield self._engine.module
 
     @contextlib.contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Under ZeRO-3 every weight whole on every rank, the hooks that fetch and release them taken off meanwhile.
-
-        With the hooks on, each forward pass would gather again (10 times slower to generate), and ranks with
-        different numbers of passes would wait for each other for ever.
-        """
-        if self._options.zero_stage < 3:
+    def _at_hand(self) -> Iterator[None]:
+        if self._options.zero_stage != 3:
             yield
             return
-        import deepspeed
-
         offload = self._engine.optimizer.parameter_offload
-        with deepspeed.zero.GatheredParameters(list(self._engine.module.parameters())):
-            for hook in [*offload.forward_hooks, *offload.backward_hooks]:
-                hook.remove()
-            offload.forward_hooks, offload.backward_hooks = [], []
-            try:
-                yield
-            finally:
-                offload._register_deepspeed_module(offload.module)
+        with gathered(offload) if self._options.gather_whole else InStep(offload):
+            yield
 
 
 def _let_it_search(optimizer: Any) -> None:
@@ -230,23 +253,56 @@ def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype:
     Below fp32 ZeRO starts at stage 1: without it another optimizer keeps the master weights, and its first step is a
     dummy.
     """
-    stage = options.zero_stage if dtype == torch.float32 else max(1, options.zero_stage)
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    stage = int(options.zero_stage) if dtype == torch.float32 else max(1, int(options.zero_stage))
+    zero: dict[str, Any] = zero3(_kept(options)) if stage == 3 else {"stage": stage}
     if options.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if options.offload_param:
-        zero["offload_param"] = {"device": "cpu"}
-    return {
-        "train_micro_batch_size_per_gpu": optimizer.micro_batch_size,
-        "gradient_accumulation_steps": 1,  # the step's micro-batches are counted in Engine.step
+        zero["offload_optimizer"] = _off(options)
+    return deepspeed_settings(dtype, optimizer.micro_batch_size) | {
         "gradient_clipping": optimizer.max_grad_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "fp16": {"enabled": dtype == torch.float16},
-        "steps_per_print": 1 << 60,
     }
+
+
+def shards_of(options: EngineOptions) -> Shards | None:
+    """How a model for such an engine is loaded, None = whole."""
+    return Shards(compute_dtype(options, dist.local_device()), _kept(options)) if options.zero_stage == 3 else None
+
+
+def _kept(options: EngineOptions) -> dict[str, Any] | None:
+    return _off(options) if options.offload_param else None
+
+
+def _off(options: EngineOptions) -> dict[str, Any]:
+    return {"device": "cpu"} if options.offload_nvme is None else {"device": "nvme", "nvme_path": options.offload_nvme}
+
+
+def require_possible(options: EngineOptions, device: torch.device) -> None:
+    """Raises: UserError for options that do not go together, or not on this device."""
+    dtype, stage = compute_dtype(options, device), options.zero_stage
+    if stage == "auto":
+        raise UserError("--zero-stage auto: chosen by the commands before a stage begins, expected 0, 1, 2 or 3 here")
+    if options.offload_param and stage < 3:
+        raise UserError(f"--offload-param: needs --zero-stage 3, got {stage}")
+    if options.offload_optimizer and stage == 0 and dtype == torch.float32:
+        raise UserError("--offload-optimizer: needs --zero-stage 1, 2 or 3, got 0")
+    folder = options.offload_nvme
+    if folder is None:
+        return
+    if not (options.offload_optimizer or options.offload_param):
+        raise UserError(f"--offload-nvme {folder}: expected --offload-optimizer or --offload-param, which go there")
+    if stage < 3:
+        raise UserError(f"--offload-nvme {folder}: needs --zero-stage 3, got {stage}")
+    if not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        raise UserError(f"--offload-nvme {folder}: expected a folder that can be written to")
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
+        raise UserError(
+            f"--offload-nvme {folder}: DeepSpeed cannot build its asynchronous reads and writes here; install libaio "
+            "with its headers (libaio-dev) and a C++ compiler, or leave the option out to offload to CPU memory"
+        )
 
 
 def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:

@@ -11,108 +11,65 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import NoReturn, Self, TypeVar
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
 
-from rlhf import config
+from rlhf import config, slurm
 from rlhf.config import UserError
+from rlhf.hosts import Deployment
+from rlhf.net import LOOPBACK, interface_of
+from rlhf.nodes import Nodes
 from rlhf.options import RunOptions
+from rlhf.ranks import CLOSING_S as CLOSING_S
+from rlhf.ranks import GRACE_S, MISTAKE, REQUEUE, TERMINATED, Ended, Ranks, Signals, Watch
+from rlhf.ranks import NON_FINITE as NON_FINITE
+from rlhf.ranks import SAID as SAID
+from rlhf.ranks import name_of as name_of
 
 C = TypeVar("C", bound=RunOptions)
 
-GRACE_S = 30.0
-"""from a signal to the kill"""
-CLOSING_S = 5.0
-"""from the first failure of a rank to the kill of the others"""
 PATIENCE_S = 5.0
 """a rank that has nothing of its own to say waits this long, to be ended by the launcher in silence"""
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-LAUNCHER = "RLHF_LAUNCHER_PID"
-MISTAKE, NON_FINITE = SAID = (2, 3)
-"""exit codes of a user's mistake and of a number that is not finite; the process has said what it was"""
+LAUNCHER, LAUNCHER_GRACE = "RLHF_LAUNCHER_PID", "RLHF_GRACE_S"
+PLACES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+)
+"""variables in which a launcher tells a rank its place"""
 
 
-def run(module: str, argv: Sequence[str], processes: int = 1) -> int:
-    """Run `processes` ranks of `python -m module` to their end; the exit code of the first that failed, else 0.
+def run(module: str, argv: Sequence[str], where: int | Deployment = 1) -> Ended:
+    """Run `python -m module` in `where` processes of this machine, or on the hosts of a deployment, to their end.
 
-    SIGTERM, Ctrl-C and a closed terminal end every process: by SIGTERM at first; a second signal, or no end within
-    GRACE_S seconds, kills. When one rank fails the others are ended. Nothing outlives this call. A code below 0 is
-    that of a signal, to us or to a rank.
+    Returns the exit code of the first that failed, else 0; one below 0 is that of a signal, to us or to a rank.
+    rlhf.ranks.Watch tells how signals and failures end all. Nothing outlives this call, on any host.
+    On several hosts a word of `argv` after --config is a file that all must see: it lies in their shared directory.
+
+    Raises: UserError if a host is missing or refuses.
     """
+    deployment = where if isinstance(where, Deployment) else Deployment(where)
+    with Signals() as asked:
+        if not deployment.hosts:
+            return _run_here(module, argv, deployment, asked)
+        with Nodes(deployment) as nodes:
+            nodes.start(module, argv, argv[argv.index("--config") + 1] if "--config" in argv else ".", asked)
+            return Watch(nodes, asked, deployment.options.grace_s).follow()
+
+
+def _run_here(module: str, argv: Sequence[str], deployment: Deployment, asked: Signals) -> Ended:
+    processes, grace_s = deployment.processes, deployment.options.grace_s
     command = [sys.executable, "-m", module, *argv]
-    with _meeting_place(processes) as meeting, _Ranks() as ranks:
+    with _meeting_place(processes) as meeting, Ranks() as ranks:
         for rank in range(processes):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting} if meeting else {}
-            ranks.start(command, _environment(processes) | place)
-        return ranks.wait()
-
-
-def name_of(code: int) -> str:
-    """`exit code 1`, or `SIGKILL` of -9."""
-    if code >= 0:
-        return f"exit code {code}"
-    often = " (often: the machine is out of memory)" if code == -signal.SIGKILL else ""
-    return signal.Signals(-code).name + often
-
-
-class _Ranks:
-    """Processes that end together, each in a session of its own."""
-
-    def __init__(self) -> None:
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._asked: list[int] = []
-        self._deadline = float("inf")
-
-    def __enter__(self) -> Self:
-        kept = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._forward) for number in kept}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._signal(signal.SIGKILL)
-        for child in self._children:
-            child.wait()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def start(self, command: list[str], environment: dict[str, str]) -> None:
-        if not self._asked:
-            child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-            self._children.append(child)
-            if self._asked:  # while the process was being made
-                self._signal(signal.SIGTERM)
-
-    def wait(self) -> int:
-        failed = 0
-        while any(child.poll() is None for child in self._children):
-            if not failed and (failed := self._first_failure()) and not self._asked:
-                self._end_by(CLOSING_S)
-                self._signal(signal.SIGTERM)
-            if time.monotonic() > self._deadline:
-                self._signal(signal.SIGKILL)
-            time.sleep(0.05)
-        return -self._asked[0] if self._asked else failed or self._first_failure()
-
-    def _first_failure(self) -> int:
-        return next((child.returncode for child in self._children if child.poll()), 0)
-
-    def _forward(self, number: int, _: FrameType | None) -> None:
-        self._asked.append(number)
-        self._end_by(GRACE_S)
-        self._signal(signal.SIGTERM if len(self._asked) == 1 else signal.SIGKILL)
-
-    def _end_by(self, seconds: float) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + seconds)
-
-    def _signal(self, number: int) -> None:
-        for child in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, number)
+            if not asked.waiting():
+                ranks.start(rank, command, rank_environment(processes, grace_s) | place)
+        return Watch(ranks, asked, grace_s).follow()
 
 
 @contextlib.contextmanager
@@ -124,32 +81,65 @@ def _meeting_place(processes: int) -> Iterator[dict[str, str]]:
     if processes == 1:
         yield {}
         return
-    from torch.distributed import TCPStore
-
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    only = {"GLOO_SOCKET_IFNAME": loopback.pop()} if loopback else {}
+    store = hold_store(socket.create_server((LOOPBACK, 0)))
+    address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    loopback = interface_of(LOOPBACK)
+    only = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
     yield {**address, **only, "WORLD_SIZE": str(processes)}
     del store
 
 
-def _environment(processes: int) -> dict[str, str]:
-    """Ours, with the project importable, the cores shared among the ranks, and no launcher's variables left over."""
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+def hold_store(listening: socket.socket) -> Any:
+    """A store behind a socket that listens already; it is there for as long as the object is."""
+    from torch.distributed import TCPStore
+
+    address, port = listening.getsockname()
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def rank_environment(processes: int, grace_s: float = GRACE_S) -> dict[str, str]:
+    """Ours, for one of so many ranks of this machine: with the project importable, the cores shared among them, and no
+    other launcher's variables left over."""
+    env = {name: value for name, value in os.environ.items() if name not in PLACES}
     root = str(Path(__file__).parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
-    env[LAUNCHER] = str(os.getpid())
+    env |= {LAUNCHER: str(os.getpid()), LAUNCHER_GRACE: str(grace_s)}
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it says that addresses have no names
     if processes > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
+        env["LOCAL_WORLD_SIZE"] = str(processes)
     return env
 
 
 def cores() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def require_alone() -> None:
+    """Raises: UserError if another launcher made this process one of several; a chain starts its ranks itself."""
+    slurm.adopt(os.environ)
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size > 1:
+        raise UserError(
+            f"started as rank {os.environ.get('RANK', '?')} of {size}, expected one process: the chain starts its own "
+            "(--deployment-type single_node or multi_node); under torchrun, accelerate or srun start a stage, as "
+            "-m step1_sft"
+        )
+
+
+@contextlib.contextmanager
+def requeued_when_asked() -> Iterator[None]:
+    """Between stages SIGUSR1 ends the chain with code REQUEUE: there is nothing to save."""
+
+    def leave(*_: object) -> NoReturn:
+        raise SystemExit(REQUEUE)
+
+    before = signal.signal(signal.SIGUSR1, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def stage_main(
@@ -161,10 +151,12 @@ def stage_main(
     # The deepspeed launcher adds --local_rank; the environment says it too.
     argv = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank=", word)]
     try:
-        with _Patience():
+        with requeued_when_asked(), _Patience():
+            slurm.adopt(os.environ)
             options = config.parse(options_of(argv), argv, f"python -m {stage}", description)
-            from rlhf import checkpoint, record
+            from rlhf import checkpoint, record, rendezvous
 
+            rendezvous.meet(options)
             checkpoint.require_writable(options.output_dir)
             record.require_trackers(options.report_to)
             record.quiet_libraries()
@@ -195,8 +187,9 @@ def speak_plainly() -> None:
 def give_up(message: str, code: int) -> NoReturn:
     """End this rank with one line. Rank 0 goes first, and its launcher then ends the others, who would say the same."""
     if _rank() > 0:
-        time.sleep(PATIENCE_S)
-    print(message, file=sys.stderr, flush=True)
+        _wait_to_be_ended()
+    if _rank() == 0 or code not in (REQUEUE, TERMINATED):
+        print(message, file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:  # torchrun ends its own report with this
         said = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
@@ -211,6 +204,11 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def _wait_to_be_ended() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a run only remembers it
+    time.sleep(PATIENCE_S)
+
+
 class _Patience:
     """Lets the rank that failed first speak first: one that only lost its peer, or is not rank 0, waits."""
 
@@ -221,14 +219,24 @@ class _Patience:
         if isinstance(error, SystemExit | UserError | KeyboardInterrupt) or error is None:
             return
         if _rank() > 0 or re.search(r"closed by peer|reset by peer|Broken pipe|NCCL|gloo", str(error)):
-            time.sleep(PATIENCE_S)
+            _wait_to_be_ended()
 
 
 def _end_with_launcher() -> None:
-    """Linux: have the kernel send SIGTERM when the launcher is gone, even by SIGKILL."""
+    """When the launcher is gone, even by SIGKILL, end: asked by SIGTERM on Linux, and killed if that is no help."""
     launcher = os.environ.get(LAUNCHER)
-    if launcher is not None:
-        end_with_parent(int(launcher))
+    if launcher is None:
+        return
+    end_with_parent(int(launcher))
+    grace_s = float(os.environ.get(LAUNCHER_GRACE, GRACE_S))
+    threading.Thread(target=_outlive_by, args=(int(launcher), grace_s), daemon=True).start()
+
+
+def _outlive_by(parent: int, grace_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    time.sleep(grace_s)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_parent(parent: int) -> None:

@@ -1,7 +1,8 @@
 """Options that every stage has, each declared once. Torch-free, like rlhf.config."""
 
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
+import tyro
 from pydantic import Field
 
 from rlhf.config import Config
@@ -19,7 +20,17 @@ class RunOptions(Config):
     sample_rows: int = Field(4, ge=0)
     """prompts shown before and after"""
     overwrite: bool = False
-    """run again even if it is finished"""
+    """run again even if it is finished, and from the beginning if it was interrupted"""
+    save_every: int | None = Field(None, ge=1)
+    """optimizer steps (in step 3 iterations) between checkpoints; none = by --save-minutes alone"""
+    save_minutes: float = Field(20.0, gt=0)
+    """minutes after which a checkpoint is due; the end of the step in which they pass decides"""
+    keep: int = Field(2, ge=2)
+    """checkpoints kept, the newest; at least 2, so that one is whole whatever happens"""
+    allow_config_change: bool = False
+    """go on from a checkpoint with options that change the result; else they are refused"""
+    timeout_s: float = Field(1800.0, gt=0)
+    """seconds that a process waits for the others before it takes them for lost"""
     convert_template: bool = False
     """start from a stage made with another chat template, and train it to this one"""
 
@@ -30,17 +41,63 @@ class EngineOptions(Config):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """compute dtype; auto = bf16 where the device multiplies it fast (AVX512-BF16, AMX, Ampere GPUs), else fp32.
     Master weights are always fp32"""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2, 3, "auto"] = 1
     """what ZeRO shards over the ranks: 0 nothing (in bf16 and fp16 as 1), 1 optimizer state, 2 and gradients, 3 and
-    weights"""
+    weights; auto = the fastest that fits, with offload and recomputation if it must be (--plan shows it)"""
     offload_optimizer: bool = False
     """keep optimizer state in CPU memory"""
     offload_param: bool = False
     """keep weights in CPU memory between uses (ZeRO 3)"""
+    offload_nvme: str | None = None
+    """folder on an NVMe drive that takes what is offloaded, in the place of CPU memory (ZeRO 3)"""
+    gather_whole: bool = True
+    """ZeRO 3, between training steps: all weights on every device, gathered once a rollout; off: one layer at a time,
+    for a model that does not fit, many times slower to generate"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
     adapter: str | None = None
     """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16; none = train all weights"""
+
+
+Flag = Annotated[bool | None, tyro.conf.DisallowNone]
+"""On the command line --name and --no-name, or neither."""
+E = TypeVar("E", bound=EngineOptions)
+
+
+class OwnEngineOptions(Config):
+    """How one of several trained models is held; what is not set is as for all."""
+
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """its own --zero-stage"""
+    offload_optimizer: Flag = None
+    """its own --offload-optimizer"""
+    offload_param: Flag = None
+    """its own --offload-param"""
+    gather_whole: Flag = None
+    """its own --gather-whole"""
+    gradient_checkpointing: Flag = None
+    """its own --gradient-checkpointing"""
+
+    def over(self, shared: E) -> E:
+        """The options of this model."""
+        return shared.model_copy(update=self.model_dump(exclude_none=True))
+
+
+class FrozenOptions(Config):
+    """How a model is held that is only asked."""
+
+    zero_stage: Literal[0, 3] | None = None
+    """0 = whole on every device, 3 = in parts on the ranks; by default 3 where the trained model beside it has 3"""
+    offload: bool = False
+    """keep its weights in CPU memory between uses"""
+    gather_whole: Flag = None
+    """its own --gather-whole"""
+
+    def beside(self, trained: EngineOptions) -> "FrozenOptions":
+        """These options, what is not set as for a trained model."""
+        stage: Literal[0, 3] = 3 if trained.zero_stage == 3 else 0
+        given = self.model_dump(exclude_none=True)
+        return self.model_copy(update={"zero_stage": stage, "gather_whole": trained.gather_whole, **given})
 
 
 class OptimizerOptions(Config):
@@ -94,7 +151,7 @@ class PromptFileOptions(SamplingOptions):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """of the models; auto = bf16 where the device multiplies it fast, else fp32"""
     rollout_batch_size: int = Field(64, ge=1)
-    """responses generated and scored at once; changes memory and speed, and which responses are drawn"""
+    """responses generated and scored at once; changes memory and speed, not the draws"""
     sample_rows: int = Field(4, ge=0)
     """prompts shown with their responses"""
     output: str | None = None

@@ -59,7 +59,7 @@ class MetricsFile:
     """Appends one JSON object a line, with the step and the seconds since it was opened."""
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._file: TextIO = path.open("a", encoding="utf-8")
         self._start = time.monotonic()
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
@@ -87,10 +87,10 @@ def _plain(value: float) -> float | None:
 class TensorBoard:
     """The same numbers for TensorBoard."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory))
+        self._writer = SummaryWriter(str(directory), purge_step=done + 1 if done else None)
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -104,27 +104,32 @@ class TensorBoard:
 
 
 class Recorder:
-    """Follows one stage: every step into the writers, a few numbers onto the bar. Silent on other ranks."""
+    """Follows one stage: every step into the writers, a few numbers onto the bar. Silent on other ranks.
 
-    def __init__(self, directory: Path, report_to: Sequence[str] = ()) -> None:
+    `done` steps were recorded before; metrics.jsonl goes on after them.
+    """
+
+    def __init__(self, directory: Path, report_to: Sequence[str] = (), done: int = 0) -> None:
+        self._done = done
         self._writers: list[Any] = []
         if dist.is_main():
             self._writers = [MetricsFile(directory / "metrics.jsonl")]
             if "tensorboard" in report_to:
-                self._writers.append(TensorBoard(directory / "tensorboard"))
+                self._writers.append(TensorBoard(directory / "tensorboard", done))
 
     def follow(self, steps: Iterable[Metrics], total: int, title: str, shown: Sequence[str]) -> Iterator[Metrics]:
         """Pass `steps` on, recording each; `shown` are the metrics on the bar."""
         interactive = sys.stderr.isatty()
         with tqdm(
             total=total,
+            initial=self._done,
             desc=title,
             disable=not dist.is_main(),
             file=sys.stderr,
             mininterval=0.2 if interactive else 20.0,
             dynamic_ncols=interactive,
         ) as bar:
-            for step, metrics in enumerate(steps, start=1):
+            for step, metrics in enumerate(steps, start=self._done + 1):
                 self.write("train", step, metrics)
                 bar.set_postfix_str(" ".join(f"{n}={metrics[n]:.3g}" for n in shown if n in metrics), refresh=False)
                 bar.update()

@@ -4,7 +4,9 @@ Templates may come from a stranger, so transformers' sandbox alone renders them.
 """
 
 import contextlib
+import os
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +23,14 @@ from rlhf.types import Message
 
 MAX_SECONDS = 5.0
 """for the first rendering of a template; one that loops longer is refused"""
+
+MAX_BYTES = 1 << 30
+"""of memory for the same"""
+
+COMPILERS = tuple(
+    f"/jinja2/{name}.py" for name in ("compiler", "idtracking", "lexer", "nodes", "optimizer", "parser", "visitor")
+)
+"""files that turn a template into code, in a time that its length bounds"""
 
 MARK = "\ue000"
 """stands for a message's content where the frame around it is looked at"""
@@ -65,9 +75,10 @@ def _line_of(error: BaseException) -> str:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises: UserError if the template does not render one user message, with its content, or takes MAX_SECONDS."""
+    """Raises: UserError if the template does not render one user message, with its content, or takes MAX_SECONDS or
+    MAX_BYTES."""
     try:
-        with _time_limit(MAX_SECONDS):
+        with _memory_limit(MAX_BYTES), _time_limit(MAX_SECONDS):
             text = render(tokenizer, [[Message("user", MARK)]])[0]
             written(tokenizer)  # other roles may run through other lines
     except TimeoutError as error:
@@ -79,24 +90,46 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(f"the chat template writes the BOS token {bos} twice at its start; remove one")
 
 
+class _Late(BaseException):
+    """Time is up in a line that is not the template's. No Exception, which Jinja passes over in folding constants."""
+
+
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """A template still running after `seconds` gets a TimeoutError: every line of it looks at the clock."""
+    """A template still running after `seconds` gets a TimeoutError: every line of it, and of Jinja's own functions that
+    it calls, looks at the clock."""
     end = time.monotonic() + seconds
 
     def look(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != "<template>":
+        if frame.f_code.co_filename.endswith(COMPILERS):
             return None
         if time.monotonic() > end:
-            raise TimeoutError
+            raise TimeoutError if frame.f_code.co_filename == "<template>" else _Late
         return look
 
     before = sys.gettrace()
     sys.settrace(look)
     try:
         yield
+    except _Late:
+        raise TimeoutError from None
     finally:
         sys.settrace(before)
+
+
+@contextlib.contextmanager
+def _memory_limit(more: int) -> Iterator[None]:
+    """Linux: a template that asks for more than `more` bytes gets a MemoryError, and the machine's other work none."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError, ValueError):  # no such file, or no such limit, on other systems
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            limit = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + more
+        if before[0] == resource.RLIM_INFINITY or limit < before[0]:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

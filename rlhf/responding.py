@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import dist, plugins, rewards
 from rlhf.checkpoint import model_place
 from rlhf.config import UserError
+from rlhf.draws import uniforms
 from rlhf.engine import compute_dtype
 from rlhf.generation import loop
 from rlhf.models.load import context_length, load_causal_lm, load_config
@@ -32,15 +34,15 @@ class Questions:
     ids: tuple[list[int], ...]
     """[N] of the rendered prompts"""
 
-    def batches(self, device: torch.device, stream: int = 0) -> Iterator[tuple[Prompts, torch.Generator]]:
-        """The prompts, left-padded, and the random stream of each batch: the same for every policy of one `stream`."""
+    def batches(self, device: torch.device, stream: int = 0) -> Iterator[tuple[Prompts, Tensor]]:
+        """The prompts, left-padded, and the uniform numbers [B, T] to sample each response with: the same for every
+        policy of one `stream`."""
         o = self.options
         for start in range(0, len(self.rows), o.rollout_batch_size):
             here = slice(start, start + o.rollout_batch_size)
-            # Below 2^32 for usual seeds: the CPU's generator drops the bits above.
-            draw = torch.Generator(device).manual_seed(o.seed * 1_000_003 + stream * 500_009 + start)
+            keys = [(o.seed, stream, i) for i in range(len(self.rows))[here]]
             prompts = _left_padded(self.ids[here], self.rows[here], self.tokenizer.pad_token_id)
-            yield prompts.to(device), draw
+            yield prompts.to(device), uniforms(keys, o.response_length).to(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,52 +2,74 @@
 
 import contextlib
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import checkpoint, config, dist, launch, names, plugins, record, spikes
+from rlhf import checkpoint, config, dist, launch, logs, memory, names, plugins, progress, record, resume, spikes
 from rlhf.config import UserError
-from rlhf.engine import compute_dtype
+from rlhf.ending import CODES, Ending
+from rlhf.engine import Engine, compute_dtype
 from rlhf.models.load import require_context
 from rlhf.nonfinite import NonFiniteError, save_batch
 from rlhf.options import EngineOptions, RunOptions
+from rlhf.progress import Standing
+from rlhf.resume import Resumable
 from rlhf.templates import template_name
 from rlhf.text import describe_template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics
 
-FREE = {
-    "output_dir", "report_to", "sample_rows", "overwrite", "convert_template",
-    "micro_batch_size", "data_workers", "data_cache", "max_bad_steps", "abort_kl", "abort_kl_iterations",
-    "zero_stage", "offload_optimizer", "offload_param", "gradient_checkpointing",
-}  # fmt: skip
-"""Options that change what is shown, or memory and speed, but not what a stage makes."""
 MODELS = {"model", "actor", "critic", "best", "ema"}
 """Folders that stages make."""
 BAD_BATCH = "bad_batch"
 """The folder of a stage in which the batch lies that ended the run."""
 
 
-class Run:
-    """What a stage needs besides its method: a place to write, a recorder, and the end."""
+class Watching(Protocol):
+    """Looks at the metrics of each step, and says what has set in: notices with a name, numbers and advice."""
 
-    def __init__(self, stage: str, options: RunOptions) -> None:
+    def look(self, step: int, metrics: Metrics, /) -> Iterable[Any]: ...
+
+
+class Run:
+    """What a stage needs besides its method: a place to write, a recorder, checkpoints to go on from, and the end."""
+
+    def __init__(self, stage: str, options: RunOptions, found: Standing, inputs: Mapping[str, str]) -> None:
         self.stage = stage
         # Overwriting is for once, and no property of the result.
-        self.options = options.model_copy(update={"overwrite": False})
+        self.options = options.model_copy(update={"overwrite": False, "allow_config_change": False})
         self.directory = Path(options.output_dir) / stage
+        self._inputs = inputs
         if dist.is_main():
-            self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / checkpoint.MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(self.directory / BAD_BATCH, ignore_errors=True)
+            resume.sweep(self.directory, everything=found != "interrupted")
             (self.directory / checkpoint.RUN_CONFIG).write_text(config.to_yaml(self.options), encoding="utf-8")
-        self.recorder = record.Recorder(self.directory, options.report_to)
-        self.manifest: dict[str, Any] = {}  # what is known before the end
+        dist.barrier()
+        self._found = resume.newest(self.directory)
+        self._state = resume.Resumable({}, {})
+        self._spikes = spikes.Spikes()
         self.models: list[str] = []
+        if self._found is not None:
+            self.models = list(self._found.manifest["models"])
+            for change in progress.versions_changed(self._found.manifest):
+                record.say(f"note: {self._found.folder} was written with another version: {change}")
+        if dist.is_main():
+            logs.cut(self.directory, self._found.manifest["logs"] if self._found else {})
+        dist.barrier()
+        self.recorder = record.Recorder(self.directory, options.report_to, self.done)
+        self.manifest: dict[str, Any] = {}  # what is known before the end
         self.tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def done(self) -> int:
+        """Steps (in step 3 iterations) done before this process began."""
+        return 0 if self._found is None else self._found.step
 
     def describe(self, data: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """Say how many rows there are, and which were dropped and why; the whole account goes to data.json.
@@ -79,13 +101,84 @@ class Run:
             + (f"; dropped {dropped}" if dropped else "")
         )
 
-    def follow(self, steps: Iterable[Metrics], total: int, shown: Sequence[str]) -> None:
-        """Run the training loop `steps` to its end under the bar, and warn where a loss spikes."""
-        watch = spikes.Spikes()
-        for step, metrics in enumerate(self.recorder.follow(steps, total, self.stage, shown), start=1):
-            found = watch.look(metrics)
-            if found is not None:
-                self.recorder.warn(step, spikes.NAME, found, spikes.ADVICE)
+    def go_on(self, state: Resumable) -> None:
+        """Set everything to what it was at the newest checkpoint, if there is one; `follow` will save the same things.
+
+        Raises: UserError if there is no room for checkpoints.
+        """
+        self._state = Resumable({**state.numbers, "spikes": self._spikes}, state.tensors)
+        self._require_room()
+        if self._found is not None:
+            self._found.restore(self._state, self.options.seed)
+            record.say(f"{self.stage}: goes on after step {self.done}, from {self._found.folder}")
+
+    def _require_room(self) -> None:
+        need = (self.options.keep + 1) * self._state.size()
+        there = sum(file.stat().st_size for file in (self.directory / resume.FOLDER).rglob("*") if file.is_file())
+        free = shutil.disk_usage(self.directory).free
+        if need > free + there:
+            raise UserError(
+                f"{self.directory}: {free / 1e9:.1f} GB are free there, expected {(need - there) / 1e9:.1f} GB for "
+                f"{self.options.keep} checkpoints and one being written; make room, or name another --output-dir"
+            )
+
+    def follow(self, steps: Iterable[Metrics], total: int, shown: Sequence[str], watch: Watching | None = None) -> None:
+        """Run the training loop `steps`, those after `done`, to its end under the bar; warn of what `watch` sees, and
+        where a loss spikes.
+
+        Checkpoints are written when they are due. When the process, or any other rank's, is asked to end, one is
+        written after the present step, and it ends.
+        """
+        saved = time.monotonic()
+        every = self.options.save_every
+        watched = self.recorder.follow(self._with_spread(steps), total, self.stage, shown)
+        with Ending() as ending:
+            for step, metrics in enumerate(watched, start=self.done + 1):
+                found = self._spikes.look(metrics)
+                if found is not None:
+                    self.recorder.warn(step, spikes.NAME, found, spikes.ADVICE)
+                for notice in watch.look(step, metrics) if watch is not None else ():
+                    self.recorder.warn(step, notice.name, notice.numbers, notice.advice)
+                late = dist.is_main() and time.monotonic() - saved > 60 * self.options.save_minutes
+                asked, due = ending.heard(late or (every is not None and step % every == 0))
+                if asked or due:
+                    self._save_checkpoint(step)
+                    saved = time.monotonic()
+                if asked:
+                    self._leave(step, asked)
+
+    def _with_spread(self, steps: Iterable[Metrics]) -> Iterator[Metrics]:
+        """Beside each step's metrics, where there are several ranks, how long the passes of the slowest and of the
+        fastest took: the others wait for the slowest."""
+        engines = [part for part in self._state.tensors.values() if isinstance(part, Engine)]
+        for metrics in steps:
+            mine = sum(engine.forward_s for engine in engines)
+            for engine in engines:
+                engine.forward_s = 0.0
+            if dist.world_size() == 1:
+                yield metrics
+                continue
+            slowest, fastest = dist.max_over_ranks([mine, -mine])
+            yield {**metrics, "forward_seconds_slowest": slowest, "forward_seconds_fastest": -fastest}
+
+    def _save_checkpoint(self, step: int) -> None:
+        about = self._about() | {"models": self.models, "logs": logs.sizes(self.directory)}
+        failure = resume.save(self.directory, step, self._state, about, self.options.keep)
+        if failure is not None:
+            record.say(f"warning, step {step}: no checkpoint, {failure}; {self._last_checkpoint()}")
+
+    def _last_checkpoint(self) -> str:
+        manifest = resume.newest_manifest(self.directory)
+        if manifest is None:
+            return "there is no checkpoint"
+        return f"the last checkpoint is {resume.folder_of(self.directory, manifest['step'])}"
+
+    def _leave(self, step: int, asked: signal.Signals) -> NoReturn:
+        self.recorder.close()
+        launch.give_up(
+            f"{self.stage}: {asked.name} after step {step}; {self._last_checkpoint()}; the same command goes on",
+            CODES[asked],
+        )
 
     def save(self, folder: str, save: Callable[[Path], None]) -> None:
         """Write a model into its folder, in place of what it had; the folder appears whole or not at all."""
@@ -98,12 +191,11 @@ class Run:
     def finish(
         self,
         models: Mapping[str, Callable[[Path], None]],
-        inputs: Mapping[str, str],
         metrics: Metrics,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write each model into its folder, then the manifest. `inputs` names the places the stage started from;
-        `state`, what was learned beside weights, goes to state.json.
+        """Write each model into its folder, then the manifest; checkpoints go. `state`, what was learned beside
+        weights, goes to state.json.
 
         Raises: UserError if the disk is full, say; the stage is then unfinished.
         """
@@ -114,27 +206,34 @@ class Run:
             if dist.is_main():
                 if state is not None:
                     checkpoint.write_json(self.directory / "state.json", state)
-                self._write_manifest(self.models, inputs, metrics)
+                self._write_manifest(metrics)
                 for folder in MODELS - set(self.models):  # of a run with other options
                     shutil.rmtree(self.directory / folder, ignore_errors=True)
+                resume.sweep(self.directory, everything=True)
         except OSError as error:
             raise UserError(f"{self.directory}: cannot be written ({error}); make room there and run again") from error
         dist.barrier()
         record.say(f"{self.stage}: {record.metrics_line(metrics)}")
         record.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in self.models)}")
 
-    def _write_manifest(self, models: list[str], inputs: Mapping[str, str], metrics: Metrics) -> None:
-        manifest = self.manifest | {
-            "stage": self.stage,
-            "inputs": {n: {"place": p, "manifest_sha256": checkpoint.manifest_digest(p)} for n, p in inputs.items()},
-            "models": models,
+    def _write_manifest(self, metrics: Metrics) -> None:
+        manifest = self._about() | {
+            "models": self.models,
             "metrics": metrics,
-            "config": self.options.model_dump(mode="json"),
-            "versions": checkpoint.versions(),
             "world_size": dist.world_size(),
-            "files": checkpoint.file_digests(self.directory, models),
+            "files": checkpoint.file_digests(self.directory, self.models),
         }
         checkpoint.write_json(self.directory / checkpoint.MANIFEST, manifest)
+
+    def _about(self) -> dict[str, Any]:
+        """What the result, and each checkpoint, came from."""
+        places = self._inputs.items()
+        return self.manifest | {
+            "stage": self.stage,
+            "inputs": {n: {"place": p, "manifest_sha256": checkpoint.manifest_digest(p)} for n, p in places},
+            "config": self.options.model_dump(mode="json"),
+            "versions": checkpoint.versions(),
+        }
 
     @contextlib.contextmanager
     def _appearing(self, folder: str) -> Iterator[Path]:
@@ -148,14 +247,17 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(stage: str, options: RunOptions) -> Iterator[Run]:
-    """The run of one stage inside its process group, with every random source seeded.
+def open_run(stage: str, options: RunOptions, found: Standing, inputs: Mapping[str, str]) -> Iterator[Run]:
+    """The run of one stage inside its process group, with every random source seeded, in a directory of its own.
 
-    Numbers that are not finite, too many in a row, end the process with code 3 and one line; the batch is kept.
+    `found`: how far it has come; `inputs` names the places it starts from.
+    Numbers that are not finite, too many in a row, end the process with code 3 and one line; the batch is kept. So does
+    a lack of memory, with code 1 and what needs less.
+    Raises: UserError if another process runs the stage there.
     """
-    with dist.process_group():
+    with dist.process_group(options.timeout_s), _alone(Path(options.output_dir) / stage):
         torch.manual_seed(options.seed)
-        run = Run(stage, options)
+        run = Run(stage, options, found, inputs)
         try:
             yield run
         except NonFiniteError as error:
@@ -168,75 +270,37 @@ def open_run(stage: str, options: RunOptions) -> Iterator[Run]:
                     kept = f"; it could not be written ({full})"
                 dist.barrier()
             launch.give_up(f"error: {stage}: {error}{kept}", launch.NON_FINITE)
+        except (RuntimeError, MemoryError) as error:
+            if not memory.ran_out(error):
+                raise
+            launch.give_up(
+                f"error: {stage}: {memory.lack_of_memory(error, options, dist.rank(), dist.world_size())}", 1
+            )
         finally:
             run.recorder.close()
 
 
-Content = Callable[[], Mapping[str, str]]
-"""Gives a digest of the data at each local place."""
-
-
-def state(
-    stage: str, options: RunOptions, inputs: Mapping[str, str], content: Content, planned: Mapping[str, str]
-) -> str:
-    """`unfinished`, `finished`, or `stale`: one of its `inputs` was made again since, or will be by a `planned` stage.
-
-    Raises: UserError if it was finished with options or data that make something else, or its output is damaged.
-    """
-    directory = Path(options.output_dir) / stage
-    if options.overwrite or not (directory / checkpoint.MANIFEST).is_file():
-        return "unfinished"
-    manifest = checkpoint.read_manifest(directory)
-    made = type(options)().model_dump(mode="json") | manifest["config"]  # an option it did not have was at its default
-    made_from = {name: entry["manifest_sha256"] for name, entry in manifest["inputs"].items()}
-    digests = {name: checkpoint.manifest_digest(place) for name, place in inputs.items()}
-    changed = {
-        name: (made[name], value)
-        for name, value in options.model_dump(mode="json").items()
-        if name not in FREE and made[name] != value
-    }
-    for name in [name for name in changed if name in inputs]:
-        same_made = made_from.get(name) is not None and made_from[name] == digests[name]
-        if same_made or _same_place(*changed[name]):
-            del changed[name]
-    if changed:
-        said = [f"{name} was {before!r}, now {now!r}" for name, (before, now) in changed.items()]
-        raise UserError(
-            f"{directory}: finished with other options ({', '.join(said[:4])}{', ...' if len(said) > 4 else ''}); "
-            "name another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
-        )
-    data = manifest.get("data", {})
-    other = [place for place, digest in content().items() if data.get(place, digest) != digest]
-    if other:
-        raise UserError(
-            f"{directory}: finished with other data: {', '.join(other)} changed since; "
-            "name another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
-        )
-    awaited = any(checkpoint.planned_start(place, options.output_dir, planned) for place in inputs.values())
-    return "stale" if awaited or digests != made_from else "finished"
-
-
-def _same_place(one: str | None, other: str | None) -> bool:
-    """Whether two words mean one model: a short name and its hub id, a relative path and an absolute one."""
-    if one is None or other is None:
-        return False
-    return Path(names.resolve(one)).resolve() == Path(names.resolve(other)).resolve()
-
-
-def skip(stage: str, options: RunOptions, inputs: Mapping[str, str], content: Content) -> bool:
-    """Whether the stage is finished already; says so, or why a finished one is made again."""
-    found = state(stage, options, inputs, content, {})
-    if found == "finished":
-        record.say(f"{stage}: already complete in {options.output_dir}, skipped")
-    elif found == "stale":
-        record.say(f"{stage}: what it started from was made again, so it is too")
-    return found == "finished"
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """The directory, made by rank 0 and held by it for all."""
+    with contextlib.ExitStack() as stack:
+        refusal = None
+        if dist.is_main():
+            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(checkpoint.held(directory))
+            except UserError as error:
+                refusal = str(error)
+        refusal = dist.gather_objects(refusal)[0]
+        if refusal is not None:
+            raise UserError(refusal)
+        yield
 
 
 def check_engine(options: EngineOptions) -> None:
     """Raises: UserError for options that do not go together on this device, or a mistake in the adapter's."""
     compute_dtype(options, dist.local_device())
-    if options.offload_param and options.zero_stage < 3:
+    if options.offload_param and options.zero_stage != 3:
         raise UserError(f"--offload-param: needs --zero-stage 3, got {options.zero_stage}")
     if options.adapter is not None:
         check_plugin("rlhf.adapters", options.adapter)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import islice
 from statistics import fmean, pstdev
+from typing import Any
 
 WINDOW = 128
 """losses that the newest are compared with"""
@@ -55,6 +56,16 @@ class Spikes:
                 self._up.add(name)
                 shown |= {name: newest, f"{name}_limit": limit, f"{name}_before": fmean(_before(seen))}
         return shown or None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The newest losses, and which of them are up."""
+        return {"seen": {name: list(seen) for name, seen in self._seen.items()}, "up": sorted(self._up)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, seen in self._seen.items():
+            seen.clear()
+            seen.extend(state["seen"][name])
+        self._up = set(state["up"])
 
 
 def _before(seen: deque[float]) -> list[float]:

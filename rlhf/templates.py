@@ -1,5 +1,6 @@
 """Chat templates by name, and from Jinja files of the user's."""
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import jinja2.sandbox
 from rlhf.config import UserError, suggest
 
 MAX_TEMPLATE = 100_000
-"""characters; a longer Jinja file is refused"""
+"""characters; a longer one is refused"""
 
 NAMES = {
     "messages", "tools", "documents", "add_generation_prompt",
@@ -76,7 +77,13 @@ def find_template(name: str, own: Any) -> str:
     """
     if name == "auto":
         own = own.get("default") if isinstance(own, dict) else own
-        return own or BUILT_IN["human_assistant"]
+        if not own:
+            return BUILT_IN["human_assistant"]
+        if not isinstance(own, str):
+            raise UserError(f"--chat-template auto: got a {type(own).__name__} for the tokenizer's own, expected text")
+        with contextlib.suppress(jinja2.TemplateSyntaxError):  # which rendering names
+            _parse(own, "--chat-template auto")
+        return own
     known = name.replace("-", "_")
     return BUILT_IN[known] if known in BUILT_IN else _read_template(name)
 
@@ -96,10 +103,28 @@ def _read_template(path: str) -> str:
         raise UserError(
             f"{path}: got byte 0x{error.object[error.start]:02x}, expected a chat template in UTF-8"
         ) from None
-    if len(text) > MAX_TEMPLATE:
-        raise UserError(f"{path}: got {len(text)} characters, expected a chat template of at most {MAX_TEMPLATE}")
     _refuse_unknown_names(text, path)
     return text
+
+
+def _parse(text: str, where: str) -> jinja2.nodes.Template:
+    """A template's syntax tree; nothing of it is run.
+
+    Raises: UserError for a template that is too long, too deep, or raises to a power: a number with a thousand million
+    digits is one operation, which no clock interrupts. TemplateSyntaxError.
+    """
+    if len(text) > MAX_TEMPLATE:
+        raise UserError(f"{where}: got {len(text)} characters, expected a chat template of at most {MAX_TEMPLATE}")
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
+    try:
+        # transformers knows one more tag, which marks what an assistant says
+        tree = environment.parse(re.sub(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}", "", text))
+        power = next(tree.find_all(jinja2.nodes.Pow), None)
+    except RecursionError:
+        raise UserError(f"{where}: is nested too deeply for a chat template") from None
+    if power is not None:
+        raise UserError(f"{where}: the chat template, line {power.lineno}, raises to a power (**), which it may not")
+    return tree
 
 
 def _refuse_unknown_names(text: str, path: str) -> None:
@@ -107,10 +132,8 @@ def _refuse_unknown_names(text: str, path: str) -> None:
 
     Raises: UserError with the line of a syntax error, or of an unknown name that nothing tests with `is defined`.
     """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
     try:
-        # transformers knows one more tag, which marks what an assistant says
-        tree = environment.parse(re.sub(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}", "", text))
+        tree = _parse(text, path)
         unknown = jinja2.meta.find_undeclared_variables(tree) - NAMES
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: not a chat template: {error.message}") from None

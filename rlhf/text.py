@@ -6,53 +6,26 @@ in fine-tuning, in reward modelling and in a rollout.
 
 import copy
 import re
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.config import UserError, read_yaml
 from rlhf.encoder import Encoder, make_eos, special_tokens
+from rlhf.hub import require_hub
 from rlhf.rendering import check_template, cut_at, frame, pieces, render, turn_end, turns, written
 from rlhf.templates import find_template
 from rlhf.types import Message
-
-HUB_TIMEOUT = 5.0
-"""seconds to wait for the hub's first answer"""
+from rlhf.untrusted import LOAD_ERRORS, TOKENIZER_FILES, PlainErrors, read_mappings, tokenizer_reason
 
 PAD = "<|pad|>"
 
 NOTHING = (Message("user", ""),)
 """what a prompt without messages stands for"""
-
-
-def require_hub(what: str) -> None:
-    """Refuse at once when `what` is to come from the hub and the hub does not answer.
-
-    Without this the hub's own retries hold a run without network for up to a minute. With HF_HUB_OFFLINE=1
-    nothing is asked: the local cache answers.
-    Raises: UserError with the cure, after HUB_TIMEOUT seconds at most.
-    """
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT).close()
-    except urllib.error.HTTPError:
-        return  # an answer, if not a friendly one: what follows says more
-    except OSError as error:
-        if isinstance(getattr(error, "reason", None), ssl.SSLError):
-            return  # the hub's own client may trust other certificates
-        raise UserError(
-            f"{what}: no such local path, and the hub at {constants.ENDPOINT} does not answer ({error}); "
-            "give a local path, or set HF_HUB_OFFLINE=1 if it is in the local cache"
-        ) from None
 
 
 def load_tokenizer(place: str) -> PreTrainedTokenizerBase:
@@ -66,11 +39,14 @@ def load_tokenizer(place: str) -> PreTrainedTokenizerBase:
         if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", place):
             raise UserError(f"{place}: no such directory; expected a model directory, a hub id or a .yaml file")
         require_hub(place)
+    read_mappings(place, Path(place), TOKENIZER_FILES)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{place}: no tokenizer can be loaded from there: {reason}") from None
+        with PlainErrors():
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except LOAD_ERRORS as error:
+        raise UserError(f"{place}: no tokenizer can be loaded from there: {tokenizer_reason(place, error)}") from None
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(f"{place}: got a {type(tokenizer).__name__}, expected a tokenizer of one language model")
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{place}: the tokenizer has no EOS token, and a response must end in one; "

@@ -6,9 +6,10 @@ from step1_sft.config import SFTConfig
 
 def main() -> int:
     def run(options: SFTConfig) -> None:
-        from step1_sft import stage
+        from rlhf.plan.command import settle_alone
+        from step1_sft import plan, stage
 
-        stage.run(options)
+        stage.run(settle_alone(options, plan.needs))
 
     return stage_main(lambda argv: SFTConfig, "step1_sft", "Supervised fine-tuning on responses.", run)
 

@@ -18,7 +18,9 @@ from rlhf.models.export import save_policy
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.names import resolve
-from rlhf.run import check_engine, check_ranks, check_start, open_run, skip
+from rlhf.progress import find
+from rlhf.resume import Resumable
+from rlhf.run import check_engine, check_ranks, check_start, open_run
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, length_groups
 from step1_sft.config import SFTConfig
@@ -29,9 +31,11 @@ FOLDERS = ("model", "actor")
 """Language models among what stages leave."""
 
 
-def train(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> Iterator[Metrics]:
+def train(
+    policy: Engine, dataset: PromptDataset, batches: Batches, config: SFTConfig, pad_id: int
+) -> Iterator[Metrics]:
     """The method: each batch's mean token loss, one optimizer step."""
-    for indices in _batches(dataset, config).take(config.num_train_epochs):
+    for indices in batches.take(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id).to(policy.device)
         count = dist.sum_over_ranks(batch.loss_mask.sum())
         groups = length_groups(batch.lengths, config.micro_batch_size)
@@ -99,25 +103,25 @@ def check(
 
 def run(config: SFTConfig) -> None:
     """The stage from its inputs to OUT/step1_sft: model, metrics.jsonl, manifest.json; nothing if it is finished."""
-    if skip(STAGE, config, inputs(config), partial(content, config)):
+    found = find(STAGE, config, inputs(config), partial(content, config))
+    if found == "finished":
         return
     tokenizer, data = check(config, ranks=dist.world_size())
     place = model_place(config.model, *FOLDERS)
     dataset, evaluation = data.train, data.evaluation
-    total = _batches(dataset, config).steps(config.num_train_epochs)
-    with open_run(STAGE, config) as stage:
+    batches = _batches(dataset, config)
+    total = batches.steps(config.num_train_epochs)
+    with open_run(STAGE, config, found, {"model": place}) as stage:
         dtype = compute_dtype(config, dist.local_device())
         lm = load_causal_lm(place, dtype, len(tokenizer), config.seed)
         policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, total)
         stage.describe(data, tokenizer)
         before = perplexity(policy, evaluation, config, tokenizer.pad_token_id)
-        stage.follow(train(policy, dataset, config, tokenizer.pad_token_id), total, shown=("loss", "grad_norm"))
+        stage.go_on(Resumable({"policy": policy, "batches": batches}, {"policy": policy}))
+        steps = train(policy, dataset, batches, config, tokenizer.pad_token_id)
+        stage.follow(steps, total, shown=("loss", "grad_norm"))
         metrics = {
             "eval_perplexity_before": before,
             "eval_perplexity": perplexity(policy, evaluation, config, tokenizer.pad_token_id),
         }
-        stage.finish(
-            {"model": lambda folder: save_policy(policy, config.adapter, tokenizer, folder)},
-            {"model": place},
-            metrics,
-        )
+        stage.finish({"model": partial(save_policy, policy, config.adapter, tokenizer)}, metrics)

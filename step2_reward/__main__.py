@@ -6,9 +6,10 @@ from step2_reward.config import RewardConfig
 
 def main() -> int:
     def run(options: RewardConfig) -> None:
-        from step2_reward import stage
+        from rlhf.plan.command import settle_alone
+        from step2_reward import plan, stage
 
-        stage.run(options)
+        stage.run(settle_alone(options, plan.needs))
 
     return stage_main(lambda argv: RewardConfig, "step2_reward", "A pairwise reward model on preferences.", run)
 

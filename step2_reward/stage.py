@@ -17,7 +17,9 @@ from rlhf.engine import Engine, compute_dtype
 from rlhf.models.export import save_scalar
 from rlhf.models.scalar import ScoreStatistics, new_scalar_model, scores
 from rlhf.names import resolve
-from rlhf.run import check_engine, check_ranks, check_start, open_run, skip
+from rlhf.progress import find
+from rlhf.resume import Resumable
+from rlhf.run import check_engine, check_ranks, check_start, open_run
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, Pairs, Sequences, length_groups
 from step2_reward.config import RewardConfig
@@ -28,9 +30,11 @@ FOLDERS = ("model", "actor")
 """Models among what stages leave whose backbone may become the reward model's."""
 
 
-def train(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> Iterator[Metrics]:
+def train(
+    reward: Engine, dataset: PromptDataset, batches: Batches, config: RewardConfig, pad_id: int
+) -> Iterator[Metrics]:
     """The method: the logistic loss of each pair's score difference, one optimizer step a batch."""
-    for indices in _batches(dataset, config).take(config.num_train_epochs):
+    for indices in batches.take(config.num_train_epochs):
         batch = pair_batch([dataset[i] for i in indices], pad_id).to(reward.device)
         count = dist.sum_over_ranks(torch.tensor(float(len(batch))))
 
@@ -135,24 +139,24 @@ def check(
 
 def run(config: RewardConfig) -> None:
     """The stage from its inputs to OUT/step2_reward: model, metrics.jsonl, manifest.json; nothing if it is finished."""
-    if skip(STAGE, config, inputs(config), partial(content, config)):
+    found = find(STAGE, config, inputs(config), partial(content, config))
+    if found == "finished":
         return
     tokenizer, data = check(config, ranks=dist.world_size())
     place = model_place(config.model, *FOLDERS)
     dataset, evaluation = data.train, data.evaluation
-    total = _batches(dataset, config).steps(config.num_train_epochs)
+    batches = _batches(dataset, config)
+    total = batches.steps(config.num_train_epochs)
     pad_id = tokenizer.pad_token_id
-    with open_run(STAGE, config) as stage:
+    with open_run(STAGE, config, found, {"model": place}) as stage:
         dtype = compute_dtype(config, dist.local_device())
         model = new_scalar_model(place, dtype, len(tokenizer), config.seed)
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         reward = Engine(model, config, config, total)
         stage.describe(data, tokenizer)
-        stage.follow(train(reward, dataset, config, pad_id), total, shown=("loss", "accuracy", "margin"))
+        stage.go_on(Resumable({"reward": reward, "batches": batches}, {"reward": reward}))
+        steps = train(reward, dataset, batches, config, pad_id)
+        stage.follow(steps, total, shown=("loss", "accuracy", "margin"))
         metrics = evaluate(reward, evaluation, config, pad_id)
         statistics = ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
-        stage.finish(
-            {"model": partial(save_scalar, reward, config.adapter, tokenizer, scores=statistics)},
-            {"model": place},
-            metrics,
-        )
+        stage.finish({"model": partial(save_scalar, reward, config.adapter, tokenizer, scores=statistics)}, metrics)

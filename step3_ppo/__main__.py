@@ -7,9 +7,10 @@ from step3_ppo.config import Step3Config
 
 def main() -> int:
     def run(options: Step3Config) -> None:
-        from step3_ppo import stage
+        from rlhf.plan.command import settle_alone
+        from step3_ppo import plan, stage
 
-        stage.run(options)
+        stage.run(settle_alone(options, plan.needs))
 
     def options_of_the_algorithm(argv: list[str]) -> type[Step3Config]:
         name = config.peek(argv, "algorithm", "ppo")

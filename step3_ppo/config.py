@@ -5,7 +5,14 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
-from rlhf.options import EngineOptions, OptimizerOptions, RunOptions, SamplingOptions
+from rlhf.options import (
+    EngineOptions,
+    FrozenOptions,
+    OptimizerOptions,
+    OwnEngineOptions,
+    RunOptions,
+    SamplingOptions,
+)
 
 
 class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions, RunOptions):
@@ -73,8 +80,8 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     missing_eos_penalty: float | None = Field(None, ge=0)
     """taken from the score of a response that was cut before its EOS (before scaling and clipping)"""
     rollout_batch_size: int = Field(64, ge=1)
-    """responses generated, or scored by the reward model, at once on one device; changes memory and speed, and which
-    responses are drawn"""
+    """responses generated, or scored by the reward model, at once on one device; changes memory and speed, not
+    the draws"""
     eval_samples: int = Field(200, ge=1)
     """held-out prompts sampled before and after; limited by max_eval_rows"""
     eval_every: int = Field(0, ge=0)
@@ -85,6 +92,16 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """keep the policy with the highest of these numbers in OUT/step3_ppo/best; needs eval_every"""
     patience: int | None = Field(None, ge=1)
     """looks in a row without a better keep_best after which the run ends; none: it goes on"""
+
+    actor: OwnEngineOptions = OwnEngineOptions()
+    """how the actor is held; what is not set here is as for all"""
+    critic: OwnEngineOptions = OwnEngineOptions()
+    """how the critic is held; what is not set here is as for all"""
+    reference: FrozenOptions = FrozenOptions()
+    """how the reference is held, unless it is the actor with its adapter off; what is not set here is as for the
+    actor"""
+    reward_models: FrozenOptions = FrozenOptions()
+    """how learned reward models are held, the judge's too; what is not set here is as for the critic"""
 
     @field_validator("reward", mode="before")
     @classmethod

@@ -107,21 +107,33 @@ def _ci95(values: Tensor) -> float:
     return mean_interval(values).high - values.double().mean().item() if len(values) > 1 else float("nan")
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Iterations whose policy is looked at: each `every`th (0: none) and the last of `total`; `done` are past."""
+
+    every: int
+    total: int
+    done: int = 0
+
+
 def looked_at(
-    steps: Iterable[Metrics], every: int, total: int, look: Callable[[int], Metrics], best: "Best | None" = None
+    steps: Iterable[Metrics], turns: Turns, look: Callable[[int], Metrics], best: "Best | None" = None
 ) -> Iterator[Metrics]:
-    """The `total` iterations, each `every`th (0: none) and the last with the numbers of `look(iteration)` besides.
+    """The iterations that are left, those whose turn it is with the numbers of `look(iteration)` besides.
 
     They end early where `best` has waited long enough.
     """
-    for iteration, metrics in enumerate(steps, start=1):
-        if iteration != total and (not every or iteration % every):
+    if best is not None and best.is_over:  # gone on from the look that ended it
+        return
+    for iteration, metrics in enumerate(steps, start=turns.done + 1):
+        if iteration != turns.total and (not turns.every or iteration % turns.every):
             yield metrics
             continue
         seen = look(iteration)
-        over = best is not None and best.is_over(seen)
+        if best is not None:
+            best.note(seen)
         yield {**metrics, **seen}
-        if best is not None and over and iteration != total:
+        if best is not None and best.is_over and iteration != turns.total:
             record.say(
                 f"iteration {iteration}: {best.name} has not risen above {best.value:.4g} for {best.waited} looks"
             )
@@ -135,13 +147,24 @@ class Best:
         self.name, self.value, self.waited = name, float("-inf"), 0
         self._patience, self._keep = patience, keep
 
-    def is_over(self, seen: Metrics) -> bool:
-        """Take note of a look; whether to stop."""
+    def note(self, seen: Metrics) -> None:
+        """Take note of a look."""
         self.waited += 1
         if seen[self.name] > self.value:
             self.value, self.waited = seen[self.name], 0
             self._keep()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether to stop."""
         return self._patience is not None and self.waited >= self._patience
+
+    def state_dict(self) -> dict[str, float]:
+        """The best so far, and the looks since."""
+        return {"value": self.value, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value, self.waited = state["value"], int(state["waited"])
 
 
 def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> None:

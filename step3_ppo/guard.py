@@ -10,21 +10,33 @@ class RunawayError(NonFiniteError):
     """The run must end: a number is beyond what training can come back from."""
 
 
-def ended_by_kl(steps: Iterable[Metrics], limit: float | None, in_a_row: int) -> Iterator[Metrics]:
-    """The iterations, until `kl`, nats per response, was above `limit` in `in_a_row` of them in a row; none: all.
+class KLGuard:
+    """Ends a run once `kl`, nats per response, was above `limit` in `in_a_row` iterations in a row; no limit: never.
 
-    The last iteration is passed on before the end. `kl` is the same on every rank, so all end together. An iteration
-    without one, left out, counts for nothing.
-    Raises: RunawayError, naming the iteration.
+    `kl` is the same on every rank, so all end together. An iteration without one, left out, counts for nothing.
     """
-    beyond = 0
-    for iteration, metrics in enumerate(steps, start=1):
-        yield metrics
-        if limit is None or "kl" not in metrics:
-            continue
-        beyond = beyond + 1 if metrics["kl"] > limit else 0
-        if beyond == in_a_row:
-            times = f" for {in_a_row} iterations" if in_a_row > 1 else ""
-            said = f"kl is {metrics['kl']:.4g} nats per response, above --abort-kl {limit:g}{times}"
-            advice = "lower --learning-rate, raise --kl-coef, or set --target-kl"
-            raise RunawayError(f"iteration {iteration}: {said}; {advice}")
+
+    def __init__(self, limit: float | None, in_a_row: int) -> None:
+        self._limit, self._in_a_row, self._beyond = limit, in_a_row, 0
+
+    def guarded(self, steps: Iterable[Metrics], done: int = 0) -> Iterator[Metrics]:
+        """The iterations after `done`, the one that ends the run among them.
+
+        Raises: RunawayError, naming the iteration.
+        """
+        for iteration, metrics in enumerate(steps, start=done + 1):
+            if self._limit is not None and "kl" in metrics:
+                self._beyond = self._beyond + 1 if metrics["kl"] > self._limit else 0
+            yield metrics
+            if self._beyond >= self._in_a_row:
+                times = f" for {self._in_a_row} iterations" if self._in_a_row > 1 else ""
+                said = f"kl is {metrics['kl']:.4g} nats per response, above --abort-kl {self._limit:g}{times}"
+                advice = "lower --learning-rate, raise --kl-coef, or set --target-kl"
+                raise RunawayError(f"iteration {iteration}: {said}; {advice}")
+
+    def state_dict(self) -> int:
+        """Iterations in a row above the limit."""
+        return self._beyond
+
+    def load_state_dict(self, state: int) -> None:
+        self._beyond = state

@@ -14,6 +14,7 @@ from rlhf.checkpoint import model_place, planned_start
 from rlhf.config import UserError
 from rlhf.models.scalar import read_head
 from rlhf.names import resolve
+from rlhf.options import OwnEngineOptions
 from rlhf.run import check_engine, check_plugin, check_ranks, check_start
 from rlhf.text import load_tokenizer, prepare_tokenizer, same_ids
 from step3_ppo.config import Step3Config
@@ -67,7 +68,7 @@ def check(
     known = {name: start for name, start in starts.items() if start is not None}
     models = with_inputs(config.model_copy(update=known))
     check_shares(config, ranks)
-    check_engine(config)
+    _check_engines(config)
     tokens = config.max_prompt_length + config.response_length
     if tokens > config.max_length:
         raise UserError(
@@ -92,6 +93,16 @@ def check(
         if len(mixed) < config.ptx_batch_size:
             raise UserError(f"--ptx-batch-size {config.ptx_batch_size}: only {len(mixed)} rows; lower it or add rows")
     return tokenizer, data
+
+
+def _check_engines(config: Step3Config) -> None:
+    """Raises: UserError, naming a model with options of its own, for options that do not go together."""
+    for name, own in {"actor": config.actor, "critic": config.critic}.items():
+        try:
+            check_engine(own.over(config))
+        except UserError as error:
+            alike = own == OwnEngineOptions()
+            raise UserError(f"{error}" if alike else f"{name}: {error}") from None
 
 
 def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:

@@ -5,14 +5,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import adapters, dist, plugins, rewards
+from rlhf import adapters, dist, engine, frozen, plugins, rewards
 from rlhf.engine import Engine, compute_dtype
+from rlhf.frozen import FrozenEngine
 from rlhf.generation import loop
 from rlhf.models.ema import EMA
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import load_scalar_model
 from step3_ppo.config import Step3Config
+from step3_ppo.course import iterations
 from step3_ppo.inputs import open_ptx
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
@@ -37,10 +39,9 @@ class Players:
         """What is learned beside the weights: the KL coefficient, and the statistics of the scores."""
         return {"kl_coef": self.algorithm.kl.coef, "scores": self.scaling.state_dict()}
 
-
-def iterations(config: Step3Config) -> int:
-    """Rollout-update cycles of the whole run."""
-    return config.total_episodes // config.batch_size
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.algorithm.kl.coef = state["kl_coef"]
+        self.scaling.load_state_dict(state["scores"])
 
 
 def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
@@ -49,16 +50,14 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
     an_iteration = config.num_ppo_epochs * config.num_mini_batches
     steps = iterations(config) * an_iteration
     learning = (iterations(config) - config.critic_warmup_iterations) * an_iteration
-    lm = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed)
-    frozen = None
-    if config.adapter is None:
-        reference = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed)
-        frozen = Policy(reference).to(context.device).requires_grad_(False)
-    actor = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, learning, "actor")
+    held = config.actor.over(config)
+    lm = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed, engine.shards_of(held))
+    actor = Engine(Policy(adapters.wrap(lm, config.adapter)), held, config, learning, "actor")
+    reference = _reference(config, context, len(tokenizer)) if config.adapter is None else None
     algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
     critic = _critic(config, context, len(tokenizer), steps) if algorithm.needs_critic else None
     scorer = Scorer(
-        Reference(frozen),
+        Reference(reference),
         rewards.open_sources(config.reward, context, config.reward_combine),
         tokenizer,
         config,
@@ -79,16 +78,29 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
     )
 
 
+def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -> FrozenEngine:
+    options = config.reference.beside(config.actor.over(config))
+    shards = frozen.shards_of(options, context.dtype)
+    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
+    return FrozenEngine(Policy(lm), options, context.dtype)
+
+
 def _critic(config: Step3Config, context: rewards.Context, vocabulary: int, steps: int) -> Engine:
-    model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary)
+    held = config.critic.over(config)
+    model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, engine.shards_of(held))
     model.backbone = adapters.wrap(model.backbone, config.adapter)
     own = config.model_copy(update={"learning_rate": config.critic_learning_rate})
-    return Engine(model, config, own, steps, "critic")
+    return Engine(model, held, own, steps, "critic")
 
 
 def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:
     """What the score sources of this run, judge included, are opened with."""
     device = dist.local_device()
     return rewards.Context(
-        tokenizer, device, compute_dtype(config, device), str(config.reward_model), config.rollout_batch_size
+        tokenizer,
+        device,
+        compute_dtype(config, device),
+        str(config.reward_model),
+        config.rollout_batch_size,
+        config.reward_models.beside(config.critic.over(config)),
     )

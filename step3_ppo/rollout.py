@@ -1,7 +1,7 @@
 """The first half of an iteration: sample responses, then score them."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.engine import Engine
+from rlhf.frozen import FrozenEngine
 from rlhf.generation.loop import Generate
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, state_values
@@ -22,15 +23,15 @@ from rlhf.types import Prompts, Rollout, Sequences, length_groups
 class Reference:
     """The policy that the KL is measured from: a frozen model, or (None) the actor with its adapter off."""
 
-    frozen: Policy | None
+    frozen: FrozenEngine | None
 
     @contextlib.contextmanager
-    def of(self, actor: Policy) -> Any:
-        if self.frozen is not None:
-            yield self.frozen
-        else:
-            with actor.lm.disable_adapter():
-                yield actor
+    def of(self, actor: Engine) -> Iterator[Any]:
+        """The reference, ready to be asked."""
+        off = contextlib.nullcontext() if self.frozen is not None else actor.module.lm.disable_adapter()
+        # In this order: a rank that waits for others inside `inference` asks what they ask.
+        with off, (self.frozen or actor).inference() as reference:
+            yield reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +51,13 @@ def generate(
     backend: Generate,
     prompts: Prompts,
     sampling: SamplingOptions,
-    generator: torch.Generator,
+    draws: Tensor,
     batch_size: int,
 ) -> Rollout:
-    """Responses to `prompts`, y ~ pi_old(. | x), at most `batch_size` at once."""
+    """Responses to `prompts`, y ~ pi_old(. | x), at most `batch_size` at once; `draws` as the backend has them."""
     with actor.inference() as policy:
         parts = [
-            backend(policy.lm, prompts[slice(i, i + batch_size)], sampling, generator)
+            backend(policy.lm, prompts[slice(i, i + batch_size)], sampling, draws[i : i + batch_size])
             for i in range(0, len(prompts), batch_size)
         ]
     width = max(part.response_ids.shape[1] for part in parts)
@@ -88,8 +89,8 @@ def score(rollout: Rollout, actor: Engine, critic: Engine | None, scorer: Scorer
 
     with actor.inference() as policy:
         old = per_token(rollout, logprobs(policy), scorer.micro_batch_size)
-        with scorer.reference.of(policy) as reference:
-            ref = per_token(rollout, logprobs(reference), scorer.micro_batch_size)
+    with scorer.reference.of(actor) as reference:
+        ref = per_token(rollout, logprobs(reference), scorer.micro_batch_size)
     values = None
     if critic is not None:
         with critic.inference() as model:

@@ -1,28 +1,34 @@
 """Reinforcement learning from scores: generate, score, assign credit, update (InstructGPT, arXiv 2203.02155)."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.batches import Batches, prompt_batch
+from data.batches import prompt_batch
 from data.dataset import PromptDataset
 from rlhf import dist, record, rewards
 from rlhf.config import UserError
+from rlhf.draws import uniforms
 from rlhf.engine import compute_dtype
 from rlhf.models.export import save_policy, save_scalar
 from rlhf.nonfinite import Tolerance
-from rlhf.run import open_run, skip
+from rlhf.progress import find
+from rlhf.resume import Resumable
+from rlhf.run import open_run
 from rlhf.types import Metrics, Rollout
 from step3_ppo.chosen import append_chosen
 from step3_ppo.config import Step3Config
+from step3_ppo.course import Course, iterations
 from step3_ppo.evaluate import (
     Best,
     Evaluation,
+    Turns,
     compare,
     flaw,
     look,
@@ -31,30 +37,29 @@ from step3_ppo.evaluate import (
     write_rollout,
     write_samples,
 )
-from step3_ppo.guard import ended_by_kl
+from step3_ppo.guard import KLGuard
 from step3_ppo.inputs import check, content, inputs, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
-from step3_ppo.players import Players, iterations, reward_context, set_up
+from step3_ppo.players import Players, reward_context, set_up
 from step3_ppo.rollout import by_source, flaws, generate, score
 from step3_ppo.update import Learners, Part, update
-from step3_ppo.warnings import Limits, Watch, watched
+from step3_ppo.warnings import Limits, Watch
 
 STAGE = "step3_ppo"
 HELD_OUT = 2**20 - 1
-"""number of the random stream of held-out responses; a CPU's generator takes 32 bits, of which 12 are the rank's"""
+"""number of the rollout that held-out responses are drawn in; no iteration has it"""
 
 
-def train(players: Players, prompts: PromptDataset, config: Step3Config) -> Iterator[Metrics]:
+def train(players: Players, prompts: PromptDataset, course: Course, config: Step3Config) -> Iterator[Metrics]:
     """The method: an iteration samples responses, scores them, assigns credit, and updates actor and critic."""
-    tolerance = Tolerance(config.max_bad_steps)
-    for iteration, indices in enumerate(islice(_batches(prompts, config), iterations(config))):
+    for iteration, indices in course:
         clock = Clock()
         rollout = sample(players, prompts, indices, config, iteration)
         clock.lap("generate")
         rollout = score(rollout, players.actor, players.critic, players.scorer)
         clock.lap("score")
         heard = by_source(players.scorer, rollout)
-        if _is_flawed(rollout, heard, indices, iteration, tolerance):
+        if _is_flawed(rollout, heard, indices, iteration, course.tolerance):
             yield {"skipped_iteration": 1.0}
             continue
         scaled = replace(rollout, scores=players.scaling(rollout.scores))
@@ -110,35 +115,24 @@ def rollouts_file(config: Step3Config) -> Path:
     return Path(config.output_dir) / STAGE / f"rollouts-{dist.rank()}.jsonl"
 
 
-def _clear(directory: Path) -> None:
-    """Remove what an earlier run appended to, that of more ranks included."""
-    if dist.is_main():
-        for file in (directory / "samples.jsonl", directory / "chosen.jsonl", *directory.glob("rollouts-*.jsonl")):
-            file.unlink(missing_ok=True)
-    dist.barrier()
-
-
 def sample(players: Players, prompts: PromptDataset, indices: list[int], config: Step3Config, draw: int) -> Rollout:
-    """A response to the prompt at each of `indices`; `draw` numbers the random stream, each rank having its own."""
+    """A response to the prompt at each of `indices`, one after the other of the same prompt; `draw` numbers the
+    rollout. Every response of every rollout has a random stream of its own."""
     batch = prompt_batch([prompts[i] for i in indices], players.scorer.tokenizer.pad_token_id)
-    generator = torch.Generator(players.actor.device)
-    generator.manual_seed((config.seed * 1_000_003 + draw) * 4096 + dist.rank())
+    earlier: Counter[int] = Counter()
+    keys = []
+    for index in indices:
+        keys.append((config.seed, draw, index, earlier[index]))
+        earlier[index] += 1
+    draws = uniforms(keys, config.response_length).to(players.actor.device)
     return generate(
         players.actor,
         players.backend,
         batch.to(players.actor.device),
         players.scorer.sampling,
-        generator,
+        draws,
         config.rollout_batch_size,
     )
-
-
-def _batches(prompts: PromptDataset, config: Step3Config) -> Iterator[list[int]]:
-    """Prompts of each iteration, every one of them `num_generations` times in a row."""
-    size = config.batch_size // config.num_generations
-    batches = Batches(len(prompts), size, config.seed, (dist.rank(), dist.world_size()))
-    for indices in batches.take(epochs=iterations(config)):
-        yield [i for i in indices for _ in range(config.num_generations)]
 
 
 def evaluate(
@@ -151,49 +145,62 @@ def evaluate(
     return look(rollout, judge, players.scorer.tokenizer, by_source(players.scorer, rollout))
 
 
+def resumable(players: Players, others: Mapping[str, Any]) -> Resumable:
+    """What the players, and `others` who follow the run, go on from."""
+    engines = {"actor": players.actor, "critic": players.critic}
+    trained = {name: engine for name, engine in engines.items() if engine is not None}
+    ptx = {} if players.ptx is None else {"ptx": players.ptx.batches}
+    average = {} if players.ema is None else {"ema": players.ema}
+    return Resumable({**trained, **ptx, "players": players, **others}, {**trained, **average})
+
+
 def run(config: Step3Config) -> None:
     """The stage from its inputs to OUT/step3_ppo: actor, critic, metrics.jsonl, manifest.json; nothing if finished."""
-    if skip(STAGE, config, inputs(config), partial(content, config)):
+    found = find(STAGE, config, inputs(config), partial(content, config))
+    if found == "finished":
         return
     tokenizer, data = check(config, ranks=dist.world_size())
     given, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
-    with open_run(STAGE, given) as stage:
+    with open_run(STAGE, given, found, {name: str(getattr(config, name)) for name in inputs(given)}) as stage:
         players = set_up(config, tokenizer)
         context = reward_context(config, tokenizer)
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, context)
         stage.describe(data, tokenizer)
         stage.manifest["data"] |= ptx_content(config)
-        _clear(stage.directory)
         before = after = evaluate(players, evaluation, judge, config)
-        found = flaw(before)
-        if found is not None:
-            raise UserError(found)
+        flawed = flaw(before)
+        if flawed is not None:
+            raise UserError(flawed)
 
         def look_at(iteration: int) -> Metrics:
             nonlocal after
             after = evaluate(players, evaluation, judge, config)
-            found = flaw(after)
-            if found is not None:  # a long run must not end by it
-                record.say(f"warning, iteration {iteration}: {found}")
+            flawed = flaw(after)
+            if flawed is not None:  # a long run must not end by it
+                record.say(f"warning, iteration {iteration}: {flawed}")
             write_samples(stage.directory / "samples.jsonl", iteration, before, after)
             return compare(before, after)
 
         actor = partial(save_policy, players.actor, config.adapter, tokenizer)
+        dtype = "fp32" if compute_dtype(config, players.actor.device) == torch.float32 else "bf16"
+        course, watch = Course(len(prompts), config), Watch(Limits(), dtype)
+        guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
+        others = {"course": course, "watch": watch, "guard": guard}
         best = None
         if config.keep_best is not None:
-            best = Best(config.keep_best, config.patience, lambda: stage.save("best", actor))
+            others["best"] = best = Best(config.keep_best, config.patience, lambda: stage.save("best", actor))
+        stage.go_on(resumable(players, others))
+        if stage.done:
+            after = evaluate(players, evaluation, judge, config)
         total = iterations(config)
-        steps = looked_at(train(players, prompts, config), config.eval_every, total, look_at, best)
-        steps = ended_by_kl(steps, config.abort_kl, config.abort_kl_iterations)
-        dtype = "fp32" if compute_dtype(config, players.actor.device) == torch.float32 else "bf16"
-        steps = watched(steps, Watch(Limits(), dtype), stage.recorder.warn)
-        stage.follow(steps, total, shown=("score", "kl", "response_length"))
+        steps = train(players, prompts, course, config)
+        steps = looked_at(steps, Turns(config.eval_every, total, stage.done), look_at, best)
+        stage.follow(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(before, after, config.sample_rows)
         made: dict[str, Callable[[Path], None]] = {"actor": actor}
         if players.critic is not None:
             made["critic"] = partial(save_scalar, players.critic, config.adapter, tokenizer)
         if players.ema is not None:
             made["ema"] = partial(save_policy, players.actor, config.adapter, tokenizer, average=players.ema)
-        places = {name: str(getattr(config, name)) for name in inputs(given)}
-        stage.finish(made, places, compare(before, after), players.state_dict())
+        stage.finish(made, compare(before, after), players.state_dict())

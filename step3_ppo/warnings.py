@@ -6,11 +6,11 @@ a number says nothing of its condition.
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Protocol
+from typing import Any
 
 from pydantic import Field
 
@@ -79,7 +79,7 @@ class Rule:
 
 
 class Watch:
-    """Remembers the iterations so far and which conditions hold. After a resume, let it look at the rows on file."""
+    """Remembers the iterations so far and which conditions hold."""
 
     def __init__(self, limits: Limits, dtype: str = "fp32") -> None:
         """dtype: fp32, bf16 or fp16, in which the policy computes."""
@@ -104,19 +104,12 @@ class Watch:
                 notices.append(Notice(rule.name, numbers, rule.advice))
         return notices
 
+    def state_dict(self) -> dict[str, Any]:
+        """The rows so far, and the rules that hold."""
+        return {"rows": self._rows, "holding": sorted(self._holding)}
 
-class Warn(Protocol):
-    """`Recorder.warn` of rlhf.record."""
-
-    def __call__(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None: ...
-
-
-def watched(steps: Iterable[dict[str, float]], watch: Watch, warn: Warn) -> Iterator[dict[str, float]]:
-    """Pass the metrics of `steps` on, and tell `warn` what sets in."""
-    for iteration, metrics in enumerate(steps, start=1):
-        yield metrics
-        for notice in watch.look(iteration, metrics):
-            warn(iteration, notice.name, notice.numbers, notice.advice)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rows, self._holding = list(state["rows"]), set(state["holding"])
 
 
 # --- conditions: the numbers to show if they hold for the newest row

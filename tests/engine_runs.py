@@ -147,7 +147,7 @@ def run_averaged(options: dict[str, Any], adapter: str | None = None) -> dict[st
         "trace": trace,
         "averaged": averaged,
         "undone": equal(last, weights(trained)),
-        "state": average.state_dict(),
+        "state": dict(average.tensors()),
     }
 
 

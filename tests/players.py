@@ -1,5 +1,6 @@
 """A tiny actor, critic and reference with everything step 3 puts between them, for any algorithm."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,13 +9,16 @@ from torch import Tensor, nn
 
 from data.encode import Demonstration, Prompt
 from rlhf import dist, plugins
+from rlhf.draws import uniforms
 from rlhf.engine import Engine
+from rlhf.frozen import FrozenEngine
 from rlhf.models.ema import EMA
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.rewards import Part, Source, Sources
 from rlhf.types import Credit, Metrics, Prompts, Rollout, Samples
 from step3_ppo import stage
+from step3_ppo.course import Course
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
@@ -62,11 +66,11 @@ class Players:
     algorithm: Any
     scorer: Scorer
 
-    def sample(self, prompts: Prompts, seed: int = 0, backend: str = "loop") -> Rollout:
-        draw = torch.Generator().manual_seed(seed)
+    def sample(self, prompts: Prompts, seed: int = 1, backend: str = "loop") -> Rollout:
+        draws = uniforms([(seed, i) for i in range(len(prompts))], self.config.response_length)
         ends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
         drawing = plugins.build("rlhf.generation", {"name": backend, **ends})
-        return generate(self.actor, drawing, prompts, self.config, draw, self.config.rollout_batch_size)
+        return generate(self.actor, drawing, prompts, self.config, draws, self.config.rollout_batch_size)
 
     def score(self, rollout: Rollout) -> Rollout:
         return score(rollout, self.actor, self.critic, self.scorer)
@@ -100,7 +104,7 @@ def players(algorithm: str, **changes: Any) -> Players:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
     head = nn.Linear(tiny.WIDTH, 1, bias=False, dtype=dtype)
     nn.init.normal_(head.weight, 0.0, 0.1, generator=torch.Generator().manual_seed(2))
-    reference = Policy(language_model(dtype)).requires_grad_(False)
+    reference = FrozenEngine(Policy(language_model(dtype)), config.reference.beside(config), dtype)
     critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     steps = 100
     built = plugins.find("step3_ppo.algorithms", algorithm).build(config)
@@ -129,6 +133,12 @@ def on_stage(game: Players) -> stage.Players:
     return stage.Players(game.actor, game.critic, game.scorer, game.algorithm, backend, ScoreScaling(c), None, ema)
 
 
+def on_course(game: Players) -> Iterator[Metrics]:
+    """The iterations of step 3 with these players."""
+    prompts = prompts_to_train_on()
+    return stage.train(on_stage(game), prompts, Course(len(prompts), game.config), game.config)  # type: ignore[arg-type]
+
+
 def prompts_to_train_on() -> list[Prompt]:
     """Eight of them, numbered in the order of the list."""
     drawn = tiny.prompts([3, 9, 8, 4, 5, 6, 7, 2])
@@ -151,7 +161,7 @@ def with_a_bad_score(rank: int) -> dict[str, Any]:
             scores[1] = torch.nan
         return scores
 
-    steps = stage.train(on_stage(scored_by(game, source)), prompts_to_train_on(), game.config)  # type: ignore[arg-type]
+    steps = on_course(scored_by(game, source))
     before = game.weights()
     first = next(steps)
     unchanged = all(torch.equal(before[name], value) for name, value in game.weights().items())

@@ -18,46 +18,30 @@ ROOT = Path(__file__).parents[1]
 
 # An import points down or stays in its layer. A package stands for all its modules.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options"),
+    ("rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options", "rlhf.memory", "rlhf.net", "rlhf.pipes", "rlhf.slurm"),
     ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses", "rlhf.intervals", "rlhf.spikes"),
     (
-        "rlhf.dist",
-        "rlhf.text",
-        "rlhf.templates",
-        "rlhf.rendering",
-        "rlhf.encoder",
-        "rlhf.checkpoint",
-        "rlhf.record",
-        "rlhf.nonfinite",
-        "rlhf.launch",
-        "rlhf.plan",
-        "rlhf.prompt_file",
+        "rlhf.dist", "rlhf.draws", "rlhf.record", "rlhf.nonfinite", "rlhf.prompt_file",
+        "rlhf.text", "rlhf.templates", "rlhf.rendering", "rlhf.encoder", "rlhf.hub", "rlhf.untrusted",
+        "rlhf.checkpoint", "rlhf.resume", "rlhf.progress", "rlhf.logs", "rlhf.ending",
+        "rlhf.launch", "rlhf.hosts", "rlhf.ranks", "rlhf.nodes", "rlhf.node", "rlhf.rendezvous", "rlhf.last_words",
     ),
-    ("rlhf.models", "rlhf.adapters", "rlhf.engine"),
+    ("rlhf.models", "rlhf.adapters", "rlhf.engine", "rlhf.engine_state", "rlhf.sharding", "rlhf.frozen"),
     (
-        "rlhf.generation",
-        "rlhf.rewards",
-        "rlhf.responding",
-        "rlhf.evaluate",
-        "rlhf.comparison",
-        "rlhf.pairs",
-        "rlhf.pairing",
-        "rlhf.standings",
-        "rlhf.report",
-        "rlhf.run",
-        "rlhf.preflight",
+        "rlhf.generation", "rlhf.rewards", "rlhf.responding", "rlhf.evaluate", "rlhf.comparison", "rlhf.pairs",
+        "rlhf.pairing", "rlhf.plan", "rlhf.standings", "rlhf.report", "rlhf.run", "rlhf.preflight",
     ),
     ("data",),
     ("step1_sft", "step2_reward", "step3_ppo"),
     ("train",),
-)
+)  # fmt: skip
 TORCH_FREE_LAYER, MATHEMATICS_LAYER, DATA_LAYER, STAGE_LAYER = 0, 1, 5, 6
 DATA_SEES = range(3)
 STAGES = LAYERS[STAGE_LAYER]
 # Importing these must not import torch, so that --help and a mistyped option answer at once.
 TORCH_FREE = (*LAYERS[TORCH_FREE_LAYER], "data.config", *(f"{stage}.config" for stage in STAGES))
-# The engine, and the place where ranks first meet.
-KNOW_DEEPSPEED = ("rlhf/engine.py", "rlhf/dist.py")
+# Engines, how they hold weights and what their optimizer knows, and the place where ranks first meet.
+KNOW_DEEPSPEED = ("rlhf/engine.py", "rlhf/engine_state.py", "rlhf/sharding.py", "rlhf/frozen.py", "rlhf/dist.py")
 PLUGIN_FOLDERS = ("data/sources", "rlhf/rewards", "rlhf/generation", "rlhf/adapters", "step3_ppo/algorithms")
 
 MAX_FUNCTION_LINES = 80

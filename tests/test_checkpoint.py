@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf import checkpoint, run
+from rlhf import checkpoint, progress
 from rlhf.config import UserError
 from rlhf.options import OptimizerOptions, RunOptions
 
@@ -162,16 +162,16 @@ def state(
     if content is None:
         content = {}
     options = Options(**{"output_dir": str(out), "model": "pretrained", **changes})
-    return run.state(stage, options, {"model": str(options.model)}, lambda: content, planned or {})
+    return progress.standing(stage, options, {"model": str(options.model)}, lambda: content, planned or {})
 
 
 def test_a_finished_stage_is_finished(tmp_path: Path) -> None:
-    assert state(tmp_path) == "unfinished"
+    assert state(tmp_path) == "new"
     stage = make(tmp_path)
     assert state(tmp_path) == "finished"
-    assert state(tmp_path, overwrite=True) == "unfinished"
+    assert state(tmp_path, overwrite=True) == "new"
     (stage / "manifest.json").unlink()
-    assert state(tmp_path) == "unfinished"
+    assert state(tmp_path) == "new"
 
 
 @pytest.mark.parametrize(
@@ -254,4 +254,4 @@ def test_a_tampered_output_is_not_skipped(tmp_path: Path) -> None:
     flip(stage / "model" / "model.safetensors")
     with pytest.raises(UserError, match="--overwrite"):
         state(tmp_path)
-    assert state(tmp_path, overwrite=True) == "unfinished"
+    assert state(tmp_path, overwrite=True) == "new"

@@ -16,6 +16,7 @@ CHAINS = [CONFIGS / "demo.yaml", *sorted(CONFIGS.glob("recipes/*.yaml"))]
 OVERLAYS = sorted(CONFIGS.glob("overlays/*.yaml"))
 ALGORITHMS = sorted(CONFIGS.glob("algorithms/*.yaml"))
 MODELS = sorted(CONFIGS.glob("models/*.yaml"))
+SHAPES = sorted(CONFIGS.glob("shapes/*.yaml"))  # for plans: tests/test_plan.py
 
 
 def resolved(*argv: str) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def leaves(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def test_every_file_is_of_a_known_kind() -> None:
-    assert sorted(CONFIGS.rglob("*.yaml")) == sorted([*CHAINS, *OVERLAYS, *ALGORITHMS, *MODELS])
+    assert sorted(CONFIGS.rglob("*.yaml")) == sorted([*CHAINS, *OVERLAYS, *ALGORITHMS, *MODELS, *SHAPES])
     assert OVERLAYS and ALGORITHMS and MODELS and len(CHAINS) > 1
 
 

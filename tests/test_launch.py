@@ -15,6 +15,7 @@ import pytest
 from rlhf import launch
 from rlhf.config import UserError
 from rlhf.options import RunOptions
+from tests.processes import alive, until
 
 ROOT = Path(__file__).parents[1]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -33,24 +34,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return name
-
-
-def alive(word: str) -> list[str]:
-    """Command lines with `word` in them, of processes that are no zombies."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            line = (folder / "cmdline").read_text().replace("\0", " ")
-            if word in line and (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                found.append(line)
-    return found
-
-
-def until(condition: object, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(("body", "code"), [("", 0), ("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
@@ -116,10 +99,14 @@ def test_what_a_stage_leaves_running_is_ended_too(program: str) -> None:
 
 
 @contextlib.contextmanager
-def launcher(program: str, body: str, processes: int, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def launcher(
+    program: str, body: str, processes: int, tmp_path: Path, grace_s: float = 30.0
+) -> Iterator[subprocess.Popen[str]]:
     """A process of its own that runs `program`, once every rank is ready; killed at the end if it is still there."""
     code = "import signal, sys; signal.signal(1, signal.SIG_DFL); signal.signal(2, signal.default_int_handler)\n"
-    code += f"from rlhf import launch; sys.exit(launch.run({program!r}, [{body!r}], {processes}) % 256)"
+    code += "from rlhf import launch; from rlhf.hosts import Deployment, LaunchOptions\n"
+    code += f"where = Deployment({processes}, options=LaunchOptions(grace_s={grace_s}))\n"
+    code += f"sys.exit(launch.run({program!r}, [{body!r}], where) % 256)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.DEVNULL, text=True) as process:
         try:
             until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(processes)))
@@ -136,7 +123,7 @@ def test_a_signal_ends_every_process(program: str, tmp_path: Path, number: int, 
     with launcher(program, nested + "ready(); time.sleep(99)", processes, tmp_path) as process:
         assert len(alive(program)) >= 2 * processes
         process.send_signal(number)
-        assert process.wait(10) == (-number) % 256
+        assert process.wait(60) == (-number) % 256
     until(lambda: not alive(program))
 
 
@@ -148,8 +135,87 @@ def test_a_second_signal_kills(program: str, tmp_path: Path) -> None:
         until((tmp_path / "asked").exists)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == (-signal.SIGTERM) % 256
+        assert process.wait(60) == (-signal.SIGTERM) % 256
     until(lambda: not alive(program))
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("handler", "code"),
+    [
+        ("sys.exit(143)", 256 - signal.SIGTERM),  # it has saved
+        ("sys.exit(1)", 1),  # it failed to
+        ("time.sleep(99)", 256 - signal.SIGKILL),  # it takes longer than it may
+    ],
+)
+def test_the_code_after_a_signal_tells_whether_the_stage_ended_in_order(
+    program: str, tmp_path: Path, handler: str, code: int
+) -> None:
+    body = f"signal.signal(15, lambda *_: {handler}); ready(); time.sleep(99)"
+    with launcher(program, body, 1, tmp_path, grace_s=2.0) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == code
+    until(lambda: not alive(program))
+
+
+@LINUX
+@pytest.mark.parametrize("handler", ["signal.signal(10, lambda *_: (time.sleep(3), sys.exit(75)))", "pass"])
+def test_usr1_is_passed_on_and_waited_for(program: str, tmp_path: Path, handler: str) -> None:
+    """Longer than the grace time; a rank that knows no handler yet has nothing to save."""
+    with launcher(program, f"{handler}; ready(); time.sleep(99)", 2, tmp_path, grace_s=1.0) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == launch.REQUEUE
+    until(lambda: not alive(program))
+
+
+def test_one_that_ends_well_although_asked_to_be_started_again(program: str, tmp_path: Path) -> None:
+    with launcher(
+        program, "signal.signal(10, lambda *_: sys.exit(0)); ready(); time.sleep(99)", 1, tmp_path
+    ) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == launch.REQUEUE, "the next stage must not begin"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "cause"),
+    [
+        ("sys.exit(7) if rank else time.sleep(99)", 7, "rank 1: exit code 7"),
+        ("os.kill(os.getpid(), 9) if rank == 0 else time.sleep(99)", -9, "rank 0: SIGKILL (often: the machine is out"),
+        (
+            "os.kill(os.getpid(), 19) if rank else (time.sleep(1), sys.exit(1))",
+            1,
+            "rank 0: exit code 1; rank 1 did not answer: it is stopped",
+        ),
+        (
+            "signal.signal(15, lambda *_: 0); sys.exit(1) if rank else [time.sleep(99) for _ in range(9)]",
+            1,
+            "rank 1: exit code 1; rank 0 did not answer: stopped or hung",
+        ),
+        ("time.sleep(99) if rank else sys.exit(143)", 143, "SIGTERM"),
+        ("", 0, ""),
+    ],
+)
+def test_what_ended_it_is_named(program: str, body: str, code: int, cause: str) -> None:
+    ended = launch.run(program, [body], 2)
+    assert ended == code and ended.cause.startswith(cause)
+    if sys.platform == "linux":
+        assert not alive(program)
+
+
+@LINUX
+def test_a_stage_that_does_not_hear_the_end_of_its_launcher_is_killed(program: str, tmp_path: Path) -> None:
+    stage = "from rlhf.launch import *; sys.argv = ['x']; from rlhf.options import RunOptions as O\n"
+    stage += "def run(_):\n    signal.signal(15, lambda *_: 0); ready()\n    while 1: time.sleep(0.1)\n"
+    stage += f"stage_main(lambda _: O, 'x', '', run)  # {program}"
+    with launcher(program, stage, 1, tmp_path, grace_s=1.0) as process:
+        process.kill()
+    until(lambda: not alive(program))
+
+
+@pytest.mark.faults
+def test_two_ranks_end_well_every_time(program: str) -> None:
+    body = "from rlhf import dist, launch\nwith dist.process_group(60): dist.barrier()\nlaunch.end_well()"
+    assert [int(launch.run(program, [body], 2)) for _ in range(10)] == [0] * 10
 
 
 @LINUX
@@ -181,6 +247,22 @@ def stage_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
     monkeypatch.setattr(sys, "argv", ["x", "--output-dir", str(tmp_path / "out"), *argv])
     assert launch.stage_main(lambda _: RunOptions, "x", "", run) == 0
     return seen[0]
+
+
+def test_a_chain_is_no_rank_of_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch.require_alone()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="started as rank 1 of 2, expected one process"):
+        launch.require_alone()
+
+
+def test_between_stages_usr1_asks_to_be_started_again() -> None:
+    with pytest.raises(SystemExit) as ended, launch.requeued_when_asked():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1)
+    assert ended.value.code == launch.REQUEUE
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_the_deepspeed_launchers_extra_word_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf import losses
+from rlhf.draws import uniforms
+from rlhf.generation import loop
 from rlhf.rewards import Part, Sources
 from rlhf.types import Credit, Rollout, Samples
 from step3_ppo.rollout import generate, per_token
@@ -42,20 +44,15 @@ def test_rollout_batches_are_joined_to_one(game: Players) -> None:
     rollout = game.sample(PROMPTS)
     assert len(rollout) == 4 and rollout.rows == PROMPTS.rows
     assert torch.equal(rollout.prompt_ids, PROMPTS.ids)
-    # Greedy responses do not depend on who shares the batch; a batch of 1 ends at its own last token.
+    # Responses do not depend on who shares the batch; a batch of 1 ends at its own last token.
     tokens = []
+    draws = uniforms([(0, i) for i in range(4)], game.config.response_length)
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
     for size in (1, 3, 4):
-        whole = generate(game.actor, greedy, PROMPTS, game.config, torch.Generator(), size)
+        whole = generate(game.actor, backend, PROMPTS, game.config, draws, size)
         tokens.append(whole.response_ids.masked_fill(~whole.mask, tiny.PAD))
         assert torch.equal(whole.mask, whole.sampled_logprobs != 0)
     assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
-
-
-def greedy(lm: Any, prompts: Any, sampling: Any, generator: Any) -> Rollout:
-    from rlhf.generation import loop
-
-    made = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
-    return made(lm, prompts, sampling, None)
 
 
 # --- scoring

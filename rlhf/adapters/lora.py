@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.config import Config as Base
+from rlhf.sharding import whole
 
 
 class Config(Base):
@@ -34,9 +35,10 @@ def merged_state(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor
         if isinstance(module, LoraLayer):
             layer: Any = module
             parameter = getattr(layer, "parameter_name", "weight")  # a mixture's experts are parameters of one module
-            weight = getattr(layer.get_base_layer(), parameter)
-            delta = layer.get_delta_weight(layer.active_adapters[0])
-            updated = (weight.float() + delta.float()).to(weight.dtype)
+            with whole(layer.parameters()):
+                weight = getattr(layer.get_base_layer(), parameter)
+                delta = layer.get_delta_weight(layer.active_adapters[0])
+                updated = (weight.float() + delta.float()).to(weight.dtype)
             merged[_own_name(f"{name}.{parameter}")] = updated.detach().cpu()
     return merged
 

@@ -13,7 +13,7 @@ from rlhf.models.policy import position_arguments, takes
 from rlhf.options import SamplingOptions
 from rlhf.types import Prompts, Rollout
 
-Generate = Callable[[PreTrainedModel, Prompts, SamplingOptions, torch.Generator | None], Rollout]
+Generate = Callable[[PreTrainedModel, Prompts, SamplingOptions, Tensor | None], Rollout]
 
 
 class Config(Base):
@@ -24,20 +24,19 @@ class Config(Base):
 
 
 def build(config: Config) -> Generate:
-    """`generate(lm, prompts, sampling, generator) -> Rollout`; without a generator it is greedy.
+    """`generate(lm, prompts, sampling, draws) -> Rollout`; `draws` are uniform numbers, one for each token that may be
+    sampled, [B, response_length]; without them it is greedy.
 
     Raises: UserError for a recurrent model such as Mamba, which has no key-value cache.
     """
 
-    def generate(
-        lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, generator: torch.Generator | None
-    ) -> Rollout:
+    def generate(lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, draws: Tensor | None) -> Rollout:
         if not takes(lm, "past_key_values"):
             raise UserError(
                 f"model type '{lm.config.model_type}': generation needs the key-value cache of an attention model; "
                 "name another model"
             )
-        tokens, logprobs, mask = _sample(lm, prompts, sampling, generator, config)
+        tokens, logprobs, mask = _sample(lm, prompts, sampling, draws, config)
         # A row still alive after its last column never sampled EOS.
         ended = ((tokens == config.eos_token_id) & mask).any(1)
         return Rollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
@@ -47,7 +46,7 @@ def build(config: Config) -> Generate:
 
 @torch.no_grad()
 def _sample(
-    lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, generator: torch.Generator | None, config: Config
+    lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, draws: Tensor | None, config: Config
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, log-probs and mask, each [B, T] with T at most `response_length`."""
     mask, ids = prompts.mask, prompts.ids
@@ -55,7 +54,7 @@ def _sample(
     cache = DynamicCache(config=lm.config)
     alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     columns: list[tuple[Tensor, Tensor, Tensor]] = []
-    for _ in range(sampling.response_length):
+    for t in range(sampling.response_length):
         output = lm(
             input_ids=ids,
             attention_mask=mask.long(),
@@ -65,7 +64,7 @@ def _sample(
             **positions,
         )
         logits = output.logits[:, -1:]
-        token = _choose(logits[:, 0], sampling.temperature, generator)
+        token = _choose(logits[:, 0], sampling.temperature, None if draws is None else draws[:, t])
         logprob = ops.token_logprobs(logits, token[:, None], sampling.temperature).squeeze(1)
         token = torch.where(alive, token, config.pad_token_id)
         columns.append((token, torch.where(alive, logprob, 0.0), alive))
@@ -79,10 +78,12 @@ def _sample(
     return tokens, logprobs, kept
 
 
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """One token a row [B] from logits [B, V]."""
-    if generator is None:
+def _choose(logits: Tensor, temperature: float, draws: Tensor | None) -> Tensor:
+    """One token a row [B] from logits [B, V] and uniform numbers [B]: the inverse of the distribution function."""
+    if draws is None:
         return logits.argmax(-1)
     # Of a row that is not finite any token is drawn; its log-prob says so, and nothing is learned from it.
     probabilities = torch.softmax(logits.float() / temperature, dim=-1).nan_to_num(1.0)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
+    below = probabilities.cumsum(-1, dtype=torch.float64)
+    # The first token whose sum is beyond the number: it has a probability above 0.
+    return torch.searchsorted(below, (draws[:, None] * below[:, -1:]), right=True).squeeze(1)

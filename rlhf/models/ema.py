@@ -1,7 +1,7 @@
 """An average of the weights a policy went through, which is often better than the last of them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rlhf import dist
 from rlhf.engine import Engine
+from rlhf.sharding import whole
 
 
 class EMA:
@@ -35,26 +36,39 @@ class EMA:
 
     @contextlib.contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """The model of `Engine.inference()` with averaged weights, on every rank."""
+        """The engine's model with averaged weights, on every rank; between steps, inside of `inference()` or not."""
         trained: list[tuple[str, Any]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        last = [parameter.detach().clone() for _, parameter in trained]
-        for i, (name, parameter) in enumerate(trained):
-            average = self._average.get(name)
-            if average is None:
-                average = torch.empty(parameter.shape, device=parameter.device)
-            dist.broadcast(average, i % dist.world_size())
-            parameter.data.copy_(average)
+        last = _exchanged(trained, self._average)
         try:
             yield
         finally:
-            for (_, parameter), value in zip(trained, last, strict=True):
-                parameter.data.copy_(value)
+            _exchanged(trained, last)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def size(self) -> int:
+        """Bytes of the averages that all ranks keep."""
+        return self._engine.size() // 3
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The averages that this rank keeps, by the weight's name."""
-        return self._average
+        yield from self._average.items()
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        assert set(state) == set(self._average), "an average of other weights, or of another number of ranks"
-        for name, average in state.items():
-            self._average[name].copy_(average)
+    def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
+        """Go on from the averages of all ranks, of which this one takes its own."""
+        for name, average in saved:
+            if name in self._average:
+                self._average[name].copy_(average)
+
+
+def _exchanged(trained: list[tuple[str, Any]], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Set every weight on every rank from the `values`, fp32, of the rank that keeps it; gives what it had there."""
+    before = {}
+    for i, (name, parameter) in enumerate(trained):
+        with whole([parameter], changed=True):
+            value = values.get(name)
+            if i % dist.world_size() == dist.rank():
+                before[name] = parameter.detach().float().clone()
+            if value is None:
+                value = torch.empty(parameter.shape, device=parameter.device)
+            dist.broadcast(value, i % dist.world_size())
+            parameter.data.copy_(value)
+    return before

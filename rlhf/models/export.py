@@ -4,7 +4,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedTokenizerBase
@@ -14,6 +13,7 @@ from rlhf.engine import Engine
 from rlhf.models.ema import EMA
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
+from rlhf.sharding import is_sharded, whole
 
 
 def save_policy(
@@ -27,10 +27,11 @@ def save_policy(
 
     With `average`, the engine's averaged weights in the place of its last ones.
     """
-    with engine.inference() as policy, average.inside(policy) if average is not None else contextlib.nullcontext():
-        assert isinstance(policy, Policy)
+    policy = engine.module
+    assert isinstance(policy, Policy)
+    with average.inside(policy) if average is not None else contextlib.nullcontext():
         state = full_state(policy.lm, adapter)
-        if dist.is_main():
+        if dist.is_main():  # the state may be the model's own memory
             lm = base_model(policy.lm)
             try:
                 lm.generation_config.validate(strict=True)
@@ -55,25 +56,25 @@ def save_scalar(
     Its pad token is not EOS, because that class pools at the last token that is not padding. `scores` goes into its
     config.
     """
-    with engine.inference() as model:
-        assert isinstance(model, ScalarModel)
-        backbone = base_model(model.backbone)
-        state = {
-            f"{backbone.base_model_prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()
-        }
-        state[HEAD] = model.score.weight.detach().cpu()
-        if dist.is_main():
-            config = backbone.config
-            config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-            config.eos_token_id = tokenizer.eos_token_id
-            classifiers: Any = AutoModelForSequenceClassification._model_mapping
-            if type(config) in classifiers.keys():  # noqa: SIM118  (a lazy mapping)
-                config.architectures = [classifiers[type(config)].__name__]
-            config.dtype = model.score.weight.dtype
-            config.score_mean, config.score_std = (None, None) if scores is None else (scores.mean, scores.std)
-            config.save_pretrained(directory)
-            tokenizer.save_pretrained(directory)
-            save_file({k: v.contiguous() for k, v in state.items()}, directory / "model.safetensors", {"format": "pt"})
+    model = engine.module
+    assert isinstance(model, ScalarModel)
+    backbone = base_model(model.backbone)
+    prefix = backbone.base_model_prefix
+    state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
+    head = full_state(model.score, None)
+    if dist.is_main():
+        state[HEAD] = head["weight"]
+        config = backbone.config
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        classifiers: Any = AutoModelForSequenceClassification._model_mapping
+        if type(config) in classifiers.keys():  # noqa: SIM118  (a lazy mapping)
+            config.architectures = [classifiers[type(config)].__name__]
+        config.dtype = model.score.weight.dtype
+        config.score_mean, config.score_std = (None, None) if scores is None else (scores.mean, scores.std)
+        config.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        save_file({k: v.contiguous() for k, v in state.items()}, directory / "model.safetensors", {"format": "pt"})
     dist.barrier()
 
 
@@ -83,10 +84,18 @@ def base_model(model: nn.Module) -> Any:
 
 
 def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
-    """Weights by their transformers names on the CPU, adapters merged; tied weights stay one tensor."""
-    copies: dict[tuple[int, torch.Size], Tensor] = {}
-    weights = base_model(model).state_dict().items()
-    state = {name: copies.setdefault((v.data_ptr(), v.shape), v.detach().cpu()) for name, v in weights}
+    """Weights by their transformers names on the CPU of rank 0, adapters merged; tied weights stay one tensor.
+
+    Every rank takes part and the others get nothing: of a sharded model one weight at a time is whole on all.
+    """
+    copies: dict[int, Tensor] = {}
+    state = {}
+    for name, weight in base_model(model).state_dict(keep_vars=True).items():
+        with whole([weight]):
+            if dist.is_main():
+                if id(weight) not in copies:
+                    copies[id(weight)] = weight.detach().to("cpu", copy=is_sharded(weight))
+                state[name] = copies[id(weight)]
     if adapter is None:
         return state
     name, _ = plugins.parse_spec(adapter)

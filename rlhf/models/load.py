@@ -3,20 +3,20 @@
 import contextlib
 import functools
 import os
-import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlhf.config import UserError, read_yaml
 from rlhf.names import resolve
+from rlhf.sharding import Shards, whole, whole_shape
 from rlhf.text import load_tokenizer
+from rlhf.untrusted import LOAD_ERRORS, reason, refuse_adapter, refuse_model
 
 HEADS = re.compile(r"(lm_head|embed_out|score)\.")
 """Weights that a model without a head has no place for."""
@@ -67,12 +67,13 @@ def readable(place: str) -> Iterator[None]:
         )
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise UserError(f"model '{place}': the directory has no config.json; expected a Hugging Face model directory")
+    refuse_model(place)
     try:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        first = " ".join(str(error).split())[:200]
+    except LOAD_ERRORS as error:
+        first = reason(place, error)
         if here:
             raise UserError(f"model '{place}': cannot be loaded: {first}") from None
         raise UserError(
@@ -99,17 +100,20 @@ def require_context(place: str, tokens: int) -> None:
         )
 
 
-def load_causal_lm(place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0) -> PreTrainedModel:
+def load_causal_lm(
+    place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
+) -> PreTrainedModel:
     """A causal language model in `dtype`, in eval mode, that gives no probability to ids the tokenizer does not have.
 
     Its embeddings are at least `tokenizer_size` rows; new rows are the mean of the others, so that a new token is
     never likelier than an average one (drawn at random it can outweigh the whole vocabulary: GPT-2's logits are
     about -30). Rows beyond the tokenizer, which many models have, get logit -inf.
+    With `shards` each rank has its part of the weights only, and all ranks call this together.
     Raises: UserError for missing, unexpected or misshapen weights, or a weight that is not finite.
     """
-    model = _load(AutoModelForCausalLM, place, dtype, tokenizer_size, seed)
+    model = _load(AutoModelForCausalLM, place, dtype, tokenizer_size, seed, shards)
     head = model.get_output_embeddings()
-    if head.weight.shape[0] > tokenizer_size:
+    if whole_shape(head.weight)[0] > tokenizer_size:
         head.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
     return model
 
@@ -119,26 +123,39 @@ def _hide_from(size: int, head: nn.Module, inputs: tuple[Tensor, ...], logits: T
     return logits
 
 
-def load_backbone(place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0) -> PreTrainedModel:
+def load_backbone(
+    place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
+) -> PreTrainedModel:
     """The same model without its language-model head: ids to hidden states."""
-    return _load(AutoModel, place, dtype, tokenizer_size, seed)
+    return _load(AutoModel, place, dtype, tokenizer_size, seed, shards)
 
 
-def _load(auto: Any, place: str, dtype: torch.dtype, tokenizer_size: int, seed: int) -> PreTrainedModel:
+def _load(
+    auto: Any, place: str, dtype: torch.dtype, tokenizer_size: int, seed: int, shards: Shards | None
+) -> PreTrainedModel:
     config = load_config(place)
     source = resolve(place)
     if source.endswith((".yaml", ".yml")):
+        # Whole on every rank even if it will be sharded: a new model has the same weights under any ZeRO stage.
+        shards = None
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = auto.from_config(config).to(dtype)
     else:
-        safe = {"trust_remote_code": False, "weights_only": True}
+        # Reading into shards does not tell what is missing or misshapen: a model without storage is read before.
+        where = {} if shards is None else {"device_map": {"": "meta"}}
+        safe = {"config": config, "dtype": dtype, "trust_remote_code": False, "weights_only": True}
         with readable(source):
-            model, info = auto.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True, **safe)
+            model, info = auto.from_pretrained(source, output_loading_info=True, **where, **safe)
+        refuse_adapter(place, model)
         _refuse_mismatch(place, info, HEADS if auto is AutoModel else None)
+        if shards is not None:
+            with readable(source), shards.building():
+                model = auto.from_pretrained(source, **safe)
     rows = model.get_input_embeddings().num_embeddings
     if rows < tokenizer_size:
-        _add_rows(model, rows, tokenizer_size)
+        with contextlib.nullcontext() if shards is None else shards.building():
+            _add_rows(model, rows, tokenizer_size)
     refuse_non_finite(model, place)
     return model.eval()
 
@@ -157,11 +174,14 @@ def _add_rows(model: PreTrainedModel, rows: int, size: int) -> None:
     with torch.no_grad():
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             for weight in [] if layer is None else layer.parameters():
-                weight[rows:] = weight[:rows].float().mean(0)
+                with whole([weight], changed=True):
+                    weight[rows:] = weight[:rows].float().mean(0)
 
 
 def refuse_non_finite(model: nn.Module, place: str) -> None:
     """Raises UserError naming the first weight with a NaN or an infinity."""
     for name, weight in model.named_parameters():
-        if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
+        with whole([weight]):
+            sound = torch.isfinite(weight.sum(dtype=torch.float32)) or torch.isfinite(weight).all()
+        if not sound:
             raise UserError(f"model '{place}': weight {name} has values that are not finite")

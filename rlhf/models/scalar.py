@@ -14,6 +14,7 @@ from rlhf.config import UserError
 from rlhf.models.load import load_backbone, readable
 from rlhf.models.policy import position_arguments
 from rlhf.names import resolve
+from rlhf.sharding import Shards
 from rlhf.text import require_hub
 from rlhf.types import Sequences
 
@@ -64,9 +65,11 @@ def state_values(scalars: Tensor, prompt_length: int) -> Tensor:
     return scalars[:, prompt_length - 1 : -1]
 
 
-def new_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int, seed: int) -> ScalarModel:
+def new_scalar_model(
+    place: str, dtype: torch.dtype, tokenizer_size: int, seed: int, shards: Shards | None = None
+) -> ScalarModel:
     """A language model's backbone under a fresh head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020)."""
-    backbone = load_backbone(place, dtype, tokenizer_size, seed)
+    backbone = load_backbone(place, dtype, tokenizer_size, seed, shards)
     width = hidden_width(backbone)
     head = nn.Linear(width, 1, bias=False)
     with torch.no_grad():
@@ -80,13 +83,13 @@ def hidden_width(backbone: PreTrainedModel) -> int:
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
-def load_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int) -> ScalarModel:
+def load_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int, shards: Shards | None = None) -> ScalarModel:
     """A trained reward model or critic: ours, or any one-label sequence classifier with a `score` head.
 
     Raises: UserError if the head is absent (a language model, say) or does not give one number.
     """
     weight = read_head(resolve(place))
-    backbone = load_backbone(place, dtype, tokenizer_size)
+    backbone = load_backbone(place, dtype, tokenizer_size, shards=shards)
     width = hidden_width(backbone)
     if weight.shape[1] != width:
         raise UserError(

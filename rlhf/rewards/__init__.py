@@ -6,7 +6,7 @@ A penalty is a source whose scores are 0 or below, so that its weight is positiv
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf import plugins
 from rlhf.config import UserError
+from rlhf.options import FrozenOptions
 from rlhf.text import Template
 from rlhf.types import Rollout, Samples
 
@@ -36,6 +37,8 @@ class Context:
     reward_model: str
     """place of the run's reward model"""
     micro_batch_size: int
+    held: FrozenOptions = field(default_factory=FrozenOptions)
+    """how learned reward models are"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf import frozen
 from rlhf.checkpoint import model_place
 from rlhf.config import Config as Base
 from rlhf.config import UserError
+from rlhf.frozen import FrozenEngine
 from rlhf.models.load import context_length
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_statistics, scores
 from rlhf.names import resolve
@@ -29,10 +31,12 @@ def build(config: Config, context: Context) -> Source:
     """
     place = model_place(config.model or context.reward_model, "model", "critic")
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), "auto")
-    model = load_scalar_model(place, context.dtype, len(tokenizer)).to(context.device).requires_grad_(False)
+    shards = frozen.shards_of(context.held, context.dtype)
+    model = load_scalar_model(place, context.dtype, len(tokenizer), shards)
     shared = same_ids(tokenizer, context.tokenizer)
     known = score_statistics(model, place) if config.normalize else None
     limit = context_length(model.backbone.config)
+    engine = FrozenEngine(model, context.held, context.dtype)
 
     def score(samples: Samples) -> Tensor:
         sequences = samples.rollout.sequences if shared else _in_its_own_words(samples, tokenizer)
@@ -42,7 +46,8 @@ def build(config: Config, context: Context) -> Source:
                 f"reward model '{place}': its context is {limit} tokens, but a prompt and response have {longest}; "
                 "lower --max-prompt-length or --response-length"
             )
-        found = score_sequences(model, sequences.to(context.device), context.micro_batch_size)
+        with engine.inference() as model:
+            found = score_sequences(model, sequences.to(context.device), context.micro_batch_size)
         return found if known is None else (found - known.mean) / known.std
 
     return score

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from rlhf import adapters, losses, plugins
 from rlhf.engine import Engine
+from rlhf.frozen import FrozenEngine
 from rlhf.models.export import full_state, save_policy, save_scalar
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
-from rlhf.options import EngineOptions, OptimizerOptions
+from rlhf.options import EngineOptions, FrozenOptions, OptimizerOptions
 from rlhf.types import Sequences
 from step3_ppo.rollout import Reference
 from tests import tiny
@@ -128,7 +129,8 @@ def test_with_the_adapter_off_it_is_the_reference(adapter: str, family: str) -> 
     expected = logprobs(Policy(tiny.causal_lm(family)))
     actor = Policy(disturbed(adapters.wrap(tiny.causal_lm(family), adapter)))
     changed = logprobs(actor)
-    with Reference(None).of(actor) as reference:
+    held: Any = FrozenEngine(actor, FrozenOptions(), torch.float32)
+    with Reference(None).of(held) as reference:
         assert torch.equal(logprobs(reference), expected)
     assert torch.equal(logprobs(actor), changed) and greatest(changed - expected) > 1e-2
 
@@ -144,7 +146,7 @@ def test_an_engine_trains_the_adapter_and_nothing_else(adapter: str, stage: int)
     after = weights(engine)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and changed <= trained
-    with engine.inference() as actor, Reference(None).of(actor) as reference:
+    with Reference(None).of(engine) as reference:
         assert torch.equal(logprobs(reference), logprobs(Policy(tiny.causal_lm())))
 
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf import plugins
 from rlhf.config import UserError
+from rlhf.draws import uniforms
 from rlhf.models.policy import Policy
 from rlhf.options import SamplingOptions
 from rlhf.types import Prompts, Rollout
@@ -29,7 +30,11 @@ def built(backend: str) -> Any:
 def sampled(
     backend: str, model: PreTrainedModel, prompts: Prompts = PROMPTS, sampling: SamplingOptions = SAMPLING
 ) -> Rollout:
-    return built(backend)(model, prompts, sampling, torch.Generator().manual_seed(0))
+    return built(backend)(model, prompts, sampling, draws(0, len(prompts), sampling))
+
+
+def draws(seed: int, rows: int, sampling: SamplingOptions = SAMPLING) -> Tensor:
+    return uniforms([(seed, row) for row in range(rows)], sampling.response_length)
 
 
 def greedy(backend: str, model: PreTrainedModel, prompts: Prompts = PROMPTS) -> Rollout:
@@ -140,11 +145,11 @@ def test_the_samples_follow_the_distribution(backend: str, temperature: float) -
 
 
 @backends
-def test_the_generator_decides(backend: str) -> None:
+def test_the_draws_decide(backend: str) -> None:
     model = tiny.causal_lm()
     first, again = sampled(backend, model), sampled(backend, model)
     assert torch.equal(first.response_ids, again.response_ids)
-    other = built(backend)(model, PROMPTS, SAMPLING, torch.Generator().manual_seed(1))
+    other = built(backend)(model, PROMPTS, SAMPLING, draws(1, 3))
     assert not torch.equal(first.response_ids, other.response_ids)
 
 

@@ -66,7 +66,7 @@ def test_the_average_is_what_is_saved(tmp_path: Path) -> None:
     save_policy(trained, None, tiny.tokenizer(), tmp_path / "last")
     save_policy(trained, None, tiny.tokenizer(), tmp_path / "ema", average)
     saved = {kind: AutoModelForCausalLM.from_pretrained(tmp_path / kind).state_dict() for kind in ("last", "ema")}
-    kept = average.state_dict()
+    kept = dict(average.tensors())
     for name, last in master(trained).items():
         name_there = name.removeprefix("lm.")
         assert torch.equal(saved["last"][name_there], last) and torch.equal(saved["ema"][name_there], kept[name])
@@ -78,5 +78,5 @@ def test_the_state_comes_back() -> None:
     one, other = EMA(trained, DECAY), EMA(trained, DECAY)
     step(trained, batches(1)[0])
     one.update()
-    other.load_state_dict({name: value.clone() for name, value in one.state_dict().items()})
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    other.load_tensors([(name, value.clone()) for name, value in one.tensors()])
+    assert all(torch.equal(value, dict(other.tensors())[name]) for name, value in one.tensors())

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from rlhf.nonfinite import NonFiniteError, save_batch
 from rlhf.types import Rollout, Samples
-from step3_ppo import stage
 from step3_ppo.rollout import flaws
 from tests import tiny
-from tests.players import Players, count_of_words, on_stage, players, prompts_to_train_on, scored_by
+from tests.players import Players, count_of_words, on_course, players, prompts_to_train_on, scored_by
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +38,7 @@ def bad_at(*iterations: int) -> Callable[[Samples], Tensor]:
 
 
 def iterations(game: Players) -> Iterator[dict[str, float]]:
-    return stage.train(on_stage(game), prompts_to_train_on(), game.config)  # type: ignore[arg-type]
+    return on_course(game)
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

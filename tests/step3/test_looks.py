@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf.types import Metrics, Rollout, Samples
-from step3_ppo.evaluate import Best, Evaluation, compare, looked_at, write_rollout, write_samples
+from step3_ppo.evaluate import Best, Evaluation, Turns, compare, looked_at, write_rollout, write_samples
 
 
 def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluation:
@@ -35,7 +35,7 @@ def test_every_so_many_iterations_and_the_last_have_held_out_numbers(every: int,
         looks.append(iteration)
         return {"eval_score": float(iteration)}
 
-    rows = list(looked_at(({"score": float(i)} for i in range(1, 6)), every, 5, look))
+    rows = list(looked_at(({"score": float(i)} for i in range(1, 6)), Turns(every, 5), look))
     assert [row["score"] for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert looks == at
     assert [row["eval_score"] for row in rows if "eval_score" in row] == at
@@ -83,7 +83,7 @@ def test_the_best_is_kept_and_patience_ends(patience: int | None, kept: list[flo
         return {"eval_score": now}
 
     best = Best("eval_score", patience, lambda: found.append(now))
-    rows = list(looked_at(({"score": 0.0} for _ in values), 1, len(values), look, best))
+    rows = list(looked_at(({"score": 0.0} for _ in values), Turns(1, len(values)), look, best))
     assert len(rows) == iterations
     assert found == kept
 

@@ -192,5 +192,5 @@ def test_nothing_of_an_earlier_run_is_left(models: Path, tmp_path: Path) -> None
     assert {"actor", "critic", "ema", "rollouts-0.jsonl"} <= {path.name for path in out.iterdir()}
     stage.run(options(models, tmp_path, "rloo", overwrite=True))
     assert {path.name for path in out.iterdir()} == {
-        "actor", "config.yaml", "data.json", "manifest.json", "metrics.jsonl", "samples.jsonl", "state.json",
+        ".lock", "actor", "config.yaml", "data.json", "manifest.json", "metrics.jsonl", "samples.jsonl", "state.json",
     }  # fmt: skip

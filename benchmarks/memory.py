@@ -1,0 +1,257 @@
+"""`python -m benchmarks.memory`: the memory that stages really use, against what a plan says. For Linux, on the CPU.
+
+A Llama-shaped model of 135 million random weights (that of SmolLM2-135M) is trained for three steps, of which the later
+have Adam's moments, under each ZeRO stage. Each process tells its peak of resident memory (VmHWM of /proc/self/status)
+less what it had when the model began to be loaded: Python, the libraries, the tokenizer and the rows. On a CPU the
+device's memory is the process's, so that is what `rlhf.plan` says of device and host together. Libraries that are first
+used later, 0.13 to 0.16 GB, are in the measured figure and not in the plan's. glibc keeps blocks that a program frees,
+so that a process grows beyond what its tensors ever held: runs are measured with MALLOC_MMAP_THRESHOLD_=131072, with
+which blocks are given back, and (`--malloc default`) as they are.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+
+from rlhf import config
+
+RESULTS = Path(__file__).parent / "results" / "memory.json"
+ROOT = Path(__file__).parents[1]
+TARGET = 0.15
+"""share of the measured figure that the plan may be off"""
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+LENGTH, MICRO, BATCH, STEPS = 24, 1, 4, 3
+"""tokens of each row, rows of a micro-batch, rows of a step over all processes, steps"""
+SETTINGS: tuple[dict[str, Any], ...] = (
+    *({"zero_stage": stage, "dtype": "fp32"} for stage in (0, 1, 2, 3)),
+    *({"zero_stage": stage, "dtype": "bf16"} for stage in (1, 2, 3)),
+    {"zero_stage": 2, "dtype": "bf16", "offload_optimizer": True},
+    {"zero_stage": 3, "dtype": "bf16", "offload_optimizer": True, "offload_param": True},
+    {"zero_stage": 1, "dtype": "fp32", "gradient_checkpointing": True},
+    {"zero_stage": 1, "dtype": "bf16", "adapter": "lora"},
+)
+
+
+class Options(config.Config):
+    """What to measure, and where to write it."""
+
+    stages: tuple[Literal["step1_sft", "step3_ppo"], ...] = ("step1_sft",)
+    """which stages to run"""
+    processes: tuple[int, ...] = (1, 2)
+    """numbers of processes"""
+    settings: tuple[int, ...] = Field(tuple(range(len(SETTINGS))), min_length=1)
+    """numbers of the settings, in the order of SETTINGS"""
+    malloc: tuple[Literal["default", "returning"], ...] = ("returning",)
+    """how glibc deals with freed blocks: as usual, or given back at once"""
+    output: str = str(RESULTS)
+    """JSON file to write"""
+
+
+def measure(stage: str, setting: dict[str, Any], processes: int, malloc: str) -> dict[str, Any]:
+    """One run: the peak of its hungriest process, in all and by moment, and what the plan says, bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = write_inputs(Path(folder), stage, setting)
+        run_stage(stage, Path(folder), processes, malloc)
+        marks = [json.loads((Path(folder) / f"marks-{rank}.json").read_text()) for rank in range(processes)]
+        predicted = predict(stage, options, processes)
+    peaks = [max(mark["peak"] for mark in each[1:]) - each[0]["now"] for each in marks]
+    worst = marks[peaks.index(max(peaks))]
+    moments: dict[str, int] = {}
+    for mark in worst[1:]:
+        moments[mark["name"]] = max(moments.get(mark["name"], 0), mark["peak"] - worst[0]["now"])
+    return {
+        "stage": stage,
+        "setting": setting,
+        "processes": processes,
+        "malloc": malloc,
+        "baseline": worst[0]["now"],
+        "measured": max(peaks),
+        **predicted,
+        "off": round(predicted["predicted"] / max(peaks) - 1, 4),
+        "measured_moments": moments,
+    }
+
+
+def write_inputs(folder: Path, stage: str, setting: dict[str, Any]) -> Any:
+    """The model, the rows and the config of a run in `folder`; the config."""
+    demo = yaml.safe_load((ROOT / "configs/models/demo-llama.yaml").read_text(encoding="utf-8"))
+    words = demo["tokenizer"]["words"]
+    model = {"model": SHAPE, "tokenizer": demo["tokenizer"]}
+    (folder / "model.yaml").write_text(yaml.safe_dump(model), encoding="utf-8")
+    rows = [
+        {"prompt": f"tell me about {a} {b}", "response": f"{a} " * LENGTH} for a in words[11:31] for b in words[31:]
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = {
+        "model": str(folder / "model.yaml"),
+        "data_path": [str(folder / "rows.jsonl")],
+        "data_split": [1, 0, 0],
+        "data_cache": str(folder / "cache"),
+        "chat_template": "human_assistant",
+        "truncate": "tokens",
+        "max_length": LENGTH,
+        "max_prompt_length": LENGTH // 2,
+        "max_train_rows": BATCH * STEPS,
+        "max_eval_rows": 2,
+        "batch_size": BATCH,
+        "micro_batch_size": MICRO,
+        "sample_rows": 0,
+        "output_dir": str(folder / "run"),
+        **setting,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    from step1_sft.config import SFTConfig
+
+    return SFTConfig(**options)
+
+
+def run_stage(stage: str, folder: Path, processes: int, malloc: str) -> None:
+    """Every rank of the stage to its end, each leaving its marks in `folder`."""
+    place = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    returning = {"MALLOC_MMAP_THRESHOLD_": "131072"} if malloc == "returning" else {}
+    command = [sys.executable, "-m", "benchmarks.memory", "--rank-of", stage, str(folder)]
+    ranks = []
+    for rank in range(processes):
+        env = os.environ | place | returning | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+    for process in ranks:
+        _, said = process.communicate(timeout=900)
+        if process.returncode:
+            raise SystemExit(f"{stage} ended with {process.returncode}: {said.decode()[-2000:]}")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def predict(stage: str, options: Any, processes: int) -> dict[str, Any]:
+    """What the plan says of such a run: its peak, and those of each moment, bytes."""
+    from rlhf.plan.machine import machine
+    from rlhf.plan.options import PlanOptions
+    from rlhf.plan.stage import forecast
+    from step1_sft import plan
+
+    found = forecast(plan.needs(options, "cpu", {}), machine(PlanOptions(device="cpu", devices=processes), processes))
+    moments = {moment.name: round(moment.bytes.total) for moment in found.moments}
+    return {"predicted": round(found.peak), "at": found.device.name, "predicted_moments": moments}
+
+
+class _Marks:
+    """Peaks of this process between the moments that it is told of, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._marks = path, list[dict[str, Any]]()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def mark(self, name: str) -> None:
+        """What was the peak since the last mark, by the name of what ends here; counting begins anew."""
+        self._marks.append({"name": name, **self._look()})
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def _follow(self) -> None:
+        # The last moment has no end that we are told of.
+        while True:
+            written = [*self._marks, {"name": "save", **self._look()}]
+            self._path.with_suffix(".tmp").write_text(json.dumps(written))
+            self._path.with_suffix(".tmp").replace(self._path)
+            threading.Event().wait(0.1)
+
+    @staticmethod
+    def _look() -> dict[str, int]:
+        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return {"peak": int(lines["VmHWM"].split()[0]) * 1024, "now": int(lines["VmRSS"].split()[0]) * 1024}
+
+
+def rank(stage: str, folder: str) -> None:
+    """`python -m STAGE`, which tells where it is when it loads a model, makes an engine, takes a step."""
+    import importlib
+
+    from rlhf.engine import Engine
+    from rlhf.models import load
+
+    marks = _Marks(Path(folder) / f"marks-{os.environ['RANK']}.json")
+    _around(load, "_load", marks, "load", "baseline")
+    _around(Engine, "__init__", marks, "start")
+    _around(Engine, "step", marks, "train")
+    sys.argv = [f"python -m {stage}", "--config", f"{folder}/config.yaml"]
+    raise SystemExit(importlib.import_module(f"{stage}.__main__").main())
+
+
+def _around(owner: Any, name: str, marks: _Marks, after: str, before: str | None = None) -> None:
+    inner = getattr(owner, name)
+
+    def marked(*args: Any, **options: Any) -> Any:
+        if before is not None:
+            marks.mark(before)
+        result = inner(*args, **options)
+        marks.mark(after)
+        return result
+
+    setattr(owner, name, marked)
+
+
+def table(results: dict[str, Any]) -> str:
+    """The runs as lines of Markdown."""
+    lines = [
+        "| stage | setting | processes | measured, GB | plan, GB | off | most memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in results["runs"]:
+        setting = " ".join(f"{name} {value}" if value is not True else name for name, value in run["setting"].items())
+        numbers = f"{run['measured'] / 1e9:.2f} | {run['predicted'] / 1e9:.2f} | {run['off']:+.1%}"
+        malloc = "" if run["malloc"] == "returning" else " (freed blocks kept)"
+        lines.append(f"| {run['stage']} | {setting}{malloc} | {run['processes']} | {numbers} | {run['at']} |")
+    return "\n".join(lines)
+
+
+def hardware() -> str:
+    """As benchmarks.data has it, and the versions that decide about memory."""
+    from importlib.metadata import version
+
+    from benchmarks import data
+
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
+    return f"{data.hardware()}, {libraries}, glibc {os.confstr('CS_GNU_LIBC_VERSION')}"
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--rank-of"]:
+        rank(*sys.argv[2:])
+    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.memory", "Memory against the plan.")
+    runs = []
+    for stage in options.stages:
+        for malloc in options.malloc:
+            for number in options.settings:
+                for processes in options.processes:
+                    runs.append(measure(stage, SETTINGS[number], processes, malloc))
+                    print(table({"runs": runs[-1:]}).splitlines()[-1], flush=True)
+    what = {"rows": f"{BATCH} a step in micro-batches of {MICRO}, {LENGTH} tokens each", "steps": STEPS}
+    results = {"date": date.today().isoformat(), "hardware": hardware(), **what, "target": TARGET, "runs": runs}
+    Path(options.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(table(results))
+    return 0 if all(abs(run["off"]) <= TARGET for run in runs) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

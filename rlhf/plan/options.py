@@ -1,0 +1,48 @@
+"""What a plan is asked about. Torch-free, like rlhf.options."""
+
+import re
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from rlhf.config import Config
+
+UNITS = {"": 1.0, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30}
+
+
+class PlanOptions(Config):
+    """The devices to plan for; what is not given is as on this machine."""
+
+    plan: bool = False
+    """print what each stage and model will take, and end; no weight is loaded"""
+    devices: int | None = Field(None, ge=1)
+    """--plan: number of devices; by default those of this machine that the run would use"""
+    device: str | None = None
+    """--plan: kind of device, of known memory and speed: H200, H100, A100, A100-40GB, L40S, V100, RTX-4090, cpu"""
+    device_memory: str | None = None
+    """--plan: memory of a device, such as 80GB"""
+    host_memory: str | None = None
+    """--plan: CPU memory for each device, such as 200GB; by default this machine's, divided"""
+    device_tflops: float | None = Field(None, gt=0)
+    """--plan: its peak in the compute dtype, 10^12 operations a second"""
+    utilisation: float = Field(0.4, gt=0, le=1)
+    """--plan: share of the peak that training and scoring reach"""
+    device_bandwidth: float | None = Field(None, gt=0)
+    """--plan: its memory's speed, GB/s, which bounds generation"""
+    link_bandwidth: float | None = Field(None, gt=0)
+    """--plan: what a device sends to others, GB/s"""
+
+    @field_validator("device_memory", "host_memory")
+    @classmethod
+    def _is_a_size(cls, value: Any) -> Any:
+        if value is not None:
+            number_of_bytes(value)
+        return value
+
+
+def number_of_bytes(text: str) -> float:
+    """`80GB` in bytes. Raises: ValueError."""
+    found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
+    if not found or found[2].upper() not in UNITS or found[1].count(".") > 1:
+        raise ValueError("expected a size such as 80GB or 141GiB")
+    return float(found[1]) * UNITS[found[2].upper()]

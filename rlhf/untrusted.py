@@ -1,0 +1,132 @@
+"""Model directories that a stranger may have made: what is refused unread, and which file is to blame for the rest."""
+
+import json
+import pickle
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from rlhf.config import UserError
+
+LOAD_ERRORS = (
+    OSError, ValueError, LookupError, ArithmeticError, ImportError, RuntimeError, AttributeError, TypeError, EOFError,
+    SafetensorError, StrictDataclassError, pickle.UnpicklingError,
+)  # fmt: skip
+"""What the libraries raise for files that are damaged, of another kind, or made to do harm."""
+
+MODEL_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+ADAPTER = "adapter_config.json"
+MERGE = "merge it with its base model first (peft: merge_and_unload, then save_pretrained)"
+
+OWN_CODE = "it needs custom code of its own, which is never run here; expected what transformers has itself"
+
+
+def refuse_model(place: str) -> None:
+    """Refuse a model directory that is not whole in itself; other places are let pass.
+
+    transformers would lay an adapter over the model without a word, and follow an index out of the directory.
+    Raises: UserError naming the file.
+    """
+    folder = Path(place)
+    if (folder / ADAPTER).is_file():
+        raise UserError(f"model '{place}': got an adapter ({ADAPTER}), expected whole weights; {MERGE}")
+    read_mappings(f"model '{place}'", folder, MODEL_FILES)
+    for index in sorted(folder.glob("*.index.json")):
+        shards = read_mappings(f"model '{place}'", folder, [index.name])[index.name].get("weight_map")
+        for name in shards.values() if isinstance(shards, dict) else [shards]:
+            if not isinstance(name, str) or Path(name).name != name or name == "..":
+                raise UserError(f"model '{place}': {index.name} names {name!r}, expected a file beside it")
+
+
+def refuse_adapter(place: str, model: Any) -> None:
+    """Raises: UserError if transformers has found an adapter at `place`, on the hub say, and laid it over the model."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UserError(f"model '{place}': got an adapter over its weights, expected whole weights; {MERGE}")
+
+
+def read_mappings(what: str, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Those of the JSON files `names` that are in `folder`.
+
+    Raises: UserError naming the first that holds no mapping.
+    """
+    found = {}
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            found[name] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:100]
+            raise UserError(f"{what}: cannot be loaded: {name} is not a valid JSON file ({reason})") from None
+        if not isinstance(found[name], dict):
+            raise UserError(
+                f"{what}: cannot be loaded: {name} holds a {type(found[name]).__name__}, expected a mapping"
+            )
+    return found
+
+
+def reason(place: str, error: BaseException) -> str:
+    """Why a model cannot be loaded, on one line that names the file if it lies in the directory `place`."""
+    if "trust_remote_code" in str(error):
+        return OWN_CODE
+    if isinstance(error, pickle.UnpicklingError):
+        code = re.search(r"GLOBAL ([\w.]+)", str(error))
+        wants = f"asks for code ({code[1]})" if code else "is not a plain one"
+        return (
+            f"{_first_broken(Path(place)) or 'a weight file'}: this pickle {wants}, and nothing of it was run; "
+            "expected tensors alone, best in *.safetensors"
+        )
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    file = _first_broken(Path(place)) if not isinstance(error, StrictDataclassError) else "config.json"
+    return f"{file}: {said}" if file and file not in said else said
+
+
+def tokenizer_reason(place: str, error: BaseException) -> str:
+    """The same of a tokenizer."""
+    if "trust_remote_code" in str(error):
+        return OWN_CODE
+    said = " ".join(str(error).split())[:300] or type(error).__name__
+    file = Path(place) / "tokenizer.json"
+    try:
+        with PlainErrors():
+            if file.is_file():
+                Tokenizer.from_file(str(file))
+    except LOAD_ERRORS:
+        return f"{file.name}: {said}"
+    return said
+
+
+def _first_broken(folder: Path) -> str:
+    """The name of the first weight file there that cannot be opened, if any. Runs nothing that a file asks for."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except LOAD_ERRORS:
+            return file.name
+    for file in sorted(folder.glob("*.bin")):
+        try:
+            dict(torch.load(file, map_location="meta", weights_only=True))
+        except LOAD_ERRORS:
+            return file.name
+    return ""
+
+
+class PlainErrors:
+    """Inside, what the tokenizers library raises, which is Exception itself, becomes a ValueError."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is Exception:
+            raise ValueError(str(error)) from None

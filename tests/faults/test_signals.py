@@ -1,0 +1,112 @@
+"""Signals: a checkpoint at the present step, the exit code that says so, and a run that goes on to the same end."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness
+
+pytestmark = pytest.mark.faults
+TERMINATED, INTERRUPTED, REQUEUE = 143, 130, 75
+
+
+def require_saved(ended: harness.Ended, step: int, code: int, name: str) -> None:
+    """The newest checkpoint is of the last step that was done."""
+    ended.require(code)
+    done = harness.last_step(ended.out, step)
+    assert harness.saved_steps(ended.out, step)[-1] == done
+    assert name in ended.last_line and f"step-{done:08d}" in ended.last_line
+
+
+@pytest.mark.parametrize(
+    ("step", "processes", "fault", "done"),
+    [
+        (1, 2, "step:1:3:parent-sigterm", 3),
+        (2, 1, "step:0:3:parent-sigterm", 3),
+        (3, 1, "generate:0:3:parent-sigterm", 2),  # the first is the look before training
+        (3, 2, "step:0:7:parent-sigterm", 2),
+        (1, 1, "write:0:5:parent-sigterm", 5),  # heard after the checkpoint of step 4
+    ],
+    ids=["sft", "reward", "rollout", "update", "saving"],
+)
+def test_sigterm_to_the_launcher(
+    step: int, processes: int, fault: str, done: int, whole: harness.Whole, tmp_path: Path
+) -> None:
+    out = harness.after_stages(whole(processes, step), tmp_path / "out", step)
+    ended = harness.run(out, harness.chain(out, "--steps", str(step), processes=processes), fault)
+    require_saved(ended, step, TERMINATED, "SIGTERM")
+    assert harness.last_step(out, step) == done
+    harness.run(out, harness.printed_command(ended)).require(0, f"goes on after step {done}")
+    harness.assert_same(out, whole(processes, step), step)
+
+
+def test_sigterm_to_one_rank_ends_all_in_order(whole: harness.Whole, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = harness.run(out, harness.chain(out, "--steps", "1", processes=2), "step:1:3:sigterm")
+    require_saved(ended, 1, TERMINATED, "SIGTERM")
+    assert harness.last_step(out, 1) == 3
+    harness.run(out, harness.printed_command(ended)).require(0, "goes on after step 3")
+    harness.assert_same(out, whole(2, 1), 1)
+
+
+def test_sigterm_in_the_middle_of_generation_waits_for_the_iteration(
+    whole: harness.Whole, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    out = harness.after_stages(whole(1, 2), tmp_path / "out", 3)
+    long = ["--ppo.response-length", "60", "--ppo.max-length", "100", "--ppo.batch-size", "256"]
+    long += ["--ppo.total-episodes", "1024", "--ppo.rollout-batch-size", "256"]
+    ended = harness.run(out, harness.chain(out, "--steps", "3", *long), "generate:0:2:parent-sigterm")
+    require_saved(ended, 3, TERMINATED, "SIGTERM")
+    [first] = [row for row in harness.rows(out, 3) if row["kind"] == "train"]
+    record_property("seconds_to_the_end", ended.after)
+    record_property("seconds_of_the_iteration", first["seconds_iteration"])
+    assert ended.after < first["seconds_iteration"] + harness.PROMPT_S
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED)])
+def test_a_second_signal_ends_it_at_once(number: int, code: int, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = harness.chain(out, "--steps", "1", processes=2)
+    with harness.running(out, command, "step:1:4:sleep:300") as run:
+        run.reached()
+        run.signal(number)
+        time.sleep(1)
+        assert run.process.poll() is None  # it waits for the step
+        start = time.monotonic()
+        run.signal(number)
+        ended = run.wait().require(code, signal.Signals(number).name)
+        assert time.monotonic() - start < harness.PROMPT_S
+    assert harness.saved_steps(out, 1) == [2] and "step-00000002" in ended.last_line
+
+
+def test_ctrl_c_once_is_a_signal_as_any(whole: harness.Whole, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with harness.running(out, harness.chain(out, "--steps", "1"), "step:0:3:sleep:2") as run:
+        run.reached()
+        run.signal(signal.SIGINT)
+        ended = run.wait()
+    require_saved(ended, 1, INTERRUPTED, "SIGINT")
+    harness.run(out, harness.printed_command(ended)).require(0, "goes on after step 3")
+    harness.assert_same(out, whole(1, 1), 1)
+
+
+def test_a_save_slower_than_the_grace_leaves_the_checkpoint_before(whole: harness.Whole, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = harness.chain(out, "--steps", "1", "--grace-s", "3")
+    ended = harness.run(out, command, "write:0:5:parent-sigterm,write:0:6:sleep:300")
+    ended.require(128 + signal.SIGKILL, "rank 0 did not answer")
+    assert ended.after < 3 + harness.PROMPT_S
+    assert harness.saved_steps(out, 1) == [2] and "step-00000002" in ended.last_line
+    harness.run(out, command).require(0, "goes on after step 2")
+    harness.assert_same(out, whole(1, 1), 1)
+
+
+def test_sigusr1_asks_to_be_started_again(whole: harness.Whole, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = harness.run(out, harness.chain(out, "--steps", "1"), "step:0:3:parent-sigusr1")
+    require_saved(ended, 1, REQUEUE, "SIGUSR1")
+    harness.run(out, harness.printed_command(ended)).require(0, "goes on after step 3")
+    harness.assert_same(out, whole(1, 1), 1)

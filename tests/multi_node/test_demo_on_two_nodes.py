@@ -1,0 +1,183 @@
+"""The chain on two hosts, as a user starts it: over ssh, with torchrun on each, and with what goes wrong there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.multi_node.world import ROOT, Machine, World
+from tests.processes import until
+
+pytestmark = pytest.mark.faults
+SMALL = [
+    *("--data-path", "demo,rows=400", "--max-eval-rows", "8", "--sample-rows", "0"),
+    *("--sft.num-train-epochs", "1", "--reward.num-train-epochs", "1"),
+    *("--ppo.total-episodes", "64", "--ppo.batch-size", "32", "--ppo.eval-samples", "8"),
+]
+STAGE = [
+    *("--model", "demo-llama", "--data-path", "demo,rows=400", "--max-prompt-length", "24", "--max-length", "48"),
+    *("--max-eval-rows", "8", "--sample-rows", "0", "--num-train-epochs", "1", "--batch-size", "32"),
+]
+
+
+def chain(hosts: World, out: Path, *argv: str) -> list[str]:
+    deployment = ["--deployment-type", "multi_node", "--hostfile", hosts.hostfile()]
+    return [sys.executable, "train.py", *SMALL, *deployment, "--output-dir", str(out), *argv]
+
+
+def nothing_left(hosts: World) -> None:
+    until(lambda: not hosts.processes(), 60)
+
+
+def manifest(out: Path, stage: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads((out / stage / "manifest.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_the_demo(hosts: World, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = hosts.run(*chain(hosts, out))
+    assert done.returncode == 0, done.stderr
+    for stage in ("step1_sft", "step2_reward", "step3_ppo"):
+        assert manifest(out, stage)["world_size"] == 2
+        assert f"{stage}: wrote" in done.stdout
+    assert "The tuned policy is" in done.stdout and "[rank 1" not in done.stdout
+    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "step1_sft", "step2_reward", "step3_ppo"]
+    nothing_left(hosts)
+
+
+def test_a_chain_that_was_asked_to_end_goes_on(hosts: World, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = chain(hosts, out, "--steps", "1", "--sft.num-train-epochs", "30")
+    log = out / "step1_sft" / "metrics.jsonl"
+    with hosts.start(command) as process:
+        until(lambda: log.is_file() and log.read_text().count("train") > 2, 300)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 143
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("step1_sft at step ") and "SIGTERM; last checkpoint" in last
+    assert last.endswith(" ".join(["--sft.num-train-epochs", "30"])) and "train.py" in last
+    nothing_left(hosts)
+    again = hosts.run(*command)
+    assert again.returncode == 0, again.stderr
+    assert "goes on after step" in again.stdout and manifest(out, "step1_sft")["world_size"] == 2
+
+
+@contextmanager
+def over(host: Machine, path: Path, other: Path) -> Iterator[None]:
+    """On that host alone, `other` lies where `path` was."""
+    host.do("mount", "--bind", str(other), str(path))
+    try:
+        yield
+    finally:
+        host.do("umount", str(path))
+
+
+def test_hosts_with_other_code_refuse_each_other(hosts: World, tmp_path: Path) -> None:
+    changed = tmp_path / "losses.py"
+    changed.write_text((ROOT / "rlhf" / "losses.py").read_text() + "\n")
+    with over(hosts.beta, ROOT / "rlhf" / "losses.py", changed):
+        done = hosts.run(*chain(hosts, tmp_path / "out", "--steps", "1"))
+    assert done.returncode == 2
+    assert "error: rank 1 on beta is not like rank 0 on alpha: rlhf/losses.py differs" in done.stderr
+    nothing_left(hosts)
+
+
+def test_a_directory_that_is_not_shared(hosts: World, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    out.mkdir()
+    other.mkdir()
+    with over(hosts.beta, out, other):
+        done = hosts.run(*chain(hosts, out, "--steps", "1"))
+    assert done.returncode == 2 and "beta: " in done.stderr and "does not show within 30 s" in done.stderr
+    nothing_left(hosts)
+
+
+# --- without the chain
+
+
+@contextmanager
+def on(host: Machine, out: Path, *launcher: str, **environment: str) -> "Iterator[subprocess.Popen[str]]":
+    """The stage on one host; killed at the end if it is still there."""
+    with subprocess.Popen(
+        host.inside(sys.executable, *launcher, "-m", "step1_sft", *STAGE, "--output-dir", str(out)),
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def torchrun(rank: int, timeout_s: int = 300) -> list[str]:
+    place = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "10.203.77.1", "--master-port", "29531"]
+    return ["-m", "torch.distributed.run", *place, "--rdzv-conf", f"timeout={timeout_s}"]
+
+
+def test_a_stage_under_torchrun_on_each_host(hosts: World, tmp_path: Path) -> None:
+    with on(hosts.alpha, tmp_path, *torchrun(0)) as one, on(hosts.beta, tmp_path, *torchrun(1)) as two:
+        said = [process.communicate(timeout=300) for process in (one, two)]
+    assert [one.returncode, two.returncode] == [0, 0], said
+    assert manifest(tmp_path, "step1_sft")["world_size"] == 2
+
+
+def test_torchrun_with_a_host_missing(hosts: World, tmp_path: Path) -> None:
+    """torchrun itself waits for the hosts, as long as it is told."""
+    with on(hosts.alpha, tmp_path, *torchrun(0, timeout_s=10)) as process:
+        process.communicate(timeout=200)
+    assert process.returncode != 0
+    until(lambda: not hosts.processes())
+
+
+def test_torchrun_with_other_options_on_one_host(hosts: World, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with on(hosts.alpha, tmp_path, *torchrun(0)) as one, on(hosts.beta, other, *torchrun(1)) as two:
+        said = "".join(process.communicate(timeout=300)[1] for process in (one, two))
+    assert one.returncode != 0 and two.returncode != 0
+    told = f'rank 1 on beta is not like rank 0 on alpha: --output-dir "{other}", not "{tmp_path}"'
+    assert told in said, said
+
+
+def srun(rank: int, **environment: str) -> dict[str, str]:
+    """The variables of a step of two tasks, as srun sets them."""
+    step = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "alpha,beta",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_LOCALID": "0",
+        "MASTER_ADDR": "10.203.77.1",
+    }
+    return step | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} | environment
+
+
+def test_a_stage_under_srun(hosts: World, tmp_path: Path) -> None:
+    with on(hosts.alpha, tmp_path, **srun(0)) as one, on(hosts.beta, tmp_path, **srun(1)) as two:
+        said = [process.communicate(timeout=300)[1] for process in (one, two)]
+    assert [one.returncode, two.returncode] == [0, 0], said
+    assert manifest(tmp_path, "step1_sft")["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (0, "1 of 2 ranks did not come within 5 s: rank 1; there are those of alpha;"),
+        (1, "rank 1 on beta: nothing answers at 10.203.77.1:20077 within 5 s;"),
+    ],
+)
+def test_srun_with_a_task_missing(hosts: World, tmp_path: Path, rank: int, message: str) -> None:
+    host = (hosts.alpha, hosts.beta)[rank]
+    with on(host, tmp_path, **srun(rank, RLHF_RENDEZVOUS_TIMEOUT_S="5")) as process:
+        _, said = process.communicate(timeout=200)
+    assert process.returncode == 2 and f"error: {message}" in said

@@ -1,0 +1,59 @@
+"""Runs of a tiny engine that stop at a checkpoint and go on from it, in the same process or in another one."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf import resume
+from rlhf.engine import Engine
+from rlhf.models.policy import Policy
+from rlhf.options import EngineOptions
+from rlhf.resume import Resumable
+from tests import engine_runs, tiny
+
+HALF = 3
+ABOUT = {"stage": "step1_sft", "config": {}}
+
+
+def with_dropout(options: dict[str, Any], adapter: str | None = None) -> Engine:
+    """An engine whose forward pass draws random numbers."""
+    if adapter is not None:
+        return engine_runs.engine(options, adapter=adapter)
+    chosen = EngineOptions(**{"dtype": "fp32", **options})
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.dtype]
+    model = tiny.causal_lm("gpt2", std=0.05, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1).to(dtype)
+    return Engine(Policy(model), chosen, engine_runs.OPTIMIZER, engine_runs.STEPS)
+
+
+def state_of(engine: Engine) -> Resumable:
+    return Resumable({"policy": engine}, {"policy": engine})
+
+
+def everything(engine: Engine) -> dict[str, Tensor]:
+    """Weights in fp32, moments, and the weights that compute."""
+    whole = {name: tensor.detach().clone() for name, tensor in engine.tensors()}
+    return whole | engine_runs.weights(engine)
+
+
+def save_half(folder: Path, options: dict[str, Any], adapter: str | None = None) -> dict[str, Any]:
+    """HALF the steps, a checkpoint, and the rest: what the uninterrupted run gives."""
+    engine = with_dropout(options, adapter)
+    rows = engine_runs.batches()
+    for batch in rows[:HALF]:
+        engine_runs.step(engine, batch, 3)
+    assert resume.save(folder, HALF, state_of(engine), ABOUT, 2) is None
+    metrics = [engine_runs.step(engine, batch, 3) for batch in rows[HALF:]]
+    return {"metrics": metrics, "state": everything(engine)}
+
+
+def go_on(folder: Path, options: dict[str, Any], adapter: str | None = None) -> dict[str, Any]:
+    """The rest of the steps in a fresh engine, from the checkpoint."""
+    torch.manual_seed(99)  # as a fresh process would not be where the other was
+    engine = with_dropout(options, adapter)
+    found = resume.newest(folder)
+    assert found is not None and found.step == HALF
+    found.restore(state_of(engine), seed=0)
+    metrics = [engine_runs.step(engine, batch, 3) for batch in engine_runs.batches()[HALF:]]
+    return {"metrics": metrics, "state": everything(engine)}

@@ -1,0 +1,208 @@
+"""Checkpoints of a few numbers, and what two ranks do with them, all in one launch:
+
+    torchrun --nproc-per-node=2 -m tests.saving FOLDER
+
+writes FOLDER/seen.json: what every check came to, on each rank.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf import checkpoint, dist, launch, resume
+from rlhf.config import UserError
+from rlhf.resume import Resumable
+from tests.killing import Killed
+
+ABOUT: dict[str, Any] = {"stage": "step1_sft", "config": {"seed": 0}, "inputs": {}, "models": [], "logs": {}}
+WEIGHTS = torch.tensor([1.5, -2.0, 0.25])
+
+
+class Memory:
+    """A number and some tensors, each of which one rank writes."""
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        self.held, self.count = held, len(held)
+
+    def state_dict(self) -> int:
+        return self.count
+
+    def load_state_dict(self, state: int) -> None:
+        self.count = state
+
+    def size(self) -> int:
+        return 4 * sum(tensor.numel() for tensor in self.held.values())
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for i, (name, tensor) in enumerate(sorted(self.held.items())):
+            if i % dist.world_size() == dist.rank():
+                yield name, tensor
+
+    def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in saved:
+            self.held[name].copy_(tensor)
+
+
+def save(stage: Path, step: int, parts: Mapping[str, Memory] | None = None, keep: int = 2) -> str | None:
+    parts = parts or {"weights": Memory({"w": WEIGHTS.clone()})}
+    return resume.save(stage, step, Resumable(parts, parts), ABOUT, keep)
+
+
+def whole(stage: Path) -> int:
+    """The step of the newest checkpoint, after it was read."""
+    found = resume.newest(stage)
+    assert found is not None
+    names = [name for name in ("w", "x") if name == "w" or dist.world_size() > 1]
+    memory = Memory({name: torch.zeros(3) for name in names})
+    found.restore(Resumable({"weights": memory}, {"weights": memory}), seed=0)
+    assert all(torch.equal(tensor, WEIGHTS) for tensor in memory.held.values())
+    return found.step
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond `size` bytes; Python ignores the signal, so that writing fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def killed_by(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, chosen: Callable[..., bool], after: bool) -> None:
+    """The process dies in the call `where.name` whose arguments are `chosen`: before the call, or right after."""
+    real = getattr(where, name)
+
+    def dying(*arguments: Any, **named: Any) -> Any:
+        if chosen(*arguments):
+            if after:
+                real(*arguments, **named)
+            raise Killed
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(where, name, dying)
+
+
+def always(*_: Any) -> bool:
+    return True
+
+
+def manifests(path: Path, _: Any) -> bool:
+    return path.name == "manifest.json"
+
+
+def whole_ones(path: Path, *_: Any) -> bool:
+    return path.name.startswith("step-") and path.exists()
+
+
+POINTS: dict[str, tuple[Any, str, Callable[..., bool], bool, bool]] = {
+    "before any write": (resume, "_write", always, False, False),
+    "before a shard": (resume, "save_file", always, False, False),
+    "after a shard": (resume, "save_file", always, True, False),
+    "before the manifest": (checkpoint, "write_json", manifests, False, False),
+    "after the manifest": (checkpoint, "write_json", manifests, True, False),
+    "before the rename": (os, "rename", always, False, False),
+    "after the rename": (os, "rename", always, True, True),
+    "before an old one goes": (shutil, "rmtree", whole_ones, False, True),
+    "after an old one went": (shutil, "rmtree", whole_ones, True, True),
+}
+"""Where a save can be cut off: the call, which of them, whether after it, and whether the new one is there then."""
+
+
+HARMS: dict[str, tuple[str, ...]] = {
+    "cut": ("weights.rank-0.part-0.safetensors", "weights.rank-1.part-0.safetensors", "rng.rank-1.json"),
+    "flipped": ("weights.rank-0.part-0.safetensors", "weights.rank-1.part-0.safetensors", "rng.rank-1.json"),
+    "gone": ("weights.rank-1.part-0.safetensors", "state.json", "manifest.json"),
+}
+
+
+def harm(path: Path, kind: str) -> None:
+    if kind == "cut":
+        os.truncate(path, path.stat().st_size - 5)
+    elif kind == "flipped":
+        flip(path, -2)
+    else:
+        path.unlink()
+
+
+def shared() -> dict[str, Memory]:
+    """Of which rank 0 writes w, and rank 1 x."""
+    return {"weights": Memory({"w": WEIGHTS.clone(), "x": WEIGHTS.clone()})}
+
+
+def counted_renames(stage: Path) -> list[str]:
+    """What this rank renames in three saves."""
+    rename, seen = os.rename, []
+
+    def noted(source: Path, target: Path) -> None:
+        seen.append(Path(target).name)
+        rename(source, target)
+
+    os.rename = noted  # type: ignore[assignment]
+    try:
+        assert [save(stage, step, shared()) for step in (1, 2, 3)] == [None] * 3
+    finally:
+        os.rename = rename
+    return seen
+
+
+def full_on_one(stage: Path, rank: int) -> dict[str, Any]:
+    """A save that cannot write on `rank` alone, and one after it."""
+    assert save(stage, 1, shared()) is None
+    with files_up_to(10) if dist.rank() == rank else contextlib.nullcontext():
+        failure = save(stage, 2, shared())
+    dist.barrier()
+    between = sorted(path.name for path in (stage / resume.FOLDER).iterdir())
+    return {"failure": failure, "between": between, "after": save(stage, 3, shared()), "newest": whole(stage)}
+
+
+def harmed(stage: Path, kind: str, name: str) -> dict[str, Any]:
+    """The step that this rank goes on from when the newest checkpoint is damaged, and its error when all are."""
+    assert [save(stage, step, shared()) for step in (1, 2)] == [None] * 2
+    found: dict[str, Any] = {"whole": whole(stage)}
+    for step in (2, 1):
+        dist.barrier()
+        if dist.is_main():
+            harm(resume.folder_of(stage, step) / name, kind)
+        dist.barrier()
+        try:
+            found[f"without {step}"] = whole(stage)
+        except UserError as error:
+            found[f"without {step}"] = str(error)
+    return found
+
+
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {"renames": counted_renames(folder / "renames")}
+    for rank in (0, 1):
+        seen[f"full {rank}"] = full_on_one(folder / f"full {rank}", rank)
+    for kind, names in HARMS.items():
+        for name in names:
+            seen[f"{kind} {name}"] = harmed(folder / kind / name, kind, name)
+    return seen
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    with dist.process_group(timeout_s=60):
+        both = dist.gather_objects(on_two_ranks(place))
+        if dist.is_main():
+            (place / "seen.json").write_text(json.dumps(both), encoding="utf-8")
+    launch.end_well()

@@ -1,0 +1,189 @@
+"""What is run on two ranks with models that are loaded in parts, all in one launch:
+
+    torchrun --nproc-per-node=2 -m tests.sharded_ranks FOLDER
+
+FOLDER holds what `make` wrote; FOLDER/seen.pt is what rank 0 saw.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf import adapters, dist, launch
+from rlhf.engine import Engine, shards_of
+from rlhf.frozen import FrozenEngine
+from rlhf.frozen import shards_of as frozen_shards_of
+from rlhf.models.export import save_policy, save_scalar
+from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import ScalarModel, load_scalar_model
+from rlhf.options import EngineOptions, FrozenOptions
+from rlhf.sharding import whole_shape
+from tests import tiny
+from tests.engine_runs import OPTIMIZER, STEPS, batches, generate, step
+
+FAMILIES = ("llama", "qwen2", "gpt2", "opt")
+"""untied, tied, tied, and tied with a projection around the layers"""
+ADDED = 3
+"""ids of the tokenizer that the model on disk has no rows for"""
+DEEP = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
+"""28 million weights, none of them more than a fiftieth."""
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {"zero_stage": 3},
+    "sharded": {"zero_stage": 3},
+    "offloaded": {"zero_stage": 3, "offload_param": True, "offload_optimizer": True},
+    "layers": {"zero_stage": 3, "gather_whole": False},
+}
+FROZEN: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "whole offloaded": {"offload": True},
+    "sharded": {"zero_stage": 3},
+    "sharded offloaded": {"zero_stage": 3, "offload": True},
+    "layers": {"zero_stage": 3, "gather_whole": False},
+    "layers offloaded": {"zero_stage": 3, "gather_whole": False, "offload": True},
+}
+
+
+def make(folder: Path) -> None:
+    """A small model of each family, one of many layers, and a reward model."""
+    tiny.causal_lm("llama", std=0.05, **DEEP).save_pretrained(folder / "deep")
+    for family in FAMILIES:
+        tiny.causal_lm(family, std=0.05).save_pretrained(folder / family)
+    with tiny.one_rank():
+        head = torch.nn.Linear(tiny.WIDTH, 1, bias=False)
+        model = ScalarModel(tiny.backbone(), head)
+        save_scalar(Engine(model, EngineOptions(dtype="fp32"), OPTIMIZER, 1), None, tiny.tokenizer(), folder / "reward")
+
+
+def policy(place: Path, kind: str, adapter: str | None = None) -> Engine:
+    options = EngineOptions(dtype="fp32", **KINDS[kind])
+    shards = None if kind == "whole" else shards_of(options)
+    lm = load_causal_lm(str(place), torch.float32, tiny.VOCAB + ADDED, shards=shards)
+    torch.manual_seed(0)  # of the adapter's first weights
+    return Engine(Policy(adapters.wrap(lm, adapter)), options, OPTIMIZER, STEPS)
+
+
+def trained(folder: Path, family: str, kind: str, adapter: str | None = None) -> dict[str, Any]:
+    """Three steps, before each of them generation, ranks of unequal length; the weights before and after, and what was
+    saved."""
+    engine = policy(folder / family, kind, adapter)
+    first, tokens, metrics = saved(engine, adapter, folder), [], []
+    for rows in batches(3):
+        tokens.append(generate(engine, 3 + 8 * dist.rank()))
+        metrics.append(step(engine, rows, 3))
+    return {"first": first, "tokens": tokens, "metrics": metrics, "last": saved(engine, adapter, folder)}
+
+
+def saved(engine: Engine, adapter: str | None, folder: Path) -> dict[str, Tensor]:
+    """The model as it is written to disk."""
+    from safetensors.torch import load_file
+
+    save_policy(engine, adapter, tiny.tokenizer(), folder / "saved")
+    dist.barrier()
+    found = load_file(folder / "saved" / "model.safetensors")
+    dist.barrier()
+    return found
+
+
+def scores(folder: Path, kind: str) -> list[list[float]]:
+    """What each rank hears of a frozen reward model, the second rank in three times as many passes as the first; then
+    again in equally many, to see that nothing is left over."""
+    options = FrozenOptions(**FROZEN[kind])
+    shards = frozen_shards_of(options, torch.float32)
+    model = load_scalar_model(str(folder / "reward"), torch.float32, tiny.VOCAB, shards)
+    engine = FrozenEngine(model, options, torch.float32)
+    rows = tiny.sequences([5, 9, 7, 8, 6, 4], [1] * 6)
+    heard: list[float] = []
+    for parts in (1 + 2 * dist.rank(), 2, 3 - 2 * dist.rank()):
+        with engine.inference() as scalar:
+            for index in torch.arange(6).tensor_split(parts):
+                heard += scalar(rows[index])[:, 3].tolist()
+    return dist.gather_objects(heard)
+
+
+def unequal_passes(folder: Path, kind: str) -> list[float]:
+    """Log-probs of rows that the ranks share unequally, one pass a row, as held-out rows are; then a step's loss."""
+    engine = policy(folder / "llama", kind)
+    rows = batches(1)[0]
+    found = []
+    for count in (3, 4):
+        with engine.inference() as model:
+            total = sum(model(rows[[i]])[0].sum().item() for i in range(dist.rank(), count, 2))
+        found.append(dist.sum_over_ranks(torch.tensor(total)).item())
+    return [*found, step(engine, rows)["loss"]]
+
+
+def own_memory() -> int:
+    """Bytes of this process that are not of files it maps."""
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak(work: Callable[[], Any]) -> tuple[int, Any]:
+    """Most bytes of its own that this process had while at work, beside what it had before; and what the work gave."""
+    before, seen, done = own_memory(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(own_memory())
+            time.sleep(0.001)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    made = work()
+    done.set()
+    watching.join()
+    return max(seen) - before, made
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    """Peaks of every rank as shares of the model's bytes: to load it, and to ask it something."""
+    found = {}
+    rows = batches(1)[0]
+    for kind in ("layers", "sharded", "whole"):
+        options = FrozenOptions(**FROZEN[kind])
+        shards = frozen_shards_of(options, torch.bfloat16)
+        load = partial(load_causal_lm, str(folder / "deep"), torch.bfloat16, tiny.VOCAB, shards=shards)
+        loading, lm = peak(load)
+        engine = FrozenEngine(Policy(lm), options, torch.bfloat16)
+
+        def ask(engine: FrozenEngine = engine) -> None:
+            with engine.inference() as model:
+                model(rows[[0]])
+
+        asking, _ = peak(ask)
+        size = 2 * sum(whole_shape(weight).numel() for weight in lm.parameters())
+        found[kind] = dist.gather_objects((loading / size, asking / size))
+    return found
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for family in FAMILIES:
+        for kind in ("whole", "sharded", *(("offloaded", "layers") if family == "llama" else ())):
+            found[f"{family} {kind}"] = trained(folder, family, kind)
+    for kind in ("whole", "sharded", "layers"):
+        found[f"lora {kind}"] = trained(folder, "llama", kind, "lora")
+    for kind in FROZEN:
+        found[f"frozen {kind}"] = scores(folder, kind)
+    for kind in ("whole", "sharded", "layers"):
+        found[f"unequal {kind}"] = unequal_passes(folder, kind)
+    found["memory"] = memory(folder)
+    return found
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    with dist.process_group(timeout_s=60):
+        seen = runs(place)
+        if dist.is_main():
+            torch.save(seen, place / "seen.pt")
+    launch.end_well()

@@ -1,0 +1,191 @@
+"""What becomes of processes, launches, checkpoints and files when something goes wrong: a table of the faults, each
+with the tests that show what is done. Rows 71 to 89, numbers, are in step3/test_faults.py."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+ROWS_A: dict[int, tuple[str, ...]] = {
+    # a rank is killed in a step; while it saves; between the data and the name of a checkpoint
+    1: (
+        "faults/test_selection.py::test_killed_and_asked_to_end_and_it_is_the_same",
+        "faults/test_kills.py::test_a_rank_killed_in_a_step",
+    ),
+    2: (
+        "faults/test_kills.py::test_killed_while_it_saves",
+        "faults/test_kills.py::test_killed_at_any_moment_of_saving",
+    ),
+    3: (
+        "test_checkpoints.py::test_a_process_that_dies_while_saving_leaves_the_old_or_the_new",
+        "faults/test_kills.py::test_killed_while_it_saves",
+    ),
+    # signals: SIGTERM to the launcher, to one rank, while generating; a save that takes too long; SIGUSR1
+    4: (
+        "faults/test_signals.py::test_sigterm_to_the_launcher",
+        "faults/test_signals.py::test_a_second_signal_ends_it_at_once",
+        "test_launch.py::test_a_signal_ends_every_process",
+    ),
+    5: ("faults/test_signals.py::test_sigterm_to_one_rank_ends_all_in_order",),
+    6: ("faults/test_signals.py::test_sigterm_in_the_middle_of_generation_waits_for_the_iteration",),
+    7: ("faults/test_signals.py::test_a_save_slower_than_the_grace_leaves_the_checkpoint_before",),
+    8: (
+        "faults/test_signals.py::test_sigusr1_asks_to_be_started_again",
+        "test_launch.py::test_usr1_is_passed_on_and_waited_for",
+        "test_slurm.py::test_the_batch_script",
+    ),
+    # a rank that hangs, or fails alone
+    9: ("faults/test_ranks.py::test_a_stopped_rank_is_named_after_the_timeout",),
+    10: (
+        "faults/test_ranks.py::test_an_exception_on_one_rank_is_what_is_said",
+        "test_launch.py::test_the_first_to_fail_ends_the_others",
+        "test_launch.py::test_who_lost_its_peer_lets_the_peer_speak",
+    ),
+    11: ("test_stragglers.py::test_the_slowest_and_the_fastest_rank_of_each_step",),
+    # ports and directories that are in use; more processes than devices; no launcher; a clean end
+    12: (
+        "test_hosts.py::test_a_port_that_is_taken_is_named_with_one_that_is_free",
+        "multi_node/test_two_nodes.py::test_a_port_that_is_taken_is_named_with_another",
+    ),
+    13: (
+        "faults/test_selection.py::test_a_directory_in_use_is_refused",
+        "faults/test_ranks.py::test_a_second_run_in_one_directory_is_refused",
+    ),
+    14: ("test_errors.py::test_the_chain_refuses_before_anything_starts",),
+    15: (
+        "test_launch.py::test_a_process_alone_has_no_rank_and_two_have_their_own",
+        "test_errors.py::test_a_stage_alone_refuses_too",
+    ),
+    16: (
+        "test_launch.py::test_two_ranks_end_well_every_time",
+        "faults/test_ranks.py::test_a_run_of_two_ends_with_code_0",
+    ),
+    # hosts that are missing, or have other code
+    17: (
+        "test_hosts.py::test_who_is_missing_is_listed_and_the_others_released",
+        "multi_node/test_two_nodes.py::test_missing_hosts_are_listed_and_the_others_released",
+    ),
+    18: (
+        "test_hosts.py::test_a_difference_is_told_to_every_rank",
+        "multi_node/test_demo_on_two_nodes.py::test_hosts_with_other_code_refuse_each_other",
+    ),
+    # no memory; a stage that crashes
+    19: ("faults/test_ranks.py::test_out_of_memory_says_where_and_what_helps",),
+    20: (
+        "faults/test_ranks.py::test_a_stage_that_crashes_ends_the_chain",
+        "test_errors.py::test_a_crash_names_the_stage_and_starts_no_later_one",
+    ),
+    # Ctrl-C
+    42: (
+        "faults/test_signals.py::test_ctrl_c_once_is_a_signal_as_any",
+        "faults/test_signals.py::test_a_second_signal_ends_it_at_once",
+    ),
+}
+
+ROWS_B: dict[int, tuple[str, ...]] = {
+    # the disk: full, too small, not to be written to
+    21: (
+        "test_checkpoints.py::test_a_disk_that_is_full_costs_one_checkpoint",
+        "test_checkpoints.py::test_a_small_file_that_cannot_be_written_costs_one_checkpoint",
+        "test_checkpoints.py::test_two_ranks_save_and_fall_back_together",
+        "test_going_on_otherwise.py::test_a_run_outlives_a_full_disk",
+    ),
+    22: ("test_going_on_otherwise.py::test_too_little_room_is_foreseen",),
+    23: (
+        "test_checkpoint.py::test_a_place_to_write_is_tried_and_left_clean",
+        "test_checkpoint.py::test_a_place_that_cannot_be_written_to",
+        "test_errors.py::test_a_directory_that_cannot_be_made",
+    ),
+    # files that are cut, changed by a bit, missing, too many
+    24: (
+        "test_checkpoints.py::test_a_damaged_one_is_named_and_passed_over",
+        "test_checkpoints.py::test_two_ranks_save_and_fall_back_together",
+    ),
+    25: (
+        "test_checkpoints.py::test_a_damaged_one_is_named_and_passed_over",
+        "test_checkpoints.py::test_no_bit_of_a_manifest_flips_unseen",
+        "test_checkpoints.py::test_two_ranks_save_and_fall_back_together",
+        "test_checkpoint.py::test_a_damaged_stage_is_refused",
+    ),
+    26: (
+        "test_checkpoints.py::test_a_damaged_one_is_named_and_passed_over",
+        "test_checkpoints.py::test_a_stray_file_is_said_and_ignored",
+        "test_checkpoints.py::test_two_ranks_save_and_fall_back_together",
+    ),
+    # a file `latest`; no checkpoint that is whole
+    27: (
+        "test_checkpoints.py::test_no_file_says_which_is_the_newest",
+        "test_checkpoints.py::test_a_damaged_one_is_named_and_passed_over",
+        "test_going_on_otherwise.py::test_a_run_without_a_whole_checkpoint_is_not_begun_again",
+    ),
+    # a pickle among them
+    28: (
+        "test_security_checkpoints.py::test_strays_in_a_checkpoint_are_ignored",
+        "test_security_checkpoints.py::test_a_file_that_became_a_pickle_is_not_read",
+        "test_security_checkpoints.py::test_a_pickle_that_the_manifest_vouches_for_does_not_run",
+        "test_security_checkpoints.py::test_a_checkpoint_holds_no_pickle",
+    ),
+    # another number of ranks, another ZeRO stage
+    29: ("test_resume.py::test_more_ranks_and_fewer_go_on",),
+    30: (
+        "test_resume.py::test_another_zero_stage_goes_on_from_it",
+        "test_resume.py::test_with_dropout_it_goes_on_to_the_bit",
+    ),
+    # other options, data, libraries
+    31: (
+        "test_going_on_otherwise.py::test_what_changes_no_result_changes_freely",
+        "test_going_on_otherwise.py::test_how_long_and_what_is_looked_at_changes_with_a_note",
+        "test_going_on_otherwise.py::test_what_changes_the_result_is_refused_unless_asked_for",
+        "test_going_on_otherwise.py::test_the_classes_name_options_that_there_are",
+        "test_going_on_otherwise.py::test_more_epochs_and_fewer",
+        "test_going_on.py::test_fewer_iterations_than_are_done_end_the_run",
+        "test_checkpoints.py::test_what_a_checkpoint_does_not_have_begins_anew",
+    ),
+    32: ("test_going_on_otherwise.py::test_data_that_changed_is_refused_by_name",),
+    33: ("test_going_on_otherwise.py::test_another_version_of_a_library_is_said",),
+    # the same command again: after the end, in the middle of a chain, without the stages before
+    34: (
+        "test_killed_chain.py::test_a_chain_killed_in_every_stage_goes_on_to_the_same_bytes",
+        "test_going_on_otherwise.py::test_a_process_that_dies_at_the_end_is_finished_or_not",
+        "test_train.py::test_finished_stages_are_skipped",
+    ),
+    35: (
+        "test_killed_chain.py::test_a_chain_killed_in_every_stage_goes_on_to_the_same_bytes",
+        "test_going_on.py::test_step_3_goes_on_to_the_same_bytes",
+        "test_going_on.py::test_step_3_goes_on_from_every_iteration",
+        "test_going_on.py::test_step_3_goes_on_from_any_iteration_alone",
+        "test_going_on.py::test_other_runs_of_step_3_go_on",
+        "test_going_on.py::test_a_run_that_patience_ended_stays_ended",
+        "faults/test_kills.py::test_a_chain_killed_anywhere_ends_as_if_it_was_not",
+    ),
+    36: ("test_killed_chain.py::test_step_3_alone_needs_the_stages_before_it",),
+    37: (
+        "test_killed_chain.py::test_step_3_alone_needs_the_stages_before_it",
+        "test_going_on_otherwise.py::test_a_process_that_dies_at_the_end_is_finished_or_not",
+        "test_errors.py::test_an_unfinished_or_damaged_stage_is_no_input",
+    ),
+    # old checkpoints go, what a crash left goes, what is the user's stays
+    38: (
+        "test_checkpoints.py::test_an_old_one_goes_once_the_new_one_is_whole",
+        "test_checkpoints.py::test_a_process_that_dies_while_saving_leaves_the_old_or_the_new",
+        "test_checkpoints.py::test_one_checkpoint_alone_is_refused",
+        "test_checkpoints.py::test_what_lies_beyond_a_damaged_one_goes_with_the_next_save",
+        "test_going_on_otherwise.py::test_a_save_that_was_cut_off_costs_nothing",
+    ),
+    39: ("test_checkpoints.py::test_only_what_a_save_has_left_is_swept",),
+    # network file systems; clocks that jump
+    40: (
+        "test_checkpoints.py::test_two_ranks_save_and_fall_back_together",
+        "test_checkpoints.py::test_a_directory_that_shows_late_is_waited_for",
+        "test_checkpoints.py::test_a_directory_that_never_shows_is_not_waited_for_for_ever",
+    ),
+    41: ("test_checkpoints.py::test_the_step_in_the_name_counts_whatever_the_clock_says",),
+}
+
+
+def test_every_fault_has_tests_and_they_exist() -> None:
+    assert not set(ROWS_A) & set(ROWS_B) and sorted(ROWS_A | ROWS_B) == list(range(1, 43))
+    for row, names in (ROWS_A | ROWS_B).items():
+        assert names, row
+        for place in names:
+            file, name = place.split("::")
+            assert f"\ndef {name}(" in (TESTS / file).read_text(encoding="utf-8"), f"row {row}: {place}"
