@@ -14,8 +14,8 @@ from rlhf import dist, rewards
 from rlhf.engine import compute_dtype, schedule
 from rlhf.record import quiet_libraries
 from rlhf.types import Rollout, Samples
-from step3_ppo.inputs import check, with_inputs
 from step3_ppo.course import iterations
+from step3_ppo.inputs import check, with_inputs
 from step3_ppo.players import reward_context
 
 SCORES_AGREE = {"fp32": 0.01, "bf16": 0.5}

@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[1]
 
 # An import points down or stays in its layer. A package stands for all its modules.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options", "rlhf.memory", "rlhf.net", "rlhf.pipes", "rlhf.slurm"),
+    (
+        "rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options", "rlhf.memory", "rlhf.net", "rlhf.pipes",
+        "rlhf.slurm",
+    ),
     ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses", "rlhf.intervals", "rlhf.spikes"),
     (
         "rlhf.dist", "rlhf.draws", "rlhf.record", "rlhf.nonfinite", "rlhf.prompt_file",

@@ -72,16 +72,16 @@ def test_an_engine_that_has_not_stepped_goes_on(tmp_path: Path) -> None:
     """The actor of a critic's warm-up."""
     waiting = resuming.with_dropout({"zero_stage": 1})
     assert resume.save(tmp_path, 3, resuming.state_of(waiting), resuming.ABOUT, 2) is None
-    for engine in (waiting, resuming.with_dropout({"zero_stage": 1})):
-        if engine is not waiting:
-            found = resume.newest(tmp_path)
-            assert found is not None
-            found.restore(resuming.state_of(engine), seed=0)
+    fresh = resuming.with_dropout({"zero_stage": 1})
+    found = resume.newest(tmp_path)
+    assert found is not None
+    found.restore(resuming.state_of(fresh), seed=0)
+    seen = []
+    for engine in (waiting, fresh):
         torch.manual_seed(5)
         engine_runs.step(engine, engine_runs.batches()[0])
-        seen = resuming.everything(engine)
-        first = seen if engine is waiting else first
-    assert all(torch.equal(value, seen[name]) for name, value in first.items())
+        seen.append(resuming.everything(engine))
+    assert all(torch.equal(value, seen[1][name]) for name, value in seen[0].items())
 
 
 def test_more_ranks_and_fewer_go_on(tmp_path: Path) -> None:

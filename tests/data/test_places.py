@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pytest
 
-import rlhf.text
+import rlhf.hub
 from data.places import TableConfig, data_files, is_hub_id, open_place, refuse_loading_script
 from rlhf.config import UserError
 
@@ -287,8 +287,8 @@ def test_the_fingerprint_of_a_hub_dataset_changes_with_it(hub: Path) -> None:
 def test_a_hub_that_does_not_answer_is_told_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path, "data/train/x.jsonl")
-    monkeypatch.setattr(rlhf.text.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(rlhf.text.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(rlhf.hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(rlhf.hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
     said = mistake("data/trian")
     assert time.monotonic() - start < 5
