@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import checkpoint, config, dist, launch, logs, memory, names, plugins, progress, record, resume, spikes
 from rlhf.config import UserError
 from rlhf.ending import CODES, Ending
-from rlhf.engine import Engine, compute_dtype
+from rlhf.engine import Engine, require_possible
 from rlhf.models.load import require_context
 from rlhf.nonfinite import NonFiniteError, save_batch
 from rlhf.options import EngineOptions, RunOptions
@@ -299,9 +299,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 def check_engine(options: EngineOptions) -> None:
     """Raises: UserError for options that do not go together on this device, or a mistake in the adapter's."""
-    compute_dtype(options, dist.local_device())
-    if options.offload_param and options.zero_stage != 3:
-        raise UserError(f"--offload-param: needs --zero-stage 3, got {options.zero_stage}")
+    require_possible(options, dist.local_device())
     if options.adapter is not None:
         check_plugin("rlhf.adapters", options.adapter)
 

@@ -13,7 +13,7 @@ from data.preflight import require_rows
 from data.reading import Phase
 from rlhf import adapters, dist, losses
 from rlhf.checkpoint import model_place, planned_start
-from rlhf.engine import Engine, compute_dtype
+from rlhf.engine import Engine, compute_dtype, shards_of
 from rlhf.models.export import save_policy
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
@@ -113,7 +113,7 @@ def run(config: SFTConfig) -> None:
     total = batches.steps(config.num_train_epochs)
     with open_run(STAGE, config, found, {"model": place}) as stage:
         dtype = compute_dtype(config, dist.local_device())
-        lm = load_causal_lm(place, dtype, len(tokenizer), config.seed)
+        lm = load_causal_lm(place, dtype, len(tokenizer), config.seed, shards_of(config))
         policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, total)
         stage.describe(data, tokenizer)
         before = perplexity(policy, evaluation, config, tokenizer.pad_token_id)

@@ -13,7 +13,7 @@ from data.preflight import require_rows
 from data.reading import Phase
 from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
-from rlhf.engine import Engine, compute_dtype
+from rlhf.engine import Engine, compute_dtype, shards_of
 from rlhf.models.export import save_scalar
 from rlhf.models.scalar import ScoreStatistics, new_scalar_model, scores
 from rlhf.names import resolve
@@ -150,7 +150,7 @@ def run(config: RewardConfig) -> None:
     pad_id = tokenizer.pad_token_id
     with open_run(STAGE, config, found, {"model": place}) as stage:
         dtype = compute_dtype(config, dist.local_device())
-        model = new_scalar_model(place, dtype, len(tokenizer), config.seed)
+        model = new_scalar_model(place, dtype, len(tokenizer), config.seed, shards_of(config))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         reward = Engine(model, config, config, total)
         stage.describe(data, tokenizer)

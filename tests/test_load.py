@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf import plugins
 from rlhf.config import UserError
+from rlhf.draws import uniforms
 from rlhf.models.load import context_length, load_backbone, load_causal_lm, load_config, require_context
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import new_scalar_model
@@ -231,7 +232,8 @@ def test_rows_without_a_token_are_never_sampled_and_have_no_share(tmp_path: Path
     backends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
     for backend in plugins.names("rlhf.generation"):
         generate = plugins.build("rlhf.generation", {"name": backend, **backends})
-        rollout = generate(model, prompts, SamplingOptions(response_length=12), torch.Generator().manual_seed(0))
+        draws = uniforms([(0, i) for i in range(3)], 12)
+        rollout = generate(model, prompts, SamplingOptions(response_length=12), draws)
         assert int(rollout.response_ids.max()) < size
         rows = rollout.sequences
         with torch.no_grad():
