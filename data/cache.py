@@ -30,7 +30,7 @@ def cache_root(option: str | None) -> Path:
     """Where the sets lie. Raises: UserError if nothing can be written there."""
     root = Path(option or os.environ.get("RLHF_CACHE") or "~/.cache/rlhf-pipeline").expanduser()
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:

@@ -1,7 +1,8 @@
 """One dataset for three stages: rows are divided by content, become ids of bounded length, and are kept on disk."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, overload
 
 import datasets
 import numpy as np
+import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from data import cache
@@ -21,6 +23,7 @@ from data.reading import Phase, Skipped
 from data.report import dropped, require_usable
 from data.split import PHASES
 from data.store import read_items, to_item
+from rlhf.config import UserError
 from rlhf.text import Template
 
 UNCACHED = {"data_workers", "data_cache", "max_dropped", "chat_template"}
@@ -105,13 +108,34 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
 
 
 def _read(folder: Path, phase: Phase) -> Opened:
-    report = json.loads((folder / cache.REPORT).read_text(encoding="utf-8"))
-    table = read_items(folder)
-    train, evaluation = (
-        PromptDataset(phase, table, np.load(folder / f"{name}.npy", mmap_mode="r"), why, report[name]["shortened"])
-        for name, why in (("train", dropped(report)), ("evaluation", report["evaluation"]["dropped"]))
-    )
-    return Opened(train, evaluation, report)
+    with _sound(folder / cache.REPORT) as path:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        why = {"train": dropped(report), "evaluation": report["evaluation"]["dropped"]}
+        shortened = {name: report[name]["shortened"] for name in why}
+    with _sound(folder / "items.arrow"):
+        table = read_items(folder)
+    sides = {}
+    for name in why:
+        with _sound(folder / f"{name}.npy") as path:
+            positions = np.load(path, mmap_mode="r", allow_pickle=False)
+            if positions.ndim != 1 or (
+                len(positions) and not 0 <= positions.min() <= positions.max() < len(table or ())
+            ):
+                raise ValueError("positions beyond the items")
+            sides[name] = PromptDataset(phase, table, positions, why[name], shortened[name])
+    return Opened(sides["train"], sides["evaluation"], report)
+
+
+@contextlib.contextmanager
+def _sound(path: Path) -> Iterator[Path]:
+    """Raises: UserError if what is read inside, a file of a set, is damaged or something else."""
+    try:
+        yield path
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise UserError(
+            f"{path}: damaged ({reason}); remove the directory {path.parent}, and its rows are tokenised again"
+        ) from None
 
 
 def fingerprints(options: DataOptions, phase: Phase) -> dict[str, str]:

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import glob
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,8 @@ HUB_ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 ABOUT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 """files that `datasets` writes beside the data"""
 BUILDER = re.compile(rb"\b(?:GeneratorBased|ArrowBased|Dataset)Builder\b")
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)
+"""what reading a damaged directory raises"""
 ROWS_AT_ONCE = 256
 """rows of a saved dataset that are in memory; one at a time takes 14 us a row instead of 2"""
 
@@ -55,6 +58,8 @@ class Place(Protocol):
 def is_hub_id(place: str) -> bool:
     """Whether `place` can only be meant as OWNER/NAME on the hub, or OWNER/NAME@REVISION."""
     match = HUB_ID.fullmatch(place)
+    if ".." in re.split("[/@]", place):
+        return False
     return bool(match) and suffix(Path(place)) not in SUFFIXES and not Path(match[1] if match else "").exists()
 
 
@@ -177,7 +182,8 @@ class SavedDataset:
         import pyarrow
 
         _refuse_parts(self.name, config, ("subset", "data_dir"), "a saved dataset has splits only")
-        with _told(self.name, OSError, ValueError, KeyError, pyarrow.ArrowException):
+        self._refuse_other_folders()
+        with _told(self.name, *DAMAGE, pyarrow.ArrowException):
             found = datasets.load_from_disk(str(self.folder))
             if isinstance(found, datasets.DatasetDict):
                 yield from _table_records(_pick(self.name, found, split), f"{self.name}/{split}")
@@ -186,9 +192,21 @@ class SavedDataset:
                 yield from _table_records(found, self.name)
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
+        self._refuse_other_folders()
         part = self.folder / split
         inside = (part if part.is_dir() else self.folder).rglob("*")
         return _digest((split, config), sorted(file for file in inside if file.is_file()))
+
+    def _refuse_other_folders(self) -> None:
+        """Raises: UserError if a state.json names a file that is not beside it."""
+        for path in sorted(self.folder.rglob("state.json")):
+            with _told(self.name, *DAMAGE):
+                names = [
+                    str(entry["filename"]) for entry in json.loads(path.read_text(encoding="utf-8"))["_data_files"]
+                ]
+            for name in names:
+                if Path(name).name != name or name == "..":
+                    raise UserError(f"{path}: names {name!r}, expected files beside it")
 
 
 @dataclass(frozen=True, slots=True)

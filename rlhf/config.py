@@ -214,6 +214,9 @@ def parse(cls: type[C], argv: Sequence[str], prog: str, description: str) -> C:
     rest = [word for word in rest if word != "--print-config"]
     _refuse_unknown(cls, rest)
     config = _run_tyro(cls, default, rest, prog, description)
+    from rlhf.secrecy import refuse_secrets  # which needs UserError of here
+
+    refuse_secrets(config.model_dump(mode="json"))
     if show:
         print(to_yaml(config), end="")
         raise SystemExit(0)

@@ -85,7 +85,8 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
             safe_set_full_optimizer_state(parameter, value, kind)
         else:
             _adam(engine).state[parameter][kind].copy_(value)
-    assert not missing, f"the checkpoint lacks {sorted(missing)[:3]}"
+    if missing:
+        raise ValueError(f"no weights {', '.join(sorted(missing)[:3])}")
 
 
 def _set_compute_weight(parameter: Any, value: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Observers of a run: metrics.jsonl, a bar, TensorBoard, the words and tables a person reads. Rank 0 speaks."""
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -8,7 +9,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -136,18 +138,31 @@ class Recorder:
                 yield metrics
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
-        for writer in self._writers:
-            writer.write(kind, step, metrics)
+        self._each(lambda writer: writer.write(kind, step, metrics))
+
+    def _each(self, tell: Callable[[Any], None]) -> None:
+        """Tell every writer. A tracker that fails is said once and then left out; metrics.jsonl may not fail."""
+        for writer in tuple(self._writers):
+            with contextlib.ExitStack() as stack:
+                if not isinstance(writer, MetricsFile):
+                    stack.push(partial(self._leave_out, writer))
+                tell(writer)
+
+    def _leave_out(self, writer: Any, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        if kind is None or not issubclass(kind, Exception):
+            return False
+        self._writers.remove(writer)
+        reason = " ".join(f"{kind.__name__}: {error}".split())[:200]
+        say(f"warning: {type(writer).__name__} fails and is left out from here on ({reason}); metrics.jsonl has it all")
+        return True
 
     def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
         """Say in one line that something looks wrong, with its numbers and the next step; also into the writers."""
         say(f"warning, step {step}: {name} ({metrics_line(numbers)}): {advice}")
-        for writer in self._writers:
-            writer.warn(step, name, numbers, advice)
+        self._each(lambda writer: writer.warn(step, name, numbers, advice))
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        self._each(lambda writer: writer.close())
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

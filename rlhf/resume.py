@@ -197,7 +197,16 @@ class Checkpoint:
         """Set everything in `state` to what it was; every rank calls this together.
 
         The random sources are those of before only with as many ranks as before; else they are seeded anew.
+        Raises: UserError if it holds something else than `state` needs.
         """
+        try:
+            self._restore(state, seed)
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(
+                f"{self.folder}: the stage cannot go on from it ({error!r}); add --overwrite to begin it again"
+            ) from None
+
+    def _restore(self, state: Resumable, seed: int) -> None:
         numbers = checkpoint.read_json(self.folder / STATE)
         held = {*numbers, *(file.split(".rank-")[0] for file in self.manifest["files"])}
         for name in sorted({*state.numbers, *state.tensors} - held):  # of an option that was not set then

@@ -122,7 +122,9 @@ class Running:
     def wait(self, limit_s: float = LIMIT_S) -> Ended:
         code = self.process.wait(limit_s)
         end = time.time()
-        until(lambda: not processes(self.id), GONE_S)
+        deadline = end + GONE_S
+        while processes(self.id) and time.time() < deadline:
+            time.sleep(0.05)
         times = [float(found) for found in re.findall(r"^fault \S+ at (\S+)$", self.said(), re.MULTILINE)]
         return Ended(code, self.said(), end - self._start, end - max(times, default=end), self.out)
 
@@ -140,7 +142,7 @@ def running(out: Path, command: Sequence[str], fault: str = "") -> Iterator[Runn
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.process.wait()
-        assert not left, f"still there: {list(left.values())}\n{run.said()[-4000:]}"
+    assert not left, f"still there: {list(left.values())}\n{run.said()[-4000:]}"
 
 
 def run(out: Path, command: Sequence[str], fault: str = "", limit_s: float = LIMIT_S) -> Ended:
