@@ -12,8 +12,8 @@ What differs, as each library does it: TRL has no gradient clipping (ours: norm 
 iteration (to the mean of ours), has one loss for both models (vf_coef 0.1, which AdamW's scale takes out again), and
 computes in fp32 (ours: bf16 where that is fast, fp32 master weights).
 
-Cost, with the default recipe on one core of an AMD EPYC with AVX512-BF16: an iteration takes about 95 seconds here and
-150 in TRL, so the 22 iterations of 3 seeds take 5 hours, after 20 minutes for steps 1 and 2; on two cores about half.
+Cost, with the default recipe on one core of an AMD EPYC with AVX512-BF16: an iteration takes about 90 seconds here and
+140 in TRL, so the 22 iterations of 3 seeds take 5 hours, after 20 minutes for steps 1 and 2; on two cores about half.
 6 GB of memory, 2 GB of disk a seed. The CSV has the seconds of every iteration. What is finished is skipped, so it can
 be stopped, and --parts and --seeds can be divided over calls.
 """

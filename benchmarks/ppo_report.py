@@ -26,7 +26,8 @@ Key = tuple[str, int]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:  # splitlines would part a text at U+2028
+        return [json.loads(line) for line in file]
 
 
 def iteration_rows(key: Key, folder: Path) -> list[dict[str, Any]]:

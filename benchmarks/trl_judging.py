@@ -68,8 +68,8 @@ def judge(ppo: Any, plan: Plan, folder: Path, dtype: str) -> None:
 
     The first iteration is scored by our reward model too, which must say what TRL's said. `dtype`: of TRL's run.
     """
-    lines = (folder / "responses.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    with (folder / "responses.jsonl").open(encoding="utf-8") as file:  # splitlines would part a text at U+2028
+        rows = [json.loads(line) for line in file]
     context = reward_context(with_inputs(ppo.model_copy(update={"dtype": "fp32"})), plan.tokenizer)
     judge = rewards.open_source(ppo.judge, context)
     made = []
