@@ -76,15 +76,18 @@ def is_loopback(place: str) -> bool:
 
 @pytest.mark.parametrize("place", ["127.0.0.1", "127.8.9.10", "0.0.0.0", "::1", "::"])
 def test_the_watch_sees_what_listens(place: str) -> None:
-    family = socket.AF_INET6 if ":" in place else socket.AF_INET
-    try:
-        server = socket.create_server((place, 0), family=family)
-    except OSError:
-        pytest.skip(f"this machine has no {place}")
-    before = listening(processes_under(os.getpid()))
-    with server:
-        assert place in before and is_loopback(place) == (place not in ("0.0.0.0", "::"))
-    assert place not in listening(processes_under(os.getpid()))
+    family = "AF_INET6" if ":" in place else "AF_INET"
+    code = f"import socket, sys; s = socket.create_server(({place!r}, 0), family=socket.{family}); print(1, flush=True)"
+    command = [sys.executable, "-c", code + "; sys.stdin.read(); s.close(); print(2, flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdin is not None and server.stdout is not None
+        if not server.stdout.readline():
+            pytest.skip(f"this machine has no {place}")
+        assert listening(processes_under(server.pid)) == {place}
+        server.stdin.close()
+        assert server.stdout.readline()
+        assert not listening({server.pid})
+    assert is_loopback(place) == (place not in ("0.0.0.0", "::"))
 
 
 # --- the run

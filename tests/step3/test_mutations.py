@@ -148,15 +148,14 @@ CAUGHT_BY: dict[Check, list[Mutant]] = {
         Mutant("tokens after the end are kept", loop._sample, "alive & (token != config.eos_token_id)", "alive"),
     ],
     # --- random streams that are lost
-    test_draws.test_every_seed_iteration_and_rank_has_its_own_stream: [
-        Mutant("every seed samples alike", stage.sample, "config.seed * 1_000_003 + draw", "draw"),
-        Mutant(
-            "every iteration samples alike", stage.sample, "config.seed * 1_000_003 + draw", "config.seed * 1_000_003"
-        ),
-        Mutant("every rank samples alike", stage.sample, " + dist.rank()", ""),
+    test_draws.test_every_seed_iteration_prompt_and_copy_has_its_own_stream: [
+        Mutant("every seed samples alike", stage.sample, "(config.seed, draw,", "(0, draw,"),
+        Mutant("every iteration samples alike", stage.sample, "(config.seed, draw,", "(config.seed, 0,"),
+        Mutant("every prompt samples alike", stage.sample, "index, earlier[index]))", "0, earlier[index]))"),
+        Mutant("every copy samples alike", stage.sample, "earlier[index] += 1", "pass"),
     ],
-    test_draws.test_the_generator_decides_whatever_else_is_drawn: [
-        Mutant("sampled from anybody's stream", loop._choose, ", generator=generator", ""),
+    test_draws.test_a_response_is_the_same_alone_and_beside_others: [
+        Mutant("sampled from anybody's stream", loop._choose, "draws[:, None] *", "torch.rand(len(draws), 1) *"),
     ],
     test_update.test_the_same_iteration_twice_is_bit_exact: [
         Mutant("shuffled from anybody's stream", update._minibatches, ", generator=generator", ""),
