@@ -10,7 +10,7 @@ import torch
 from data.config import BatchOptions
 from data.encode import Demonstration, Preference, Prompt, Spans
 from rlhf.config import UserError
-from rlhf.types import Pairs, Prompts, Sequences
+from rlhf.types import JoinedPairs, Pairs, Prompts, Sequences
 
 SORTED = 50
 """batches whose rows are sorted by length together"""
@@ -50,7 +50,7 @@ def prompt_batch(items: Sequence[Prompt], pad_id: int) -> Prompts:
     return Prompts(ids=ids, mask=mask, rows=tuple(item.row for item in items))
 
 
-def padding(micros: Sequence[Sequences]) -> float:
+def padding(micros: Sequence[Sequences | JoinedPairs]) -> float:
     """The share of padding among the tokens that are computed."""
     real = sum(int(micro.mask.sum()) for micro in micros)
     return 1 - real / sum(micro.ids.numel() for micro in micros)

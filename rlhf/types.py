@@ -115,6 +115,48 @@ class Pairs(TensorRecord):
         sides = zip(self.chosen.tensors(), self.rejected.tensors(), strict=True)
         return Sequences(*(_stack_padded(c, r) for c, r in sides))
 
+    def joined(self) -> "JoinedPairs":
+        """Every pair as one row, in which what its sides begin with stands once. Both sides are right-padded."""
+        (c, c_mask), (r, r_mask) = (self.chosen.tensors()[:2], self.rejected.tensors()[:2])
+        lengths, width = (self.chosen.lengths, self.rejected.lengths), min(c.shape[1], r.shape[1])
+        same = (c[:, :width] == r[:, :width]) & c_mask[:, :width] & r_mask[:, :width]
+        # Each side keeps a token of its own, at which its score is read.
+        common = torch.minimum(same.long().cumprod(1).sum(1), torch.minimum(*lengths) - 1)
+        first, common = lengths[0][:, None], common[:, None]
+        ends = torch.stack([lengths[0] - 1, sum(lengths) - common.squeeze(1) - 1], dim=1)
+        column = torch.arange(int(ends.max()) + 1, device=c.device).expand(len(c), -1)
+        positions = torch.where(column < first, column, column - first + common)
+        positions = positions.clamp(max=max(c.shape[1], r.shape[1]) - 1)  # of padding
+        ids = _stack_padded(c, r)
+        chosen, rejected = (side.gather(1, positions) for side in ids.chunk(2))
+        branch = (column >= common).long() + (column >= first)
+        return JoinedPairs(torch.where(column < first, chosen, rejected), positions, branch, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedPairs(TensorRecord):
+    """B preferences, each in one row: what both sides begin with, the rest of the chosen side, that of the rejected."""
+
+    ids: Tensor
+    """[B, S] long"""
+    positions: Tensor
+    """[B, S] long, of each token in its own side"""
+    branch: Tensor
+    """[B, S] long: 0 common, 1 the chosen side alone, 2 the rejected side alone, padding included"""
+    ends: Tensor
+    """[B, 2] long, where the chosen and the rejected side end"""
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, S] bool, True where a token is real"""
+        return torch.arange(self.ids.shape[1], device=self.ids.device) <= self.ends[:, 1:]
+
+    def visible(self) -> Tensor:
+        """Whether the token at the row's place sees the one at the column's: bool [B, S, S]."""
+        size = self.ids.shape[1]
+        causal = torch.ones(size, size, dtype=torch.bool, device=self.ids.device).tril()
+        return causal & ~((self.branch == 2)[:, :, None] & (self.branch == 1)[:, None, :])
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts(TensorRecord):
@@ -212,3 +254,14 @@ Metrics = dict[str, float]
 def length_groups(lengths: Tensor, size: int) -> list[Tensor]:
     """Row numbers in groups of at most `size` with similar lengths together, so that little is padding. lengths [B]."""
     return list(lengths.argsort(descending=True, stable=True).split(size))
+
+
+def token_groups(lengths: Tensor, tokens: int) -> list[Tensor]:
+    """The same, in groups that are at most `tokens` with their padding, or a single row. lengths [B]."""
+    order = lengths.argsort(descending=True, stable=True)
+    longest, groups, start = lengths[order].tolist(), [], 0
+    while start < len(order):
+        end = start + max(1, tokens // longest[start])
+        groups.append(order[start:end])
+        start = end
+    return groups

@@ -15,13 +15,13 @@ from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype, shards_of
 from rlhf.models.export import save_scalar
-from rlhf.models.scalar import ScoreStatistics, new_scalar_model, scores
+from rlhf.models.scalar import ScoreStatistics, can_join, new_scalar_model, pair_scores, passes
 from rlhf.names import resolve
 from rlhf.progress import find
 from rlhf.resume import Resumable
 from rlhf.run import check_engine, check_ranks, check_start, open_run
 from rlhf.text import load_tokenizer, prepare_tokenizer
-from rlhf.types import Metrics, Pairs, Sequences, length_groups
+from rlhf.types import Metrics, Pairs, length_groups
 from step2_reward.config import RewardConfig
 
 STAGE = "step2_reward"
@@ -31,21 +31,25 @@ FOLDERS = ("model", "actor")
 
 
 def train(
-    reward: Engine, dataset: PromptDataset, batches: Batches, config: RewardConfig, pad_id: int
+    reward: Engine, dataset: PromptDataset, batches: Batches, config: RewardConfig, pad_id: int, joined: bool = False
 ) -> Iterator[Metrics]:
-    """The method: the logistic loss of each pair's score difference, one optimizer step a batch."""
+    """The method: the logistic loss of each pair's score difference, one optimizer step a batch.
+
+    joined: both sides of a pair in one row, where `can_join` says so.
+    """
     for indices in batches.take(config.num_train_epochs):
         batch = pair_batch([dataset[i] for i in indices], pad_id).to(reward.device)
         count = dist.sum_over_ranks(torch.tensor(float(len(batch))))
 
         def loss(pairs: Pairs, count: Tensor = count) -> losses.Loss:
-            chosen, rejected = pair_scores(reward, pairs)
+            chosen, rejected = pair_scores(reward, pairs, joined).unbind(1)
             return losses.pairwise_logistic(chosen, rejected, pairs.margin, config.centering, count)
 
         groups = length_groups(batch.lengths, config.micro_batch_size)
         micros = [batch[rows] for rows in groups]
         metrics = reward.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
-        yield {**metrics, "padding": padding([part for micro in micros for part in passes(micro)[0]])}
+        parts = [part for micro in micros for part in ([micro.joined()] if joined else passes(micro)[0])]
+        yield {**metrics, "padding": padding(parts)}
 
 
 def _batches(dataset: PromptDataset, config: RewardConfig) -> Batches:
@@ -58,32 +62,27 @@ def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
-def pair_scores(model: Engine | torch.nn.Module, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Scores of the chosen and the rejected side, each [B], from two forward passes over B sequences."""
-    parts, order = passes(pairs)
-    found = torch.cat([scores(model(part), part.mask) for part in parts])
-    chosen, rejected = found[order.argsort()].chunk(2)
-    return chosen, rejected
+def joins(reward: Engine, dataset: PromptDataset, pad_id: int) -> bool:
+    """Whether pairs may be computed in one row each, as the longest of them show; every rank says the same."""
+    longest = dataset.sides.sum(1).argsort(kind="stable")[-4:]
+    pairs = pair_batch([dataset[int(i)] for i in longest], pad_id).to(reward.device)
+    with reward.inference() as model:
+        able = all(dist.gather_objects(can_join(model, pairs)))
+    if not able:
+        record.say("both sides of a pair are computed in full: this model cannot keep them apart in one row")
+    return able
 
 
-def passes(pairs: Pairs) -> tuple[list[Sequences], Tensor]:
-    """The longer and the shorter half of all sides, and where each stands among chosen, then rejected. [2B]
-
-    Sides of a pair differ in length: on HH 10 % of what is computed is padding so, and 12 % in one pass over both.
-    """
-    both = pairs.stacked()
-    halves = length_groups(both.lengths, len(pairs))
-    return [both[rows].trimmed() for rows in halves], torch.cat(halves)
-
-
-def evaluate(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> Metrics:
+def evaluate(
+    reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int, joined: bool = False
+) -> Metrics:
     """Accuracy, loss and scores on held-out pairs, over all ranks."""
     mine = range(dist.rank(), len(dataset), dist.world_size())
     found: list[list[float]] = []
     with reward.inference() as model:
         for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
             batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
-            found += torch.stack(pair_scores(model, batch), dim=1).tolist()
+            found += pair_scores(model, batch, joined).tolist()
     pairs = torch.tensor([pair for part in dist.gather_objects(found) for pair in part])
     loss, metrics = losses.pairwise_logistic(pairs[:, 0], pairs[:, 1])
     record.say(score_histogram(pairs))
@@ -154,9 +153,10 @@ def run(config: RewardConfig) -> None:
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         reward = Engine(model, config, config, total)
         stage.describe(data, tokenizer)
+        joined = joins(reward, dataset, pad_id)
         stage.go_on(Resumable({"reward": reward, "batches": batches}, {"reward": reward}))
-        steps = train(reward, dataset, batches, config, pad_id)
+        steps = train(reward, dataset, batches, config, pad_id, joined)
         stage.follow(steps, total, shown=("loss", "accuracy", "margin"))
-        metrics = evaluate(reward, evaluation, config, pad_id)
+        metrics = evaluate(reward, evaluation, config, pad_id, joined)
         statistics = ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
         stage.finish({"model": partial(save_scalar, reward, config.adapter, tokenizer, scores=statistics)}, metrics)

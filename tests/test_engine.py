@@ -116,7 +116,8 @@ def test_bf16_is_mixed_precision_with_fp32_master_weights() -> None:
         assert apart(found[stage]["weights"], expected["weights"]) < 5e-3
         assert {weight.dtype for weight in found[stage]["weights"].values()} == {torch.bfloat16}
         assert column(found[stage], "loss") == column(found[1], "loss")
-        assert apart(found[stage]["weights"], found[1]["weights"]) == 0
+        # ZeRO-3 adds up the norm that clips in another order: with clipping off they are bit-equal.
+        assert apart(found[stage]["weights"], found[1]["weights"]) < 1e-8
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -244,3 +244,53 @@ def test_k3_is_never_negative(scale: float) -> None:
 def test_an_unknown_estimator_is_refused() -> None:
     with pytest.raises(AssertionError, match="k4"):
         ops.kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+
+
+# --- rows without padding on the left
+
+
+def test_flush_left_moves_the_tokens_and_their_positions_say_where() -> None:
+    ids = torch.tensor([[9, 9, 5, 6, 7], [5, 9, 6, 9, 9], [1, 2, 3, 9, 9]])
+    mask = ids != 9
+    moved = ops.flush_left(ids, mask)
+    assert [row[: int(n)].tolist() for row, n in zip(moved, mask.sum(1), strict=True)] == [[5, 6, 7], [5, 6], [1, 2, 3]]
+    assert moved.shape == (3, 3)
+    assert torch.equal(moved.gather(1, ops.positions(mask).clamp(max=2))[mask], ids[mask])
+
+
+# --- log-probs and entropies in one pass
+
+
+@pytest.mark.parametrize("cached", [1, 40, 2**22])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_one_pass_gives_log_softmax_its_gradient_and_its_entropy(
+    cached: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64 log_softmax under autograd, however few rows are looked at together."""
+    monkeypatch.setattr(ops, "CACHED", cached)
+    draw = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(3, 4, 11, generator=draw, dtype=torch.float64)).requires_grad_()
+    ids = torch.randint(11, (3, 4), generator=draw)
+    weights = torch.randn(3, 4, generator=draw, dtype=torch.float64)
+    expected = (logits / temperature).log_softmax(-1)
+    chosen = expected.gather(-1, ids[..., None]).squeeze(-1)
+    (wanted,) = torch.autograd.grad((chosen * weights).sum(), logits)
+    for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        given = logits.detach().to(dtype).requires_grad_()
+        logprobs, entropy = ops.logprobs_and_entropy(given, ids, temperature)
+        (gradient,) = torch.autograd.grad((logprobs * weights.to(logprobs.dtype)).sum(), given)
+        assert gradient.dtype == dtype and logprobs.dtype == (torch.float64 if near < 1e-9 else torch.float32)
+        assert float((gradient - wanted).abs().max()) < near
+        assert float((logprobs - chosen).abs().max()) < max(near, 4 * near * (dtype == torch.bfloat16))
+        assert float((entropy + (expected.exp() * expected).sum(-1)).abs().max()) < 2 * near
+        assert not entropy.requires_grad
+
+
+def test_one_pass_over_logits_of_minus_infinity() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 0.0], [1.0, -torch.inf, -torch.inf]], requires_grad=True)
+    logprobs, entropy = ops.logprobs_and_entropy(logits, torch.tensor([0, 0]))
+    logprobs.sum().backward()
+    assert torch.allclose(logprobs, torch.tensor([0.5, 1.0]).log()) and torch.allclose(
+        entropy, torch.tensor([2.0, 1.0]).log()
+    )
+    assert torch.equal(logits.grad, torch.tensor([[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]]))

@@ -14,10 +14,21 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.config import UserError
 from rlhf.engine import Engine
+from rlhf.losses import pairwise_logistic
 from rlhf.models.export import save_scalar
-from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_scalar_model, read_head, scores, state_values
+from rlhf.models.scalar import (
+    HEAD,
+    ScalarModel,
+    can_join,
+    load_scalar_model,
+    new_scalar_model,
+    pair_scores,
+    read_head,
+    scores,
+    state_values,
+)
 from rlhf.options import EngineOptions, OptimizerOptions
-from rlhf.types import Sequences
+from rlhf.types import Pairs, Sequences
 from tests import tiny
 
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
@@ -230,3 +241,58 @@ def test_a_model_of_the_hub_has_its_head_read_from_the_cache(
 def test_a_missing_weight_of_the_backbone_is_refused(saved: Path, tmp_path: Path) -> None:
     place = edited(saved, tmp_path, model__norm__weight=None)
     assert "missing" in refusal(place) and "norm.weight" in refusal(place)
+
+
+# --- pairs in one row
+
+LENGTHS = [(3, 5, 2), (9, 1, 7), (1, 4, 4), (0, 6, 3), (2, 1, 1), (20, 3, 9)]
+"""tokens that both sides begin with, and of each side alone"""
+
+
+def pairs() -> Pairs:
+    draw = torch.Generator().manual_seed(0)
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for common, *own in LENGTHS:
+        start = torch.randint(4, tiny.VOCAB, (common,), generator=draw)
+        for side, length in zip(sides, own, strict=True):
+            side.append(torch.cat([start, torch.randint(4, tiny.VOCAB, (length,), generator=draw)]))
+    sides[0].append(sides[0][0])  # equal sides
+    sides[1].append(sides[0][0])
+    sides[0].append(sides[0][1])  # one side begins the other
+    sides[1].append(sides[0][1][:-2])
+    return Pairs(*(right_padded(side) for side in sides))
+
+
+def right_padded(rows: list[Tensor]) -> Sequences:
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+    return Sequences(ids, mask, mask)
+
+
+@families
+def test_pairs_in_one_row_have_the_scores_and_gradients_of_two(family: str) -> None:
+    """Or the model is one that is known not to keep the sides apart: no positions, a window shorter than the rows."""
+    model, rows = scalar_model(family), pairs()
+    able = can_join(model, rows)
+    assert able == (family not in ("bloom", "gpt_neo", "mistral", "gemma2"))
+    if not able:
+        return
+    found = {}
+    for joined in (False, True):
+        scored = pair_scores(model, rows, joined)
+        loss, _ = pairwise_logistic(*scored.unbind(1))
+        found[joined] = (scored, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+    assert float((found[True][0] - found[False][0]).abs().max()) < 1e-5
+    for got, expected in zip(found[True][1], found[False][1], strict=True):
+        assert got is None or float((got - expected).abs().max()) < 1e-5
+
+
+def test_what_pairs_begin_with_stands_once() -> None:
+    rows = pairs()
+    joined = rows.joined()
+    alone = [sum(lengths) for lengths in LENGTHS] + [8 + 1, 10 + 1]
+    assert joined.mask.sum(1).tolist() == alone
+    assert int(joined.positions.max()) < max(rows.chosen.ids.shape[1], rows.rejected.ids.shape[1])
+    for b, (common, first, second) in enumerate(LENGTHS):
+        assert joined.branch[b, : alone[b]].tolist() == [0] * common + [1] * first + [2] * second
+        assert joined.positions[b, common + first] == common

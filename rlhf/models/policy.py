@@ -1,11 +1,13 @@
 """The policy: a causal language model that tells each token's log-probability. The only place that shifts logits."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, DynamicLayer, PretrainedConfig, PreTrainedModel
 
 from rlhf import ops
 from rlhf.types import Sequences
@@ -19,12 +21,9 @@ def takes(model: Any, argument: str) -> bool:
     return argument in inspect.signature(base.forward).parameters
 
 
-def position_arguments(model: Any, mask: Tensor) -> dict[str, Tensor]:
-    """`position_ids` that count real tokens only, for architectures that take them (BLOOM and MPT do not).
-
-    Without them a left-padded row of GPT-2 is off by 0.4 nats.
-    """
-    return {"position_ids": ops.positions(mask)} if takes(model, "position_ids") else {}
+def keeps_all(config: PretrainedConfig) -> bool:
+    """Whether every layer attends to all tokens: no sliding window, no recurrent state."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 class Policy(nn.Module):
@@ -40,25 +39,28 @@ class Policy(nn.Module):
         """Log-probs, and entropies if wanted, of the tokens under the loss mask.
 
         `logprobs[b, s]` is log pi(ids[b, s] | ids[b, :s]) in fp32, with logits divided by `temperature`;
-        `entropy[b, s]` is that of the distribution token s was drawn from; only "trained" gives it a gradient,
-        which keeps all logits for the backward pass. Both are [B, S] and 0 off the loss mask. Only positions that
-        some row needs pass through the head.
+        `entropy[b, s]` is that of the distribution token s was drawn from; only "trained" gives it a gradient.
+        Both are [B, S] and 0 off the loss mask. Only the states that a token is predicted from pass through the head.
         """
         s = sequences
-        predicted = s.loss_mask.any(0).nonzero().squeeze(1)  # [K] columns with a token to predict
-        output = self.lm(
-            input_ids=s.ids,
-            attention_mask=s.mask.long(),
-            logits_to_keep=predicted - 1,
-            use_cache=False,
-            **position_arguments(self.lm, s.mask),
-        )
-        kept = s.loss_mask[:, predicted]
-        logprobs = ops.token_logprobs(output.logits, s.ids[:, predicted], temperature)
+        where = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
+        states = (where[0], ops.positions(s.mask)[where] - 1)
+        with only(self.lm.get_output_embeddings(), states):
+            output = self.lm(input_ids=ops.flush_left(s.ids, s.mask), use_cache=False)
+        logits, ids = output.logits[0], s.ids[where]
+        logprobs, spread = ops.logprobs_and_entropy(logits, ids, temperature)
+        if entropy == "trained":
+            spread = ops.entropy(logits, temperature)
         empty = torch.zeros(s.ids.shape, dtype=logprobs.dtype, device=logprobs.device)
-        logprobs = empty.index_copy(1, predicted, torch.where(kept, logprobs, 0.0))
-        if entropy == "none":
-            return logprobs, None
-        with torch.set_grad_enabled(entropy == "trained" and torch.is_grad_enabled()):
-            found = torch.where(kept, ops.entropy(output.logits, temperature), 0.0)
-            return logprobs, empty.index_copy(1, predicted, found)
+        found = None if entropy == "none" else empty.index_put(where, spread)
+        return empty.index_put(where, logprobs), found
+
+
+@contextlib.contextmanager
+def only(head: nn.Module, states: tuple[Tensor, Tensor]) -> Iterator[None]:
+    """Meanwhile the head sees only the hidden states at these N places, as [1, N, d]."""
+    hook = head.register_forward_pre_hook(lambda _, arguments: (arguments[0][states][None],))
+    try:
+        yield
+    finally:
+        hook.remove()

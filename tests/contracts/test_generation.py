@@ -187,3 +187,28 @@ def test_weights_and_gradients_stay(backend: str) -> None:
     assert not sampled(backend, model).sampled_logprobs.requires_grad
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())
+
+
+@backends
+@families
+def test_rows_that_end_early_change_no_other(backend: str, family: str) -> None:
+    """Ten rows, most of which end soon and are dropped, sample what each samples alone."""
+    model = leaning_to(tiny.EOS, 3.0, family)
+    prompts = tiny.prompts([3, 9, 8, 5, 5, 1, 7, 2, 4, 6])
+    given = draws(3, 10)
+    together = built(backend)(model, prompts, SAMPLING, given)
+    assert len(set(together.lengths.tolist())) > 2
+    for b in range(10):
+        alone = built(backend)(model, prompts[b : b + 1], SAMPLING, given[b : b + 1])
+        assert alone.response_tokens() == together[b : b + 1].response_tokens()
+
+
+@backends
+def test_a_prompt_with_several_responses_is_read_once(backend: str) -> None:
+    model = leaning_to(tiny.EOS, 1.0)
+    read = []
+    model.register_forward_pre_hook(lambda _, __, options: read.append(options["input_ids"].numel()), with_kwargs=True)
+    thrice = Prompts(PROMPTS.ids.repeat(3, 1), PROMPTS.mask.repeat(3, 1), PROMPTS.rows * 3)
+    rollout = sampled(backend, model, thrice)
+    assert read[0] == 3 * 9 and max(read[1:]) <= 9
+    assert float((rollout.sampled_logprobs - rescored(model, rollout)).abs().max()) < 1e-5

@@ -21,11 +21,11 @@ from data.config import DataOptions
 from data.dataset import Opened, Recipe, open_datasets
 from data.encode import Demonstration, Preference
 from rlhf import config, record
+from rlhf.models.scalar import passes
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import length_groups
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
-from step2_reward.stage import passes
 from step3_ppo.config import Step3Config
 
 EOS = "<|end|>"

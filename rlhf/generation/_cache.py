@@ -1,0 +1,69 @@
+"""A key-value cache that is allocated once and filled from prompts of equal length together."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, DynamicLayer
+
+
+class _Room(DynamicLayer):
+    """The keys and values of one layer, [B, heads, tokens so far, d] each: views of what has room for `tokens`.
+
+    transformers' own layer copies all of them for every new token. Keys lie transposed in memory, as one new token
+    wants to read them.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Begin with these, [B, heads, length, d]."""
+        self.lazy_initialization(keys, values)
+        rows, heads, _, width = keys.shape
+        self._keys = keys.new_empty(rows, heads, width, self._tokens).transpose(2, 3)
+        self._values = values.new_empty(rows, heads, self._tokens, values.shape[-1])
+        self._put(keys, values, 0, length)
+
+    def _put(self, keys: Tensor, values: Tensor, start: int, end: int) -> None:
+        self._keys[:, :, start:end], self._values[:, :, start:end] = keys, values
+        self.keys, self.values = self._keys[:, :, :end], self._values[:, :, :end]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        self._put(key_states, value_states, start, end)
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        end = self.get_seq_length()
+        self._keys = self._keys.transpose(2, 3)[indices].transpose(2, 3)
+        self._values = self._values[indices]
+        self.keys, self.values = self._keys[:, :, :end], self._values[:, :, :end]
+
+
+def left_padded(parts: list[tuple[DynamicCache, Tensor]], lengths: Tensor, room: int) -> DynamicCache:
+    """One cache, with room for that many tokens a row, of prompts that were read in parts.
+
+    parts: caches of right-padded rows, and which rows of the whole each row of them becomes (a prompt that several
+    responses continue is read once): long [rows of the part, 2] of (row of the part, row of the whole).
+    lengths: real tokens of each row of the whole, [B]; they end at the same column, that of the longest.
+    """
+    width = int(lengths.max())
+    cache = DynamicCache()
+    for i, layer in enumerate(parts[0][0].layers):
+        whole = []
+        for name in ("keys", "values"):
+            first = getattr(layer, name)
+            states = first.new_zeros(len(lengths), first.shape[1], width, first.shape[3])
+            for part, (source, target) in ((part, where.unbind(1)) for part, where in parts):
+                read = getattr(part.layers[i], name)
+                column = torch.arange(width, device=read.device) - width + lengths[target, None]
+                column = column.clamp(0, read.shape[2] - 1)[:, None, :, None]
+                states[target] = read[source].gather(2, column.expand(-1, read.shape[1], -1, read.shape[3]))
+            whole.append(states)
+        kept = _Room(room)
+        kept.fill(whole[0], whole[1], width)
+        cache.layers.append(kept)
+    return cache
