@@ -12,14 +12,16 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 MADE := $(VENV)/.python-$(VERSION)
 INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
+# Those that take the options of benchmarks/harness.py, such as ARGS="--data FILE"
+BENCHMARKS := sft reward rollout ppo
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test test-long test-faults check format bench-data smollm2 clean
+.PHONY: help install demo test test-long test-faults check format bench bench-data smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z0-9-]+:.*## / { printf "  make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo, test and bench-data"
+	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo, test, bench and bench-data"
 
 install: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
 
@@ -43,6 +45,12 @@ check: $(INSTALLED)  ## style and types
 format: $(INSTALLED)  ## mend the style
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
+
+bench: $(INSTALLED) $(SMOLLM2)  ## everything measured beside what others use, into benchmarks/results/: 40 minutes
+	$(PY) -m benchmarks.peers
+	$(foreach name,$(BENCHMARKS),$(PY) -m benchmarks.$(name) $(ARGS) &&) true
+	$(PY) -m benchmarks.scaling
+	$(PY) -m benchmarks.data
 
 bench-data: $(INSTALLED)  ## what tokenised data costs, into benchmarks/results/data.json: two minutes
 	$(PY) -m benchmarks.data $(ARGS)

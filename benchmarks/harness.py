@@ -1,0 +1,227 @@
+"""Side by side: contenders in processes of their own that take turns in one run, and what is made of their times.
+
+A contender is `python -m benchmarks.NAME --contender WHO SETTINGS.json`. It loads, says it is ready, and then does one
+piece of work for each line it gets, and answers with a line of JSON; in between it sleeps in a read. So ours and the
+peer alternate A B A B under the same heat and neighbours, and are compared pair by pair. Imports and loading are
+start-up, told apart from the work; the first piece is a warm-up.
+
+    python -m benchmarks.harness --check OLD.json NEW.json [SHARE]
+
+compares ratios, which are the same on any machine, never seconds: code 1 if one fell by more than SHARE (0.15).
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rlhf import config
+from rlhf.config import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM_UP = "warm-up"
+OURS = "ours"
+MACHINE = "machine"
+
+Row = dict[str, Any]
+"""What a contender says of one piece of work: seconds, counts, and `peak_bytes` so far"""
+Rows = dict[str, dict[str, list[Row]]]
+"""By contender and by what it was asked for"""
+
+
+class Options(config.Config):
+    """What all comparisons have."""
+
+    model: str = "models/smollm2-135m-instruct"
+    """language model, as `make smollm2` leaves it"""
+    data: str = "build/hh-rlhf/harmless-base.jsonl.gz"
+    """file of HH-RLHF pairs, whose first rows are taken"""
+    threads: int = Field(2, ge=1)
+    """of each contender"""
+    repeats: int = Field(3, ge=1)
+    """turns of each, the warm-up apart"""
+    only: tuple[str, ...] = ()
+    """contenders to run; none: all"""
+    output: str | None = None
+    """JSON file to write; by default benchmarks/results/NAME.json if all contenders ran"""
+
+
+# --- the contender's side
+
+
+class Wire:
+    """The line between a contender and the harness. What libraries print goes to the log."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        self._before, self._slept_s = 0, 0.0
+
+    def loading(self) -> None:
+        """Libraries are imported, nothing is loaded: the base line of memory."""
+        self._before = memory_bytes("VmRSS")
+
+    def ready(self) -> None:
+        """Everything is loaded."""
+        self._say({"before_bytes": self._before, "ready_bytes": memory_bytes("VmRSS")})
+
+    def asked(self) -> str | None:
+        """Sleep until the next piece of work is asked for; None: there is no more."""
+        began = time.process_time()
+        line = sys.stdin.readline().strip()
+        self._slept_s = time.process_time() - began
+        return line or None
+
+    def tell(self, **numbers: Any) -> None:
+        """What was asked for is done. `sleeping_cpu_s`: what this process took while others worked before it."""
+        self._say({**numbers, "peak_bytes": memory_bytes("VmHWM"), "sleeping_cpu_s": round(self._slept_s, 4)})
+
+    def _say(self, numbers: Row) -> None:
+        self._answers.write(json.dumps(numbers) + "\n")
+        self._answers.flush()
+
+
+def memory_bytes(name: str) -> int:
+    """VmRSS or VmHWM of this process. Not ru_maxrss, which a process has from the one that started it."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def contend(those: Mapping[str, Callable[[dict[str, Any], Wire], None]], argv: Sequence[str]) -> int:
+    """The process of one contender; argv: its name, and the file of its settings."""
+    wire = Wire()
+    those[argv[0]](json.loads(Path(argv[1]).read_text(encoding="utf-8")), wire)
+    return 0
+
+
+# --- the harness's side
+
+
+class Contender:
+    """A process that works when asked.
+
+    Raises: UserError, with the end of what it said, when it ends before it has answered.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+        self.name, self._log = name, folder / f"{re.sub(r'[^a-z0-9]+', '-', name)}.log"
+        began = time.perf_counter()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                text=True,
+            )  # fmt: skip
+        self.start = self._answer()
+        self.start["start_up_s"] = time.perf_counter() - began
+
+    def ask(self, work: str) -> Row:
+        """One piece of work done."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            self._process.stdin.write(work + "\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Row:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            said = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise UserError(f"contender '{self.name}' ended with code {code}: {said}")
+        answer: Row = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """No more work; what does not end by itself is killed."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """For a contender: how many threads.
+
+    GNU OpenMP's threads go to sleep within milliseconds of the last work (`sleeping_cpu_s` shows it). They are not told
+    to do so at once, OMP_WAIT_POLICY=PASSIVE: that takes 0.1 ms for every operation of two threads (measured
+    2026-11-20), twice what an addition of a million numbers takes, from both sides.
+    """
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    quiet = {"KMP_BLOCKTIME": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**dict.fromkeys(names, str(threads)), **quiet, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+def chosen(envs: Mapping[str, Mapping[str, str]], options: Options) -> dict[str, Mapping[str, str]]:
+    """Those of `--only`, or all; the machine always.
+
+    Raises: UserError for a name that is none of them.
+    """
+    strange = [name for name in options.only if name not in envs]
+    if strange:
+        raise UserError(f"--only {strange[0]}: expected some of {', '.join(map(repr, envs))}")
+    return {name: env for name, env in envs.items() if not options.only or name in (*options.only, MACHINE)}
+
+
+@contextlib.contextmanager
+def started(
+    module: str, envs: Mapping[str, Mapping[str, str]], settings: dict[str, Any], threads: int, folder: Path
+) -> Iterator[dict[str, Contender]]:
+    """A contender of `module` for each of `envs`, by name, with the variables it needs; one loads after the other."""
+    path = folder / "settings.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    running: dict[str, Contender] = {}
+    try:
+        for name, env in envs.items():
+            command = [sys.executable, "-m", module, "--contender", name, str(path)]
+            running[name] = Contender(name, command, {**thread_variables(threads), **env}, folder)
+            print(f"{name}: ready in {running[name].start['start_up_s']:.1f} s", flush=True)
+        yield running
+    finally:
+        for contender in running.values():
+            contender.close()
+
+
+def alternate(contenders: Mapping[str, Contender], repeats: int, works: Sequence[str] = ("all",)) -> Rows:
+    """Every contender's rows: a warm-up, kept under its name, then each kind of work in turn, A B A B."""
+    rows: Rows = {name: {work: [] for work in (WARM_UP, *works)} for name in contenders}
+    turns = [(WARM_UP, 0), *((work, i + 1) for i in range(repeats) for work in works)]
+    for work, number in turns:
+        for name, contender in contenders.items():
+            row = contender.ask(work)
+            rows[name][work].append(row)
+            said = {key: value for key, value in row.items() if isinstance(value, int | float)}
+            print(f"{work} {number} {name}: " + " ".join(f"{k} {v:.6g}" for k, v in said.items()), flush=True)
+    return rows
+
+
+def main() -> int:
+    from benchmarks.outcome import FALLEN, fallen
+
+    words = sys.argv[1:]
+    if len(words) not in (3, 4) or words[0] != "--check":
+        raise UserError("expected python -m benchmarks.harness --check OLD.json NEW.json [SHARE]")
+    try:
+        old, new = (json.loads(Path(path).read_text(encoding="utf-8")) for path in words[1:3])
+        least = float(words[3]) if len(words) == 4 else FALLEN
+    except (OSError, ValueError) as error:
+        raise UserError(f"{' '.join(words)}: {error}") from None
+    said = fallen(old, new, least)
+    print("\n".join(said) or f"no ratio fell by more than {least:.0%}")
+    return int(bool(said))
+
+
+if __name__ == "__main__":
+    raise SystemExit(config.run_as_user(main))

@@ -1,0 +1,114 @@
+"""What contenders are given: the first rows of HH-RLHF that fit, as ids, and scalar models with a fixed head.
+
+Both sides get the same rows whole: rows are taken in file order, and one that is longer than the limits (which every
+library would cut its own way) is left out. Peers are given the very ids and loss masks that our stages make of them.
+"""
+
+import gzip
+import itertools
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Options
+from rlhf.config import UserError
+
+SPLIT = {"sft": (1, 0, 0), "reward": (0, 1, 0), "ppo": (0, 0, 1)}
+
+
+def check(options: Options) -> None:
+    """Raises: UserError unless model and data are there."""
+    if not (Path(options.model) / "config.json").is_file():
+        raise UserError(f"--model {options.model}: no model there; run make smollm2, or name a directory")
+    if not Path(options.data).is_file():
+        raise UserError(
+            f"--data {options.data}: no such file; put harmless-base/train.jsonl.gz of Anthropic/hh-rlhf there, or "
+            "name it with --data"
+        )
+
+
+def first_rows(options: Options, phase: str, count: int, folder: Path, **more: Any) -> tuple[dict[str, Any], Any]:
+    """(options of a stage that reads exactly `count` items of the file's first rows, the opened data).
+
+    more: options beside those of the data. Raises: UserError if the file has fewer that fit.
+    """
+    check(options)
+    taken, items = count, -1
+    while items < count:
+        place = folder / f"{phase}-{taken}.jsonl"
+        written = _copy(Path(options.data), place, taken)
+        config = data_options(place, phase, folder, **more)
+        opened = _open(config, options.model, phase)
+        items = len(opened.train)
+        if written < taken:
+            raise UserError(f"--data {options.data}: {items} rows that fit, expected {count}; lower --rows")
+        taken += count - items
+    return config, opened
+
+
+def _copy(source: Path, place: Path, rows: int) -> int:
+    """The first rows of a file; how many there were."""
+    open_text = gzip.open if source.suffix == ".gz" else open
+    with open_text(source, "rt", encoding="utf-8") as file:
+        lines = list(itertools.islice(file, rows))
+    place.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def data_options(place: Path, phase: str, folder: Path, **more: Any) -> dict[str, Any]:
+    """Of a stage that trains on all rows of the file at `place`; none is cut."""
+    return {
+        "data_path": (f"hh_rlhf:{place}",),
+        "data_split": SPLIT[phase],
+        "eval_fraction": 0.0,
+        "max_eval_rows": 0,
+        "max_dropped": 1.0,
+        "data_workers": 1,
+        "data_cache": str(folder / "cache"),
+        "max_length": 512,
+        "output_dir": str(folder / "run"),
+        **more,
+    }
+
+
+def _open(config: dict[str, Any], model: str, phase: str) -> Any:
+    from data.config import DataOptions
+    from data.dataset import Recipe, open_datasets
+
+    given = {key: value for key, value in config.items() if key in DataOptions.model_fields}
+    return open_datasets(DataOptions(**given), Recipe(phase), tokenizer(model))  # type: ignore[arg-type]
+
+
+def tokenizer(model: str) -> Any:
+    """As every stage prepares it."""
+    from rlhf.text import load_tokenizer, prepare_tokenizer
+
+    return prepare_tokenizer(load_tokenizer(model), "auto")
+
+
+def demonstrations(dataset: Any) -> list[dict[str, list[int]]]:
+    """Ids of every dialogue, and labels that are -100 where our loss does not look."""
+    made = []
+    for item in dataset:
+        labels = [-100] * len(item.ids)
+        for start, end in item.spans:
+            labels[start:end] = item.ids[start:end]
+        made.append({"input_ids": list(item.ids), "labels": labels})
+    return made
+
+
+def scalar_model(options: Options, folder: Path, seed: int = 0) -> str:
+    """A directory with the model under a random head of one label, made once: critic and reward model of both sides."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    place = folder / "scalar"
+    prepared = tokenizer(options.model)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=1, dtype="bfloat16")
+    model.config.pad_token_id = prepared.pad_token_id
+    with torch.no_grad():
+        width = model.score.weight.shape[1]
+        model.score.weight.copy_(torch.randn(1, width) * (width + 1) ** -0.5)
+    model.save_pretrained(place)
+    prepared.save_pretrained(place)
+    return str(place)

@@ -1,0 +1,121 @@
+"""What a machine can do at most, measured beside a benchmark, and the work that training and decoding cannot save.
+
+Work of one forward pass, in floating-point operations (a multiplication and an addition are two):
+
+    2 W n + 2 H k + 4 A sum over rows of s (s + 1) / 2
+
+W weights of all linear layers but the head, n real tokens, H weights of the head, k tokens that the loss predicts, A
+layers x heads x width of a head (queries with keys, then weights with values: two products a pair of tokens), s tokens
+of a row, each of which sees itself and those before. A backward pass is twice a forward pass. Padding, tokens that are
+run through twice, logits that no loss needs, recomputation, optimizer and all that is no product count for nothing.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.harness import Wire
+
+SHAPES = ((1024, 576, 576), (1024, 576, 1536), (1024, 1536, 576), (256, 576, 49152), (1536, 1536, 1536))
+"""(rows, inputs, outputs): the layers of SmolLM2-135M for 1024 tokens, its head for 256, and a square"""
+AT_ONCE_S = 0.15
+"""seconds of each shape in a repeat"""
+READ_BYTES = 2**29
+
+
+def contender(settings: dict[str, Any], wire: Wire) -> None:
+    """Measures the machine whenever it is asked, between the others."""
+    import torch
+
+    measure = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    memory = torch.ones(READ_BYTES // 4)
+    wire.ready()
+    while wire.asked():
+        began = time.perf_counter()
+        found: dict[str, Any] = {"read_gb_per_s": read_rate(memory) / 1e9}
+        for name, dtype in measure.items():
+            rates = {"x".join(map(str, shape)): product_rate(shape, dtype) / 1e9 for shape in SHAPES}
+            found |= {f"{name}_gflops": max(rates.values()), f"{name}_by_shape": rates}
+        wire.tell(seconds=time.perf_counter() - began, **found)
+
+
+def product_rate(shape: tuple[int, int, int], dtype: Any) -> float:
+    """Floating-point operations a second of `torch.mm` as a linear layer has it, weights [outputs, inputs]; median."""
+    import torch
+
+    rows, inputs, outputs = shape
+    x, w = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    seconds = _seconds(lambda: torch.mm(x, w.t()), AT_ONCE_S)
+    return 2 * rows * inputs * outputs / seconds
+
+
+def read_rate(memory: Any) -> float:
+    """Bytes a second that a sum over memory far greater than the caches reads; median."""
+    return memory.numel() * memory.element_size() / _seconds(memory.sum, AT_ONCE_S)
+
+
+def _seconds(call: Callable[[], object], budget: float) -> float:
+    call()
+    found: list[float] = []
+    while sum(found) < budget or len(found) < 3:
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one token costs a model."""
+
+    linear: int
+    """weights of linear layers that every token goes through, the head apart"""
+    head: int
+    """weights of the language model's head"""
+    attention: int
+    """layers x heads x width of a head"""
+    cache: int
+    """numbers that the key-value cache has for a token"""
+
+    def forward(self, tokens: float, predicted: float, seen: float) -> float:
+        """Floating-point operations. seen: pairs of a token and one that it sees, over all rows (`seen_by`)."""
+        return 2.0 * self.linear * tokens + 2.0 * self.head * predicted + 4.0 * self.attention * seen
+
+    def training(self, tokens: float, predicted: float, seen: float) -> float:
+        """Forward and backward."""
+        return 3 * self.forward(tokens, predicted, seen)
+
+    def decoding_bytes(self, cached: float, width: int) -> float:
+        """Bytes read in a decode step, every weight and the cache once; numbers have `width` bytes.
+
+        cached: tokens in the cache, over all rows.
+        """
+        return width * (self.linear + self.head + self.cache * cached)
+
+
+def work_of(place: str) -> Work:
+    """Of a causal language model whose linear layers are `nn.Linear`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(place)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    grouped = getattr(config, "num_key_value_heads", None) or heads
+    return Work(
+        linear=sum(m.weight.numel() for m in linear),
+        head=head.weight.numel(),
+        attention=config.num_hidden_layers * heads * width,
+        cache=2 * config.num_hidden_layers * grouped * width,
+    )
+
+
+def seen_by(lengths: Iterable[int], before: int = 0) -> float:
+    """Pairs of a token and one that it sees in rows of these lengths, each behind `before` tokens that are there."""
+    return float(sum(s * (s + 1) // 2 + s * before for s in lengths))

@@ -1,0 +1,243 @@
+"""`python -m benchmarks.ppo`: whole iterations of PPO here and in TRL 1.12.0 (the last with PPO), episodes a second.
+
+A turn is one iteration: 16 responses of 48 new tokens to 16 prompts of at most 128, all scored, one pass of one
+optimizer step of actor and critic. Actor, reference, critic and reward model are all the same size; both sides get the
+same prompts in the same order, and no response ends before 48 tokens, so that the work is the same. Ours is step 3's
+own `train` with the models that `set_up` makes; its parts (generate, score, update) are told apart.
+
+What differs, as each library has it: ours keeps fp32 master weights and moments of actor and critic, each under an
+engine of its own with its gradient clipped; TRL has weights and moments in bf16 and both models in one. TRL takes its
+old log-probs from the logits of generation, which it keeps; ours, what step 3 does by default. TRL gives all 16 rows
+to a model at once, ours in micro-batches of similar length.
+"""
+
+import contextlib
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from benchmarks import harness, inputs, limits, outcome, peers, sft
+from benchmarks.harness import MACHINE, OURS, Wire
+from rlhf import config
+
+PEER = "TRL"
+TARGETS = {(PEER, "all"): (1.4, 2.0)}
+PARTS = ("generate", "score", "update", "record")
+NEVER = -1
+"""an id that no token has, so that no response ends"""
+ENDLESS = 10**4
+"""iterations: a contender works until nobody asks"""
+
+
+class Options(harness.Options):
+    """What to measure."""
+
+    repeats: int = Field(4, ge=1)
+    """iterations of each, the warm-up apart"""
+    batch_size: int = Field(16, ge=1)
+    """responses of an iteration"""
+    micro_batch_size: int = Field(8, ge=1)
+    """ours: rows of a forward and backward pass"""
+    response_length: int = Field(48, ge=1)
+    """new tokens of each response"""
+    max_prompt_length: int = Field(128, ge=1)
+    """most tokens of a prompt"""
+    dtype: str = "bf16"
+    """of both: bf16 or fp32"""
+
+
+def settings(options: Options, folder: Path) -> dict[str, Any]:
+    """What the contenders read: ours its options, TRL the prompts of every iteration in our order."""
+    scalar = inputs.scalar_model(options, folder)
+    more = {
+        name: getattr(options, name)
+        for name in ("batch_size", "micro_batch_size", "response_length", "max_prompt_length", "dtype")
+    }
+    more |= {"actor_model": options.model, "reward_model": scalar, "critic_model": scalar}
+    more |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "total_episodes": ENDLESS * options.batch_size}
+    more |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    count = options.batch_size * (options.repeats + 1)
+    stage, opened = inputs.first_rows(options, "ppo", count, folder, **more)
+    from step3_ppo.course import Course
+
+    order = [indices for _, indices in itertools.islice(Course(count, _config(stage)), options.repeats + 1)]
+    return {
+        "stage": stage,
+        "model": options.model,
+        "scalar": scalar,
+        "folder": str(folder),
+        "dtype": options.dtype,
+        "prompts": [[list(opened.train[i].ids) for i in indices] for indices in order],
+        **{name: getattr(options, name) for name in ("batch_size", "response_length")},
+    }
+
+
+def _config(stage: dict[str, Any]) -> Any:
+    from rlhf import plugins
+
+    return plugins.find("step3_ppo.algorithms", "ppo").Config(**stage)
+
+
+def ours(settings: dict[str, Any], wire: Wire) -> None:
+    """Step 3 without evaluation, checkpoints and files."""
+    from dataclasses import replace
+
+    from rlhf import dist
+    from rlhf.generation import loop
+    from step3_ppo import stage
+    from step3_ppo.course import Course
+    from step3_ppo.inputs import open_data, with_inputs
+    from step3_ppo.players import set_up
+
+    given = with_inputs(_config(settings["stage"]))
+    with dist.process_group(given.timeout_s):
+        wire.loading()
+        tokenizer, data = open_data(given, str(given.actor_model))
+        players = set_up(given, tokenizer)
+        endless = loop.Config(eos_token_id=NEVER, pad_token_id=tokenizer.pad_token_id)
+        players = replace(players, backend=loop.build(endless))
+        steps = stage.train(players, data.train, Course(len(data.train), given), given)
+        wire.ready()
+        while wire.asked():
+            began = time.perf_counter()
+            told = next(steps)
+            seconds = time.perf_counter() - began
+            assert told["response_length"] == given.response_length, told
+            parts = {name: told[f"seconds_{name}"] for name in PARTS}
+            wire.tell(seconds=seconds, episodes=given.batch_size, **parts, first_approx_kl=told["first_approx_kl"])
+
+
+class Finished(BaseException):
+    """Nobody asks any more: leaves TRL's loop, which is not to catch it."""
+
+
+def trl(settings: dict[str, Any], wire: Wire) -> None:
+    """TRL's PPOTrainer, paced by the batches that it is given: it asks for one when an iteration is over."""
+    import torch
+
+    from benchmarks import trl_ppo
+
+    wire.loading()
+    trainer, tokenizer = ppo_trainer(settings)
+    given = trl_ppo.batches(settings["prompts"], tokenizer.pad_token_id)
+
+    def paced() -> Iterator[dict[str, torch.Tensor]]:
+        wire.ready()
+        for batch in itertools.cycle(given):
+            if not wire.asked():
+                raise Finished
+            began = time.perf_counter()
+            yield batch
+            wire.tell(seconds=time.perf_counter() - began, episodes=len(batch["input_ids"]))
+
+    trainer.dataloader = paced()
+    with contextlib.suppress(Finished):
+        trainer.train()
+
+
+def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
+    """(PPOTrainer, tokenizer). Everything in the dtype of the weights; a batch is one device batch."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    dtype = torch.bfloat16 if s["dtype"] == "bf16" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(s["scalar"], padding_side="left")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(s["model"], dtype=dtype) for _ in range(2))
+    value, reward = (
+        AutoModelForSequenceClassification.from_pretrained(s["scalar"], dtype=dtype, num_labels=1) for _ in range(2)
+    )
+    rows = Dataset.from_list([{"input_ids": ids} for part in s["prompts"] for ids in part])
+    arguments = PPOConfig(
+        output_dir=f"{s['folder']}/trl",
+        total_episodes=s["batch_size"] * ENDLESS,
+        per_device_train_batch_size=s["batch_size"],
+        gradient_accumulation_steps=1,
+        local_rollout_forward_batch_size=s["batch_size"],
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        response_length=s["response_length"],
+        temperature=1.0,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        num_sample_generations=0,
+        gradient_checkpointing=False,
+        bf16=False,  # of no effect in PPOTrainer, whose Accelerator is its own: the weights say it
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = PPOTrainer(
+        args=arguments, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
+        value_model=value, train_dataset=rows, eval_dataset=rows,
+    )  # fmt: skip
+    return trainer, tokenizer
+
+
+CONTENDERS = {OURS: ours, PEER: trl, MACHINE: limits.contender}
+
+
+def needed(options: Options, prompts: list[list[int]]) -> float:
+    """Floating-point operations that one pass of actor and critic over an iteration needs."""
+    work = limits.work_of(options.model)
+    lengths = [len(ids) + options.response_length for ids in prompts]
+    predicted = len(prompts) * options.response_length
+    seen = limits.seen_by(lengths)
+    return work.training(sum(lengths), predicted, seen) + work.training(sum(lengths), 0, seen)
+
+
+def parts(rows: harness.Rows) -> dict[str, Any]:
+    """Seconds of the parts of our iterations."""
+    return {name: outcome.spread([row[name] for row in rows[OURS]["all"]]) for name in PARTS if OURS in rows}
+
+
+def shares(rows: harness.Rows, options: Options, prompts: list[list[list[int]]]) -> dict[str, Any]:
+    """Of the matrix-product peak in our update, measured in the same turn. prompts: of each iteration, warm-up first"""
+    if OURS not in rows:
+        return {}
+    work = [needed(options, each) / 1e9 for each in prompts[1:]]
+    turns = zip(work, rows[OURS]["all"], rows[MACHINE]["all"], strict=True)
+    values = [gflop / row["update"] / machine[f"{options.dtype}_gflops"] for gflop, row, machine in turns]
+    return {f"update, share of the {options.dtype} peak, {OURS}": outcome.share(values, sft.LEAST_SHARE, sft.AIM_SHARE)}
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """All of it, as written to the JSON file."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given = settings(options, folder)
+        envs = harness.chosen({OURS: {}, PEER: peers.environment(peers.PPO), MACHINE: {}}, options)
+        with harness.started("benchmarks.ppo", envs, given, options.threads, folder) as contenders:
+            rows = harness.alternate(contenders, options.repeats)
+            return outcome.results(
+                "ppo", options, contenders, rows, "episodes",
+                peer=f"TRL {peers.PPO}",
+                set={"prompt_tokens_of_iterations": [sum(map(len, each)) for each in given["prompts"]]},
+                seconds_of_parts=parts(rows),
+                ratios=outcome.ratios(rows, "episodes", TARGETS),
+                shares=shares(rows, options, given["prompts"]),
+                limits=outcome.limits(rows),
+            )  # fmt: skip
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--contender"]:
+        return harness.contend(CONTENDERS, sys.argv[2:])
+    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.ppo", "Iterations of PPO here and in TRL.")
+    found = measure(options)
+    outcome.write(found, options)
+    said = ", ".join(f"{name} {s['median']:.2f} s" for name, s in found["seconds_of_parts"].items())
+    print(f"ours, of an iteration: {said}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(config.run_as_user(main))

@@ -1,0 +1,148 @@
+"""`python -m benchmarks.reward`: the pairwise reward model here and in TRL 1.16, pairs a second.
+
+A turn is one pass over the same whole set of pairs, in batches of 8 pairs; the same ids of both sides. Ours is step 2's
+own `train`, the data path and engine included.
+
+What differs, as each library has it: ours keeps fp32 master weights and moments, clips the gradient, and groups pairs
+by length (within the set); TRL's RewardTrainer pads both sides of all pairs to the longest in one pass, in the given
+order, with weights and moments in bf16 under autocast.
+
+The work that the loss needs has the prompt of a pair once: what a model computes of it is the same for both sides.
+"""
+
+import itertools
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from benchmarks import harness, inputs, limits, outcome, peers, sft
+from benchmarks.harness import MACHINE, OURS, WARM_UP, Wire
+from rlhf import config
+
+PEER = "TRL"
+TARGETS = {(PEER, "all"): (4.0, 7.0)}
+
+
+class Options(sft.Options):
+    """What to measure."""
+
+    rows: int = Field(32, ge=8, multiple_of=8)
+    """pairs of the set"""
+    batch_size: int = Field(8, ge=1)
+    """pairs of an optimizer step"""
+    micro_batch_size: int = Field(8, ge=1)
+    """ours: pairs of a forward and backward pass"""
+
+
+def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
+    """What the contenders read; and the opened data."""
+    stage, opened = inputs.first_rows(options, "reward", options.rows, folder, **sft.stage_options(options))
+    rows = [{"chosen_ids": list(item.chosen), "rejected_ids": list(item.rejected)} for item in opened.train]
+    made = {"stage": stage, "model": options.model, "rows": rows, "folder": str(folder)}
+    made |= {"scalar": inputs.scalar_model(options, folder)}
+    return {**made, "batch_size": options.batch_size, "dtype": options.dtype}, opened
+
+
+def ours(settings: dict[str, Any], wire: Wire) -> None:
+    """Step 2 without evaluation, checkpoints and files."""
+    from data.batches import batches_of
+    from rlhf import adapters, dist
+    from rlhf.engine import Engine, compute_dtype, shards_of
+    from rlhf.models.scalar import new_scalar_model
+    from step2_reward import stage
+    from step2_reward.config import RewardConfig
+
+    given = RewardConfig(**settings["stage"])
+    with dist.process_group(given.timeout_s):
+        wire.loading()
+        tokenizer, data = stage.open_data(given, given.model)
+        dtype = compute_dtype(given, dist.local_device())
+        model = new_scalar_model(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
+        model.backbone = adapters.wrap(model.backbone, given.adapter)
+        reward = Engine(model, given, given, sft.ENDLESS)
+        wire.ready()
+        for epoch in itertools.count():
+            work = wire.asked()
+            if work is None:
+                return
+            batches = batches_of(data.train.sides, given, given.seed, (0, 1))
+            batches.set_epoch(epoch)
+            until = given.model_copy(update={"num_train_epochs": epoch + 1})
+            began = time.perf_counter()
+            steps = stage.train(reward, data.train, batches, until, tokenizer.pad_token_id)
+            told = list(itertools.islice(steps, 1 if work == WARM_UP else None))
+            seconds = time.perf_counter() - began
+            means = {name: sum(one[name] for one in told) / len(told) for name in ("loss", "padding")}
+            wire.tell(seconds=seconds, pairs=len(told) * given.batch_size, steps=len(told), **means)
+
+
+def trl(settings: dict[str, Any], wire: Wire) -> None:
+    """TRL's RewardTrainer, paced from its callbacks."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
+
+    wire.loading()
+    bf16 = settings["dtype"] == "bf16"
+    place, dtype = settings["scalar"], torch.bfloat16 if bf16 else torch.float32
+    trainer = sft.paced(RewardTrainer, lambda batch: len(batch["input_ids"]) // 2)(
+        model=AutoModelForSequenceClassification.from_pretrained(place, dtype=dtype, num_labels=1),
+        args=RewardConfig(**sft.trainer_arguments(settings, bf16), max_length=512),
+        train_dataset=Dataset.from_list(settings["rows"]),
+        processing_class=AutoTokenizer.from_pretrained(place),
+    )
+    sft.run_paced(trainer, wire, -(-len(trainer.train_dataset) // settings["batch_size"]), "pairs")
+
+
+CONTENDERS = {OURS: ours, PEER: trl, MACHINE: limits.contender}
+
+
+def needed(options: Options, opened: Any) -> float:
+    """Floating-point operations that the loss of one pass over the set needs, the prompt of a pair counted once."""
+    tokens = seen = 0.0
+    for item in opened.train:
+        responses = [len(side) - item.prompt_length for side in (item.chosen, item.rejected)]
+        tokens += item.prompt_length + sum(responses)
+        seen += limits.seen_by([item.prompt_length]) + limits.seen_by(responses, item.prompt_length)
+    return limits.work_of(options.model).training(tokens, 0, seen)
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """All of it, as written to the JSON file."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given, opened = settings(options, folder)
+        envs = harness.chosen({OURS: {}, PEER: peers.environment(peers.REWARD), MACHINE: {}}, options)
+        with harness.started("benchmarks.reward", envs, given, options.threads, folder) as contenders:
+            rows = harness.alternate(contenders, options.repeats)
+            flop, sides = needed(options, opened), opened.train.sides
+            return outcome.results(
+                "reward", options, contenders, rows, "pairs",
+                peer=f"TRL {peers.REWARD}",
+                set={
+                    "pairs": len(opened.train),
+                    "tokens_of_both_sides": int(sides.sum()),
+                    "tokens_prompt_once": int(sides.sum() - sum(item.prompt_length for item in opened.train)),
+                    "needed_gflop": flop / 1e9,
+                },
+                ratios=outcome.ratios(rows, "pairs", TARGETS),
+                shares=sft.shares(rows, flop, options.dtype),
+                limits=outcome.limits(rows),
+            )  # fmt: skip
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--contender"]:
+        return harness.contend(CONTENDERS, sys.argv[2:])
+    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.reward", "The reward model here and in TRL.")
+    outcome.write(measure(options), options)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(config.run_as_user(main))

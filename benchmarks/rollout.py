@@ -1,0 +1,204 @@
+"""`python -m benchmarks.rollout`: sampling responses here and with transformers' `generate`, new tokens a second.
+
+A turn is 48 new tokens for each of the first 16 prompts of at most 128 tokens, then for each of 64, all in one batch;
+no response ends before, so that the work is the same. Both sample from the whole distribution at temperature 1, from
+the same weights in bf16 and the same left-padded ids.
+
+A turn also generates one token alone, which is the prompts' own pass: the rest of the time over the rest of the tokens
+is a decode step. Its bound is the time in which the machine, measured in the same turn, reads every weight and what the
+cache holds of real tokens once.
+
+What differs: ours also tells the log-prob of every token at the moment of sampling, and draws from a random stream of
+its own for each response; `generate` tells none.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from benchmarks import harness, inputs, limits, outcome
+from benchmarks.harness import MACHINE, OURS, WARM_UP, Wire
+from rlhf import config
+
+PEER = "HF generate"
+LEAST, AIM = 2.2, 3.5
+LEAST_SHARE = 0.5
+NEVER = -1
+"""an id that no token has, so that no response ends"""
+
+
+class Options(harness.Options):
+    """What to measure."""
+
+    prompts: tuple[int, ...] = (16, 64)
+    """responses at once"""
+    response_length: int = Field(48, ge=2)
+    """new tokens of each"""
+    max_prompt_length: int = Field(128, ge=1)
+    """most tokens of a prompt"""
+    dtype: str = "bf16"
+    """of both: bf16 or fp32"""
+
+
+def settings(options: Options, folder: Path) -> dict[str, Any]:
+    """What the contenders read."""
+    more = {"max_prompt_length": options.max_prompt_length}
+    _, opened = inputs.first_rows(options, "ppo", max(options.prompts), folder, **more)
+    return {
+        "model": options.model,
+        "prompts": [list(item.ids) for item in opened.train],
+        "sizes": options.prompts,
+        "response_length": options.response_length,
+        "dtype": options.dtype,
+    }
+
+
+def padded(rows: list[list[int]], pad: int) -> tuple[Any, Any]:
+    """Left-padded ids and their mask. [B, P] each"""
+    import torch
+
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    return ids, torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
+
+
+def ours(settings: dict[str, Any], wire: Wire) -> None:
+    """The rollout backend on a model as step 3 loads it."""
+    import torch
+
+    from rlhf.draws import uniforms
+    from rlhf.generation import loop
+    from rlhf.models.load import load_causal_lm
+    from rlhf.options import SamplingOptions
+    from rlhf.types import Prompts, Row
+
+    wire.loading()
+    tokenizer = inputs.tokenizer(settings["model"])
+    dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
+    lm = load_causal_lm(settings["model"], dtype, len(tokenizer))
+    backend = loop.build(loop.Config(eos_token_id=NEVER, pad_token_id=tokenizer.pad_token_id))
+
+    def generate(rows: list[list[int]], length: int) -> int:
+        prompts = Prompts(*padded(rows, tokenizer.pad_token_id), (Row(()),) * len(rows))
+        draws = uniforms([(0, i) for i in range(len(rows))], length)
+        made = backend(lm, prompts, SamplingOptions(response_length=length), draws)
+        return int(made.mask.sum())
+
+    answer(generate, settings, wire)
+
+
+def hf(settings: dict[str, Any], wire: Wire) -> None:
+    """transformers' own loop."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    wire.loading()
+    dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval()
+    pad = AutoTokenizer.from_pretrained(settings["model"]).pad_token_id
+    model.generation_config.eos_token_id = None
+
+    @torch.no_grad()
+    def generate(rows: list[list[int]], length: int) -> int:
+        ids, mask = padded(rows, pad)
+        sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        made = model.generate(ids, attention_mask=mask.long(), max_new_tokens=length, pad_token_id=pad, **sampled)
+        return int(made.shape[0] * (made.shape[1] - ids.shape[1]))
+
+    answer(generate, settings, wire)
+
+
+def answer(generate: Callable[[list[list[int]], int], int], settings: dict[str, Any], wire: Wire) -> None:
+    """Generate as long as there are questions. `generate(prompts, length)` tells how many tokens it made."""
+    length, sizes = settings["response_length"], settings["sizes"]
+    wire.ready()
+    while work := wire.asked():
+        asked = list(sizes) if work == WARM_UP else [int(work.split()[0])]
+        tokens, first, seconds = 0, 0.0, 0.0
+        for size in asked:
+            rows = settings["prompts"][:size]
+            began = time.perf_counter()
+            generate(rows, 1)
+            between = time.perf_counter()
+            tokens += generate(rows, length)
+            first, seconds = first + between - began, seconds + time.perf_counter() - between
+        assert tokens == sum(asked) * length, f"{tokens} tokens, expected {sum(asked) * length}"
+        wire.tell(seconds=seconds, tokens=tokens, first_s=first, step_ms=1e3 * (seconds - first) / (length - 1))
+
+
+CONTENDERS = {OURS: ours, PEER: hf, MACHINE: limits.contender}
+
+
+def named(size: int) -> str:
+    """What a contender is asked for."""
+    return f"{size} prompts"
+
+
+def bytes_a_step(options: Options, prompts: list[list[int]]) -> float:
+    """Read in a decode step on average: the step that makes token t + 1 sees the prompts and t tokens of each."""
+    cached = sum(map(len, prompts)) + len(prompts) * options.response_length / 2
+    return limits.work_of(options.model).decoding_bytes(cached, 2 if options.dtype == "bf16" else 4)
+
+
+def shares(rows: harness.Rows, options: Options, prompts: list[list[int]]) -> dict[str, Any]:
+    """Of the bound that memory sets, measured in the same turn."""
+    found = {}
+    for who in (name for name in rows if name != MACHINE):
+        for size in options.prompts:
+            read = bytes_a_step(options, prompts[:size])
+            pairs = zip(rows[who][named(size)], rows[MACHINE][named(size)], strict=True)
+            values = [read / (machine["read_gb_per_s"] * 1e9) / (row["step_ms"] / 1e3) for row, machine in pairs]
+            least, aim = (LEAST_SHARE, None) if who == OURS else (None, None)
+            found[f"decoding, share of the memory bound, {who}, {named(size)}"] = outcome.share(values, least, aim)
+    return found
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """All of it, as written to the JSON file."""
+    works = [named(size) for size in options.prompts]
+    targets = {(PEER, work): (LEAST, AIM) for work in works}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given = settings(options, folder)
+        envs = harness.chosen({OURS: {}, PEER: {}, MACHINE: {}}, options)
+        with harness.started("benchmarks.rollout", envs, given, options.threads, folder) as contenders:
+            rows = harness.alternate(contenders, options.repeats, works)
+            steps = {
+                who: {work: outcome.spread([row["step_ms"] for row in rows[who][work]]) for work in works}
+                for who in rows
+                if who != MACHINE
+            }
+            return outcome.results(
+                "rollout", options, contenders, rows, "tokens",
+                peer="transformers' generate",
+                ms_a_decode_step=steps,
+                set={
+                    "prompt_tokens": {named(size): sum(map(len, given["prompts"][:size])) for size in options.prompts},
+                    "mb_a_step": {
+                        named(size): bytes_a_step(options, given["prompts"][:size]) / 1e6 for size in options.prompts
+                    },
+                },
+                ratios=outcome.ratios(rows, "tokens", targets),
+                shares=shares(rows, options, given["prompts"]),
+                limits=outcome.limits(rows),
+            )  # fmt: skip
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--contender"]:
+        return harness.contend(CONTENDERS, sys.argv[2:])
+    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.rollout", "Sampling here and in transformers.")
+    found = measure(options)
+    outcome.write(found, options)
+    for who, works in found["ms_a_decode_step"].items():
+        print(f"{who}: " + ", ".join(f"{s['median']:.1f} ms a decode step ({work})" for work, s in works.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(config.run_as_user(main))

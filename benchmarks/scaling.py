@@ -1,0 +1,388 @@
+"""`python -m benchmarks.scaling`: how cost grows, with processes and with the sizes of the work. For Linux, on the CPU.
+
+Ranks: steps of fine-tuning a small model of random weights in fp32 under ZeRO 0 to 3, by one process of one thread, one
+of two threads, and two of one thread each. Strong scaling keeps the rows of a step, weak scaling those of a process;
+both are told as throughput over that of one thread, and two processes against two threads in one. What is sent is
+counted where libraries call torch.distributed: a device sends (n - 1) / n of the bytes that it gathers or that are
+scattered to it, twice that in an all-reduce (a ring; gloo may send otherwise). `rlhf.plan.zero.exchanged` predicts it.
+
+Growth: seconds of a step and of a rollout against the tokens of prompts, of responses, rows and weights, one of them
+changing at a time, with the exponent of the power law a x^e that fits best. Every figure is the median of a few.
+"""
+
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from benchmarks import harness, outcome
+from rlhf import config
+from rlhf.config import UserError
+
+STAGES = (0, 1, 2, 3)
+WAYS = ((1, 1), (1, 2), (2, 1))
+"""(processes, threads of each)"""
+SEEDS = 0
+VOCABULARY = 4096
+COLLECTIVES = {
+    "all_reduce": (2, 0), "reduce": (1, 0), "broadcast": (1, 0), "all_gather_into_tensor": (1, 0),
+    "_all_gather_base": (1, 0), "all_gather": (1, 0), "reduce_scatter_tensor": (1, 1), "_reduce_scatter_base": (1, 1),
+    "reduce_scatter": (1, 1), "all_to_all_single": (1, 1),
+}  # fmt: skip
+"""How often (n - 1) / n of the bytes of which argument is sent"""
+
+
+class Options(config.Config):
+    """What to measure, and where to write it."""
+
+    parts: tuple[str, ...] = ("ranks", "growth")
+    """ranks, growth"""
+    width: int = Field(256, ge=64, multiple_of=64)
+    """of the hidden states of the model of `ranks`"""
+    layers: int = Field(6, ge=1)
+    """its layers"""
+    rows: int = Field(8, ge=2, multiple_of=2)
+    """of a step of one process, 128 tokens each"""
+    repeats: int = Field(5, ge=1)
+    """steps, or rollouts, of which the median is told; the first one comes before"""
+    output: str | None = None
+    """JSON file to write; by default benchmarks/results/scaling.json if all parts ran"""
+
+
+def write_model(folder: Path, width: int, layers: int) -> str:
+    """A directory with a Llama-shaped model of random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    place = folder / f"llama-{width}-{layers}"
+    if not place.is_dir():
+        heads = width // 64
+        config = AutoConfig.for_model(
+            "llama", vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=2048,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+        torch.manual_seed(SEEDS)
+        AutoModelForCausalLM.from_config(config).save_pretrained(place)
+    return str(place)
+
+
+def items(rows: int, prompt: int, response: int) -> list[Any]:
+    """Demonstrations of random ids."""
+    import torch
+
+    from data.encode import Demonstration
+
+    ids = torch.randint(VOCABULARY, (rows, prompt + response), generator=torch.Generator().manual_seed(SEEDS))
+    return [Demonstration(tuple(row), ((prompt, prompt + response),)) for row in ids.tolist()]
+
+
+class Trainer:
+    """Step 1's `train` on rows that are made up."""
+
+    def __init__(self, model: str, stage: int, dtype: str) -> None:
+        import torch
+
+        from rlhf.engine import Engine, shards_of
+        from rlhf.models.load import load_causal_lm
+        from rlhf.models.policy import Policy
+        from step1_sft.config import SFTConfig
+
+        self.config = SFTConfig(model=model, zero_stage=stage, dtype=dtype, micro_batch_size=64)  # type: ignore[arg-type]
+        kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+        self.lm = load_causal_lm(model, kind, VOCABULARY, SEEDS, shards_of(self.config))
+        self.policy = Engine(Policy(self.lm), self.config, self.config, 10**6)
+
+    def step(self, rows: list[Any]) -> None:
+        """One optimizer step on these rows, over all ranks."""
+        from data.batches import Batches
+        from rlhf import dist
+        from step1_sft import stage
+
+        batches = Batches(len(rows), len(rows), SEEDS, (dist.rank(), dist.world_size()))
+        for _ in stage.train(self.policy, rows, batches, self.config, 0):  # type: ignore[arg-type]
+            pass
+
+
+def timed(call: Callable[[], object], repeats: int) -> float:
+    """Seconds, the median of `repeats` after one that is not counted."""
+    found = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
+
+
+# --- ranks
+
+
+class Counted:
+    """Bytes that this rank sends, as far as torch.distributed is asked to; it is before DeepSpeed is imported."""
+
+    def __init__(self) -> None:
+        import torch.distributed
+
+        self.sent: dict[str, float] = {}
+        for name, (times, which) in COLLECTIVES.items():
+            inner = getattr(torch.distributed, name, None)
+            if inner is not None:
+                setattr(torch.distributed, name, self._counting(name, inner, times, which))
+
+    def _counting(self, name: str, inner: Any, times: int, which: int) -> Any:
+        def counting(*args: Any, **options: Any) -> Any:
+            from torch import distributed
+
+            n = distributed.get_world_size(options.get("group"))
+            given = [*args, *(value for key, value in options.items() if "tensor" in key or key in ("input", "output"))]
+            whole = given[which]
+            parts = whole if isinstance(whole, list | tuple) else [whole]
+            size = sum(part.numel() * part.element_size() for part in parts)
+            self.sent[name] = self.sent.get(name, 0.0) + times * size * (n - 1) / n
+            return inner(*args, **options)
+
+        return counting
+
+
+def rank(path: str) -> int:
+    """One process of `ranks`: every ZeRO stage, with each number of rows; rank 0 writes what it measured."""
+    settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    counted = Counted()
+    from rlhf import dist
+
+    found = []
+    with dist.process_group(600):
+        for stage in STAGES:
+            trainer = Trainer(settings["model"], stage, "fp32")
+            for rows in settings["rows"]:
+                given = items(rows, 64, 64)
+                trainer.step(given)
+                counted.sent.clear()
+                trainer.step(given)
+                sent = dict(counted.sent)
+                seconds = timed(lambda trainer=trainer, given=given: trainer.step(given), settings["repeats"])
+                found.append({"stage": stage, "rows": rows, "seconds": seconds, "sent": sent})
+        if dist.is_main():
+            Path(settings["output"]).write_text(json.dumps(found), encoding="utf-8")
+        dist.barrier()
+    return 0
+
+
+def launch(settings: dict[str, Any], processes: int, threads: int, folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 measured.
+
+    Raises: UserError, with the end of what it said, if a rank fails.
+    """
+    settings = {**settings, "output": str(folder / f"ranks-{processes}-{threads}.json")}
+    path = folder / f"settings-{processes}-{threads}.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    place = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "benchmarks.scaling", "--rank", str(path)]
+    running = []
+    for number in range(processes):
+        env = {**os.environ, **harness.thread_variables(threads), **place}
+        env |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+        running.append(
+            subprocess.Popen(command, env=env, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        )
+    try:
+        for process in running:
+            _, said = process.communicate(timeout=900)
+            if process.returncode:
+                last = said.decode(errors="replace")[-2000:]
+                raise UserError(f"scaling: a rank ended with {process.returncode}: {last}")
+    finally:
+        for process in running:
+            process.kill()  # of those that have ended it is nothing
+    made: list[dict[str, Any]] = json.loads(Path(settings["output"]).read_text(encoding="utf-8"))
+    return made
+
+
+def predicted(model: str, stage: int) -> float:
+    """Bytes that a device sends in a step of two processes, as a plan has it."""
+    from rlhf.plan import sizes, zero
+    from step1_sft.config import SFTConfig
+
+    weights = sizes.size(model, "lm", None)
+    return zero.exchanged(weights, SFTConfig(zero_stage=stage), 4, zero.Site(2, True))  # type: ignore[arg-type]
+
+
+def ranks(options: Options, folder: Path) -> list[dict[str, Any]]:
+    """Of every ZeRO stage: rows a second of each way, their ratios, and what was sent against the formula."""
+    model = write_model(folder, options.width, options.layers)
+    settings = {"model": model, "repeats": options.repeats}
+    found: dict[tuple[int, int, int, int], dict[str, Any]] = {}
+    for processes, threads in WAYS:
+        sizes = (options.rows, 2 * options.rows) if processes == 2 else (options.rows,)
+        for one in launch({**settings, "rows": sizes}, processes, threads, folder):
+            found[(processes, threads, one["stage"], one["rows"])] = one
+        print(f"{processes} x {threads} thread(s) measured", flush=True)
+    return [compared(found, stage, options.rows, predicted(model, stage)) for stage in STAGES]
+
+
+def compared(found: dict[Any, dict[str, Any]], stage: int, rows: int, formula: float) -> dict[str, Any]:
+    """One ZeRO stage: rates in rows a second. found: by (processes, threads, stage, rows)"""
+    rates = {
+        name: key[3] / found[key]["seconds"]
+        for name, key in {
+            "one_thread": (1, 1, stage, rows),
+            "two_threads": (1, 2, stage, rows),
+            "strong": (2, 1, stage, rows),
+            "weak": (2, 1, stage, 2 * rows),
+        }.items()
+    }
+    sent = found[(2, 1, stage, rows)]["sent"]
+    return {
+        "zero_stage": stage,
+        "rows_per_s": {name: round(rate, 3) for name, rate in rates.items()},
+        "strong_over_one_thread": round(rates["strong"] / rates["one_thread"], 3),
+        "weak_over_one_thread": round(rates["weak"] / rates["one_thread"], 3),
+        "strong_over_two_threads": round(rates["strong"] / rates["two_threads"], 3),
+        "sent_bytes": round(sum(sent.values())),
+        "sent_by": {name: round(size) for name, size in sent.items()},
+        "formula_bytes": round(formula),
+        "sent_over_formula": round(sum(sent.values()) / formula, 4),
+    }
+
+
+# --- growth
+
+
+def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """e of the power law a x^e that fits best: the slope of the logarithms, by least squares."""
+    x, y = [math.log(v) for v in xs], [math.log(v) for v in ys]
+    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return above / sum((a - mean_x) ** 2 for a in x)
+
+
+def series() -> dict[str, list[dict[str, int]]]:
+    """What changes, and all sizes of each measurement; width and layers are those of the model."""
+    base = {"prompt": 64, "response": 32, "rows": 4, "width": 256, "layers": 4}
+    changes: dict[str, list[dict[str, int]]] = {
+        "prompt tokens": [{"prompt": size} for size in (64, 128, 256, 512)],
+        "response tokens": [{"response": size} for size in (16, 32, 64, 128)],
+        "rows": [{"rows": size} for size in (2, 4, 8, 16)],
+        "weights": [{"width": size, "layers": size // 64} for size in (128, 256, 384, 512)],
+    }
+    return {name: [base | change for change in each] for name, each in changes.items()}
+
+
+def growth(options: Options, folder: Path) -> list[dict[str, Any]]:
+    """Of each series: what changed, seconds of a step and of a rollout, and the exponents."""
+    from rlhf import dist
+
+    made = []
+    with dist.process_group(600):
+        for name, sizes in series().items():
+            points = [point(size, options.repeats, folder) for size in sizes]
+            xs = [float(one["weights"] if name == "weights" else one[name.split()[0]]) for one in points]
+            line = {"against": name, "x": xs}
+            for what in ("step_s", "rollout_s"):
+                ys = [one[what] for one in points]
+                line |= {what: [float(f"{y:.4g}") for y in ys], f"{what[:-2]}_exponent": round(exponent(xs, ys), 2)}
+            made.append(line)
+            print(f"against {name}: {line}", flush=True)
+    return made
+
+
+def point(size: dict[str, int], repeats: int, folder: Path) -> dict[str, Any]:
+    """Seconds of one optimizer step, and of generating responses, at one size of everything."""
+    import torch
+
+    from rlhf.draws import uniforms
+    from rlhf.generation import loop
+    from rlhf.options import SamplingOptions
+    from rlhf.types import Prompts, Row
+
+    trainer = Trainer(write_model(folder, size["width"], size["layers"]), 0, "fp32")
+    rows = items(size["rows"], size["prompt"], size["response"])
+    ids = torch.tensor([row.ids[: size["prompt"]] for row in rows])
+    prompts = Prompts(ids, torch.ones_like(ids, dtype=torch.bool), (Row(()),) * len(rows))
+    draws = uniforms([(SEEDS, i) for i in range(len(rows))], size["response"])
+    backend = loop.build(loop.Config(eos_token_id=-1, pad_token_id=0))
+
+    def rollout() -> None:
+        with trainer.policy.inference() as policy:
+            backend(policy.lm, prompts, SamplingOptions(response_length=size["response"]), draws)
+
+    weights = sum(p.numel() for p in trainer.lm.parameters())
+    seconds = {"step_s": timed(lambda: trainer.step(rows), repeats), "rollout_s": timed(rollout, repeats)}
+    return {**size, "weights": weights, **seconds}
+
+
+# --- the whole
+
+
+def table(found: dict[str, Any]) -> str:
+    """Both parts as Markdown."""
+    lines = []
+    if "ranks" in found:
+        lines.append(
+            "| ZeRO | rows/s: 1 thread | 2 threads | 2 processes | strong | weak | / 2 threads | sent, MB | / formula |"
+        )
+        lines.append("|---|---|---|---|---|---|---|---|---|")
+    for one in found.get("ranks", []):
+        rates = " | ".join(f"{one['rows_per_s'][name]:.3g}" for name in ("one_thread", "two_threads", "strong"))
+        over = " | ".join(
+            f"{one[f'{name}']:.2f}"
+            for name in ("strong_over_one_thread", "weak_over_one_thread", "strong_over_two_threads")
+        )
+        sent = f"{one['sent_bytes'] / 1e6:.1f} | {one['sent_over_formula']:.3f}"
+        lines.append(f"| {one['zero_stage']} | {rates} | {over} | {sent} |")
+    if "growth" in found:
+        lines += ["", "| against | x | step, s | exponent | rollout, s | exponent |", "|---|---|---|---|---|---|"]
+    for one in found.get("growth", []):
+        xs, steps, rollouts = (", ".join(f"{v:.3g}" for v in one[key]) for key in ("x", "step_s", "rollout_s"))
+        exponents = one["step_exponent"], one["rollout_exponent"]
+        lines.append(f"| {one['against']} | {xs} | {steps} | {exponents[0]} | {rollouts} | {exponents[1]} |")
+    return "\n".join(lines)
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """All of it, as written to the JSON file; ratios are those of two processes over one thread."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found: dict[str, Any] = {}
+        if "ranks" in options.parts:
+            found["ranks"] = ranks(options, folder)
+            kept = ("strong_over_one_thread", "weak_over_one_thread", "strong_over_two_threads")
+            found["ratios"] = {
+                f"{key.replace('_', ' ')}, ZeRO {one['zero_stage']}": {"median": one[key]}
+                for one in found["ranks"]
+                for key in kept
+            }
+        if "growth" in options.parts:
+            found["growth"] = growth(options, folder)
+    import torch
+
+    about = {"name": "scaling", **outcome.about(), "options": options.model_dump(mode="json", exclude={"output"})}
+    about |= {"threads_of_growth": torch.get_num_threads()}
+    return {**about, **found}
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--rank"]:
+        return rank(sys.argv[2])
+    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.scaling", "How cost grows.")
+    found = measure(options)
+    print(table(found))
+    default = outcome.RESULTS / "scaling.json" if len(options.parts) == 2 else None
+    outcome.save(found, Path(options.output) if options.output else default)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(config.run_as_user(main))
