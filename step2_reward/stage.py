@@ -14,12 +14,14 @@ from data.reading import Phase
 from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype, shards_of
+from rlhf.models import sequence_parallel
 from rlhf.models.export import save_scalar
 from rlhf.models.scalar import ScoreStatistics, new_scalar_model, scores
 from rlhf.names import resolve
 from rlhf.progress import find
 from rlhf.resume import Resumable
 from rlhf.run import check_engine, check_ranks, check_start, open_run
+from rlhf.splitting import check_split, shares
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, Pairs, Sequences, length_groups
 from step2_reward.config import RewardConfig
@@ -49,7 +51,7 @@ def train(
 
 
 def _batches(dataset: PromptDataset, config: RewardConfig) -> Batches:
-    return batches_of(dataset.sides, config, config.seed, (dist.rank(), dist.world_size()))
+    return batches_of(dataset.sides, config, config.seed, (dist.data_rank(), dist.data_world_size()))
 
 
 def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -78,13 +80,13 @@ def passes(pairs: Pairs) -> tuple[list[Sequences], Tensor]:
 
 def evaluate(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> Metrics:
     """Accuracy, loss and scores on held-out pairs, over all ranks."""
-    mine = range(dist.rank(), len(dataset), dist.world_size())
+    mine = range(dist.data_rank(), len(dataset), dist.data_world_size())
     found: list[list[float]] = []
     with reward.inference() as model:
         for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
             batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
             found += torch.stack(pair_scores(model, batch), dim=1).tolist()
-    pairs = torch.tensor([pair for part in dist.gather_objects(found) for pair in part])
+    pairs = torch.tensor([pair for part in dist.gather_shares(found) for pair in part])
     loss, metrics = losses.pairwise_logistic(pairs[:, 0], pairs[:, 1])
     record.say(score_histogram(pairs))
     return {
@@ -125,12 +127,14 @@ def check(
     `planned`: stages that will have run by then, and the model each starts from.
     Raises: UserError.
     """
+    ranks = shares(config, ranks)
     if config.batch_tokens is None:
         check_ranks(config.batch_size, ranks)
     check_engine(config)
     start = planned_start(config.model, config.output_dir, planned or {})
     place = start or model_place(config.model, *FOLDERS)
     check_start(place, config.chat_template, config.max_length, config.convert_template)
+    check_split(config, place)
     tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
     batches_of(data.train.sides, config, config.seed, (0, ranks))
@@ -143,6 +147,7 @@ def run(config: RewardConfig) -> None:
     if found == "finished":
         return
     tokenizer, data = check(config, ranks=dist.world_size())
+    dist.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
     place = model_place(config.model, *FOLDERS)
     dataset, evaluation = data.train, data.evaluation
     batches = _batches(dataset, config)
@@ -152,6 +157,7 @@ def run(config: RewardConfig) -> None:
         dtype = compute_dtype(config, dist.local_device())
         model = new_scalar_model(place, dtype, len(tokenizer), config.seed, shards_of(config))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
+        model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)
         reward = Engine(model, config, config, total)
         stage.describe(data, tokenizer)
         stage.go_on(Resumable({"reward": reward, "batches": batches}, {"reward": reward}))
