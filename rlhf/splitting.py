@@ -1,13 +1,15 @@
 """What must be true before ranks share a model (tensor parallel) or the tokens of its rows (sequence parallel)."""
 
+from typing import Any
+
 from rlhf.config import UserError
 from rlhf.models.load import load_config
 from rlhf.options import EngineOptions
 
 TENSOR = ("gemma2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral", "opt", "qwen2", "qwen3")
 """Model types that train the same when DeepSpeed 0.19 splits them, as measured; gpt2, bloom and mixtral fail."""
-SEQUENCE = ("gpt2", "gpt_neox", "gptj", "llama", "opt", "qwen2", "qwen3")
-"""Those that train the same when their tokens are dealt out. Windows and ALiBi need masks, which this has not."""
+SEQUENCE = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+"""Those that train the same when ranks share the tokens. Windows and ALiBi need masks, gptj has its own attention."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -46,9 +48,14 @@ def _check(where: str, name: str, size: int, types: tuple[str, ...], place: str)
     config = load_config(place)
     if config.model_type not in types:
         raise UserError(f"{where} is a {config.model_type}, expected one of {', '.join(types)}; use --zero-stage 3")
-    if name == "sequence" and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(f"{where} attends within a window, which this cannot; expected full attention")
+    if name == "sequence" and _has_window(config):
+        raise UserError(f"{where} attends within a window of {config.sliding_window} tokens, expected attention to all")
     for heads in HEADS:
         count = getattr(config, heads, None)
         if count is not None and count % size:
             raise UserError(f"{where} has {heads} {count}, expected a multiple of {size}")
+
+
+def _has_window(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds

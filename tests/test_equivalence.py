@@ -213,6 +213,18 @@ class TestEveryClass:
     def test_how_models_are_held_changes_nothing(self, options: dict[str, Any], run: Run) -> None:
         require_alike(run("step3_ppo"), run("step3_ppo", 2, **options), 1e-5, 1e-7)
 
+    @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_two_processes_that_share_one_model(self, stage: str, zero_stage: int, run: Run) -> None:
+        split = {"tensor_parallel_size": 2, "zero_stage": zero_stage, "micro_batch_size": 3}
+        require_alike(run(stage), run(stage, 2, **split), 1e-5, 1e-7)
+
+    @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("stage", STAGES[:2])
+    def test_two_processes_that_share_the_tokens_of_each_row(self, stage: str, zero_stage: int, run: Run) -> None:
+        split = {"sequence_parallel_size": 2, "zero_stage": zero_stage, "micro_batch_size": 3}
+        require_alike(run(stage), run(stage, 2, **split), 1e-5, 1e-7)
+
     @pytest.mark.parametrize("gather_whole", [True, False])
     def test_an_adapter_and_its_reference(self, gather_whole: bool, run: Run) -> None:
         held = {"zero_stage": 3, "gather_whole": gather_whole, "micro_batch_size": 3}
