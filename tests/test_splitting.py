@@ -54,16 +54,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def require_alike(found: dict[str, Any], kind: str, what: str) -> None:
-    """Metrics, responses, saved models and averages, the second half of a run after it was gone on with."""
+    """Metrics, responses, checkpoints, saved models and averages; ranks that share go on half way from the checkpoint of
+    those that do not."""
     expected, split = found["alone"][what.split()[0]], found[kind][what]
     for one, other in zip(expected["metrics"], split["metrics"], strict=True):
         assert other == pytest.approx(one, abs=2e-6)
     if kind == "tensor":
         assert all(torch.equal(one, other) for one, other in zip(expected["tokens"], split["tokens"], strict=True))
     assert all(torch.equal(weight, split["first"][name]) for name, weight in expected["first"].items())
+    for one, other in zip(expected["kept"], split["kept"], strict=True):  # what a checkpoint has is whole
+        assert apart(one, other) < 2e-6
     assert apart(expected["last"], split["last"]) < 2e-6
     assert apart(expected["averaged"], split["averaged"]) < 2e-6
     assert apart(expected["last"], expected["first"]) > 1e-3  # something was learned
+    assert all(copies == split["copies"][0] for copies in split["copies"])  # to the bit
     assert split["unspoilt"] and split["size"] == expected["size"]
 
 
@@ -73,10 +77,20 @@ def test_ranks_that_share_train_as_those_that_do_not(kind: str, stage: int, made
     require_alike(made(False), kind, f"llama {stage}")
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+def test_ranks_that_share_go_on_to_the_bit(kind: str, made: Made) -> None:
+    whole, gone_on = (made(True)[kind][name] for name in ("whole", "gone on"))
+    assert whole["metrics"] == gone_on["metrics"]
+    for name in ("last", "averaged"):
+        assert apart(whole[name], gone_on[name]) == 0
+
+
 def test_a_scalar_model_of_shared_rows_is_the_same(made: Made) -> None:
     found = made(False)
     for one, other in zip(found["scores alone"], found["scores sequence"], strict=True):
         assert other == pytest.approx(one, abs=1e-5)
+    assert found["losses sequence"] == pytest.approx(found["losses alone"], abs=1e-6)
     first, *_, last = (torch.tensor(scores) for scores in found["scores alone"])
     assert (last > first).all()
 
