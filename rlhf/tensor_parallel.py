@@ -20,7 +20,7 @@ def settings(size: int) -> dict[str, Any]:
 
 def show_plan(model: nn.Module) -> None:
     """AutoTP looks for the plan of which matrices are split in the config of the model it is given."""
-    model.config = next(part.config for part in model.children() if hasattr(part, "config"))  # type: ignore[assignment]
+    model.config = next(part.config for part in model.children() if hasattr(part, "config"))
 
 
 def require_even(model: nn.Module) -> None:

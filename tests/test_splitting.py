@@ -15,7 +15,11 @@ import torch
 from rlhf import dist
 from rlhf.config import UserError
 from rlhf.options import EngineOptions, FrozenOptions
+from rlhf.plan.command import show
+from rlhf.plan.options import PlanOptions
 from rlhf.splitting import SEQUENCE, TENSOR, check_split, shares
+from step1_sft.config import SFTConfig
+from step1_sft.plan import needs as sft_needs
 from step3_ppo.algorithms.ppo import Config as PPOConfig
 from step3_ppo.inputs import check as check_ppo
 from tests import tiny
@@ -54,8 +58,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def require_alike(found: dict[str, Any], kind: str, what: str) -> None:
-    """Metrics, responses, checkpoints, saved models and averages; ranks that share go on half way from the checkpoint of
-    those that do not."""
+    """Metrics, responses, checkpoints, saved models and averages; ranks that share went on half way from the checkpoint
+    of those that do not."""
     expected, split = found["alone"][what.split()[0]], found[kind][what]
     for one, other in zip(expected["metrics"], split["metrics"], strict=True):
         assert other == pytest.approx(one, abs=2e-6)
@@ -190,6 +194,13 @@ def test_what_step_3_refuses(options: dict[str, Any], said: str) -> None:
     config = PPOConfig(actor_model=demo, critic_model=demo, reward=("length",), **options)
     with pytest.raises(UserError, match=re.escape(said)):
         check_ppo(config, ranks=2)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "sequence_parallel_size"])
+def test_a_plan_does_not_know_them(name: str) -> None:
+    options = SFTConfig(model="opt-125m", **{name: 2})
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2: --plan and --zero-stage auto"):
+        show({"sft": (options, sft_needs)}, PlanOptions(devices=2, device="H100"), 1, {})
 
 
 def test_frozen_models_are_whole_beside_split_ones() -> None:

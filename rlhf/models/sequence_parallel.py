@@ -92,7 +92,7 @@ class Stretch:
 
     def whole(self, mine: Tensor) -> Tensor:
         """All stretches [B, L * ranks] in order; of the gradient each rank takes that of its own."""
-        gathered: Tensor = _Gathered.apply(mine, self._group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gathered.apply(mine, self._group)
         return gathered
 
     def _attend(
@@ -113,7 +113,7 @@ class Stretch:
         return self._exchanged(x.unflatten(1, (self._size, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
 
     def _exchanged(self, parts: Tensor) -> Tensor:
-        exchanged: Tensor = _Exchanged.apply(parts, self._group)  # type: ignore[no-untyped-call]
+        exchanged: Tensor = _Exchanged.apply(parts, self._group)
         return exchanged
 
 
