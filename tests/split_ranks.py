@@ -145,7 +145,7 @@ def one_sided(size: int) -> list[float]:
 
 def runs(folder: Path, everything: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"alone": {}, "tensor": {}, "sequence": {}}
-    stages = (0, 1, 2, 3) if everything else (0, 3)
+    stages = (0, 1, 2, 3) if everything else (3,)
     dist.work_alike(1)
     found["scores alone"], found["losses alone"] = scored(1), one_sided(1)
     dist.work_alike(2)

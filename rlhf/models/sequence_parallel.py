@@ -96,12 +96,12 @@ class Stretch:
         return gathered
 
     def _attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **more: Any
     ) -> tuple[Tensor, None]:
-        """Causal attention over whole rows for a share of the heads. query, key, value [B, heads, L, d]."""
+        """Causal attention over whole rows for a share of the heads. q, k, v [B, heads, L, d]."""
         assert attention_mask is None, "there is no mask over whole rows"
-        query, key, value = map(self._all_tokens, (query, key, value))
-        attended, _ = sdpa_attention_forward(module, query, key, value, None, **more)
+        q, k, v = map(self._all_tokens, (q, k, v))
+        attended, _ = sdpa_attention_forward(module, q, k, v, None, **more)
         return self._all_heads(attended), None
 
     def _all_tokens(self, x: Tensor) -> Tensor:
