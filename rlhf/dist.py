@@ -14,6 +14,10 @@ from torch import Tensor
 from rlhf import rendezvous
 from rlhf.config import UserError
 
+ALIKE = "RLHF_RANKS_ALIKE"
+"""variable of this process: ranks next to each other that work on the same rows, each on its part of the model or of
+the tokens"""
+
 
 @contextlib.contextmanager
 def process_group(timeout_s: float = 1800) -> Iterator[None]:
@@ -57,7 +61,9 @@ def process_group(timeout_s: float = 1800) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        groups._WORLD_GROUP = None  # DeepSpeed would go on using the one that is gone
+        split = ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu")
+        for name in ("_WORLD_GROUP", *split):
+            setattr(groups, name, None)  # DeepSpeed would go on using those that are gone
         deepspeed.comm.comm.cdb = None
 
 
@@ -86,6 +92,37 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+def work_alike(count: int) -> None:
+    """From now on every `count` ranks next to each other get the same rows: they share one model, or its tokens."""
+    os.environ[ALIKE] = str(count)
+
+
+def alike() -> int:
+    """How many ranks get the same rows as this one, itself included."""
+    return int(os.environ.get(ALIKE, 1))
+
+
+def data_rank() -> int:
+    """The number of this rank's share of the rows; ranks that work alike have the same."""
+    return rank() // alike()
+
+
+def data_world_size() -> int:
+    """Into how many shares rows are dealt out: the number of ranks, unless some work alike."""
+    return world_size() // alike()
+
+
+def leads_share() -> bool:
+    """Whether this is the first of the ranks that work alike."""
+    return rank() % alike() == 0
+
+
+def alike_group() -> Any:
+    """The ranks that work alike with this one, as a group; every rank calls this together."""
+    groups = [dist.new_group(range(first, first + alike())) for first in range(0, world_size(), alike())]
+    return groups[data_rank()]
+
+
 def is_main() -> bool:
     return rank() == 0
 
@@ -96,12 +133,15 @@ def barrier() -> None:
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The elementwise sum of `tensor` over all ranks, in float64 so that counts stay exact."""
+    """The elementwise sum of `tensor` over all shares of the rows, in float64 so that counts stay exact.
+
+    Ranks that work alike bring the same, which counts once.
+    """
     total = tensor.detach().to(torch.float64)
     if world_size() > 1:
         total = total.to(local_device(), copy=True)  # NCCL takes no tensor of the CPU
         dist.all_reduce(total)
-        total = total.to(tensor.device)
+        total = total.to(tensor.device) / alike()
     return total
 
 
@@ -118,6 +158,11 @@ def broadcast(tensor: Tensor, source: int) -> None:
     """Fill `tensor`, of the same shape and dtype on every rank, with that of rank `source`."""
     if world_size() > 1:
         dist.broadcast(tensor, source)
+
+
+def gather_shares(value: Any) -> list[Any]:
+    """What each share of the rows brings as `value`, in the order of `data_rank`, on every rank."""
+    return gather_objects(value)[:: alike()]
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.tensor_parallel import joined, part
+
 Named = Sequence[tuple[str, nn.Parameter]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's, fp32"""
@@ -35,12 +37,13 @@ def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
     stepped = numbers(engine)["adam_steps"] > 0
     for name, parameter in trained:
         whole = safe_get_full_fp32_param(parameter)
-        yield f"weight:{name}", (parameter if whole is None else whole).detach()
+        yield f"weight:{name}", joined(parameter, (parameter if whole is None else whole).detach())
         for moment in MOMENTS if stepped else ():
             if whole is None:
-                yield f"{moment}:{name}", _adam(engine).state[parameter][moment]
+                state = _adam(engine).state[parameter][moment]
             else:
-                yield f"{moment}:{name}", safe_get_full_optimizer_state(parameter, moment)
+                state = safe_get_full_optimizer_state(parameter, moment)
+            yield f"{moment}:{name}", joined(parameter, state)
 
 
 def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
@@ -75,6 +78,7 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
     for key, value in saved:
         kind, name = key.split(":", 1)
         parameter = parameters[name]
+        value = part(parameter, value)
         sharded = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
         if kind == "weight":
             missing.discard(name)

@@ -57,6 +57,10 @@ class EngineOptions(Config):
     """recompute activations in the backward pass: less memory, about a third more time"""
     adapter: str | None = None
     """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16; none = train all weights"""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """devices that share the matrices of each layer of a trained model (DeepSpeed AutoTP), and work on the same rows"""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """devices that share the tokens of each row, for long ones (Ulysses); in steps 1 and 2"""
 
 
 Flag = Annotated[bool | None, tyro.conf.DisallowNone]
@@ -87,7 +91,8 @@ class FrozenOptions(Config):
     """How a model is held that is only asked."""
 
     zero_stage: Literal[0, 3] | None = None
-    """0 = whole on every device, 3 = in parts on the ranks; by default 3 where the trained model beside it has 3"""
+    """0 = whole on every device, 3 = in parts on the ranks; by default 3 where the trained model beside it has 3
+    (and is not split by --tensor-parallel-size)"""
     offload: bool = False
     """keep its weights in CPU memory between uses"""
     gather_whole: Flag = None
@@ -95,7 +100,7 @@ class FrozenOptions(Config):
 
     def beside(self, trained: EngineOptions) -> "FrozenOptions":
         """These options, what is not set as for a trained model."""
-        stage: Literal[0, 3] = 3 if trained.zero_stage == 3 else 0
+        stage: Literal[0, 3] = 3 if trained.zero_stage == 3 and trained.tensor_parallel_size == 1 else 0
         given = self.model_dump(exclude_none=True)
         return self.model_copy(update={"zero_stage": stage, "gather_whole": trained.gather_whole, **given})
 

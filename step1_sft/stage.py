@@ -14,13 +14,14 @@ from data.reading import Phase
 from rlhf import adapters, dist, losses
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype, shards_of
+from rlhf.models import sequence_parallel
 from rlhf.models.export import save_policy
 from rlhf.models.load import load_causal_lm
-from rlhf.models.policy import Policy
 from rlhf.names import resolve
 from rlhf.progress import find
 from rlhf.resume import Resumable
 from rlhf.run import check_engine, check_ranks, check_start, open_run
+from rlhf.splitting import check_split, shares
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, length_groups
 from step1_sft.config import SFTConfig
@@ -49,7 +50,7 @@ def train(
 
 
 def _batches(dataset: PromptDataset, config: SFTConfig) -> Batches:
-    return batches_of(dataset.sides, config, config.seed, (dist.rank(), dist.world_size()))
+    return batches_of(dataset.sides, config, config.seed, (dist.data_rank(), dist.data_world_size()))
 
 
 def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -60,7 +61,7 @@ def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, O
 
 def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> float:
     """exp of the mean loss over the response tokens of `dataset`, each token counting the same over all ranks."""
-    mine = range(dist.rank(), len(dataset), dist.world_size())
+    mine = range(dist.data_rank(), len(dataset), dist.data_world_size())
     totals = torch.zeros(2, dtype=torch.float64, device=policy.device)
     with policy.inference() as model:
         for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
@@ -89,12 +90,14 @@ def check(
     `planned`: stages that will have run by then, and the model each starts from.
     Raises: UserError.
     """
+    ranks = shares(config, ranks)
     if config.batch_tokens is None:
         check_ranks(config.batch_size, ranks)
     check_engine(config)
     start = planned_start(config.model, config.output_dir, planned or {})
     place = start or model_place(config.model, *FOLDERS)
     check_start(place, config.chat_template, config.max_length, config.convert_template)
+    check_split(config, place)
     tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
     batches_of(data.train.sides, config, config.seed, (0, ranks))
@@ -107,6 +110,7 @@ def run(config: SFTConfig) -> None:
     if found == "finished":
         return
     tokenizer, data = check(config, ranks=dist.world_size())
+    dist.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
     place = model_place(config.model, *FOLDERS)
     dataset, evaluation = data.train, data.evaluation
     batches = _batches(dataset, config)
@@ -114,7 +118,8 @@ def run(config: SFTConfig) -> None:
     with open_run(STAGE, config, found, {"model": place}) as stage:
         dtype = compute_dtype(config, dist.local_device())
         lm = load_causal_lm(place, dtype, len(tokenizer), config.seed, shards_of(config))
-        policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, total)
+        model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)
+        policy = Engine(model, config, config, total)
         stage.describe(data, tokenizer)
         before = perplexity(policy, evaluation, config, tokenizer.pad_token_id)
         stage.go_on(Resumable({"policy": policy, "batches": batches}, {"policy": policy}))

@@ -14,12 +14,14 @@ from data.reading import Phase
 from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype, shards_of
+from rlhf.models import sequence_parallel
 from rlhf.models.export import save_scalar
 from rlhf.models.scalar import ScoreStatistics, can_join, new_scalar_model, pair_scores, passes
 from rlhf.names import resolve
 from rlhf.progress import find
 from rlhf.resume import Resumable
 from rlhf.run import check_engine, check_ranks, check_start, open_run
+from rlhf.splitting import check_split, shares
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, Pairs, length_groups
 from step2_reward.config import RewardConfig
@@ -53,7 +55,7 @@ def train(
 
 
 def _batches(dataset: PromptDataset, config: RewardConfig) -> Batches:
-    return batches_of(dataset.sides, config, config.seed, (dist.rank(), dist.world_size()))
+    return batches_of(dataset.sides, config, config.seed, (dist.data_rank(), dist.data_world_size()))
 
 
 def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -77,13 +79,13 @@ def evaluate(
     reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int, joined: bool = False
 ) -> Metrics:
     """Accuracy, loss and scores on held-out pairs, over all ranks."""
-    mine = range(dist.rank(), len(dataset), dist.world_size())
+    mine = range(dist.data_rank(), len(dataset), dist.data_world_size())
     found: list[list[float]] = []
     with reward.inference() as model:
         for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
             batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
             found += pair_scores(model, batch, joined).tolist()
-    pairs = torch.tensor([pair for part in dist.gather_objects(found) for pair in part])
+    pairs = torch.tensor([pair for part in dist.gather_shares(found) for pair in part])
     loss, metrics = losses.pairwise_logistic(pairs[:, 0], pairs[:, 1])
     record.say(score_histogram(pairs))
     return {
@@ -124,12 +126,14 @@ def check(
     `planned`: stages that will have run by then, and the model each starts from.
     Raises: UserError.
     """
+    ranks = shares(config, ranks)
     if config.batch_tokens is None:
         check_ranks(config.batch_size, ranks)
     check_engine(config)
     start = planned_start(config.model, config.output_dir, planned or {})
     place = start or model_place(config.model, *FOLDERS)
     check_start(place, config.chat_template, config.max_length, config.convert_template)
+    check_split(config, place)
     tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
     batches_of(data.train.sides, config, config.seed, (0, ranks))
@@ -142,6 +146,7 @@ def run(config: RewardConfig) -> None:
     if found == "finished":
         return
     tokenizer, data = check(config, ranks=dist.world_size())
+    dist.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
     place = model_place(config.model, *FOLDERS)
     dataset, evaluation = data.train, data.evaluation
     batches = _batches(dataset, config)
@@ -151,6 +156,7 @@ def run(config: RewardConfig) -> None:
         dtype = compute_dtype(config, dist.local_device())
         model = new_scalar_model(place, dtype, len(tokenizer), config.seed, shards_of(config))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
+        model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)
         reward = Engine(model, config, config, total)
         stage.describe(data, tokenizer)
         joined = joins(reward, dataset, pad_id)

@@ -17,7 +17,7 @@ def append_chosen(path: Path, iteration: int, chosen: Rollout, samples: Samples)
     there. Rank 0 writes; every rank must call.
     """
     mine = [row for row, ended in zip(_rows(iteration, chosen, samples), chosen.ended.tolist(), strict=True) if ended]
-    parts = dist.gather_objects(mine)
+    parts = dist.gather_shares(mine)
     if dist.is_main():
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for part in parts for row in part)

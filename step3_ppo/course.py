@@ -21,7 +21,7 @@ class Course:
     def __init__(self, prompts: int, config: Step3Config) -> None:
         self._total, self._copies = iterations(config), config.num_generations
         size = config.batch_size // config.num_generations
-        self._batches = Batches(prompts, size, config.seed, (dist.rank(), dist.world_size()))
+        self._batches = Batches(prompts, size, config.seed, (dist.data_rank(), dist.data_world_size()))
         self.done = 0
         self.tolerance = Tolerance(config.max_bad_steps)
 

@@ -71,7 +71,7 @@ def _all(values: Tensor) -> Tensor:
 
 
 def _of_all_ranks(values: list[Any]) -> list[Any]:
-    return [value for part in dist.gather_objects(values) for value in part]
+    return [value for part in dist.gather_shares(values) for value in part]
 
 
 def compare(before: Evaluation, after: Evaluation) -> Metrics:

@@ -16,6 +16,7 @@ from rlhf.models.scalar import read_head
 from rlhf.names import resolve
 from rlhf.options import OwnEngineOptions
 from rlhf.run import check_engine, check_plugin, check_ranks, check_start
+from rlhf.splitting import check_split, shares
 from rlhf.text import load_tokenizer, prepare_tokenizer, same_ids
 from step3_ppo.config import Step3Config
 
@@ -67,6 +68,7 @@ def check(
     starts = {name: planned_start(place, config.output_dir, planned or {}) for name, place in inputs(config).items()}
     known = {name: start for name, start in starts.items() if start is not None}
     models = with_inputs(config.model_copy(update=known))
+    ranks = _shares(config, ranks)
     check_shares(config, ranks)
     _check_engines(config)
     tokens = config.max_prompt_length + config.response_length
@@ -80,6 +82,8 @@ def check(
     for name in starts:
         place = str(getattr(models, name))
         check_start(place, config.chat_template, tokens, config.convert_template)
+        if name != "reward_model":
+            check_split(config, place)
         if name not in known and name != "actor_model":
             read_head(resolve(place))
     if "critic_model" in starts:
@@ -93,6 +97,23 @@ def check(
         if len(mixed) < config.ptx_batch_size:
             raise UserError(f"--ptx-batch-size {config.ptx_batch_size}: only {len(mixed)} rows; lower it or add rows")
     return tokenizer, data
+
+
+def _shares(config: Step3Config, ranks: int) -> int:
+    """Raises: UserError where step 3 cannot share what the options ask it to."""
+    if config.sequence_parallel_size > 1:
+        raise UserError(
+            f"--sequence-parallel-size {config.sequence_parallel_size}: expected 1 in step 3, whose rows are padded on "
+            "the left and need masks; it is for steps 1 and 2 (--sft.sequence-parallel-size)"
+        )
+    frozen = {"reference": config.reference, "reward_models": config.reward_models}
+    for name, options in frozen.items() if config.tensor_parallel_size > 1 else ():
+        if options.zero_stage == 3:
+            raise UserError(
+                f"{name}: --zero-stage 3: got it with --tensor-parallel-size {config.tensor_parallel_size}, expected "
+                "0: frozen models are whole beside split ones"
+            )
+    return shares(config, ranks)
 
 
 def _check_engines(config: Step3Config) -> None:

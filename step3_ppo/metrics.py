@@ -139,7 +139,7 @@ def _distinct(rollout: Rollout, n: int) -> float:
     assert n in (1, 2), f"_distinct: {n=}, expected 1 or 2"
     grams, _ = _grams(rollout, n)
     keys = grams[:, 0] if n == 1 else grams[:, 0] * ID_BASE + grams[:, 1]
-    parts = dist.gather_objects((keys.unique().cpu(), len(keys)))
+    parts = dist.gather_shares((keys.unique().cpu(), len(keys)))
     different = len(torch.cat([found for found, _ in parts]).unique())
     return different / max(1, sum(count for _, count in parts))
 

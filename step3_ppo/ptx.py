@@ -24,7 +24,8 @@ class Ptx:
 
     def __init__(self, dataset: PromptDataset, config: Step3Config, pad_id: int, device: torch.device) -> None:
         self._dataset, self._config, self._pad_id, self._device = dataset, config, pad_id, device
-        self.batches = Batches(len(dataset), config.ptx_batch_size, config.seed, (dist.rank(), dist.world_size()))
+        shares = (dist.data_rank(), dist.data_world_size())
+        self.batches = Batches(len(dataset), config.ptx_batch_size, config.seed, shares)
         self._stream = self._endless()
         self._tokens: Tensor = torch.ones(())
 

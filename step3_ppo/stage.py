@@ -66,7 +66,7 @@ def train(players: Players, prompts: PromptDataset, course: Course, config: Step
         credit = players.algorithm.credit(scaled)
         metrics = learn(players, (scaled, credit), indices, config, iteration)
         clock.lap("update")
-        if config.export_rollouts:
+        if config.export_rollouts and dist.leads_share():
             samples = rewards.as_samples(rollout, players.scorer.tokenizer)
             write_rollout(rollouts_file(config), iteration + 1, rollout, players.scorer.sources.names, samples)
         said = rollout_metrics(scaled, heard, config.score_clip)
@@ -111,8 +111,8 @@ def chosen_file(config: Step3Config) -> Path:
 
 
 def rollouts_file(config: Step3Config) -> Path:
-    """Where this rank exports its rollouts to."""
-    return Path(config.output_dir) / STAGE / f"rollouts-{dist.rank()}.jsonl"
+    """Where this share of the rollouts is exported to."""
+    return Path(config.output_dir) / STAGE / f"rollouts-{dist.data_rank()}.jsonl"
 
 
 def sample(players: Players, prompts: PromptDataset, indices: list[int], config: Step3Config, draw: int) -> Rollout:
@@ -139,7 +139,7 @@ def evaluate(
     players: Players, evaluation: PromptDataset, judge: rewards.Source | None, config: Step3Config
 ) -> Evaluation:
     """Sampled responses to the held-out prompts, always from the same random stream, which no iteration has."""
-    rows = list(range(dist.rank(), min(len(evaluation), config.eval_samples), dist.world_size()))
+    rows = list(range(dist.data_rank(), min(len(evaluation), config.eval_samples), dist.data_world_size()))
     rollout = sample(players, evaluation, rows, config, draw=HELD_OUT)
     rollout = score(rollout, players.actor, None, replace(players.scorer, missing_eos_penalty=None))
     return look(rollout, judge, players.scorer.tokenizer, by_source(players.scorer, rollout))
@@ -160,6 +160,7 @@ def run(config: Step3Config) -> None:
     if found == "finished":
         return
     tokenizer, data = check(config, ranks=dist.world_size())
+    dist.work_alike(config.tensor_parallel_size)
     given, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
     with open_run(STAGE, given, found, {name: str(getattr(config, name)) for name in inputs(given)}) as stage:

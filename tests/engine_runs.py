@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from rlhf import adapters, dist, losses, plugins
 from rlhf.engine import Engine
+from rlhf.models import sequence_parallel
 from rlhf.models.ema import EMA
-from rlhf.models.policy import Policy
 from rlhf.nonfinite import NonFiniteError
 from rlhf.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.types import Sequences, length_groups
@@ -45,13 +45,13 @@ def engine(options: dict[str, Any], optimizer: OptimizerOptions = OPTIMIZER, ada
     chosen = EngineOptions(**{"dtype": "fp32", **options})
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.dtype]
     torch.manual_seed(0)  # of the adapter's first weights
-    policy = Policy(adapters.wrap(start().to(dtype), adapter))
-    return Engine(policy, chosen, optimizer, STEPS)
+    lm = adapters.wrap(start().to(dtype), adapter)
+    return Engine(sequence_parallel.policy(lm, chosen.sequence_parallel_size), chosen, optimizer, STEPS)
 
 
 def step(trained: Engine, rows: Sequences, size: int = 8) -> dict[str, float]:
     """One step on this rank's share of `rows`, in micro-batches of at most `size`."""
-    mine = rows[torch.arange(dist.rank(), len(rows), dist.world_size())]
+    mine = rows[torch.arange(dist.data_rank(), len(rows), dist.data_world_size())]
     count = dist.sum_over_ranks(mine.loss_mask.sum())
     return trained.step(
         micro_batches(mine, size), lambda micro: losses.token_nll(trained(micro)[0], micro.loss_mask, count)

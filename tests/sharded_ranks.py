@@ -166,7 +166,7 @@ def memory(folder: Path) -> dict[str, Any]:
 
 
 def runs(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"memory": memory(folder)}  # first: training keeps what it has had
     for family in FAMILIES:
         for kind in ("whole", "sharded", *(("offloaded", "layers") if family == "llama" else ())):
             found[f"{family} {kind}"] = trained(folder, family, kind)
@@ -176,7 +176,6 @@ def runs(folder: Path) -> dict[str, Any]:
         found[f"frozen {kind}"] = scores(folder, kind)
     for kind in ("whole", "sharded", "layers"):
         found[f"unequal {kind}"] = unequal_passes(folder, kind)
-    found["memory"] = memory(folder)
     return found
 
 

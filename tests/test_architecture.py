@@ -29,7 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rlhf.checkpoint", "rlhf.resume", "rlhf.progress", "rlhf.logs", "rlhf.ending",
         "rlhf.launch", "rlhf.hosts", "rlhf.ranks", "rlhf.nodes", "rlhf.node", "rlhf.rendezvous", "rlhf.last_words",
     ),
-    ("rlhf.models", "rlhf.adapters", "rlhf.engine", "rlhf.engine_state", "rlhf.sharding", "rlhf.frozen"),
+    ("rlhf.models", "rlhf.adapters", "rlhf.engine", "rlhf.engine_state", "rlhf.sharding", "rlhf.frozen",
+     "rlhf.tensor_parallel", "rlhf.splitting"),
     (
         "rlhf.generation", "rlhf.rewards", "rlhf.responding", "rlhf.evaluate", "rlhf.comparison", "rlhf.pairs",
         "rlhf.pairing", "rlhf.plan", "rlhf.standings", "rlhf.report", "rlhf.run", "rlhf.preflight",
@@ -44,7 +45,10 @@ STAGES = LAYERS[STAGE_LAYER]
 # Importing these must not import torch, so that --help and a mistyped option answer at once.
 TORCH_FREE = (*LAYERS[TORCH_FREE_LAYER], "data.config", *(f"{stage}.config" for stage in STAGES))
 # Engines, how they hold weights and what their optimizer knows, and the place where ranks first meet.
-KNOW_DEEPSPEED = ("rlhf/engine.py", "rlhf/engine_state.py", "rlhf/sharding.py", "rlhf/frozen.py", "rlhf/dist.py")
+KNOW_DEEPSPEED = (
+    "rlhf/engine.py", "rlhf/engine_state.py", "rlhf/sharding.py", "rlhf/frozen.py", "rlhf/tensor_parallel.py",
+    "rlhf/dist.py",
+)  # fmt: skip
 PLUGIN_FOLDERS = ("data/sources", "rlhf/rewards", "rlhf/generation", "rlhf/adapters", "step3_ppo/algorithms")
 
 MAX_FUNCTION_LINES = 80

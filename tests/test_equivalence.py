@@ -218,3 +218,18 @@ class TestEveryClass:
         held = {"zero_stage": 3, "gather_whole": gather_whole, "micro_batch_size": 3}
         one, other = run("step3_ppo", adapter="lora,r=4"), run("step3_ppo", 2, adapter="lora,r=4", **held)
         require_alike(one, other, 1e-5, 1e-7)
+
+
+@pytest.mark.long
+class TestSharing:
+    @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_two_processes_that_share_one_model(self, stage: str, zero_stage: int, run: Run) -> None:
+        split = {"tensor_parallel_size": 2, "zero_stage": zero_stage, "micro_batch_size": 3}
+        require_alike(run(stage), run(stage, 2, **split), 1e-5, 1e-7)
+
+    @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+    @pytest.mark.parametrize("stage", STAGES[:2])
+    def test_two_processes_that_share_the_tokens_of_each_row(self, stage: str, zero_stage: int, run: Run) -> None:
+        split = {"sequence_parallel_size": 2, "zero_stage": zero_stage, "micro_batch_size": 3}
+        require_alike(run(stage), run(stage, 2, **split), 1e-5, 1e-7)

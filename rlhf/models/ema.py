@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rlhf import dist
 from rlhf.engine import Engine
 from rlhf.sharding import whole
+from rlhf.tensor_parallel import joined, part
 
 
 class EMA:
@@ -64,11 +65,11 @@ def _exchanged(trained: list[tuple[str, Any]], values: dict[str, Tensor]) -> dic
     before = {}
     for i, (name, parameter) in enumerate(trained):
         with whole([parameter], changed=True):
-            value = values.get(name)
+            value, held = values.get(name), joined(parameter, parameter.detach())
             if i % dist.world_size() == dist.rank():
-                before[name] = parameter.detach().float().clone()
+                before[name] = held.float().clone()
             if value is None:
-                value = torch.empty(parameter.shape, device=parameter.device)
+                value = torch.empty(held.shape, device=parameter.device)
             dist.broadcast(value, i % dist.world_size())
-            parameter.data.copy_(value)
+            parameter.data.copy_(part(parameter, value))
     return before

@@ -14,6 +14,7 @@ from rlhf.models.ema import EMA
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
 from rlhf.sharding import is_sharded, whole
+from rlhf.tensor_parallel import joined
 
 
 def save_policy(
@@ -92,9 +93,10 @@ def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
     state = {}
     for name, weight in base_model(model).state_dict(keep_vars=True).items():
         with whole([weight]):
+            value = joined(weight, weight.detach())
             if dist.is_main():
                 if id(weight) not in copies:
-                    copies[id(weight)] = weight.detach().to("cpu", copy=is_sharded(weight))
+                    copies[id(weight)] = value.to("cpu", copy=is_sharded(weight))
                 state[name] = copies[id(weight)]
     if adapter is None:
         return state

@@ -48,12 +48,15 @@ class Policy(nn.Module):
         with only(self.lm.get_output_embeddings(), states):
             output = self.lm(input_ids=ops.flush_left(s.ids, s.mask), use_cache=False)
         logits, ids = output.logits[0], s.ids[where]
-        logprobs, spread = ops.logprobs_and_entropy(logits, ids, temperature)
-        if entropy == "trained":
-            spread = ops.entropy(logits, temperature)
-        empty = torch.zeros(s.ids.shape, dtype=logprobs.dtype, device=logprobs.device)
-        found = None if entropy == "none" else empty.index_put(where, spread)
-        return empty.index_put(where, logprobs), found
+        empty = torch.zeros(s.ids.shape, device=ids.device)
+        if entropy == "watched":
+            logprobs, spread = ops.logprobs_and_entropy(logits, ids, temperature)
+            return empty.to(logprobs).index_put(where, logprobs), empty.to(spread).index_put(where, spread)
+        logprobs = ops.token_logprobs(logits, ids, temperature)
+        placed = empty.to(logprobs).index_put(where, logprobs)
+        if entropy == "none":
+            return placed, None
+        return placed, empty.to(logprobs).index_put(where, ops.entropy(logits, temperature))
 
 
 @contextlib.contextmanager

@@ -36,6 +36,9 @@ class ScalarModel(nn.Module):
     Its saved form is that of `AutoModelForSequenceClassification` with one label.
     """
 
+    joins = True
+    """whether it takes pairs in one row, if its architecture does"""
+
     def __init__(self, backbone: PreTrainedModel, head: nn.Linear) -> None:
         super().__init__()
         self.backbone = backbone
@@ -92,7 +95,7 @@ def can_join(model: ScalarModel, pairs: Pairs) -> bool:
 
     pairs: the longest there are, because a window shows in long rows only.
     """
-    if not takes(model.backbone, "position_ids") or not keeps_all(model.backbone.config):
+    if not model.joins or not takes(model.backbone, "position_ids") or not keeps_all(model.backbone.config):
         return False
     apart, together = pair_scores(model, pairs), pair_scores(model, pairs, joined=True)
     rounding = 1e-3 if model.score.weight.dtype == torch.float32 else 1e-1

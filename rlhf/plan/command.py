@@ -55,6 +55,12 @@ def settle_alone(options: Any, needs: NeedsOf) -> Any:
 
 def _bound(needs: NeedsOf, where: Machine, starts: dict[str, str]) -> Callable[[Any], Needs]:
     def bound(options: Any) -> Needs:
+        for name in ("tensor_parallel_size", "sequence_parallel_size"):
+            if getattr(options, name) > 1:
+                raise UserError(
+                    f"--{name.replace('_', '-')} {getattr(options, name)}: --plan and --zero-stage auto know of models "
+                    "and rows that are not shared only; name a stage with --zero-stage 0, 1, 2 or 3"
+                )
         try:
             return needs(options, where.device.kind, starts)
         except KeyError as missing:

@@ -1,0 +1,154 @@
+"""Policies and scalar models whose ranks share the tokens of each row (Ulysses, arXiv 2309.14509).
+
+Each rank runs its stretch of every row. In attention, where tokens meet, ranks exchange: each gets all tokens of its
+share of the heads, and gives back its own tokens of all heads. What comes out is whole again and the same on every
+rank. Rows must be padded on the right: there is no mask, and causal attention never looks to the right.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from rlhf import dist, ops
+from rlhf.models.policy import Entropy, Policy
+from rlhf.models.scalar import ScalarModel
+from rlhf.types import JoinedPairs, Sequences
+
+ATTENTION = "ulysses"
+
+
+def policy(lm: PreTrainedModel, size: int) -> Policy:
+    """A language model as a policy, whose rows `size` ranks share."""
+    return Policy(lm) if size == 1 else SplitPolicy(lm)
+
+
+def scalar_model(model: ScalarModel, size: int) -> ScalarModel:
+    """The same model; `size` ranks share its rows."""
+    return model if size == 1 else SplitScalarModel(model)
+
+
+class SplitPolicy(Policy):
+    """A policy whose rows are shared by the ranks that work alike."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__(lm)
+        self._stretch = Stretch(lm)
+
+    def forward(
+        self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none"
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `Policy.forward` gives, of the whole rows; without entropies."""
+        assert entropy == "none", "entropies are not shared"
+        part, length = self._stretch, sequences.ids.shape[1]
+        targets = part.of(sequences.ids.roll(-1, 1))
+        counts = part.of(F.pad(sequences.loss_mask[:, 1:], (0, 1)))
+        predicting = counts.any(0).nonzero().squeeze(1)  # [K] columns of the stretch; there may be none
+        output = self.lm(**part.inputs(sequences), logits_to_keep=predicting, use_cache=False)
+        kept = counts[:, predicting]
+        logprobs = ops.token_logprobs(output.logits, targets[:, predicting], temperature)
+        mine = torch.zeros(targets.shape, dtype=logprobs.dtype, device=logprobs.device)
+        mine = mine.index_copy(1, predicting, torch.where(kept, logprobs, 0.0))
+        return F.pad(part.whole(mine), (1, 0))[:, :length], None
+
+
+class SplitScalarModel(ScalarModel):
+    """A scalar model whose rows are shared by the ranks that work alike."""
+
+    joins = False
+
+    def __init__(self, model: ScalarModel) -> None:
+        super().__init__(model.backbone, model.score)
+        self._stretch = Stretch(model.backbone)
+
+    def forward(self, rows: Sequences | JoinedPairs) -> Tensor:
+        """The scalar at every token, fp32 [B, S]."""
+        assert isinstance(rows, Sequences), "pairs in one row need a mask"
+        hidden = self.backbone(**self._stretch.inputs(rows), use_cache=False).last_hidden_state
+        return self._stretch.whole(self.score(hidden).squeeze(-1).float())[:, : rows.ids.shape[1]]
+
+
+class Stretch:
+    """This rank's stretch of each row, and the model's attention over all of them. Every rank makes this together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._group = dist.alike_group()
+        self._size, self._number = dist.alike(), dist.rank() % dist.alike()
+        AttentionInterface.register(ATTENTION, self._attend)
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        base.set_attn_implementation(ATTENTION)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The stretch [B, L] of rows [B, S], padded to L * ranks with zeros."""
+        length = -(-rows.shape[1] // self._size)
+        padded = F.pad(rows, (0, length * self._size - rows.shape[1]))
+        return padded[:, self._number * length : (self._number + 1) * length]
+
+    def inputs(self, rows: Sequences) -> dict[str, Tensor]:
+        """The arguments of a model's pass over the stretch. Pads have a position that every model knows."""
+        assert not (rows.mask[:, 1:] > rows.mask[:, :-1]).any(), "rows are padded on the left"
+        positions = ops.positions(rows.mask).masked_fill(~rows.mask, 0)
+        return {"input_ids": self.of(rows.ids), "position_ids": self.of(positions)}
+
+    def whole(self, mine: Tensor) -> Tensor:
+        """All stretches [B, L * ranks] in order; of the gradient each rank takes that of its own."""
+        gathered: Tensor = _Gathered.apply(mine, self._group)
+        return gathered
+
+    def _attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **more: Any
+    ) -> tuple[Tensor, None]:
+        """Causal attention over whole rows for a share of the heads. q, k, v [B, heads, L, d]."""
+        assert attention_mask is None, "there is no mask over whole rows"
+        q, k, v = map(self._all_tokens, (q, k, v))
+        attended, _ = sdpa_attention_forward(module, q, k, v, None, **more)
+        return self._all_heads(attended), None
+
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        """[B, heads, L, d] -> [B, heads / ranks, L * ranks, d]"""
+        return self._exchanged(x.unflatten(1, (self._size, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+
+    def _all_heads(self, x: Tensor) -> Tensor:
+        """[B, L * ranks, heads / ranks, d] -> [B, L, heads, d]"""
+        return self._exchanged(x.unflatten(1, (self._size, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        exchanged: Tensor = _Exchanged.apply(parts, self._group)
+        return exchanged
+
+
+class _Exchanged(torch.autograd.Function):
+    """The i-th part [ranks, ...] goes to rank i, and the i-th that comes is of rank i: its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchange(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchange(gradients[0], ctx.group), None
+
+
+class _Gathered(torch.autograd.Function):
+    """[B, L] of every rank beside each other. Every rank makes the same loss of the whole, so it counts once."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
+        ctx.length, ctx.number = mine.shape[1], torch.distributed.get_rank(group)
+        parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(parts, mine.contiguous(), group=group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][:, ctx.number * ctx.length : (ctx.number + 1) * ctx.length], None
+
+
+def _exchange(parts: Tensor, group: Any) -> Tensor:
+    came = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
+    torch.distributed.all_to_all_single(came, parts.contiguous(), group=group)
+    return came

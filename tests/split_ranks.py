@@ -1,0 +1,178 @@
+"""What two ranks do that share one model or the tokens of its rows, all in one launch:
+
+    torchrun --nproc-per-node=2 -m tests.split_ranks FOLDER [all]
+
+FOLDER is what `make` made; FOLDER/seen.pt is what rank 0 saw.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf import dist, launch, losses, resume
+from rlhf.engine import Engine
+from rlhf.models import sequence_parallel
+from rlhf.models.ema import EMA
+from rlhf.models.export import save_policy
+from rlhf.models.load import load_causal_lm
+from rlhf.models.scalar import ScalarModel, scores
+from rlhf.options import EngineOptions
+from rlhf.resume import Resumable
+from rlhf.splitting import SEQUENCE, TENSOR
+from tests import engine_runs, tiny
+from tests.engine_runs import DECAY, STEPS, batches, generate, step
+from tests.resuming import ABOUT, HALF
+from tests.sharded_ranks import saved
+
+# A gradient of nothing but rounding, as that of a bias of keys, makes no step.
+OPTIMIZER = engine_runs.OPTIMIZER.model_copy(update={"adam_epsilon": 1e-5})
+
+
+def make(folder: Path) -> None:
+    """Every family as a model directory."""
+    for family in {*TENSOR, *SEQUENCE} - {"mistral"}:
+        tiny.causal_lm(family, std=0.05).save_pretrained(folder / family)
+    tiny.causal_lm("mistral", std=0.05, sliding_window=None).save_pretrained(folder / "mistral")
+
+
+def engine_of(place: Path, options: dict[str, Any]) -> Engine:
+    chosen = EngineOptions(**{"dtype": "fp32", **options})
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.dtype]
+    lm = load_causal_lm(str(place), dtype, tiny.VOCAB)
+    return Engine(sequence_parallel.policy(lm, chosen.sequence_parallel_size), chosen, OPTIMIZER, STEPS)
+
+
+def trained(
+    folder: Path, family: str, options: dict[str, Any], generating: bool = False, begun: Path | None = None
+) -> dict[str, Any]:
+    """Three steps and a checkpoint; a new engine goes on from it, or from that of another run; three more steps.
+
+    With an average of the weights. Without `begun` nothing is interrupted.
+    """
+    engine = engine_of(folder / family, options)
+    average = EMA(engine, DECAY)
+    first, metrics, tokens = saved(engine, None, folder), [], []
+    for number, rows in enumerate(batches()):
+        if number == HALF:
+            kept = gathered(engine), gathered(average)
+            assert resume.save(checkpoints(folder, family, options), HALF, state_of(engine, average), ABOUT, 2) is None
+            if begun is not None:
+                engine = engine_of(folder / family, options)
+                average = EMA(engine, DECAY)
+                found = resume.newest(begun)
+                assert found is not None and found.step == HALF
+                found.restore(state_of(engine, average), seed=0)
+        if generating:
+            tokens.append(generate(engine, 8))
+        metrics.append(step(engine, rows, 3))
+        average.update()
+    last = saved(engine, None, folder)
+    save_policy(engine, None, tiny.tokenizer(), folder / "average", average)
+    dist.barrier()
+    from safetensors.torch import load_file
+
+    averaged = load_file(folder / "average" / "model.safetensors")
+    again = saved(engine, None, folder)
+    unspoilt = all(torch.equal(last[name], again[name]) for name in last)
+    return {
+        "first": first,
+        "metrics": metrics,
+        "last": last,
+        "averaged": averaged,
+        "tokens": tokens,
+        "unspoilt": unspoilt,
+        "size": engine.size(),
+        "kept": kept,
+        "copies": dist.gather_objects(copies(engine)),
+    }
+
+
+def state_of(engine: Engine, average: EMA) -> Resumable:
+    return Resumable({"policy": engine}, {"policy": engine, "ema": average})
+
+
+def checkpoints(folder: Path, family: str, options: dict[str, Any]) -> Path:
+    """Where a run leaves them."""
+    return folder / "checkpoints" / family / "-".join(map(str, sorted(options.items())))
+
+
+def copies(engine: Engine) -> dict[str, float]:
+    """A checksum of each weight that every rank has whole, under every sharing."""
+    with engine.inference() as model:
+        named = dict(model.named_parameters())
+        return {n: w.double().sum().item() for n, w in named.items() if "norm" in n or "embed" in n or "head" in n}
+
+
+def gathered(part: Any) -> dict[str, Tensor]:
+    """The tensors that all ranks keep, as a checkpoint brings them back."""
+    mine = {name: tensor.clone() for name, tensor in part.tensors()}
+    return {name: tensor for share in dist.gather_objects(mine) for name, tensor in share.items()}
+
+
+def scored(size: int) -> list[list[float]]:
+    """Scores of rows by a scalar model, before and after steps that raise them."""
+    head = torch.nn.Linear(tiny.WIDTH, 1, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-1, 1, tiny.WIDTH))
+    model = sequence_parallel.scalar_model(ScalarModel(tiny.backbone(std=0.05), head), size)
+    engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
+    rows = tiny.sequences([5, 9, 7, 8, 6, 4, 5, 6], [1] * 8)
+    mine = rows[torch.arange(dist.data_rank(), len(rows), dist.data_world_size())]
+    found = []
+    for _ in range(3):
+        with engine.inference() as scalar:
+            found.append(scores(scalar(rows), rows.mask).tolist())
+        engine.step([mine], lambda part: (-scores(engine(part), part.mask).sum() / len(rows), {}))
+    return found
+
+
+def one_sided(size: int) -> list[float]:
+    """Losses of rows of which only tokens at the beginning count, so that the second stretch predicts nothing."""
+    model = sequence_parallel.policy(tiny.causal_lm(std=0.05), size)
+    engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
+    rows = tiny.sequences([12, 9, 11, 7], [2] * 4)
+    rows.loss_mask[:, 5:] = False
+    mine = rows[torch.arange(dist.data_rank(), len(rows), dist.data_world_size())]
+    count = rows.loss_mask.sum()
+    return [
+        engine.step([mine], lambda part: losses.token_nll(engine(part)[0], part.loss_mask, count))["loss"]
+        for _ in range(3)
+    ]
+
+
+def runs(folder: Path, everything: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"alone": {}, "tensor": {}, "sequence": {}}
+    stages = (0, 1, 2, 3) if everything else (3,)
+    dist.work_alike(1)
+    found["scores alone"], found["losses alone"] = scored(1), one_sided(1)
+    dist.work_alike(2)
+    found["scores sequence"], found["losses sequence"] = scored(2), one_sided(2)
+    dist.work_alike(1)
+    for family in sorted({*TENSOR, *SEQUENCE}) if everything else ("llama",):
+        found["alone"][family] = trained(folder, family, {}, generating=True)
+    dist.work_alike(2)
+    # Once a model is split, DeepSpeed holds every other in the process for split too.
+    for kind, families in (("sequence", SEQUENCE), ("tensor", TENSOR)):
+        for family in families if everything else ("llama",):
+            for stage in stages if family == "llama" else (1,):
+                options = {"zero_stage": stage, f"{kind}_parallel_size": 2}
+                others = checkpoints(folder, family, {})
+                found[kind][f"{family} {stage}"] = trained(folder, family, options, kind == "tensor", others)
+        if not everything:
+            continue
+        options = {"zero_stage": 3, f"{kind}_parallel_size": 2}
+        found[kind]["whole"] = trained(folder, "llama", options)
+        found[kind]["gone on"] = trained(folder, "llama", options, begun=checkpoints(folder, "llama", options))
+    return found
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    with dist.process_group(timeout_s=60):
+        seen = runs(place, "all" in sys.argv[2:])
+        if dist.is_main():
+            torch.save(seen, place / "seen.pt")
+    launch.end_well()
