@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from rlhf import rendezvous
@@ -57,9 +58,13 @@ def process_group(timeout_s: float = 1800) -> Iterator[None]:
             device_id=device if device.type == "cuda" else None,
         )
     deepspeed.init_distributed(dist_backend=backend, timeout=patience, verbose=False)
+    # DeepSpeed makes groups of its own and names no timeout: its backward pass would wait for 30 minutes.
+    usual = {name: getattr(c10d, name) for name in ("default_pg_timeout", "default_pg_nccl_timeout")}
+    vars(c10d).update(dict.fromkeys(usual, patience))
     try:
         yield
     finally:
+        vars(c10d).update(usual)
         dist.destroy_process_group()
         split = ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu")
         for name in ("_WORLD_GROUP", *split):
@@ -158,6 +163,11 @@ def broadcast(tensor: Tensor, source: int) -> None:
     """Fill `tensor`, of the same shape and dtype on every rank, with that of rank `source`."""
     if world_size() > 1:
         dist.broadcast(tensor, source)
+
+
+def of_share(value: Any) -> Any:
+    """What the first of the ranks that work alike with this one brings as `value`: the same for all of them."""
+    return value if alike() == 1 else gather_objects(value)[rank() - rank() % alike()]
 
 
 def gather_shares(value: Any) -> list[Any]:

@@ -263,8 +263,10 @@ def _keep_freed_memory() -> None:
 
     Otherwise every large tensor is new pages, which the system clears: 9 of 10 page faults and a tenth of a training
     step of a model of 135M, four tenths of its optimizer's. Not before training: what loading a model leaves free in
-    between would stay with this process.
+    between would stay with this process. Whoever sets a MALLOC_ variable has it his way.
     """
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, top_pad, mmap_max = -1, -2, -4  # M_... of malloc.h

@@ -119,11 +119,11 @@ def _parts(logits: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows [n, V] of all leading dimensions with their ids [n], few enough at a time."""
     size = logits.shape[-1]
     rows = max(1, CACHED * (1 if logits.device.type == "cpu" else 16) // size)
-    return zip(logits.view(-1, size).split(rows), ids.reshape(-1).split(rows), strict=True)
+    return zip(logits.reshape(-1, size).split(rows), ids.reshape(-1).split(rows), strict=True)
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """H = -sum_v p_v log p_v of softmax(logits / temperature). [B, K, V] -> [B, K], nats, never negative.
+    """H = -sum_v p_v log p_v of softmax(logits / temperature). [..., V] -> [...], nats, never negative.
 
     A logit of -inf (a token that cannot be chosen) contributes 0.
     """

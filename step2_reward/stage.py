@@ -64,12 +64,13 @@ def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
-def joins(reward: Engine, dataset: PromptDataset, pad_id: int) -> bool:
+def joins(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> bool:
     """Whether pairs may be computed in one row each, as the longest of them show; every rank says the same."""
-    longest = dataset.sides.sum(1).argsort(kind="stable")[-4:]
+    longest = dataset.sides.sum(1).argsort(kind="stable")[-min(4, config.micro_batch_size) :]
     pairs = pair_batch([dataset[int(i)] for i in longest], pad_id).to(reward.device)
     with reward.inference() as model:
-        able = all(dist.gather_objects(can_join(model, pairs)))
+        able = can_join(model, pairs)
+    able = all(dist.gather_objects(able))
     if not able:
         record.say("both sides of a pair are computed in full: this model cannot keep them apart in one row")
     return able
@@ -159,7 +160,7 @@ def run(config: RewardConfig) -> None:
         model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)
         reward = Engine(model, config, config, total)
         stage.describe(data, tokenizer)
-        joined = joins(reward, dataset, pad_id)
+        joined = joins(reward, dataset, config, pad_id)
         stage.go_on(Resumable({"reward": reward, "batches": batches}, {"reward": reward}))
         steps = train(reward, dataset, batches, config, pad_id, joined)
         stage.follow(steps, total, shown=("loss", "accuracy", "margin"))

@@ -103,8 +103,8 @@ def _shares(config: Step3Config, ranks: int) -> int:
     """Raises: UserError where step 3 cannot share what the options ask it to."""
     if config.sequence_parallel_size > 1:
         raise UserError(
-            f"--sequence-parallel-size {config.sequence_parallel_size}: expected 1 in step 3, whose rows are padded on "
-            "the left and need masks; it is for steps 1 and 2 (--sft.sequence-parallel-size)"
+            f"--sequence-parallel-size {config.sequence_parallel_size}: expected 1 in step 3, whose generation "
+            "and entropies are not shared; it is for steps 1 and 2 (--sft.sequence-parallel-size)"
         )
     frozen = {"reference": config.reference, "reward_models": config.reward_models}
     for name, options in frozen.items() if config.tensor_parallel_size > 1 else ():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf import dist
 from rlhf.engine import Engine
 from rlhf.frozen import FrozenEngine
 from rlhf.generation.loop import Generate
@@ -95,7 +96,8 @@ def score(rollout: Rollout, actor: Engine, critic: Engine | None, scorer: Scorer
     if critic is not None:
         with critic.inference() as model:
             values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
-    scores, by_source = scorer.sources(as_samples(rollout, scorer.tokenizer))
+    # A source may be random, or dear: ranks that share a model must not learn from different answers.
+    scores, by_source = dist.of_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
     scores = scores.to(old.device)
     source_scores = torch.stack([each.to(old.device) for each in by_source.values()], dim=1)
     if scorer.missing_eos_penalty is not None:

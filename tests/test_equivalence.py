@@ -70,20 +70,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("runs")
     write_rows(folder / "rows.jsonl")
     made: dict[str, Made] = {}
+    places: dict[str, Path] = {}
 
     def call(stage: str, processes: int = 1, again: bool = False, **options: Any) -> Made:
-        key = json.dumps([stage, processes, again, options], sort_keys=True)
+        key = named(stage, processes, again, options)
         if key not in made:
             chosen = COMMON | OWN[stage] | {"data_path": [str(folder / "rows.jsonl")]}
             if stage == "step3_ppo":
                 chosen |= {"actor_model": str(start("step1_sft")), "reward_model": str(start("step2_reward"))}
-            out = folder / f"{len(made)}"
+            out = places[key] = folder / f"{len(made)}"
             made[key] = start_and_read(stage, processes, out, chosen | {"output_dir": str(out)} | options)
         return made[key]
 
     def start(stage: str) -> Path:
         call(stage)
-        return next(folder.glob(f"*/{stage}"))
+        return places[named(stage, 1, False, {})] / stage
+
+    def named(*words: Any) -> str:
+        return json.dumps(words, sort_keys=True)
 
     return call
 

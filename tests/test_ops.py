@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from rlhf import ops
+from rlhf.types import token_groups
 
 LEFT_RIGHT = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]]).bool()
 GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
@@ -294,3 +295,12 @@ def test_one_pass_over_logits_of_minus_infinity() -> None:
         entropy, torch.tensor([2.0, 1.0]).log()
     )
     assert torch.equal(logits.grad, torch.tensor([[0.5, 0.0, -0.5], [0.0, 0.0, 0.0]]))
+
+
+# --- groups of rows
+
+
+def test_groups_by_tokens_hold_every_row_once_and_little_padding() -> None:
+    lengths = torch.tensor([5, 90, 7, 40, 6, 41, 5, 300])
+    groups = [group.tolist() for group in token_groups(lengths, 100)]
+    assert groups == [[7], [1], [5, 3], [2, 4, 0, 6]]

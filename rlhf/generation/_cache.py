@@ -10,8 +10,8 @@ from transformers import DynamicCache, DynamicLayer
 class _Room(DynamicLayer):
     """The keys and values of one layer, [B, heads, tokens so far, d] each: views of what has room for `tokens`.
 
-    transformers' own layer copies all of them for every new token. Keys lie transposed in memory, as one new token
-    wants to read them.
+    transformers' own layer copies all of them for every new token. On a CPU keys lie transposed in memory, as one new
+    token wants to read them; the kernels of GPUs want them as they are.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -22,7 +22,10 @@ class _Room(DynamicLayer):
         """Begin with these, [B, heads, length, d]."""
         self.lazy_initialization(keys, values)
         rows, heads, _, width = keys.shape
-        self._keys = keys.new_empty(rows, heads, width, self._tokens).transpose(2, 3)
+        if keys.device.type == "cpu":
+            self._keys = keys.new_empty(rows, heads, width, self._tokens).transpose(2, 3)
+        else:
+            self._keys = keys.new_empty(rows, heads, self._tokens, width)
         self._values = values.new_empty(rows, heads, self._tokens, values.shape[-1])
         self._put(keys, values, 0, length)
 
@@ -38,7 +41,8 @@ class _Room(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         end = self.get_seq_length()
-        self._keys = self._keys.transpose(2, 3)[indices].transpose(2, 3)
+        turned = self._keys.device.type == "cpu"
+        self._keys = self._keys.mT[indices].mT if turned else self._keys[indices]
         self._values = self._values[indices]
         self.keys, self.values = self._keys[:, :, :end], self._values[:, :, :end]
 

@@ -34,24 +34,25 @@ def decoding(lm: PreTrainedModel, rows: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _packed(lm: PreTrainedModel, rows: int) -> Iterator[None]:
     head = lm.get_output_embeddings()  # as wide as the vocabulary: sorting it takes no share of its product
-    packed = []
-    if torch.backends.mkldnn.is_available():
-        packed = [
-            module
-            for module in lm.modules()
-            if type(module) is nn.Linear
-            and module is not head
-            and "forward" not in vars(module)
-            and module.weight.dim() == 2  # not a part of it
-            and module.weight.dtype in (torch.bfloat16, torch.float32)
-        ]
-    for module in packed:
-        module.forward = _product(module, rows)  # type: ignore[method-assign]
+    dtypes = [torch.float32] if torch.backends.mkldnn.is_available() else []
+    if dtypes and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtypes.append(torch.bfloat16)
+    packed = [
+        module
+        for module in lm.modules()
+        if type(module) is nn.Linear
+        and module is not head
+        and "forward" not in vars(module)
+        and module.weight.dim() == 2  # not a part of it
+        and module.weight.dtype in dtypes
+    ]
     try:
+        for module in packed:
+            module.forward = _product(module, rows)  # type: ignore[method-assign]
         yield
     finally:
         for module in packed:
-            del module.forward
+            vars(module).pop("forward", None)
 
 
 def _product(module: nn.Linear, rows: int) -> Any:
@@ -62,7 +63,7 @@ def _product(module: nn.Linear, rows: int) -> Any:
 
 @contextlib.contextmanager
 def _one_token(lm: PreTrainedModel) -> Iterator[None]:
-    if lm.config._attn_implementation != "sdpa":
+    if lm.config._attn_implementation != "sdpa" or not lm._can_set_attn_implementation():
         yield
         return
     AttentionInterface.register(ONE_TOKEN, attention)
@@ -87,7 +88,7 @@ def attention(
 
     q [B, heads, 1, d], k and v [B, fewer or as many heads, L, d], mask bool [B, 1, 1, L] or None -> [B, 1, heads, d].
     """
-    if q.shape[2] > 1:
+    if q.shape[2] > 1 or options.get("position_bias") is not None or options.get("softcap") is not None:
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **options)
     shared = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, heads of k, heads of q for each, d]
     scores = (shared @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)

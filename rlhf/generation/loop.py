@@ -70,6 +70,7 @@ def _sample(
     counted = takes(lm, "position_ids")  # BLOOM and MPT do not
     rows = torch.arange(size, device=device)  # those that the model is asked about
     alive = torch.ones_like(mask[:, 0])
+    droppable = keeps_all(lm.config)  # other caches may not know how to drop a row of a recurrent state
     logits, cache = _read(lm, prompts, seen.shape[1])
     start = seen.shape[1] - length
     for t in range(length):
@@ -80,7 +81,7 @@ def _sample(
         count = int(alive.sum())
         if count == 0 or t == length - 1:
             return tokens[:, : t + 1], logprobs[:, : t + 1], mask[:, : t + 1]
-        if count <= KEPT * len(rows):
+        if droppable and count <= KEPT * len(rows):
             cache.batch_select_indices(alive.nonzero().squeeze(1))
             rows, token, seen, positions = rows[alive], token[alive], seen[alive], positions[alive]
             alive = alive[alive]

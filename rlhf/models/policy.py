@@ -1,4 +1,4 @@
-"""The policy: a causal language model that tells each token's log-probability. The only place that shifts logits."""
+"""The policy: a causal language model that tells each token's log-probability. The place that shifts logits."""
 
 import contextlib
 import inspect

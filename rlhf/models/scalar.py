@@ -97,7 +97,11 @@ def can_join(model: ScalarModel, pairs: Pairs) -> bool:
     """
     if not model.joins or not takes(model.backbone, "position_ids") or not keeps_all(model.backbone.config):
         return False
-    apart, together = pair_scores(model, pairs), pair_scores(model, pairs, joined=True)
+    apart = pair_scores(model, pairs)
+    try:
+        together = pair_scores(model, pairs, joined=True)
+    except (ValueError, RuntimeError, IndexError, TypeError):  # a model that reads a mask of two dimensions only
+        return False
     rounding = 1e-3 if model.score.weight.dtype == torch.float32 else 1e-1
     return float((apart - together).abs().max() / apart.std().clamp(min=1e-6)) < rounding
 
