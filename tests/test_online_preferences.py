@@ -46,7 +46,7 @@ SMALL: dict[str, list[str]] = {
     "step2_reward": [*LENGTHS, "--learning-rate", "2e-3", "--batch-size", "32"],
     "step3_ppo": [
         *LENGTHS, *SHORT, "--learning-rate", "5e-4", "--critic-learning-rate", "1e-3", "--batch-size", "64",
-        "--total-episodes", "640", "--num-ppo-epochs", "2", "--num-mini-batches", "2", "--kl-coef", "0.3",
+        "--total-episodes", "640", "--num-ppo-epochs", "2", "--num-mini-batches", "2", "--kl-coef", "0.6",
         "--eval-samples", "32", "--rollout-batch-size", "64",
     ],
     "rlhf.pairs": [*SHORT, "--dtype", "fp32"],
