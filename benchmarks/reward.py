@@ -10,17 +10,15 @@ order, with weights and moments in bf16 under autocast.
 The work that the loss needs has the prompt of a pair once: what a model computes of it is the same for both sides.
 """
 
-import itertools
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers, sft
-from benchmarks.harness import MACHINE, OURS, WARM_UP, Wire
+from benchmarks.harness import MACHINE, OURS, Wire
 from rlhf import config
 
 PEER = "TRL"
@@ -49,7 +47,6 @@ def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
 
 def ours(settings: dict[str, Any], wire: Wire) -> None:
     """Step 2 without evaluation, checkpoints and files."""
-    from data.batches import batches_of
     from rlhf import adapters, dist
     from rlhf.engine import Engine, compute_dtype, shards_of
     from rlhf.models.scalar import new_scalar_model
@@ -64,20 +61,15 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
         model = new_scalar_model(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
         model.backbone = adapters.wrap(model.backbone, given.adapter)
         reward = Engine(model, given, given, sft.ENDLESS)
+        joined = stage.joins(reward, data.train, given, tokenizer.pad_token_id)
         wire.ready()
-        for epoch in itertools.count():
-            work = wire.asked()
-            if work is None:
-                return
-            batches = batches_of(data.train.sides, given, given.seed, (0, 1))
-            batches.set_epoch(epoch)
-            until = given.model_copy(update={"num_train_epochs": epoch + 1})
-            began = time.perf_counter()
-            steps = stage.train(reward, data.train, batches, until, tokenizer.pad_token_id)
-            told = list(itertools.islice(steps, 1 if work == WARM_UP else None))
-            seconds = time.perf_counter() - began
-            means = {name: sum(one[name] for one in told) / len(told) for name in ("loss", "padding")}
-            wire.tell(seconds=seconds, pairs=len(told) * given.batch_size, steps=len(told), **means)
+        sft.run_ours(
+            wire,
+            given,
+            data.train.sides,
+            lambda batches, until: stage.train(reward, data.train, batches, until, tokenizer.pad_token_id, joined),
+            lambda told, work: {"pairs": len(told) * given.batch_size},
+        )
 
 
 def trl(settings: dict[str, Any], wire: Wire) -> None:

@@ -14,6 +14,7 @@ import itertools
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,6 @@ def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
 
 def ours(settings: dict[str, Any], wire: Wire) -> None:
     """Step 1 without evaluation, checkpoints and files."""
-    from data.batches import batches_of
     from rlhf import adapters, dist
     from rlhf.engine import Engine, compute_dtype, shards_of
     from rlhf.models.load import load_causal_lm
@@ -75,21 +75,42 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
         lm = load_causal_lm(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
         policy = Engine(Policy(adapters.wrap(lm, given.adapter)), given, given, ENDLESS)
         wire.ready()
-        for epoch in itertools.count():
-            work = wire.asked()
-            if work is None:
-                return
-            batches = batches_of(data.train.sides, given, given.seed, (0, 1))
-            batches.set_epoch(epoch)
-            until = given.model_copy(update={"num_train_epochs": epoch + 1})
-            began = time.perf_counter()
-            steps = stage.train(policy, data.train, batches, until, tokenizer.pad_token_id)
-            told = list(itertools.islice(steps, 1 if work == WARM_UP else None))
-            seconds = time.perf_counter() - began
-            # A warm-up is one step of rows that nobody counts.
-            tokens = int(data.train.lengths.sum()) if work != WARM_UP else 0
-            means = {name: sum(one[name] for one in told) / len(told) for name in ("loss", "padding")}
-            wire.tell(seconds=seconds, tokens=tokens, steps=len(told), **means)
+        # A warm-up is one step of rows that nobody counts.
+        tokens = int(data.train.lengths.sum())
+        run_ours(
+            wire,
+            given,
+            data.train.sides,
+            lambda batches, until: stage.train(policy, data.train, batches, until, tokenizer.pad_token_id),
+            lambda told, work: {"tokens": tokens if work != WARM_UP else 0},
+        )
+
+
+def run_ours(
+    wire: Wire,
+    given: Any,
+    sides: Any,
+    train: Callable[[Any, Any], Iterator[dict[str, float]]],
+    counted: Callable[[list[dict[str, float]], str], dict[str, int]],
+) -> None:
+    """A pass over the set each time one is asked for, a step where it is the warm-up.
+
+    `train(batches, options)` is a stage's; `counted(steps, work)` what of it is told as done.
+    """
+    from data.batches import batches_of
+
+    for epoch in itertools.count():
+        work = wire.asked()
+        if work is None:
+            return
+        batches = batches_of(sides, given, given.seed, (0, 1))
+        batches.set_epoch(epoch)
+        until = given.model_copy(update={"num_train_epochs": epoch + 1})
+        began = time.perf_counter()
+        told = list(itertools.islice(train(batches, until), 1 if work == WARM_UP else None))
+        seconds = time.perf_counter() - began
+        means = {name: sum(one[name] for one in told) / len(told) for name in ("loss", "padding")}
+        wire.tell(seconds=seconds, steps=len(told), **counted(told, work), **means)
 
 
 def trl(settings: dict[str, Any], wire: Wire, packing: bool = False) -> None:
