@@ -61,13 +61,13 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
         model = new_scalar_model(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
         model.backbone = adapters.wrap(model.backbone, given.adapter)
         reward = Engine(model, given, given, sft.ENDLESS)
-        joined = stage.joins(reward, data.train, given, tokenizer.pad_token_id)
+        pair_scores = stage.scoring(reward, data.train, given, tokenizer.pad_token_id)
         wire.ready()
         sft.run_ours(
             wire,
             given,
             data.train.sides,
-            lambda batches, until: stage.train(reward, data.train, batches, until, tokenizer.pad_token_id, joined),
+            lambda batches, until: stage.train(reward, data.train, batches, until, tokenizer.pad_token_id, pair_scores),
             lambda told, work: {"pairs": len(told) * given.batch_size},
         )
 

@@ -11,6 +11,7 @@ from typing import Any, overload
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from data import cache
@@ -69,6 +70,18 @@ class PromptDataset(Sequence[Item]):
         if self.table is None:
             return np.zeros((0, len(names)), dtype=np.int32)
         return np.stack([self.table.data.column(name).to_numpy()[self.positions] for name in names], axis=1)
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """Tokens of each item's prompt; of a demonstration, all before the last stretch that is learned. [N]"""
+        if self.phase == "ppo":
+            return self.lengths
+        assert self.table is not None
+        if self.phase == "reward":
+            return pyarrow.compute.list_value_length(self.table.data.column("prompt")).to_numpy()[self.positions]
+        spans = self.table.data.column("spans").combine_chunks()
+        ends = np.cumsum(pyarrow.compute.list_value_length(spans).to_numpy(zero_copy_only=False))
+        return spans.flatten().to_numpy()[ends[self.positions] - 2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-import pyarrow.compute
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -145,29 +144,12 @@ def _lengths(train: PromptDataset, recipe: Recipe) -> Table:
     """Percentiles of tokens: of the prompt, where the items tell it from the rest, and of the whole row."""
     table = _table("tokens", *("max" if share == 100 else f"{share} %" for share in PERCENTILES))
     told_apart = recipe.phase != "sft" or (recipe.objective == "response" and recipe.loss_on != "all")
-    measured = {"prompt": prompt_lengths(train)} if told_apart else {}
+    measured = {"prompt": train.prompt_lengths} if told_apart else {}
     measured["whole"] = train.lengths
     for name, lengths in measured.items():
         found = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
         table.add_row(name, *(f"{int(length):,}" for length in found))
     return table
-
-
-def prompt_lengths(dataset: PromptDataset) -> np.ndarray:
-    """Tokens of each item's prompt; of a demonstration, all before the last stretch that is learned. [N]"""
-    if dataset.phase == "ppo":
-        return dataset.lengths
-    if dataset.phase == "reward":
-        return _list_lengths(dataset, "prompt")
-    assert dataset.table is not None
-    spans = dataset.table.data.column("spans").combine_chunks()
-    ends = np.cumsum(pyarrow.compute.list_value_length(spans).to_numpy(zero_copy_only=False))
-    return spans.flatten().to_numpy()[ends[dataset.positions] - 2]
-
-
-def _list_lengths(dataset: PromptDataset, column: str) -> np.ndarray:
-    assert dataset.table is not None
-    return pyarrow.compute.list_value_length(dataset.table.data.column(column)).to_numpy()[dataset.positions]
 
 
 def _account(opened: Opened) -> Table:

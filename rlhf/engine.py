@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf import dist, engine_state, tensor_parallel
+from rlhf.adamw import MasterAdamW
 from rlhf.config import UserError
 from rlhf.nonfinite import Tolerance
-from rlhf.options import EngineOptions, OptimizerOptions
+from rlhf.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.sharding import InStep, Shards, deepspeed_settings, gathered, zero3
 from rlhf.types import Metrics
 
@@ -70,17 +71,11 @@ class Engine:
         split = options.tensor_parallel_size > 1
         if split:
             tensor_parallel.show_plan(model)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trained,
-            lr=o.learning_rate,
-            betas=(o.adam_beta1, o.adam_beta2),
-            eps=o.adam_epsilon,
-            weight_decay=o.weight_decay,
-            fused=not options.offload_optimizer,
-        )
+        # ZeRO leaves gradient norm, clipping and bad steps to us where it divides nothing.
+        self._plain = effective_stage(options, dist.world_size()) == 0
+        optimizer = _adamw([p for p in model.to(self.device).parameters() if p.requires_grad], options, o, self._plain)
         self._engine, *_ = deepspeed.initialize(
-            model=model.to(self.device),
+            model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, total_steps)),
             config=deepspeed_config(options, o, dtype),
@@ -88,11 +83,12 @@ class Engine:
         if split:
             tensor_parallel.require_even(self._engine.module)
             self._engine.first_dataloader_check.remove()  # it compares tensors only
+        if self._plain and dist.world_size() == 1:
+            self._engine.enable_backward_allreduce = False  # it copies every gradient twice, to nobody
         _let_it_search(self._engine.optimizer)
         self._options = options
         self._averaged = dist.world_size() // options.tensor_parallel_size  # ranks over which DeepSpeed takes the mean
-        # Plain fp32: DeepSpeed then neither looks at the gradient nor tells its norm.
-        self._unchecked = options.zero_stage == 0 and dtype == torch.float32
+        self._max_norm = o.max_grad_norm
         self._steps = 0
         self._title = title
         self._overflows = 0
@@ -168,11 +164,12 @@ class Engine:
 
     def _apply(self) -> tuple[float, bool]:
         """Change the weights: the norm of the gradient before clipping, and whether it was finite and they did."""
-        if not self._unchecked:
+        if not self._plain:
             self._engine.step()
             return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
         norm = tensor_parallel.gradient_norm(p for _, p in self._trained())
         if math.isfinite(norm):
+            self._engine.optimizer.scale = min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm else 1.0
             self._engine.step()
         else:
             self._engine.optimizer.zero_grad()
@@ -194,11 +191,8 @@ class Engine:
 
         Every rank goes through all of them, because the parts of each come from where ZeRO keeps them.
         """
-        from deepspeed.utils import safe_get_full_fp32_param
-
         for name, parameter in self._trained():
-            whole = safe_get_full_fp32_param(parameter)
-            yield name, tensor_parallel.joined(parameter, (parameter if whole is None else whole).detach())
+            yield name, engine_state.master(self._engine, parameter)
 
     def state_dict(self) -> dict[str, float]:
         """Step counts and fp16's loss scale: all that the engine goes on from beside `tensors`."""
@@ -278,20 +272,33 @@ def _keep_freed_memory() -> None:
 def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype) -> dict[str, Any]:
     """What DeepSpeed is told. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3.
 
-    Below fp32 ZeRO starts at stage 1: without it another optimizer keeps the master weights, and its first step is a
-    dummy.
+    Where ZeRO divides nothing DeepSpeed is told of no dtype and no clipping: the optimizer keeps master weights, and
+    clips. DeepSpeed's own way copies every gradient three times, and the first step of its stage 0 is a dummy.
     """
-    stage = int(options.zero_stage) if dtype == torch.float32 else max(1, int(options.zero_stage))
+    stage = effective_stage(options, dist.world_size())
+    plain = stage == 0
     zero: dict[str, Any] = zero3(_kept(options)) if stage == 3 else {"stage": stage}
     if options.offload_optimizer:
         zero["offload_optimizer"] = _off(options)
-    return deepspeed_settings(dtype, optimizer.micro_batch_size) | {
-        "gradient_clipping": optimizer.max_grad_norm,
+    return deepspeed_settings(torch.float32 if plain else dtype, optimizer.micro_batch_size) | {
+        "gradient_clipping": 0.0 if plain else optimizer.max_grad_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **tensor_parallel.settings(options.tensor_parallel_size),
     }
+
+
+def _adamw(weights: list[nn.Parameter], options: EngineOptions, o: OptimizerOptions, plain: bool) -> Any:
+    settings: dict[str, Any] = {
+        "lr": o.learning_rate,
+        "betas": (o.adam_beta1, o.adam_beta2),
+        "eps": o.adam_epsilon,
+        "weight_decay": o.weight_decay,
+    }
+    if plain:
+        return MasterAdamW(weights, **settings)
+    return torch.optim.AdamW(weights, **settings, fused=not options.offload_optimizer)
 
 
 def shards_of(options: EngineOptions) -> Shards | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.adamw import MASTER
 from rlhf.tensor_parallel import joined, part
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -32,18 +33,31 @@ def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
 
     The same on every rank; every rank goes through all of them. Before the first step there are no moments.
     """
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_optimizer_state
 
     stepped = numbers(engine)["adam_steps"] > 0
     for name, parameter in trained:
-        whole = safe_get_full_fp32_param(parameter)
-        yield f"weight:{name}", joined(parameter, (parameter if whole is None else whole).detach())
+        yield f"weight:{name}", master(engine, parameter)
         for moment in MOMENTS if stepped else ():
-            if whole is None:
-                state = _adam(engine).state[parameter][moment]
-            else:
+            if _divided(parameter):
                 state = safe_get_full_optimizer_state(parameter, moment)
+            else:
+                state = _adam(engine).state[parameter][moment]
             yield f"{moment}:{name}", joined(parameter, state)
+
+
+def master(engine: Any, parameter: nn.Parameter) -> Tensor:
+    """A trained weight as the optimizer has it: whole, in fp32. Every rank asks for it together."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if _divided(parameter):
+        return joined(parameter, safe_get_full_fp32_param(parameter).detach())
+    return joined(parameter, _adam(engine).state[parameter].get(MASTER, parameter).detach())
+
+
+def _divided(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO keeps its state."""
+    return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
 
 
 def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
@@ -51,7 +65,7 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
     adam = _adam(engine)
     if saved["adam_steps"]:
         for held in _held(engine):
-            adam.state[held] = {
+            adam.state[held] |= {
                 "step": torch.tensor(saved["adam_steps"], device=held.device),
                 **{moment: torch.zeros_like(held, dtype=torch.float32) for moment in MOMENTS},
             }
@@ -79,13 +93,15 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
         kind, name = key.split(":", 1)
         parameter = parameters[name]
         value = part(parameter, value)
-        sharded = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+        divided = _divided(parameter)
         if kind == "weight":
             missing.discard(name)
-            if sharded:
+            if divided:
                 safe_set_full_fp32_param(parameter, value)
+            else:
+                _adam(engine).state[parameter].get(MASTER, parameter.data).copy_(value)
             _set_compute_weight(parameter, value)
-        elif sharded:
+        elif divided:
             safe_set_full_optimizer_state(parameter, value, kind)
         else:
             _adam(engine).state[parameter][kind].copy_(value)

@@ -74,12 +74,17 @@ def gradient_norm(weights: Iterable[Tensor]) -> float:
     for weight in weights:
         if weight.grad is not None:
             (own if _split(weight) is None else parts).append(weight.grad)
-    norm = torch.nn.utils.get_total_norm(own).double()
-    if not parts:
-        return float(norm)
-    # Every share of the rows has all parts, and the sum over ranks counts each rank that works alike once.
-    square = torch.nn.utils.get_total_norm(parts).double() ** 2 * dist.alike() / dist.data_world_size()
-    return math.sqrt(float(norm**2 + dist.sum_over_ranks(square)))
+    square = _squares(own)
+    if parts:
+        # Every share of the rows has all parts, and the sum over ranks counts each rank that works alike once.
+        square = square + dist.sum_over_ranks(_squares(parts) * dist.alike() / dist.data_world_size())
+    return math.sqrt(float(square))
+
+
+def _squares(gradients: list[Tensor]) -> Tensor:
+    """The sum of all squares, in fp64 of norms in fp32."""
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32).double() for g in gradients]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def _split(weight: Tensor) -> dict[str, Any] | None:

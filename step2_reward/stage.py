@@ -1,7 +1,8 @@
 """The reward model: the chosen response of each pair shall score higher (InstructGPT, arXiv 2203.02155, eq. 1)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,14 @@ from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype, shards_of
 from rlhf.models import sequence_parallel
 from rlhf.models.export import save_scalar
-from rlhf.models.scalar import ScoreStatistics, can_join, new_scalar_model, pair_scores, passes
+from rlhf.models.scalar import ScoreStatistics, apart, can_join, new_scalar_model, together
 from rlhf.names import resolve
 from rlhf.progress import find
 from rlhf.resume import Resumable
 from rlhf.run import check_engine, check_ranks, check_start, open_run
 from rlhf.splitting import check_split, shares
 from rlhf.text import load_tokenizer, prepare_tokenizer
-from rlhf.types import Metrics, Pairs, length_groups
+from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
 from step2_reward.config import RewardConfig
 
 STAGE = "step2_reward"
@@ -32,26 +33,34 @@ FOLDERS = ("model", "actor")
 """Models among what stages leave whose backbone may become the reward model's."""
 
 
-def train(
-    reward: Engine, dataset: PromptDataset, batches: Batches, config: RewardConfig, pad_id: int, joined: bool = False
-) -> Iterator[Metrics]:
-    """The method: the logistic loss of each pair's score difference, one optimizer step a batch.
+WORTH_JOINING = 0.1
+"""share of all tokens that prompts must have: rows with both sides need a mask, which slows attention"""
+PairScores = Callable[[Any, Pairs], tuple[Tensor, Sequence[Sequences | JoinedPairs]]]
+"""Scores of both sides, [B, 2], and the rows that the model ran for them."""
 
-    joined: both sides of a pair in one row, where `can_join` says so.
-    """
+
+def train(
+    reward: Engine,
+    dataset: PromptDataset,
+    batches: Batches,
+    config: RewardConfig,
+    pad_id: int,
+    pair_scores: PairScores = apart,
+) -> Iterator[Metrics]:
+    """The method: the logistic loss of each pair's score difference, one optimizer step a batch."""
     for indices in batches.take(config.num_train_epochs):
         batch = pair_batch([dataset[i] for i in indices], pad_id).to(reward.device)
         count = dist.sum_over_ranks(torch.tensor(float(len(batch))))
+        ran: list[Sequences | JoinedPairs] = []
 
-        def loss(pairs: Pairs, count: Tensor = count) -> losses.Loss:
-            chosen, rejected = pair_scores(reward, pairs, joined).unbind(1)
-            return losses.pairwise_logistic(chosen, rejected, pairs.margin, config.centering, count)
+        def loss(pairs: Pairs, count: Tensor = count, ran: list[Any] = ran) -> losses.Loss:
+            scores, rows = pair_scores(reward, pairs)
+            ran.extend(rows)
+            return losses.pairwise_logistic(*scores.unbind(1), pairs.margin, config.centering, count)
 
         groups = length_groups(batch.lengths, config.micro_batch_size)
-        micros = [batch[rows] for rows in groups]
-        metrics = reward.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
-        parts = [part for micro in micros for part in ([micro.joined()] if joined else passes(micro)[0])]
-        yield {**metrics, "padding": padding(parts)}
+        metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
+        yield {**metrics, "padding": padding(ran)}
 
 
 def _batches(dataset: PromptDataset, config: RewardConfig) -> Batches:
@@ -64,20 +73,22 @@ def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
-def joins(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> bool:
-    """Whether pairs may be computed in one row each, as the longest of them show; every rank says the same."""
-    longest = dataset.sides.sum(1).argsort(kind="stable")[-min(4, config.micro_batch_size) :]
-    pairs = pair_batch([dataset[int(i)] for i in longest], pad_id).to(reward.device)
+def scoring(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> PairScores:
+    """How pairs are scored: in one row each if the model can, as the longest of them show, and that saves tokens."""
+    tokens = dataset.sides.sum(1)
+    if dataset.prompt_lengths.sum() < WORTH_JOINING * tokens.sum():
+        return apart
+    longest = tokens.argsort(kind="stable")[-min(4, config.micro_batch_size) :]
     with reward.inference() as model:
-        able = can_join(model, pairs)
-    able = all(dist.gather_objects(able))
-    if not able:
-        record.say("both sides of a pair are computed in full: this model cannot keep them apart in one row")
-    return able
+        able = can_join(model, pair_batch([dataset[int(i)] for i in longest], pad_id).to(reward.device))
+    if all(dist.gather_objects(able)):
+        return together
+    record.say("both sides of a pair are computed in full: this model cannot keep them apart in one row")
+    return apart
 
 
 def evaluate(
-    reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int, joined: bool = False
+    reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int, pair_scores: PairScores = apart
 ) -> Metrics:
     """Accuracy, loss and scores on held-out pairs, over all ranks."""
     mine = range(dist.data_rank(), len(dataset), dist.data_world_size())
@@ -85,7 +96,7 @@ def evaluate(
     with reward.inference() as model:
         for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
             batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
-            found += pair_scores(model, batch, joined).tolist()
+            found += pair_scores(model, batch)[0].tolist()
     pairs = torch.tensor([pair for part in dist.gather_shares(found) for pair in part])
     loss, metrics = losses.pairwise_logistic(pairs[:, 0], pairs[:, 1])
     record.say(score_histogram(pairs))
@@ -160,10 +171,10 @@ def run(config: RewardConfig) -> None:
         model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)
         reward = Engine(model, config, config, total)
         stage.describe(data, tokenizer)
-        joined = joins(reward, dataset, config, pad_id)
+        pair_scores = scoring(reward, dataset, config, pad_id)
         stage.go_on(Resumable({"reward": reward, "batches": batches}, {"reward": reward}))
-        steps = train(reward, dataset, batches, config, pad_id, joined)
+        steps = train(reward, dataset, batches, config, pad_id, pair_scores)
         stage.follow(steps, total, shown=("loss", "accuracy", "margin"))
-        metrics = evaluate(reward, evaluation, config, pad_id, joined)
+        metrics = evaluate(reward, evaluation, config, pad_id, pair_scores)
         statistics = ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
         stage.finish({"model": partial(save_scalar, reward, config.adapter, tokenizer, scores=statistics)}, metrics)

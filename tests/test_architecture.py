@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rlhf.checkpoint", "rlhf.resume", "rlhf.progress", "rlhf.logs", "rlhf.ending",
         "rlhf.launch", "rlhf.hosts", "rlhf.ranks", "rlhf.nodes", "rlhf.node", "rlhf.rendezvous", "rlhf.last_words",
     ),
-    ("rlhf.models", "rlhf.adapters", "rlhf.engine", "rlhf.engine_state", "rlhf.sharding", "rlhf.frozen",
+    ("rlhf.models", "rlhf.adapters", "rlhf.engine", "rlhf.engine_state", "rlhf.adamw", "rlhf.sharding", "rlhf.frozen",
      "rlhf.tensor_parallel", "rlhf.splitting"),
     (
         "rlhf.generation", "rlhf.rewards", "rlhf.responding", "rlhf.evaluate", "rlhf.comparison", "rlhf.pairs",

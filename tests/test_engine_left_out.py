@@ -63,7 +63,7 @@ def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPat
 
     seen = [engine.step([rows], loss) for _ in range(FP16_SEARCH)]
     assert all(metrics["skipped"] == 1 and math.isfinite(metrics["loss"]) for metrics in seen)
-    with pytest.raises(NonFiniteError, match=rf"step {FP16_SEARCH + 5}: grad_norm is inf, 5 times in a row"):
+    with pytest.raises(NonFiniteError, match=rf"step {FP16_SEARCH + 5}: grad_norm is (nan|inf), 5 times in a row"):
         for _ in range(9):
             engine.step([rows], loss)
     assert apart(weights(engine), before) == 0

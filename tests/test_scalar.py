@@ -19,13 +19,14 @@ from rlhf.models.export import save_scalar
 from rlhf.models.scalar import (
     HEAD,
     ScalarModel,
+    apart,
     can_join,
     load_scalar_model,
     new_scalar_model,
-    pair_scores,
     read_head,
     scores,
     state_values,
+    together,
 )
 from rlhf.options import EngineOptions, OptimizerOptions
 from rlhf.types import Pairs, Sequences
@@ -278,12 +279,12 @@ def test_pairs_in_one_row_have_the_scores_and_gradients_of_two(family: str) -> N
     if not able:
         return
     found = {}
-    for joined in (False, True):
-        scored = pair_scores(model, rows, joined)
+    for pair_scores in (apart, together):
+        scored = pair_scores(model, rows)[0]
         loss, _ = pairwise_logistic(*scored.unbind(1))
-        found[joined] = (scored, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
-    assert float((found[True][0] - found[False][0]).abs().max()) < 1e-5
-    for got, expected in zip(found[True][1], found[False][1], strict=True):
+        found[pair_scores] = (scored, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+    assert float((found[together][0] - found[apart][0]).abs().max()) < 1e-5
+    for got, expected in zip(found[together][1], found[apart][1], strict=True):
         assert got is None or float((got - expected).abs().max()) < 1e-5
 
 

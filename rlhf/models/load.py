@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rlhf import dist
 from rlhf.config import UserError, read_yaml
+from rlhf.models import attention
 from rlhf.names import resolve
 from rlhf.sharding import Shards, whole, whole_shape
 from rlhf.text import load_tokenizer
@@ -157,6 +159,8 @@ def _load(
         with contextlib.nullcontext() if shards is None else shards.building():
             _add_rows(model, rows, tokenizer_size)
     refuse_non_finite(model, place)
+    if dist.local_device().type == "cpu":
+        attention.use(model)
     return model.eval()
 
 

@@ -23,7 +23,8 @@ def takes(model: Any, argument: str) -> bool:
 
 def keeps_all(config: PretrainedConfig) -> bool:
     """Whether every layer attends to all tokens: no sliding window, no recurrent state."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    windowed = getattr(config, "window_size", None) is not None  # GPT-Neo, whose cache keeps all
+    return not windowed and all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 class Policy(nn.Module):

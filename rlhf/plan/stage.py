@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlhf.engine import compute_dtype
-from rlhf.options import EngineOptions, FrozenOptions
+from rlhf.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.plan import zero
 from rlhf.plan.activations import Activations, Passes, activations, inference
 from rlhf.plan.machine import PROGRAM, Machine
@@ -207,7 +207,7 @@ def _training(line: Line, kept: Bytes, site: Site) -> Iterator[Moment]:
     # Gradients of more than a bucket are exchanged while activations are there, except under ZeRO-0 and 1.
     exchanged = kept + held.reducing
     if line.size.trained > zero.BUCKET and isinstance(line.player.held, EngineOptions):
-        late = line.player.held.zero_stage in (0, 1)
+        late = effective_stage(line.player.held, site.ranks) < 2
         exchanged += Bytes() if late else held.passing + Bytes(active.head)
     yield Moment(f"{role}: exchange of gradients", exchanged)
     yield Moment(f"{role}: step", kept + held.stepping)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -21,9 +22,9 @@ from data.config import DataOptions
 from data.dataset import Opened, Recipe, open_datasets
 from data.encode import Demonstration, Preference
 from rlhf import config, record
-from rlhf.models.scalar import passes
+from rlhf.models.scalar import apart
 from rlhf.text import load_tokenizer, prepare_tokenizer
-from rlhf.types import length_groups
+from rlhf.types import Pairs, Sequences, length_groups
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import Step3Config
@@ -242,6 +243,10 @@ def test_padding_by_hand() -> None:
     assert show.padding_share(np.array([[3, 1], [2, 4]]), [[0, 1]], 2) == pytest.approx(1 - 10 / (2 * 4 + 2 * 2))
 
 
+def rows_of(pairs: Pairs) -> list[Sequences]:
+    return apart(lambda rows: torch.zeros(rows.ids.shape), pairs)[1]
+
+
 def test_padding_is_that_of_the_tensors() -> None:
     random = np.random.default_rng(0)
     sizes = random.integers(2, 30, size=(64, 2))
@@ -256,7 +261,7 @@ def test_padding_is_that_of_the_tensors() -> None:
                 batch[group].trimmed() if collate is sft_batch else batch[group]
                 for group in length_groups(batch.lengths, 8)
             ]
-            micros += [part for micro in groups for part in (passes(micro)[0] if collate is pair_batch else [micro])]
+            micros += [part for micro in groups for part in (rows_of(micro) if collate is pair_batch else [micro])]
         assert show.padding_share(tokens, batches, 8) == pytest.approx(padding(micros))
 
 
@@ -274,7 +279,7 @@ def test_the_prompt_ends_where_the_response_begins(tmp_path: Path, words: str, l
     item = train[0]
     assert isinstance(item, Demonstration)
     assert item.spans == spans  # of <s> w9 w0 w9 w1 w9 w2 w9, and then w3 </s>
-    assert show.prompt_lengths(train).tolist() == [8]
+    assert train.prompt_lengths.tolist() == [8]
 
 
 # --- the directory it writes

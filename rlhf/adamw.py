@@ -1,0 +1,60 @@
+"""AdamW with its weights, moments and products in fp32, however narrow the weights are that a model computes with."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+MASTER = "weight"
+"""the fp32 weight beside a narrower one, among the state of that one"""
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW (I. Loshchilov and F. Hutter, arXiv 1711.05101) with master weights (P. Micikevicius et al., 1710.03740).
+
+    One weight after the other, so that no more than one has its gradient in fp32 too.
+    """
+
+    scale = 1.0
+    """what the gradients of the next step are multiplied by: a clipped norm costs no pass of its own"""
+
+    def __init__(self, weights: Sequence[Tensor], **options: Any) -> None:
+        super().__init__(list(weights), fused=True, **options)
+        for weight in weights:
+            if weight.dtype != torch.float32:
+                self.state[weight][MASTER] = weight.detach().float()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of every weight that has a gradient, which is changed."""
+        assert closure is None, "a step is taken once"
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                master = state.get(MASTER, weight)
+                if "step" not in state:
+                    state |= {"step": torch.zeros((), device=weight.device), "exp_avg": torch.zeros_like(master)}
+                    state["exp_avg_sq"] = torch.zeros_like(master)
+                adamw(
+                    [master],
+                    [weight.grad.float().mul_(self.scale)],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [state["step"]],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+                if master is not weight:
+                    weight.copy_(master)
