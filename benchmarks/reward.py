@@ -28,11 +28,11 @@ TARGETS = {(PEER, "all"): (4.0, 7.0)}
 class Options(sft.Options):
     """What to measure."""
 
-    rows: int = Field(32, ge=8, multiple_of=8)
+    rows: int = Field(64, ge=8, multiple_of=8)
     """pairs of the set"""
     batch_size: int = Field(8, ge=1)
     """pairs of an optimizer step"""
-    micro_batch_size: int = Field(8, ge=1)
+    micro_batch_size: int = Field(4, ge=1)
     """ours: pairs of a forward and backward pass"""
 
 
@@ -66,7 +66,7 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
         sft.run_ours(
             wire,
             given,
-            data.train.sides,
+            data.train.row_lengths,
             lambda batches, until: stage.train(reward, data.train, batches, until, tokenizer.pad_token_id, pair_scores),
             lambda told, work: {"pairs": len(told) * given.batch_size},
         )

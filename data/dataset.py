@@ -29,6 +29,8 @@ from rlhf.text import Template
 
 UNCACHED = {"data_workers", "data_cache", "max_dropped", "chat_template"}
 """Options that do not change what is made; the template's text is known with the tokenizer."""
+WORTH_JOINING = 0.9
+"""share of the tokens of both sides that may be left with the prompt once: attention is slower for such rows"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,17 @@ class PromptDataset(Sequence[Item]):
         if self.table is None:
             return np.zeros((0, len(names)), dtype=np.int32)
         return np.stack([self.table.data.column(name).to_numpy()[self.positions] for name in names], axis=1)
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of the rows that a model runs for each item. [N, 1]
+
+        Of a pair that is one row with the prompt once, or, if prompts are few of all tokens, both sides [N, 2].
+        """
+        if self.phase != "reward":
+            return self.sides
+        joined = self.sides.sum(1, keepdims=True) - self.prompt_lengths[:, None]
+        return joined if joined.sum() < WORTH_JOINING * self.sides.sum() else self.sides
 
     @property
     def prompt_lengths(self) -> np.ndarray:

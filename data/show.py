@@ -181,8 +181,8 @@ def _batches(train: PromptDataset) -> str:
     if len(train) < batch_size:
         return f"batches of {batch_size}: none, there are too few rows"
     by_length = train.phase != "ppo"  # prompts are drawn as they come
-    batches = Batches(train.sides if by_length else len(train), batch_size)
-    share = padding_share(train.sides, batches, together)
+    batches = Batches(train.row_lengths if by_length else len(train), batch_size)
+    share = padding_share(train.row_lengths, batches, together)
     steps = f"{batches.steps(1):,} {'iterations' if train.phase == 'ppo' else 'optimizer steps'} an epoch"
     return f"batches of {batch_size}: {steps}, {share:.1%} padding at {together} rows in one pass"
 

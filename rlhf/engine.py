@@ -253,19 +253,18 @@ def _let_it_search(optimizer: Any) -> None:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Tell glibc to use the memory of freed tensors again, and not to return it to the system at once.
+    """Tell glibc to use the memory of freed tensors again, and not to return it to the system.
 
-    Otherwise most tensors are new pages, which the system clears: a tenth of a training step of a model of 135M. Not
-    before training: what loading a model leaves free in between would stay with this process. Blocks of 32 MB and more
-    still go back: with rows of changing length the holes they leave would be kept too. Whoever sets a MALLOC_ variable
-    has it his way.
+    Otherwise most tensors are new pages, which the system clears, and for which a virtual machine may have to ask its
+    host: a third of a training step of a model of 135M there. Not before training: what loading a model leaves free in
+    between would stay with this process. Whoever sets a MALLOC_ variable has it his way.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_... of malloc.h
-        for parameter, value in ((mmap_threshold, 2**25), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
+        trim_threshold, top_pad, mmap_max = -1, -2, -4  # M_... of malloc.h
+        for parameter, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
             mallopt(parameter, value)
 
 

@@ -33,8 +33,6 @@ FOLDERS = ("model", "actor")
 """Models among what stages leave whose backbone may become the reward model's."""
 
 
-WORTH_JOINING = 0.1
-"""share of all tokens that prompts must have: rows with both sides need a mask, which slows attention"""
 PairScores = Callable[[Any, Pairs], tuple[Tensor, Sequence[Sequences | JoinedPairs]]]
 """Scores of both sides, [B, 2], and the rows that the model ran for them."""
 
@@ -58,13 +56,14 @@ def train(
             ran.extend(rows)
             return losses.pairwise_logistic(*scores.unbind(1), pairs.margin, config.centering, count)
 
-        groups = length_groups(batch.lengths, config.micro_batch_size)
+        lengths = torch.from_numpy(dataset.row_lengths[list(indices)].max(1))
+        groups = length_groups(lengths, config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
         yield {**metrics, "padding": padding(ran)}
 
 
 def _batches(dataset: PromptDataset, config: RewardConfig) -> Batches:
-    return batches_of(dataset.sides, config, config.seed, (dist.data_rank(), dist.data_world_size()))
+    return batches_of(dataset.row_lengths, config, config.seed, (dist.data_rank(), dist.data_world_size()))
 
 
 def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -75,10 +74,10 @@ def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase
 
 def scoring(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> PairScores:
     """How pairs are scored: in one row each if the model can, as the longest of them show, and that saves tokens."""
-    tokens = dataset.sides.sum(1)
-    if dataset.prompt_lengths.sum() < WORTH_JOINING * tokens.sum():
+    tokens = dataset.row_lengths
+    if tokens.shape[1] == 2:
         return apart
-    longest = tokens.argsort(kind="stable")[-min(4, config.micro_batch_size) :]
+    longest = tokens[:, 0].argsort(kind="stable")[-min(4, config.micro_batch_size) :]
     with reward.inference() as model:
         able = can_join(model, pair_batch([dataset[int(i)] for i in longest], pad_id).to(reward.device))
     if all(dist.gather_objects(able)):
@@ -94,7 +93,7 @@ def evaluate(
     mine = range(dist.data_rank(), len(dataset), dist.data_world_size())
     found: list[list[float]] = []
     with reward.inference() as model:
-        for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
+        for rows in length_groups(torch.from_numpy(dataset.row_lengths[mine].max(1)), config.micro_batch_size):
             batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
             found += pair_scores(model, batch)[0].tolist()
     pairs = torch.tensor([pair for part in dist.gather_shares(found) for pair in part])
@@ -148,7 +147,7 @@ def check(
     check_split(config, place)
     tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
-    batches_of(data.train.sides, config, config.seed, (0, ranks))
+    batches_of(data.train.row_lengths, config, config.seed, (0, ranks))
     return tokenizer, data
 
 

@@ -93,16 +93,15 @@ def can_join(model: ScalarModel, pairs: Pairs) -> bool:
     """Whether pairs in one row have the scores of rows of their own. They do where attention takes any mask and
     positions are given; not with a sliding window, a recurrent state, or positions that follow from the mask.
 
-    In bf16 rounding has no bound that holds for every model. So it is compared with what two mistakes would do to the
-    second side: to see the first, and to count positions on. A window that few tokens lie beyond does less: configs
-    tell of most.
+    In bf16 rounding has no bound that holds for every model. So it is compared with what two mistakes do: the second
+    side sees the first, and positions run backwards, which a model that takes none would not notice. A window that few
+    tokens lie beyond does less: configs tell of most.
     pairs: the longest there are, because a window shows in long rows only.
     """
     if not model.joins or not takes(model.backbone, "position_ids") or not keeps_all(model.backbone.config):
         return False
     rows, (expected, _) = pairs.joined(), apart(model, pairs)
-    counted_on = torch.arange(rows.ids.shape[1], device=rows.ids.device).expand_as(rows.ids)
-    mistaken = [replace(rows, branch=torch.zeros_like(rows.branch)), replace(rows, positions=counted_on)]
+    mistaken = [replace(rows, branch=torch.zeros_like(rows.branch)), replace(rows, positions=rows.positions.flip(1))]
     try:
         found, *wrong = (model(row) for row in (rows, *mistaken))
     except (ValueError, RuntimeError, IndexError, TypeError):  # a model that reads a mask of two dimensions only
