@@ -12,21 +12,22 @@ class _Room(DynamicLayer):
 
     transformers' own layer copies all of them for every new token. On a CPU keys lie transposed in memory, as one new
     token wants to read them; the kernels of GPUs want them as they are.
+    whole: attention gets all of the room, with a mask over what is yet empty. oneDNN would copy a part of it.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, whole: bool) -> None:
         super().__init__()
-        self._tokens = tokens
+        self._tokens, self._whole = tokens, whole
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Begin with these, [B, heads, length, d]."""
         self.lazy_initialization(keys, values)
         rows, heads, _, width = keys.shape
         if keys.device.type == "cpu":
-            self._keys = keys.new_empty(rows, heads, width, self._tokens).transpose(2, 3)
+            self._keys = keys.new_zeros(rows, heads, width, self._tokens).transpose(2, 3)
         else:
-            self._keys = keys.new_empty(rows, heads, self._tokens, width)
-        self._values = values.new_empty(rows, heads, self._tokens, values.shape[-1])
+            self._keys = keys.new_zeros(rows, heads, self._tokens, width)
+        self._values = values.new_zeros(rows, heads, self._tokens, values.shape[-1])
         self._put(keys, values, 0, length)
 
     def _put(self, keys: Tensor, values: Tensor, start: int, end: int) -> None:
@@ -37,7 +38,10 @@ class _Room(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         self._put(key_states, value_states, start, end)
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        return (self._keys, self._values) if self._whole else (self.keys, self.values)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (self._tokens, 0) if self._whole else super().get_mask_sizes(query_length)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         end = self.get_seq_length()
@@ -47,7 +51,7 @@ class _Room(DynamicLayer):
         self.keys, self.values = self._keys[:, :, :end], self._values[:, :, :end]
 
 
-def left_padded(parts: list[tuple[DynamicCache, Tensor]], lengths: Tensor, room: int) -> DynamicCache:
+def left_padded(parts: list[tuple[DynamicCache, Tensor]], lengths: Tensor, room: int, whole: bool) -> DynamicCache:
     """One cache, with room for that many tokens a row, of prompts that were read in parts.
 
     parts: caches of right-padded rows, and which rows of the whole each row of them becomes (a prompt that several
@@ -67,7 +71,7 @@ def left_padded(parts: list[tuple[DynamicCache, Tensor]], lengths: Tensor, room:
                 column = column.clamp(0, read.shape[2] - 1)[:, None, :, None]
                 states[target] = read[source].gather(2, column.expand(-1, read.shape[1], -1, read.shape[3]))
             whole.append(states)
-        kept = _Room(room)
+        kept = _Room(room, whole)
         kept.fill(whole[0], whole[1], width)
         cache.layers.append(kept)
     return cache

@@ -12,6 +12,7 @@ from rlhf.config import Config as Base
 from rlhf.config import UserError
 from rlhf.generation._cache import left_padded
 from rlhf.generation._decoding import decoding
+from rlhf.models import attention
 from rlhf.models.policy import keeps_all, only, takes
 from rlhf.options import SamplingOptions
 from rlhf.types import Prompts, Rollout, token_groups
@@ -118,7 +119,8 @@ def _read(lm: PreTrainedModel, prompts: Prompts, room: int) -> tuple[Tensor, Dyn
         read += len(group)
         logits.append(found.logits[0])
         parts.append((part, torch.stack([source, target], dim=1)))
-    return torch.cat(logits)[order], left_padded(parts, lengths, room)
+    masked = lm.config._attn_implementation == attention.NAME
+    return torch.cat(logits)[order], left_padded(parts, lengths, room, whole=masked)
 
 
 def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
