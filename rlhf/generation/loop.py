@@ -119,8 +119,10 @@ def _read(lm: PreTrainedModel, prompts: Prompts, room: int) -> tuple[Tensor, Dyn
         read += len(group)
         logits.append(found.logits[0])
         parts.append((part, torch.stack([source, target], dim=1)))
-    masked = lm.config._attn_implementation == attention.NAME
-    return torch.cat(logits)[order], left_padded(parts, lengths, room, whole=masked)
+    # What ALiBi adds to the scores is as wide as the tokens so far.
+    linear = not takes(lm, "position_ids") or getattr(lm.config, "alibi", False)
+    whole = lm.config._attn_implementation == attention.NAME and not linear
+    return torch.cat(logits)[order], left_padded(parts, lengths, room, whole)
 
 
 def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
