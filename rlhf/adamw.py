@@ -22,9 +22,16 @@ class MasterAdamW(torch.optim.AdamW):
 
     def __init__(self, weights: Sequence[Tensor], **options: Any) -> None:
         super().__init__(list(weights), fused=True, **options)
-        for weight in weights:
-            if weight.dtype != torch.float32:
-                self.state[weight][MASTER] = weight.detach().float()
+
+    def master(self, weight: Tensor) -> Tensor:
+        """The fp32 weight that steps change: `weight` itself, or what is kept beside it from the first call on."""
+        if weight.dtype == torch.float32:
+            return weight.detach()
+        state = self.state[weight]
+        if MASTER not in state:
+            state[MASTER] = weight.detach().float()
+        master: Tensor = state[MASTER]
+        return master
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -35,8 +42,7 @@ class MasterAdamW(torch.optim.AdamW):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                state = self.state[weight]
-                master = state.get(MASTER, weight)
+                state, master = self.state[weight], self.master(weight)
                 if "step" not in state:
                     state |= {"step": torch.zeros((), device=weight.device), "exp_avg": torch.zeros_like(master)}
                     state["exp_avg_sq"] = torch.zeros_like(master)
@@ -56,5 +62,5 @@ class MasterAdamW(torch.optim.AdamW):
                     eps=group["eps"],
                     maximize=False,
                 )
-                if master is not weight:
+                if MASTER in state:
                     weight.copy_(master)

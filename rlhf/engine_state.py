@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.adamw import MASTER
 from rlhf.tensor_parallel import joined, part
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -52,7 +51,7 @@ def master(engine: Any, parameter: nn.Parameter) -> Tensor:
 
     if _divided(parameter):
         return joined(parameter, safe_get_full_fp32_param(parameter).detach())
-    return joined(parameter, _adam(engine).state[parameter].get(MASTER, parameter).detach())
+    return joined(parameter, _adam(engine).master(parameter))
 
 
 def _divided(parameter: nn.Parameter) -> bool:
@@ -99,7 +98,7 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
             if divided:
                 safe_set_full_fp32_param(parameter, value)
             else:
-                _adam(engine).state[parameter].get(MASTER, parameter.data).copy_(value)
+                _adam(engine).master(parameter).copy_(value)
             _set_compute_weight(parameter, value)
         elif divided:
             safe_set_full_optimizer_state(parameter, value, kind)

@@ -46,6 +46,7 @@ def train(
     pair_scores: PairScores = apart,
 ) -> Iterator[Metrics]:
     """The method: the logistic loss of each pair's score difference, one optimizer step a batch."""
+    lengths = torch.from_numpy(dataset.row_lengths.max(1))
     for indices in batches.take(config.num_train_epochs):
         batch = pair_batch([dataset[i] for i in indices], pad_id).to(reward.device)
         count = dist.sum_over_ranks(torch.tensor(float(len(batch))))
@@ -56,8 +57,7 @@ def train(
             ran.extend(rows)
             return losses.pairwise_logistic(*scores.unbind(1), pairs.margin, config.centering, count)
 
-        lengths = torch.from_numpy(dataset.row_lengths[list(indices)].max(1))
-        groups = length_groups(lengths, config.micro_batch_size)
+        groups = length_groups(lengths[indices], config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
         yield {**metrics, "padding": padding(ran)}
 

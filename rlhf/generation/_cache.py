@@ -38,7 +38,8 @@ class _Room(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         self._put(key_states, value_states, start, end)
-        return (self._keys, self._values) if self._whole else (self.keys, self.values)
+        seen = slice(None) if self._whole else slice(end)
+        return self._keys[:, :, seen], self._values[:, :, seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (self._tokens, 0) if self._whole else super().get_mask_sizes(query_length)
@@ -57,11 +58,12 @@ def left_padded(parts: list[tuple[DynamicCache, Tensor]], lengths: Tensor, room:
     parts: caches of right-padded rows, and which rows of the whole each row of them becomes (a prompt that several
     responses continue is read once): long [rows of the part, 2] of (row of the part, row of the whole).
     lengths: real tokens of each row of the whole, [B]; they end at the same column, that of the longest.
+    whole: attention gets all of the room.
     """
     width = int(lengths.max())
     cache = DynamicCache()
     for i, layer in enumerate(parts[0][0].layers):
-        whole = []
+        both = []
         for name in ("keys", "values"):
             first = getattr(layer, name)
             states = first.new_zeros(len(lengths), first.shape[1], width, first.shape[3])
@@ -70,8 +72,8 @@ def left_padded(parts: list[tuple[DynamicCache, Tensor]], lengths: Tensor, room:
                 column = torch.arange(width, device=read.device) - width + lengths[target, None]
                 column = column.clamp(0, read.shape[2] - 1)[:, None, :, None]
                 states[target] = read[source].gather(2, column.expand(-1, read.shape[1], -1, read.shape[3]))
-            whole.append(states)
+            both.append(states)
         kept = _Room(room, whole)
-        kept.fill(whole[0], whole[1], width)
+        kept.fill(both[0], both[1], width)
         cache.layers.append(kept)
     return cache
