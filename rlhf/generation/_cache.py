@@ -41,8 +41,8 @@ class _Room(DynamicLayer):
         seen = slice(None) if self._whole else slice(end)
         return self._keys[:, :, seen], self._values[:, :, seen]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self._tokens, 0) if self._whole else super().get_mask_sizes(query_length)
+    def get_mask_sizes(self, *new: int) -> tuple[int, int]:
+        return (self._tokens, 0) if self._whole else super().get_mask_sizes(*new)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         end = self.get_seq_length()

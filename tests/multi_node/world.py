@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {"alpha": "10.203.77.1", "beta": "10.203.77.2"}
 PORT = "2222"
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin")
 
 
 def why_not() -> str:
@@ -119,7 +120,7 @@ def two_hosts(folder: Path) -> Iterator[World]:
         alpha.plug_in()
         beta.plug_in()
         (folder / "bin").mkdir()
-        if shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin") is None:
+        if SSHD is None:
             _stand_in(beta, folder)
         else:
             stack.callback(_end, _sshd(beta, folder))
@@ -138,7 +139,7 @@ def _stand_in(beta: Machine, folder: Path) -> None:
         folder / "bin" / "ssh",
         'while [ "$1" != "--" ]; do shift; done\nhost=$2; word=$3\n'
         'if [ "$host" != beta ]; then echo "ssh: connect to host $host: No route to host" >&2; exit 255; fi\n'
-        f"exec {words}",
+        f'exec env -i PATH="$PATH" HOME="$HOME" {words}',
     )
 
 
@@ -158,9 +159,8 @@ def _sshd(beta: Machine, folder: Path) -> "subprocess.Popen[bytes]":
     (folder / "ssh_config").write_text(client)
     _script(folder / "bin" / "ssh", f'exec {shutil.which("ssh")} -F {folder}/ssh_config "$@"')
     Path("/run/sshd").mkdir(exist_ok=True)
-    daemon = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin")
-    assert daemon is not None
-    process = subprocess.Popen(beta.inside(daemon, "-D", "-f", f"{folder}/sshd_config"), stderr=subprocess.PIPE)
+    assert SSHD is not None
+    process = subprocess.Popen(beta.inside(SSHD, "-D", "-f", f"{folder}/sshd_config"), stderr=subprocess.PIPE)
     end = time.monotonic() + 20
     while subprocess.run(beta.inside("sh", "-c", f"ss -ltn | grep -q :{PORT}"), check=False).returncode:
         assert process.poll() is None and time.monotonic() < end, "sshd did not start"
