@@ -79,7 +79,7 @@ class PromptDataset(Sequence[Item]):
 
         Of a pair that is one row with the prompt once, or, if prompts are few of all tokens, both sides [N, 2].
         """
-        if self.phase != "reward":
+        if self.phase != "reward" or self.table is None:
             return self.sides
         joined = self.sides.sum(1, keepdims=True) - self.prompt_lengths[:, None]
         return joined if joined.sum() < WORTH_JOINING * self.sides.sum() else self.sides

@@ -72,7 +72,7 @@ class Engine:
         if split:
             tensor_parallel.show_plan(model)
         # ZeRO leaves gradient norm, clipping and bad steps to us where it divides nothing.
-        self._plain = effective_stage(options, dist.world_size()) == 0
+        self._plain = effective_stage(options, dtype.itemsize, dist.world_size()) == 0
         optimizer = _adamw([p for p in model.to(self.device).parameters() if p.requires_grad], options, o, self._plain)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -274,7 +274,7 @@ def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype:
     Where ZeRO divides nothing DeepSpeed is told of no dtype and no clipping: the optimizer keeps master weights, and
     clips. DeepSpeed's own way copies every gradient three times, and the first step of its stage 0 is a dummy.
     """
-    stage = effective_stage(options, dist.world_size())
+    stage = effective_stage(options, dtype.itemsize, dist.world_size())
     plain = stage == 0
     zero: dict[str, Any] = zero3(_kept(options)) if stage == 3 else {"stage": stage}
     if options.offload_optimizer:

@@ -42,7 +42,7 @@ class EngineOptions(Config):
     """compute dtype; auto = bf16 where the device multiplies it fast (AVX512-BF16, AMX, Ampere GPUs), else fp32.
     Master weights are always fp32"""
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 1
-    """what ZeRO shards over the ranks: 0 nothing (in fp16 as 1), 1 optimizer state, 2 and gradients, 3 and weights;
+    """what ZeRO shards over the ranks: 0 nothing (below fp32 as 1), 1 optimizer state, 2 and gradients, 3 and weights;
     auto = the fastest that fits, with offload and recomputation if it must be (--plan shows it)"""
     offload_optimizer: bool = False
     """keep optimizer state in CPU memory"""
@@ -63,12 +63,13 @@ class EngineOptions(Config):
     """devices that share the tokens of each row, for long ones (Ulysses); in steps 1 and 2"""
 
 
-def effective_stage(options: EngineOptions, ranks: int) -> int:
-    """The ZeRO stage that is used: one rank has nothing to share, fp16 and offload want DeepSpeed's own optimizer."""
+def effective_stage(options: EngineOptions, b: int, ranks: int) -> int:
+    """The ZeRO stage that is used where numbers have `b` bytes in the compute dtype: one rank has nothing to share, and
+    several, fp16 and offload want DeepSpeed's own optimizer below fp32."""
     assert options.zero_stage != "auto", "zero_stage auto is chosen before"
-    if options.dtype == "fp16" or options.offload_optimizer:
-        return max(1, options.zero_stage)
-    return 0 if ranks == 1 and options.zero_stage < 3 else options.zero_stage
+    if ranks == 1 and options.zero_stage < 3 and options.dtype != "fp16" and not options.offload_optimizer:
+        return 0
+    return options.zero_stage if b == 4 and not options.offload_optimizer else max(1, options.zero_stage)
 
 
 Flag = Annotated[bool | None, tyro.conf.DisallowNone]

@@ -53,7 +53,7 @@ def test_a_gradient_of_nan_under_a_finite_loss_is_left_out_too(
 
 def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few steps without effect are DeepSpeed's search for a loss scale; it does not go on for ever."""
-    engine = engine_runs.engine({"zero_stage": 1, "dtype": "bf16"})
+    engine = engine_runs.engine({"zero_stage": 3, "dtype": "bf16"})
     monkeypatch.setattr(engine, "_options", engine._options.model_copy(update={"dtype": "fp16"}))
     rows, before = batches(1)[0], weights(engine)
 
@@ -63,7 +63,7 @@ def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPat
 
     seen = [engine.step([rows], loss) for _ in range(FP16_SEARCH)]
     assert all(metrics["skipped"] == 1 and math.isfinite(metrics["loss"]) for metrics in seen)
-    with pytest.raises(NonFiniteError, match=rf"step {FP16_SEARCH + 5}: grad_norm is (nan|inf), 5 times in a row"):
+    with pytest.raises(NonFiniteError, match=rf"step {FP16_SEARCH + 5}: grad_norm is inf, 5 times in a row"):
         for _ in range(9):
             engine.step([rows], loss)
     assert apart(weights(engine), before) == 0

@@ -89,9 +89,8 @@ class _Causal(torch.autograd.Function):
             seen, told = keys[:, :end], values[:, :end]
             asked, grad = (_flat(x[:, :, start:end], k.shape[1]) for x in (q, gradient))
             scores = torch.bmm(asked, seen.mT).mul_(ctx.scale)
-            weights = (
-                _hide(scores.view(rows, k.shape[1], -1, end - start, end), mask, start).softmax(-1).view_as(scores)
-            )
+            by_head = scores.view(rows, k.shape[1], -1, end - start, end)
+            weights = _hide(by_head, mask, start).softmax(-1).view_as(scores)
             dv[:, :end] += torch.bmm(weights.mT, grad)
             change = torch._softmax_backward_data(torch.bmm(grad, told.mT), weights, -1, weights.dtype)
             dq[:, :, start:end] = torch.bmm(change, seen).mul_(ctx.scale).view(rows, heads, end - start, -1)

@@ -33,8 +33,7 @@ def tried(options: C, needs: Callable[[C], Needs], machine: Machine) -> Iterator
         held = options.model_copy(update=setting | asked)
         needed = needs(held)
         stage = held.zero_stage
-        # Below fp32 it sends gradients in fp32, more than stage 1; with offload it would be stage 1.
-        idle = stage == 0 and (needed.b < 4 or held.offload_optimizer)
+        idle = stage == 0 and (needed.b < 4 or held.offload_optimizer)  # it would be stage 1
         if not idle and not (stage != 3 and held.offload_param):
             yield held, forecast(needed, machine)
 

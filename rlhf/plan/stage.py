@@ -190,7 +190,7 @@ def _moments(needs: Needs, lines: tuple[Line, ...], site: Site) -> Iterator[Mome
         before = sum((other.held.weights + other.held.optimizer for other in lines[:i]), Bytes())
         yield Moment(f"{line.player.role}: start", before + line.held.starting)
     for line in trained:
-        yield from _training(line, kept, site)
+        yield from _training(line, kept, needs.b, site)
     if needs.rollout is None:
         line = trained[0]
         yield Moment(f"{line.player.role}: evaluate", kept + line.held.gathered + Bytes(line.active.inference))
@@ -198,7 +198,7 @@ def _moments(needs: Needs, lines: tuple[Line, ...], site: Site) -> Iterator[Mome
     yield from _collecting(needs, lines, kept)
 
 
-def _training(line: Line, kept: Bytes, site: Site) -> Iterator[Moment]:
+def _training(line: Line, kept: Bytes, b: int, site: Site) -> Iterator[Moment]:
     held, active, role = line.held, line.active, line.player.role
     several = site.micro_batches > 1
     passing = kept + held.passing + Bytes(active.head) + (held.gradients if several else Bytes())
@@ -207,7 +207,7 @@ def _training(line: Line, kept: Bytes, site: Site) -> Iterator[Moment]:
     # Gradients of more than a bucket are exchanged while activations are there, except under ZeRO-0 and 1.
     exchanged = kept + held.reducing
     if line.size.trained > zero.BUCKET and isinstance(line.player.held, EngineOptions):
-        late = effective_stage(line.player.held, site.ranks) < 2
+        late = effective_stage(line.player.held, b, site.ranks) < 2
         exchanged += Bytes() if late else held.passing + Bytes(active.head)
     yield Moment(f"{role}: exchange of gradients", exchanged)
     yield Moment(f"{role}: step", kept + held.stepping)

@@ -83,7 +83,7 @@ class Held:
 
 def held(size: Size, options: EngineOptions, b: int, site: Site) -> Held:
     """Memory of a trained model whose numbers have `b` bytes in the compute dtype."""
-    stage = effective_stage(options, site.ranks)
+    stage = effective_stage(options, b, site.ranks)
     if stage == 0:
         return _stage_0(size, b, site)
     return _stage_3(size, options, b, site) if stage == 3 else _stage_1_and_2(size, options, b, site, stage)
@@ -93,12 +93,12 @@ def _stage_0(size: Size, b: int, site: Site) -> Held:
     t = size.trained
     gradients = b * t
     own = MASTER * t if b < MASTER else 0  # in fp32 the weights are their own master copy
-    bucket = MASTER * min(t, BUCKET) if site.ranks > 1 else 0  # flattened, and sent in fp32
+    bucket = MASTER * min(t, BUCKET) if site.ranks > 1 else 0  # flattened
     return Held(
         weights=Bytes(b * size.total),
         gradients=Bytes(gradients),
         optimizer=Bytes(own + 2 * MASTER * t),
-        reducing=Bytes(gradients + bucket + (b * min(t, BUCKET) if bucket and b < MASTER else 0)),
+        reducing=Bytes(gradients + bucket),
         stepping=Bytes(gradients + (MASTER * size.largest if own else 0)),  # the gradient of one weight in fp32
         starting=Bytes(b * size.total + own),
     )
@@ -201,8 +201,8 @@ def exchanged(size: Size, options: EngineOptions, b: int, site: Site) -> float:
     gradients under ZeRO-1 and 2 too, and then gathers the changed weights; ZeRO-2 and 3 do so after each micro-batch,
     and ZeRO-3 gathers the weights for each forward and for each backward pass.
     """
-    part, stage = (site.ranks - 1) / site.ranks, effective_stage(options, site.ranks)
-    t = part * (MASTER if stage == 0 else b) * size.trained
+    part, stage = (site.ranks - 1) / site.ranks, effective_stage(options, b, site.ranks)
+    t = part * b * size.trained
     if stage == 3:
         return (2 * part * b * size.total + t) * site.micro_batches
     return 2 * t * (site.micro_batches if stage == 2 else 1) + (0 if stage == 0 else t)
