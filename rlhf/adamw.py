@@ -33,6 +33,12 @@ class MasterAdamW(torch.optim.AdamW):
         master: Tensor = state[MASTER]
         return master
 
+    def sum_gradients_in(self, dtype: torch.dtype | None) -> None:
+        """How the gradients of the coming passes are added up; None = as narrow as the weights."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad_dtype = dtype or weight.dtype
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of every weight that has a gradient, which is changed."""

@@ -125,6 +125,8 @@ class Engine:
         if self.device.type == "cpu":
             _keep_freed_memory()
         micros = list(micro_batches)
+        if self._plain:  # parts rounded one by one would weigh more the more parts there are
+            self._engine.optimizer.sum_gradients_in(torch.float32 if len(micros) > 1 else None)
         totals: dict[str, Tensor] = {}
         sound = []
         for i, micro in enumerate(micros):

@@ -55,3 +55,16 @@ def test_a_weight_without_a_gradient_stays() -> None:
     optimizer.step()
     assert unused.tolist() == [1, 1] and used.tolist() != [1, 1]
     assert "step" not in optimizer.state[unused]
+
+
+def test_parts_of_a_gradient_are_added_up_in_fp32() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([weight], **OPTIONS)
+    sums = {}
+    for dtype in (torch.float32, None):
+        optimizer.sum_gradients_in(dtype)
+        for part in (1.0, *[2.0**-9] * 256):  # in bf16 each is lost beside the 1
+            (weight * part).sum().backward()
+        sums[dtype] = weight.grad.tolist() if weight.grad is not None else []
+        optimizer.zero_grad()
+    assert sums == {torch.float32: [1.5] * 4, None: [1.0] * 4}

@@ -91,7 +91,8 @@ def held(size: Size, options: EngineOptions, b: int, site: Site) -> Held:
 
 def _stage_0(size: Size, b: int, site: Site) -> Held:
     t = size.trained
-    gradients = b * t
+    summed = MASTER if site.micro_batches > 1 else b  # bytes of a gradient
+    gradients = summed * t
     own = MASTER * t if b < MASTER else 0  # in fp32 the weights are their own master copy
     bucket = MASTER * min(t, BUCKET) if site.ranks > 1 else 0  # flattened
     return Held(
@@ -99,7 +100,7 @@ def _stage_0(size: Size, b: int, site: Site) -> Held:
         gradients=Bytes(gradients),
         optimizer=Bytes(own + 2 * MASTER * t),
         reducing=Bytes(gradients + bucket),
-        stepping=Bytes(gradients + (MASTER * size.largest if own else 0)),  # the gradient of one weight in fp32
+        stepping=Bytes(gradients + (MASTER * size.largest if summed < MASTER else 0)),  # that of one weight in fp32
         starting=Bytes(b * size.total + own),
     )
 
