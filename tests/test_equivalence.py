@@ -170,8 +170,14 @@ class TestEveryClass:
 
     @pytest.mark.parametrize("zero_stage", [0, 2, 3])
     @pytest.mark.parametrize("stage", STAGES)
-    def test_zero_stages_in_bf16(self, stage: str, zero_stage: int, run: Run) -> None:
-        one, other = (run(stage, 2, dtype="bf16", zero_stage=number) for number in (1, zero_stage))
+    def test_zero_stages_in_bf16_are_bit_exact(self, stage: str, zero_stage: int, run: Run) -> None:
+        """But for clipping: ZeRO-3 adds up the norm in another order, and its last bit turns a rounding to bf16."""
+        one, other = (run(stage, 2, dtype="bf16", zero_stage=n, max_grad_norm=0.0) for n in (1, zero_stage))
+        require_alike(one, other, 0.0, 0.0)
+
+    @pytest.mark.parametrize("stage", STAGES[:2])  # sampling in bf16 turns a rounding into another token
+    def test_clipping_under_zero_3_in_bf16(self, stage: str, run: Run) -> None:
+        one, other = (run(stage, 2, dtype="bf16", zero_stage=number) for number in (1, 3))
         require_alike(one, other, 5e-3, 1e-5)
 
     @pytest.mark.parametrize("stage", STAGES)
@@ -184,7 +190,7 @@ class TestEveryClass:
         require_alike(run(stage), run(stage, processes, micro_batch_size=1), 1e-5, 1e-7)
 
     @pytest.mark.parametrize(("processes", "rows"), [(2, 4), (1, 1)])
-    @pytest.mark.parametrize("stage", STAGES[:2])  # sampling in bf16 turns a rounding into another token
+    @pytest.mark.parametrize("stage", STAGES[:2])
     def test_parts_in_bf16(self, stage: str, processes: int, rows: int, run: Run) -> None:
         """Weights may differ by a rounding or two of bf16, and scores near 0 change sides: losses are compared."""
         one, other = run(stage, dtype="bf16"), run(stage, processes, dtype="bf16", micro_batch_size=rows)
