@@ -46,7 +46,7 @@ def train(
             lambda micro, count=count: losses.token_nll(policy(micro)[0], micro.loss_mask, count),
             [[indices[i] for i in rows] for rows in groups],
         )
-        yield {**metrics, "padding": padding(micros)}
+        yield {**metrics, "padding": 0.0 if policy.module.packs else padding(micros)}
 
 
 def _batches(dataset: PromptDataset, config: SFTConfig) -> Batches:

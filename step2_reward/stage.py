@@ -59,7 +59,7 @@ def train(
 
         groups = length_groups(lengths[indices], config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
-        yield {**metrics, "padding": padding(ran)}
+        yield {**metrics, "padding": 0.0 if reward.module.packs else padding(ran)}
 
 
 def _batches(dataset: PromptDataset, config: RewardConfig) -> Batches:

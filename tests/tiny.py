@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf import dist
+from rlhf.models import packing
 from rlhf.templates import BUILT_IN
 from rlhf.types import Message, Prompts, Row, Sequences
 
@@ -101,6 +102,12 @@ def tokenizer(words: Sequence[str] = tuple(WORDS), reverse: bool = False) -> Pre
     )
     made.chat_template = BUILT_IN["plain"]
     return made
+
+
+def unpacked(model: Any) -> Any:
+    """The same model, which reads every row padded."""
+    setattr(getattr(model, "backbone", model), packing.FLAG, False)
+    return model
 
 
 def sequences(lengths: list[int], prompts: list[int], width: int | None = None, seed: int = 0) -> Sequences:

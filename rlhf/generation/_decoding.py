@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlhf.models import traits
+
 
 @contextlib.contextmanager
 def decoding(lm: PreTrainedModel, rows: int) -> Iterator[None]:
@@ -19,11 +21,11 @@ def decoding(lm: PreTrainedModel, rows: int) -> Iterator[None]:
 
     Weights that lie in parts on the ranks stay as they are.
     """
-    base: Any = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # type: ignore[operator]
-    if base.device.type != "cpu":
+    model = traits.base(lm)
+    if model.device.type != "cpu":
         yield
         return
-    with _packed(base, rows):
+    with _packed(model, rows):
         yield
 
 

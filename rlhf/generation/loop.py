@@ -13,7 +13,8 @@ from rlhf.config import UserError
 from rlhf.generation._cache import left_padded
 from rlhf.generation._decoding import decoding
 from rlhf.models import attention
-from rlhf.models.policy import keeps_all, only, takes
+from rlhf.models.policy import only
+from rlhf.models.traits import keeps_all, takes
 from rlhf.options import SamplingOptions
 from rlhf.types import Prompts, Rollout, token_groups
 
@@ -111,9 +112,10 @@ def _read(lm: PreTrainedModel, prompts: Prompts, room: int) -> tuple[Tensor, Dyn
     parts, order, read = [], torch.empty_like(which), 0
     for group in token_groups(width, TOGETHER * (1 if ids.device.type == "cpu" else 32)):
         part = DynamicCache(config=lm.config)
-        states = (torch.arange(len(group), device=ids.device), width[group] - 1)
+        longest = int(width[group].max())
+        states = torch.arange(len(group), device=ids.device) * longest + width[group] - 1
         with only(lm.get_output_embeddings(), states):
-            found = lm(input_ids=unique[group, : width[group].max()].clamp(min=0), past_key_values=part, use_cache=True)
+            found = lm(input_ids=unique[group, :longest].clamp(min=0), past_key_values=part, use_cache=True)
         source, target = (group[:, None] == which).nonzero(as_tuple=True)
         order[target] = read + source
         read += len(group)

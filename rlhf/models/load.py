@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from rlhf import dist
 from rlhf.config import UserError, read_yaml
-from rlhf.models import attention
+from rlhf.models import attention, packing
 from rlhf.names import resolve
 from rlhf.sharding import Shards, whole, whole_shape
 from rlhf.text import load_tokenizer
@@ -159,9 +159,11 @@ def _load(
         with contextlib.nullcontext() if shards is None else shards.building():
             _add_rows(model, rows, tokenizer_size)
     refuse_non_finite(model, place)
+    model.eval()
     if dist.local_device().type == "cpu":
         attention.use(model)
-    return model.eval()
+        packing.allow(model, shards is None)
+    return model
 
 
 def _refuse_mismatch(place: str, info: dict[str, Any], ignored: re.Pattern[str] | None) -> None:

@@ -1,30 +1,18 @@
 """The policy: a causal language model that tells each token's log-probability. The place that shifts logits."""
 
 import contextlib
-import inspect
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, DynamicLayer, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf import ops
+from rlhf.models import packing
 from rlhf.types import Sequences
 
 Entropy = Literal["none", "watched", "trained"]
-
-
-def takes(model: Any, argument: str) -> bool:
-    """Whether the forward pass of a transformers model, under an adapter or not, has this argument."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return argument in inspect.signature(base.forward).parameters
-
-
-def keeps_all(config: PretrainedConfig) -> bool:
-    """Whether every layer attends to all tokens: no sliding window, no recurrent state."""
-    windowed = getattr(config, "window_size", None) is not None  # GPT-Neo, whose cache keeps all
-    return not windowed and all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 class Policy(nn.Module):
@@ -33,6 +21,11 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+
+    @property
+    def packs(self) -> bool:
+        """Whether no padding is computed."""
+        return packing.packs(self.lm)
 
     def forward(
         self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none"
@@ -45,9 +38,9 @@ class Policy(nn.Module):
         """
         s = sequences
         where = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
-        states = (where[0], ops.positions(s.mask)[where] - 1)
-        with only(self.lm.get_output_embeddings(), states):
-            output = self.lm(input_ids=ops.flush_left(s.ids, s.mask), use_cache=False)
+        read = packing.reading(self.lm, s.ids, s.mask)
+        with only(self.lm.get_output_embeddings(), read.states[where] - 1):
+            output = self.lm(**read.inputs, use_cache=False)
         logits, ids = output.logits[0], s.ids[where]
         empty = torch.zeros(s.ids.shape, device=ids.device)
         if entropy == "watched":
@@ -61,9 +54,9 @@ class Policy(nn.Module):
 
 
 @contextlib.contextmanager
-def only(head: nn.Module, states: tuple[Tensor, Tensor]) -> Iterator[None]:
-    """Meanwhile the head sees only the hidden states at these N places, as [1, N, d]."""
-    hook = head.register_forward_pre_hook(lambda _, arguments: (arguments[0][states][None],))
+def only(head: nn.Module, states: Tensor) -> Iterator[None]:
+    """Meanwhile the head sees only N of the hidden states [B, S, d], those at these of B * S places, as [1, N, d]."""
+    hook = head.register_forward_pre_hook(lambda _, arguments: (arguments[0].flatten(0, 1)[states][None],))
     try:
         yield
     finally:

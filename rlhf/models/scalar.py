@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from rlhf import ops
 from rlhf.config import UserError
+from rlhf.models import packing
 from rlhf.models.load import load_backbone, readable
-from rlhf.models.policy import keeps_all, takes
+from rlhf.models.traits import keeps_all, takes
 from rlhf.names import resolve
 from rlhf.sharding import Shards
 from rlhf.text import require_hub
@@ -44,24 +45,21 @@ class ScalarModel(nn.Module):
         self.backbone = backbone
         self.score = head
 
+    @property
+    def packs(self) -> bool:
+        """Whether no padding is computed."""
+        return packing.packs(self.backbone)
+
     def forward(self, rows: Sequences | JoinedPairs) -> Tensor:
         """The scalar at every token, fp32 [B, S], 0 off the mask; of pairs, at the ends of both sides, [B, 2]."""
         if isinstance(rows, JoinedPairs):
-            return self._ends(rows)
-        ids, mask = rows.ids, rows.mask
-        hidden = self.backbone(input_ids=ops.flush_left(ids, mask), use_cache=False).last_hidden_state
-        scalars = self.score(hidden).squeeze(-1).float()
-        place = ops.positions(mask).clamp(max=scalars.shape[1] - 1)
-        return ops.zero_off_mask(scalars.gather(1, place), mask)
+            return self._read(packing.reading_pairs(self.backbone, rows))
+        return ops.zero_off_mask(self._read(packing.reading(self.backbone, rows.ids, rows.mask)), rows.mask)
 
-    def _ends(self, pairs: JoinedPairs) -> Tensor:
-        dtype = self.score.weight.dtype
-        hidden = torch.zeros((), dtype=dtype, device=pairs.ids.device)
-        hidden = hidden.masked_fill(~pairs.visible()[:, None], torch.finfo(dtype).min)
-        states = self.backbone(
-            input_ids=pairs.ids, attention_mask=hidden, position_ids=pairs.positions, use_cache=False
-        ).last_hidden_state
-        return self.score(states).squeeze(-1).float().gather(1, pairs.ends)
+    def _read(self, read: packing.Reading) -> Tensor:
+        hidden = self.backbone(**read.inputs, use_cache=False).last_hidden_state
+        scalars = self.score(hidden).float().flatten()
+        return scalars.gather(0, read.states.flatten()).view_as(read.states)
 
 
 def scores(scalars: Tensor, mask: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rlhf import dist, ops
+from rlhf.models import traits
 from rlhf.models.policy import Entropy, Policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.types import JoinedPairs, Sequences
@@ -78,8 +79,7 @@ class Stretch:
         self._group = dist.alike_group()
         self._size, self._number = dist.alike(), dist.rank() % dist.alike()
         AttentionInterface.register(ATTENTION, self._attend)
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-        base.set_attn_implementation(ATTENTION)
+        traits.base(model).set_attn_implementation(ATTENTION)
 
     def of(self, rows: Tensor) -> Tensor:
         """The stretch [B, L] of rows [B, S], padded to L * ranks with zeros."""
