@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import train
-from benchmarks import memory
+from benchmarks import memory, scaling, simulation
 from rlhf.config import UserError
 from rlhf.options import EngineOptions
 from rlhf.plan import choose, command, sizes, table
@@ -133,6 +133,12 @@ def test_the_pages_measured_table_is_that_of_the_results() -> None:
     assert all(abs(run["off"]) <= memory.TARGET for run in results["runs"] if "adapter" not in run["setting"])
     settled = {(run["setting"]["zero_stage"], run["processes"]) for run in results["runs"]}
     assert settled >= {(number, processes) for number in (0, 1, 2, 3) for processes in (1, 2)}
+
+
+def test_the_page_tells_how_two_processes_scale_and_what_would_follow() -> None:
+    found = simulation.result("scaling")
+    assert scaling.table(found) in PAGE and simulation.table() in PAGE
+    assert [one["sent_over_formula"] for one in found["ranks"]] == pytest.approx([1] * 4, abs=1e-3)
 
 
 def test_what_was_measured_is_predicted_as_the_results_say(tmp_path: Path) -> None:

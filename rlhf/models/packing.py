@@ -158,14 +158,11 @@ def allow(model: PreTrainedModel, whole: bool) -> None:
         return
     lengths = torch.tensor([7, 12, 5, 11])
     mask = torch.arange(12) < lengths[:, None]
-    ids = torch.randint(
-        model.get_input_embeddings().num_embeddings, mask.shape, generator=torch.Generator().manual_seed(0)
-    )
-    packed, flat = reading(model, ids, mask).inputs, ids[mask][None]
+    known = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    ids = torch.randint(known, mask.shape, generator=torch.Generator().manual_seed(0))
+    ways = (reading(model, ids, mask).inputs, {"input_ids": ids[mask][None]}, {"input_ids": ids})
     try:
-        found, one, padded = (
-            model(**x, use_cache=False)[0].float() for x in (packed, {"input_ids": flat}, {"input_ids": ids})
-        )
+        found, one, padded = (model(**inputs, use_cache=False)[0].float() for inputs in ways)
     except (ValueError, RuntimeError, IndexError, TypeError):
         setattr(model, FLAG, False)
         return

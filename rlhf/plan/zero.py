@@ -20,6 +20,8 @@ LIVE = 1_000_000_000
 """weights that ZeRO-3 lets stand whole during a pass: stage3_max_live_parameters"""
 PREFETCH = 50_000_000
 """and those that it fetches ahead: stage3_prefetch_bucket_size"""
+REUSE = 1_000_000_000
+"""weights that ZeRO-3 lets pass between two uses of one that it keeps: stage3_max_reuse_distance"""
 SUB_GROUP = 1_000_000_000
 """weights whose step ZeRO-3 takes at once: sub_group_size"""
 
@@ -200,10 +202,12 @@ def exchanged(size: Size, options: EngineOptions, b: int, site: Site) -> float:
 
     An all-reduce is a reduce-scatter and an all-gather, each of (n - 1) / n of the bytes. DeepSpeed all-reduces the
     gradients under ZeRO-1 and 2 too, and then gathers the changed weights; ZeRO-2 and 3 do so after each micro-batch,
-    and ZeRO-3 gathers the weights for each forward and for each backward pass.
+    and ZeRO-3 gathers the weights for each forward pass, and for the backward pass those between whose uses lie more
+    than REUSE others: those of the first layers.
     """
     part, stage = (site.ranks - 1) / site.ranks, effective_stage(options, b, site.ranks)
     t = part * b * size.trained
     if stage == 3:
-        return (2 * part * b * size.total + t) * site.micro_batches
+        gathers = 2 - min(1, REUSE / 2 / size.total)
+        return (gathers * part * b * size.total + t) * site.micro_batches
     return 2 * t * (site.micro_batches if stage == 2 else 1) + (0 if stage == 0 else t)

@@ -1,0 +1,63 @@
+"""`python -m benchmarks.simulation`: how far one model's training would scale, from what was measured on one process.
+
+Prints a table of docs/scaling.md. The seconds of a token are those of benchmarks/results (SmolLM2-135M in bf16 on two
+cores); what a device sends is the formula's, over links of stated bandwidth, as if nothing of it happened during
+computation. Strong scaling divides the rows of a step among devices, weak scaling gives each device its own. An
+efficiency is the time of computation alone over the whole time.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.options import EngineOptions
+from rlhf.plan import zero
+from rlhf.plan.sizes import Size
+
+RESULTS = Path(__file__).parent / "results"
+MODEL = Size(134_515_008, 134_515_008, 28_311_552, 28_312_128, 30, 576, 2 * 30 * 192, 49_152)
+"""SmolLM2-135M"""
+DEVICES = (1, 2, 4, 8, 16, 64, 256, 1024)
+LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9}
+STRONG_ROWS, WEAK_ROWS = 1024, 8
+"""of a step: in all, and of each device"""
+STAGES = (1, 3)
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def efficiency(compute: float, devices: int, stage: int, link: float, engines: int = 1) -> float:
+    """Of one step of so many models that all take `compute` seconds together on each device."""
+    site = zero.Site(devices)
+    options = EngineOptions(zero_stage=stage, dtype="bf16")  # type: ignore[arg-type]
+    return compute / (compute + engines * zero.exchanged(MODEL, options, 2, site) / link)
+
+
+def lines() -> Iterator[list[str]]:
+    """The cells of each row."""
+    sft, ppo = result("sft"), result("ppo")
+    row = sft["set"]["tokens"] / sft["set"]["dialogues"] / sft["contenders"]["ours"]["tokens_per_s"]["all"]["median"]
+    iteration = sum(part["median"] for part in ppo["seconds_of_parts"].values())
+    for devices in DEVICES:
+        found = [str(devices)]
+        for compute, engines in ((row * STRONG_ROWS / devices, 1), (row * WEAK_ROWS, 1), (iteration, 2)):
+            for stage in STAGES:
+                each = (efficiency(compute, devices, stage, link, engines) for link in LINKS.values())
+                found.append(", ".join(f"{share:.2f}" for share in each))
+        yield found
+
+
+def table() -> str:
+    """Markdown; two numbers of a cell are those of the two links."""
+    what = (f"SFT, {STRONG_ROWS} rows a step", f"SFT, {WEAK_ROWS} rows a device", "PPO, 16 responses a device")
+    head = ["devices", *(f"{name}, ZeRO {stage}" for name in what for stage in STAGES)]
+    body = [" | ".join(cells) for cells in (head, ["---"] * len(head), *lines())]
+    return "\n".join(f"| {line} |" for line in body)
+
+
+if __name__ == "__main__":
+    print(table())
