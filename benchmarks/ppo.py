@@ -50,6 +50,8 @@ class Options(harness.Options):
     """most tokens of a prompt"""
     dtype: str = "bf16"
     """of both: bf16 or fp32"""
+    torch_compile: bool = True
+    """ours: layers compiled, before the clock runs"""
 
 
 def settings(options: Options, folder: Path) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def settings(options: Options, folder: Path) -> dict[str, Any]:
     scalar = inputs.scalar_model(options, folder)
     more = {
         name: getattr(options, name)
-        for name in ("batch_size", "micro_batch_size", "response_length", "max_prompt_length", "dtype")
+        for name in ("batch_size", "micro_batch_size", "response_length", "max_prompt_length", "dtype", "torch_compile")
     }
     more |= {"actor_model": options.model, "reward_model": scalar, "critic_model": scalar}
     more |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "total_episodes": ENDLESS * options.batch_size}

@@ -43,11 +43,13 @@ class Options(harness.Options):
     """ours: dialogues of a forward and backward pass"""
     dtype: str = "bf16"
     """of both: bf16 or fp32"""
+    torch_compile: bool = True
+    """ours: layers compiled, before the clock runs"""
 
 
 def stage_options(options: Options) -> dict[str, Any]:
     """Of step 1 or 2, beside those of the data."""
-    given = {key: getattr(options, key) for key in ("model", "batch_size", "micro_batch_size", "dtype")}
+    given = {key: getattr(options, key) for key in ("model", "batch_size", "micro_batch_size", "dtype", "torch_compile")}
     return {**given, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "learning_rate": LEARNING_RATE}
 
 

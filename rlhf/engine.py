@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rlhf import dist, engine_state, tensor_parallel
 from rlhf.adamw import MasterAdamW
 from rlhf.config import UserError
+from rlhf.models import compiling
 from rlhf.nonfinite import Tolerance
 from rlhf.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.sharding import InStep, Shards, deepspeed_settings, gathered, zero3
@@ -67,6 +68,8 @@ class Engine:
         dtype = compute_dtype(options, self.device)
         if options.gradient_checkpointing:
             _checkpoint_activations(model)
+        if options.torch_compile:
+            compiling.compile_layers(model)
         o = optimizer_options
         split = options.tensor_parallel_size > 1
         if split:
@@ -326,6 +329,12 @@ def require_possible(options: EngineOptions, device: torch.device) -> None:
         raise UserError(f"--offload-param: needs --zero-stage 3, got {stage}")
     if options.offload_optimizer and stage == 0 and dtype == torch.float32:
         raise UserError("--offload-optimizer: needs --zero-stage 1, 2 or 3, got 0")
+    if options.torch_compile:
+        if stage == 3 or options.tensor_parallel_size > 1 or options.sequence_parallel_size > 1:
+            raise UserError(
+                "--torch-compile: expected --zero-stage 0, 1 or 2, and devices that share neither layers nor tokens"
+            )
+        compiling.require_compiler(device)
     folder = options.offload_nvme
     if folder is None:
         return

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rlhf import dist
+from rlhf.models import compiling
 from rlhf.options import FrozenOptions
 from rlhf.sharding import InStep, Shards, deepspeed_settings, gathered, zero3
 
@@ -31,6 +32,8 @@ class FrozenEngine:
             self.module, self._sharded = engine.module, engine.optimizer
         elif not options.offload:
             model.to(self.device)
+        if options.torch_compile and options.zero_stage != 3:
+            compiling.compile_layers(model)
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[Any]:

@@ -55,6 +55,8 @@ class EngineOptions(Config):
     for a model that does not fit, many times slower to generate"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
+    torch_compile: bool = False
+    """compile the layers (torch.compile): training passes a tenth to a fifth quicker, after 10 to 60 s; ZeRO 0 to 2"""
     adapter: str | None = None
     """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16; none = train all weights"""
     tensor_parallel_size: int = Field(1, ge=1)
@@ -106,12 +108,15 @@ class FrozenOptions(Config):
     """keep its weights in CPU memory between uses"""
     gather_whole: Flag = None
     """its own --gather-whole"""
+    torch_compile: Flag = None
+    """its own --torch-compile"""
 
     def beside(self, trained: EngineOptions) -> "FrozenOptions":
         """These options, what is not set as for a trained model."""
         stage: Literal[0, 3] = 3 if trained.zero_stage == 3 and trained.tensor_parallel_size == 1 else 0
         given = self.model_dump(exclude_none=True)
-        return self.model_copy(update={"zero_stage": stage, "gather_whole": trained.gather_whole, **given})
+        shared = {"gather_whole": trained.gather_whole, "torch_compile": trained.torch_compile}
+        return self.model_copy(update={"zero_stage": stage, **shared, **given})
 
 
 class OptimizerOptions(Config):

@@ -14,7 +14,7 @@ FREE = {
     "micro_batch_size", "rollout_batch_size", "data_workers", "data_cache",
     "max_bad_steps", "abort_kl", "abort_kl_iterations",
     "zero_stage", "offload_optimizer", "offload_param", "offload_nvme", "gather_whole", "gradient_checkpointing",
-    "tensor_parallel_size", "sequence_parallel_size",
+    "tensor_parallel_size", "sequence_parallel_size", "torch_compile",
     "actor", "critic", "reference", "reward_models",
 }  # fmt: skip
 """Options that change what is shown, or memory and speed, but not what a stage makes."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf.models import traits
+from rlhf.models import compiling, traits
 
 
 @contextlib.contextmanager
@@ -22,10 +22,7 @@ def decoding(lm: PreTrainedModel, rows: int) -> Iterator[None]:
     Weights that lie in parts on the ranks stay as they are.
     """
     model = traits.base(lm)
-    if model.device.type != "cpu":
-        yield
-        return
-    with _packed(model, rows):
+    with compiling.eager(), _packed(model, rows) if model.device.type == "cpu" else contextlib.nullcontext():
         yield
 
 

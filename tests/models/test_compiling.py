@@ -1,0 +1,75 @@
+"""Compiled layers beside the same layers as they were written."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.config import UserError
+from rlhf.engine import Engine, require_possible
+from rlhf.generation import loop
+from rlhf.models import compiling
+from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
+from rlhf.options import EngineOptions, OptimizerOptions, SamplingOptions
+from tests import tiny
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[str]:
+    tiny.causal_lm("llama", std=0.05).save_pretrained(tmp_path / "model")
+    with tiny.one_rank():
+        yield str(tmp_path / "model")
+    torch._dynamo.reset()
+
+
+@needs_compiler
+def test_training_scoring_and_sampling_are_those_of_the_same_model(saved: str) -> None:
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    found = []
+    for compiled in (False, True):
+        lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
+        options = EngineOptions(dtype="fp32", torch_compile=compiled)
+        engine = Engine(Policy(lm), options, OptimizerOptions(learning_rate=1e-3, lr_scheduler_type="constant"), 10)
+        losses: list[float] = []
+        for step in range(4):
+            rows = tiny.sequences([9, 5 + step, 14, 3], prompts=[2, 1, 3, 1], seed=step)
+
+            def loss(given: object) -> tuple[Tensor, dict[str, Tensor]]:
+                return -engine(given)[0].mean(), {}  # noqa: B023  (called at once)
+
+            losses.append(engine.step([rows[:2], rows[2:]], loss)["loss"])
+        with engine.inference() as policy:
+            scored = policy(tiny.sequences([12, 20], prompts=[1, 1], seed=9))[0]
+            made = backend(policy.lm, tiny.prompts([3, 9]), SamplingOptions(response_length=12), None)
+        found.append((losses, scored, made.response_ids, torch._dynamo.utils.counters["frames"]["ok"]))
+    (plain, expected, tokens, before), (losses, scored, sampled, after) = found
+    assert losses == pytest.approx(plain, abs=1e-5) and losses[-1] != losses[0]
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
+    assert torch.equal(sampled, tokens)
+    # Five pieces of a layer, with gradients and without: none for another layer, another length or a longer cache.
+    assert after - before == 10
+
+
+def test_it_is_refused_where_layers_lie_in_parts() -> None:
+    cpu = torch.device("cpu")
+    for more in ({"zero_stage": 3}, {"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}):
+        with pytest.raises(UserError, match="--torch-compile: expected --zero-stage 0, 1 or 2"):
+            require_possible(EngineOptions(torch_compile=True, **more), cpu)  # type: ignore[arg-type]
+
+
+def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(UserError, match="install one"):
+        compiling.require_compiler(torch.device("cpu"))
