@@ -42,7 +42,7 @@ class Options(harness.Options):
     """iterations of each, the warm-up apart"""
     batch_size: int = Field(16, ge=1)
     """responses of an iteration"""
-    micro_batch_size: int = Field(8, ge=1)
+    micro_batch_size: int = Field(16, ge=1)
     """ours: rows of a forward and backward pass"""
     response_length: int = Field(48, ge=1)
     """new tokens of each response"""

@@ -32,7 +32,7 @@ class Options(sft.Options):
     """pairs of the set"""
     batch_size: int = Field(8, ge=1)
     """pairs of an optimizer step"""
-    micro_batch_size: int = Field(4, ge=1)
+    micro_batch_size: int = Field(8, ge=1)
     """ours: pairs of a forward and backward pass"""
 
 

@@ -49,7 +49,8 @@ class Options(harness.Options):
 
 def stage_options(options: Options) -> dict[str, Any]:
     """Of step 1 or 2, beside those of the data."""
-    given = {key: getattr(options, key) for key in ("model", "batch_size", "micro_batch_size", "dtype", "torch_compile")}
+    names = ("model", "batch_size", "micro_batch_size", "dtype", "torch_compile")
+    given = {key: getattr(options, key) for key in names}
     return {**given, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "learning_rate": LEARNING_RATE}
 
 

@@ -79,9 +79,12 @@ class _Causal(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v, mask)
         ctx.scale = scale
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        if mask is None:
+            return attend(q, k, v, is_causal=True)
+        # With a mask it looks at what lies ahead, too.
+        blocks = ((slice(start, end), slice(end)) for start, end in _blocks(q.shape[2]))
+        return torch.cat([attend(q[:, :, i], k[:, :, j], v[:, :, j], mask[:, :, i, j]) for i, j in blocks], 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -89,19 +92,19 @@ class _Causal(torch.autograd.Function):
         q, k, v, mask = ctx.saved_tensors
         rows, heads, length, _ = q.shape
         keys, values = _flat(k, k.shape[1]), _flat(v, k.shape[1])
-        dq = torch.empty_like(q)
+        dq, scaled = torch.empty_like(q), q * ctx.scale
         dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (keys, values))
         for start, end in _blocks(length):
             seen, told = keys[:, :end], values[:, :end]
-            asked, grad = (_flat(x[:, :, start:end], k.shape[1]) for x in (q, gradient))
-            scores = torch.bmm(asked, seen.mT).mul_(ctx.scale)
+            asked, grad = (_flat(x[:, :, start:end], k.shape[1]) for x in (scaled, gradient))
+            scores = torch.bmm(asked, seen.mT)
             by_head = scores.view(rows, k.shape[1], -1, end - start, end)
             weights = _hide(by_head, mask, start).softmax(-1).view_as(scores)
             dv[:, :end] += torch.bmm(weights.mT, grad)
             change = torch._softmax_backward_data(torch.bmm(grad, told.mT), weights, -1, weights.dtype)
-            dq[:, :, start:end] = torch.bmm(change, seen).mul_(ctx.scale).view(rows, heads, end - start, -1)
-            dk[:, :end] += torch.bmm(change.mT, asked).mul_(ctx.scale)
-        return dq, dk.to(k.dtype).view_as(k), dv.to(v.dtype).view_as(v), None, None
+            dq[:, :, start:end] = torch.bmm(change, seen).view(rows, heads, end - start, -1)
+            dk[:, :end] += torch.bmm(change.mT, asked)
+        return dq.mul_(ctx.scale), dk.to(k.dtype).view_as(k), dv.to(v.dtype).view_as(v), None, None
 
 
 def _flat(x: Tensor, groups: int) -> Tensor:
