@@ -39,7 +39,7 @@ class Options(harness.Options):
     """dialogues of the set"""
     batch_size: int = Field(8, ge=1)
     """dialogues of an optimizer step"""
-    micro_batch_size: int = Field(4, ge=1)
+    micro_batch_size: int = Field(8, ge=1)
     """ours: dialogues of a forward and backward pass"""
     dtype: str = "bf16"
     """of both: bf16 or fp32"""

@@ -9,6 +9,7 @@ from rlhf import adapters, dist, engine, frozen, plugins, rewards
 from rlhf.engine import Engine, compute_dtype
 from rlhf.frozen import FrozenEngine
 from rlhf.generation import loop
+from rlhf.models import compiling
 from rlhf.models.ema import EMA
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
@@ -46,6 +47,8 @@ class Players:
 
 def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
     """Load every model and build the engines."""
+    if config.torch_compile:
+        compiling.round_alike()  # else the first ratio is not 1, nor the first KL 0
     context = reward_context(config, tokenizer)
     an_iteration = config.num_ppo_epochs * config.num_mini_batches
     steps = iterations(config) * an_iteration

@@ -170,6 +170,7 @@ def full_on_one(stage: Path, rank: int) -> dict[str, Any]:
         failure = save(stage, 2, shared())
     dist.barrier()
     between = sorted(path.name for path in (stage / resume.FOLDER).iterdir())
+    dist.barrier()  # the next one may begin
     return {"failure": failure, "between": between, "after": save(stage, 3, shared()), "newest": whole(stage)}
 
 

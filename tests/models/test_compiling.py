@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 from rlhf.config import UserError
@@ -54,6 +55,20 @@ def test_training_scoring_and_sampling_are_those_of_the_same_model(saved: str) -
     assert torch.equal(sampled, tokens)
     # Five pieces of a layer, with gradients and without: none for another layer, another length or a longer cache.
     assert after - before == 10
+
+
+@needs_compiler
+def test_in_bf16_training_scores_as_scoring_does(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ratio of PPO is 1, and its KL from a reference of the same weights 0."""
+    policy, rows = Policy(load_causal_lm(saved, torch.bfloat16, tiny.VOCAB)), tiny.sequences([20, 9, 14], [1, 1, 1])
+    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", False)
+    compiling.round_alike()
+    with torch.no_grad():
+        expected = policy(rows)[0]
+        compiling.compile_layers(policy)
+        scored = policy(rows)[0]
+    assert torch.equal(policy(rows)[0], scored)
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-3)
 
 
 def test_it_is_refused_where_layers_lie_in_parts() -> None:
