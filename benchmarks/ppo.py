@@ -7,8 +7,8 @@ own `train` with the models that `set_up` makes; its parts (generate, score, upd
 
 What differs, as each library has it: ours keeps fp32 master weights and moments of actor and critic, each under an
 engine of its own with its gradient clipped; TRL has weights and moments in bf16 and both models in one. TRL takes its
-old log-probs from the logits of generation, which it keeps; ours, what step 3 does by default. TRL gives all 16 rows
-to a model at once, ours in micro-batches of similar length.
+old log-probs from the logits of generation, which it keeps; ours, what step 3 does by default. Both give all 16 rows to
+a model at once. Ours compiles the layers (before the clock runs).
 """
 
 import contextlib

@@ -8,14 +8,13 @@ efficiency is the time of computation alone over the whole time.
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from benchmarks import outcome
 from rlhf.options import EngineOptions
 from rlhf.plan import zero
 from rlhf.plan.sizes import Size
 
-RESULTS = Path(__file__).parent / "results"
 MODEL = Size(134_515_008, 134_515_008, 28_311_552, 28_312_128, 30, 576, 2 * 30 * 192, 49_152)
 """SmolLM2-135M"""
 DEVICES = (1, 2, 4, 8, 16, 64, 256, 1024)
@@ -26,7 +25,7 @@ STAGES = (1, 3)
 
 
 def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((outcome.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 

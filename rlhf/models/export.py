@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig, P
 
 from rlhf import dist, plugins
 from rlhf.engine import Engine
+from rlhf.models import traits
 from rlhf.models.ema import EMA
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
@@ -33,7 +34,7 @@ def save_policy(
     with average.inside(policy) if average is not None else contextlib.nullcontext():
         state = full_state(policy.lm, adapter)
         if dist.is_main():  # the state may be the model's own memory
-            lm = base_model(policy.lm)
+            lm = traits.base(policy.lm)
             try:
                 lm.generation_config.validate(strict=True)
             except ValueError:  # sampling settings that contradict each other would stop the saving, after all the work
@@ -59,7 +60,7 @@ def save_scalar(
     """
     model = engine.module
     assert isinstance(model, ScalarModel)
-    backbone = base_model(model.backbone)
+    backbone = traits.base(model.backbone)
     prefix = backbone.base_model_prefix
     state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
     head = full_state(model.score, None)
@@ -79,11 +80,6 @@ def save_scalar(
     dist.barrier()
 
 
-def base_model(model: nn.Module) -> Any:
-    """The transformers model under an adapter, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-
-
 def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
     """Weights by their transformers names on the CPU of rank 0, adapters merged; tied weights stay one tensor.
 
@@ -91,7 +87,7 @@ def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
     """
     copies: dict[int, Tensor] = {}
     state = {}
-    for name, weight in base_model(model).state_dict(keep_vars=True).items():
+    for name, weight in traits.base(model).state_dict(keep_vars=True).items():
         with whole([weight]):
             value = joined(weight, weight.detach())
             if dist.is_main():
