@@ -97,14 +97,16 @@ class _Late(BaseException):
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """A template still running after `seconds` gets a TimeoutError: every line of it, and of Jinja's own functions that
-    it calls, looks at the clock."""
+    it calls, looks at the clock. No other line does: in a `__del__`, the error would be passed over and the clock lost.
+    """
     end = time.monotonic() + seconds
 
     def look(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename.endswith(COMPILERS):
+        file = frame.f_code.co_filename
+        if file != "<template>" and ("/jinja2/" not in file or file.endswith(COMPILERS)):
             return None
         if time.monotonic() > end:
-            raise TimeoutError if frame.f_code.co_filename == "<template>" else _Late
+            raise TimeoutError if file == "<template>" else _Late
         return look
 
     before = sys.gettrace()

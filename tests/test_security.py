@@ -4,6 +4,7 @@ Whether something ran is told by a directory that the planted code makes. The re
 security is in test_security_run.py (sockets, secrets) and test_security_source.py (what no module may call).
 """
 
+import gc
 import io
 import json
 import os
@@ -316,6 +317,26 @@ def test_a_template_that_takes_too_much_is_refused(bomb: str, monkeypatch: pytes
         prepare_tokenizer(tokenizer, "auto")
     assert "\n" not in str(caught.value)
     assert os.times().user - start < 8
+
+
+def test_what_is_collected_meanwhile_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            time.sleep(0.5)
+            ran.append(time.monotonic())  # the first line that runs after the limit
+
+    ran: list[float] = []
+    monkeypatch.setattr("rlhf.rendering.MAX_SECONDS", 0.3)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = BOMBS["a filter that loops"]
+    gc.collect()
+    Slow()
+    with pytest.raises(UserError, match=r"still runs after 0\.3 seconds"):
+        prepare_tokenizer(tokenizer, "auto")
+    assert ran
 
 
 def test_a_template_that_is_no_text_is_refused() -> None:
