@@ -43,6 +43,8 @@ class Options(harness.Options):
     """most tokens of a prompt"""
     dtype: str = "bf16"
     """of both: bf16 or fp32"""
+    torch_compile: bool = True
+    """ours: a decode step as one graph, and layers compiled, before the clock runs"""
 
 
 def settings(options: Options, folder: Path) -> dict[str, Any]:
@@ -55,6 +57,7 @@ def settings(options: Options, folder: Path) -> dict[str, Any]:
         "sizes": options.prompts,
         "response_length": options.response_length,
         "dtype": options.dtype,
+        "torch_compile": options.torch_compile,
     }
 
 
@@ -73,6 +76,7 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
 
     from rlhf.draws import uniforms
     from rlhf.generation import loop
+    from rlhf.models import compiling
     from rlhf.models.load import load_causal_lm
     from rlhf.options import SamplingOptions
     from rlhf.types import Prompts, Row
@@ -81,6 +85,9 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     tokenizer = inputs.tokenizer(settings["model"])
     dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
     lm = load_causal_lm(settings["model"], dtype, len(tokenizer))
+    if settings["torch_compile"]:
+        compiling.compile_layers(lm)
+        compiling.round_alike()
     backend = loop.build(loop.Config(eos_token_id=NEVER, pad_token_id=tokenizer.pad_token_id))
 
     def generate(rows: list[list[int]], length: int) -> int:

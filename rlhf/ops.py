@@ -87,7 +87,7 @@ class _Chosen(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, spread: bool) -> tuple[Tensor, Tensor]:
         logprobs, sums, entropies = [], [], [torch.zeros(0, device=logits.device)]
         for part, chosen in _parts(logits, ids):
-            z = _tempered(part, temperature)
+            z = tempered(part, temperature)
             total = z.logsumexp(-1)
             logprobs.append(z.gather(-1, chosen[:, None]).squeeze(-1) - total)
             sums.append(total)
@@ -110,7 +110,7 @@ class _Chosen(torch.autograd.Function):
         start = 0
         for (part, chosen), (out, _) in zip(_parts(logits, ids), _parts(result, ids), strict=True):
             rows = slice(start, start := start + len(part))
-            change = (_tempered(part, ctx.temperature) - sums[rows, None]).exp_().mul_(-scaled[rows])
+            change = (tempered(part, ctx.temperature) - sums[rows, None]).exp_().mul_(-scaled[rows])
             out.copy_(change.scatter_add_(-1, chosen[:, None], scaled[rows]))
         return result, None, None, None
 
@@ -127,12 +127,12 @@ def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
     A logit of -inf (a token that cannot be chosen) contributes 0.
     """
-    logprobs = _tempered(logits, temperature).log_softmax(-1)
+    logprobs = tempered(logits, temperature).log_softmax(-1)
     finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
     return -(logprobs.exp() * finite).sum(-1)
 
 
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
+def tempered(logits: Tensor, temperature: float) -> Tensor:
     assert temperature > 0, f"temperature {temperature}, expected > 0"
     logits = at_least_fp32(logits)
     return logits if temperature == 1.0 else logits / temperature

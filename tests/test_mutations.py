@@ -37,11 +37,11 @@ CAUGHT_BY: dict[Check, list[Mutant]] = {
         Mutant("mean over padding", ops.masked_mean, "mask.sum() if count is None else count", "x.numel()"),
     ],
     partial(test_ops.test_token_logprobs_match_float64, torch.bfloat16): [
-        Mutant("log-softmax in bf16", ops._tempered, "at_least_fp32(logits)", "logits"),
+        Mutant("log-softmax in bf16", ops.tempered, "at_least_fp32(logits)", "logits"),
     ],
     test_ops.test_token_logprobs_by_hand: [
-        Mutant("temperature ignored", ops._tempered, "temperature == 1.0", "True"),
-        Mutant("temperature multiplied", ops._tempered, "logits / temperature", "logits * temperature"),
+        Mutant("temperature ignored", ops.tempered, "temperature == 1.0", "True"),
+        Mutant("temperature multiplied", ops.tempered, "logits / temperature", "logits * temperature"),
     ],
     test_ops.test_entropy_of_known_distributions: [
         Mutant("entropy negative", ops.entropy, "-(logprobs.exp()", "(logprobs.exp()"),

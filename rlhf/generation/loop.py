@@ -1,6 +1,8 @@
 """Sampling token by token with a key-value cache; log-probs are taken at the moment of sampling."""
 
+import contextlib
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,9 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 from rlhf import ops
 from rlhf.config import Config as Base
 from rlhf.config import UserError
-from rlhf.generation._cache import left_padded
+from rlhf.generation._cache import Part, Room, States, left_padded
 from rlhf.generation._decoding import decoding
-from rlhf.models import attention
+from rlhf.models import compiling
+from rlhf.models.packing import packs, reading
 from rlhf.models.policy import only
 from rlhf.models.traits import keeps_all, takes
 from rlhf.options import SamplingOptions
@@ -22,9 +25,8 @@ Generate = Callable[[PreTrainedModel, Prompts, SamplingOptions, Tensor | None], 
 
 KEPT = 0.75
 """When no more than this share of the rows goes on, the others are dropped: that copies the cache."""
-TOGETHER = 512
-"""tokens of prompts that are read at once on a CPU: it gains nothing from more, and loses by their padding; elsewhere
-32 times as many"""
+TOGETHER = 2048
+"""tokens of prompts that are read at once on a CPU; elsewhere 8 times as many"""
 BLOCK = 256
 """tokens whose probabilities are first looked at as one"""
 
@@ -49,8 +51,7 @@ def build(config: Config) -> Generate:
                 f"model type '{lm.config.model_type}': generation needs the key-value cache of an attention model; "
                 "name another model"
             )
-        with decoding(lm, len(prompts)):
-            tokens, logprobs, mask = _sample(lm, prompts, sampling, draws, config)
+        tokens, logprobs, mask = _sample(lm, prompts, sampling, draws, config)
         # A row still alive after its last column never sampled EOS.
         ended = ((tokens == config.eos_token_id) & mask).any(1)
         return Rollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
@@ -67,78 +68,94 @@ def _sample(
     tokens = torch.full((size, length), config.pad_token_id, device=device)
     logprobs = torch.zeros(size, length, device=device)
     mask = torch.zeros(size, length, dtype=torch.bool, device=device)
-    seen = torch.cat([prompts.mask[:, prompts.mask.any(0)], torch.ones_like(mask)], dim=1).long()
-    positions = ops.positions(seen)
-    counted = takes(lm, "position_ids")  # BLOOM and MPT do not
+    seen = torch.cat([prompts.mask[:, prompts.mask.any(0)], mask], dim=1)
+    start = seen.shape[1] - length
+    positions = prompts.mask.sum(1)
     rows = torch.arange(size, device=device)  # those that the model is asked about
     alive = torch.ones_like(mask[:, 0])
     droppable = keeps_all(lm.config)  # other caches may not know how to drop a row of a recurrent state
-    logits, cache = _read(lm, prompts, seen.shape[1])
-    start = seen.shape[1] - length
-    for t in range(length):
-        token, logprob = choose(logits, sampling.temperature, None if draws is None else draws[rows, t])
-        now = rows[alive]
-        tokens[now, t], logprobs[now, t], mask[now, t] = token[alive], logprob[alive], True
-        alive = alive & (token != config.eos_token_id)
-        count = int(alive.sum())
-        if count == 0 or t == length - 1:
-            return tokens[:, : t + 1], logprobs[:, : t + 1], mask[:, : t + 1]
-        if droppable and count <= KEPT * len(rows):
-            cache.batch_select_indices(alive.nonzero().squeeze(1))
-            rows, token, seen, positions = rows[alive], token[alive], seen[alive], positions[alive]
-            alive = alive[alive]
-        logits = lm(
-            input_ids=token[:, None],
-            attention_mask=seen[:, : start + t + 1],
-            past_key_values=cache,
-            use_cache=True,
-            **({"position_ids": positions[:, start + t, None]} if counted else {}),
-        ).logits[:, -1]
+    at = torch.full((1,), start, device=device) if packs(lm) else None
+    logits, cache = _read(lm, prompts, seen.shape[1], at)
+    with decoding(lm) as step:
+        for t in range(length):
+            token, logprob = choose(logits, sampling.temperature, None if draws is None else draws[rows, t])
+            now = rows[alive]
+            tokens[now, t], logprobs[now, t], mask[now, t] = token[alive], logprob[alive], True
+            alive = alive & (token != config.eos_token_id)
+            count = int(alive.sum())
+            if count == 0 or t == length - 1:
+                return tokens[:, : t + 1], logprobs[:, : t + 1], mask[:, : t + 1]
+            if droppable and count <= KEPT * len(rows):
+                cache.batch_select_indices(alive.nonzero().squeeze(1))
+                rows, token, seen, positions = rows[alive], token[alive], seen[alive], positions[alive]
+                alive = alive[alive]
+            seen[:, start + t] = True
+            visible = seen[:, : start + t + 1].long() if at is None else seen[:, None, None]
+            logits = step(lm, token[:, None], visible, positions[:, None], cache)
+            positions += 1
+            if at is not None:
+                at += 1
     raise AssertionError("a response of no tokens")
 
 
-def _read(lm: PreTrainedModel, prompts: Prompts, room: int) -> tuple[Tensor, DynamicCache]:
+def _read(lm: PreTrainedModel, prompts: Prompts, room: int, at: Tensor | None) -> tuple[Tensor, DynamicCache]:
     """The logits of each first token [B, V], and a cache of the prompts, left-padded to the longest.
 
     Rows of similar length are read together, and a prompt that several responses continue once.
     """
-    ids, lengths = ops.flush_left(prompts.ids, prompts.mask), prompts.mask.sum(1)
     if not keeps_all(lm.config):
         return _read_padded(lm, prompts)
+    ids, lengths = ops.flush_left(prompts.ids, prompts.mask), prompts.mask.sum(1)
     ids = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None], -1)
     unique, which = ids.unique(dim=0, return_inverse=True)
     width = (unique >= 0).sum(1)
     logits: list[Tensor] = []
     parts, order, read = [], torch.empty_like(which), 0
-    for group in token_groups(width, TOGETHER * (1 if ids.device.type == "cpu" else 32)):
-        part = DynamicCache(config=lm.config)
-        longest = int(width[group].max())
-        states = torch.arange(len(group), device=ids.device) * longest + width[group] - 1
-        with only(lm.get_output_embeddings(), states):
-            found = lm(input_ids=unique[group, :longest].clamp(min=0), past_key_values=part, use_cache=True)
+    for group in token_groups(width, TOGETHER * (1 if ids.device.type == "cpu" else 8)):
+        found, states, starts = _read_together(lm, unique[group, : int(width[group].max())])
         source, target = (group[:, None] == which).nonzero(as_tuple=True)
         order[target] = read + source
         read += len(group)
-        logits.append(found.logits[0])
-        parts.append((part, torch.stack([source, target], dim=1)))
-    # What ALiBi adds to the scores is as wide as the tokens so far.
-    linear = not takes(lm, "position_ids") or getattr(lm.config, "alibi", False)
-    whole = lm.config._attn_implementation == attention.NAME and not linear
-    return torch.cat(logits)[order], left_padded(parts, lengths, room, whole)
+        logits.append(found)
+        parts.append(Part(states, target, starts[source]))
+    return torch.cat(logits)[order], left_padded(parts, lengths, room, at)
+
+
+def _read_together(lm: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[States], Tensor]:
+    """Of right-padded prompts, with -1 as padding: the logits of each first token [B, V], and what a cache is filled
+    with: keys and values, and where each prompt begins in them."""
+    mask = ids >= 0
+    kept: list[States] = []
+    given = reading(lm, ids.clamp(min=0), mask, kept)
+    cache = None if packs(lm) else DynamicCache(config=lm.config)
+    last = given.states.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
+    plain = contextlib.nullcontext() if cache is None else compiling.eager()  # with a cache, once for each layer
+    with only(lm.get_output_embeddings(), last), plain:
+        logits = lm(**given.inputs, past_key_values=cache, use_cache=cache is not None).logits[0]
+    if cache is not None:
+        layers = cast(list[Room], cache.layers)  # or any that keep both
+        kept = [(_of_tokens(layer.keys), _of_tokens(layer.values)) for layer in layers]
+    return logits, kept, given.states[:, 0]
+
+
+def _of_tokens(states: Tensor) -> Tensor:
+    """[B, heads, S, d] -> [B * S, heads, d]"""
+    return states.transpose(1, 2).flatten(0, 1)
 
 
 def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
     """The same for models with layers of another kind, such as a sliding window: all rows at once."""
     cache, mask = DynamicCache(config=lm.config), prompts.mask[:, prompts.mask.any(0)]
     positions = {"position_ids": ops.positions(mask)} if takes(lm, "position_ids") else {}
-    found = lm(
-        input_ids=prompts.ids[:, prompts.mask.any(0)],
-        attention_mask=mask.long(),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-        **positions,
-    )
+    with compiling.eager():
+        found = lm(
+            input_ids=prompts.ids[:, prompts.mask.any(0)],
+            attention_mask=mask.long(),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **positions,
+        )
     return found.logits[:, -1], cache
 
 
@@ -151,15 +168,15 @@ def choose(logits: Tensor, temperature: float, draws: Tensor | None) -> tuple[Te
     if draws is None:
         token = logits.argmax(-1)
         return token, ops.token_logprobs(logits, token, temperature)
-    logits = ops.at_least_fp32(logits) / temperature
-    total = logits.logsumexp(-1, keepdim=True)
+    logprobs = ops.tempered(logits, temperature).log_softmax(-1)
+    weights = logprobs.exp()
+    short = -weights.shape[1] % BLOCK
+    blocks = (F.pad(weights, (0, short)) if short else weights).unflatten(1, (-1, BLOCK))
     # Of a row that is not finite any token is drawn; its log-prob says so, and nothing is learned from it.
-    weights = (logits - total).exp_().nan_to_num_(1.0)
-    blocks = F.pad(weights, (0, -weights.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    block, rest = _first_beyond(blocks.sum(-1, dtype=torch.float64), draws)
-    inside = blocks[torch.arange(len(blocks), device=block.device), block].double()
+    block, rest = _first_beyond(blocks.sum(-1).double().nan_to_num_(1.0), draws)
+    inside = blocks[torch.arange(len(blocks), device=block.device), block].double().nan_to_num_(1.0)
     token = block * BLOCK + _first_beyond(inside, rest)[0]
-    return token, (logits.gather(1, token[:, None]) - total).squeeze(1)
+    return token, logprobs.gather(1, token[:, None]).squeeze(1)
 
 
 def _first_beyond(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:

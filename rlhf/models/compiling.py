@@ -4,11 +4,14 @@ One graph serves all layers of all models of an architecture, for any number of 
 """
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf.config import UserError
@@ -19,11 +22,65 @@ def compile_layers(model: nn.Module) -> None:
     """Compile each layer of the transformers model in `model`, when it is first run."""
     import torch._dynamo.config as settings
 
-    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attention))
+    AttentionInterface.register(attention.NAME, _apart())
     settings.recompile_limit = 64  # with and without gradients, a mask or packed rows, for each architecture
     settings.suppress_errors = True  # what cannot be compiled runs as it was written
     for layer in _layers(model):
         layer.compile(dynamic=True)
+
+
+def compiled(model: nn.Module) -> bool:
+    """Whether `compile_layers` was asked for it."""
+    return any(layer._compiled_call_impl is not None for layer in _layers(model))
+
+
+@functools.cache
+def whole(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) -> Callable[..., Tensor]:
+    """`function`, which runs a model and knows no gradients, as one graph, after `rewrite`: without the work between
+    operations.
+
+    Where it cannot be one it runs as it was written, which is said once.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+
+    def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        rewrite(module.graph)
+        module.recompile()
+        return compile_fx(module, inputs)
+
+    graph = torch.compile(function, fullgraph=True, backend=backend)
+
+    possible = True
+
+    def run(*arguments: Any) -> Tensor:
+        nonlocal possible
+        if possible:
+            AttentionInterface.register(attention.NAME, attention.attention)
+            try:
+                return graph(*arguments)
+            except TorchDynamoException as error:
+                possible = False
+                reason = str(error).strip().partition("\n")[0]
+                warnings.warn(f"--torch-compile: a decode step runs uncompiled: {reason}", stacklevel=2)
+            finally:
+                AttentionInterface.register(attention.NAME, _apart())
+        with eager():
+            return function(*arguments)
+
+    return run
+
+
+@functools.cache
+def _apart() -> Callable[..., Any]:
+    return torch.compiler.disable(attention.attention)
+
+
+def vary(x: Tensor, *dimensions: int) -> None:
+    """Tell the compiler that these dimensions of `x` have other sizes in other calls."""
+    for dimension in dimensions:
+        torch._dynamo.maybe_mark_dynamic(x, dimension)
 
 
 def round_alike() -> None:

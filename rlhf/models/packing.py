@@ -5,7 +5,7 @@ gathers rows of similar length, so that little is padding even there.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,13 @@ class Layout:
     """[G] bool, True of padding"""
     places: Tensor
     """[N] long, the place of each token"""
+    kept: list[tuple[Tensor, Tensor]] | None = None
+    """where each layer leaves keys and values, [N, heads, d] each, for a cache"""
 
     def attended(self, attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What `attend(q, k, v, mask)` gives row by row. q, k, v [1, heads, N, d] -> [1, N, heads, d]"""
+        if self.kept is not None:
+            self.kept.append((k[0].transpose(0, 1), v[0].transpose(0, 1)))
         spread = [_Taken.apply(x[0].transpose(0, 1), self.tokens, self.places, None) for x in (q, k, v)]
         sizes = [rows * width for rows, width, _ in self.groups]
         found = []
@@ -106,13 +110,16 @@ class Reading:
     """[B, S] long, where in [R * W] the state of each token is; off the mask, anywhere"""
 
 
-def reading(model: Any, ids: Tensor, mask: Tensor) -> Reading:
-    """Of the tokens of each row under its mask, ids and mask [B, S]: packed where the model takes that, else padded."""
+def reading(model: Any, ids: Tensor, mask: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None) -> Reading:
+    """Of the tokens of each row under its mask, ids and mask [B, S]: packed where the model takes that, else padded.
+
+    kept: of packed rows, gets what `Layout.kept` says.
+    """
     positions = ops.positions(mask)
     if packs(model):
         lengths = mask.sum(1)
         states = positions + (lengths.cumsum(0) - lengths)[:, None]
-        rows = layout(lengths, model.dtype)
+        rows = replace(layout(lengths, model.dtype), kept=kept)
         return Reading(_packed(ids[mask], positions[mask], rows), states.clamp(max=int(lengths.sum()) - 1))
     flushed = ops.flush_left(ids, mask)
     row = torch.arange(len(ids), device=ids.device)[:, None]

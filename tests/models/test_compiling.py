@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from rlhf.config import UserError
 from rlhf.engine import Engine, require_possible
@@ -55,6 +56,69 @@ def test_training_scoring_and_sampling_are_those_of_the_same_model(saved: str) -
     assert torch.equal(sampled, tokens)
     # Five pieces of a layer, with gradients and without: none for another layer, another length or a longer cache.
     assert after - before == 10
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path) -> None:
+    tiny.causal_lm(family, std=0.05).save_pretrained(tmp_path / "model")
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    draws = torch.rand(5, 12, generator=torch.Generator().manual_seed(0))
+    found, seen = [], []
+    for compiled in (False, True):
+        lm = load_causal_lm(str(tmp_path / "model"), torch.float32, tiny.VOCAB)
+        if compiled:
+            compiling.compile_layers(lm)
+        first = backend(lm, tiny.prompts([3, 9, 5, 7]), SamplingOptions(response_length=9), draws[:4])
+        seen.append(graphs())
+        with torch.no_grad():
+            for weight in lm.parameters():
+                weight.mul_(1.5)  # as an optimizer does, in place
+        second = backend(lm, tiny.prompts([2, 4, 11, 3, 6]), SamplingOptions(response_length=12), draws)
+        seen.append(graphs())
+        found.append((first, second))
+    for plain, fast in zip(*found, strict=True):
+        assert torch.equal(plain.response_ids, fast.response_ids)
+        torch.testing.assert_close(fast.sampled_logprobs, plain.sampled_logprobs, rtol=0, atol=1e-5)
+    assert not torch.equal(found[0][0].sampled_logprobs[:, 0], found[0][1].sampled_logprobs[:4, 0])
+    assert seen[0] == seen[1] and seen[2] == seen[3] == seen[1] + 5  # four pieces of a layer read prompts
+    torch._dynamo.reset()
+
+
+@needs_compiler
+def test_products_of_the_same_states_are_one(saved: str) -> None:
+    lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    sampling, counts = SamplingOptions(response_length=3), []
+    for compiled in (False, True):
+        if compiled:
+            compiling.compile_layers(lm)
+            backend(lm, tiny.prompts([5, 2]), sampling, None)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            made = backend(lm, tiny.prompts([5, 2]), sampling, None)
+        counts.append(sum(event.count for event in seen.key_averages() if event.key == "rlhf::products"))
+    steps, layers = made.mask.shape[1] - 1, lm.config.num_hidden_layers
+    # query, key, value; output; gate, up; down; and the head once
+    assert counts == [steps * (7 * layers + 1), steps * (4 * layers + 1)]
+
+
+@needs_compiler
+def test_what_is_no_single_graph_runs_as_it_was_written(saved: str) -> None:
+    compiling.whole.cache_clear()
+    lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    plain = backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
+    compiling.compile_layers(lm)
+    lm.get_output_embeddings().register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    with pytest.warns(UserWarning, match="--torch-compile: a decode step runs uncompiled") as caught:
+        fast = backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
+    compiling.whole.cache_clear()
+    assert torch.equal(plain.response_ids, fast.response_ids)
+    assert sum("decode step" in str(warning.message) for warning in caught) == 1
 
 
 @needs_compiler
