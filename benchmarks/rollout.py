@@ -75,6 +75,7 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     import torch
 
     from rlhf.draws import uniforms
+    from rlhf.engine import keep_freed_memory
     from rlhf.generation import loop
     from rlhf.models import compiling
     from rlhf.models.load import load_causal_lm
@@ -88,6 +89,7 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     if settings["torch_compile"]:
         compiling.compile_layers(lm)
         compiling.round_alike()
+    keep_freed_memory()  # as from the first training step on
     backend = loop.build(loop.Config(eos_token_id=NEVER, pad_token_id=tokenizer.pad_token_id))
 
     def generate(rows: list[list[int]], length: int) -> int:

@@ -126,7 +126,7 @@ class Engine:
         Raises: NonFiniteError, on every rank, after `max_bad_steps` such steps in a row.
         """
         if self.device.type == "cpu":
-            _keep_freed_memory()
+            keep_freed_memory()
         micros = list(micro_batches)
         if self._plain:  # parts rounded one by one would weigh more the more parts there are
             self._engine.optimizer.sum_gradients_in(torch.float32 if len(micros) > 1 else None)
@@ -257,7 +257,7 @@ def _let_it_search(optimizer: Any) -> None:
 
 
 @cache
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Tell glibc to use the memory of freed tensors again, and not to return it to the system.
 
     Otherwise most tensors are new pages, which the system clears, and for which a virtual machine may have to ask its
