@@ -155,7 +155,7 @@ CAUGHT_BY: dict[Check, list[Mutant]] = {
         Mutant("every copy samples alike", stage.sample, "earlier[index] += 1", "pass"),
     ],
     test_draws.test_a_response_is_the_same_alone_and_beside_others: [
-        Mutant("sampled from anybody's stream", loop.choose, "float64), draws)", "float64), torch.rand(len(draws)))"),
+        Mutant("sampled from anybody's stream", loop.choose, "(1.0), draws)", "(1.0), torch.rand(len(draws)))"),
     ],
     test_update.test_the_same_iteration_twice_is_bit_exact: [
         Mutant("shuffled from anybody's stream", update._minibatches, ", generator=generator", ""),
