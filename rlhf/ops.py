@@ -133,6 +133,7 @@ def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """`logits / temperature` in float32 at least, same shape."""
     assert temperature > 0, f"temperature {temperature}, expected > 0"
     logits = at_least_fp32(logits)
     return logits if temperature == 1.0 else logits / temperature
