@@ -7,7 +7,6 @@ security is in test_security_run.py (sockets, secrets) and test_security_source.
 import gc
 import io
 import json
-import os
 import pickle
 import shutil
 import socket
@@ -312,11 +311,11 @@ def test_a_template_that_takes_too_much_is_refused(bomb: str, monkeypatch: pytes
     monkeypatch.setattr("rlhf.rendering.MAX_SECONDS", 0.3)
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}" + BOMBS[bomb]
-    start = os.times().user  # not the system's: it may take long to find memory for what is refused
+    start = time.process_time()
     with pytest.raises(UserError, match="chat template") as caught:
         prepare_tokenizer(tokenizer, "auto")
     assert "\n" not in str(caught.value)
-    assert os.times().user - start < 8
+    assert time.process_time() - start < 8
 
 
 def test_what_is_collected_meanwhile_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
