@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, DynamicLayer
 
-States = tuple[Tensor, Tensor]
-"""keys and values of N tokens in one layer, [N, heads, d] each"""
+from rlhf.models.packing import States
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,9 @@ def left_padded(parts: Sequence[Part], lengths: Tensor, room: int, at: Tensor | 
     """
     width = int(lengths.max())
     column = torch.arange(width, device=lengths.device) - width
-    tokens = [(part.starts + lengths[part.rows])[:, None] + column for part in parts]
+    tokens = [  # left of a row, any
+        ((part.starts + lengths[part.rows])[:, None] + column).clamp(0, len(part.states[0][0]) - 1) for part in parts
+    ]
     cache = DynamicCache()
     for layer in zip(*(part.states for part in parts), strict=True):
         both = []
@@ -83,7 +84,7 @@ def left_padded(parts: Sequence[Part], lengths: Tensor, room: int, at: Tensor | 
             _, heads, size = kind[0].shape
             states = kind[0].new_zeros(len(lengths), heads, room, size)
             for part, token, read in zip(parts, tokens, kind, strict=True):
-                states[part.rows, :, :width] = read[token.clamp(0, len(read) - 1)].transpose(1, 2)
+                states[part.rows, :, :width] = read[token].transpose(1, 2)
             both.append(states)
         cache.layers.append(Room(both[0], both[1], width) if at is None else WholeRoom(both[0], both[1], at))
     return cache

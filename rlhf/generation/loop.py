@@ -12,10 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 from rlhf import ops
 from rlhf.config import Config as Base
 from rlhf.config import UserError
-from rlhf.generation._cache import Part, Room, States, left_padded
+from rlhf.generation._cache import Part, Room, left_padded
 from rlhf.generation._decoding import decoding
 from rlhf.models import compiling
-from rlhf.models.packing import packs, reading
+from rlhf.models.packing import States, packs, reading
 from rlhf.models.policy import only
 from rlhf.models.traits import keeps_all, takes
 from rlhf.options import SamplingOptions
@@ -75,7 +75,9 @@ def _sample(
     alive = torch.ones_like(mask[:, 0])
     droppable = keeps_all(lm.config)  # other caches may not know how to drop a row of a recurrent state
     at = torch.full((1,), start, device=device) if packs(lm) else None
-    logits, cache = _read(lm, prompts, seen.shape[1], at)
+    # With a cache that grows, layers would be compiled once for each.
+    with contextlib.nullcontext() if at is not None else compiling.eager():
+        logits, cache = _read(lm, prompts, seen.shape[1], at)
     with decoding(lm) as step:
         for t in range(length):
             token, logprob = choose(logits, sampling.temperature, None if draws is None else draws[rows, t])
@@ -129,8 +131,7 @@ def _read_together(lm: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[State
     given = reading(lm, ids.clamp(min=0), mask, kept)
     cache = None if packs(lm) else DynamicCache(config=lm.config)
     last = given.states.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
-    plain = contextlib.nullcontext() if cache is None else compiling.eager()  # with a cache, once for each layer
-    with only(lm.get_output_embeddings(), last), plain:
+    with only(lm.get_output_embeddings(), last):
         logits = lm(**given.inputs, past_key_values=cache, use_cache=cache is not None).logits[0]
     if cache is not None:
         layers = cast(list[Room], cache.layers)  # or any that keep both
@@ -147,15 +148,14 @@ def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, Dynamic
     """The same for models with layers of another kind, such as a sliding window: all rows at once."""
     cache, mask = DynamicCache(config=lm.config), prompts.mask[:, prompts.mask.any(0)]
     positions = {"position_ids": ops.positions(mask)} if takes(lm, "position_ids") else {}
-    with compiling.eager():
-        found = lm(
-            input_ids=prompts.ids[:, prompts.mask.any(0)],
-            attention_mask=mask.long(),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **positions,
-        )
+    found = lm(
+        input_ids=prompts.ids[:, prompts.mask.any(0)],
+        attention_mask=mask.long(),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        **positions,
+    )
     return found.logits[:, -1], cache
 
 

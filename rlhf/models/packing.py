@@ -5,7 +5,7 @@ gathers rows of similar length, so that little is padding even there.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ SIMILAR = 0.75
 """rows attend in one group that are at least this share of its longest"""
 FLAG = "takes_packed_rows"
 Visible = Callable[[Tensor], Tensor]
+States = tuple[Tensor, Tensor]
+"""keys and values of N tokens in one layer, [N, heads, d] each"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class Layout:
     """[G] bool, True of padding"""
     places: Tensor
     """[N] long, the place of each token"""
-    kept: list[tuple[Tensor, Tensor]] | None = None
-    """where each layer leaves keys and values, [N, heads, d] each, for a cache"""
+    kept: list[States] | None = None
+    """where each layer leaves its own, for a cache"""
 
     def attended(self, attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What `attend(q, k, v, mask)` gives row by row. q, k, v [1, heads, N, d] -> [1, N, heads, d]"""
@@ -69,11 +71,13 @@ class _Taken(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def layout(lengths: Tensor, dtype: torch.dtype, visible: Visible | None = None) -> Layout:
+def layout(
+    lengths: Tensor, dtype: torch.dtype, visible: Visible | None = None, kept: list[States] | None = None
+) -> Layout:
     """Of rows of so many tokens, [B], in their order. `visible(rows)`: which tokens of these rows see which, bool
     [rows, L, L], at least as wide as the longest."""
     groups, tokens, empty = [], [], []
-    starts = lengths.cumsum(0) - lengths
+    starts = _starts(lengths)
     for rows in _similar(lengths):
         column = torch.arange(int(lengths[rows].max()), device=lengths.device)
         missing = column >= lengths[rows, None]
@@ -87,7 +91,12 @@ def layout(lengths: Tensor, dtype: torch.dtype, visible: Visible | None = None) 
     token, padding = torch.cat(tokens), torch.cat(empty)
     places = torch.empty(int(lengths.sum()), dtype=torch.long, device=lengths.device)
     places[token[~padding]] = (~padding).nonzero().squeeze(1)
-    return Layout(tuple(groups), token, padding, places)
+    return Layout(tuple(groups), token, padding, places, kept)
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    """Number of the first token of each row. [B] -> [B]"""
+    return lengths.cumsum(0) - lengths
 
 
 def _similar(lengths: Tensor) -> Iterator[Tensor]:
@@ -110,7 +119,7 @@ class Reading:
     """[B, S] long, where in [R * W] the state of each token is; off the mask, anywhere"""
 
 
-def reading(model: Any, ids: Tensor, mask: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None) -> Reading:
+def reading(model: Any, ids: Tensor, mask: Tensor, kept: list[States] | None = None) -> Reading:
     """Of the tokens of each row under its mask, ids and mask [B, S]: packed where the model takes that, else padded.
 
     kept: of packed rows, gets what `Layout.kept` says.
@@ -118,8 +127,8 @@ def reading(model: Any, ids: Tensor, mask: Tensor, kept: list[tuple[Tensor, Tens
     positions = ops.positions(mask)
     if packs(model):
         lengths = mask.sum(1)
-        states = positions + (lengths.cumsum(0) - lengths)[:, None]
-        rows = replace(layout(lengths, model.dtype), kept=kept)
+        states = positions + _starts(lengths)[:, None]
+        rows = layout(lengths, model.dtype, kept=kept)
         return Reading(_packed(ids[mask], positions[mask], rows), states.clamp(max=int(lengths.sum()) - 1))
     flushed = ops.flush_left(ids, mask)
     row = torch.arange(len(ids), device=ids.device)[:, None]
@@ -131,7 +140,7 @@ def reading_pairs(model: Any, pairs: JoinedPairs) -> Reading:
     if packs(model):
         lengths = pairs.ends[:, 1] + 1
         rows = layout(lengths, model.dtype, lambda rows: pairs[rows].visible())
-        states = pairs.ends + (lengths.cumsum(0) - lengths)[:, None]
+        states = pairs.ends + _starts(lengths)[:, None]
         return Reading(_packed(pairs.ids[pairs.mask], pairs.positions[pairs.mask], rows), states)
     hidden = torch.zeros((), dtype=model.dtype, device=pairs.ids.device)
     hidden = hidden.masked_fill(~pairs.visible()[:, None], torch.finfo(model.dtype).min)
