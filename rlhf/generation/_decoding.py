@@ -52,7 +52,14 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
 def _varying(graph: Step) -> Step:
     """`graph`, told that a rollout may have any number of rows and of tokens."""
 
+    known = torch.Size()
+
     def run(lm: PreTrainedModel, ids: Tensor, seen: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        nonlocal known
+        if seen.shape == known:
+            with compiling.unguarded():
+                return graph(lm, ids, seen, positions, cache)
+        known = seen.shape
         rooms = cast(list[WholeRoom], cache.layers)
         states = [(x, (0, 2)) for layer in rooms for x in (layer.keys, layer.values)]
         for x, dimensions in ((ids, (0,)), (seen, (0, 3)), (positions, (0,)), *states):

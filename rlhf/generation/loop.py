@@ -168,15 +168,18 @@ def choose(logits: Tensor, temperature: float, draws: Tensor | None) -> tuple[Te
     if draws is None:
         token = logits.argmax(-1)
         return token, ops.token_logprobs(logits, token, temperature)
-    logprobs = ops.tempered(logits, temperature).log_softmax(-1)
-    weights = logprobs.exp()
+    scores = ops.tempered(logits, temperature)
+    most = scores.amax(-1, keepdim=True)
+    weights = (scores - most).exp_()
     short = -weights.shape[1] % BLOCK
     blocks = (F.pad(weights, (0, short)) if short else weights).unflatten(1, (-1, BLOCK))
+    sums = blocks.sum(-1).double()
     # Of a row that is not finite any token is drawn; its log-prob says so, and nothing is learned from it.
-    block, rest = _first_beyond(blocks.sum(-1).double().nan_to_num_(1.0), draws)
+    block, rest = _first_beyond(sums.nan_to_num(1.0), draws)
     inside = blocks[torch.arange(len(blocks), device=block.device), block].double().nan_to_num_(1.0)
     token = block * BLOCK + _first_beyond(inside, rest)[0]
-    return token, logprobs.gather(1, token[:, None]).squeeze(1)
+    logprobs = (scores.gather(1, token[:, None]) - most).double() - sums.sum(-1, keepdim=True).log()
+    return token, logprobs.squeeze(1).to(scores.dtype)
 
 
 def _first_beyond(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ def attention(
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     shared = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, heads of k, heads of q for each, d]
-    scores = (shared @ k.transpose(2, 3)).float() * scale
+    scores = (k @ shared.mT).mT.float() * scale
     if mask is not None:
         scores = scores.masked_fill(~mask[..., : k.shape[2]], -torch.inf)
     found = scores.softmax(-1).to(v.dtype) @ v

@@ -5,6 +5,7 @@ One graph serves all layers of all models of an architecture, for any number of 
 
 import contextlib
 import functools
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,23 +44,29 @@ def whole(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) 
     """
     from torch._dynamo.exc import TorchDynamoException
 
+    new, possible = False, True
+
     def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal new
         from torch._inductor.compile_fx import compile_fx
 
+        new = True
         rewrite(module.graph)
         module.recompile()
         return compile_fx(module, inputs)
 
     graph = torch.compile(function, fullgraph=True, backend=backend)
 
-    possible = True
-
     def run(*arguments: Any) -> Tensor:
-        nonlocal possible
+        nonlocal new, possible
         if possible:
             AttentionInterface.register(attention.NAME, attention.attention)
             try:
-                return graph(*arguments)
+                found = graph(*arguments)
+                if new:
+                    new = False
+                    gc.collect()  # what the compiler leaves refers to `arguments`, such as a cache
+                return found
             except TorchDynamoException as error:
                 possible = False
                 reason = str(error).strip().partition("\n")[0]
@@ -107,6 +114,11 @@ def eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def unguarded() -> Any:
+    """Meanwhile nothing is looked at to find out which graph a call takes: it is the last one's."""
+    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
 def require_compiler(device: torch.device) -> None:
