@@ -79,9 +79,12 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """scores count within +- score_clip, after scaling"""
     missing_eos_penalty: float | None = Field(None, ge=0)
     """taken from the score of a response that was cut before its EOS (before scaling and clipping)"""
+    rollout_backend: str = "loop"
+    """what samples: loop, vllm (on a CUDA GPU, installed with the extra vllm; memory_share=0.4 of the GPU is its own
+    during a rollout), or another name in rlhf/generation/ or a Python file, with its options"""
     rollout_batch_size: int = Field(64, ge=1)
-    """responses generated, or scored by the reward model, at once on one device; changes memory and speed, not
-    the draws"""
+    """responses generated (vllm takes all), or scored by the reward model, at once on one device; changes memory and
+    speed, not the draws"""
     eval_samples: int = Field(200, ge=1)
     """held-out prompts sampled before and after; limited by max_eval_rows"""
     eval_every: int = Field(0, ge=0)

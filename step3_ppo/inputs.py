@@ -12,6 +12,7 @@ from data.reading import Phase
 from rlhf import plugins, rewards
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.config import UserError
+from rlhf.generation.loop import Generate
 from rlhf.models.scalar import read_head
 from rlhf.names import resolve
 from rlhf.options import OwnEngineOptions
@@ -71,6 +72,7 @@ def check(
     ranks = _shares(config, ranks)
     check_shares(config, ranks)
     _check_engines(config)
+    _check_backend(config)
     tokens = config.max_prompt_length + config.response_length
     if tokens > config.max_length:
         raise UserError(
@@ -124,6 +126,30 @@ def _check_engines(config: Step3Config) -> None:
         except UserError as error:
             alike = own == OwnEngineOptions()
             raise UserError(f"{error}" if alike else f"{name}: {error}") from None
+
+
+def _check_backend(config: Step3Config) -> None:
+    """Raises: UserError for a rollout backend that there is not, or that cannot work here."""
+    module = plugins.find("rlhf.generation", plugins.parse_spec(config.rollout_backend)[0])
+    if hasattr(module, "check"):
+        module.check(config.actor.over(config), config)
+    open_backend(config, 0, 0)
+
+
+def open_backend(config: Step3Config, eos_token_id: int, pad_token_id: int) -> Generate:
+    """What samples responses. It is told what its own Config asks for of what the stage knows."""
+    name, options = plugins.parse_spec(config.rollout_backend)
+    known = {
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+        "max_tokens": config.max_prompt_length + config.response_length,
+        "adapter": config.adapter,
+    }
+    fields = plugins.find("rlhf.generation", name).Config.model_fields
+    backend: Generate = plugins.build(
+        "rlhf.generation", {"name": name, **options, **{key: known[key] for key in known.keys() & fields.keys()}}
+    )
+    return backend
 
 
 def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:

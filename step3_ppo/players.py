@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import adapters, dist, engine, frozen, plugins, rewards
 from rlhf.engine import Engine, compute_dtype
 from rlhf.frozen import FrozenEngine
-from rlhf.generation import loop
+from rlhf.generation.loop import Generate
 from rlhf.models import compiling
 from rlhf.models.ema import EMA
 from rlhf.models.load import load_causal_lm
@@ -16,7 +16,7 @@ from rlhf.models.policy import Policy
 from rlhf.models.scalar import load_scalar_model
 from step3_ppo.config import Step3Config
 from step3_ppo.course import iterations
-from step3_ppo.inputs import open_ptx
+from step3_ppo.inputs import open_backend, open_ptx
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
 from step3_ppo.scaling import ScoreScaling
@@ -31,7 +31,7 @@ class Players:
     critic: Engine | None
     scorer: Scorer
     algorithm: Any
-    backend: loop.Generate
+    backend: Generate
     scaling: ScoreScaling
     ptx: Ptx | None
     ema: EMA | None
@@ -67,14 +67,13 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
         config.micro_batch_size,
         config.missing_eos_penalty,
     )
-    ends = loop.Config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     mixed = open_ptx(config, tokenizer)
     return Players(
         actor,
         critic,
         scorer,
         algorithm,
-        loop.build(ends),
+        open_backend(config, tokenizer.eos_token_id, tokenizer.pad_token_id),
         ScoreScaling(config),
         None if mixed is None else Ptx(mixed, config, tokenizer.pad_token_id, context.device),
         None if config.ema_decay is None else EMA(actor, config.ema_decay),

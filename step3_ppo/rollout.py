@@ -55,7 +55,10 @@ def generate(
     draws: Tensor,
     batch_size: int,
 ) -> Rollout:
-    """Responses to `prompts`, y ~ pi_old(. | x), at most `batch_size` at once; `draws` as the backend has them."""
+    """Responses to `prompts`, y ~ pi_old(. | x), at most `batch_size` at once, or all if the backend `takes_all`;
+    `draws` as the backend has them."""
+    if getattr(backend, "takes_all", False):
+        batch_size = len(prompts)
     with actor.inference() as policy:
         parts = [
             backend(policy.lm, prompts[slice(i, i + batch_size)], sampling, draws[i : i + batch_size])

@@ -7,6 +7,7 @@ import atexit
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -40,3 +41,12 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """`import vllm` finds the stand-in meanwhile; its LLM, which knows the engines made."""
+    from tests import stand_in_vllm
+
+    monkeypatch.setitem(sys.modules, "vllm", stand_in_vllm.module())
+    yield stand_in_vllm.LLM

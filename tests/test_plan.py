@@ -274,6 +274,20 @@ def test_memory_of_step_3_is_that_of_all_models(place: str) -> None:
     assert found.lines[0].cache == 2 * sizes.size(place, "lm").cache * rows * (256 + 64)
 
 
+def test_a_backend_with_memory_of_its_own(place: str) -> None:
+    """Its share of all 80 GB while it generates, in the place of the actor's cache; nothing of it at other moments."""
+
+    def moments(**changes: Any) -> dict[str, float]:
+        needs = ppo_plan.needs(PPO(dtype="bf16", **changes), "H100", {"actor_model": place, "reward_model": place})
+        found = forecast(needs, a_machine(80e9))
+        return {moment.name: moment.bytes.device for moment in found.moments}
+
+    loop, vllm = moments(), moments(rollout_backend="vllm,memory_share=0.25")
+    assert {name for name in loop if loop[name] != vllm[name]} == {"actor: generate"}
+    assert vllm["actor: generate"] == pytest.approx(20e9, abs=1e8)  # the tiny models are nothing beside
+    assert moments(rollout_backend="vllm")["actor: generate"] - vllm["actor: generate"] == pytest.approx(12e9)
+
+
 def test_disk_is_twelve_bytes_a_trained_weight_and_checkpoint(place: str) -> None:
     needs = sft_plan.needs(SFTConfig(model=place, dtype="bf16", keep=3), "H100", {})
     weights = sizes.size(place, "lm").total

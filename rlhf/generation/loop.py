@@ -42,21 +42,26 @@ def build(config: Config) -> Generate:
     """`generate(lm, prompts, sampling, draws) -> Rollout`; `draws` are uniform numbers, one for each token that may be
     sampled, [B, response_length]; without them it is greedy.
 
-    Raises: UserError for a recurrent model such as Mamba, which has no key-value cache.
+    Raises: UserError for a recurrent model such as Mamba.
     """
 
     def generate(lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, draws: Tensor | None) -> Rollout:
-        if not takes(lm, "past_key_values"):
-            raise UserError(
-                f"model type '{lm.config.model_type}': generation needs the key-value cache of an attention model; "
-                "name another model"
-            )
+        refuse_recurrent(lm)
         tokens, logprobs, mask = _sample(lm, prompts, sampling, draws, config)
         # A row still alive after its last column never sampled EOS.
         ended = ((tokens == config.eos_token_id) & mask).any(1)
         return Rollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
 
     return generate
+
+
+def refuse_recurrent(lm: PreTrainedModel) -> None:
+    """Raises: UserError for a model such as Mamba, which has no key-value cache."""
+    if not takes(lm, "past_key_values"):
+        raise UserError(
+            f"model type '{lm.config.model_type}': generation needs the key-value cache of an attention model; "
+            "name another model"
+        )
 
 
 @torch.no_grad()

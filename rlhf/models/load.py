@@ -125,6 +125,15 @@ def _hide_from(size: int, head: nn.Module, inputs: tuple[Tensor, ...], logits: T
     return logits
 
 
+def known_ids(model: PreTrainedModel) -> int:
+    """How many ids of a causal language model can have a probability: those of the tokenizer it was loaded for."""
+    head = model.get_output_embeddings()
+    for hook in (hook for module in head.modules() for hook in module._forward_hooks.values()):
+        if isinstance(hook, functools.partial) and hook.func is _hide_from:
+            return int(hook.args[0])
+    return int(model.config.get_text_config().vocab_size)
+
+
 def load_backbone(
     place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
 ) -> PreTrainedModel:

@@ -50,6 +50,8 @@ class Rollout:
     epochs: int
     minibatches: int
     """optimizer steps of an epoch"""
+    share: float = 0.0
+    """of a device's memory, which a backend takes for itself to generate in; 0: the actor generates"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ def forecast(needs: Needs, machine: Machine) -> Forecast:
     """What `needs` take on `machine`."""
     site = Site(machine.count, machine.on_cpu, micro_batches(needs, machine.count))
     lines = tuple(_line(needs, player, site) for player in needs.players)
-    return Forecast(needs, machine, lines, tuple(_moments(needs, lines, site)))
+    return Forecast(needs, machine, lines, tuple(_moments(needs, lines, site, machine.device.memory)))
 
 
 def _line(needs: Needs, player: Player, site: Site) -> Line:
@@ -175,14 +177,14 @@ def _line(needs: Needs, player: Player, site: Site) -> Line:
         asked = replace(passes, rows=rows, entropy=False)
         active = Activations(0, 0, inference(player.place, player.head, needs.dtype, asked))
     cache = 0.0
-    if needs.rollout and player.role == "actor":
+    if needs.rollout and not needs.rollout.share and player.role == "actor":
         r = needs.rollout
         rows = min(r.at_once, math.ceil(needs.batch / site.ranks))
         cache = needs.b * counts.cache * rows * (r.prompt + r.response)
     return Line(player, counts, held, active, cache)
 
 
-def _moments(needs: Needs, lines: tuple[Line, ...], site: Site) -> Iterator[Moment]:
+def _moments(needs: Needs, lines: tuple[Line, ...], site: Site, memory: float) -> Iterator[Moment]:
     trained = [line for line in lines if line.player.trained]
     kept = sum((line.held.kept for line in lines), Bytes())
     kept += Bytes(needs.averages * MASTER * math.ceil(trained[0].size.trained / site.ranks))
@@ -195,7 +197,7 @@ def _moments(needs: Needs, lines: tuple[Line, ...], site: Site) -> Iterator[Mome
         line = trained[0]
         yield Moment(f"{line.player.role}: evaluate", kept + line.held.gathered + Bytes(line.active.inference))
         return
-    yield from _collecting(needs, lines, kept)
+    yield from _collecting(needs, lines, kept, memory)
 
 
 def _training(line: Line, kept: Bytes, b: int, site: Site) -> Iterator[Moment]:
@@ -213,15 +215,16 @@ def _training(line: Line, kept: Bytes, b: int, site: Site) -> Iterator[Moment]:
     yield Moment(f"{role}: step", kept + held.stepping)
 
 
-def _collecting(needs: Needs, lines: tuple[Line, ...], kept: Bytes) -> Iterator[Moment]:
-    """Sampling and scoring. The reference is asked while the actor is whole."""
+def _collecting(needs: Needs, lines: tuple[Line, ...], kept: Bytes, memory: float) -> Iterator[Moment]:
+    """Sampling and scoring. The reference is asked while the actor is whole. memory: of a device, in bytes"""
     rollout = needs.rollout
     assert rollout is not None
     actor = next(line for line in lines if line.player.role == "actor")
     # one token's logits of each row: in the compute dtype, in fp32, its softmax and what it is made from
     rows = actor.cache / max(1, needs.b * actor.size.cache * (rollout.prompt + rollout.response))
     sampling = rows * actor.size.vocabulary * (needs.b + 3 * MASTER) + actor.cache / actor.size.layers
-    yield Moment("actor: generate", kept + actor.held.gathered + Bytes(actor.cache + sampling))
+    generating = actor.cache + sampling + rollout.share * memory
+    yield Moment("actor: generate", kept + actor.held.gathered + Bytes(generating))
     for line in lines:
         beside = actor.held.gathered if line.player.role in ("actor", "reference") else Bytes()
         own = Bytes() if line is actor else line.held.gathered

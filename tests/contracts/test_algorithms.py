@@ -236,7 +236,7 @@ def test_the_first_minibatch_finds_the_policy_that_sampled(name: str, temperatur
     assert all(map(math.isfinite, metrics.values()))
 
 
-@pytest.mark.usefixtures("ranks")
+@pytest.mark.usefixtures("ranks", "vllm")
 @pytest.mark.parametrize("backend", plugins.names("rlhf.generation"))
 def test_the_first_ratio_is_one_whatever_samples(backend: str) -> None:
     game = players("ppo")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf import launch, plugins
 from rlhf.config import UserError
+from rlhf.generation import vllm as served
 from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
 from step2_reward import stage as reward
@@ -66,6 +67,34 @@ def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> N
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return float(torch.stack([(value - other[name]).norm() for name, value in one.items()]).norm())
+
+
+def test_vllm_samples_in_the_place_of_the_loop(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: Any
+) -> None:
+    """A stand-in for it, on a CPU: one engine takes the weights before each rollout, those of the last look too."""
+    monkeypatch.setattr(served, "check", lambda *_: None)
+    changes = {"adapter": "lora,r=4", "rollout_backend": "vllm,memory_share=0.3"}
+    chosen = options(models, tmp_path, **changes)
+    stage.run(chosen)
+    found = rows(tmp_path)
+    assert len(found) == 3 and all(row["sampling_mismatch"] < 1e-5 for row in found)
+    (engine,) = vllm.made
+    assert engine.share == 0.3 and engine.max_model_len == chosen.max_prompt_length + chosen.response_length
+    assert engine.calls.count("generate") == engine.calls.count("reload_weights") == 3 + 2
+    assert engine.asleep
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "step3_ppo/actor").state_dict()
+    assert distance(engine.model.state_dict(), last) == 0
+
+
+def test_vllm_is_refused_before_anything_is_written(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="rollout backend 'vllm'"):
+        stage.run(options(models, tmp_path, rollout_backend="vllm"))
+    with pytest.raises(UserError, match=r"no 'vlm' in rlhf.generation; have loop, vllm \(did you mean 'vllm'\?\)"):
+        stage.run(options(models, tmp_path, rollout_backend="vlm"))
+    with pytest.raises(UserError, match=r"rlhf.generation.loop: .*memory_share"):
+        stage.run(options(models, tmp_path, rollout_backend="loop,memory_share=0.3"))
+    assert not (tmp_path / "step3_ppo").exists()
 
 
 def test_the_reward_model_knows_its_scores(models: Path) -> None:
