@@ -91,20 +91,27 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, mask = ctx.saved_tensors
         rows, heads, length, _ = q.shape
-        keys, values = _flat(k, k.shape[1]), _flat(v, k.shape[1])
-        dq, scaled = torch.empty_like(q), q * ctx.scale
-        dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (keys, values))
-        for start, end in _blocks(length):
+        keys, values = _flat(k * ctx.scale, k.shape[1]), _flat(v, k.shape[1])
+        dq, dk, dv = torch.empty_like(q), None, None
+        for start, end in reversed(list(_blocks(length))):  # the last sees all, the others add to its first keys
             seen, told = keys[:, :end], values[:, :end]
-            asked, grad = (_flat(x[:, :, start:end], k.shape[1]) for x in (scaled, gradient))
+            asked, grad = (_flat(x[:, :, start:end], k.shape[1]) for x in (q, gradient))
             scores = torch.bmm(asked, seen.mT)
             by_head = scores.view(rows, k.shape[1], -1, end - start, end)
             weights = _hide(by_head, mask, start).softmax(-1).view_as(scores)
-            dv[:, :end] += torch.bmm(weights.mT, grad)
             change = torch._softmax_backward_data(torch.bmm(grad, told.mT), weights, -1, weights.dtype)
             dq[:, :, start:end] = torch.bmm(change, seen).view(rows, heads, end - start, -1)
-            dk[:, :end] += torch.bmm(change.mT, asked)
-        return dq.mul_(ctx.scale), dk.to(k.dtype).view_as(k), dv.to(v.dtype).view_as(v), None, None
+            dk, dv = _sum(dk, torch.bmm(change.mT, asked), start), _sum(dv, torch.bmm(weights.mT, grad), start)
+        assert dk is not None and dv is not None
+        return dq, dk.mul_(ctx.scale).to(k.dtype).view_as(k), dv.to(v.dtype).view_as(v), None, None
+
+
+def _sum(total: Tensor | None, part: Tensor, start: int) -> Tensor:
+    """In fp32, unless there is one part."""
+    if total is None:
+        return part if start == 0 else part.float()
+    total[:, : part.shape[1]] += part
+    return total
 
 
 def _flat(x: Tensor, groups: int) -> Tensor:
@@ -120,8 +127,7 @@ def _hide(scores: Tensor, mask: Tensor | None, start: int) -> Tensor:
     """Scores of the tokens from `start` on, with -inf where they do not look. [B, groups, heads of each, n, L]"""
     size, end = scores.shape[-2:]
     if mask is None:
-        later = torch.ones(size, size, dtype=torch.bool).triu_(1)
-        scores[..., start:].masked_fill_(later, -torch.inf)
+        scores[..., start:].add_(scores.new_full((size, size), -torch.inf).triu_(1))
         return scores
     block = mask[:, :, None, start : start + size, :end]
     return scores.masked_fill_(~block, -torch.inf) if mask.dtype == torch.bool else scores.add_(block)

@@ -4,6 +4,7 @@ Whatever else a transformer computes it computes of each token alone. Attention 
 gathers rows of similar length, so that little is padding even there.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from rlhf.types import JoinedPairs
 
 SIMILAR = 0.75
 """rows attend in one group that are at least this share of its longest"""
+VECTOR = 64
+"""bytes of a row of scores that a CPU computes at once; with a few more or less in the last ones, softmax takes up to
+three times as long, and torch's attention up to twice"""
 FLAG = "takes_packed_rows"
 Visible = Callable[[Tensor], Tensor]
 States = tuple[Tensor, Tensor]
@@ -77,15 +81,18 @@ def layout(
     """Of rows of so many tokens, [B], in their order. `visible(rows)`: which tokens of these rows see which, bool
     [rows, L, L], at least as wide as the longest."""
     groups, tokens, empty = [], [], []
-    starts = _starts(lengths)
+    starts, step = _starts(lengths), VECTOR // dtype.itemsize
     for rows in _similar(lengths):
-        column = torch.arange(int(lengths[rows].max()), device=lengths.device)
+        width = math.ceil(int(lengths[rows].max()) / step) * step
+        column = torch.arange(width, device=lengths.device)
         missing = column >= lengths[rows, None]
         mask = None
         if visible is not None:
-            seen = visible(rows)[:, None, : len(column), : len(column)]
+            seen = visible(rows)[:, None, :width, :width]
+            short = width - seen.shape[-1]
+            seen = torch.nn.functional.pad(seen, (0, short, 0, short))
             mask = torch.zeros((), dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
-        groups.append((len(rows), len(column), mask))
+        groups.append((len(rows), width, mask))
         tokens.append((starts[rows, None] + column).masked_fill(missing, 0).flatten())
         empty.append(missing.flatten())
     token, padding = torch.cat(tokens), torch.cat(empty)

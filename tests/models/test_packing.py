@@ -77,10 +77,11 @@ def test_pairs_in_one_row_keep_their_sides_apart(family: str, dtype: torch.dtype
 
 def test_each_token_stands_in_one_place_and_padding_in_none() -> None:
     lengths = torch.tensor(LENGTHS)
-    made = packing.layout(lengths, torch.float32)
-    assert [(count, width) for count, width, _ in made.groups] == [(3, 20), (1, 12), (1, 6), (1, 1)]
-    assert torch.equal(made.tokens[made.places], torch.arange(int(lengths.sum())))
-    assert int(made.empty.sum()) == 20 * 3 - 20 - 19 - 17 and not made.empty[made.places].any()
+    for dtype, full in ((torch.float32, 16), (torch.bfloat16, 32)):  # widths are whole vectors of 64 bytes
+        made = packing.layout(lengths, dtype)
+        assert [(count, width) for count, width, _ in made.groups] == [(3, 32), (1, full), (1, full), (1, full)]
+        assert torch.equal(made.tokens[made.places], torch.arange(int(lengths.sum())))
+        assert int(made.empty.sum()) == 3 * 32 + 3 * full - sum(LENGTHS) and not made.empty[made.places].any()
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
