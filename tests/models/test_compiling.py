@@ -1,5 +1,6 @@
 """Compiled layers beside the same layers as they were written."""
 
+import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,12 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
 
 from rlhf.config import UserError
 from rlhf.engine import Engine, require_possible
 from rlhf.generation import loop
+from rlhf.generation._cache import WholeRoom
 from rlhf.models import compiling
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
@@ -87,6 +90,44 @@ def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path
     assert not torch.equal(found[0][0].sampled_logprobs[:, 0], found[0][1].sampled_logprobs[:4, 0])
     assert seen[0] == seen[1] and seen[2] == seen[3] == seen[1] + 5  # four pieces of a layer read prompts
     torch._dynamo.reset()
+
+
+@needs_compiler
+def test_models_that_take_turns_keep_their_own_steps(tmp_path: Path) -> None:
+    """Within a rollout a step is not asked which graph it takes; rows end at different steps."""
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    draws = torch.rand(4, 12, generator=torch.Generator().manual_seed(0))
+    plain: list[PreTrainedModel] = []
+    for i, family in enumerate(("llama", "llama", "gpt2")):
+        lm = tiny.causal_lm(family, std=0.05 * (i + 1))
+        lm.save_pretrained(tmp_path / str(i))
+        plain.append(load_causal_lm(str(tmp_path / str(i)), torch.float32, tiny.VOCAB))
+    fast = [load_causal_lm(str(tmp_path / str(i)), torch.float32, tiny.VOCAB) for i in range(3)]
+    for lm in fast:
+        compiling.compile_layers(lm)
+    for turn in (0, 1, 0, 2, 1, 2, 0):
+        want, found = (
+            backend(models[turn], tiny.prompts([3, 9, 5, 7]), SamplingOptions(response_length=12), draws)
+            for models in (plain, fast)
+        )
+        assert torch.equal(want.response_ids, found.response_ids)
+        torch.testing.assert_close(found.sampled_logprobs, want.sampled_logprobs, rtol=0, atol=1e-5)
+    torch._dynamo.reset()
+
+
+@needs_compiler
+def test_the_compiler_keeps_no_cache(saved: str) -> None:
+    compiling.whole.cache_clear()
+    lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
+    compiling.compile_layers(lm)
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    gc.collect()
+    gc.disable()
+    try:
+        backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
+        assert not [x for x in gc.get_objects() if type(x) is WholeRoom]
+    finally:
+        gc.enable()
 
 
 @needs_compiler
