@@ -161,5 +161,9 @@ def test_the_pages_tables_are_what_the_command_prints() -> None:
 
 def test_the_pages_plans_are_accepted() -> None:
     for line in re.findall(r"^python train.py (.*)$", PAGE, re.MULTILINE):
-        known = {*PlanOptions.model_fields, *train.ChainConfig.model_fields}
+        known = {
+            *PlanOptions.model_fields,
+            *train.ChainConfig.model_fields,
+            *(f"ppo.{name}" for name in PPO.model_fields),
+        }
         assert {word[2:].replace("-", "_") for word in shlex.split(line) if word.startswith("--")} <= known
