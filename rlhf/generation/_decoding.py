@@ -50,8 +50,7 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
 
 
 def _varying(graph: Step) -> Step:
-    """`graph`, told that a rollout may have any number of rows and of tokens."""
-
+    """`graph`, told that a rollout may have any number of rows and of tokens, and when a step is like the last."""
     known = torch.Size()
 
     def run(lm: PreTrainedModel, ids: Tensor, seen: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:

@@ -117,7 +117,7 @@ def eager() -> Iterator[None]:
 
 
 def unguarded() -> Any:
-    """Meanwhile nothing is looked at to find out which graph a call takes: it is the last one's."""
+    """For calls like the last: it is not looked at whether a graph still holds, only what tells it from others."""
     return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
