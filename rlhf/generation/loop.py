@@ -48,11 +48,15 @@ def build(config: Config) -> Generate:
     def generate(lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, draws: Tensor | None) -> Rollout:
         refuse_recurrent(lm)
         tokens, logprobs, mask = _sample(lm, prompts, sampling, draws, config)
-        # A row still alive after its last column never sampled EOS.
-        ended = ((tokens == config.eos_token_id) & mask).any(1)
-        return Rollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
+        return sampled(prompts, tokens, mask, logprobs, config)
 
     return generate
+
+
+def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, config: Config) -> Rollout:
+    """The rollout of what was sampled, [B, T] each. A row still alive after its last column never sampled EOS."""
+    ended = ((tokens == config.eos_token_id) & mask).any(1)
+    return Rollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
 
 
 def refuse_recurrent(lm: PreTrainedModel) -> None:

@@ -19,10 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf import plugins
 from rlhf.config import UserError
 from rlhf.generation import loop
-from rlhf.models import traits
+from rlhf.models import export, traits
 from rlhf.models.load import known_ids
 from rlhf.models.policy import Policy
 from rlhf.options import EngineOptions, SamplingOptions
@@ -181,10 +180,7 @@ def weights(lm: PreTrainedModel, config: Config) -> dict[str, Tensor]:
     is never sampled. Mostly the memory of `lm` itself, which stays as it is; all of it must be at hand.
     """
     model = traits.base(lm)
-    state = model.state_dict(keep_vars=True)
-    if config.adapter is not None:
-        name, _ = plugins.parse_spec(config.adapter)
-        state = plugins.find("rlhf.adapters", name).merged_state(lm, state)
+    state = export.merged(lm, model.state_dict(keep_vars=True), config.adapter)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     cut = {name for name, module in model.named_modules() if any(module is end for end in ends)}
     found: dict[str, Tensor] = {}
@@ -249,5 +245,4 @@ def _rollout(prompts: Prompts, outputs: list[Any], config: Config) -> Rollout:
         ],
         device=device,
     )
-    ended = ((tokens == config.eos_token_id) & mask).any(1)
-    return Rollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
+    return loop.sampled(prompts, tokens, mask, logprobs, config)

@@ -94,7 +94,13 @@ def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
                 if id(weight) not in copies:
                     copies[id(weight)] = value.to("cpu", copy=is_sharded(weight))
                 state[name] = copies[id(weight)]
+    return merged(model, state, adapter)
+
+
+def merged(model: nn.Module, state: dict[str, Tensor], adapter: str | None) -> dict[str, Tensor]:
+    """`state`, the weights of the model under `adapter` (None: under none), with the adapter merged in."""
     if adapter is None:
         return state
     name, _ = plugins.parse_spec(adapter)
-    return plugins.find("rlhf.adapters", name).merged_state(model, state)
+    found: dict[str, Tensor] = plugins.find("rlhf.adapters", name).merged_state(model, state)
+    return found
