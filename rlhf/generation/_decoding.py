@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf.generation._cache import WholeRoom
-from rlhf.models import compiling, traits
+from rlhf.models import attention, compiling, kernels, traits
 from rlhf.models.packing import packs
 
 Step = Callable[[PreTrainedModel, Tensor, Tensor, Tensor, DynamicCache], Tensor]
@@ -41,9 +41,11 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
     Weights that lie in parts on the ranks stay as they are.
     """
     model = traits.base(lm)
-    with _sorted(model) if model.device.type == "cpu" else contextlib.nullcontext():
-        if packs(lm) and compiling.compiled(model):
-            yield _varying(compiling.whole(step, _join))
+    cpu, graph = model.device.type == "cpu", packs(lm) and compiling.compiled(model)
+    own = cpu and graph and kernels.usable(model.dtype)
+    with _products_by(_Linear if own else _Sorted, model) if cpu else contextlib.nullcontext():
+        if graph:
+            yield _varying(compiling.whole(step, _join, _attend() if own else attention.attention))
         else:
             with compiling.eager():
                 yield step
@@ -69,7 +71,7 @@ def _varying(graph: Step) -> Step:
 
 
 @contextlib.contextmanager
-def _sorted(lm: PreTrainedModel) -> Iterator[None]:
+def _products_by(kind: type["_Linear"] | type["_Sorted"], lm: PreTrainedModel) -> Iterator[None]:
     dtypes = [torch.float32] if torch.backends.mkldnn.is_available() else []
     if dtypes and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtypes.append(torch.bfloat16)
@@ -80,11 +82,12 @@ def _sorted(lm: PreTrainedModel) -> Iterator[None]:
         and "forward" not in vars(module)
         and module.weight.dim() == 2  # not a part of it
         and module.weight.dtype in dtypes
+        and (kind is _Sorted or kernels.fits(module.weight))
     ]
     _library()
     try:
         for module in linear:
-            module.__class__ = _Linear
+            module.__class__ = kind
         yield
     finally:
         for module in linear:
@@ -94,8 +97,24 @@ def _sorted(lm: PreTrainedModel) -> Iterator[None]:
 
 class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        biases = [] if self.bias is None else [self.bias]
-        return torch.ops.rlhf.products(input, [self.weight], biases)
+        return kernels.products(input, [self.weight], [] if self.bias is None else [self.bias])
+
+
+class _Sorted(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = torch.ops.rlhf.sorted_products(input, [self.weight], [] if self.bias is None else [self.bias])
+        return found
+
+
+def _one_token(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    if seen is None or not kernels.fits(q, k, v):
+        return attention.one_token(q, k, v, seen, scale)
+    return kernels.attend(q, k, v, seen, scale)
+
+
+@functools.cache
+def _attend() -> Callable[..., Any]:
+    return functools.partial(attention.attention, single=_one_token)
 
 
 @functools.cache
@@ -118,25 +137,27 @@ def _products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
 @functools.cache
 def _library() -> torch.library.Library:
     """An operator of our own: torch's compiler knows nothing of such an order."""
-    library = torch.library.Library("rlhf", "DEF")
-    library.define("products(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
-    library.impl("products", _products, "CPU")
-    library.impl("products", lambda x, weights, _: x.new_empty(*x.shape[:-1], sum(map(len, weights))), "Meta")
+    library = torch.library.Library("rlhf", "FRAGMENT")
+    library.define("sorted_products(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
+    library.impl("sorted_products", _products, "CPU")
+    library.impl("sorted_products", lambda x, weights, _: x.new_empty(*x.shape[:-1], sum(map(len, weights))), "Meta")
     return library
 
 
 def _join(graph: fx.Graph) -> None:
     """Products of the same states become one."""
+    names = [str(op) for op in (torch.ops.rlhf.sorted_products, getattr(torch.ops.rlhf, "products", None))]
     of: dict[Any, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=torch.ops.rlhf.products):
-        of.setdefault(node.args[0], []).append(node)
-    for states, nodes in of.items():
+    for node in graph.nodes:
+        if str(node.target) in names:
+            of.setdefault((node.target, node.args[0]), []).append(node)
+    for (product, states), nodes in of.items():
         weights, biases = ([x for node in nodes for x in cast(list[fx.Node], node.args[i])] for i in (1, 2))
         if len(nodes) == 1 or len(biases) not in (0, len(weights)):
             continue
         sizes = [node.meta["example_value"].shape[-1] for node in nodes]
         with graph.inserting_before(nodes[0]):
-            joined = graph.call_function(torch.ops.rlhf.products, (states, weights, biases))
+            joined = graph.call_function(product, (states, weights, biases))
             places = zip(accumulate(sizes, initial=0), sizes, strict=False)
             parts = [graph.call_function(torch.narrow, (joined, -1, start, size)) for start, size in places]
         for node, part in zip(nodes, parts, strict=True):

@@ -36,9 +36,13 @@ def compiled(model: nn.Module) -> bool:
 
 
 @functools.cache
-def whole(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) -> Callable[..., Tensor]:
+def whole(
+    function: Callable[..., Tensor],
+    rewrite: Callable[[fx.Graph], None],
+    attend: Callable[..., Any] = attention.attention,
+) -> Callable[..., Tensor]:
     """`function`, which runs a model and knows no gradients, as one graph, after `rewrite`: without the work between
-    operations.
+    operations. The model's attention is `attend`.
 
     Where it cannot be one it runs as it was written, which is said once.
     """
@@ -60,7 +64,7 @@ def whole(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) 
     def run(*arguments: Any) -> Tensor:
         nonlocal new, possible
         if possible:
-            AttentionInterface.register(attention.NAME, attention.attention)
+            AttentionInterface.register(attention.NAME, attend)
             try:
                 found = graph(*arguments)
                 if new:
