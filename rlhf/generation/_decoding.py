@@ -42,7 +42,7 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
     """
     model = traits.base(lm)
     cpu, graph = model.device.type == "cpu", packs(lm) and compiling.compiled(model)
-    own = cpu and graph and kernels.usable(model.dtype)
+    own = cpu and graph and kernels.one_token(model.dtype)
     with _products_by(_Linear if own else _Sorted, model) if cpu else contextlib.nullcontext():
         if graph:
             yield _varying(compiling.whole(step, _join, _attend() if own else attention.attention))

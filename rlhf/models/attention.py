@@ -15,6 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf.models import kernels
+
 NAME = "cpu_products"
 BLOCK = 128
 """tokens that look at once: what lies behind all of them costs nothing"""
@@ -48,11 +50,14 @@ def attention(
     layout: of packed rows (rlhf/models/packing.py); it has their masks.
     single: what attends in place of `one_token` where S is 1 and the mask is none or bool.
     """
-    if layout is not None:
-        attend = partial(attention, module, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)
-        return layout.attended(attend, q, k, v), None
     plain = options.get("position_bias") is None and options.get("softcap") is None and not dropout
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout is not None:
+        layout.keep(k, v)
+        if plain and layout.spans is not None and kernels.fits(q, k, v) and q.shape[-1] == v.shape[-1]:
+            return kernels.attend_rows(q, k, v, layout.spans, scale), None
+        attend = partial(attention, module, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)
+        return layout.padded.attended(attend, q, k, v), None
     if plain and q.shape[2] == 1 and (mask is None or mask.dtype == torch.bool):
         return (single or one_token)(q, k, v, mask, scale), None
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal

@@ -4,6 +4,7 @@ Whatever else a transformer computes it computes of each token alone. Attention 
 gathers rows of similar length, so that little is padding even there.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf import ops
-from rlhf.models import attention
+from rlhf.models import attention, compiling, kernels
 from rlhf.models.traits import base, keeps_all, takes
 from rlhf.types import JoinedPairs
 
@@ -29,8 +30,34 @@ States = tuple[Tensor, Tensor]
 """keys and values of N tokens in one layer, [N, heads, d] each"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
+    """How N tokens are divided into rows, one after the other."""
+
+    lengths: Tensor
+    """[B] long, of each row"""
+    dtype: torch.dtype
+    """of the model"""
+    visible: Visible | None = None
+    """`visible(rows)`: which tokens of these rows see which, bool [rows, L, L], at least as wide as the longest;
+    None = a token sees what stands before it in its row"""
+    kept: list[States] | None = None
+    """where each layer leaves its own, for a cache"""
+    spans: Tensor | None = None
+    """the rows and what they see, as `kernels.attend_rows` takes them; None = this machine cannot"""
+
+    @functools.cached_property
+    def padded(self) -> "Padded":
+        return _padded(self.lengths, self.dtype, self.visible)
+
+    def keep(self, k: Tensor, v: Tensor) -> None:
+        """Leave the keys and values of a layer, [1, heads, N, d] each, for a cache if there will be one."""
+        if self.kept is not None:
+            self.kept.append((k[0].transpose(0, 1), v[0].transpose(0, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
     """Where N tokens stand in padded rows, of which groups [B, L] lie beneath each other: G places."""
 
     groups: tuple[tuple[int, int, Tensor | None], ...]
@@ -41,13 +68,9 @@ class Layout:
     """[G] bool, True of padding"""
     places: Tensor
     """[N] long, the place of each token"""
-    kept: list[States] | None = None
-    """where each layer leaves its own, for a cache"""
 
     def attended(self, attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What `attend(q, k, v, mask)` gives row by row. q, k, v [1, heads, N, d] -> [1, N, heads, d]"""
-        if self.kept is not None:
-            self.kept.append((k[0].transpose(0, 1), v[0].transpose(0, 1)))
         spread = [_Taken.apply(x[0].transpose(0, 1), self.tokens, self.places, None) for x in (q, k, v)]
         sizes = [rows * width for rows, width, _ in self.groups]
         found = []
@@ -75,11 +98,7 @@ class _Taken(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def layout(
-    lengths: Tensor, dtype: torch.dtype, visible: Visible | None = None, kept: list[States] | None = None
-) -> Layout:
-    """Of rows of so many tokens, [B], in their order. `visible(rows)`: which tokens of these rows see which, bool
-    [rows, L, L], at least as wide as the longest."""
+def _padded(lengths: Tensor, dtype: torch.dtype, visible: Visible | None) -> Padded:
     groups, tokens, empty = [], [], []
     starts, step = _starts(lengths), VECTOR // dtype.itemsize
     for rows in _similar(lengths):
@@ -98,7 +117,7 @@ def layout(
     token, padding = torch.cat(tokens), torch.cat(empty)
     places = torch.empty(int(lengths.sum()), dtype=torch.long, device=lengths.device)
     places[token[~padding]] = (~padding).nonzero().squeeze(1)
-    return Layout(tuple(groups), token, padding, places, kept)
+    return Padded(tuple(groups), token, padding, places)
 
 
 def _starts(lengths: Tensor) -> Tensor:
@@ -135,7 +154,7 @@ def reading(model: Any, ids: Tensor, mask: Tensor, kept: list[States] | None = N
     if packs(model):
         lengths = mask.sum(1)
         states = positions + _starts(lengths)[:, None]
-        rows = layout(lengths, model.dtype, kept=kept)
+        rows = Layout(lengths, model.dtype, kept=kept, spans=_spans(model, lengths, lengths, lengths))
         return Reading(_packed(ids[mask], positions[mask], rows), states.clamp(max=int(lengths.sum()) - 1))
     flushed = ops.flush_left(ids, mask)
     row = torch.arange(len(ids), device=ids.device)[:, None]
@@ -146,7 +165,9 @@ def reading_pairs(model: Any, pairs: JoinedPairs) -> Reading:
     """Of pairs in one row each; `states` of the ends of both sides, [B, 2]."""
     if packs(model):
         lengths = pairs.ends[:, 1] + 1
-        rows = layout(lengths, model.dtype, lambda rows: pairs[rows].visible())
+        second = pairs.ends[:, 0] + 1
+        spans = _spans(model, lengths, torch.minimum((pairs.branch == 0).sum(1), second), second)
+        rows = Layout(lengths, model.dtype, lambda rows: pairs[rows].visible(), spans=spans)
         states = pairs.ends + _starts(lengths)[:, None]
         return Reading(_packed(pairs.ids[pairs.mask], pairs.positions[pairs.mask], rows), states)
     hidden = torch.zeros((), dtype=model.dtype, device=pairs.ids.device)
@@ -154,6 +175,13 @@ def reading_pairs(model: Any, pairs: JoinedPairs) -> Reading:
     row = torch.arange(len(pairs), device=pairs.ids.device)[:, None]
     inputs = {"input_ids": pairs.ids, "attention_mask": hidden, "position_ids": pairs.positions}
     return Reading(inputs, pairs.ends + row * pairs.ids.shape[1])
+
+
+def _spans(model: Any, lengths: Tensor, common: Tensor, second: Tensor) -> Tensor | None:
+    """Tokens of a row from `second` on do not see those from `common` to there. [B] each -> [B, 4]"""
+    if lengths.device.type != "cpu" or not compiling.compiled(base(model)) or not kernels.rows(model.dtype):
+        return None
+    return torch.stack([_starts(lengths), common, second, lengths], dim=1)
 
 
 def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, Any]:

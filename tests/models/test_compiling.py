@@ -16,13 +16,12 @@ from rlhf.config import UserError
 from rlhf.engine import Engine, require_possible
 from rlhf.generation import loop
 from rlhf.generation._cache import WholeRoom
-from rlhf.models import compiling
+from rlhf.models import compiling, kernels
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.options import EngineOptions, OptimizerOptions, SamplingOptions
 from tests import tiny
 
-PRODUCTS = ("rlhf::products", "rlhf::sorted_products")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
 
@@ -142,7 +141,9 @@ def test_products_of_the_same_states_are_one(saved: str) -> None:
             backend(lm, tiny.prompts([5, 2]), sampling, None)
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             made = backend(lm, tiny.prompts([5, 2]), sampling, None)
-        counts.append(sum(event.count for event in seen.key_averages() if event.key in PRODUCTS))
+        own = compiled and kernels.one_token(torch.float32)
+        name = "rlhf::products" if own else "rlhf::sorted_products"
+        counts.append(sum(event.count for event in seen.key_averages() if event.key == name))
     steps, layers = made.mask.shape[1] - 1, lm.config.num_hidden_layers
     # query, key, value; output; gate, up; down; and the head once
     assert counts == [steps * (7 * layers + 1), steps * (4 * layers + 1)]
@@ -164,17 +165,19 @@ def test_what_is_no_single_graph_runs_as_it_was_written(saved: str) -> None:
 
 
 @needs_compiler
-def test_in_bf16_training_scores_as_scoring_does(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._inductor.config.patch(emulate_precision_casts=False)
+def test_in_bf16_training_scores_as_scoring_does(saved: str) -> None:
     """The first ratio of PPO is 1, and its KL from a reference of the same weights 0."""
     policy, rows = Policy(load_causal_lm(saved, torch.bfloat16, tiny.VOCAB)), tiny.sequences([20, 9, 14], [1, 1, 1])
-    monkeypatch.setattr(torch._inductor.config, "emulate_precision_casts", False)
     compiling.round_alike()
     with torch.no_grad():
+        exact = Policy(load_causal_lm(saved, torch.float32, tiny.VOCAB))(rows)[0]
         expected = policy(rows)[0]
         compiling.compile_layers(policy)
         scored = policy(rows)[0]
     assert torch.equal(policy(rows)[0], scored)
-    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(scored, expected, rtol=0, atol=5e-3)
+    assert (scored - exact).norm() < 1.1 * (expected - exact).norm()
 
 
 def test_it_is_refused_where_layers_lie_in_parts() -> None:

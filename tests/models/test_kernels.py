@@ -1,23 +1,26 @@
 """Operations in C++ beside the formula in fp64."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 from rlhf.generation import loop
-from rlhf.models import compiling, kernels
+from rlhf.models import attention, compiling, kernels, packing
 from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
 from rlhf.options import SamplingOptions
 from tests import tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def needed(dtype: torch.dtype) -> None:
-    if shutil.which("g++") is None or not kernels.usable(dtype):
+def needed(dtype: torch.dtype, usable: Callable[[torch.dtype], bool] = kernels.one_token) -> None:
+    if shutil.which("g++") is None or not usable(dtype):
         pytest.skip(f"no C++ compiler here, or no block products of {dtype}")
 
 
@@ -62,11 +65,100 @@ def test_one_token_attends_to_what_it_sees(heads: int, groups: int, size: int, d
     agree(kernels.attend(q, k, v, seen, 0.3), exact.transpose(1, 2))
 
 
+ROWS = [  # tokens of the second side, from s on, do not see the first, from c to there: c, s, length
+    (130, 200, 260), (3, 7, 90), (64, 128, 200), (1, 1, 1), (100, 100, 100), (0, 5, 9), (300, 301, 303), (5, 150, 151),
+]  # fmt: skip
+
+
+def row_by_row(q: Tensor, k: Tensor, v: Tensor, rows: list[tuple[int, ...]], scale: float) -> Tensor:
+    """The formula, with each row's own mask."""
+    found, heads, start = [], q.shape[1] // k.shape[1], 0
+    for common, second, length in rows:
+        i = torch.arange(length)
+        seen = (i[:, None] >= i) & ~((i[:, None] >= second) & (i >= common) & (i < second))
+        asked, keys, values = (x[:, :, start : start + length] for x in (q, k, v))
+        keys, values = (x.repeat_interleave(heads, 1) for x in (keys, values))
+        scores = (asked @ keys.mT * scale).masked_fill(~seen, -torch.inf)
+        found.append(scores.softmax(-1) @ values)
+        start += length
+    return torch.cat(found, 2).transpose(1, 2)
+
+
+def spans(rows: list[tuple[int, ...]]) -> Tensor:
+    made = torch.tensor(rows)
+    return torch.cat([(made[:, 2].cumsum(0) - made[:, 2])[:, None], made], 1)
+
+
+@pytest.mark.parametrize("size", [8, 64, 80])
+@pytest.mark.parametrize(("heads", "groups"), [(3, 3), (6, 2), (5, 1)])
+@pytest.mark.parametrize("beside", [False, True])  # heads beside each other, or beneath
+def test_rows_attend_and_learn_each_for_itself(heads: int, groups: int, size: int, beside: bool) -> None:
+    needed(torch.bfloat16, kernels.rows)
+    tokens = sum(length for *_, length in ROWS)
+    given = []
+    for i, n in enumerate((heads, groups, groups)):
+        x = drawn(1, tokens, n, size, dtype=torch.bfloat16).roll(i, 1).transpose(1, 2)
+        given.append((x if beside else x.contiguous()).requires_grad_())
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, expected = kernels.attend_rows(*given, spans(ROWS), 0.2), row_by_row(*exact, ROWS, 0.2)  # type: ignore[arg-type,call-arg]
+    outer = drawn(1, tokens, heads, size, dtype=torch.bfloat16)
+    gradients = torch.autograd.grad(found, given, outer)
+    wanted = torch.autograd.grad(expected, exact, outer.double())
+    for got, want in zip((found, *gradients), (expected, *wanted), strict=True):
+        assert got.shape == want.shape
+        assert float((got.double() - want).norm() / want.norm()) < 0.004
+        torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
+
+
+def test_rows_beyond_the_tokens_are_refused() -> None:
+    needed(torch.bfloat16, kernels.rows)
+    given = [drawn(1, 2, 10, 8, dtype=torch.bfloat16) for _ in range(3)]
+    for row in ([0, 11, 11, 11], [5, 6, 6, 6], [-1, 4, 4, 4], [0, 5, 4, 6], [0, 4, 7, 6]):
+        with pytest.raises(ValueError, match="attend_rows: row 0 of"):
+            kernels.attend_rows(*given, torch.tensor([row]), 0.2)  # type: ignore[call-arg]
+
+
+@torch._inductor.config.patch(emulate_precision_casts=False)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_compiled_model_scores_and_learns_with_them_as_without(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed(torch.bfloat16, kernels.rows)
+    lm, rows = tiny.causal_lm(family, std=0.05).bfloat16(), tiny.sequences([12, 40, 17, 31], prompts=[3, 9, 1, 8])
+    attention.use(lm)
+    packing.allow(lm, whole=True)
+    assert packing.packs(lm)
+    compiling.compile_layers(lm)
+    compiling.round_alike()
+    found = []
+    for usable in (True, False):
+        monkeypatch.setattr(kernels, "rows", lambda _, usable=usable: usable)
+        asked = [0]
+        monkeypatch.setattr(kernels, "attend_rows", counted(kernels.attend_rows, asked))
+        logprobs, _ = Policy(lm)(rows)
+        gradient = torch.autograd.grad(logprobs.sum(), list(lm.parameters()), allow_unused=True)
+        assert asked[0] == (lm.config.num_hidden_layers if usable else 0)
+        found.append((logprobs, torch.cat([g.flatten() for g in gradient if g is not None]).double()))
+        with torch.no_grad():
+            assert torch.equal(Policy(lm)(rows)[0], logprobs)  # scoring rounds as training does
+    torch._dynamo.reset()
+    (fast, quick), (plain, slow) = found
+    torch.testing.assert_close(fast, plain, rtol=0, atol=2e-2)
+    assert float((quick - slow).norm() / slow.norm()) < 0.02
+
+
+def counted(function: Callable[..., Tensor], calls: list[int]) -> Callable[..., Tensor]:
+    def count(*arguments: object) -> Tensor:
+        calls[0] += 1
+        return function(*arguments)
+
+    return count
+
+
 def test_other_numbers_and_odd_sizes_do_not_fit() -> None:
     assert kernels.fits(torch.empty(3, 5), torch.empty(2, 4, dtype=torch.bfloat16))
     assert not kernels.fits(torch.empty(3, 4), torch.empty(2, 5, dtype=torch.bfloat16))
     assert not kernels.fits(torch.empty(3, 4, dtype=torch.float16))
-    assert not kernels.usable(torch.float16)
+    assert not kernels.one_token(torch.float16)
+    assert not kernels.rows(torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -78,23 +170,24 @@ def test_without_them_tokens_are_the_same(family: str, tmp_path: Path, monkeypat
     lm = load_causal_lm(str(tmp_path / "model"), torch.float32, tiny.VOCAB)
     compiling.compile_layers(lm)
     with_them = backend(lm, tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
-    monkeypatch.setattr(kernels, "usable", lambda _: False)
+    monkeypatch.setattr(kernels, "one_token", lambda _: False)
     without = backend(lm, tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
     torch._dynamo.reset()
     assert torch.equal(with_them.response_ids, without.response_ids)
     torch.testing.assert_close(with_them.sampled_logprobs, without.sampled_logprobs, rtol=0, atol=1e-5)
-    assert not torch.equal(with_them.sampled_logprobs, without.sampled_logprobs)
 
 
 def test_where_the_source_does_not_compile_it_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler here")
-    (tmp_path / "kernels.cpp").write_text("no C++")
+    (tmp_path / "cpp").mkdir()
+    for name in ("blocks.h", "one_token.cpp"):
+        (tmp_path / "cpp" / name).write_text("no C++")
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
-    kernels.usable.cache_clear(), kernels._compiled.cache_clear()
+    kernels.one_token.cache_clear(), kernels._compiled.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="kernels.cpp does not compile, so tokens are sampled more slowly"):
-            assert not kernels.usable(torch.float32)
-        assert not kernels.usable(torch.bfloat16)
+        with pytest.warns(UserWarning, match="one_token.cpp does not compile, so what it does takes longer: .*error: "):
+            assert not kernels.one_token(torch.float32)
+        assert not kernels.one_token(torch.bfloat16)
     finally:
-        kernels.usable.cache_clear(), kernels._compiled.cache_clear()
+        kernels.one_token.cache_clear(), kernels._compiled.cache_clear()

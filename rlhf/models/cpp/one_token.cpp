@@ -1,48 +1,14 @@
-// Two operations of a decode step on CPUs, torch.ops.rlhf.products and .attend: kernels.py says what they compute.
+// One new token a row: torch.ops.rlhf.products and .attend; kernels.py says what they compute.
 //
-// Both hold the few new tokens against what is large, weights or keys, as the left operand of oneDNN's block products
-// (brgemm): that one is read as it lies, and only the few are put in the order that the right operand needs.
-
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-#include <ATen/native/CPUBlas.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
-#include <algorithm>
-#include <limits>
-#include <vector>
+// Both take what is large, weights or keys, as the left operand, which is read as it lies, and the few new tokens as
+// the right one.
 
 namespace {
-
-using at::BFloat16;
-using at::Tensor;
-using at::vec::Vectorized;
-using Floats = Vectorized<float>;
 
 constexpr int64_t WIDTH = Floats::size();
 constexpr int64_t ROWS = 32;  // of a weight, multiplied at once
 constexpr int64_t AHEAD = 8;  // tokens whose values are asked for before they are needed
 constexpr int PARTS = 4;      // vectors of a value, added up at once
-
-template <typename T>
-void transpose(const T* from, int64_t rows, int64_t columns, int64_t from_stride, T* to, int64_t to_stride) {
-  constexpr int64_t tile = 64 / sizeof(T);
-  for (int64_t i = 0; i < rows; i += tile)
-    for (int64_t j = 0; j < columns; j += tile)
-      at::vec::transpose_mxn<T>(
-          from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride,
-          static_cast<int>(std::min(tile, rows - i)), static_cast<int>(std::min(tile, columns - j)));
-}
-
-// [rows, columns] -> [columns, rows], the order of a right operand; of BFloat16 two columns stay together.
-template <typename T>
-void turn(const T* from, int64_t rows, int64_t columns, T* to) {
-  int64_t words = columns * sizeof(T) / sizeof(float);
-  transpose(reinterpret_cast<const float*>(from), rows, words, words, reinterpret_cast<float*>(to), rows);
-}
 
 // left [rows, inner] times what `turn` made of [columns, inner] -> [rows, columns]
 template <typename T>
@@ -78,7 +44,7 @@ template <typename T>
 void products_of(const Tensor& x, const std::vector<Part>& parts, const Tensor& out) {
   int64_t width = x.size(-1), tokens = x.numel() / width, outputs = out.size(-1);
   auto turned = at::empty({width * tokens}, x.options());
-  turn(x.const_data_ptr<T>(), tokens, width, turned.data_ptr<T>());
+  turn(x.const_data_ptr<T>(), tokens, width, width, turned.data_ptr<T>(), tokens);
   at::parallel_for(0, parts.size(), 1, [&](int64_t begin, int64_t end) {
     std::vector<float> sums(ROWS * tokens);
     std::vector<T> rounded(ROWS * tokens);
@@ -179,7 +145,7 @@ void attend_in(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
       auto* keys = k.const_data_ptr<T>() + (i * room + first) * size;
       auto* values = v.const_data_ptr<T>() + (i * room + first) * size;
       auto* to = out.data_ptr<T>() + i * heads * size;
-      turn(q.const_data_ptr<T>() + i * heads * size, heads, size, turned.data());
+      turn(q.const_data_ptr<T>() + i * heads * size, heads, size, size, turned.data(), heads);
       if (tokens > 0) multiply(keys, turned.data(), tokens, heads, size, scores.data());
       transpose(scores.data(), tokens, heads, heads, weights.data(), room);
       for (int64_t head = 0; head < heads; head++) softmax(&weights[head * room], hidden.data(), tokens, scale);
