@@ -20,7 +20,7 @@ from torch.nn import functional as F
 def products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     """x [..., K] times each weight [N_i, K], transposed, plus its bias [N_i], beside each other: [..., sum of N_i].
 
-    biases: one a weight, or none. Only where `one_token` says so.
+    biases: one a weight, or none. Only where `for_one_token` says so.
     """
     found: Tensor = torch.ops.rlhf.products(x, weights, biases)
     return found
@@ -28,14 +28,14 @@ def products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
     """softmax(scale q k^T) v of one token a row. q [B, heads, 1, d], k and v [B, fewer or as many heads, S, d], seen
-    bool [B or 1, 1, 1, S] -> [B, 1, heads, d]. Only where `one_token` says so."""
+    bool [B or 1, 1, 1, S] -> [B, 1, heads, d]. Only where `for_one_token` says so."""
     found: Tensor = torch.ops.rlhf.attend(q, k, v, seen, scale)
     return found
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
     """The same of all tokens of rows one after the other, each of which sees what stands before it in its row.
-    q [1, heads, N, d], k and v [1, fewer or as many heads, N, d] -> [1, N, heads, d]. Only where `rows` says so.
+    q [1, heads, N, d], k and v [1, fewer or as many heads, N, d] -> [1, N, heads, d]. Only where `for_rows` says so.
 
     spans: of each row [B, 4] long: its first token of N; c and s: tokens from s on do not see those from c to there,
     counted in the row; its length.
@@ -64,7 +64,7 @@ def fits(*operands: Tensor) -> bool:
 
 
 @functools.cache
-def one_token(dtype: torch.dtype) -> bool:
+def for_one_token(dtype: torch.dtype) -> bool:
     """Whether `products` and `attend` do what they should on this machine. The first call compiles them, which the
     disk remembers."""
     if dtype not in (torch.float32, torch.bfloat16) or not _compiled("one_token.cpp"):
@@ -80,7 +80,7 @@ def one_token(dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def rows(dtype: torch.dtype) -> bool:
+def for_rows(dtype: torch.dtype) -> bool:
     """Whether `attend_rows` does what it should on this machine: only in bf16. The first call compiles it."""
     if dtype != torch.bfloat16 or not _compiled("rows.cpp"):
         return False

@@ -179,7 +179,7 @@ def reading_pairs(model: Any, pairs: JoinedPairs) -> Reading:
 
 def _spans(model: Any, lengths: Tensor, common: Tensor, second: Tensor) -> Tensor | None:
     """Tokens of a row from `second` on do not see those from `common` to there. [B] each -> [B, 4]"""
-    if lengths.device.type != "cpu" or not compiling.compiled(base(model)) or not kernels.rows(model.dtype):
+    if lengths.device.type != "cpu" or not compiling.compiled(base(model)) or not kernels.for_rows(model.dtype):
         return None
     return torch.stack([_starts(lengths), common, second, lengths], dim=1)
 

@@ -19,7 +19,7 @@ from tests import tiny
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def needed(dtype: torch.dtype, usable: Callable[[torch.dtype], bool] = kernels.one_token) -> None:
+def needed(dtype: torch.dtype, usable: Callable[[torch.dtype], bool] = kernels.for_one_token) -> None:
     if shutil.which("g++") is None or not usable(dtype):
         pytest.skip(f"no C++ compiler here, or no block products of {dtype}")
 
@@ -93,7 +93,7 @@ def spans(rows: list[tuple[int, ...]]) -> Tensor:
 @pytest.mark.parametrize(("heads", "groups"), [(3, 3), (6, 2), (5, 1)])
 @pytest.mark.parametrize("beside", [False, True])  # heads beside each other, or beneath
 def test_rows_attend_and_learn_each_for_itself(heads: int, groups: int, size: int, beside: bool) -> None:
-    needed(torch.bfloat16, kernels.rows)
+    needed(torch.bfloat16, kernels.for_rows)
     tokens = sum(length for *_, length in ROWS)
     given = []
     for i, n in enumerate((heads, groups, groups)):
@@ -110,8 +110,25 @@ def test_rows_attend_and_learn_each_for_itself(heads: int, groups: int, size: in
         torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
 
 
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    needed(torch.bfloat16, kernels.for_rows)
+    lengths, found = (65, 63, 64, 2), []
+    made = spans([(n, n, n) for n in lengths])
+    for bad in (False, True):
+        given = [drawn(1, sum(lengths), 1, 8, dtype=torch.bfloat16).roll(i, 1).transpose(1, 2) for i in range(3)]
+        if bad:
+            for x in given:
+                x[:, :, :65] = torch.nan
+        given = [x.requires_grad_() for x in given]
+        out = kernels.attend_rows(*given, made, 0.2)  # type: ignore[call-arg]
+        gradients = torch.autograd.grad(out, given, torch.ones_like(out))
+        found.append([out[0, 65:], *(x[0, 0, 65:] for x in gradients)])
+    for clean, beside in zip(*found, strict=True):
+        assert torch.equal(clean, beside)
+
+
 def test_rows_beyond_the_tokens_are_refused() -> None:
-    needed(torch.bfloat16, kernels.rows)
+    needed(torch.bfloat16, kernels.for_rows)
     given = [drawn(1, 2, 10, 8, dtype=torch.bfloat16) for _ in range(3)]
     for row in ([0, 11, 11, 11], [5, 6, 6, 6], [-1, 4, 4, 4], [0, 5, 4, 6], [0, 4, 7, 6]):
         with pytest.raises(ValueError, match="attend_rows: row 0 of"):
@@ -121,7 +138,7 @@ def test_rows_beyond_the_tokens_are_refused() -> None:
 @torch._inductor.config.patch(emulate_precision_casts=False)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_compiled_model_scores_and_learns_with_them_as_without(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed(torch.bfloat16, kernels.rows)
+    needed(torch.bfloat16, kernels.for_rows)
     lm, rows = tiny.causal_lm(family, std=0.05).bfloat16(), tiny.sequences([12, 40, 17, 31], prompts=[3, 9, 1, 8])
     attention.use(lm)
     packing.allow(lm, whole=True)
@@ -130,7 +147,7 @@ def test_a_compiled_model_scores_and_learns_with_them_as_without(family: str, mo
     compiling.round_alike()
     found = []
     for usable in (True, False):
-        monkeypatch.setattr(kernels, "rows", lambda _, usable=usable: usable)
+        monkeypatch.setattr(kernels, "for_rows", lambda _, usable=usable: usable)
         asked = [0]
         monkeypatch.setattr(kernels, "attend_rows", counted(kernels.attend_rows, asked))
         logprobs, _ = Policy(lm)(rows)
@@ -157,8 +174,8 @@ def test_other_numbers_and_odd_sizes_do_not_fit() -> None:
     assert kernels.fits(torch.empty(3, 5), torch.empty(2, 4, dtype=torch.bfloat16))
     assert not kernels.fits(torch.empty(3, 4), torch.empty(2, 5, dtype=torch.bfloat16))
     assert not kernels.fits(torch.empty(3, 4, dtype=torch.float16))
-    assert not kernels.one_token(torch.float16)
-    assert not kernels.rows(torch.float32)
+    assert not kernels.for_one_token(torch.float16)
+    assert not kernels.for_rows(torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -170,7 +187,7 @@ def test_without_them_tokens_are_the_same(family: str, tmp_path: Path, monkeypat
     lm = load_causal_lm(str(tmp_path / "model"), torch.float32, tiny.VOCAB)
     compiling.compile_layers(lm)
     with_them = backend(lm, tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
-    monkeypatch.setattr(kernels, "one_token", lambda _: False)
+    monkeypatch.setattr(kernels, "for_one_token", lambda _: False)
     without = backend(lm, tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
     torch._dynamo.reset()
     assert torch.equal(with_them.response_ids, without.response_ids)
@@ -184,10 +201,10 @@ def test_where_the_source_does_not_compile_it_says_so_once(tmp_path: Path, monke
     for name in ("blocks.h", "one_token.cpp"):
         (tmp_path / "cpp" / name).write_text("no C++")
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
-    kernels.one_token.cache_clear(), kernels._compiled.cache_clear()
+    kernels.for_one_token.cache_clear(), kernels._compiled.cache_clear()
     try:
         with pytest.warns(UserWarning, match="one_token.cpp does not compile, so what it does takes longer: .*error: "):
-            assert not kernels.one_token(torch.float32)
-        assert not kernels.one_token(torch.bfloat16)
+            assert not kernels.for_one_token(torch.float32)
+        assert not kernels.for_one_token(torch.bfloat16)
     finally:
-        kernels.one_token.cache_clear(), kernels._compiled.cache_clear()
+        kernels.for_one_token.cache_clear(), kernels._compiled.cache_clear()

@@ -57,7 +57,8 @@ void gather(View from, int64_t rows, int64_t size, BFloat16* to) {
   std::fill(to + rows * size, to + BLOCK * size, BFloat16(0.0f));
 }
 
-// [rows, size] as a right operand whose inner dimension are the rows: [rows / 2, size, 2]. After an odd one zeros.
+// [rows, size] as a right operand whose inner dimension are the rows: [rows / 2, size, 2]. Up to whole blocks zeros,
+// since what was there before need not be finite.
 void pair(View from, int64_t rows, int64_t size, BFloat16* to) {
   auto* bits = reinterpret_cast<const uint16_t*>(from.data);
   auto* pairs = reinterpret_cast<uint32_t*>(to);
@@ -66,6 +67,14 @@ void pair(View from, int64_t rows, int64_t size, BFloat16* to) {
       uint32_t second = i + 1 < rows ? bits[(i + 1) * from.stride + j] : 0;
       pairs[i / 2 * size + j] = bits[i * from.stride + j] | second << 16;
     }
+  std::fill(to + (rows + 1) / 2 * 2 * size, to + up(rows) * size, BFloat16(0.0f));
+}
+
+// [rows, size] as a right operand whose inner dimension is their size, `stride` wide, with the same zeros.
+void turn(View from, int64_t rows, int64_t size, BFloat16* to, int64_t stride) {
+  turn(from.data, rows, size, from.stride, to, stride);
+  for (int64_t i = 0; i < size / 2; i++)
+    std::fill(to + 2 * (i * stride + rows), to + 2 * (i * stride + up(rows)), BFloat16(0.0f));
 }
 
 void round_to(const float* from, BFloat16* to, int64_t count) { at::vec::convert<float, BFloat16>(from, to, count); }
@@ -186,8 +195,7 @@ Tensor attend_rows(const Tensor& q_, const Tensor& k_, const Tensor& v_, const T
   int64_t heads = q.size(1), size = q.size(3), shared = heads / k.size(1);
   auto out = at::empty({1, q.size(2), heads, size}, q.options());
   each(spans, k, false, [&](Room& room, const Row& row, int64_t group) {
-    View keys = view(k, group).from(row.start);
-    turn(keys.data, row.length, size, keys.stride, room.keys_turned.data(), room.stride);
+    turn(view(k, group).from(row.start), row.length, size, room.keys_turned.data(), room.stride);
     pair(view(v, group).from(row.start), row.length, size, room.values_paired.data());
     for (auto& block : blocks_of(row))
       for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
@@ -225,8 +233,8 @@ std::tuple<Tensor, Tensor, Tensor> attend_rows_backward(
   auto dv = at::empty({1, tokens, groups, size}, q.options());
   each(spans, k, true, [&](Room& room, const Row& row, int64_t group) {
     View keys = view(k, group).from(row.start), values = view(v, group).from(row.start);
-    turn(keys.data, row.length, size, keys.stride, room.keys_turned.data(), room.stride);
-    turn(values.data, row.length, size, values.stride, room.values_turned.data(), room.stride);
+    turn(keys, row.length, size, room.keys_turned.data(), room.stride);
+    turn(values, row.length, size, room.values_turned.data(), room.stride);
     pair(keys, row.length, size, room.keys_paired.data());
     std::fill(room.dk.begin(), room.dk.end(), 0.0f);
     std::fill(room.dv.begin(), room.dv.end(), 0.0f);
