@@ -146,10 +146,9 @@ def _library() -> torch.library.Library:
 
 def _join(graph: fx.Graph) -> None:
     """Products of the same states become one."""
-    names = [str(op) for op in (torch.ops.rlhf.sorted_products, getattr(torch.ops.rlhf, "products", None))]
     of: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
-        if str(node.target) in names:
+        if str(node.target) in ("rlhf.products", "rlhf.sorted_products"):
             of.setdefault((node.target, node.args[0]), []).append(node)
     for (product, states), nodes in of.items():
         weights, biases = ([x for node in nodes for x in cast(list[fx.Node], node.args[i])] for i in (1, 2))

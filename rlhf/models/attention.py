@@ -54,7 +54,8 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if layout is not None:
         layout.keep(k, v)
-        if plain and layout.spans is not None and kernels.fits(q, k, v) and q.shape[-1] == v.shape[-1]:
+        alike = q.shape[-1] == k.shape[-1] == v.shape[-1]
+        if plain and layout.spans is not None and alike and kernels.fits(q, k, v) and kernels.for_rows(q.dtype):
             return kernels.attend_rows(q, k, v, layout.spans, scale), None
         attend = partial(attention, module, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)
         return layout.padded.attended(attend, q, k, v), None
