@@ -117,10 +117,11 @@ def _compiled(name: str) -> bool:
         warnings.warn(f"{name} does not compile, so what it does takes longer: {told[0]}", stacklevel=2)
         return False
     if name == "one_token.cpp":
-        torch.library.register_fake("rlhf::products", _products_shape)
+        torch.library.register_fake("rlhf::products", products_shape)
         torch.library.register_fake("rlhf::attend", lambda q, *_: q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3]))
     return True
 
 
-def _products_shape(x: Tensor, weights: list[Tensor], _: list[Tensor]) -> Tensor:
+def products_shape(x: Tensor, weights: list[Tensor], _: list[Tensor]) -> Tensor:
+    """What `products` gives, for a compiler: its numbers are not looked at."""
     return x.new_empty(*x.shape[:-1], sum(map(len, weights)))
