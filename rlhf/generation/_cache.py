@@ -1,7 +1,8 @@
 """A key-value cache that is allocated once and filled from prompts of equal length together."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,18 +10,6 @@ from torch import Tensor
 from transformers import DynamicCache, DynamicLayer
 
 from rlhf.models.packing import States
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Prompts that were read together."""
-
-    states: Sequence[States]
-    """of each layer"""
-    rows: Tensor
-    """[R] long, those of the whole that they become; a prompt that several responses continue is read once"""
-    starts: Tensor
-    """[R] long, number of the first token of each among the N"""
 
 
 class Room(DynamicLayer):
@@ -48,9 +37,14 @@ class Room(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        tokens = self.get_seq_length()
-        self._all = (self._all[0][indices], self._all[1][indices])
+        tokens, (keys, values) = self.get_seq_length(), self._all
+        self._all = (_first(keys, indices), _first(values, indices))
         self._see(tokens)
+
+
+def _first(states: Tensor, indices: Tensor) -> Tensor:
+    """Those at `indices`, where the first ones were: of memory in one piece nothing is freed before all is."""
+    return states[: len(indices)].copy_(states[indices])
 
 
 class WholeRoom(Room):
@@ -66,25 +60,33 @@ class WholeRoom(Room):
         return self.keys, self.values
 
 
-def left_padded(parts: Sequence[Part], lengths: Tensor, room: int, at: Tensor | None) -> DynamicCache:
-    """One cache, with room for that many tokens a row, of prompts that were read in parts.
+class Rooms:
+    """The keys and values of all layers, filled from prompts that were read together, left-padded to the longest.
 
-    lengths: real tokens of each row of the whole, [B]; they end at the same column, that of the longest.
-    at: attention gets all of the room; there the next token goes, long [1]. None = it gets the tokens so far.
+    They lie in one piece of memory, which the next rollout finds free again as a whole.
     """
-    width = int(lengths.max())
-    column = torch.arange(width, device=lengths.device) - width
-    tokens = [  # left of a row, any
-        ((part.starts + lengths[part.rows])[:, None] + column).clamp(0, len(part.states[0][0]) - 1) for part in parts
-    ]
-    cache = DynamicCache()
-    for layer in zip(*(part.states for part in parts), strict=True):
-        both = []
-        for kind in zip(*layer, strict=True):  # keys, then values
-            _, heads, size = kind[0].shape
-            states = kind[0].new_zeros(len(lengths), heads, room, size)
-            for part, token, read in zip(parts, tokens, kind, strict=True):
-                states[part.rows, :, :width] = read[token].transpose(1, 2)
-            both.append(states)
-        cache.layers.append(Room(both[0], both[1], width) if at is None else WholeRoom(both[0], both[1], at))
-    return cache
+
+    def __init__(self, states: Sequence[States], lengths: Tensor, room: int) -> None:
+        """states: of each layer, for their shapes. lengths: tokens of each row [B], of `room` for all."""
+        shapes = [(len(lengths), x.shape[1], room, x.shape[2]) for layer in states for x in layer]
+        sizes = [math.prod(shape) for shape in shapes]
+        whole = states[0][0].new_zeros(sum(sizes))
+        self._states = [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
+        self._lengths, self._width = lengths, int(lengths.max())
+
+    def fill(self, states: Sequence[States], rows: Tensor, starts: Tensor) -> None:
+        """rows: those that prompts become, [R] long; what several responses continue is read once. starts: the first
+        token of each among those of `states`, [R] long."""
+        column = torch.arange(self._width, device=starts.device) - self._width
+        tokens = (starts + self._lengths[rows])[:, None] + column
+        tokens = tokens.clamp(0, len(states[0][0]) - 1)  # left of a row, any
+        for into, read in zip(self._states, chain.from_iterable(states), strict=True):
+            into[rows, :, : self._width] = read[tokens].transpose(1, 2)
+
+    def cache(self, at: Tensor | None) -> DynamicCache:
+        """at: attention gets all of the room; there the next token goes, long [1]. None = it gets the tokens so far."""
+        cache = DynamicCache()
+        for keys, values in zip(self._states[::2], self._states[1::2], strict=True):
+            whole = Room(keys, values, self._width) if at is None else WholeRoom(keys, values, at)
+            cache.layers.append(whole)
+        return cache

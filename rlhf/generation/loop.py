@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from rlhf import ops
 from rlhf.config import Config as Base
 from rlhf.config import UserError
-from rlhf.generation._cache import Part, Room, left_padded
+from rlhf.generation._cache import Room, Rooms
 from rlhf.generation._decoding import decoding
 from rlhf.models import compiling
 from rlhf.models.packing import States, packs, reading
@@ -121,15 +121,18 @@ def _read(lm: PreTrainedModel, prompts: Prompts, room: int, at: Tensor | None) -
     unique, which = ids.unique(dim=0, return_inverse=True)
     width = (unique >= 0).sum(1)
     logits: list[Tensor] = []
-    parts, order, read = [], torch.empty_like(which), 0
+    rooms, order, read = None, torch.empty_like(which), 0
     for group in token_groups(width, TOGETHER * (1 if ids.device.type == "cpu" else 8)):
         found, states, starts = _read_together(lm, unique[group, : int(width[group].max())])
         source, target = (group[:, None] == which).nonzero(as_tuple=True)
         order[target] = read + source
         read += len(group)
         logits.append(found)
-        parts.append(Part(states, target, starts[source]))
-    return torch.cat(logits)[order], left_padded(parts, lengths, room, at)
+        rooms = rooms or Rooms(states, lengths, room)
+        rooms.fill(states, target, starts[source])
+        del states  # their memory is free for the next group's
+    assert rooms is not None, "no prompts"
+    return torch.cat(logits)[order], rooms.cache(at)
 
 
 def _read_together(lm: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[States], Tensor]:

@@ -22,6 +22,8 @@ from rlhf.untrusted import LOAD_ERRORS, reason, refuse_adapter, refuse_model
 
 HEADS = re.compile(r"(lm_head|embed_out|score)\.")
 """Weights that a model without a head has no place for."""
+LINE = 64
+"""bytes"""
 
 
 def load_config(place: str) -> PreTrainedConfig:
@@ -170,9 +172,18 @@ def _load(
     refuse_non_finite(model, place)
     model.eval()
     if dist.local_device().type == "cpu":
+        _align(model)
         attention.use(model)
         packing.allow(model, shards is None)
     return model
+
+
+def _align(model: nn.Module) -> None:
+    """Move weights to where a line of the CPU's cache begins: safetensors maps them from its file, at any 8 bytes, and
+    a decode step of a model of 135M takes 1.1 times as long."""
+    for weight in model.parameters():
+        if weight.data_ptr() % LINE:
+            weight.data = weight.data.clone()
 
 
 def _refuse_mismatch(place: str, info: dict[str, Any], ignored: re.Pattern[str] | None) -> None:
