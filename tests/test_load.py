@@ -262,3 +262,13 @@ def test_rows_without_a_token_get_no_gradient(tmp_path: Path) -> None:
     gradient = model.get_output_embeddings().weight.grad
     assert gradient[12:].count_nonzero() == 0 and gradient[:12].count_nonzero() > 0
     assert torch.isfinite(gradient).all()
+
+
+def test_weights_begin_where_a_line_of_the_cache_does(place: Path) -> None:
+    edit_weights(place, lambda state: None)
+    mapped = load_file(place / "model.safetensors")
+    assert any(x.data_ptr() % 64 for x in mapped.values()), "they do so in the file: nothing to see"
+    model = load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+    assert not any(x.data_ptr() % 64 for x in model.parameters())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, mapped.get(name, weight)), name

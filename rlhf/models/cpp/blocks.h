@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <memory>
 #include <vector>
 
 namespace {
@@ -24,13 +25,18 @@ using at::vec::Vectorized;
 using Floats = Vectorized<float>;
 
 template <typename T>
-void transpose(const T* from, int64_t rows, int64_t columns, int64_t from_stride, T* to, int64_t to_stride) {
+__attribute__((flatten)) void transpose(const T* from, int64_t rows, int64_t columns, int64_t from_stride, T* to, int64_t to_stride) {
   constexpr int64_t tile = 64 / sizeof(T);
   for (int64_t i = 0; i < rows; i += tile)
-    for (int64_t j = 0; j < columns; j += tile)
-      at::vec::transpose_mxn<T>(
-          from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride,
-          static_cast<int>(std::min(tile, rows - i)), static_cast<int>(std::min(tile, columns - j)));
+    for (int64_t j = 0; j < columns; j += tile) {
+      const T* source = from + i * from_stride + j;
+      T* target = to + j * to_stride + i;
+      auto height = static_cast<int>(std::min(tile, rows - i)), width = static_cast<int>(std::min(tile, columns - j));
+      if (height == tile && width == tile)  // without a loop, where the compiler knows how many
+        at::vec::transpose_mxn<T>(source, from_stride, target, to_stride, tile, tile);
+      else
+        at::vec::transpose_mxn<T>(source, from_stride, target, to_stride, height, width);
+    }
 }
 
 // A right operand of `inner` times `columns` from its transpose [columns, inner], whose rows are `stride` apart. Of

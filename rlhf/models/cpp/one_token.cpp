@@ -43,15 +43,15 @@ std::vector<Part> parts_of(at::TensorList weights, at::TensorList biases) {
 template <typename T>
 void products_of(const Tensor& x, const std::vector<Part>& parts, const Tensor& out) {
   int64_t width = x.size(-1), tokens = x.numel() / width, outputs = out.size(-1);
-  auto turned = at::empty({width * tokens}, x.options());
-  turn(x.const_data_ptr<T>(), tokens, width, width, turned.data_ptr<T>(), tokens);
   at::parallel_for(0, parts.size(), 1, [&](int64_t begin, int64_t end) {
+    std::unique_ptr<T[]> turned(new T[width * tokens]);  // each core its own: what another one wrote comes slowly
+    turn(x.const_data_ptr<T>(), tokens, width, width, turned.get(), tokens);
     std::vector<float> sums(ROWS * tokens);
     std::vector<T> rounded(ROWS * tokens);
     for (int64_t i = begin; i < end; i++) {
       auto& part = parts[i];
       auto* weight = reinterpret_cast<const T*>(part.weight);
-      multiply(weight, turned.const_data_ptr<T>(), part.rows, tokens, width, sums.data());
+      multiply(weight, turned.get(), part.rows, tokens, width, sums.data());
       if (part.bias)
         for (int64_t row = 0; row < part.rows; row++) {
           Floats bias(static_cast<float>(reinterpret_cast<const T*>(part.bias)[row]));
