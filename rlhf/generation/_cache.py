@@ -1,4 +1,4 @@
-"""A key-value cache that is allocated once and filled from prompts of equal length together."""
+"""A key-value cache that is allocated once, for all tokens to come."""
 
 import math
 from collections.abc import Sequence
@@ -87,6 +87,5 @@ class Rooms:
         """at: attention gets all of the room; there the next token goes, long [1]. None = it gets the tokens so far."""
         cache = DynamicCache()
         for keys, values in zip(self._states[::2], self._states[1::2], strict=True):
-            whole = Room(keys, values, self._width) if at is None else WholeRoom(keys, values, at)
-            cache.layers.append(whole)
+            cache.layers.append(Room(keys, values, self._width) if at is None else WholeRoom(keys, values, at))
         return cache

@@ -25,14 +25,15 @@ using at::vec::Vectorized;
 using Floats = Vectorized<float>;
 
 template <typename T>
-__attribute__((flatten)) void transpose(const T* from, int64_t rows, int64_t columns, int64_t from_stride, T* to, int64_t to_stride) {
+__attribute__((flatten))  // so that whole tiles need no loop: how many rows there are is known
+void transpose(const T* from, int64_t rows, int64_t columns, int64_t from_stride, T* to, int64_t to_stride) {
   constexpr int64_t tile = 64 / sizeof(T);
   for (int64_t i = 0; i < rows; i += tile)
     for (int64_t j = 0; j < columns; j += tile) {
       const T* source = from + i * from_stride + j;
       T* target = to + j * to_stride + i;
       auto height = static_cast<int>(std::min(tile, rows - i)), width = static_cast<int>(std::min(tile, columns - j));
-      if (height == tile && width == tile)  // without a loop, where the compiler knows how many
+      if (height == tile && width == tile)
         at::vec::transpose_mxn<T>(source, from_stride, target, to_stride, tile, tile);
       else
         at::vec::transpose_mxn<T>(source, from_stride, target, to_stride, height, width);
