@@ -5,6 +5,7 @@ A mask is True where a token is real (or counts); it is made where the tokens ar
 derived from ids, because OPT and many others use one id for BOS, EOS and padding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -52,6 +53,12 @@ class TensorRecord:
     def to(self, device: torch.device | str) -> Self:
         return self._map(lambda value: value.to(device) if isinstance(value, Tensor | TensorRecord) else value)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, one part after the other; their tensors are of one width."""
+        columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: _joined(values) for name, values in columns.items()})
+
     def _map(self, change: Any) -> Self:
         changes = {f.name: change(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
         return replace(self, **changes)  # type: ignore[type-var]
@@ -63,6 +70,12 @@ def _rows(value: Any, index: Any) -> Any:
     if isinstance(index, slice):
         return value[index]
     return tuple(value[i] for i in index.tolist())
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    if values[0] is None or isinstance(values[0], Tensor):
+        return None if values[0] is None else torch.cat(list(values))
+    return tuple(item for value in values for item in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +103,15 @@ class Sequences(TensorRecord):
         return Sequences(self.ids[:, used], self.mask[:, used], self.loss_mask[:, used])
 
 
+def _padded(x: Tensor, left: int = 0, right: int = 0) -> Tensor:
+    """`x` [B, S] with zeros on one side, up to `left` or `right` columns."""
+    return torch.nn.functional.pad(x, (max(0, left - x.shape[1]), max(0, right - x.shape[1])))
+
+
 def _stack_padded(first: Tensor, second: Tensor) -> Tensor:
     """[B, S1] over [B, S2], padded on the right with 0 to the longer."""
     width = max(first.shape[1], second.shape[1])
-    return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (first, second)])
+    return torch.cat([_padded(x, right=width) for x in (first, second)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +238,20 @@ class Rollout(TensorRecord):
         """Without the columns that are padding in every row: P and T of these rows."""
         width = int(self.lengths.max())
         prompt = self.prompt_mask.any(0)
-        narrow: dict[str, Any] = {
-            name: value[:, :width]
-            for name in ("response_ids", "mask", "sampled_logprobs", "logprobs", "ref_logprobs", "values")
-            if (value := getattr(self, name)) is not None
-        }
+        narrow = {name: value[:, :width] for name, value in self._by_token().items()}
         narrow |= {"prompt_ids": self.prompt_ids[:, prompt], "prompt_mask": self.prompt_mask[:, prompt]}
         return replace(self, **narrow)
+
+    def widened(self, prompt: int, response: int) -> "Rollout":
+        """With padding up to P = `prompt` on the left and T = `response` on the right: zeros under masks of False."""
+        wide = {name: _padded(value, right=response) for name, value in self._by_token().items()}
+        wide |= {name: _padded(getattr(self, name), left=prompt) for name in ("prompt_ids", "prompt_mask")}
+        return replace(self, **wide)
+
+    def _by_token(self) -> dict[str, Any]:
+        """The fields [B, T] that are known."""
+        names = ("response_ids", "mask", "sampled_logprobs", "logprobs", "ref_logprobs", "values")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +262,10 @@ class Credit(TensorRecord):
     """[B, T], 0 off the mask"""
     returns: Tensor
     """[B, T] targets of the critic, 0 off the mask"""
+
+    def widened(self, response: int) -> "Credit":
+        """With zeros on the right up to T = `response`."""
+        return Credit(_padded(self.advantages, right=response), _padded(self.returns, right=response))
 
 
 @dataclass(frozen=True, slots=True)

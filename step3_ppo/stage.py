@@ -42,7 +42,8 @@ from step3_ppo.inputs import check, content, inputs, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
 from step3_ppo.players import Players, reward_context, set_up
 from step3_ppo.rollout import by_source, flaws, generate, score
-from step3_ppo.update import Learners, Part, update
+from step3_ppo.sharing import Part, of_all_ranks
+from step3_ppo.update import Learners, update
 from step3_ppo.warnings import Limits, Watch
 
 STAGE = "step3_ppo"
@@ -77,8 +78,10 @@ def train(players: Players, prompts: PromptDataset, course: Course, config: Step
 
 
 def learn(players: Players, scored: Part, indices: list[int], config: Step3Config, iteration: int) -> Metrics:
-    """The update: of all responses, or of those that the algorithm selects."""
+    """The update: of the responses of all ranks, or of those that the algorithm selects."""
+    group = config.num_generations
     if hasattr(players.algorithm, "select"):
+        group = 1
         rows = players.algorithm.select(scored[0]).cpu()
         scored, indices = (scored[0][rows], scored[1][rows]), [indices[i] for i in rows]
         samples = rewards.as_samples(scored[0], players.scorer.tokenizer)
@@ -86,6 +89,7 @@ def learn(players: Players, scored: Part, indices: list[int], config: Step3Confi
     actor = None if iteration < config.critic_warmup_iterations else players.actor
     learners = Learners(actor, players.critic, players.algorithm, players.ptx, players.ema)
     shuffle = torch.Generator().manual_seed(config.seed + iteration)
+    scored, indices = of_all_ranks(scored, indices, group)
     return update(learners, scored, config, shuffle, indices)
 
 

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf import dist, losses, ops
+from rlhf import losses, ops
 from rlhf.engine import Engine
 from rlhf.models.ema import EMA
-from rlhf.types import Credit, Metrics, Rollout, Sequences, length_groups
+from rlhf.types import Credit, Metrics, Sequences, length_groups
 from step3_ppo.config import Step3Config
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import critic_values
-
-Part = tuple[Rollout, Credit]
+from step3_ppo.sharing import Part, dealt
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,10 @@ def update(
 ) -> Metrics:
     """`num_ppo_epochs` passes over the rollout, each in `num_mini_batches` optimizer steps; fewer beyond `target_kl`.
 
-    `numbers`: those of the rollout's prompts in the data, for messages. Returns metrics averaged over the steps that
-    were applied, how many steps there were, and `first_approx_kl`: that of the first minibatch, on which the policy is
-    still the one that sampled, so it must be 0.
+    `scored`: the rollout of all ranks with its credit, the same on every rank (`sharing.of_all_ranks`). Minibatches are
+    drawn from it, and each is dealt out to the ranks. `numbers`: those of its prompts in the data, for messages.
+    Returns metrics averaged over the steps that were applied, how many steps there were, and `first_approx_kl`: that of
+    the first minibatch, on which the policy is still the one that sampled, so it must be 0.
     Raises: NonFiniteError.
     """
     actor, critic, algorithm, ptx = learners.actor, learners.critic, learners.algorithm, learners.ptx
@@ -65,10 +65,12 @@ def update(
 
     seen: dict[str, list[float]] = defaultdict(list)
     steps = skipped = 0
-    for rows in _minibatches(len(scored[0]), config, generator):
+    lengths = scored[0].sequences.lengths.cpu()
+    for drawn in _minibatches(len(scored[0]), config, generator):
+        count = scored[0].mask[drawn].sum().double()
+        rows = dealt(drawn, lengths)
         minibatch = (scored[0][rows], scored[1][rows])
-        count = dist.sum_over_ranks(minibatch[0].mask.sum())
-        groups = length_groups(minibatch[0].sequences.lengths, config.micro_batch_size)
+        groups = length_groups(lengths[rows], config.micro_batch_size)
         micros = [_part(minibatch, group) for group in groups]
         named = [[numbers[rows[i]] for i in group] for group in groups] if numbers else []
         metrics: Metrics = {}
@@ -106,7 +108,7 @@ def _named(who: str, metrics: Metrics) -> Metrics:
 
 
 def _minibatches(size: int, config: Step3Config, generator: torch.Generator) -> Iterator[Tensor]:
-    """Row numbers of each optimizer step: this rank's rows shuffled anew every epoch."""
+    """Row numbers of each optimizer step: the whole rollout shuffled anew every epoch, alike on every rank."""
     for _ in range(config.num_ppo_epochs):
         yield from torch.randperm(size, generator=generator).tensor_split(config.num_mini_batches)
 

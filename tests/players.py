@@ -22,6 +22,8 @@ from step3_ppo.course import Course
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
+from step3_ppo.sharing import of_all_ranks
+from step3_ppo.stage import chosen_file
 from step3_ppo.update import Learners, update
 from tests import tiny
 
@@ -76,6 +78,7 @@ class Players:
         return score(rollout, self.actor, self.critic, self.scorer)
 
     def update(self, rollout: Rollout, credit: Credit | None = None) -> Metrics:
+        """Of this process alone."""
         credit = self.algorithm.credit(rollout) if credit is None else credit
         draw = torch.Generator().manual_seed(0)
         return update(Learners(self.actor, self.critic, self.algorithm), (rollout, credit), self.config, draw)
@@ -187,10 +190,11 @@ def a_step_of_everything() -> dict[str, Any]:
     ptx = Ptx(demonstrations(8), game.config, tiny.PAD, torch.device("cpu"))  # type: ignore[arg-type]
     assert rollout.scores is not None
     scale = ScoreScaling(config_of("ppo", use_score_scaling=True, use_score_norm=True))
-    scaled = [score for part in dist.gather_objects(scale(rollout.scores).tolist()) for score in part]
+    scaled_scores = [score for part in dist.gather_objects(scale(rollout.scores).tolist()) for score in part]
     learners = Learners(game.actor, None, game.algorithm, ptx)
-    metrics = update(learners, (rollout[rows], credit[rows]), game.config, torch.Generator().manual_seed(0))
-    return {"metrics": metrics, "weights": game.weights(), "scaled": sorted(scaled)}
+    scored, _ = of_all_ranks((rollout[rows], credit[rows]), rows.tolist(), 1)
+    metrics = update(learners, scored, game.config, torch.Generator().manual_seed(0))
+    return {"metrics": metrics, "weights": game.weights(), "scaled": sorted(scaled_scores)}
 
 
 def twice_each() -> Prompts:
@@ -198,12 +202,26 @@ def twice_each() -> Prompts:
     return PROMPTS[torch.arange(4).repeat_interleave(2)]
 
 
-def two_iterations(algorithm: str, **changes: Any) -> dict[str, Any]:
-    """Two whole iterations on this rank's share of responses that do not depend on the number of ranks."""
-    game = players(algorithm, **{"num_mini_batches": 1, **changes})
-    mine = torch.arange(8).reshape(4, 2)[dist.rank() :: dist.world_size()].flatten()
-    metrics = []
-    for seed in range(2):
-        rollout = game.score(game.sample(twice_each(), seed)[mine])
-        metrics.append(game.update(rollout))
+PARITY = {
+    f"{name}, {parts} minibatches": (name, {"num_mini_batches": parts})
+    for name in ("ppo", "reinforce", "rloo", "grpo", "best_of_n")
+    for parts in ((1, 2) if name == "best_of_n" else (1, 2, 4))  # best_of_n learns from half of the eight
+} | {
+    "a2c": ("a2c", {}),
+    "ppo, zero 2": ("ppo", {"zero_stage": 2}),
+    "ppo, zero 3": ("ppo", {"zero_stage": 3}),
+    "rloo, scaled": ("rloo", {"use_score_scaling": True, "use_score_norm": True, "score_clip": 1.0}),
+    "ppo, all options": ("ppo", {"entropy_coef": 0.1, "missing_eos_penalty": 1.0, "target_kl": 0.02, "dual_clip": 2.0}),
+}
+"""Runs of step 3 that one process and several must agree on."""
+
+
+def two_iterations(name: str, folder: str) -> dict[str, Any]:
+    """A run of PARITY: its metrics but for the seconds, and its last weights."""
+    algorithm, options = PARITY[name]
+    # A large epsilon bounds what rounding of a gradient can do to AdamW: lr * error / epsilon a step.
+    game = players(algorithm, **{"total_episodes": 16, "adam_epsilon": 1e-3, "output_dir": folder, **options})
+    chosen_file(game.config).parent.mkdir(parents=True, exist_ok=True)
+    timed = ("seconds_", "tokens_per_second")
+    metrics = [{key: x for key, x in each.items() if not key.startswith(timed)} for each in on_course(game)]
     return {"metrics": metrics, "weights": game.weights()}

@@ -6,13 +6,14 @@ writes what rank 0 saw.
 """
 
 import sys
+import tempfile
 from typing import Any
 
 import torch
 
 from rlhf import dist, launch
 from tests.engine_runs import run, run_averaged, run_into_nan
-from tests.players import a_step_of_everything, two_iterations, with_a_bad_score
+from tests.players import PARITY, a_step_of_everything, two_iterations, with_a_bad_score
 
 
 def runs() -> dict[str, Any]:
@@ -30,7 +31,8 @@ def runs() -> dict[str, Any]:
     for stage in (1, 3):
         found[f"lora {stage}"] = run({"zero_stage": stage}, adapter="lora", generating=True)
         found[f"generating {stage}"] = run({"zero_stage": stage}, generating=True)
-        found[f"ppo {stage}"] = two_iterations("ppo", zero_stage=stage)
+    with tempfile.TemporaryDirectory() as folder:
+        found["step 3"] = {name: two_iterations(name, folder) for name in PARITY}
     found["checkpointing 3"] = run({"zero_stage": 3, "gradient_checkpointing": True}, generating=True)
     return found
 
