@@ -71,7 +71,7 @@ def leave_one_out(values: Tensor, group: int) -> Tensor:
     """
     grouped = _grouped(values, group)
     others = (grouped.sum(1, keepdim=True) - grouped) / (group - 1)
-    return (grouped - others).reshape(-1)
+    return (grouped - others).reshape(-1).to(at_least_fp32(values).dtype)
 
 
 def against_group(values: Tensor, group: int, scale: bool) -> Tensor:
@@ -83,12 +83,14 @@ def against_group(values: Tensor, group: int, scale: bool) -> Tensor:
     """
     grouped = _grouped(values, group)
     centred = grouped - grouped.mean(1, keepdim=True)
-    return (centred / (grouped.std(1, keepdim=True) + 1e-4) if scale else centred).reshape(-1)
+    centred = centred / (grouped.std(1, keepdim=True) + 1e-4) if scale else centred
+    return centred.reshape(-1).to(at_least_fp32(values).dtype)
 
 
 def _grouped(values: Tensor, group: int) -> Tensor:
+    """In float64, where the mean of equal float32 values is that value: rounding must not pass for a difference."""
     assert group >= 2 and len(values) % group == 0, f"{len(values)} responses in groups of {group}"
-    return at_least_fp32(values).reshape(-1, group)
+    return values.double().reshape(-1, group)
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, episodes: int, horizon: int) -> float:

@@ -214,6 +214,19 @@ def test_against_group_by_hand() -> None:
     torch.testing.assert_close(credit.against_group(values, 2, scale=True), scaled)
 
 
+@pytest.mark.parametrize("value", [1000.1, -0.1, 1 / 3])
+@pytest.mark.parametrize("group", [2, 3, 7])
+def test_equal_values_that_fp32_cannot_hold_are_equal_to_their_mean(value: float, group: int) -> None:
+    """Their mean rounds in fp32; over a deviation of 1e-4 that would be a third of an advantage."""
+    values = torch.full((2 * group,), value)
+    for found in (
+        credit.against_group(values, group, scale=True),
+        credit.against_group(values, group, scale=False),
+        credit.leave_one_out(values, group),
+    ):
+        assert torch.equal(found, torch.zeros(2 * group)) and found.dtype == torch.float32
+
+
 def test_the_number_of_a_response_is_on_all_its_tokens() -> None:
     mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
     expected = torch.tensor([[2.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, -1.0, -1.0]])
