@@ -35,13 +35,18 @@ class Players:
     scaling: ScoreScaling
     ptx: Ptx | None
     ema: EMA | None
+    first_kl_coef: float
+    """the KL coefficient that the options ask for, before any controller moved it"""
 
     def state_dict(self) -> dict[str, Any]:
         """What is learned beside the weights: the KL coefficient, and the statistics of the scores."""
-        return {"kl_coef": self.algorithm.kl.coef, "scores": self.scaling.state_dict()}
+        coefficients = {"kl_coef": self.algorithm.kl.coef, "first_kl_coef": self.first_kl_coef}
+        return coefficients | {"scores": self.scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.algorithm.kl.coef = state["kl_coef"]
+        """Resume from there; a KL coefficient that the options have changed since then holds from now on."""
+        if state["first_kl_coef"] == self.first_kl_coef:
+            self.algorithm.kl.coef = state["kl_coef"]
         self.scaling.load_state_dict(state["scores"])
 
 
@@ -77,6 +82,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
         ScoreScaling(config),
         None if mixed is None else Ptx(mixed, config, tokenizer.pad_token_id, context.device),
         None if config.ema_decay is None else EMA(actor, config.ema_decay),
+        algorithm.kl.coef,
     )
 
 

@@ -133,7 +133,17 @@ def on_stage(game: Players) -> stage.Players:
     c = game.config
     backend = plugins.build("rlhf.generation", {"name": "loop", "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD})
     ema = None if c.ema_decay is None else EMA(game.actor, c.ema_decay)
-    return stage.Players(game.actor, game.critic, game.scorer, game.algorithm, backend, ScoreScaling(c), None, ema)
+    return stage.Players(
+        game.actor,
+        game.critic,
+        game.scorer,
+        game.algorithm,
+        backend,
+        ScoreScaling(c),
+        None,
+        ema,
+        game.algorithm.kl.coef,
+    )
 
 
 def on_course(game: Players) -> Iterator[Metrics]:
