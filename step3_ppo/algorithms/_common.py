@@ -51,6 +51,17 @@ class KLRewardConfig(KLOptions):
     """per-token estimate of the KL (Schulman 2020)"""
 
 
+class GAEConfig(KLRewardConfig):
+    """Credit by generalised advantage estimation, which needs a critic."""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """discount per token"""
+    lam: float = Field(0.95, ge=0, le=1)
+    """lambda of generalised advantage estimation"""
+    whiten_advantages: bool = True
+    """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
+
+
 class ClippedConfig(Step3Config):
     """A bounded step from the policy that sampled."""
 
@@ -64,6 +75,14 @@ def rewards_of(rollout: Rollout, config: KLRewardConfig, kl_coef: float) -> Tens
     return crediting.kl_rewards(
         rollout.scores, rollout.logprobs, rollout.ref_logprobs, rollout.mask, kl_coef, config.kl_estimator
     )
+
+
+def gae_credit(rollout: Rollout, config: GAEConfig, kl_coef: float) -> Credit:
+    """Advantages and returns of a scored rollout with values, whitened over all ranks if asked for. [B, T]"""
+    assert rollout.values is not None
+    rewards = rewards_of(rollout, config, kl_coef)
+    advantages, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, config.lam)
+    return Credit(whitened(advantages, rollout.mask) if config.whiten_advantages else advantages, returns)
 
 
 def whitened(advantages: Tensor, mask: Tensor) -> Tensor:

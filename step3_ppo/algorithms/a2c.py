@@ -7,12 +7,11 @@ from torch import Tensor
 
 from rlhf import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms import ppo
-from step3_ppo.algorithms._common import clipped_loss
+from step3_ppo.algorithms._common import GAEConfig, KLController, clipped_loss, gae_credit
 
 
-class Config(ppo.Config):
-    """A2C: PPO with one optimizer step an iteration, so that the policy is the one that sampled."""
+class Config(GAEConfig):
+    """A2C: one optimizer step an iteration, so that the policy is the one that sampled."""
 
     num_ppo_epochs: int = Field(1, ge=1, le=1)
     """passes over an iteration's rollout: one"""
@@ -22,8 +21,17 @@ class Config(ppo.Config):
     """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
 
 
-class A2C(ppo.PPO):
-    """PPO's credit; the plain policy gradient, as at ratio 1 the clip does not bind; a squared error for the critic."""
+class A2C:
+    """PPO's credit; the plain policy gradient, as at ratio 1 no clip binds; a squared error for the critic."""
+
+    needs_critic = True
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.kl = config, KLController(config)
+
+    def credit(self, rollout: Rollout) -> Credit:
+        """Advantages by GAE, and returns. [B, T]"""
+        return gae_credit(rollout, self.config, self.kl.coef)
 
     def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
         """-sum A * ratio / count, whose gradient at ratio 1 is -sum A * grad logprob / count."""

@@ -3,21 +3,14 @@
 from pydantic import Field
 from torch import Tensor
 
-from rlhf import credit as crediting
 from rlhf import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import ClippedConfig, KLController, KLRewardConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.algorithms._common import ClippedConfig, GAEConfig, KLController, clipped_loss, gae_credit
 
 
-class Config(KLRewardConfig, ClippedConfig):
+class Config(GAEConfig, ClippedConfig):
     """PPO: a policy and a critic, both clipped around what they were at the rollout."""
 
-    gamma: float = Field(1.0, ge=0, le=1)
-    """discount per token"""
-    lam: float = Field(0.95, ge=0, le=1)
-    """lambda of generalised advantage estimation"""
-    whiten_advantages: bool = True
-    """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
     cliprange_value: float = Field(0.2, gt=0)
     """the value counts within +- cliprange_value of the old one"""
     dual_clip: float | None = Field(None, gt=1)
@@ -34,12 +27,7 @@ class PPO:
 
     def credit(self, rollout: Rollout) -> Credit:
         """Advantages and returns of a scored rollout, whitened over all ranks."""
-        c = self.config
-        assert rollout.values is not None
-        advantages, returns = crediting.gae(
-            rewards_of(rollout, c, self.kl.coef), rollout.values, rollout.mask, c.gamma, c.lam
-        )
-        return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)
+        return gae_credit(rollout, self.config, self.kl.coef)
 
     def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The actor's loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""

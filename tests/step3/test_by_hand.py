@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rlhf import dist, ops
+from rlhf.config import UserError, validate
 from rlhf.types import Rollout
-from step3_ppo.algorithms import _common
+from step3_ppo.algorithms import _common, a2c
 from tests.contracts.test_algorithms import built, moved, rollout
 
 GROUP = 4
@@ -153,3 +154,9 @@ def test_whitening_is_over_all_ranks(name: str) -> None:
         with mock.patch.object(dist, "sum_over_ranks", lambda here, elsewhere=elsewhere: here + elsewhere):
             found = player.credit(r[mine]).advantages
         torch.testing.assert_close(found, whole[mine], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["cliprange", "cliprange_value", "dual_clip"])
+def test_an_algorithm_that_clips_nothing_has_no_such_option(option: str) -> None:
+    with pytest.raises(UserError, match=f"{option}"):
+        validate(a2c.Config, {option: 1.5}, "x")

@@ -24,9 +24,9 @@ joined: Any = Rollout.sequences
 CAUGHT_BY: dict[Check, list[Mutant]] = {
     # --- each algorithm's credit
     partial(test_by_hand.test_credit, "ppo"): [
-        Mutant("gamma and lambda exchanged", ppo.PPO.credit, "c.gamma, c.lam", "c.lam, c.gamma"),
-        Mutant("PPO does not whiten", ppo.PPO.credit, "if c.whiten_advantages", "if False"),
-        Mutant("KL coefficient never steered", ppo.PPO.credit, "self.kl.coef", "c.kl_coef"),
+        Mutant("gamma, lambda exchanged", _common.gae_credit, "config.gamma, config.lam", "config.lam, config.gamma"),
+        Mutant("PPO does not whiten", _common.gae_credit, "if config.whiten_advantages", "if False"),
+        Mutant("KL coefficient never steered", ppo.PPO.credit, "self.kl.coef", "self.config.kl_coef"),
         Mutant(
             "policy and reference exchanged",
             _common.rewards_of,
@@ -35,7 +35,7 @@ CAUGHT_BY: dict[Check, list[Mutant]] = {
         ),
     ],
     partial(test_by_hand.test_credit, "a2c"): [
-        Mutant("A2C whitens unasked", ppo.PPO.credit, "if c.whiten_advantages", "if True"),
+        Mutant("A2C whitens unasked", _common.gae_credit, "if config.whiten_advantages", "if True"),
     ],
     partial(test_by_hand.test_credit, "reinforce"): [
         Mutant("returns cut short by a lambda", reinforce.Reinforce.credit, "lam=1.0", "lam=0.95"),
