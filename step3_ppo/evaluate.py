@@ -19,9 +19,10 @@ from rlhf.types import Metrics, Rollout, Samples
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One look at the policy: the sampled text of this rank, and numbers per response over all ranks, each [N]."""
+    """One look at the policy: N sampled responses of all ranks, in the order of their prompts, with a number each."""
 
-    samples: Samples
+    prompts: tuple[str, ...]
+    responses: tuple[str, ...]
     scores: Tensor
     judged: Tensor | None
     kl: Tensor
@@ -41,7 +42,8 @@ def look(
     samples = as_samples(rollout, tokenizer)
     judged = None if judge is None else _all(judge(samples))
     return Evaluation(
-        samples=samples,
+        prompts=tuple(_of_all_ranks(samples.prompts)),
+        responses=tuple(_of_all_ranks(samples.responses)),
         scores=_all(rollout.scores),
         judged=judged,
         kl=_all((rollout.logprobs - rollout.ref_logprobs).sum(1)),
@@ -58,10 +60,9 @@ def flaw(seen: Evaluation) -> str | None:
     for what, values in {"score": seen.scores, "judge": seen.judged, **seen.by_source}.items():
         bad = [] if values is None else (~values.isfinite()).nonzero().flatten().tolist()
         if bad:
-            prompt = _of_all_ranks(list(seen.samples.prompts))[bad[0]]
             return (
                 f"{what} is not a finite number for {len(bad)} of {len(seen.scores)} held-out responses, the first of "
-                f"them to prompt {prompt[-60:]!r}; look at what --reward and --judge make of it"
+                f"them to prompt {seen.prompts[bad[0]][-60:]!r}; look at what --reward and --judge make of it"
             )
     return None
 
@@ -70,8 +71,10 @@ def _all(values: Tensor) -> Tensor:
     return torch.tensor(_of_all_ranks(values.float().tolist()))
 
 
-def _of_all_ranks(values: list[Any]) -> list[Any]:
-    return [value for part in dist.gather_shares(values) for value in part]
+def _of_all_ranks(values: Sequence[Any]) -> list[Any]:
+    """One value a response of each rank, in the order in which their prompts were dealt out."""
+    shares = dist.gather_shares(list(values))
+    return [share[i] for i in range(len(shares[0])) for share in shares if i < len(share)]
 
 
 def compare(before: Evaluation, after: Evaluation) -> Metrics:
@@ -168,10 +171,10 @@ class Best:
 
 
 def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> None:
-    """Append a line for each held-out prompt of this rank: both responses and what was said of them. Rank 0 writes."""
+    """Append a line for each held-out prompt of all ranks: both responses and their numbers. Rank 0 writes."""
     if not dist.is_main():
         return
-    texts = zip(after.samples.prompts, before.samples.responses, after.samples.responses, strict=True)
+    texts = zip(after.prompts, before.responses, after.responses, strict=True)
     with path.open("a", encoding="utf-8") as file:
         for i, (prompt, old, new) in enumerate(texts):
             row = {"iteration": iteration, "prompt": prompt, "before": old, "after": new}
@@ -204,12 +207,12 @@ def show_samples(before: Evaluation, after: Evaluation, count: int) -> None:
     rows = [
         (prompt, f"{old}\n[{old_score:.2f}]", f"{new}\n[{new_score:.2f}]")
         for prompt, old, new, old_score, new_score in zip(
-            after.samples.prompts,
-            before.samples.responses,
-            after.samples.responses,
+            after.prompts,
+            before.responses,
+            after.responses,
             before.scores.tolist(),
             after.scores.tolist(),
-            strict=False,
+            strict=True,
         )
     ]
     record.show_table("held-out prompts [score]", ("prompt", "before", "after"), rows[:count])

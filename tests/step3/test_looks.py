@@ -3,20 +3,22 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlhf.types import Metrics, Rollout, Samples
-from step3_ppo.evaluate import Best, Evaluation, Turns, compare, looked_at, write_rollout, write_samples
+from step3_ppo import evaluate
+from step3_ppo.evaluate import Best, Evaluation, Turns, compare, look, looked_at, write_rollout, write_samples
+from tests import tiny
 
 
 def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluation:
     count = len(scores)
-    nothing = torch.zeros(count, 1, dtype=torch.long)
-    rollout = Rollout(nothing, nothing > 0, nothing, nothing == 0, nothing.float(), nothing[:, 0] == 0, rows=())
     return Evaluation(
-        samples=Samples(tuple(f"p{i}" for i in range(count)), tuple(f"{words} {i}" for i in range(count)), rollout),
+        prompts=tuple(f"p{i}" for i in range(count)),
+        responses=tuple(f"{words} {i}" for i in range(count)),
         scores=torch.tensor(scores),
         judged=None if judged is None else torch.tensor(judged),
         kl=torch.tensor([0.5] * count),
@@ -25,6 +27,43 @@ def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluat
         ended=torch.ones(count),
         distinct_2=0.5,
     )
+
+
+def test_a_look_has_the_responses_of_all_ranks_in_the_order_of_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts 0 to 4 are dealt out to two ranks: 0, 2, 4 and 1, 3."""
+    tokenizer = tiny.tokenizer()
+    whole = scored([5, 6, 7, 8, 9])
+
+    def of_rank(rank: int) -> list[Any]:
+        alone: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluate.dist, "gather_shares", lambda mine: alone.append(mine) or [mine])
+            look(whole[torch.arange(rank, 5, 2)], judge, tokenizer, {})
+        return alone
+
+    def judge(samples: Samples) -> torch.Tensor:
+        return torch.tensor([float(text.removeprefix("w")) for text in samples.responses])
+
+    other = iter(of_rank(1))
+    monkeypatch.setattr(evaluate.dist, "gather_shares", lambda mine: [mine, next(other)])
+    found = look(whole[torch.arange(0, 5, 2)], judge, tokenizer, {})
+    monkeypatch.undo()
+    alone = look(whole, judge, tokenizer, {})
+    assert found.prompts == alone.prompts and found.responses == alone.responses == ("w5", "w6", "w7", "w8", "w9")
+    for name in ("scores", "judged", "kl", "ref_nll", "lengths", "ended"):
+        assert torch.equal(getattr(found, name), getattr(alone, name)), name
+    assert found.scores.tolist() == [50.0, 60.0, 70.0, 80.0, 90.0] and found.distinct_2 == alone.distinct_2
+
+
+def scored(words: list[int]) -> Rollout:
+    """A response of one word to each of as many prompts."""
+    prompts, count = tiny.prompts([3] * len(words)), len(words)
+    ids, mask = torch.tensor([[word, tiny.EOS] for word in words]), torch.ones(count, 2, dtype=torch.bool)
+    logprobs = -torch.arange(2.0 * count).view(count, 2)
+    return Rollout(
+        prompts.ids, prompts.mask, ids, mask, logprobs, mask[:, 0], prompts.rows,
+        logprobs, 2 * logprobs, None, 10.0 * ids[:, 0], 10.0 * ids[:, :1],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("every", "at"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
