@@ -54,10 +54,10 @@ class TensorRecord:
         return self._map(lambda value: value.to(device) if isinstance(value, Tensor | TensorRecord) else value)
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
+    def concatenated(cls, parts: Sequence[Self]) -> Self:
         """The rows of all parts, one part after the other; their tensors are of one width."""
         columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: _joined(values) for name, values in columns.items()})
+        return cls(**{name: _concatenated(values) for name, values in columns.items()})
 
     def _map(self, change: Any) -> Self:
         changes = {f.name: change(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def _rows(value: Any, index: Any) -> Any:
     return tuple(value[i] for i in index.tolist())
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _concatenated(values: Sequence[Any]) -> Any:
     if values[0] is None or isinstance(values[0], Tensor):
         return None if values[0] is None else torch.cat(list(values))
     return tuple(item for value in values for item in value)
@@ -244,7 +244,7 @@ class Rollout(TensorRecord):
 
     def widened(self, prompt: int, response: int) -> "Rollout":
         """With padding up to P = `prompt` on the left and T = `response` on the right: zeros under masks of False."""
-        wide = {name: _padded(value, right=response) for name, value in self._by_token().items()}
+        wide: dict[str, Any] = {name: _padded(value, right=response) for name, value in self._by_token().items()}
         wide |= {name: _padded(getattr(self, name), left=prompt) for name in ("prompt_ids", "prompt_mask")}
         return replace(self, **wide)
 

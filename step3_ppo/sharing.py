@@ -26,8 +26,8 @@ def of_all_ranks(scored: Part, numbers: list[int], group: int) -> tuple[Part, li
     prompt = max(rollout.prompt_ids.shape[1] for rollout in rollouts)
     response = max(rollout.response_ids.shape[1] for rollout in rollouts)
     order = torch.arange(len(rollouts) * len(scored[0])).view(len(rollouts), -1, group).transpose(0, 1).flatten()
-    rollout = Rollout.joined([part.widened(prompt, response) for part in rollouts])[order].to(device)
-    credit = Credit.joined([part.widened(response) for part in credits])[order].to(device)
+    rollout = Rollout.concatenated([part.widened(prompt, response) for part in rollouts])[order].to(device)
+    credit = Credit.concatenated([part.widened(response) for part in credits])[order].to(device)
     joined = [number for share in shares for number in share]
     return (rollout, credit), [joined[i] for i in order.tolist()]
 
