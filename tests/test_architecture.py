@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -88,8 +88,17 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def each(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=shown)
+def each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """One test of a rule over all files: its failures name the file."""
+
+    def of_rule(rule: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            for path in paths:
+                rule(path)
+
+        return test
+
+    return of_rule
 
 
 @cache
@@ -258,8 +267,8 @@ def test_sizes(path: Path) -> None:
         assert lines <= MAX_FUNCTION_LINES, where
 
 
-def dangers(node: ast.AST) -> Iterator[str]:
-    """What is wrong with one node, wherever it stands."""
+def faults(node: ast.AST) -> Iterator[str]:
+    """What is wrong with one node, wherever it stands; what is dangerous: test_security_source.py."""
     if isinstance(node, ast.ExceptHandler):
         caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         if any(kind is None or ast.unparse(kind) == "Exception" for kind in caught):
@@ -268,13 +277,6 @@ def dangers(node: ast.AST) -> Iterator[str]:
         r"(contextlib\.)?suppress\(.*\bException\b.*\)", ast.unparse(node)
     ):
         yield "name the exceptions to suppress"
-    elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-        if (node.arg, node.value.value) in (("weights_only", False), ("trust_remote_code", True), ("shell", True)):
-            yield f"{node.arg}={node.value.value!r} lets a file or a string run as code"
-    elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("pickle.load", "pickle.loads", "os.system"):
-        yield f"{ast.unparse(node)} runs what it is given"
-    elif isinstance(node, ast.Name) and node.id == "eval":
-        yield "eval runs what it is given"
     elif isinstance(node, ast.Name) and node.id == "NotImplementedError":
         yield "no stubs"
     elif isinstance(node, ast.Global):
@@ -288,25 +290,19 @@ def dangers(node: ast.AST) -> Iterator[str]:
         "try: f()\nexcept Exception: pass",
         "try: f()\nexcept (OSError, Exception) as e: pass",
         "with contextlib.suppress(OSError, Exception): f()",
-        "torch.load(f, weights_only=False)",
-        "M.from_pretrained(d, trust_remote_code=True)",
-        "subprocess.run(c, shell=True)",
-        "pickle.load(f)",
-        "os.system(c)",
-        "eval(text)",
         "raise NotImplementedError",
         "def f():\n    global x",
     ],
 )
-def test_each_danger_is_seen(source: str) -> None:
-    assert any(danger for node in ast.walk(ast.parse(source)) for danger in dangers(node))
+def test_each_fault_is_seen(source: str) -> None:
+    assert any(fault for node in ast.walk(ast.parse(source)) for fault in faults(node))
 
 
 @each(PYTHON)
-def test_nothing_dangerous_and_no_stubs(path: Path) -> None:
+def test_no_broad_exceptions_stubs_or_globals(path: Path) -> None:
     for node in ast.walk(tree(path)):
-        for danger in dangers(node):
-            assert not danger, f"{shown(path)}:{getattr(node, 'lineno', '?')}: {danger}"
+        for fault in faults(node):
+            assert not fault, f"{shown(path)}:{getattr(node, 'lineno', '?')}: {fault}"
 
 
 @each(PYTHON)
