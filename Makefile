@@ -14,9 +14,12 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 # Those that take the options of benchmarks/harness.py, such as ARGS="--data FILE"
 BENCHMARKS := sft reward rollout ppo
+NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_generation.py contracts/test_models.py \
+	models step3 test_adamw.py test_bandit.py test_credit.py test_engine.py test_losses.py test_ops.py \
+	test_resume.py test_scalar.py test_sharding.py test_splitting.py test_update.py)
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test test-long test-faults check format bench bench-data smollm2 clean
+.PHONY: help install demo test test-avx2 test-long test-faults check format bench bench-data smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -30,6 +33,9 @@ demo: $(INSTALLED)  ## the whole pipeline on a tiny model: minutes on a laptop
 
 test: $(INSTALLED)  ## the whole test suite
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-avx2: $(INSTALLED)  ## the numerical tests again with AVX2 at most, as on an older CPU
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PY) -m pytest -n 2 --dist loadfile $(NUMERICAL) $(ARGS)
 
 test-long: $(INSTALLED)  ## what takes longer: four more seeds of the demo, the other algorithms
 	$(PY) -m pytest -m long $(ARGS)
