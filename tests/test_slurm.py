@@ -98,7 +98,7 @@ def test_the_batch_script(job: dict[str, str], tmp_path: Path, number: int, requ
     with subprocess.Popen(script, env=job | {"REQUEUE": requeue}) as process:
         until((tmp_path / "ready").exists)
         process.send_signal(number)
-        assert process.wait(20) == code
+        assert process.wait(60) == code
     words = (tmp_path / "python.log").read_text()
     assert words.startswith("train.py --deployment-type multi_node --hostfile ")
     assert words.endswith("--remote-shell srun --output-dir runs/a b\n")

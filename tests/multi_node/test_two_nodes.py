@@ -94,7 +94,7 @@ def test_a_signal_ends_both_hosts(hosts: World, chain: Callable[..., list[str]],
     with hosts.start(chain("ready(); time.sleep(99)")) as process:
         until(lambda: ready(tmp_path), 60)
         process.send_signal(number)
-        assert process.wait(20) == 128 + number
+        assert process.wait(90) == 128 + number
     nothing_left(hosts)
 
 
@@ -103,7 +103,7 @@ def test_usr1_is_passed_on_and_waited_for(hosts: World, chain: Callable[..., lis
     with hosts.start(chain(body, grace_s=0.5)) as process:
         until(lambda: ready(tmp_path), 60)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(30) == 75 and process.stderr is not None and "SIGUSR1" in process.stderr.read()
+        assert process.wait(90) == 75 and process.stderr is not None and "SIGUSR1" in process.stderr.read()
     nothing_left(hosts)
 
 
@@ -130,7 +130,7 @@ def test_nothing_outlives_a_chain_or_a_connection_that_was_killed(
         else:
             [connection] = children(process.pid, "beta")
             os.kill(connection, signal.SIGKILL)
-            assert process.wait(30) == 1 and process.stderr is not None
+            assert process.wait(90) == 1 and process.stderr is not None
             assert "rank 1 on beta: lost the host: ssh ended with exit code -9" in process.stderr.read()
     nothing_left(hosts)
 

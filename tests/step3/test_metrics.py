@@ -202,7 +202,7 @@ def test_padding_changes_no_number(garbage: float) -> None:
 
 def on_two_ranks(work: Callable[[int], Metrics], monkeypatch: pytest.MonkeyPatch) -> list[Metrics]:
     """`work(rank)` on two threads that meet in every sum and gathering."""
-    meet = threading.Barrier(2, timeout=20)
+    meet = threading.Barrier(2, timeout=90)
     brought: list[Any] = [None, None]
     here = threading.local()
 
