@@ -316,7 +316,10 @@ def test_no_comment_promises_work(path: Path) -> None:
 def project_texts() -> list[Path]:
     """Files people wrote, in folders the project has; what runs and tools leave behind is not among them."""
     folders = [ROOT / name for name in (*PACKAGES, "tests", "benchmarks", "configs", "docs", ".ci")]
-    files = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
+    files = [
+        *(path for path in ROOT.iterdir() if path.name != ".git"),
+        *(path for folder in folders for path in folder.rglob("*")),
+    ]
     return sorted(p for p in files if p.is_file() and p.suffix in TEXT_SUFFIXES and "__pycache__" not in p.parts)
 
 
