@@ -19,7 +19,7 @@ from data.config import DataOptions
 from data.encode import Item
 from data.gather import to_text
 from data.making import Recipe, make
-from data.mixture import Origin, origins
+from data.mixture import Origin, origins, places_of_others
 from data.reading import Phase, Skipped
 from data.report import dropped, require_usable
 from data.split import PHASES
@@ -113,14 +113,17 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
     where eval_fraction or max_eval_rows is 0.
     Raises: UserError if a place cannot be read, a row is malformed, or no row is left for training or evaluation.
     """
-    found = origins(options, recipe.phase)
+    found = origins(options, recipe.phase, recipe.own_places)
     content = [fingerprint(origin, recipe.phase) for origin in found]
-    others = {f"{phase}_only_data_path" for phase in PHASES[PHASES.index(recipe.phase) + 1 :]}
+    read_too = places_of_others(options, recipe.phase, True) if recipe.own_places else []
+    later = () if recipe.own_places else PHASES[PHASES.index(recipe.phase) + 1 :]
+    others = {f"{phase}_only_data_path" for phase in later}
     folder = cache.cache_root(options.data_cache) / cache.key(
         options=options.model_dump(mode="json", include=set(DataOptions.model_fields) - UNCACHED - others),
         recipe=repr(recipe),
         tokenizer=cache.tokenizer_digest(tokenizer),
         content=content,
+        read_too=[fingerprint(origin, phase) for phase, origin in read_too],
     )
     with cache.building(folder) as staging:
         if staging is not None:
@@ -164,11 +167,11 @@ def _sound(path: Path) -> Iterator[Path]:
         ) from None
 
 
-def fingerprints(options: DataOptions, phase: Phase) -> dict[str, str]:
+def fingerprints(options: DataOptions, phase: Phase, own_places: bool = False) -> dict[str, str]:
     """A digest of what is at each place of a phase that is not on the hub."""
     return {
         origin.location: fingerprint(origin, phase)
-        for origin in origins(options, phase)
+        for origin in origins(options, phase, own_places)
         if not getattr(origin.source, "remote", False)
     }
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow
 
 from data.config import DataOptions
-from data.mixture import Origin, open_origin
+from data.mixture import Origin, places_of_others
 from data.reading import Phase
 from data.split import PHASES, group_digest, share_at, text_digest
 from rlhf.config import UserError
@@ -68,8 +68,10 @@ class Gathered:
             self.ledgers[origin].drop(reason, int(count))
 
 
-def gather(origins: Sequence[Origin], options: DataOptions, phase: Phase, file: Path) -> Gathered:
-    """Read every origin to its end, or as far as is needed where it streams.
+def gather(
+    origins: Sequence[Origin], options: DataOptions, phase: Phase, file: Path, own_places: bool = False
+) -> Gathered:
+    """Read every origin to its end, or as far as is needed where it streams. `own_places`: see `Recipe`.
 
     Raises: UserError if a place cannot be read or has more malformed rows than skip_bad_rows; the error lists the
     first ten.
@@ -84,7 +86,8 @@ def gather(origins: Sequence[Origin], options: DataOptions, phase: Phase, file: 
                 if share not in (phase, "evaluation"):
                     ledger.drop(ELSEWHERE)
                     continue
-                reason = useless(row, phase)
+                spare = own_places and share == "evaluation" and origin.use != "evaluation"
+                reason = HELD_OUT if spare else useless(row, phase)
                 if reason:
                     ledger.drop(reason)
                     continue
@@ -100,7 +103,7 @@ def gather(origins: Sequence[Origin], options: DataOptions, phase: Phase, file: 
     rows = found.gathered(file, ledgers)
     only = np.array([origin.use == "only" for origin in origins])[rows.origins]
     if only.any():
-        elsewhere = np.isin(rows.groups, _groups_elsewhere(origins, phase, options))
+        elsewhere = np.isin(rows.groups, _groups_elsewhere(phase, options, own_places))
         _exclude(rows, only & elsewhere, "prompt of another phase's share")
     _exclude(rows, ~rows.held_out & np.isin(rows.groups, _groups_held_out(rows, origins, options)), HELD_OUT)
     if phase == "ppo":
@@ -119,28 +122,26 @@ def _groups_held_out(rows: Gathered, origins: Sequence[Origin], options: DataOpt
     return np.concatenate([rows.groups[rows.held_out], _numpy(groups).astype(np.uint64)])
 
 
-def _groups_elsewhere(origins: Sequence[Origin], phase: Phase, options: DataOptions) -> np.ndarray:
-    """Of what the other phases have of the shared places, and an earlier phase of its own places.
+def _groups_elsewhere(phase: Phase, options: DataOptions, own_places: bool) -> np.ndarray:
+    """Of the prompts that the other phases have in `places_of_others`.
 
-    Raises: UserError if a shared place is a stream, which cannot be looked through.
+    Raises: UserError if one is a stream, which cannot be looked through. With `own_places` it is left out: the caller
+    tells of it.
     """
     groups = array("Q")
-    for other in PHASES:
-        if other == phase:
+    for other, origin in places_of_others(options, phase, own_places):
+        if origin.streaming and own_places:
             continue
-        earlier = getattr(options, f"{other}_only_data_path") if PHASES.index(other) < PHASES.index(phase) else ()
-        places = [origin for origin in origins if origin.use == "shared"]
-        for origin in [*places, *(open_origin(location, "only") for location in earlier)]:
-            if origin.streaming:
-                raise UserError(
-                    f"{origin.location}: a stream beside --{phase}-only-data-path cannot be looked through "
-                    "for prompts that both have; name it as a place of one phase"
-                )
-            for row in origin.rows(other):
-                if isinstance(row, Row):
-                    share, group = _placed(row, origin, other, options)
-                    if share == other:
-                        groups.append(group)
+        if origin.streaming:
+            raise UserError(
+                f"{origin.location}: a stream beside --{phase}-only-data-path cannot be looked through "
+                "for prompts that both have; name it as a place of one phase"
+            )
+        for row in origin.rows(other):
+            if isinstance(row, Row):
+                share, group = _placed(row, origin, other, options)
+                if share == other:
+                    groups.append(group)
     return _numpy(groups)
 
 

@@ -33,6 +33,8 @@ class Recipe:
     phase: Phase
     loss_on: LossOn = "last"
     objective: str = "response"
+    own_places: bool = False
+    """only the phase's own places are learned, without the prompts of any other phase and those held out"""
 
 
 def make(
@@ -40,7 +42,7 @@ def make(
 ) -> dict[str, Any]:
     """Items and both sides' indices into `folder`; the report on them."""
     raw = folder / "rows.arrow"
-    rows = gather(found, options, recipe.phase, raw)
+    rows = gather(found, options, recipe.phase, raw, recipe.own_places)
     held_out, train = (_in_order(rows, side & rows.usable) for side in (rows.held_out, ~rows.held_out))
     rows.count(held_out[options.max_eval_rows :], BEYOND["evaluation"])
     held_out = held_out[: options.max_eval_rows]

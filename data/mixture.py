@@ -11,6 +11,7 @@ from data.config import DataOptions
 from data.contract import checked_rows
 from data.places import is_hub_id, refuse_loading_script
 from data.reading import Phase, Skipped, Source
+from data.split import PHASES
 from rlhf import plugins
 from rlhf.config import UserError
 from rlhf.types import Row
@@ -85,15 +86,16 @@ def open_origin(location: str, use: Use = "shared") -> Origin:
     return Origin(location, source, use, weight, code)
 
 
-def origins(options: DataOptions, phase: Phase) -> list[Origin]:
-    """Every location that serves `phase`, but for those of weight 0.
+def origins(options: DataOptions, phase: Phase, own_places: bool = False) -> list[Origin]:
+    """Every location that serves `phase`, but for those of weight 0; with `own_places` none that phases share.
 
     Raises: UserError if there is none, one cannot be opened, or only some of those to train on have a weight.
     """
     only: Sequence[str] = getattr(options, f"{phase}_only_data_path")
-    if not options.data_path and not only:
+    shared = () if own_places else options.data_path
+    if not shared and not only:
         raise UserError(f"{phase}: no data; name some with --data-path or --{phase}-only-data-path")
-    train = [open_origin(place) for place in options.data_path] + [open_origin(place, "only") for place in only]
+    train = [open_origin(place) for place in shared] + [open_origin(place, "only") for place in only]
     unweighted = [origin.location for origin in train if origin.weight is None]
     if 0 < len(unweighted) < len(train):
         raise UserError(
@@ -106,3 +108,17 @@ def origins(options: DataOptions, phase: Phase) -> list[Origin]:
     if weighted:
         raise UserError(f"--eval-data-path {weighted[0]}: got a weight, expected none: all its rows are for evaluation")
     return [origin for origin in train if origin.weight != 0] + held_out
+
+
+def places_of_others(options: DataOptions, phase: Phase, own_places: bool = False) -> list[tuple[Phase, Origin]]:
+    """Where other phases have prompts that the own places of `phase` leave to them, each with the phase it serves.
+
+    These are the shared places, and the own places of earlier phases; with `own_places`, those of all other phases.
+    """
+    found: list[tuple[Phase, Origin]] = []
+    for other in PHASES:
+        earlier = own_places or PHASES.index(other) < PHASES.index(phase)
+        only = getattr(options, f"{other}_only_data_path") if earlier else ()
+        places = [open_origin(place) for place in options.data_path] + [open_origin(place, "only") for place in only]
+        found += [(other, origin) for origin in places if other != phase and origin.weight != 0]
+    return found

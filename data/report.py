@@ -77,7 +77,7 @@ def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -
     """Raises: UserError if nothing is left to train or to evaluate on, or too much of it had to be dropped."""
     where = ", ".join(place["place"] for place in report["places"])
     total = sum(place["rows"] for place in report["places"])
-    measured = options.eval_data_path or (options.eval_fraction and options.max_eval_rows)
+    measured = options.max_eval_rows and (options.eval_data_path or options.eval_fraction)
     for name, use in SIDES.items():
         if not report[name]["rows"] and (name == "train" or measured):
             said = ", ".join(f"{count} {reason}" for reason, count in fates(report).items())

@@ -63,7 +63,8 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     ptx_coef: float = Field(0.0, ge=0)
     """weight of the fine-tuning loss that goes on in every optimizer step of the actor (PPO-ptx); 0: off"""
     ptx_data_path: tuple[str, ...] = ()
-    """where its rows come from; none: the rows of data_path that fine-tuning had"""
+    """where its rows come from; none: the rows of data_path that fine-tuning had. Rows are left out whose prompt is
+    held out for evaluation, or is the reward model's or PPO's in the places of this run"""
     ptx_objective: Literal["response", "text"] = "response"
     """response = learn responses to prompts; text = rows of plain text, packed"""
     ptx_batch_size: int = Field(16, ge=1)

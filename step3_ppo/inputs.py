@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
+from data.mixture import places_of_others
 from data.preflight import require_rows
 from data.reading import Phase
 from rlhf import plugins, rewards
@@ -183,16 +184,32 @@ def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptD
     """What the actor goes on learning beside the reward, if it does."""
     if config.ptx_coef == 0:
         return None
-    return open_datasets(ptx_options(config), Recipe("sft", objective=config.ptx_objective), tokenizer).train
+    recipe = Recipe("sft", objective=config.ptx_objective, own_places=bool(config.ptx_data_path))
+    return open_datasets(ptx_options(config), recipe, tokenizer).train
 
 
 def ptx_options(config: Step3Config) -> Step3Config:
-    """The options under which the rows of `open_ptx` are read: those of fine-tuning, or all rows of places of their
-    own."""
+    """The options under which the rows of `open_ptx` are read: those of fine-tuning, or of places of their own.
+
+    The latter are places for fine-tuning only. So they teach no prompt that is held out, nor one that the reward model
+    or PPO has: what the run's own file teaches there is what fine-tuning had of it.
+    """
     if not config.ptx_data_path:
         return config
-    own = {"data_path": config.ptx_data_path, "data_split": (1.0, 0.0, 0.0), "eval_fraction": 0.0, "max_eval_rows": 0}
-    return config.model_copy(update=own | {"sft_only_data_path": (), "max_train_rows": None})
+    limits = {"max_train_rows": None, "max_eval_rows": 0}
+    return config.model_copy(update={"sft_only_data_path": config.ptx_data_path, **limits})
+
+
+def describe_ptx(config: Step3Config, rows: PromptDataset) -> str:
+    """How many rows `open_ptx` gave, what was left out and why, and which places it could not look through."""
+    dropped = ", ".join(f"{count} {reason}" for reason, count in rows.dropped.items())
+    others = places_of_others(config, "sft", own_places=True) if config.ptx_data_path else []
+    streams = ", ".join(dict.fromkeys(origin.location for _, origin in others if origin.streaming))
+    return (
+        f"ptx: {len(rows)} rows to learn beside the reward"
+        + (f"; left out {dropped}" if dropped else "")
+        + (f"; warning: {streams}: streams, not looked through for prompts that both have" if streams else "")
+    )
 
 
 def content(config: Step3Config) -> dict[str, str]:
@@ -204,7 +221,9 @@ def ptx_content(config: Step3Config) -> dict[str, str]:
     """The same of the places of `open_ptx` alone."""
     if config.ptx_coef == 0:
         return {}
-    return {f"{place} (ptx)": digest for place, digest in fingerprints(ptx_options(config), "sft").items()}
+    own_places = bool(config.ptx_data_path)
+    digests = fingerprints(ptx_options(config), "sft", own_places)
+    return {f"{place} (ptx)": digest for place, digest in digests.items()}
 
 
 def _check_tokenizers(config: Step3Config) -> None:

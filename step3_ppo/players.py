@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import adapters, dist, engine, frozen, plugins, rewards
+from rlhf import adapters, dist, engine, frozen, plugins, record, rewards
 from rlhf.engine import Engine, compute_dtype
 from rlhf.frozen import FrozenEngine
 from rlhf.generation.loop import Generate
@@ -16,7 +16,7 @@ from rlhf.models.policy import Policy
 from rlhf.models.scalar import load_scalar_model
 from step3_ppo.config import Step3Config
 from step3_ppo.course import iterations
-from step3_ppo.inputs import open_backend, open_ptx
+from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
 from step3_ppo.scaling import ScoreScaling
@@ -73,6 +73,8 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
         config.missing_eos_penalty,
     )
     mixed = open_ptx(config, tokenizer)
+    if mixed is not None:
+        record.say(describe_ptx(config, mixed))
     return Players(
         actor,
         critic,

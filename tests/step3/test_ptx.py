@@ -1,6 +1,8 @@
 """Fine-tuning beside the reward, and the entropy bonus: what each adds to the actor's loss."""
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,12 +10,16 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from data.dataset import Recipe, open_datasets
 from data.encode import Demonstration
+from data.split import share_of
 from rlhf import losses
 from rlhf.engine import Engine
 from rlhf.models.policy import Policy
-from rlhf.types import Credit, Rollout
+from rlhf.text import prepare_tokenizer
+from rlhf.types import Credit, Message, Rollout, Row
 from step3_ppo.config import Step3Config
+from step3_ppo.inputs import describe_ptx, open_ptx
 from step3_ppo.ptx import Ptx
 from step3_ppo.update import Learners, update
 from tests import tiny
@@ -117,6 +123,61 @@ def test_batches_go_on_through_epochs() -> None:
 def test_settings_in_vain_are_refused() -> None:
     with pytest.raises(ValidationError, match="ptx_data_path: expected ptx_coef above 0"):
         Step3Config(ptx_data_path=("a.jsonl",))
+
+
+# --- its rows
+
+
+def write(path: Path, numbers: range) -> str:
+    """Pairs of prompts of two words, the same of the same number."""
+    rows = [{"prompt": f"w{4 + i // 90} w{4 + i % 90}", "chosen": f"w{4 + i % 90}", "rejected": "w9"} for i in numbers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("held_out", ["by a share", "in a place"])
+def test_it_learns_no_prompt_that_is_held_out_or_of_another_stage(tmp_path: Path, held_out: str) -> None:
+    """Of the run's own file: what fine-tuning had. Of another one: what no other stage has, and no evaluation."""
+    tokenizer = prepare_tokenizer(tiny.tokenizer(), "plain")
+    own, held = write(tmp_path / "own.jsonl", range(300, 420)), write(tmp_path / "held.jsonl", range(50, 90))
+    given: dict[str, Any] = {
+        "data_path": (write(tmp_path / "run.jsonl", range(300)),),
+        "ppo_only_data_path": (write(tmp_path / "ppo.jsonl", range(400, 500)),),
+        "eval_data_path": () if held_out == "by a share" else (held,),
+        "eval_fraction": 0.2,
+        "ptx_coef": 0.1,
+        "ptx_data_path": (f"{tmp_path}/run.jsonl", own),
+    }
+    config = Step3Config(**given)
+
+    def prompts(items: Any, length: int) -> set[str]:
+        return {tokenizer.decode(item.ids[1 : 1 + length]) for item in items}
+
+    def share(number: int) -> str:
+        row = Row((Message("user", f"w{4 + number // 90} w{4 + number % 90}"),))
+        return "evaluation" if given["eval_data_path"] and number in range(50, 90) else share_of(row, config)
+
+    expected = [i for i in range(300) if share(i) == "sft"] + [i for i in range(300, 400) if share(i) != "evaluation"]
+    mixed = open_ptx(config, tokenizer)
+    assert mixed is not None
+    assert prompts(mixed, 2) == {f"w{4 + i // 90} w{4 + i % 90}" for i in expected} and len(mixed) == len(expected)
+    assert sum(mixed.dropped.values()) == 420 - len(expected)
+    said = describe_ptx(config, mixed)
+    assert all(f"{count} {reason}" in said for reason, count in mixed.dropped.items()) and "held out" in said
+    assert "stream" not in said
+    ppo = open_datasets(config, Recipe("ppo"), tokenizer)
+    assert len(ppo.evaluation) > 30
+    assert not prompts(mixed, 2) & (prompts(ppo.train, 2) | prompts(ppo.evaluation, 2))
+
+
+def test_a_stream_that_it_cannot_look_through_is_told(tmp_path: Path) -> None:
+    own, stream = write(tmp_path / "own.jsonl", range(50)), write(tmp_path / "stream.jsonl", range(50))
+    config = Step3Config(
+        data_path=(), ppo_only_data_path=(f"files,streaming=true:{stream}",), ptx_coef=0.1, ptx_data_path=(own,)
+    )
+    mixed = open_ptx(config, prepare_tokenizer(tiny.tokenizer(), "plain"))
+    assert mixed is not None and sum(mixed.dropped.values()) == 50 - len(mixed) < 20
+    assert f"warning: files,streaming=true:{stream}: streams, not looked through" in describe_ptx(config, mixed)
 
 
 # --- entropy

@@ -147,7 +147,7 @@ def test_too_few_rows_to_go_on_learning(models: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     lines = [json.dumps({"prompt": f"tell me about {i}", "response": "kind"}) for i in range(20)]
     own.write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(UserError, match="--ptx-batch-size 100: only 20 rows"):
+    with pytest.raises(UserError, match=r"--ptx-batch-size 100: only 1[0-9] rows"):
         stage.run(options(models, tmp_path, ptx_coef=0.1, ptx_data_path=[str(own)], ptx_batch_size=100))
 
 
