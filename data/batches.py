@@ -23,8 +23,8 @@ def sft_batch(items: Sequence[Demonstration], pad_id: int) -> Sequences:
     return _sequences([item.ids for item in items], [item.spans for item in items], pad_id)
 
 
-def pair_batch(items: Sequence[Preference], pad_id: int) -> Pairs:
-    """Both sides right-padded, each to its own longest; the loss masks are the responses.
+def pair_batch(items: Sequence[Preference], pad_id: int, weights: np.ndarray | None = None) -> Pairs:
+    """Both sides right-padded, each to its own longest; the loss masks are the responses. weights: [B]
 
     `margin` is None when no item has one; beside items that have one, an item without counts as margin 0.
     """
@@ -36,6 +36,7 @@ def pair_batch(items: Sequence[Preference], pad_id: int) -> Pairs:
             [i.rejected for i in items], [((i.prompt_length, len(i.rejected)),) for i in items], pad_id
         ),
         margin=torch.tensor([margin or 0.0 for margin in margins]) if known else None,
+        weight=None if weights is None else torch.tensor(weights, dtype=torch.float32),
     )
 
 
@@ -70,18 +71,25 @@ def _sequences(rows: Sequence[Sequence[int]], spans: Sequence[Spans], pad_id: in
     return Sequences(ids=ids, mask=mask, loss_mask=loss_mask)
 
 
+def counted(rows: Sequence[int]) -> np.ndarray:
+    """Which of a rank's rows of a batch count: all but a last one that is there twice, see `Batches`. bool [B]"""
+    return np.diff(rows, prepend=-1) != 0
+
+
 class Batches:
     """Which rows each batch has: by length where lengths are given, another order every epoch, resumable anywhere.
 
-    An epoch's order and its batches depend on (seed, epoch) and the lengths alone: stretches of `batch_size` rows, or
-    of as many as have at most `batch_tokens` tokens (and up to a row more for each rank but one). They are dealt out to
-    the ranks, so that every rank gets equally many batches, and equally many rows of each. The position is a number of
-    rows: it stays exact when the number of ranks changes. Rows that fill no batch at an epoch's end are left out
-    (others each epoch).
+    What is dealt out are elements: a row, or the rows that are the pairs of one ranked list (InstructGPT, arXiv
+    2203.02155, section 3.5). An epoch's order and its batches depend on (seed, epoch) and the lengths alone: stretches
+    of `batch_size` elements, or of as many as have at most `batch_tokens` tokens (and up to an element more for each
+    rank but one). The rows of a batch are shared out to the ranks, so that every rank gets equally many batches, and
+    equally many rows of each: some may get their last row twice, which then does not count. The position is a
+    number of elements: it stays exact when the number of ranks changes. Elements that fill no batch at an epoch's end
+    are left out (others each epoch).
 
-    With lengths, rows are sorted within SORTED batches, which are then shuffled: a batch has rows of similar length,
-    and little of it is padding.
-    Raises: UserError if the batch does not divide by the ranks, or there are fewer rows than one batch.
+    With lengths, elements are sorted within SORTED batches, which are then shuffled: a batch has rows of similar
+    length, and little of it is padding.
+    Raises: UserError if the batch does not divide by the ranks, or there are fewer elements than one batch.
     """
 
     def __init__(
@@ -91,28 +99,37 @@ class Batches:
         seed: int = 0,
         ranks: tuple[int, int] = (0, 1),
         batch_tokens: int | None = None,
+        elements: np.ndarray | None = None,
     ) -> None:
         """`rows`: how many there are, or the tokens of each [N], or of its longer and its shorter side [N, 2].
 
-        `ranks`: this one's number, and how many there are.
+        `ranks`: this one's number, and how many there are. `elements`: the number of each row's element [N], from 0
+        without a gap; None: each row is its own.
         """
-        self.size = rows if isinstance(rows, int) else len(rows)
-        self.sides = None if isinstance(rows, int) else np.asarray(rows).reshape(self.size, -1)
-        self.lengths = None if self.sides is None else self.sides[:, 0]
+        count = rows if isinstance(rows, int) else len(rows)
+        numbers = np.arange(count) if elements is None else np.asarray(elements)
+        sizes = np.bincount(numbers)
+        self.size = len(sizes)
+        self._rows, self._ends = np.argsort(numbers, kind="stable"), np.cumsum(sizes)
+        self.lengths = self.sides = self.tokens = None
+        if not isinstance(rows, int):
+            sides = np.asarray(rows).reshape(count, -1)
+            sums = np.add.reduceat(sides[self._rows], self._ends - sizes) if count else sides
+            self.lengths, self.sides, self.tokens = sides[:, 0], sums / sizes[:, None], sums[:, 0]
         self.batch_size, self.batch_tokens, self.seed = batch_size, batch_tokens, seed
         self.rank, self.world_size = ranks
         self.epoch, self.row = 0, 0
         self._require_whole_batches()
 
     def _require_whole_batches(self) -> None:
-        ranks = self.world_size
+        ranks, alone = self.world_size, self.size == len(self._rows)
         if self.batch_tokens is not None:
-            assert self.lengths is not None, "a budget of tokens needs lengths"
-            least = int(np.sort(self.lengths)[-ranks:].sum())
+            assert self.tokens is not None, "a budget of tokens needs lengths"
+            least = int(np.sort(self.tokens)[-ranks:].sum())
             if self.batch_tokens < least or self.size < ranks:
                 raise UserError(
-                    f"--batch-tokens {self.batch_tokens}: expected at least {least}, the longest row for each of "
-                    f"{ranks} ranks, and {ranks} rows"
+                    f"--batch-tokens {self.batch_tokens}: expected at least {least}, the longest "
+                    f"{'row' if alone else 'ranked list'} for each of {ranks} ranks, and {ranks} rows"
                 )
             return
         if self.batch_size < 1 or self.batch_size % ranks:
@@ -121,8 +138,10 @@ class Batches:
                 f"try {max(1, round(self.batch_size / ranks)) * ranks}"
             )
         if self.size < self.batch_size:
+            unit = "rows" if alone else "prompts with ranked responses"
             raise UserError(
-                f"got {self.size} rows, expected at least one batch of {self.batch_size}; lower batch_size or add rows"
+                f"got {self.size} {unit}, expected at least one batch of {self.batch_size}; "
+                "lower batch_size or add rows"
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -130,7 +149,7 @@ class Batches:
         self.epoch, self.row = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position: the epoch, and the rows of it that were dealt out."""
+        """The position: the epoch, and the elements of it that were dealt out."""
         return {"epoch": self.epoch, "row": self.row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -171,19 +190,23 @@ class Batches:
         return start + min(rows, (self.size - start) // ranks * ranks)
 
     def _share(self, batch: np.ndarray) -> list[int]:
+        """This rank's rows of the elements of `batch`."""
+        starts = np.r_[0, self._ends]
+        rows = np.concatenate([self._rows[starts[element] : starts[element + 1]] for element in batch])
         if self.lengths is not None:  # every rank gets as many long rows as the others
-            batch = batch[np.argsort(-self.lengths[batch], kind="stable")]
-        return [int(row) for row in batch[self.rank :: self.world_size]]
+            rows = rows[np.argsort(-self.lengths[rows], kind="stable")]
+        mine = [int(row) for row in rows[self.rank :: self.world_size]]
+        return mine if len(mine) * self.world_size >= len(rows) else [*mine, mine[-1]]
 
     def _order(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of this epoch, and where each batch ends."""
+        """The elements of this epoch, and where each batch ends."""
         random = np.random.default_rng([self.seed, self.epoch])
         order = random.permutation(self.size)
-        if self.lengths is None:
+        if self.tokens is None:
             return order, np.arange(self.batch_size, self.size + 1, self.batch_size)
         rows, whole = self.batch_size, self.size // self.batch_size * self.batch_size
         if self.batch_tokens is not None:
-            rows, whole = max(1, int(self.batch_tokens / self.lengths.mean())), self.size
+            rows, whole = max(1, int(self.batch_tokens / self.tokens.mean())), self.size
         batches: list[np.ndarray] = []
         for start in range(0, whole, SORTED * rows):
             stretch = order[start : min(start + SORTED * rows, whole)]
@@ -202,9 +225,9 @@ class Batches:
     def _cut(self, rows: np.ndarray) -> list[np.ndarray]:
         """Batches of `batch_size`; or of at most `batch_tokens`, as few as can be and nearly equal, because a mean over
         few tokens would be a loud step."""
-        if self.batch_tokens is None or self.lengths is None:
+        if self.batch_tokens is None or self.tokens is None:
             return [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
-        lengths = self.lengths[rows]
+        lengths = self.tokens[rows]
         even = -(-lengths.sum() // -(-lengths.sum() // self.batch_tokens))
         budget = min(self.batch_tokens, int(even + lengths.max()))
         total, edges = np.concatenate([[0], np.cumsum(lengths)]), [0]
@@ -213,7 +236,9 @@ class Batches:
         return [rows[start:end] for start, end in pairwise(edges)]
 
 
-def batches_of(sides: np.ndarray, options: BatchOptions, seed: int, ranks: tuple[int, int]) -> Batches:
-    """The batches that the options ask for, of items with these lengths. [N, k]"""
+def batches_of(
+    sides: np.ndarray, options: BatchOptions, seed: int, ranks: tuple[int, int], elements: np.ndarray | None = None
+) -> Batches:
+    """The batches that the options ask for, of items with these lengths [N, k] and batch elements [N]."""
     rows = sides if options.group_by_length or options.batch_tokens else len(sides)
-    return Batches(rows, options.batch_size, seed, ranks, options.batch_tokens)
+    return Batches(rows, options.batch_size, seed, ranks, options.batch_tokens, elements)

@@ -116,7 +116,7 @@ class BatchOptions(Config):
     """How the rows of an epoch become batches. Sizes are of an optimizer step over all devices."""
 
     batch_size: int = Field(16, ge=1)
-    """rows: dialogues, packed contexts or pairs"""
+    """rows: dialogues, packed contexts or pairs; the pairs of one ranked list are in one batch and count as one"""
     batch_tokens: int | None = Field(None, ge=1)
     """tokens, instead of batch_size; of a pair those of its longer side"""
     group_by_length: bool = True

@@ -63,6 +63,7 @@ def require_row(row: object) -> None:
         if text is not None:
             checked(text, name)
     checked(row.group, "group")
+    checked(row.ranking, "ranking")
     _require_columns(row)
 
 

@@ -45,6 +45,8 @@ class PromptDataset(Sequence[Item]):
     """rows left out, counted by reason"""
     shortened: int = 0
     """rows whose prompt or response was cut to length"""
+    elements: np.ndarray | None = None
+    """the number of the batch element of each: pairs of one ranked list are of one. [N]; None = each its own"""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -59,6 +61,17 @@ class PromptDataset(Sequence[Item]):
         position = int(self.positions[index])
         assert self.table is not None
         return to_item(self.phase, self.table[position])
+
+    @property
+    def batch_elements(self) -> int:
+        """How many there are of what `batch_size` counts."""
+        return len(self) if self.elements is None else int(self.elements.max(initial=-1)) + 1
+
+    @property
+    def weights(self) -> np.ndarray:
+        """What each item weighs in a loss where every batch element weighs 1: one over the items of its element. [N]"""
+        numbers = np.arange(len(self)) if self.elements is None else self.elements
+        return 1 / np.bincount(numbers)[numbers]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -145,14 +158,19 @@ def _read(folder: Path, phase: Phase) -> Opened:
         table = read_items(folder)
     sides = {}
     for name in why:
-        with _sound(folder / f"{name}.npy") as path:
-            positions = np.load(path, mmap_mode="r", allow_pickle=False)
-            if positions.ndim != 1 or (
-                len(positions) and not 0 <= positions.min() <= positions.max() < len(table or ())
-            ):
-                raise ValueError("positions beyond the items")
-            sides[name] = PromptDataset(phase, table, positions, why[name], shortened[name])
+        positions = _numbers(folder / f"{name}.npy", len(table or ()))
+        elements = _numbers(folder / f"{name}_elements.npy", len(positions)) if phase == "reward" else None
+        sides[name] = PromptDataset(phase, table, positions, why[name], shortened[name], elements)
     return Opened(sides["train"], sides["evaluation"], report)
+
+
+def _numbers(path: Path, below: int) -> np.ndarray:
+    """Numbers from 0 and below `below`, mapped into memory."""
+    with _sound(path):
+        numbers: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        if numbers.ndim != 1 or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < below):
+            raise ValueError("positions beyond the items")
+        return numbers
 
 
 @contextlib.contextmanager
@@ -185,6 +203,6 @@ def fingerprint(origin: Origin, phase: Phase) -> str:
         digest.update(str(said).encode())
         return digest.hexdigest()
     for row in origin.rows(phase):
-        said = row.reason if isinstance(row, Skipped) else f"{row.group}\0{to_text(row, phase)}"
+        said = row.reason if isinstance(row, Skipped) else f"{row.group}\0{row.ranking}\0{to_text(row, phase)}"
         digest.update(f"{said}\n".encode())
     return digest.hexdigest()

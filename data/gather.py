@@ -60,6 +60,8 @@ class Gathered:
     """bool, for evaluation"""
     usable: np.ndarray
     """bool, not a repetition of a prompt that must not come again"""
+    rankings: np.ndarray
+    """uint64 digest of the ranked list that a pair is of, 0 of other rows"""
     ledgers: list[Ledger]
 
     def count(self, rows: np.ndarray, reason: str) -> None:
@@ -95,7 +97,8 @@ def gather(
                 writer.write(text)
                 whole = text_digest(text, options.data_seed)
                 prompt = text_digest(repr(row.prompt), options.data_seed) if phase == "ppo" else 0
-                found.add(group, whole, prompt, number, share == "evaluation")
+                ranking = text_digest(f"{number}\0{row.ranking}", options.data_seed) if row.ranking else 0
+                found.add(group, whole, prompt, number, share == "evaluation", ranking)
                 if needs.are_met(share):
                     break
             if ledger.fates[MALFORMED] > options.skip_bad_rows:
@@ -150,19 +153,20 @@ class _Columns:
 
     def __init__(self) -> None:
         self.groups, self.digests, self.prompts = array("Q"), array("Q"), array("Q")
-        self.origins, self.held_out = array("H"), array("b")
+        self.origins, self.held_out, self.rankings = array("H"), array("b"), array("Q")
 
-    def add(self, group: int, whole: int, prompt: int, origin: int, held_out: bool) -> None:
+    def add(self, group: int, whole: int, prompt: int, origin: int, held_out: bool, ranking: int) -> None:
         self.groups.append(group)
         self.digests.append(whole)
         self.prompts.append(prompt)
         self.origins.append(origin)
         self.held_out.append(held_out)
+        self.rankings.append(ranking)
 
     def gathered(self, file: Path, ledgers: list[Ledger]) -> Gathered:
         held_out, usable = _numpy(self.held_out) != 0, np.ones(len(self.groups), dtype=bool)
         columns = (_numpy(self.groups), _numpy(self.digests), _numpy(self.origins))
-        return Gathered(file, *columns, held_out, usable, ledgers)
+        return Gathered(file, *columns, held_out, usable, _numpy(self.rankings), ledgers)
 
 
 def _numpy(values: Any) -> np.ndarray:

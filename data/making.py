@@ -59,6 +59,8 @@ def make(
     report = account(folder, rows, found, picked, sides)
     for name, index in sides.items():
         np.save(folder / f"{name}.npy", index)
+        if recipe.phase == "reward":
+            np.save(folder / f"{name}_elements.npy", batch_elements(rows.rankings[picked[index]], index))
     if recipe.objective == "text":
         pack(folder, options.max_length)
     return report
@@ -67,6 +69,25 @@ def make(
 def _in_order(rows: Gathered, side: np.ndarray) -> np.ndarray:
     positions = np.flatnonzero(side)
     return positions[ordered(rows.groups[positions], rows.digests[positions])]
+
+
+def batch_elements(rankings: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """The number of the batch element that each row is of, in order of their first rows. rankings, index, result [N].
+
+    Rows of one ranking are of one element; where a place's weight repeats a row, the second time is another element's.
+    A row without a ranking (0) is an element of its own.
+    """
+    if not rankings.any():
+        return np.arange(len(index))
+    by_item = np.argsort(index, kind="stable")
+    starts = np.flatnonzero(np.r_[True, np.diff(index[by_item]) != 0])
+    times = np.empty(len(index), dtype=np.int64)
+    times[by_item] = np.arange(len(index)) - np.repeat(starts, np.diff(np.r_[starts, len(index)]))
+    own = np.where(rankings == 0, np.arange(len(index)), times).astype(np.uint64)
+    _, first, numbers = np.unique(np.stack([rankings, own]), axis=1, return_index=True, return_inverse=True)
+    order = np.empty(len(first), dtype=np.int64)
+    order[np.argsort(first)] = np.arange(len(first))
+    return order[numbers.reshape(-1)]
 
 
 def _kept(index: np.ndarray, kept: np.ndarray) -> np.ndarray:

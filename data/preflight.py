@@ -8,7 +8,7 @@ from rlhf.config import UserError
 
 def require_rows(opened: Opened, options: DataOptions, batch_size: int, ranks: int = 1) -> None:
     """Raises: UserError if there is no batch to train on, or some rank would have no row to evaluate on."""
-    train, held_out, phase = len(opened.train), len(opened.evaluation), opened.train.phase
+    train, held_out, phase = opened.train.batch_elements, len(opened.evaluation), opened.train.phase
     if not options.eval_fraction and not options.eval_data_path:
         raise UserError("--eval-fraction 0: every stage is measured on held-out rows; expected more than 0")
     for name, limit, least in (("train", options.max_train_rows, batch_size), ("eval", options.max_eval_rows, ranks)):

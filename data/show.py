@@ -178,10 +178,10 @@ def _shares(opened: Opened) -> Table:
 def _batches(train: PromptDataset) -> str:
     """How many steps an epoch has, and what of them is padding."""
     batch_size, together = BATCHES[train.phase]
-    if len(train) < batch_size:
+    if train.batch_elements < batch_size:
         return f"batches of {batch_size}: none, there are too few rows"
     by_length = train.phase != "ppo"  # prompts are drawn as they come
-    batches = Batches(train.row_lengths if by_length else len(train), batch_size)
+    batches = Batches(train.row_lengths if by_length else len(train), batch_size, elements=train.elements)
     share = padding_share(train.row_lengths, batches, together)
     steps = f"{batches.steps(1):,} {'iterations' if train.phase == 'ppo' else 'optimizer steps'} an epoch"
     return f"batches of {batch_size}: {steps}, {share:.1%} padding at {together} rows in one pass"

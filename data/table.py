@@ -47,11 +47,11 @@ def in_phase(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row | 
     prompts (ppo).
     """
     pairs = _Pairs()
-    for item in items:
+    for number, item in enumerate(items):
         if isinstance(item, Row | Skipped):
             yield item
         elif isinstance(item, Ranked):
-            yield from ranked_rows(item, phase)
+            yield from ranked_rows(item, phase, f"{number}")
         elif isinstance(item, Labelled):
             yield from pairs.take(item) if phase == "reward" else _labelled_row(item, phase)
         elif item:
@@ -61,8 +61,11 @@ def in_phase(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row | 
     yield from pairs.rest()
 
 
-def ranked_rows(ranked: Ranked, phase: Phase) -> Iterator[Row | Skipped]:
-    """The rows of one prompt, the best response first (InstructGPT, arXiv 2203.02155, section 3.5: all pairs)."""
+def ranked_rows(ranked: Ranked, phase: Phase, name: str) -> Iterator[Row | Skipped]:
+    """The rows of one prompt, the best response first (InstructGPT, arXiv 2203.02155, section 3.5: all pairs).
+
+    `name` tells this ranked list from all others of the source: it is the `ranking` of several pairs.
+    """
     order = sorted(ranked.responses, key=lambda response: -response[1])
     if phase == "ppo":
         yield Row(ranked.prompt, None, None, ranked.group, ranked.columns)
@@ -75,7 +78,7 @@ def ranked_rows(ranked: Ranked, phase: Phase) -> Iterator[Row | Skipped]:
         if not pairs:
             yield Skipped("tie" if len(order) > 1 else "only one response")
         for chosen, rejected in pairs:
-            yield Row(ranked.prompt, chosen, rejected, ranked.group, ranked.columns)
+            yield Row(ranked.prompt, chosen, rejected, ranked.group, ranked.columns, name if len(pairs) > 1 else "")
 
 
 def _labelled_row(item: Labelled, phase: Phase) -> Iterator[Row | Skipped]:

@@ -34,24 +34,27 @@ def pairwise_logistic(
     margin: Tensor | None = None,
     centering: float = 0.0,
     count: Count | None = None,
+    weight: Tensor | None = None,
 ) -> Loss:
-    """Bradley-Terry loss of B pairs of sequence scores. chosen, rejected, margin [B].
+    """Bradley-Terry loss of B pairs of sequence scores. chosen, rejected, margin, weight [B].
 
-        loss = sum_b [-log sigmoid(r_c - r_r - margin) + centering * (r_c + r_r)^2] / count
+        loss = sum_b weight * [-log sigmoid(r_c - r_r - margin) + centering * (r_c + r_r)^2] / count
 
-    InstructGPT (arXiv 2203.02155, eq. 1); margin: Llama 2 (arXiv 2307.09288, eq. 2);
-    centering: Eisenstein et al. 2023 (arXiv 2312.09244), 0.01 is usual. count: pairs, B by default.
-    Metrics: accuracy (a tie counts one half), margin (mean r_c - r_r).
+    InstructGPT (arXiv 2203.02155, eq. 1): the pairs of K ranked responses have the weight 1 / C(K, 2), and count is
+    that of prompts. margin: Llama 2 (arXiv 2307.09288, eq. 2); centering: Eisenstein et al. 2023 (arXiv 2312.09244),
+    0.01 is usual. By default weights are 1 and count is B.
+    Metrics, of the same weights: accuracy (a tie counts one half), margin (mean r_c - r_r).
     """
     chosen, rejected = at_least_fp32(chosen), at_least_fp32(rejected)
     count = at_least_one(float(chosen.numel()) if count is None else count)
     gap = chosen - rejected
     losses = -F.logsigmoid(gap if margin is None else gap - margin)
     losses = losses + centering * (chosen + rejected).square()
+    weight = torch.ones_like(gap) if weight is None else weight
     gap = gap.detach()
-    return losses.sum() / count, {
-        "accuracy": ((1 + gap.sign()) / 2).sum() / count,
-        "margin": gap.sum() / count,
+    return (weight * losses).sum() / count, {
+        "accuracy": (weight * (1 + gap.sign()) / 2).sum() / count,
+        "margin": (weight * gap).sum() / count,
     }
 
 

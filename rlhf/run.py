@@ -96,8 +96,11 @@ class Run:
             if bad:
                 report.write_text("\n".join(bad) + "\n", encoding="utf-8")
         dropped = ", ".join(f"{count} {reason}" for reason, count in data.train.dropped.items())
+        elements = data.train.batch_elements  # fewer than rows where pairs are of ranked lists
         record.say(
-            f"{self.stage}: {len(data.train)} rows to train on, {len(data.evaluation)} held out"
+            f"{self.stage}: {len(data.train)} rows to train on"
+            + (f" in {elements} batch elements" if elements != len(data.train) else "")
+            + f", {len(data.evaluation)} held out"
             + (f"; dropped {dropped}" if dropped else "")
         )
 

@@ -29,6 +29,7 @@ class Row:
     has also `rejected` (`response` is the chosen side); a row for prompts only has neither.
     Rows with one `group` always land in the same split; by default the group is the prompt's text.
     `columns` holds what else the source knows and a reward function may want.
+    Preferences with one `ranking`, other than "", are pairs of one ranked list: they weigh as much as one pair.
     """
 
     prompt: tuple[Message, ...]
@@ -36,6 +37,7 @@ class Row:
     rejected: str | None = None
     group: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
+    ranking: str = ""
 
 
 class TensorRecord:
@@ -122,6 +124,8 @@ class Pairs(TensorRecord):
     rejected: Sequences
     margin: Tensor | None = None
     """[B] float, how much better the chosen side is, if the source says"""
+    weight: Tensor | None = None
+    """[B] float, 1 over the pairs of the same ranked list; None = 1"""
 
     @property
     def lengths(self) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, batches_of, padding, pair_batch
+from data.batches import Batches, batches_of, counted, padding, pair_batch
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
 from data.reading import Phase
@@ -45,25 +45,30 @@ def train(
     pad_id: int,
     pair_scores: PairScores = apart,
 ) -> Iterator[Metrics]:
-    """The method: the logistic loss of each pair's score difference, one optimizer step a batch."""
-    lengths = torch.from_numpy(dataset.row_lengths.max(1))
+    """The method: the logistic loss of each pair's score difference, one optimizer step a batch.
+
+    The pairs of K ranked responses are one element of a batch: together they weigh as much as a single pair.
+    """
+    lengths, weight_of = torch.from_numpy(dataset.row_lengths.max(1)), dataset.weights
     for indices in batches.take(config.num_train_epochs):
-        batch = pair_batch([dataset[i] for i in indices], pad_id).to(reward.device)
-        count = dist.sum_over_ranks(torch.tensor(float(len(batch))))
+        weights = weight_of[indices] * counted(indices)
+        batch = pair_batch([dataset[i] for i in indices], pad_id, weights).to(reward.device)
+        count = dist.sum_over_ranks(torch.tensor(weights.sum()))
         ran: list[Sequences | JoinedPairs] = []
 
         def loss(pairs: Pairs, count: Tensor = count, ran: list[Any] = ran) -> losses.Loss:
             scores, rows = pair_scores(reward, pairs)
             ran.extend(rows)
-            return losses.pairwise_logistic(*scores.unbind(1), pairs.margin, config.centering, count)
+            return losses.pairwise_logistic(*scores.unbind(1), pairs.margin, config.centering, count, pairs.weight)
 
         groups = length_groups(lengths[indices], config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
         yield {**metrics, "padding": 0.0 if reward.module.packs else padding(ran)}
 
 
-def _batches(dataset: PromptDataset, config: RewardConfig) -> Batches:
-    return batches_of(dataset.row_lengths, config, config.seed, (dist.data_rank(), dist.data_world_size()))
+def batches_for(dataset: PromptDataset, config: RewardConfig, ranks: tuple[int, int]) -> Batches:
+    """The batches of this rank's share. `ranks`: its number, and how many there are."""
+    return batches_of(dataset.row_lengths, config, config.seed, ranks, dataset.elements)
 
 
 def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -89,15 +94,19 @@ def scoring(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id
 def evaluate(
     reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int, pair_scores: PairScores = apart
 ) -> Metrics:
-    """Accuracy, loss and scores on held-out pairs, over all ranks."""
+    """Accuracy, loss and scores on held-out pairs, over all ranks; those of one ranked list weigh as one pair."""
     mine = range(dist.data_rank(), len(dataset), dist.data_world_size())
+    weights = dataset.weights.tolist()
     found: list[list[float]] = []
     with reward.inference() as model:
         for rows in length_groups(torch.from_numpy(dataset.row_lengths[mine].max(1)), config.micro_batch_size):
             batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
-            found += pair_scores(model, batch)[0].tolist()
-    pairs = torch.tensor([pair for part in dist.gather_shares(found) for pair in part])
-    loss, metrics = losses.pairwise_logistic(pairs[:, 0], pairs[:, 1])
+            scores = pair_scores(model, batch)[0].tolist()
+            found += [[*pair, weights[mine[i]]] for pair, i in zip(scores, rows, strict=True)]
+    *sides, weight = torch.tensor([pair for part in dist.gather_shares(found) for pair in part]).unbind(1)
+    pairs = torch.stack(sides, dim=1)
+    count = float(dataset.batch_elements)
+    loss, metrics = losses.pairwise_logistic(*sides, count=count, weight=weight)
     record.say(score_histogram(pairs))
     return {
         "eval_accuracy": metrics["accuracy"].item(),
@@ -147,7 +156,7 @@ def check(
     check_split(config, place)
     tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
-    batches_of(data.train.row_lengths, config, config.seed, (0, ranks))
+    batches_for(data.train, config, (0, ranks))
     return tokenizer, data
 
 
@@ -160,7 +169,7 @@ def run(config: RewardConfig) -> None:
     dist.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
     place = model_place(config.model, *FOLDERS)
     dataset, evaluation = data.train, data.evaluation
-    batches = _batches(dataset, config)
+    batches = batches_for(dataset, config, (dist.data_rank(), dist.data_world_size()))
     total = batches.steps(config.num_train_epochs)
     pad_id = tokenizer.pad_token_id
     with open_run(STAGE, config, found, {"model": place}) as stage:

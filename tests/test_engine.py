@@ -16,9 +16,11 @@ from rlhf.config import UserError
 from rlhf.engine import Engine, compute_dtype, schedule
 from rlhf.models.policy import Policy
 from rlhf.options import EngineOptions, OptimizerOptions
-from tests import engine_runs, players, tiny
+from step2_reward import stage as stage_of_rewards
+from tests import engine_runs, players, reward_runs, tiny
 from tests.engine_runs import OPTIMIZER, STEPS, apart, batches, require_left_out, run, start, step, weights
 from tests.models.test_ema import require_average
+from tests.two_ranks import RANKED
 
 ROOT = Path(__file__).parents[1]
 RATES = [0.0005, 0.001, 0.001, 0.00075, 0.0005, 0.00025]
@@ -305,6 +307,18 @@ def test_ptx_entropy_selection_and_scaling_on_two_ranks(two: dict[str, Any]) -> 
     one, found = players.a_step_of_everything(), two["everything"]
     assert found["metrics"] == pytest.approx(one["metrics"], abs=1e-5)
     assert found["scaled"] == pytest.approx(one["scaled"], abs=1e-5)
+    assert apart(found["weights"], one["weights"]) < 1e-5
+
+
+def test_ranked_lists_on_two_ranks(two: dict[str, Any], tmp_path: Path) -> None:
+    """Of unequally many pairs: a rank that has one fewer computes one that does not count."""
+    config = reward_runs.config_of(tmp_path, **RANKED)
+    whole = stage_of_rewards.batches_for(reward_runs.rows_of(config), config, (0, 1))
+    assert any(len(rows) % 2 for rows in whole)
+    one, found = reward_runs.run(tmp_path, **RANKED | {"micro_batch_size": 9}), two["ranked lists"]
+    assert found["before"] == pytest.approx(one["before"], abs=1e-5)
+    for step_of_two, step_of_one in zip(found["metrics"], one["metrics"], strict=True):
+        assert step_of_two == pytest.approx(step_of_one | {"padding": step_of_two["padding"]}, abs=1e-5)
     assert apart(found["weights"], one["weights"]) < 1e-5
 
 

@@ -7,13 +7,17 @@ writes what rank 0 saw.
 
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhf import dist, launch
+from tests import reward_runs
 from tests.engine_runs import run, run_averaged, run_into_nan
 from tests.players import PARITY, a_step_of_everything, two_iterations, with_a_bad_score
+
+RANKED: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 1, "num_train_epochs": 2, "zero_stage": 2}
 
 
 def runs() -> dict[str, Any]:
@@ -24,6 +28,7 @@ def runs() -> dict[str, Any]:
         found[f"averaged {stage}"] = run_averaged({"zero_stage": stage})
     found["averaged bf16"] = run_averaged({"zero_stage": 3, "dtype": "bf16"})
     found["everything"] = a_step_of_everything()
+    found["ranked lists"] = reward_runs.run(Path(sys.argv[1]).parent / f"rank{dist.rank()}", **RANKED)
     found["skipped iteration"] = with_a_bad_score(rank=1)
     for stage in (1, 2, 3):
         found[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})

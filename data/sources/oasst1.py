@@ -129,4 +129,4 @@ def _ranked(
     if ranked:
         yield from (Skipped("reply without a rank") for reply in replies if reply.rank is None)
     responses = tuple((reply.message.content, -(reply.rank or 0.0)) for reply in ranked or replies)
-    yield from ranked_rows(Ranked(prompt, responses, opening(prompt), columns), phase)
+    yield from ranked_rows(Ranked(prompt, responses, opening(prompt), columns), phase, columns["message_id"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import Batches, padding, pair_batch, prompt_batch, sft_batch
+from data.batches import Batches, counted, padding, pair_batch, prompt_batch, sft_batch
 from data.encode import Demonstration, Preference, Prompt
 from rlhf.config import UserError
 from rlhf.types import Message, Row
@@ -179,10 +179,47 @@ def test_a_position_is_resumed_exactly_with_any_number_of_ranks(before: int, aft
             assert more or (counts == 2).all()
 
 
+ELEMENTS = np.repeat(np.arange(60), np.random.default_rng(2).integers(1, 7, 60))
+"""the element of each row: 60 lists of 1 to 6 pairs"""
+
+
+@pytest.mark.parametrize("more", [{}, {"batch_tokens": 6000}], ids=["rows", "tokens"])
+@pytest.mark.parametrize("lengths", [LENGTHS[: len(ELEMENTS)], None], ids=["by length", "any"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_of_one_element_are_in_one_batch(ranks: int, lengths: Any, more: dict[str, Any]) -> None:
+    """Whatever the ranks, which get equally many rows; none counts twice; a run that was stopped goes on after them."""
+    moved = np.random.default_rng(4).permutation(ELEMENTS)  # rows of an element are not neighbours
+    rows = len(moved) if lengths is None and not more else LENGTHS[: len(moved)]
+    shares = dealt(rows, 8, 2, ranks, elements=moved, seed=3, **more)
+    assert len(shares[0]) == Batches(rows, 8, ranks=(0, ranks), elements=moved, seed=3, **more).steps(2)
+    steps = []
+    for parts in zip(*shares, strict=True):
+        assert len({len(part) for part in parts}) == 1
+        steps.append(sorted(row for part in parts for row, counts in zip(part, counted(part), strict=True) if counts))
+        elements = {moved[row] for row in steps[-1]}
+        assert steps[-1] == np.flatnonzero(np.isin(moved, list(elements))).tolist()
+        assert more or len(elements) == 8
+        assert not more or LENGTHS[steps[-1]].sum() < 6000 + (ranks - 1) * 6 * 512
+    first = [row for step in steps[: len(steps) // 2] for row in step]
+    assert len(first) == len(set(first)) > 0.8 * len(moved)
+    if not more:
+        assert steps == [sorted(step) for step in dealt(rows, 8, 2, elements=moved, seed=3)[0]]
+    resumed = Batches(rows, 8, 3, (0, ranks), elements=moved, **more)
+    resumed.load_state_dict({"epoch": 0, "row": len({moved[row] for step in steps[:3] for row in step})})
+    assert list(resumed.take(2)) == shares[0][3:]
+
+
+def test_the_elements_of_rows_of_their_own_change_nothing() -> None:
+    for rows in (LENGTHS, np.stack([LENGTHS, LENGTHS // 2], axis=1), len(LENGTHS)):
+        assert dealt(rows, 16, 1, 2, elements=np.arange(len(LENGTHS))) == dealt(rows, 16, 1, 2)
+
+
 def test_impossible_batches_are_refused_before_the_first_one() -> None:
     with pytest.raises(UserError, match=r"got 6, expected a multiple of the 4 ranks; try 8"):
         Batches(100, 6, ranks=(0, 4))
     with pytest.raises(UserError, match="got 3 rows, expected at least one batch of 8"):
         Batches(3, 8, ranks=(0, 2))
+    with pytest.raises(UserError, match="got 2 prompts with ranked responses, expected at least one batch of 3"):
+        Batches(5, 3, elements=np.array([0, 0, 1, 1, 1]))
     with pytest.raises(UserError, match="--batch-tokens 30: expected at least 37, the longest row for each of 2 ranks"):
         Batches(np.array([20, 3, 17, 9]), 1, ranks=(0, 2), batch_tokens=30)

@@ -92,16 +92,25 @@ def test_combine_sees_every_item() -> None:
 
 def test_ranked_responses() -> None:
     ranked = Ranked(PROMPT, (("worst", -1.0), ("best", 2.5), ("good", 1.0), ("as good", 1.0)), "g", {"x": 1})
-    assert list(ranked_rows(ranked, "sft")) == [Row(PROMPT, "best", None, "g", {"x": 1})]
-    assert list(ranked_rows(ranked, "ppo")) == [Row(PROMPT, None, None, "g", {"x": 1})]
-    pairs = [(row.response, row.rejected) for row in ranked_rows(ranked, "reward") if isinstance(row, Row)]
-    assert sorted(pairs, key=str) == [
+    assert list(ranked_rows(ranked, "sft", "7")) == [Row(PROMPT, "best", None, "g", {"x": 1})]
+    assert list(ranked_rows(ranked, "ppo", "7")) == [Row(PROMPT, None, None, "g", {"x": 1})]
+    pairs = [
         ("as good", "worst"),
         ("best", "as good"),
         ("best", "good"),
         ("best", "worst"),
         ("good", "worst"),
     ]
+    rows = [Row(PROMPT, *pair, "g", {"x": 1}, "7") for pair in pairs]
+    assert sorted(ranked_rows(ranked, "reward", "7"), key=str) == sorted(rows, key=str)
+
+
+def test_each_ranked_list_has_a_name_of_its_own_and_a_single_pair_none() -> None:
+    three, two = (Ranked(PROMPT, tuple((str(i), float(i)) for i in range(count))) for count in (3, 2))
+    rows = list(in_phase([three, Skipped("tie"), two, three], "reward"))
+    names = [row.ranking for row in rows if isinstance(row, Row)]
+    assert [bool(name) for name in names] == [True] * 3 + [False] + [True] * 3
+    assert len(set(names)) == 3
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,7 @@ def test_ranked_responses() -> None:
 )
 def test_ranked_responses_that_make_no_pair(responses: Any, reasons: tuple[str | None, str]) -> None:
     for phase, reason in zip(("sft", "reward"), reasons, strict=True):
-        (row,) = ranked_rows(Ranked(PROMPT, responses), phase)  # type: ignore[arg-type]
+        (row,) = ranked_rows(Ranked(PROMPT, responses), phase, "0")  # type: ignore[arg-type]
         assert (row.reason if isinstance(row, Skipped) else None) == reason
 
 
