@@ -222,4 +222,6 @@ def allow(model: PreTrainedModel, whole: bool) -> None:
 
 
 def _suited(model: PreTrainedModel) -> bool:
-    return takes(model, "position_ids") and keeps_all(model.config) and not getattr(model.config, "alibi", False)
+    # What attention of ours leaves for a cache would be wrong with latent attention, whose cache is compressed.
+    other = getattr(model.config, "alibi", False) or getattr(model.config, "kv_lora_rank", None)
+    return takes(model, "position_ids") and keeps_all(model.config) and not other

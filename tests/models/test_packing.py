@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf import plugins
+from rlhf.draws import uniforms
 from rlhf.models import attention, packing
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
+from rlhf.options import SamplingOptions
 from rlhf.types import Pairs, Sequences
 from tests import tiny
 
@@ -118,6 +121,20 @@ def test_a_model_that_mixes_neighbours_is_found_out() -> None:
     ready(lm, torch.float32)
     packing.allow(lm, whole=True)
     assert not packing.packs(lm)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_rollout_of_latent_attention(whole: bool) -> None:
+    """Its cache holds other things than attention gets, so the log-probs of sampling show which of them was read."""
+    lm = tiny.causal_lm("deepseek_v3", **tiny.LATENT)
+    attention.use(lm)
+    packing.allow(lm, whole=whole)
+    generate = plugins.build("rlhf.generation", {"name": "loop", "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD})
+    draws = uniforms([(0, row) for row in range(3)], 12)
+    rollout = generate(lm, tiny.prompts([3, 9, 8]), SamplingOptions(response_length=12), draws)
+    with torch.no_grad():
+        scored, _ = Policy(lm)(rollout.sequences)
+    assert (rollout.sampled_logprobs - scored[:, 9:]).abs().max() < 1e-5  # as tests/contracts/test_generation.py
 
 
 def test_recomputed_activations_know_the_rows_too() -> None:
