@@ -115,7 +115,7 @@ class Batches:
         if not isinstance(rows, int):
             sides = np.asarray(rows).reshape(count, -1)
             sums = np.add.reduceat(sides[self._rows], self._ends - sizes) if count else sides
-            self.lengths, self.sides, self.tokens = sides[:, 0], sums / sizes[:, None], sums[:, 0]
+            self.lengths, self.sides, self.tokens = sides[:, 0], sums / sizes[:, None], sums.sum(1)
         self.batch_size, self.batch_tokens, self.seed = batch_size, batch_tokens, seed
         self.rank, self.world_size = ranks
         self.epoch, self.row = 0, 0

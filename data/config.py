@@ -118,6 +118,7 @@ class BatchOptions(Config):
     batch_size: int = Field(16, ge=1)
     """rows: dialogues, packed contexts or pairs; the pairs of one ranked list are in one batch and count as one"""
     batch_tokens: int | None = Field(None, ge=1)
-    """tokens, instead of batch_size; of a pair those of its longer side"""
+    """tokens, instead of batch_size; of a pair its prompt once and both responses, or both sides in full where prompts
+    are so short that this saves less than a tenth"""
     group_by_length: bool = True
     """rows of similar length in a batch: little padding, but less of a mixture; batch_tokens implies it"""

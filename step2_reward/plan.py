@@ -9,6 +9,6 @@ def needs(config: RewardConfig, device: str, starts: dict[str, str]) -> Needs:
     """Pairs whose sides have `max_length` tokens. `starts` gives the places of models that earlier stages make."""
     player = Player("reward model", starts.get("model", config.model), "scalar", config, config.adapter)
     passes = Passes(2 * config.micro_batch_size, config.max_length, 0)
-    batch = config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // config.max_length)
+    batch = config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // (2 * config.max_length))
     dtype = dtype_on(config, device)
     return Needs("step2_reward", (player,), dtype, batch, config.micro_batch_size, passes, config.keep)

@@ -21,6 +21,8 @@ from rlhf.plan.stage import forecast
 from rlhf.plan.zero import Bytes, Site
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
+from step2_reward import plan as reward_plan
+from step2_reward.config import RewardConfig
 from step3_ppo import plan as ppo_plan
 from step3_ppo.algorithms.grpo import Config as GRPO
 from step3_ppo.algorithms.ppo import Config as PPO
@@ -299,6 +301,12 @@ def test_disk_is_twelve_bytes_a_trained_weight_and_checkpoint(place: str) -> Non
 def test_operations_of_a_forward_pass_by_hand() -> None:
     # 800 weights in layers, 10 tokens; attention 2 * 100 * 8 * 2 layers; the head on 4 columns
     assert cost.forward_flops(SIZE, 3, 10, 4) == 3 * (2 * 800 * 10 + 3200 + 2 * 50 * 8 * 4)
+
+
+def test_a_budget_of_tokens_is_of_whole_rows_and_of_both_sides_of_pairs() -> None:
+    options: dict[str, Any] = {"batch_tokens": 4096, "max_length": 512}
+    assert sft_plan.needs(SFTConfig(**options), "cpu", {}).batch == 8
+    assert reward_plan.needs(RewardConfig(**options), "cpu", {}).batch == 4
 
 
 def test_sizes_are_read() -> None:

@@ -111,6 +111,22 @@ def test_a_budget_of_tokens(ranks: int) -> None:
     assert (full < 4096 / 3).sum() <= 2 * ranks, "small batches but for the ends of the epochs"
 
 
+@pytest.mark.parametrize(
+    ("rows", "batches"),
+    [
+        ([[10, 6], [10, 4], [9, 9], [8, 8]], [16, 14, 18, 16]),  # both sides in full: no two in 20 tokens
+        ([[9], [11], [12], [8]], [17, 11, 12]),  # rows with the prompt once
+    ],
+    ids=["both sides", "one row"],
+)
+def test_a_budget_of_tokens_counts_all_that_is_computed_of_a_pair(rows: list[list[int]], batches: list[int]) -> None:
+    sides = np.array(rows)
+    found = [int(sides[batch].sum()) for batch in Batches(sides, 1, batch_tokens=20)]
+    assert sorted(found) == sorted(batches)
+    with pytest.raises(UserError, match=f"--batch-tokens 7: expected at least {sides.sum(1).max()}, the longest row"):
+        Batches(sides, 1, batch_tokens=7)
+
+
 def padded_share(batches: list[list[int]], micro: int) -> float:
     """What is padding when each batch is cut into micro-batches of neighbours in length."""
     computed = 0
