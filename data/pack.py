@@ -1,4 +1,9 @@
-"""Texts end to end in contexts of full length, for continued pretraining (GPT-3, arXiv 2005.14165, section 2.2)."""
+"""Texts end to end in contexts of full length, for continued pretraining (GPT-3, arXiv 2005.14165, section 2.2).
+
+Attention crosses from a text to the next one of its context, as in GPT-3 (appendix B: sequences with several documents
+are not masked in any special way), and so in every model: a mask of blocks would keep texts apart only in those that
+take one (no state that is handed on, no positions that follow from the mask). The runs say so.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +15,13 @@ import pyarrow
 from data.store import read_items
 
 TEXTS_AT_ONCE = 1000
+ACROSS = "texts are packed end to end: a token attends to the texts before its own in the same context too"
 
 
 def pack(folder: Path, size: int) -> dict[str, int]:
     """Cut the texts of `folder` into contexts of `size` tokens, those of each side in its order; (side, contexts).
 
-    Attention crosses from a text to the next one; EOS stands between them. The last context of a side is shorter.
+    EOS stands between texts. The last context of a side is shorter.
     """
     texts = read_items(folder)
     assert texts is not None

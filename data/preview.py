@@ -27,7 +27,8 @@ class PreviewConfig(DataOptions):
     loss_on: Literal["last", "every", "all"] = "last"
     """what fine-tuning learns of a dialogue: the last assistant turn, every assistant turn, or everything"""
     objective: Literal["response", "text"] = "response"
-    """of fine-tuning: response = learn responses to prompts; text = continued pretraining on packed plain text"""
+    """of fine-tuning: response = learn responses to prompts; text = continued pretraining on packed plain text,
+    in which a token attends to the texts before its own too"""
     output: str | None = None
     """directory to write the tokenised rows to: PHASE/train.parquet, PHASE/evaluation.parquet, PHASE/report.json"""
 

@@ -15,7 +15,7 @@ class SFTConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunO
     """pretrained model: directory, hub id, short name or .yaml"""
     objective: Literal["response", "text"] = "response"
     """response = learn responses to prompts; text = continued pretraining on rows of plain text, packed end to end into
-    contexts of max_length tokens"""
+    contexts of max_length tokens, in which a token attends to the texts before its own too"""
     loss_on: Literal["last", "every", "all"] = "last"
     """what is learned of a dialogue: the last assistant turn, every assistant turn, or everything"""
     num_train_epochs: int = Field(1, ge=1)

@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, batches_of, padding, sft_batch
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
+from data.pack import ACROSS
 from data.preflight import require_rows
 from data.reading import Phase
-from rlhf import adapters, dist, losses
+from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.engine import Engine, compute_dtype, shards_of
 from rlhf.models import sequence_parallel
@@ -121,6 +122,8 @@ def run(config: SFTConfig) -> None:
         model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)
         policy = Engine(model, config, config, total)
         stage.describe(data, tokenizer)
+        if config.objective == "text":
+            record.say(f"{STAGE}: {ACROSS}")
         before = perplexity(policy, evaluation, config, tokenizer.pad_token_id)
         stage.go_on(Resumable({"policy": policy, "batches": batches}, {"policy": policy}))
         steps = train(policy, dataset, batches, config, tokenizer.pad_token_id)

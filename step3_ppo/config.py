@@ -66,7 +66,8 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """where its rows come from; none: the rows of data_path that fine-tuning had. Rows are left out whose prompt is
     held out for evaluation, or is the reward model's or PPO's in the places of this run"""
     ptx_objective: Literal["response", "text"] = "response"
-    """response = learn responses to prompts; text = rows of plain text, packed"""
+    """response = learn responses to prompts; text = rows of plain text, packed as in fine-tuning: a token attends
+    to the texts before its own too"""
     ptx_batch_size: int = Field(16, ge=1)
     """rows of it in an optimizer step, over all devices"""
     ema_decay: float | None = Field(None, gt=0, lt=1)

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.mixture import places_of_others
+from data.pack import ACROSS
 from data.preflight import require_rows
 from data.reading import Phase
 from rlhf import plugins, rewards
@@ -208,6 +209,7 @@ def describe_ptx(config: Step3Config, rows: PromptDataset) -> str:
     return (
         f"ptx: {len(rows)} rows to learn beside the reward"
         + (f"; left out {dropped}" if dropped else "")
+        + (f"; {ACROSS}" if config.ptx_objective == "text" else "")
         + (f"; warning: {streams}: streams, not looked through for prompts that both have" if streams else "")
     )
 

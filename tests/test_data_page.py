@@ -17,6 +17,7 @@ import pytest
 import train
 from data import preview
 from data.mixture import FOLDER
+from data.pack import ACROSS
 from rlhf import config, plugins
 
 ROOT = Path(train.__file__).parent
@@ -99,6 +100,7 @@ def test_a_training(command: str, home: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *words[1:]], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert (ACROSS in done.stdout) == ("--objective text" in command)
     out = home / words[words.index("--output-dir") + 1] / words[2]
     account = json.loads((out / "data.json").read_text())
     assert all(sum(place["fates"].values()) == place["rows"] > 0 for place in account["places"])

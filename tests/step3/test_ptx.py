@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data.dataset import Recipe, open_datasets
 from data.encode import Demonstration
+from data.pack import ACROSS
 from data.split import share_of
 from rlhf import losses
 from rlhf.engine import Engine
@@ -164,7 +165,8 @@ def test_it_learns_no_prompt_that_is_held_out_or_of_another_stage(tmp_path: Path
     assert sum(mixed.dropped.values()) == 420 - len(expected)
     said = describe_ptx(config, mixed)
     assert all(f"{count} {reason}" in said for reason, count in mixed.dropped.items()) and "held out" in said
-    assert "stream" not in said
+    assert "stream" not in said and ACROSS not in said
+    assert ACROSS in describe_ptx(config.model_copy(update={"ptx_objective": "text"}), mixed)
     ppo = open_datasets(config, Recipe("ppo"), tokenizer)
     assert len(ppo.evaluation) > 30
     assert not prompts(mixed, 2) & (prompts(ppo.train, 2) | prompts(ppo.evaluation, 2))
