@@ -251,15 +251,3 @@ def test_a_damaged_stage_is_neither_skipped_nor_used(again: Callable[..., Any], 
             assert (code, started) == (2, []) and "model.safetensors: damaged" in said
     finally:
         file.write_bytes(whole)
-
-
-def test_two_processes_make_what_one_makes(out: Path, tmp_path: Path) -> None:
-    node = ["--deployment-type", "single_node", "--num-processes", "2"]
-    done = start("--output-dir", str(tmp_path / "two"), "--steps", "1", *node)
-    assert done.returncode == 0, done.stderr
-    bars = [line for line in re.split(r"[\r\n]+", done.stderr) if line.strip()]
-    assert bars and all(line.startswith("step1_sft: ") for line in bars), done.stderr
-    assert done.stdout.count("step1_sft: wrote") == 1 and "next: python train.py --steps 2 3" in done.stdout
-    one, two = (manifest(place, "step1_sft") for place in (out, tmp_path / "two"))
-    assert (one["world_size"], two["world_size"]) == (1, 2)
-    assert one["metrics"] == pytest.approx(two["metrics"], rel=1e-4)
