@@ -22,13 +22,10 @@ from rlhf.models.scalar import ScalarModel, scores
 from rlhf.options import EngineOptions
 from rlhf.resume import Resumable
 from rlhf.splitting import SEQUENCE, TENSOR
-from tests import engine_runs, tiny
-from tests.engine_runs import DECAY, STEPS, batches, generate, step
+from tests import tiny
+from tests.engine_runs import DECAY, OPTIMIZER, STEPS, batches, generate, step
 from tests.resuming import ABOUT, HALF
 from tests.sharded_ranks import saved
-
-# A gradient of nothing but rounding, as that of a bias of keys, makes no step.
-OPTIMIZER = engine_runs.OPTIMIZER.model_copy(update={"adam_epsilon": 1e-5})
 
 
 def make(folder: Path) -> None:
