@@ -184,7 +184,10 @@ class Engine:
         """A number that is not finite need not have left a trace in the gradient; with one, no step is applied."""
         from deepspeed.utils import safe_set_full_grad
 
-        for _, parameter in self._trained():
+        sums: list[Tensor] = getattr(self._engine.optimizer, "fp32_groups_gradients_flat", [])  # under ZeRO-1 in bf16
+        for gradient in sums:
+            gradient.fill_(torch.nan)
+        for _, parameter in self._trained() if not sums else ():
             shape = getattr(parameter, "ds_shape", parameter.shape)
             safe_set_full_grad(parameter, torch.full(shape, torch.nan, device=self.device))
         # With the optimizer offloaded, DeepSpeed took the norms when the gradients went over.

@@ -48,11 +48,18 @@ class Shards:
 
 
 def deepspeed_settings(dtype: torch.dtype, micro_batch_size: int = 1) -> dict[str, Any]:
-    """What DeepSpeed is told of any model that computes in `dtype`."""
+    """What DeepSpeed is told of any model that computes in `dtype`.
+
+    Gradients are summed over micro-batches and ranks in fp32: in the compute dtype each of 1,024 rows would be rounded
+    beside the sum of those before it (a relative error of 12 % in bf16).
+    """
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,  # the step's micro-batches are counted in Engine.step
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        # Under ZeRO-1 a gradient in bf16 is freed once it is added to the sum, not after the whole backward pass.
+        "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True},
         "fp16": {"enabled": dtype == torch.float16},
         "steps_per_print": 1 << 60,
     }

@@ -1,5 +1,6 @@
 """Short training runs of one tiny model, the same for one process and for two."""
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from rlhf import adapters, dist, losses, plugins
 from rlhf.engine import Engine
 from rlhf.models import sequence_parallel
 from rlhf.models.ema import EMA
+from rlhf.models.policy import Policy
 from rlhf.nonfinite import NonFiniteError
 from rlhf.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.types import Sequences, length_groups
@@ -87,6 +89,45 @@ def run(options: dict[str, Any], size: int = 8, adapter: str | None = None, gene
     return {"metrics": metrics, "weights": weights(trained), "tokens": tokens}
 
 
+ROWS = tiny.sequences([5, 8, 6, 7] * 8, [2] * 32, seed=11)
+UNCLIPPED = OPTIMIZER.model_copy(update={"max_grad_norm": 0.0})
+
+
+def accumulated(options: dict[str, Any]) -> dict[str, Tensor]:
+    """The gradient of a bf16 step on ROWS with a micro-batch for each: AdamW's first moment after it is 1 - beta1 of
+    it."""
+    trained = engine({"dtype": "bf16", **options}, UNCLIPPED)
+    step(trained, ROWS, 1)
+    moments = {name: value for name, value in gathered(trained).items() if name.startswith("exp_avg:")}
+    return {name.split(":")[1]: value.double() / (1 - UNCLIPPED.adam_beta1) for name, value in moments.items()}
+
+
+def added_up() -> tuple[dict[str, Tensor], float]:
+    """The same from passes of a plain model, added up in fp64; and the most that a sum in fp32 may be off.
+
+    A sum of n numbers, in any order, is off by less than n eps times the sum of their sizes.
+    """
+    model, sums, sizes = Policy(start().to(torch.bfloat16)), dict[str, Tensor](), 0.0
+    for row in micro_batches(ROWS, 1):
+        model.zero_grad()
+        losses.token_nll(model(row)[0], row.loss_mask, ROWS.loss_mask.sum())[0].backward()
+        gradients = {name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None}
+        sums = {name: sums.get(name, 0) + gradient for name, gradient in gradients.items()}
+        sizes += norm(gradients)
+    return sums, len(ROWS) * EPS * sizes
+
+
+def norm(tensors: dict[str, Tensor]) -> float:
+    """Of all together."""
+    return math.sqrt(sum(float(value.square().sum()) for value in tensors.values()))
+
+
+def gathered(part: Any) -> dict[str, Tensor]:
+    """The tensors that all ranks keep, as a checkpoint brings them back."""
+    mine = {name: tensor.clone() for name, tensor in part.tensors()}
+    return {name: tensor for share in dist.gather_objects(mine) for name, tensor in share.items()}
+
+
 def generate(trained: Engine, length: int) -> Tensor:
     config = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
     backend = plugins.build("rlhf.generation", {"name": "loop", **config})
@@ -96,7 +137,8 @@ def generate(trained: Engine, length: int) -> Tensor:
 
 
 def run_into_nan(options: dict[str, Any], bad_rank: int) -> dict[str, Any]:
-    """A good step, one whose last micro-batch has a NaN loss on `bad_rank`, a good one, then NaN until the run ends.
+    """A good step, one of which a number is NaN on `bad_rank` but no gradient, a good one, then losses of NaN until the
+    run ends.
 
     Of each rank: the metrics of the step left out, whether it changed the weights, whether the good step after it came
     out as without it, what ended the run after how many, and a checksum of the weights.
@@ -106,7 +148,7 @@ def run_into_nan(options: dict[str, Any], bad_rank: int) -> dict[str, Any]:
     for each in (trained, undisturbed):
         step(each, first)
     before = weights(trained)
-    metrics = bad_step(trained, second, bad_rank)
+    metrics = bad_step(trained, second, bad_rank, traceless=True)
     unchanged = equal(before, weights(trained))
     for each in (trained, undisturbed):
         step(each, third)
@@ -123,14 +165,16 @@ def run_into_nan(options: dict[str, Any], bad_rank: int) -> dict[str, Any]:
     return {"ranks": dist.gather_objects((metrics, unchanged, as_without, said, left_out, checksum))}
 
 
-def bad_step(trained: Engine, rows: Sequences, bad_rank: int) -> dict[str, float]:
+def bad_step(trained: Engine, rows: Sequences, bad_rank: int, traceless: bool = False) -> dict[str, float]:
+    """The loss of the last micro-batch is NaN, or (`traceless`) a metric beside it."""
     poison = torch.tensor(float("nan") if dist.rank() == bad_rank else 1.0)
     numbers = torch.arange(dist.rank(), 8, dist.world_size())
     mine = micro_batches(rows[numbers], 3)
 
     def loss(micro: Sequences) -> losses.Loss:
         value, metrics = losses.token_nll(trained(micro)[0], micro.loss_mask, 100)
-        return value * (poison if micro is mine[-1] else 1.0), metrics
+        spoilt = poison if micro is mine[-1] else 1.0
+        return (value, metrics | {"nll": metrics["nll"] * spoilt}) if traceless else (value * spoilt, metrics)
 
     parts = length_groups(rows[numbers].lengths, 3)
     return trained.step(mine, loss, [numbers[part].tolist() for part in parts])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlhf import dist, launch, losses, resume
 from rlhf.engine import Engine
@@ -23,7 +22,7 @@ from rlhf.options import EngineOptions
 from rlhf.resume import Resumable
 from rlhf.splitting import SEQUENCE, TENSOR
 from tests import tiny
-from tests.engine_runs import DECAY, OPTIMIZER, STEPS, batches, generate, step
+from tests.engine_runs import DECAY, OPTIMIZER, STEPS, batches, gathered, generate, step
 from tests.resuming import ABOUT, HALF
 from tests.sharded_ranks import saved
 
@@ -101,12 +100,6 @@ def copies(engine: Engine) -> dict[str, float]:
     with engine.inference() as model:
         named = dict(model.named_parameters())
         return {n: w.double().sum().item() for n, w in named.items() if "norm" in n or "embed" in n or "head" in n}
-
-
-def gathered(part: Any) -> dict[str, Tensor]:
-    """The tensors that all ranks keep, as a checkpoint brings them back."""
-    mine = {name: tensor.clone() for name, tensor in part.tensors()}
-    return {name: tensor for share in dist.gather_objects(mine) for name, tensor in share.items()}
 
 
 def scored(size: int) -> list[list[float]]:

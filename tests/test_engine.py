@@ -133,10 +133,19 @@ def test_bf16_is_mixed_precision_with_fp32_master_weights() -> None:
         assert apart(found[stage]["weights"], found[1]["weights"]) < 1e-8
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_accumulation_is_near_the_whole_batch(stage: int) -> None:
-    whole, parts = (run({"zero_stage": stage, "dtype": "bf16"}, size) for size in (8, 3))
-    assert column(parts, "loss") == pytest.approx(column(whole, "loss"), abs=2e-3)
+@pytest.fixture(scope="module")
+def added_up() -> tuple[dict[str, Tensor], float]:
+    return engine_runs.added_up()
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (3, False), (1, True), (2, True), (3, True)])
+def test_bf16_gradients_of_micro_batches_add_up_in_fp32(stage: int, offload: bool, added_up: Any) -> None:
+    require_sum(engine_runs.accumulated({"zero_stage": stage, "offload_optimizer": offload}), *added_up)
+
+
+def require_sum(found: dict[str, Tensor], exact: dict[str, Tensor], bound: float) -> None:
+    assert set(found) == set(exact)
+    assert engine_runs.norm({name: found[name] - gradient for name, gradient in exact.items()}) < bound
 
 
 @stages
@@ -255,6 +264,11 @@ def test_two_ranks_in_bf16(two: dict[str, Any]) -> None:
         assert column(found, "loss") == pytest.approx(column(one, "loss"), abs=2e-3)
         assert apart(found["weights"], one["weights"]) < 5e-3
         assert column(found, "loss") == column(two["bf16 1"], "loss")
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "3", "1 offloaded"])
+def test_bf16_gradients_of_two_ranks_add_up_in_fp32(kind: str, two: dict[str, Any], added_up: Any) -> None:
+    require_sum(two[f"accumulated {kind}"], *added_up)
 
 
 @pytest.mark.parametrize("kind", ["generating 1", "generating 3", "checkpointing 3"])

@@ -157,27 +157,37 @@ def options(**given: Any) -> EngineOptions:
 
 
 @pytest.mark.parametrize(
-    ("stage_number", "b", "weights", "optimizer", "gradients"),
+    ("stage_number", "b", "weights", "optimizer", "gradients", "buffers"),
     [
-        (0, 4, 4000, 8000, 4000),
-        (1, 4, 4000, 12 * 250, 4000),
-        (0, 2, 2000, 12 * 250, 2000),  # below fp32 it is stage 1
-        (1, 2, 2000, 12 * 250, 2000),
-        (2, 2, 2000, 12 * 250, 2 * 250),
-        (3, 2, 2 * 250, 12 * 250, 0),  # its gradients are among the buffers
+        (0, 4, 4000, 8000, 4000, 0),
+        (1, 4, 4000, 12 * 250, 4000, 0),
+        (0, 2, 2000, 12 * 250, 0, 4000),  # below fp32 it is stage 1, which keeps fp32 gradients from step to step
+        (1, 2, 2000, 12 * 250, 0, 4000),
+        (2, 2, 2000, 12 * 250, 4 * 250, 0),
+        (3, 2, 2 * 250, 12 * 250, 0, 4000 + 4 * 250),  # the bucket, and its own gradients
     ],
 )
-def test_four_ranks_by_hand(stage_number: Any, b: int, weights: int, optimizer: int, gradients: int) -> None:
+def test_four_ranks_by_hand(
+    stage_number: Any, b: int, weights: int, optimizer: int, gradients: int, buffers: int
+) -> None:
     found = zero.held(SIZE, options(zero_stage=stage_number), b, Site(4, on_cpu=True))
-    assert (found.weights, found.optimizer, found.gradients) == (Bytes(weights), Bytes(optimizer), Bytes(gradients))
+    assert (found.weights, found.optimizer) == (Bytes(weights), Bytes(optimizer))
+    assert (found.gradients, found.buffers) == (Bytes(gradients), Bytes(buffers))
 
 
 def test_the_moments_of_zero_2_by_hand() -> None:
     found = zero.held(SIZE, options(zero_stage=2), 2, Site(4, on_cpu=True, micro_batches=3))
-    assert found.reducing == Bytes(2000 + 2000 + 500)  # the bucket, its flat copy, the sum so far
-    assert found.stepping == Bytes(500 + 500 + 1000)  # the sum, its flat copy, that in fp32
+    assert found.reducing == Bytes(2000 + 2000 + 4000 + 1000)  # the bucket, its flat copy, that in fp32, the sum so far
+    assert found.stepping == Bytes(1000 + 800)  # the sum, the largest weight's in fp64
     gpu = zero.held(SIZE, options(zero_stage=2), 2, Site(4, micro_batches=1))
-    assert gpu.passing == Bytes(1e9) and gpu.reducing == Bytes(1e9 + 2000)  # the whole bucket
+    assert gpu.passing == Bytes(1e9) and gpu.reducing == Bytes(1e9 + 7000)  # the whole bucket
+
+
+def test_zero_1_in_fp16_by_hand() -> None:
+    """DeepSpeed's optimizer for it is another than in bf16."""
+    found = zero.held(SIZE, options(zero_stage=1, dtype="fp16"), 2, Site(4, on_cpu=True))
+    assert (found.gradients, found.buffers) == (Bytes(4000), Bytes())
+    assert found.reducing == Bytes(4000 + 4000 + 1000)  # the bucket, its flat copy, the sums of its own weights
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
@@ -204,8 +214,13 @@ def test_what_a_step_sends(stage_number: Any, times: int) -> None:
 
 def test_zero_3_keeps_what_the_backward_pass_uses_soon_again() -> None:
     sent = [zero.exchanged(replace(SIZE, total=n), options(zero_stage=3), 2, Site(2)) for n in (5e8, 1e9, 1e12)]
-    own = SIZE.trained
-    assert sent == pytest.approx([5e8 + own, 1.5e9 + own, 2e12 - 5e8 + own])
+    own = 2 * SIZE.trained  # half of the gradients, in fp32
+    assert sent == pytest.approx([5e8 + own, 1.5e9 + own, 2e12 - 5e8 + own], rel=1e-12)
+
+
+def test_gradients_are_sent_in_fp32_and_weights_in_bf16() -> None:
+    sent = [zero.exchanged(SIZE, options(zero_stage=n), 2, Site(4, micro_batches=3)) for n in (1, 2, 3)]
+    assert sent == [0.75 * (8000 + 2000), 0.75 * (8000 * 3 + 2000), 0.75 * (4000 + 2000) * 3]
 
 
 HELD = [
@@ -232,8 +247,8 @@ def test_a_real_engine_holds_what_is_said(given: dict[str, Any], place: str) -> 
         del engine
     counts = sizes.size(place, "lm")
     said = zero.held(counts, EngineOptions(**given), b, Site(1, on_cpu=True, micro_batches=2)).kept.total
-    bucket = zero.BUCKET * b
-    held = sum(min(size, b * counts.trained) if size == bucket else size for size in made.values())
+    bucket = zero.BUCKET * zero.MASTER
+    held = sum(min(size, zero.MASTER * counts.trained) if size == bucket else size for size in made.values())
     assert held == pytest.approx(said, rel=0.03)
 
 

@@ -13,7 +13,7 @@ from rlhf.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.plan.sizes import Size
 
 MASTER = 4
-"""bytes of a number in fp32: of master weights and each of AdamW's two moments"""
+"""bytes of a number in fp32: of master weights, of each of AdamW's two moments, and of sums of gradients"""
 BUCKET = 500_000_000
 """gradients that DeepSpeed reduces at once: zero_optimization.reduce_bucket_size"""
 LIVE = 1_000_000_000
@@ -108,39 +108,78 @@ def _stage_0(size: Size, b: int, site: Site) -> Held:
 
 
 def _stage_1_and_2(size: Size, options: EngineOptions, b: int, site: Site, stage: int) -> Held:
-    t, frozen = size.trained, size.total - size.trained
-    p = _share(t, site.ranks)
+    if b == MASTER:
+        return _stage_1_and_2_in_fp32(size, options, site, stage)
+    if stage == 1 and options.dtype != "fp16" and not options.offload_optimizer:
+        return _stage_1_in_bf16(size, b, site)
+    t, p = size.trained, _share(size.trained, site.ranks)
     filled = min(t, BUCKET)
     bucket = filled if site.on_cpu else BUCKET  # the CPU gives pages when they are written
+    # stage 1 sums whole gradients and copies them to the bucket in fp32; stage 2 sends each micro-batch's in b bytes,
+    # flat and then in fp32, and sums those of its own weights, p of them
+    copied = MASTER if stage == 1 else b
+    exchanged = copied * (bucket + filled) + (MASTER * (t - filled) if stage == 1 else MASTER * filled) + MASTER * p
+    off = options.offload_optimizer
+    return Held(
+        weights=Bytes(b * size.total),
+        gradients=Bytes(MASTER * (t if stage == 1 else p)),
+        optimizer=Bytes(0, 4 * MASTER * p) if off else Bytes(3 * MASTER * p),  # offloaded, fp32 gradients stay too
+        buffers=Bytes(b * size.largest, b * (p + size.largest)) if off else NOTHING,
+        passing=Bytes(0 if site.on_cpu else copied * bucket),
+        reducing=Bytes(exchanged),
+        # offloaded, AdamW without fusion makes two temporary tensors; else the norm of the largest is taken in fp64
+        stepping=Bytes(MASTER * p, 2 * MASTER * p) if off else Bytes(MASTER * p + 8 * min(size.largest, p)),
+        starting=Bytes(b * size.total, (2 * MASTER + b) * p) if off else Bytes(b * size.total + 2 * MASTER * p),
+    )
+
+
+def _stage_1_in_bf16(size: Size, b: int, site: Site) -> Held:
+    """DeepSpeed's bf16_optimizer.py, which keeps fp32 sums of all gradients from the start to the end."""
+    t, p = size.trained, _share(size.trained, site.ranks)
+    return Held(
+        weights=Bytes(b * size.total),
+        gradients=NOTHING,
+        optimizer=Bytes(3 * MASTER * p),
+        buffers=Bytes(MASTER * t),
+        passing=Bytes(b * size.largest),
+        reducing=Bytes(MASTER * min(t, BUCKET)),  # flattened
+        starting=Bytes(b * size.total + MASTER * (p + t)),
+    )
+
+
+def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, site: Site, stage: int) -> Held:
+    t, b = size.trained, MASTER
+    p = _share(t, site.ranks)
+    filled = min(t, BUCKET)
+    bucket = filled if site.on_cpu else BUCKET
     flattened = filled if site.ranks > 1 else 0
     # stage 1 keeps every gradient until the last micro-batch; stage 2 those of its own weights, summed so far
     sums = t - filled if stage == 1 else (p if site.micro_batches > 1 else 0)
     kept = t if stage == 1 else p
     own = 0 if options.offload_optimizer else p  # gradients of the weights that the rank updates, copied together
-    master = 3 * MASTER * p
     common = {
-        "weights": Bytes(b * (t + frozen)),
+        "weights": Bytes(b * size.total),
         "passing": Bytes(0 if site.on_cpu else b * bucket),
     }
     if not options.offload_optimizer:
         return Held(
             gradients=Bytes(b * kept),
-            optimizer=Bytes(master),
+            optimizer=Bytes(3 * b * p),
             reducing=Bytes(b * (bucket + max(flattened, own) + sums)),
-            # p and its flat copy, both in b bytes, and below fp32 a third in fp32; or the norm of the largest in fp64
-            stepping=Bytes(max(2 * b * p + (MASTER * p if b < MASTER else 0), b * p + 8 * min(size.largest, p))),
-            starting=Bytes(b * (t + frozen) + 2 * MASTER * p),
+            # p and its flat copy; or the norm of the largest in fp64
+            stepping=Bytes(b * p + max(b * p, 8 * min(size.largest, p))),
+            starting=Bytes(b * size.total + 2 * b * p),
             **common,
         )
     # ZeRO-2 adds micro-batches up in CPU memory, ZeRO-1 on the device
     summed = b * p if stage == 2 and site.micro_batches > 1 else 0
     return Held(
         gradients=Bytes(b * (t if stage == 1 else 0), summed),
-        optimizer=Bytes(0, master + MASTER * p),  # the gradient of the master copy stays
+        optimizer=Bytes(0, 4 * b * p),  # the gradient of the master copy stays
         buffers=Bytes(b * size.largest, b * (p + size.largest) + summed),
         reducing=Bytes(b * (bucket + flattened + (t - filled if stage == 1 else 0))),
-        stepping=Bytes(0, 2 * MASTER * p),  # AdamW without fusion makes two temporary tensors
-        starting=Bytes(b * (t + frozen), (2 * MASTER + b) * p),
+        stepping=Bytes(0, 2 * b * p),  # AdamW without fusion makes two temporary tensors
+        starting=Bytes(b * size.total, 3 * b * p),
         **common,
     )
 
@@ -154,14 +193,13 @@ def _stage_3(size: Size, options: EngineOptions, b: int, site: Site) -> Held:
     live = min(n, LIVE + PREFETCH) if apart else 0
     whole = (n if options.gather_whole else live) if apart else 0
     copies = 2 if site.on_cpu else 1
-    weights, master, gradients = b * share, 3 * MASTER * p, b * p
-    bucket = Bytes(b * (filled if site.on_cpu else BUCKET))
+    weights, master, gradients = b * share, 3 * MASTER * p, MASTER * p
+    bucket = Bytes(MASTER * (filled if site.on_cpu else BUCKET))
     # the embeddings are whole until the pass has ended
-    scattered = Bytes(b * filled * copies + (b * size.largest if apart else 0))
-    stepping = b * together + (MASTER * together if b < MASTER else 0)
+    scattered = Bytes(MASTER * filled * copies + (b * size.largest if apart else 0))
     if not options.offload_optimizer:
         kept = {"gradients": Bytes(), "optimizer": Bytes(master), "buffers": bucket + Bytes(gradients)}
-        kept |= {"stepping": Bytes(stepping)}
+        kept |= {"stepping": Bytes(MASTER * together)}
     else:
         kept = {"gradients": Bytes(), "optimizer": Bytes(0, master + MASTER * p)}
         kept |= {"buffers": bucket + Bytes(0, gradients), "stepping": Bytes(0, 2 * MASTER * together)}
@@ -198,7 +236,7 @@ def _share(count: int, ranks: int) -> int:
 
 
 def exchanged(size: Size, options: EngineOptions, b: int, site: Site) -> float:
-    """Bytes that a device sends in one optimizer step (ZeRO, arXiv 1910.02054, section 7).
+    """Bytes that a device sends in one optimizer step (ZeRO, arXiv 1910.02054, section 7): gradients in fp32.
 
     An all-reduce is a reduce-scatter and an all-gather, each of (n - 1) / n of the bytes. DeepSpeed all-reduces the
     gradients under ZeRO-1 and 2 too, and then gathers the changed weights; ZeRO-2 and 3 do so after each micro-batch,
@@ -206,8 +244,9 @@ def exchanged(size: Size, options: EngineOptions, b: int, site: Site) -> float:
     than REUSE others: those of the first layers.
     """
     part, stage = (site.ranks - 1) / site.ranks, effective_stage(options, b, site.ranks)
-    t = part * b * size.trained
+    gradients = part * MASTER * size.trained
     if stage == 3:
         gathers = 2 - min(1, REUSE / 2 / size.total)
-        return (gathers * part * b * size.total + t) * site.micro_batches
-    return 2 * t * (site.micro_batches if stage == 2 else 1) + (0 if stage == 0 else t)
+        return (gathers * part * b * size.total + gradients) * site.micro_batches
+    weights = 0 if stage == 0 else part * b * size.trained
+    return 2 * gradients * (site.micro_batches if stage == 2 else 1) + weights
