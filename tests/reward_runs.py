@@ -79,11 +79,11 @@ def rows_of(config: RewardConfig) -> PromptDataset:
     return open_datasets(config, Recipe("reward"), prepare_tokenizer(tiny.tokenizer(), "plain")).train
 
 
-def scalar_model() -> ScalarModel:
+def scalar_model(family: str = "llama") -> ScalarModel:
     head = nn.Linear(tiny.WIDTH, 1, bias=False)
     with torch.no_grad():
         head.weight.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
-    return ScalarModel(tiny.backbone(std=0.1), head).eval()
+    return ScalarModel(tiny.backbone(family, std=0.1), head).eval()
 
 
 def run(folder: Path, pair_scores: Any = stage.apart, **options: Any) -> dict[str, Any]:

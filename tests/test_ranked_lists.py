@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from data.making import batch_elements
+from rlhf.engine import Engine
 from rlhf.models.scalar import apart, together
+from rlhf.types import Metrics, Pairs
+from step2_reward.stage import batches_for, scoring
 from tests import reward_runs, tiny
 from tests.reward_runs import CENTERING, comparisons, records, scores_of
 
@@ -27,8 +31,23 @@ def ranks() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("pair_scores", "micro"), [(apart, 3), (together, 40)], ids=["apart", "joined"])
-def test_each_prompt_weighs_the_same_as_equation_1_says(tmp_path: Path, pair_scores: object, micro: int) -> None:
-    found = reward_runs.run(tmp_path, pair_scores, micro_batch_size=micro)
+def test_each_prompt_weighs_the_same_as_equation_1_says(
+    tmp_path: Path, pair_scores: Any, micro: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def step(engine: Engine, micros: list[Pairs], loss: Any, rows: list[list[int]]) -> Metrics:
+        """Its own, having looked whether `rows` are the numbers of each micro-batch's pairs."""
+        dataset = reward_runs.rows_of(reward_runs.config_of(tmp_path))
+        for pairs, numbers in zip(micros, rows, strict=True):
+            sizes.append(len(pairs))
+            assert pairs.chosen.lengths.tolist() == [len(dataset[number].chosen) for number in numbers]  # type: ignore[union-attr]
+        return plain_step(engine, micros, loss, rows)
+
+    plain_step = Engine.step
+    monkeypatch.setattr(Engine, "step", step)
+    found = reward_runs.run(tmp_path, pair_scores, micro_batch_size=micro, num_train_epochs=2)
+    assert max(sizes) == min(micro, sum(PAIRS))
     assert [len(list(comparisons(record))) for record in records()] == PAIRS
     model = reward_runs.scalar_model().double()
     losses, plain, accuracies, margins, sides = [], [], [], [], []
@@ -42,7 +61,7 @@ def test_each_prompt_weighs_the_same_as_equation_1_says(tmp_path: Path, pair_sco
     loss = torch.stack(losses).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     norm = torch.stack([g.norm() for g in gradients if g is not None]).norm()
-    [metrics] = found["metrics"]
+    metrics, _second_epoch = found["metrics"]
     assert metrics["loss"] == pytest.approx(loss.item(), abs=EPS)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=EPS)
     assert metrics["accuracy"] == pytest.approx(sum(accuracies) / len(accuracies), abs=EPS)
@@ -71,6 +90,39 @@ def test_what_is_left_of_a_list_weighs_as_much_as_the_whole(tmp_path: Path) -> N
     rows = reward_runs.rows_of(reward_runs.config_of(tmp_path, max_train_rows=17))
     assert rows.batch_elements == rows.weights.sum() == 13 < len(rows) <= 17
     assert set(rows.weights) == {0.5, 1.0}
+
+
+def test_each_option_of_batches_arrives(tmp_path: Path) -> None:
+    dataset = reward_runs.rows_of(reward_runs.config_of(tmp_path))
+
+    def dealt(ranks: tuple[int, int] = (0, 1), **options: Any) -> list[list[int]]:
+        config = reward_runs.config_of(tmp_path, **{"batch_size": 4} | options)
+        return list(batches_for(dataset, config, ranks))
+
+    plain = dealt()
+    assert [len({dataset.elements[row] for row in batch}) for batch in plain] == [4, 4, 4]  # type: ignore[index]
+    others: list[dict[str, Any]] = [{"seed": 3}, {"batch_size": 6}, {"batch_tokens": 400}, {"group_by_length": False}]
+    for option in (*others, {"ranks": (0, 2)}, {"ranks": (1, 2)}):
+        assert dealt(**option) != plain, option
+    assert dealt(group_by_length=False, batch_tokens=400) == dealt(batch_tokens=400)
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "way"), [("llama", 8, together), ("llama", 0, apart), ("bloom", 8, apart)]
+)
+def test_pairs_are_in_one_row_where_the_model_can_and_that_saves_tokens(
+    family: str, prompt: int, way: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = " ".join(tiny.WORDS[:prompt]) or "w4"
+    rows = [{"prompt": f"{words} w{i}", "chosen": f"w{i} " * 12, "rejected": f"w{i + 9} " * 12} for i in range(9, 40)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = reward_runs.config_of(tmp_path, data_path=(f"{tmp_path}/x.jsonl",), max_length=48)
+    dataset = reward_runs.rows_of(config)
+    once = np.array([(1 + prompt + 1 if prompt else 3) + 2 * 13] * len(rows))
+    assert (dataset.row_lengths.sum(1) == (once if prompt else once + 3)).all()
+    engine = Engine(reward_runs.scalar_model(family), config, config, 1)
+    assert scoring(engine, dataset, config, tiny.PAD) is way
+    assert ("cannot keep them apart" in capsys.readouterr().out) == (family == "bloom")
 
 
 SOURCE = """

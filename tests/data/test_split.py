@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data.config import DataOptions
-from data.split import PHASES, blend, group_of, normalised, ordered, share_at, share_of
+from data.split import PHASES, blend, group_of, normalised, ordered, share_at, share_of, text_digest
 from rlhf.types import Message, Row
 
 
@@ -32,6 +32,7 @@ def test_different_texts_stay_apart() -> None:
 def test_the_group_decides_else_the_prompt_else_the_response() -> None:
     prompt = (Message("user", "x"),)
     assert group_of(Row(prompt, "r", group="Some group")) == "some group"
+    assert group_of(Row(prompt, "r", group=" ")) == "x"
     assert group_of(Row((), "a response")) == "a response"
     assert group_of(Row((Message("user", "a"), Message("assistant", "b")), "c")) == "a"
 
@@ -49,6 +50,10 @@ def test_the_edges_of_the_shares() -> None:
     assert share_at(2**63, 2**62 - 2**12, options) == "sft"
     assert share_at(2**63, 2**62, options) == "ppo"
     assert share_at(2**64 - 1, 2**64 - 1, options) == "ppo"
+
+
+def test_another_seed_makes_another_order_of_the_rows_of_a_group() -> None:
+    assert text_digest("a", 0) == text_digest("a", 0) != text_digest("a", 1)
 
 
 def test_order_by_hand() -> None:
