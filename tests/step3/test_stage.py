@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from data.batches import pair_batch
 from rlhf import launch, plugins
 from rlhf.config import UserError
 from rlhf.generation import vllm as served
+from rlhf.models.scalar import apart, load_scalar_model
 from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
 from step2_reward import stage as reward
@@ -101,6 +103,12 @@ def test_the_reward_model_knows_its_scores(models: Path) -> None:
     config = json.loads((models / "step2_reward/model/config.json").read_text(encoding="utf-8"))
     metrics = json.loads((models / "step2_reward/manifest.json").read_text(encoding="utf-8"))["metrics"]
     assert (config["score_mean"], config["score_std"]) == (metrics["eval_score_mean"], metrics["eval_score_std"])
+    tokenizer, data = reward.open_data(RewardConfig(**SMALL), "demo-llama")
+    model = load_scalar_model(str(models / "step2_reward/model"), torch.float32, len(tokenizer))
+    with torch.no_grad():
+        scores, _ = apart(model, pair_batch(data.evaluation[:], tokenizer.pad_token_id))  # type: ignore[arg-type]
+    assert metrics["eval_score_mean"] == pytest.approx(scores.mean().item(), abs=1e-5)
+    assert metrics["eval_accuracy"] == (scores[:, 0] > scores[:, 1]).float().mean().item()
 
 
 def test_scores_that_are_no_numbers_end_the_run_with_code_3(
