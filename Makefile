@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 # A package index for another build of torch: the CPU build, or one for your CUDA
 TORCH_INDEX ?=
-# More words for train.py or pytest, e.g. make test ARGS="-k config"
+# More words for train.py, pytest or tests.mutation, e.g. make test ARGS="-k config"
 ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -19,12 +19,12 @@ NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_gen
 	test_resume.py test_scalar.py test_sharding.py test_splitting.py test_update.py)
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test test-avx2 test-long test-faults check format bench bench-data smollm2 clean
+.PHONY: help install demo test test-avx2 test-long test-faults mutants check format bench bench-data smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z0-9-]+:.*## / { printf "  make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo, test, bench and bench-data"
+	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo, test, mutants, bench and bench-data"
 
 install: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
 
@@ -42,6 +42,9 @@ test-long: $(INSTALLED)  ## what takes longer: four more seeds of the demo, the 
 
 test-faults: $(INSTALLED)  ## every fault of docs/reliability.md in earnest: processes killed, disks full, files damaged
 	$(PY) -m pytest -n 2 --dist loadfile -m faults $(ARGS)
+
+mutants: $(INSTALLED)  ## whether tests fail when one operator, number or argument is wrong: an hour, goes on where it stopped
+	$(PY) -m tests.mutation $(ARGS)
 
 check: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check
