@@ -70,11 +70,11 @@ class DataOptions(Config):
     """tokens; a longer prompt loses its oldest turns"""
 
     max_length: int = Field(512, ge=2)
-    """tokens of prompt and response together; the prompt gives way first"""
+    """tokens of prompt and response together; the prompt gives way first, but for a fourth of them"""
 
     truncate: Literal["turns", "tokens"] = "turns"
     """what a row that is too long gives up: turns = whole oldest turns of its prompt, and it is dropped and counted if
-    that is not enough; tokens = then also the prompt's first tokens, and the response's last"""
+    that is not enough; tokens = then also the first words of the last user's turn, and the response's end and EOS"""
 
     max_dropped: float = Field(0.5, ge=0, le=1)
     """the run stops if more than this share of the training rows is too long, empty or equal on both sides"""

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, overload
@@ -21,7 +21,7 @@ from data.gather import to_text
 from data.making import Recipe, make
 from data.mixture import Origin, origins, places_of_others
 from data.reading import Phase, Skipped
-from data.report import dropped, require_usable
+from data.report import dropped, notes, require_usable
 from data.split import PHASES
 from data.store import read_items, to_item
 from rlhf.config import UserError
@@ -117,6 +117,8 @@ class Opened:
     train: PromptDataset
     evaluation: PromptDataset
     report: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    """what a person should know before training"""
 
 
 def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Opened:
@@ -146,7 +148,7 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
             (staging / cache.REPORT).write_text(json.dumps(report, ensure_ascii=False, indent=1), encoding="utf-8")
     opened = _read(folder, recipe.phase)
     require_usable(opened.report, recipe.phase, options)
-    return opened
+    return replace(opened, notes=tuple(notes(opened.report, recipe.phase, options)))
 
 
 def _read(folder: Path, phase: Phase) -> Opened:

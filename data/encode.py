@@ -1,17 +1,19 @@
 """Rows become ids of a bounded length, or a reason why not. One encoder for each phase; no tensors yet."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from data.config import DataOptions
+from data.cut import LEAST, Cut, Fitted, Ids, fit_prompt
 from data.reading import Phase, Unusable
 from rlhf.text import Template
-from rlhf.types import Message, Row
+from rlhf.types import Row
 
 LossOn = Literal["last", "every", "all"]
 Spans = tuple[tuple[int, int], ...]
-Ids = list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,12 @@ class Prompt:
 
     ids: tuple[int, ...]
     row: Row
+    """its prompt as it was cut"""
 
 
 Item = Demonstration | Preference | Prompt
-Encoded = tuple[Item, bool] | str
-"""An item and whether it was cut to length, or the reason it was dropped."""
+Encoded = tuple[Item, Cut] | str
+"""An item and what of it was cut to length, or the reason it was dropped."""
 
 
 @dataclass(frozen=True)
@@ -71,27 +74,27 @@ class RowEncoder:
         texts = self.template.encode_many([row.response or "" for row in rows], split=True)
         for row, ids in zip(rows, texts, strict=True):
             whole = (*start, *ids, tokenizer.eos_token_id)
-            yield "not plain text" if row.prompt else (Demonstration(whole, ((1, len(whole)),)), False)
+            yield "not plain text" if row.prompt else (Demonstration(whole, ((1, len(whole)),)), Cut())
 
     def _demonstrations(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         responses = self._responses(rows, [row.response or "" for row in rows])
         for row, prompt, response in zip(rows, self._prompt_ids(rows), responses, strict=True):
             try:
-                (kept, turns), (answer,), cut = self._fit(row, prompt, response)
+                kept, (answer,), cut = self._fit(row, prompt, response)
             except Unusable as reason:
                 yield str(reason)
                 continue
-            ids = (*kept, *answer)
-            yield Demonstration(ids, self._spans(kept, turns, len(ids))), cut
+            ids = (*kept.ids, *answer)
+            yield Demonstration(ids, self._spans(kept, len(ids))), cut
 
-    def _spans(self, prompt: Ids, turns: Sequence[Message], size: int) -> Spans:
+    def _spans(self, prompt: Fitted, size: int) -> Spans:
         if self.loss_on == "all":
             return ((1, size),)
-        if self.loss_on == "last" or not any(message.role == "assistant" for message in turns):
-            return ((len(prompt), size),)
-        _, flags = self.template.prompt_ids_and_turns(turns)
-        learned = flags[-len(prompt) :] + [True] * (size - len(prompt))
-        return _runs([False, *learned[1:]])
+        start = len(prompt.ids)
+        if self.loss_on == "last" or not any(message.role == "assistant" for message in prompt.messages):
+            return ((start, size),)
+        _, flags = self.template.prompt_ids_and_turns(prompt.messages)
+        return _runs([False, *flags[1:], *[True] * (size - start)])
 
     def _preferences(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         sides = [self._responses(rows, [row.response or "" for row in rows])]
@@ -105,21 +108,22 @@ class RowEncoder:
     def _preference(self, row: Row, prompt: Ids, one: Ids, other: Ids) -> Encoded:
         if one == other:
             raise Unusable("equal sides")
-        (kept, _), (chosen, rejected), cut = self._fit(row, prompt, one, other)
+        kept, (chosen, rejected), cut = self._fit(row, prompt, one, other)
         if chosen == rejected:
             raise Unusable("equal sides after truncation")
         margin = row.columns.get("margin")
         margin = float(margin) if isinstance(margin, int | float) else None
-        return Preference((*kept, *chosen), (*kept, *rejected), len(kept), margin), cut
+        return Preference((*kept.ids, *chosen), (*kept.ids, *rejected), len(kept.ids), margin), cut
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         for row, ids in zip(rows, self._prompt_ids(rows), strict=True):
             try:
-                kept, _turns = self._fit_prompt(row, ids, self.options.max_prompt_length)
+                kept = self._fit_prompt(row, ids, self.options.max_prompt_length)
             except Unusable as reason:
                 yield str(reason)
-            else:
-                yield Prompt(tuple(kept), row), len(kept) < len(ids)
+                continue
+            cut = kept.messages is not row.prompt
+            yield Prompt(tuple(kept.ids), replace(row, prompt=tuple(kept.messages)) if cut else row), Cut(prompt=cut)
 
     def _prompt_ids(self, rows: Sequence[Row]) -> list[Ids]:
         return self.template.prompt_ids_many([row.prompt for row in rows])
@@ -128,54 +132,31 @@ class RowEncoder:
         opening = [not any(message.content for message in row.prompt) for row in rows]
         return self.template.response_ids_many(texts, opening)
 
-    def _fit(self, row: Row, prompt: Ids, *responses: Ids) -> tuple["Fitted", list[Ids], bool]:
-        """The prompt and the responses cut to max_length together: (prompt, responses, whether anything was cut).
+    def _fit(self, row: Row, prompt: Ids, *responses: Ids) -> tuple[Fitted, list[Ids], Cut]:
+        """The prompt and the responses cut to max_length together: (prompt, responses, what was cut).
 
-        The prompt gives way first, to the longest response. A response gives way only where tokens may go and it does
-        not fit beside a single prompt token; it then has no EOS, for it does not end there.
+        The prompt gives way first, to the longest response, but for its least share. Then a response does, where tokens
+        may go; it has no EOS, for it does not end there.
         """
-        room = self.options.max_length - max(map(len, responses))
-        if room < 1 and self.options.truncate == "turns":
+        length = self.options.max_length
+        room = length - max(map(len, responses))
+        if self.options.truncate == "tokens":
+            room = min(max(room, self._least_prompt), length - 1)
+        elif room < 1:
             raise Unusable("response too long")
-        fitted = self._fit_prompt(row, prompt, max(1, min(room, self.options.max_prompt_length)))
-        kept = [response[: self.options.max_length - len(fitted[0])] for response in responses]
-        return fitted, kept, len(fitted[0]) < len(prompt) or kept != list(responses)
+        fitted = self._fit_prompt(row, prompt, min(room, self.options.max_prompt_length))
+        kept = [response[: length - len(fitted.ids)] for response in responses]
+        return fitted, kept, Cut(fitted.messages is not row.prompt, kept != list(responses))
 
-    def _fit_prompt(self, row: Row, ids: Ids, limit: int) -> "Fitted":
+    @cached_property
+    def _least_prompt(self) -> int:
+        """Tokens that a prompt keeps before a response gives way: what the template writes, and its share of words."""
+        return len(self.template.prompt_ids(())) + math.ceil(LEAST * self.options.max_length)
+
+    def _fit_prompt(self, row: Row, ids: Ids, limit: int) -> Fitted:
         if len(ids) <= limit:
-            return ids, row.prompt
+            return Fitted(ids, row.prompt)
         return fit_prompt(self.template, row.prompt, limit, by_tokens=self.options.truncate == "tokens")
-
-
-Fitted = tuple[Ids, Sequence[Message]]
-"""The ids of a prompt, and the turns that are left of it."""
-
-
-def fit_prompt(template: Template, messages: Sequence[Message], limit: int, by_tokens: bool) -> Fitted:
-    """A prompt in at most `limit` tokens.
-
-    Whole oldest turns go first, a leading system message staying; what is left begins with a user's turn. If that is
-    not enough and `by_tokens`, tokens go from the left, a leading BOS (or the EOS that stands for it) staying.
-    Raises: Unusable if it does not fit.
-    """
-    for kept in _shorter(messages):
-        ids = template.prompt_ids(kept)
-        if len(ids) <= limit:
-            return ids, kept
-    if not by_tokens:
-        raise Unusable("prompt too long")
-    tokenizer = template.tokenizer
-    head = 1 if ids[0] in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 0
-    return ids[:head] + ids[head + len(ids) - limit :], kept
-
-
-def _shorter(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """The messages, and then without their oldest turns, ever fewer."""
-    yield messages
-    system = [message for message in messages[:1] if message.role == "system"]
-    for start, message in enumerate(messages):
-        if message.role == "user" and start > len(system):
-            yield [*system, *messages[start:]]
 
 
 def _runs(flags: Sequence[bool]) -> Spans:

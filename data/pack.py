@@ -54,4 +54,5 @@ def _contexts(texts: datasets.Dataset, index: np.ndarray, size: int) -> Iterator
 
 
 def _item(ids: np.ndarray) -> dict[str, object]:
-    return {"ids": ids.tolist(), "spans": [1, len(ids)], "length": len(ids), "cut": False, "reason": ""}
+    every = {"length": len(ids), "prompt_cut": False, "response_cut": False, "reason": ""}
+    return {"ids": ids.tolist(), "spans": [1, len(ids)]} | every

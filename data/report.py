@@ -11,6 +11,7 @@ from data.config import DataOptions
 from data.gather import ELSEWHERE, Gathered
 from data.mixture import Origin
 from data.reading import Phase
+from data.split import PHASES
 from data.store import read_items
 from rlhf.config import UserError
 
@@ -31,18 +32,21 @@ def account(
 
     Every row has one fate: the sum of a place's fates is the number of rows read there.
     """
-    reasons, cut, lengths = outcomes(folder)
+    reasons, prompt_cut, response_cut, lengths = outcomes(folder)
     for reason in np.unique(reasons[reasons != ""]):
         rows.count(picked[reasons == reason], str(reason))
     report: dict[str, Any] = {"written": len(rows.origins)}
     for name, index in sides.items():
-        rows.count(picked[np.unique(index)], name)
+        different = np.unique(index)
+        rows.count(picked[different], name)
         owners = rows.origins[picked[index]]
         mine = rows.held_out[picked] == (name == "evaluation")
         report[name] = {
             "rows": len(index),
-            "different_rows": len(np.unique(index)),
-            "shortened": int(cut[np.unique(index)].sum()),
+            "different_rows": len(different),
+            "shortened": int((prompt_cut | response_cut)[different].sum()),
+            "prompts_shortened": int(prompt_cut[different].sum()),
+            "responses_shortened": int(response_cut[different].sum()),
             "dropped": {str(reason): int(count) for reason, count in Counter(reasons[mine]).items() if reason},
             "rows_by_place": np.bincount(owners, minlength=len(found)).tolist(),
             "tokens_by_place": np.bincount(owners, weights=lengths[index], minlength=len(found)).astype(int).tolist(),
@@ -55,8 +59,9 @@ def account(
 
 
 def outcomes(folder: Path) -> list[np.ndarray]:
-    """Of each item: why it was dropped (empty if it was not), whether it was cut to length, its tokens."""
-    table, kinds = read_items(folder), {"reason": object, "cut": bool, "length": int}
+    """Of each item: why it was dropped (empty if it was not), whether its prompt and a response was cut, its tokens."""
+    table = read_items(folder)
+    kinds = {"reason": object, "prompt_cut": bool, "response_cut": bool, "length": int}
     return [np.array(table.data.column(name) if table is not None else [], kind) for name, kind in kinds.items()]
 
 
@@ -71,6 +76,27 @@ def fates(report: dict[str, Any]) -> dict[str, int]:
 def dropped(report: dict[str, Any]) -> dict[str, int]:
     """Rows that something is wrong with, by reason."""
     return {reason: count for reason, count in fates(report).items() if reason not in KEPT}
+
+
+def notes(report: dict[str, Any], phase: Phase, options: DataOptions) -> list[str]:
+    """What a person should know of the rows of a phase before it is trained: what was cut, and what others have."""
+    said, train = [], report["train"]
+    if train["shortened"]:
+        parts = {"part of the prompt": "prompts_shortened", "the end of a response": "responses_shortened"}
+        lost = ", ".join(f"{train[key]} lost {part}" for part, key in parts.items() if train[key])
+        said.append(
+            f"{train['shortened']} of {train['different_rows']} training rows are cut to length: {lost} "
+            f"(--max-length {options.max_length}, --max-prompt-length {options.max_prompt_length})"
+        )
+    elsewhere = fates(report).get(ELSEWHERE, 0)
+    if elsewhere:
+        every = ",".join(str(int(name == phase)) for name in PHASES)
+        shares = ",".join(f"{share:g}" for share in options.data_split)
+        said.append(
+            f"{elsewhere} of {sum(place['rows'] for place in report['places'])} rows are the other stages' share "
+            f"(--data-split {shares}); --data-split {every} takes all, for a run without them"
+        )
+    return said
 
 
 def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -> None:
@@ -93,7 +119,11 @@ def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -
         if share > options.max_dropped:
             said = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
             longer = any("long" in reason or "truncation" in reason for reason in reasons)
-            cure = "raise --max-length or --max-prompt-length, or say --truncate tokens" if longer else "mend the data"
+            cure = (
+                "raise --max-length or --max-prompt-length, or cut such rows with --truncate tokens"
+                if longer
+                else "mend the data"
+            )
             raise UserError(
                 f"{where}: {share:.0%} of the training rows of {phase} cannot be used ({said}); expected at most "
                 f"{options.max_dropped:.0%} (--max-dropped); {cure}"

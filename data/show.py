@@ -159,7 +159,9 @@ def _account(opened: Opened) -> Table:
     for fate, count in fates(opened.report).items():
         table.add_row(Text(visible(fate)), f"{count:,}", f"{count / read:.1%}")
     table.add_row("read in all", f"{read:,}", "")
-    table.add_row("cut to length, of those to train on", f"{opened.train.shortened:,}", "")
+    train = opened.report["train"]
+    table.add_row("cut to length, of those to train on", f"{train['shortened']:,}", "")
+    table.add_row("of these, part of the prompt lost", f"{train['prompts_shortened']:,}", "")
     return table
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import datasets
 import numpy as np
 
+from data.cut import Cut
 from data.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEncoder
-from data.gather import from_text
+from data.gather import from_text, to_text
 from data.reading import Phase
 from rlhf.launch import end_with_parent
 
@@ -35,7 +36,8 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
         },
         "ppo": {"ids": ids, "row": datasets.Value("string")},
     }
-    every = {"length": datasets.Value("int32"), "cut": datasets.Value("bool"), "reason": datasets.Value("string")}
+    every = {"length": datasets.Value("int32"), "reason": datasets.Value("string")}
+    every |= dict.fromkeys(("prompt_cut", "response_cut"), datasets.Value("bool"))
     return datasets.Features(own[phase] | every)
 
 
@@ -43,12 +45,11 @@ def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -
     """The columns of some rows; `texts` are the rows as written by `data.gather`."""
     columns: Columns = {name: [] for name in features(phase, 0)}
     for result, text in zip(encoded, texts, strict=True):
-        dropped = isinstance(result, str)
-        own = _EMPTY[phase] if isinstance(result, str) else _own_columns(result[0], text)
-        for name, value in own.items():
+        item, cut, reason = (None, Cut(), result) if isinstance(result, str) else (*result, "")
+        own = _EMPTY[phase] if item is None else _own_columns(item, text, cut)
+        every = {"prompt_cut": cut.prompt, "response_cut": cut.response, "reason": reason}
+        for name, value in (own | every).items():
             columns[name].append(value)
-        columns["cut"].append(False if isinstance(result, str) else result[1])
-        columns["reason"].append(result if dropped else "")
     return columns
 
 
@@ -59,11 +60,11 @@ _EMPTY: dict[Phase, dict[str, Any]] = {
 }
 
 
-def _own_columns(item: Item, text: str) -> dict[str, Any]:
+def _own_columns(item: Item, text: str, cut: Cut) -> dict[str, Any]:
     if isinstance(item, Demonstration):
         return {"ids": item.ids, "spans": [edge for span in item.spans for edge in span], "length": len(item.ids)}
     if isinstance(item, Prompt):
-        return {"ids": item.ids, "row": text, "length": len(item.ids)}
+        return {"ids": item.ids, "row": to_text(item.row, "ppo") if cut.prompt else text, "length": len(item.ids)}
     start = item.prompt_length
     return {
         "prompt": item.chosen[:start],

@@ -72,7 +72,8 @@ class Run:
         return 0 if self._found is None else self._found.step
 
     def describe(self, data: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Say how many rows there are, and which were dropped and why; the whole account goes to data.json.
+        """Say how many rows there are, which were dropped and why, what was cut, and what other stages have; the whole
+        account goes to data.json.
 
         Raises: UserError if the ranks do not have the same rows.
         """
@@ -103,6 +104,8 @@ class Run:
             + f", {len(data.evaluation)} held out"
             + (f"; dropped {dropped}" if dropped else "")
         )
+        for note in data.notes:
+            record.say(f"{self.stage}: {note}")
 
     def go_on(self, state: Resumable) -> None:
         """Set everything to what it was at the newest checkpoint, if there is one; `follow` will save the same things.

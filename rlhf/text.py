@@ -204,6 +204,10 @@ class Template:
         """The ids of each text as it stands, no BOS added; with `split`, special tokens in it are ordinary text."""
         return self._encoder.encode_many(texts, split)
 
+    def sizes(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text as it stands in the middle of a longer one."""
+        return [len(ids) for ids in self._encoder.encode_inside(texts)]
+
     def _spells_special(self, messages: Sequence[Message]) -> bool:
         said = "".join(message.content for message in messages)  # a template may put nothing between them
         return any(start in said for start in self._special_starts) and any(token in said for token in self._special)

@@ -1,4 +1,4 @@
-"""How rows are divided, what is dropped, and what is left of a text that is too long."""
+"""How rows are divided, and what is dropped."""
 
 import json
 import random
@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
-from data.encode import Demonstration, Item, Preference, Prompt, fit_prompt
-from data.reading import Unusable
+from data.encode import Demonstration, Item, Preference, Prompt
 from data.split import PHASES, group_of, share_of
 from rlhf.config import UserError
-from rlhf.text import Template, load_tokenizer, prepare_tokenizer
+from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
 
 BOS, EOS, FIRST = 1, 2, 4
@@ -182,77 +181,6 @@ def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
         train = open_datasets(options, Recipe(phase), plain).train
         assert (len(train), train.dropped) == expected[phase]
         assert train.phase == phase
-
-
-# --- cutting to length
-
-
-@pytest.mark.parametrize("length", [9, 10, 11, 100])
-def test_the_prompt_gives_way_first(tmp_path: Path, plain: PreTrainedTokenizerBase, length: int) -> None:
-    """max_length 10, response of 3 words and EOS: 6 tokens are left for BOS and the prompt's end."""
-    prompt = range(length - 5)  # with BOS, 3 words and EOS: `length` tokens
-    row = {"prompt": words(*prompt), "response": words(100, 101, 102)}
-    item = one_item(tmp_path, plain, "sft", row, max_length=10, **CUT)
-    kept = prompt if length <= 10 else prompt[-5:]
-    assert item == Demonstration((BOS, *ids(*kept, 100, 101, 102), EOS), ((1 + len(kept), 5 + len(kept)),))
-
-
-@pytest.mark.parametrize("words_in_response", [7, 8, 9, 90])
-def test_a_response_is_cut_only_where_it_does_not_fit_alone(
-    tmp_path: Path, plain: PreTrainedTokenizerBase, words_in_response: int
-) -> None:
-    response = range(100, 100 + words_in_response)
-    row = {"prompt": words(0, 1, 2), "response": words(*response)}
-    item = one_item(tmp_path, plain, "sft", row, max_length=10, **CUT)
-    end = {7: (BOS, *ids(2, *response), EOS), 8: (BOS, *ids(*response), EOS)}
-    assert item == Demonstration(
-        end.get(words_in_response, (BOS, *ids(*response[:9]))), ((2 if words_in_response == 7 else 1, 10),)
-    )
-
-
-@pytest.mark.parametrize("length", [7, 8, 9, 80])
-def test_a_ppo_prompt_keeps_its_end(tmp_path: Path, plain: PreTrainedTokenizerBase, length: int) -> None:
-    prompt = range(length - 1)
-    item = one_item(tmp_path, plain, "ppo", {"prompt": words(*prompt)}, max_prompt_length=8, **CUT)
-    assert isinstance(item, Prompt)
-    assert item.ids == (BOS, *ids(*prompt[-7:]))
-
-
-def test_both_sides_of_a_pair_keep_one_prompt(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
-    row = {"prompt": words(0, 1, 2, 3), "chosen": words(10), "rejected": words(11, 12, 13, 14, 15)}
-    item = one_item(tmp_path, plain, "reward", row, max_length=9, **CUT)
-    assert item == Preference((BOS, *ids(2, 3, 10), EOS), (BOS, *ids(2, 3, 11, 12, 13, 14, 15), EOS), 3)
-    row["rejected"] = words(*range(11, 30))
-    item = one_item(tmp_path, plain, "reward", row, max_length=9, **CUT)
-    assert item == Preference((BOS, *ids(10), EOS), (BOS, *ids(*range(11, 19))), 1)
-
-
-def test_whole_oldest_turns_go_before_tokens(plain: PreTrainedTokenizerBase) -> None:
-    template = Template(plain)
-    turns = [("system", (0,)), ("user", (1, 2)), ("assistant", (3,)), ("user", (4, 5, 6))]
-    dialogue = [Message(role, f"{words(*numbers)} ") for role, numbers in turns]  # plain puts nothing between turns
-    for limit, expected in [
-        (8, [BOS, *ids(0, 1, 2, 3, 4, 5, 6)]),
-        (7, [BOS, *ids(0, 4, 5, 6)]),
-        (5, [BOS, *ids(0, 4, 5, 6)]),
-        (4, [BOS, *ids(4, 5, 6)]),
-        (3, [BOS, *ids(5, 6)]),
-        (1, [BOS]),
-    ]:
-        assert fit_prompt(template, dialogue, limit, by_tokens=True)[0] == expected
-        if limit >= 5:
-            assert fit_prompt(template, dialogue, limit, by_tokens=False)[0] == expected
-        else:
-            with pytest.raises(Unusable, match="prompt too long"):
-                fit_prompt(template, dialogue, limit, by_tokens=False)
-
-
-def test_shortened_rows_are_counted(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
-    rows = [{"prompt": words(*range(n)), "response": words(500)} for n in range(3, 12)]
-    options = DataOptions(
-        data_path=write(tmp_path / "x.jsonl", rows), data_split=(1, 0, 0), max_prompt_length=6, **EVERYTHING, **CUT
-    )
-    assert open_datasets(options, Recipe("sft"), plain).train.shortened == 6  # BOS and more than 5 words
 
 
 # --- refusals

@@ -81,15 +81,15 @@ def test_turns_that_are_left_are_learned(plain: PreTrainedTokenizerBase, length:
     assert found == expected if isinstance(expected, str) else learned(found) == expected
 
 
-def test_tokens_that_are_left_are_learned(plain: PreTrainedTokenizerBase) -> None:
-    row = Row(
-        (Message("user", words(1) + " "), Message("assistant", words(2, 3) + " "), Message("system", "w4")), words(5)
-    )
-    for length, expected in ((7, [2, 3, 5, -1]), (6, [2, 3, 5, -1]), (5, [3, 5, -1]), (4, [5, -1]), (3, [5, -1])):
+def test_turns_that_are_left_of_a_cut_prompt_are_learned(plain: PreTrainedTokenizerBase) -> None:
+    """The last user's turn loses words before an answer of the assistant's that stands behind it does."""
+    turns = [("user", (1, 2, 3, 4)), ("assistant", (5, 6)), ("system", (7,))]
+    row = Row(tuple(Message(role, words(*numbers) + " ") for role, numbers in turns), words(8))
+    for length, kept in ((10, 4), (9, 3), (8, 2)):
         found = encoded(plain, row, "every", max_length=length, truncate="tokens")
-        assert learned(found) == expected
+        assert learned(found) == [5, 6, 8, -1]
         assert not isinstance(found, str)
-        assert len(found[0].ids) == length  # type: ignore[union-attr]
+        assert found[0].ids == (BOS, *(FIRST + i for i in [*range(5 - kept, 5), 5, 6, 7, 8]), EOS)  # type: ignore[union-attr]
 
 
 def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) -> None:

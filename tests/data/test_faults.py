@@ -312,7 +312,6 @@ def test_a_run_goes_on_and_accounts_for_every_row(
     argv = ["step1_sft", *SMALL, *limits, "--eval-data-path", "held_out.jsonl", "--output-dir", "out", "--data-path"]
     Path("x.jsonl").write_text(many())
     Path("held_out.jsonl").write_text(lines(30).replace("the fox", "The FOX,"))
-    Path("mended.jsonl").write_text(lines(40))
     monkeypatch.setattr(sys, "argv", [*argv, "x.jsonl"])
     assert sft.main() == 0
     said = "step1_sft: 4 rows to train on, 30 held out; dropped 30 prompt held out for evaluation, 25 malformed\n"
@@ -331,6 +330,9 @@ def test_a_run_goes_on_and_accounts_for_every_row(
     cut = "not valid JSON: Unterminated string starting at column {}; mend or remove the line"
     bad = [f"x.jsonl:{i}: {cut.format(54 + len(str(i - 1)))}\n" for i in range(40, 1001, 40)]
     assert (folder / "bad_rows.txt").read_text() == "".join(bad)
-    monkeypatch.setattr(sys, "argv", [*argv, "mended.jsonl"])
+    Path("mended.jsonl").write_text(lines(40).replace("the fox", "the fox is kind and calm and brave " * 5))
+    monkeypatch.setattr(sys, "argv", [*argv, "mended.jsonl", "--truncate", "tokens"])
     assert sft.main() == 0
     assert not (folder / "bad_rows.txt").exists()
+    said = "4 of 4 training rows are cut to length: 4 lost part of the prompt (--max-length 48, --max-prompt-length 24)"
+    assert f"step1_sft: {said}\n" in capsys.readouterr().out

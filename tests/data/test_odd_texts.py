@@ -59,6 +59,8 @@ def test_a_prompt_longer_than_max(phase: Any, truncate: str, plain: Any) -> None
     ]
     assert found == set(kept)
     assert data.train.shortened == (2 if truncate == "tokens" else 0)
+    said = "2 of 4 training rows are cut to length: 2 lost part of the prompt (--max-length 32, --max-prompt-length 8)"
+    assert data.notes == ((said,) if truncate == "tokens" else ())
     fates = {"train": 4} if truncate == "tokens" else {"train": 2, "prompt too long": 2}
     assert data.report["places"][0]["fates"] == fates
 

@@ -305,8 +305,9 @@ def test_what_is_written_is_what_was_opened(run: Any, tmp_path: Path, words: str
             for row in table.to_pylist()
         ]
         assert tuple(found) == side[:] != ()
-    assert pyarrow.parquet.read_schema(out / "sft" / "train.parquet").names == ["ids", "spans", "length", "cut"]
-    assert pyarrow.parquet.read_schema(out / "ppo" / "train.parquet").names == ["ids", "row", "length", "cut"]
+    for phase, own in {"sft": "spans", "ppo": "row"}.items():
+        columns = pyarrow.parquet.read_schema(out / phase / "train.parquet").names
+        assert columns == ["ids", own, "length", "prompt_cut", "response_cut"]
 
 
 def test_other_directories_are_left_alone(run: Any, tmp_path: Path, words: str) -> None:
