@@ -5,129 +5,20 @@ python train.py --actor-model opt-1.3b --reward-model opt-350m --deployment-type
 """
 
 import importlib
-import re
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from pydantic import Field, create_model
-
-from data.config import DataOptions
-from rlhf import config, launch, plugins
+from rlhf import config, launch
+from rlhf.chain.options import SECTIONS, STAGES, ChainConfig, chain_config, resolve
 from rlhf.config import UserError
 from rlhf.hosts import Deployment, LaunchOptions, open_deployment
 from rlhf.last_words import command_again, last_words
-from rlhf.options import EngineOptions, RunOptions
 from rlhf.plan.options import PlanOptions
-from step1_sft.config import SFTConfig
-from step2_reward.config import RewardConfig
 
-STAGES = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
-SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 DEMO = Path(__file__).parent / "configs" / "demo.yaml"
-
-
-class ChainConfig(DataOptions, EngineOptions, RunOptions, LaunchOptions, PlanOptions):
-    """All three stages. An option given here holds for every stage that does not set its own."""
-
-    actor_model: str = "opt-1.3b"
-    """pretrained model that becomes the policy: directory, hub id, short name or .yaml"""
-    reward_model: str = "opt-350m"
-    """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml"""
-    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
-    """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU;
-    multi_node: the same on every host of --hostfile"""
-    num_processes: int | None = Field(None, ge=1)
-    """processes of single_node; by default the number of visible GPUs"""
-    steps: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
-    """the part of the chain to run; inputs of the rest are found in the output directory"""
-    output_dir: str = "runs/rlhf"
-    """directory of the run: step1_sft/, step2_reward/, step3_ppo/"""
-    sft: SFTConfig = SFTConfig()
-    """step 1, supervised fine-tuning; what is not set here is as at the top"""
-    reward: RewardConfig = RewardConfig()
-    """step 2, the reward model; what is not set here is as at the top"""
-
-
-def chain_config(argv: list[str]) -> type[ChainConfig]:
-    """ChainConfig with the options of the chosen algorithm as its `ppo` section."""
-    algorithm = config.peek(argv, "ppo.algorithm", "ppo")
-    options = plugins.find("step3_ppo.algorithms", algorithm).Config
-    described = Field(options(algorithm=algorithm), description="step 3, PPO; what is not set here is as at the top")
-    return create_model("ChainConfig", __base__=ChainConfig, ppo=(options, described))
-
-
-def followed(section: str) -> dict[str, str]:
-    """The options of a section that follow one at the top, and the name of that."""
-    shared = [*DataOptions.model_fields, *EngineOptions.model_fields, *RunOptions.model_fields]
-    model = {"sft": {"model": "actor_model"}, "reward": {"model": "reward_model"}}.get(section, {})
-    return dict(zip(shared, shared, strict=True)) | model
-
-
-def set_apart(argv: list[str]) -> set[str]:
-    """The options that sections set for themselves, as `sft.max_length`: all that the command line names, and what a
-    file gives another value than at its top. (A saved config.yaml has every value written out.)"""
-    files, _ = config.split_config_files(argv)
-    found = given(argv)
-    for tree in map(config.read_yaml, files):
-        for section in SECTIONS.values():
-            own = tree.get(section) or {}
-            follows = followed(section)
-            found |= {
-                f"{section}.{name}"
-                for name, value in own.items()
-                if name not in follows or follows[name] not in tree or tree[follows[name]] != value
-            }
-    return found
-
-
-def given(argv: list[str]) -> set[str]:
-    """The options on the command line, spelled `sft.max_length`."""
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    return names | {re.sub(r"(^|\.)no_", r"\1", name) for name in names}
-
-
-def resolve(chain: Any, argv: list[str]) -> Any:
-    """The chain with every section's options filled in from the top.
-
-    Raises: UserError if a section names a directory of its own.
-    """
-    own = set_apart(argv)
-    sections = {}
-    for section in SECTIONS.values():
-        if f"{section}.output_dir" in own:
-            raise UserError(
-                f"{section}.output_dir: the stages of a chain share one directory; name it with --output-dir"
-            )
-        taken = {name: getattr(chain, top) for name, top in followed(section).items() if f"{section}.{name}" not in own}
-        sections[section] = getattr(chain, section).model_copy(update=taken)
-    sections["ppo"] = sections["ppo"].model_copy(update=dict(_inputs_named_above(chain, argv)))
-    return chain.model_copy(update=sections)
-
-
-def _inputs_named_above(chain: Any, argv: list[str]) -> Iterator[tuple[str, str]]:
-    """With step 3 alone, a model on the command line is one that PPO starts from, unless it is what the stage in the
-    output directory started from: then the user repeats a command, and means that stage's."""
-    for step, name in ((1, "actor_model"), (2, "reward_model")):
-        place = getattr(chain, name)
-        if step in chain.steps or getattr(chain.ppo, name) is not None or name not in given(argv):
-            continue
-        made = Path(chain.output_dir) / STAGES[step]
-        if not made.is_dir():
-            yield name, place
-            continue
-        from rlhf import checkpoint
-
-        start = checkpoint.read_manifest(made)["config"]["model"]
-        if start != place:
-            option = name.replace("_", "-")
-            raise UserError(
-                f"--{option} {place}: {made} was made from '{start}'; leave the option out to go on from there, "
-                f"or write --ppo.{option} to start from another"
-            )
 
 
 def deployment(chain: ChainConfig) -> Deployment:
@@ -164,12 +55,13 @@ def deployment(chain: ChainConfig) -> Deployment:
 
 def _needs(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
     """The chosen stages' sections and what they need, the devices asked about, the models step 3 will start from."""
+    from rlhf.chain.steps import chosen
     from rlhf.plan.command import starts
 
     asked = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
     stages = {
         SECTIONS[step]: (getattr(chain, SECTIONS[step]), importlib.import_module(f"{STAGES[step]}.plan").needs)
-        for step in sorted(set(chain.steps))
+        for step in chosen(chain)
     }
     return stages, asked, starts(chain.output_dir, chain.sft.model, chain.reward.model)
 
@@ -195,17 +87,18 @@ def settle(chain: Any, count: int) -> Any:
 
 
 def plan(chain: Any, count: int) -> dict[int, Any]:
-    """The stages to run, by step, with their options; says which of the others are finished.
+    """The stages to run, by step, with their options; says which of the others are finished, or not needed.
 
     Every stage is checked before any is started. Raises: UserError.
     """
     from rlhf import checkpoint, progress, record
+    from rlhf.chain.steps import chosen, left_out
 
     checkpoint.require_writable(chain.output_dir)
     planned: dict[str, str] = {}
     todo: dict[int, Any] = {}
     finished = []
-    for step in sorted(set(chain.steps)):
+    for step in chosen(chain):
         options, name = getattr(chain, SECTIONS[step]), STAGES[step]
         stage = importlib.import_module(f"{name}.stage")
         state = progress.standing(name, options, stage.inputs(options), partial(stage.content, options), planned)
@@ -220,6 +113,8 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
         todo[step] = options
         if step < 3:
             planned[name] = checkpoint.planned_start(options.model, chain.output_dir, planned) or options.model
+    for line in left_out(chain):
+        print(line, flush=True)
     for name in finished:
         print(f"{name}: already complete in {chain.output_dir}, skipped", flush=True)
     return todo
@@ -274,45 +169,33 @@ def main() -> None:
             ended = run_stage(step, options, where)
             if ended != 0:
                 leave(step, ended, todo)
+    from rlhf.chain.steps import next_step
+
     print(next_step(chain))
 
 
 def save(chain: Any) -> None:
-    """The whole tree into the run's directory, from where --config takes it. `overwrite` is for once."""
+    """The whole tree into the run's directory, from where --config takes it. `overwrite` and `steps` are for once."""
     once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
     directory = Path(chain.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    text = config.to_yaml(chain.model_copy(update={**once, "overwrite": False}))
+    text = config.to_yaml(chain.model_copy(update={**once, "overwrite": False, "steps": None}))
     (directory / "config.yaml").write_text(text, encoding="utf-8")
 
 
 def _with_base(argv: list[str]) -> tuple[list[str], str]:
     """The command line over what it is laid on when it names neither files nor models, and a line that says so.
 
-    That is the run which a part of the chain continues, else the demo.
+    That is the run in the output directory, else the demo.
     """
     if any(word.startswith(("--config", "--actor-model", "--actor_model")) for word in argv):
         return argv, ""
     before = Path(config.peek(argv, "output-dir", "runs/demo")) / "config.yaml"
-    if any(word.startswith("--steps") for word in argv) and before.is_file():
-        return [f"--config={before}", *argv], f"with the options of {before} where none are given\n"
+    if before.is_file():
+        return [f"--config={before}", *argv], f"options that are not given: as in {before}\n"
     known = config.peek(argv, "data-path", "demo").startswith("demo")
     note = "" if known else "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"
     return [f"--config={DEMO}", *argv], note
-
-
-def next_step(chain: ChainConfig) -> str:
-    """What to do with the result."""
-    from rlhf.checkpoint import MANIFEST
-
-    left = [step for step, stage in STAGES.items() if not (Path(chain.output_dir) / stage / MANIFEST).is_file()]
-    if left:
-        return f"next: python train.py --steps {' '.join(map(str, left))} --output-dir {chain.output_dir}"
-    return (
-        f"\nThe tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
-        f"Numbers: {chain.output_dir}/step*/metrics.jsonl and manifest.json. Your own data and models:\n"
-        "  python train.py --actor-model DIR --reward-model DIR --data-path my_pairs.jsonl --output-dir runs/mine"
-    )
 
 
 if __name__ == "__main__":

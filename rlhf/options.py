@@ -119,13 +119,11 @@ class FrozenOptions(Config):
         return self.model_copy(update={"zero_stage": stage, **shared, **given})
 
 
-class OptimizerOptions(Config):
-    """AdamW, its schedule, and how a batch is cut up for one device."""
+class SharedOptimizerOptions(Config):
+    """What all stages of a chain have in common of AdamW, its schedule, and how a batch is cut up for one device."""
 
     micro_batch_size: int = Field(8, ge=1)
     """rows in one forward and backward pass on one device; changes memory and speed, never results"""
-    learning_rate: float = Field(1e-5, ge=0)
-    """peak learning rate of AdamW"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """learning rate after warm-up"""
     warmup_ratio: float = Field(0.03, ge=0, le=1)
@@ -134,8 +132,6 @@ class OptimizerOptions(Config):
     """decay of AdamW's first moment"""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     """decay of AdamW's second moment"""
-    adam_epsilon: float = Field(1e-8, gt=0)
-    """added to AdamW's denominator"""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay, per step and unit of learning rate"""
     max_grad_norm: float = Field(1.0, ge=0)
@@ -143,6 +139,15 @@ class OptimizerOptions(Config):
     max_bad_steps: int = Field(5, ge=1)
     """optimizer steps in a row, left out because a loss or gradient is not finite, after which the run ends (exit code
     3, the last batch saved)"""
+
+
+class OptimizerOptions(SharedOptimizerOptions):
+    """All of it; a chain has no option of these for all stages, because their defaults differ."""
+
+    learning_rate: float = Field(1e-5, ge=0)
+    """peak learning rate of AdamW"""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """added to AdamW's denominator"""
 
 
 class SamplingOptions(Config):

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options", "rlhf.memory", "rlhf.net", "rlhf.pipes",
-        "rlhf.slurm", "rlhf.secrecy",
+        "rlhf.slurm", "rlhf.secrecy", "rlhf.status",
     ),
     ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses", "rlhf.intervals", "rlhf.spikes"),
     (
@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("data",),
     ("step1_sft", "step2_reward", "step3_ppo"),
-    ("train",),
+    ("rlhf.chain", "train"),
 )  # fmt: skip
 TORCH_FREE_LAYER, MATHEMATICS_LAYER, DATA_LAYER, STAGE_LAYER = 0, 1, 5, 6
 DATA_SEES = range(3)

@@ -10,6 +10,8 @@ from rlhf import config, plugins
 from rlhf.config import UserError, read_yaml
 from rlhf.models.load import load_config
 from rlhf.text import load_tokenizer
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
 
 CONFIGS = Path(train.__file__).parent / "configs"
 CHAINS = [CONFIGS / "demo.yaml", *sorted(CONFIGS.glob("recipes/*.yaml"))]
@@ -92,12 +94,34 @@ def test_what_is_given_at_the_top_holds_for_the_stages_that_set_nothing() -> Non
 
 
 @pytest.mark.parametrize("option", ["--max_length=100", "--max-length=100"])
-def test_a_section_of_a_file_keeps_its_own(tmp_path: Path, option: str) -> None:
+def test_the_top_of_the_command_line_is_over_the_sections_of_a_file(tmp_path: Path, option: str) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("max_length: 300\nsft: {max_length: 200}\nreward: {gradient_checkpointing: true}")
+    file.write_text("max_length: 300\nsft: {max_length: 200}\nppo: {micro_batch_size: 3, gradient_checkpointing: true}")
+    tree = resolved("--config", str(file))
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [200, 300, 300]
     tree = resolved("--config", str(file), option, "--ppo.no-gradient-checkpointing", "--gradient-checkpointing")
-    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [200, 100, 100]
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [100, 100, 100]
     assert [tree[s]["gradient_checkpointing"] for s in ("sft", "reward", "ppo")] == [True, True, False]
+    for option, values in ({"--micro-batch-size=2": [2, 2, 2], "--reward.micro-batch-size=2": [8, 2, 3]}).items():
+        tree = resolved("--config", str(file), option)
+        assert [tree[section]["micro_batch_size"] for section in ("sft", "reward", "ppo")] == values
+
+
+def test_what_all_stages_have_with_one_default_stands_at_the_top() -> None:
+    """README: an option at the top holds for all three stages."""
+    sections = (SFTConfig, RewardConfig, plugins.find("step3_ppo.algorithms", "ppo").Config)
+    common = set.intersection(*(set(options.model_fields) for options in sections))
+    alike = {name for name in common if len({str(options.model_fields[name].default) for options in sections}) == 1}
+    top = {name for name in train.chain_config([]).model_fields if name in common}
+    assert top == alike and common - alike == {"learning_rate", "adam_epsilon", "batch_size"}
+
+
+def test_an_algorithm_of_ones_own_keeps_its_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from step3_ppo.algorithms.ppo import *\nclass Config(Config):\n    max_grad_norm: float = 0.5\n")
+    mine = ["--ppo.algorithm", str(file)]
+    assert [resolved(*mine)[section]["max_grad_norm"] for section in ("reward", "ppo")] == [1.0, 0.5]
+    assert resolved(*mine, "--max-grad-norm", "1.0")["ppo"]["max_grad_norm"] == 1.0
 
 
 def test_the_resolved_tree_reads_back_and_still_follows_the_top(tmp_path: Path) -> None:
@@ -105,8 +129,9 @@ def test_the_resolved_tree_reads_back_and_still_follows_the_top(tmp_path: Path) 
     file = tmp_path / "tree.yaml"
     file.write_text(config.to_yaml(train.resolve(config.parse(train.chain_config(argv), argv, "", ""), argv)))
     assert resolved("--config", str(file)) == resolved(*argv)
-    tree = resolved("--config", str(file), "--max-length", "44", "--output-dir", "elsewhere")
-    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [40, 44, 44]
+    tree = resolved("--config", str(file), "--max-prompt-length", "20", "--output-dir", "elsewhere")
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [40, 48, 48]
+    assert [tree[section]["max_prompt_length"] for section in ("sft", "reward", "ppo")] == [20, 20, 20]
     assert {tree[section]["output_dir"] for section in ("sft", "reward", "ppo")} == {"elsewhere"}
     over = resolved("--config", str(file), str(CONFIGS / "overlays" / "zero3.yaml"))
     assert [over[section]["zero_stage"] for section in ("sft", "reward", "ppo")] == [3, 3, 3]

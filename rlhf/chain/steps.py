@@ -1,0 +1,57 @@
+"""Which steps of the chain a command runs, and which command comes next."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhf.chain.options import STAGES
+from rlhf.checkpoint import MANIFEST, planned_start
+from step3_ppo.inputs import inputs
+
+
+def needed(chain: Any) -> tuple[int, ...]:
+    """Step 3, and the steps before it whose models it starts from."""
+    places = inputs(chain.ppo).values()
+    reward = any(_makes(chain, 2, place) for place in places)
+    actor = any(_makes(chain, 1, place) for place in (*places, *([chain.reward.model] if reward else [])))
+    return (*([1] if actor else []), *([2] if reward else []), 3)
+
+
+def _makes(chain: Any, step: int, place: str) -> bool:
+    """Whether that step of the chain makes the model at `place`."""
+    return planned_start(place, chain.output_dir, {STAGES[step]: place}) is not None
+
+
+def chosen(chain: Any) -> tuple[int, ...]:
+    """The steps that the command names, in their order; by default those needed."""
+    return tuple(sorted(set(chain.steps))) if chain.steps else needed(chain)
+
+
+def left_out(chain: Any) -> list[str]:
+    """A line for each step that is not run because step 3 does not need it."""
+    if chain.steps:
+        return []
+    why = {
+        1: "step 3 starts from the models that are named for it",
+        2: "step 3 uses no reward model of this run: neither its reward nor a critic asks one",
+    }
+    return [f"{STAGES[step]}: left out, as {why[step]} (--steps 1 2 3 runs it)" for step in {1, 2} - {*needed(chain)}]
+
+
+def next_step(chain: Any) -> str:
+    """What to do with the result: the command that goes on, or where the tuned policy is."""
+    done = [step for step, stage in STAGES.items() if (Path(chain.output_dir) / stage / MANIFEST).is_file()]
+    if 3 not in done:
+        steps = [str(step) for step in needed(chain) if step not in done]
+        return "next: " + shlex.join([*_program(), "--steps", *steps, "--output-dir", chain.output_dir])
+    return (
+        f"\nThe tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
+        f"Numbers: {chain.output_dir}/step*/metrics.jsonl and manifest.json. Your own data and models:\n"
+        "  python train.py --actor-model DIR --reward-model DIR --data-path my_pairs.jsonl --output-dir runs/mine"
+    )
+
+
+def _program() -> list[str]:
+    """What was typed before the options: `python train.py`."""
+    return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
