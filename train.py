@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf import config, launch
+from rlhf import config, launch, status
 from rlhf.chain.options import SECTIONS, STAGES, ChainConfig, chain_config, resolve
 from rlhf.config import UserError
 from rlhf.hosts import Deployment, LaunchOptions, open_deployment
@@ -146,6 +146,7 @@ def main() -> None:
     argv, note = _with_base(sys.argv[1:])
     shown = "--print-config" in argv
     argv = [word for word in argv if word != "--print-config"]
+    status.loading("train.py", argv, shown)
     chain = config.parse(chain_config(argv), argv, "python train.py", (__doc__ or "").split("\n")[0])
     chain = resolve(chain, argv)
     if shown:
@@ -158,6 +159,7 @@ def main() -> None:
     if chain.plan:
         print(forecast(chain))
         return
+    status.status("checking options, models and data")
     with launch.requeued_when_asked():
         where = deployment(chain)
         chain = settle(chain, where.processes)

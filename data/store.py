@@ -15,6 +15,7 @@ from data.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEnc
 from data.gather import from_text, to_text
 from data.reading import Phase
 from rlhf.launch import end_with_parent
+from rlhf.status import status
 
 SMALL = 5000
 """rows below which more processes cost more than they save"""
@@ -108,6 +109,8 @@ def encode_file(rows: Path, picked: np.ndarray, encoder: RowEncoder, folder: Pat
         return
     if len(picked) < len(table):
         table = table.select(picked)
+    if len(picked) > SMALL:
+        status(f"tokenising {len(picked):,} rows")
     shown = len(picked) > SMALL and sys.stderr.isatty()
     (datasets.enable_progress_bars if shown else datasets.disable_progress_bars)()
     gc.freeze()  # what forked processes share with this one they then need not copy: 6 % less time, half the faults

@@ -1,15 +1,13 @@
 """Several policies answer the same prompts: each response's score, KL to the reference, and length."""
 
 import gc
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from rlhf import ops, rewards
+from rlhf import ops, rewards, status
 from rlhf.config import UserError
 from rlhf.evaluate import EvaluateConfig
 from rlhf.models.policy import Policy
@@ -104,9 +102,9 @@ def measure_all(setting: Setting) -> dict[str, Responses]:
     bench = _Bench(setting, with_all, reference, source)
     found = {}
     total = len(setting.policies) * len(setting.questions.rows)
-    with tqdm(total=total, file=sys.stderr, disable=not sys.stderr.isatty(), unit="response") as bar:
+    with status.bar("responses", total) as bar:
         for name, place in setting.policies.items():
-            bar.set_description(name)
+            bar.advance(0, title=name)
             policy = reference if Path(place).resolve() == Path(setting.reference).resolve() else with_all.load(place)
             found[name] = _measure(policy, name, bench, bar)
             del policy
@@ -122,7 +120,7 @@ class _Bench:
     source: rewards.Source
 
 
-def _measure(policy: Policy, name: str, bench: _Bench, bar: tqdm) -> Responses:
+def _measure(policy: Policy, name: str, bench: _Bench, bar: status.Bar) -> Responses:
     o, tokenizer = bench.setting.options, bench.setting.questions.tokenizer
     backend = bench.respondents.backend()
     texts: list[str] = []
@@ -140,7 +138,7 @@ def _measure(policy: Policy, name: str, bench: _Bench, bar: tqdm) -> Responses:
         columns.append(torch.stack([value.double().cpu() for value in numbers], dim=1))
         texts += samples.responses
         tokens += rollout.response_tokens()
-        bar.update(len(rollout))
+        bar.advance(len(rollout))
     by_prompt = torch.cat(columns).reshape(-1, o.samples, len(numbers)).unbind(2)
     in_rows = [texts[i : i + o.samples] for i in range(0, len(texts), o.samples)]
     return Responses(in_rows, tokens, *by_prompt)

@@ -4,7 +4,7 @@ import sys
 
 from pydantic import Field
 
-from rlhf import config
+from rlhf import config, status
 from rlhf.config import UserError
 from rlhf.launch import speak_plainly
 from rlhf.options import PromptFileOptions
@@ -46,6 +46,7 @@ def main() -> int:
     speak_plainly()
     options = config.parse(EvaluateConfig, sys.argv[1:], NAME, "Compare policies on the prompts of a file.")
     require_all(options)
+    status.loading(NAME, sys.argv)
     from rlhf.record import quiet_libraries
 
     quiet_libraries()

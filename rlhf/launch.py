@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from rlhf import config, slurm
+from rlhf import config, slurm, status
 from rlhf.config import UserError
 from rlhf.hosts import Deployment
 from rlhf.net import LOOPBACK, interface_of
@@ -153,6 +153,7 @@ def stage_main(
     try:
         with requeued_when_asked(), _Patience():
             slurm.adopt(os.environ)
+            status.loading(stage, argv)
             options = config.parse(options_of(argv), argv, f"python -m {stage}", description)
             from rlhf import checkpoint, record, rendezvous
 

@@ -4,16 +4,13 @@ import gc
 import json
 import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from rlhf import record, rewards
+from rlhf import record, rewards, status
 from rlhf.config import UserError
 from rlhf.pairs import PairsConfig
 from rlhf.prompt_file import read_prompts, written_prompt
@@ -82,9 +79,7 @@ def pairs(asked: Questions, places: Sequence[str], options: PairsConfig) -> list
     with_all = respondents(asked)
     source = None if options.reward is None else with_all.source(options.rollout_batch_size)
     by_policy: list[list[Side]] = []
-    with tqdm(
-        total=len(places) * len(asked.rows), file=sys.stderr, disable=not sys.stderr.isatty(), unit="response"
-    ) as bar:
+    with status.bar("responses", len(places) * len(asked.rows)) as bar:
         for stream, place in enumerate(places):
             policy, backend, sides = with_all.load(place), with_all.backend(), []
             for prompts, draw in asked.batches(with_all.device, stream):
@@ -92,7 +87,7 @@ def pairs(asked: Questions, places: Sequence[str], options: PairsConfig) -> list
                 scores = [None] * len(prompts) if source is None else source(samples).tolist()
                 ended = samples.rollout.ended.tolist()
                 sides += [Side(*said) for said in zip(samples.responses, ended, scores, strict=True)]
-                bar.update(len(prompts))
+                bar.advance(len(prompts))
             by_policy.append(sides)
             del policy
             gc.collect()  # before the next one is loaded: modules with hooks are circles

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,9 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from rlhf import dist
+from rlhf import dist, status
 from rlhf.config import UserError
 from rlhf.types import Metrics
+
+EVALUATION = "eval_"
+"""How the names of numbers on held-out rows begin."""
 
 
 def quiet_libraries() -> None:
@@ -119,22 +122,16 @@ class Recorder:
             if "tensorboard" in report_to:
                 self._writers.append(TensorBoard(directory / "tensorboard", done))
 
-    def follow(self, steps: Iterable[Metrics], total: int, title: str, shown: Sequence[str]) -> Iterator[Metrics]:
-        """Pass `steps` on, recording each; `shown` are the metrics on the bar."""
-        interactive = sys.stderr.isatty()
-        with tqdm(
-            total=total,
-            initial=self._done,
-            desc=title,
-            disable=not dist.is_main(),
-            file=sys.stderr,
-            mininterval=0.2 if interactive else 20.0,
-            dynamic_ncols=interactive,
-        ) as bar:
+    def follow(self, steps: Iterable[Metrics], total: int, title: str, shown: Sequence[str]) -> Generator[Metrics]:
+        """Pass `steps` on, recording each; `shown` are the metrics on the bar.
+
+        Numbers of an evaluation, whose names begin with EVALUATION, get a row of their own after the step's.
+        """
+        with status.bar(title, total, self._done) as bar:
             for step, metrics in enumerate(steps, start=self._done + 1):
-                self.write("train", step, metrics)
-                bar.set_postfix_str(" ".join(f"{n}={metrics[n]:.3g}" for n in shown if n in metrics), refresh=False)
-                bar.update()
+                for kind, numbers in _by_kind(metrics).items():
+                    self.write(kind, step, numbers)
+                bar.advance(1, {name: metrics[name] for name in shown if name in metrics})
                 yield metrics
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
@@ -163,6 +160,13 @@ class Recorder:
 
     def close(self) -> None:
         self._each(lambda writer: writer.close())
+
+
+def _by_kind(metrics: Metrics) -> dict[str, Metrics]:
+    parts: dict[str, Metrics] = {"train": {}}
+    for name, value in metrics.items():
+        parts.setdefault("eval" if name.startswith(EVALUATION) else "train", {})[name] = value
+    return parts
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

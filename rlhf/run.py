@@ -54,6 +54,7 @@ class Run:
         self._found = resume.newest(self.directory)
         self._state = resume.Resumable({}, {})
         self._spikes = spikes.Spikes()
+        self.step = self.done
         self.models: list[str] = []
         if self._found is not None:
             self.models = list(self._found.manifest["models"])
@@ -138,8 +139,10 @@ class Run:
         saved = time.monotonic()
         every = self.options.save_every
         watched = self.recorder.follow(self._with_spread(steps), total, self.stage, shown)
-        with Ending() as ending:
+        asked = None
+        with Ending() as ending, contextlib.closing(watched):  # closed, the bar leaves its line to what is said next
             for step, metrics in enumerate(watched, start=self.done + 1):
+                self.step = step
                 found = self._spikes.look(metrics)
                 if found is not None:
                     self.recorder.warn(step, spikes.NAME, found, spikes.ADVICE)
@@ -151,7 +154,13 @@ class Run:
                     self._save_checkpoint(step)
                     saved = time.monotonic()
                 if asked:
-                    self._leave(step, asked)
+                    break
+        if asked:
+            self._leave(self.step, asked)
+
+    def evaluated(self, metrics: Metrics) -> None:
+        """Record what the model does on held-out rows after the steps so far; before the first it is step 0."""
+        self.recorder.write("eval", self.step, metrics)
 
     def _with_spread(self, steps: Iterable[Metrics]) -> Iterator[Metrics]:
         """Beside each step's metrics, where there are several ranks, how long the passes of the slowest and of the
@@ -208,7 +217,6 @@ class Run:
         try:
             for folder, save in models.items():
                 self.save(folder, save)
-            self.recorder.write("eval", 0, metrics)
             if dist.is_main():
                 if state is not None:
                     checkpoint.write_json(self.directory / "state.json", state)

@@ -23,6 +23,7 @@ from rlhf.progress import find
 from rlhf.resume import Resumable
 from rlhf.run import check_engine, check_ranks, check_start, open_run
 from rlhf.splitting import check_split, shares
+from rlhf.status import status
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, length_groups
 from step1_sft.config import SFTConfig
@@ -110,6 +111,7 @@ def run(config: SFTConfig) -> None:
     found = find(STAGE, config, inputs(config), partial(content, config))
     if found == "finished":
         return
+    status(f"{STAGE}: reading the data")
     tokenizer, data = check(config, ranks=dist.world_size())
     dist.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
     place = model_place(config.model, *FOLDERS)
@@ -117,6 +119,7 @@ def run(config: SFTConfig) -> None:
     batches = _batches(dataset, config)
     total = batches.steps(config.num_train_epochs)
     with open_run(STAGE, config, found, {"model": place}) as stage:
+        status(f"{STAGE}: loading the model")
         dtype = compute_dtype(config, dist.local_device())
         lm = load_causal_lm(place, dtype, len(tokenizer), config.seed, shards_of(config))
         model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)
@@ -126,10 +129,13 @@ def run(config: SFTConfig) -> None:
             record.say(f"{STAGE}: {ACROSS}")
         before = perplexity(policy, evaluation, config, tokenizer.pad_token_id)
         stage.go_on(Resumable({"policy": policy, "batches": batches}, {"policy": policy}))
+        if not stage.done:
+            stage.evaluated({"eval_perplexity": before})
         steps = train(policy, dataset, batches, config, tokenizer.pad_token_id)
         stage.follow(steps, total, shown=("loss", "grad_norm"))
         metrics = {
             "eval_perplexity_before": before,
             "eval_perplexity": perplexity(policy, evaluation, config, tokenizer.pad_token_id),
         }
+        stage.evaluated(metrics)
         stage.finish({"model": partial(save_policy, policy, config.adapter, tokenizer)}, metrics)

@@ -23,6 +23,7 @@ from rlhf.progress import find
 from rlhf.resume import Resumable
 from rlhf.run import check_engine, check_ranks, check_start, open_run
 from rlhf.splitting import check_split, shares
+from rlhf.status import status
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
 from step2_reward.config import RewardConfig
@@ -165,6 +166,7 @@ def run(config: RewardConfig) -> None:
     found = find(STAGE, config, inputs(config), partial(content, config))
     if found == "finished":
         return
+    status(f"{STAGE}: reading the data")
     tokenizer, data = check(config, ranks=dist.world_size())
     dist.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
     place = model_place(config.model, *FOLDERS)
@@ -173,6 +175,7 @@ def run(config: RewardConfig) -> None:
     total = batches.steps(config.num_train_epochs)
     pad_id = tokenizer.pad_token_id
     with open_run(STAGE, config, found, {"model": place}) as stage:
+        status(f"{STAGE}: loading the model")
         dtype = compute_dtype(config, dist.local_device())
         model = new_scalar_model(place, dtype, len(tokenizer), config.seed, shards_of(config))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
@@ -184,5 +187,6 @@ def run(config: RewardConfig) -> None:
         steps = train(reward, dataset, batches, config, pad_id, pair_scores)
         stage.follow(steps, total, shown=("loss", "accuracy", "margin"))
         metrics = evaluate(reward, evaluation, config, pad_id, pair_scores)
+        stage.evaluated(metrics)
         statistics = ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
         stage.finish({"model": partial(save_scalar, reward, config.adapter, tokenizer, scores=statistics)}, metrics)

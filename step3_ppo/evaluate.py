@@ -105,6 +105,11 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
     return metrics
 
 
+def at_start(before: Evaluation) -> Metrics:
+    """The same numbers of the policy that the run starts from."""
+    return {name: value for name, value in compare(before, before).items() if not name.endswith("_before")}
+
+
 def _ci95(values: Tensor) -> float:
     """Half the width of the 95 % interval of the mean, [N] values."""
     return mean_interval(values).high - values.double().mean().item() if len(values) > 1 else float("nan")

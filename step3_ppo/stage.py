@@ -21,6 +21,7 @@ from rlhf.nonfinite import Tolerance
 from rlhf.progress import find
 from rlhf.resume import Resumable
 from rlhf.run import open_run
+from rlhf.status import status
 from rlhf.types import Metrics, Rollout
 from step3_ppo.chosen import append_chosen
 from step3_ppo.config import Step3Config
@@ -29,6 +30,7 @@ from step3_ppo.evaluate import (
     Best,
     Evaluation,
     Turns,
+    at_start,
     compare,
     flaw,
     look,
@@ -163,16 +165,19 @@ def run(config: Step3Config) -> None:
     found = find(STAGE, config, inputs(config), partial(content, config))
     if found == "finished":
         return
+    status(f"{STAGE}: reading the data")
     tokenizer, data = check(config, ranks=dist.world_size())
     dist.work_alike(config.tensor_parallel_size)
     given, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
     with open_run(STAGE, given, found, {name: str(getattr(config, name)) for name in inputs(given)}) as stage:
+        status(f"{STAGE}: loading the models")
         players = set_up(config, tokenizer)
         context = reward_context(config, tokenizer)
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, context)
         stage.describe(data, tokenizer)
         stage.manifest["data"] |= ptx_content(config)
+        status(f"{STAGE}: responding to the held-out prompts, before training")
         before = after = evaluate(players, evaluation, judge, config)
         flawed = flaw(before)
         if flawed is not None:
@@ -198,6 +203,8 @@ def run(config: Step3Config) -> None:
         stage.go_on(resumable(players, others))
         if stage.done:
             after = evaluate(players, evaluation, judge, config)
+        else:
+            stage.evaluated(at_start(before))
         total = iterations(config)
         steps = train(players, prompts, course, config)
         steps = looked_at(steps, Turns(config.eval_every, total, stage.done), look_at, best)

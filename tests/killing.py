@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlhf import plugins, record, resume
+from rlhf import checkpoint, plugins, record, resume
 from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
 from step2_reward import stage as reward
@@ -69,8 +69,12 @@ def run(options: Any) -> None:
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], kind: str, step: int) -> None:
-    """`run` with a process that dies right after it has recorded that step (kind train), or the end (kind eval)."""
+    """`run` with a process that dies right after it has recorded that step (kind train), or before its manifest (kind
+    end)."""
     write = record.Recorder.write
+
+    def no_digests(*_: object) -> None:
+        raise Killed
 
     def last(self: record.Recorder, kind_now: str, step_now: int, metrics: Any) -> None:
         write(self, kind_now, step_now, metrics)
@@ -78,6 +82,8 @@ def dying(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], kind: str,
             raise Killed
 
     with monkeypatch.context() as patched:
+        if kind == "end":
+            patched.setattr(checkpoint, "file_digests", no_digests)
         patched.setattr(record.Recorder, "write", last)
         with pytest.raises(Killed):
             run()

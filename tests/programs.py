@@ -1,5 +1,6 @@
 """A command line run inside the test's own process."""
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -8,6 +9,15 @@ import pytest
 from rlhf import config, record
 
 Run = Callable[..., tuple[int, str, str]]
+
+
+STATUS = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)\n", re.MULTILINE)
+"""A line that says what is being done or how far it is, where stderr is no terminal."""
+
+
+def without_status(said: str) -> str:
+    """What else a program said on stderr."""
+    return STATUS.sub("", said)
 
 
 def runner(
@@ -23,6 +33,6 @@ def runner(
         except SystemExit as leaving:
             code = int(str(leaving.code))
         said = capsys.readouterr()
-        return code, said.out, said.err
+        return code, said.out, without_status(said.err)
 
     return call

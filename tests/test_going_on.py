@@ -91,7 +91,7 @@ def test_step_3_goes_on_from_every_iteration(
     for step in range(1, 6):
         dying(monkeypatch, lambda: run(options), "train", step)
         assert killing.steps_of(Path("out/step3_ppo"))[-1:] == [step - 1][: step - 1]
-    dying(monkeypatch, lambda: run(options), "eval", 0)
+    dying(monkeypatch, lambda: run(options), "end", 0)
     run(options)
     require_same(left(Path("out/step3_ppo")), whole)
 
@@ -139,7 +139,7 @@ def test_a_run_that_patience_ended_stays_ended(
     options = ppo_options(**models, **still)
     whole = undisturbed(here / "whole", options)
     assert [row["kind"] for row in whole["metrics.jsonl"]].count("train") == 2
-    dying(monkeypatch, lambda: run(options), "eval", 0)
+    dying(monkeypatch, lambda: run(options), "end", 0)
     run(options)
     require_same(left(Path("out/step3_ppo")), whole)
 

@@ -4,9 +4,12 @@ import json
 import math
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import train
 from rlhf import checkpoint, config, launch, record
+from tests.programs import STATUS, without_status
 
 ROOT = Path(train.__file__).parent
 SMALL = [
@@ -55,15 +59,25 @@ def again(
 ) -> Callable[..., tuple[int, str, list[str]]]:
     """The chain in this process, its stages noted instead of started: (exit code, what it says, stages)."""
 
-    def run(*argv: str) -> tuple[int, str, list[str]]:
+    def run(*argv: str, copied_from: Path | None = None) -> tuple[int, str, list[str]]:
         started: list[str] = []
+
+        def stage(module: str, words: list[str], where: Any) -> int:
+            started.append(module)
+            if copied_from is not None:
+                directory = Path(config.read_yaml(words[1])["output_dir"])
+                shutil.copytree(copied_from / module, directory / module)
+            return 0
+
         monkeypatch.setattr(record, "quiet_libraries", lambda: None)
-        monkeypatch.setattr(launch, "run", lambda module, argv, processes: started.append(module) or 0)
-        monkeypatch.setattr(train, "save", lambda chain: None)
+        monkeypatch.setattr(launch, "run", stage)
+        if copied_from is None:
+            monkeypatch.setattr(train, "save", lambda chain: None)
         monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+        monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *argv])
         code = config.run_as_user(train.main)
         said = capsys.readouterr()
-        return code, said.out + said.err, started
+        return code, said.out + without_status(said.err), started
 
     return run
 
@@ -111,10 +125,11 @@ def test_metrics_have_one_line_a_step(out: Path) -> None:
         assert sum(place["fates"].values()) == place["rows"]
         rows = [json.loads(line) for line in (out / stage / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, count + 1))
-        assert [row["kind"] for row in rows].count("eval") == 1
+        before = [] if stage == "step2_reward" else [0]
+        assert [row["step"] for row in rows if row["kind"] == "eval"] == [*before, count]
         seconds = [row["seconds"] for row in rows]
         assert seconds == sorted(seconds)
-    first = json.loads((out / "step3_ppo" / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads((out / "step3_ppo" / "metrics.jsonl").read_text().splitlines()[1])
     assert abs(first["first_approx_kl"]) < 1e-6, "on the first minibatch the policy is the one that sampled"
     assert abs(first["kl"]) < 1e-3, "and the reference is the policy"
 
@@ -142,8 +157,13 @@ def test_each_stage_names_what_it_started_from(out: Path) -> None:
 
 def test_nothing_is_said_but_our_lines(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     _, done = finished
-    bars = [line for line in re.split(r"[\r\n]+", done.stderr) if line.strip()]
-    assert bars and all(re.match(r"step\d_\w+: +\d+%\|", line) for line in bars), done.stderr
+    assert without_status(done.stderr) == "", "a log has whole lines, each with its time"
+    said = STATUS.findall(done.stderr)
+    assert said[:2] == ["train.py: loading libraries", "checking options, models and data"]
+    for stage, steps in zip(STAGES, ("24", "17", "2"), strict=True):
+        own = [line.removeprefix(f"{stage}: ") for line in said if line.startswith(stage)]
+        assert own[0] == "loading libraries" and own[1] == "reading the data" and own[2].startswith("loading the model")
+        assert own[-1].startswith(f"{steps} of {steps} (100 %), ") and own[-1].count("=") == 0
     ours = re.compile(r"step\d_\w+: |chosen |rejected |held-out prompts|[+|-]|The tuned policy|Numbers: |  python |$")
     assert all(ours.match(line) for line in done.stdout.splitlines()), done.stdout
     assert done.stdout.isascii() and "|" in done.stdout
@@ -213,11 +233,53 @@ def test_overwriting_runs_a_stage_and_those_that_start_from_it(
     assert (code, tuple(started)) == (0, stages)
 
 
-def test_a_part_goes_on_with_the_options_of_the_run(again: Callable[..., Any], out: Path) -> None:
-    code, said, started = again("--steps", "3", "--output-dir", str(out))
-    assert (code, started) == (0, []) and "step3_ppo: already complete" in said
-    code, said, started = again("--steps", "3", "--ppo.kl-coef", "0.7", "--ppo.overwrite", "--output-dir", str(out))
-    assert (code, started) == (0, ["step3_ppo"]) and f"with the options of {out}/config.yaml" in said
+def test_a_command_without_config_and_model_takes_the_options_of_the_directory(
+    again: Callable[..., Any], out: Path
+) -> None:
+    """Whichever steps it names."""
+    for steps in ([], ["--steps", "3"], ["--steps", "1", "2", "3"]):
+        code, said, started = again(*steps, "--output-dir", str(out))
+        assert (code, started) == (0, []) and "step3_ppo: already complete" in said
+        code, said, started = again(*steps, "--ppo.kl-coef", "0.7", "--ppo.overwrite", "--output-dir", str(out))
+        assert (code, started) == (0, ["step3_ppo"]) and f"options that are not given: as in {out}/config.yaml" in said
+
+
+NAMED = {1: ("--actor-model", STAGES[0]), 2: ("--reward-model", STAGES[1])}
+
+
+@pytest.mark.parametrize("steps", [steps for n in (1, 2, 3) for steps in combinations((1, 2, 3), n)], ids=str)
+def test_every_next_command_that_is_printed_can_be_typed(
+    steps: tuple[int, ...], again: Callable[..., Any], out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that is started leaves what the stage of the finished run has left."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(out / STAGES[0] / "model", "base")  # by a relative path
+    given = [word for step in {1, 2} - {*steps} for word in (NAMED[step][0], f"{out}/{NAMED[step][1]}") if 3 in steps]
+    models = ["--actor-model", "demo-llama", "--reward-model", "./base"] if 3 not in steps else []
+    command = [*SMALL, "--config", str(train.DEMO), *models, *given, "--steps", *map(str, steps)]
+    command += ["--output-dir", "a run"]
+    ran: list[str] = []
+    while command:
+        code, said, started = again(*command, copied_from=out)
+        assert code == 0, said
+        ran += started
+        command = shlex.split(said.partition("next: python train.py")[2])
+    whole = {STAGES[step - 1] for step in (steps if 3 in steps else (1, 2, 3))}
+    assert sorted(ran) == sorted(whole) and "The tuned policy is" in said
+
+
+def test_a_chain_that_asks_no_reward_model_makes_none(again: Callable[..., Any], out: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
+    own = ["--config", str(train.DEMO), *SMALL, "--ppo.reward", f"{tmp_path}/mine.py:score"]
+    own += ["--output-dir", str(tmp_path / "new")]
+    code, said, started = again(*own, "--ppo.algorithm", "rloo")
+    assert (code, started) == (0, [STAGES[0], STAGES[2]]) and "step2_reward: left out" in said
+    assert again(*own, "--ppo.algorithm", "rloo", "--steps", "1", "2", "3")[::2] == (0, list(STAGES))
+    assert again(*own)[::2] == (0, list(STAGES))  # the critic starts from the reward model
+    code, said, started = again(*own, "--ppo.algorithm", "rloo", "--ppo.actor-model", f"{out}/step1_sft")
+    assert (code, started) == (0, [STAGES[2]]) and "step1_sft: left out" in said
+    said = again(*own, "--ppo.algorithm", "rloo", "--steps", "1", copied_from=out)[1]
+    assert said.endswith(f"next: python train.py --steps 3 --output-dir {tmp_path}/new\n")
 
 
 def test_a_part_elsewhere_starts_from_named_models(again: Callable[..., Any], out: Path, tmp_path: Path) -> None:

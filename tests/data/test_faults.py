@@ -39,6 +39,7 @@ from step1_sft import __main__ as sft
 from step1_sft import stage as sft_stage
 from step2_reward import __main__ as reward
 from step2_reward import stage as reward_stage
+from tests.programs import without_status
 from tests.texts import byte_tokenizer
 
 ROOT = Path(train.__file__).parent
@@ -90,7 +91,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         assert (code, said.out) == (2, ""), said
         assert sorted(home.rglob("*")) == before, "something was left behind"
         assert time.process_time() - start < LIMIT_S
-        return said.err.removeprefix("error: ").removesuffix("\n")
+        return without_status(said.err).removeprefix("error: ").removesuffix("\n")
 
     return run
 

@@ -39,9 +39,13 @@ def options(models: Path, out: Path, algorithm: str = "ppo", **changes: Any) -> 
     return plugins.find("step3_ppo.algorithms", algorithm).Config(**changed)
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
+def all_rows(out: Path) -> list[dict[str, Any]]:
     lines = (out / "step3_ppo/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+    return [row for row in map(json.loads, lines) if row["kind"] != "warning"]
+
+
+def rows(out: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [row for row in all_rows(out) if row["kind"] == kind]
 
 
 def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> None:
@@ -180,8 +184,11 @@ def test_every_look_is_taken_once_and_the_last_policy_may_be_the_best(models: Pa
     stage.run(made)
     lines = (tmp_path / "step3_ppo/samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [2] * 8 + [3] * 8
-    found = {row["step"]: row["eval_score"] for row in rows(tmp_path) if "eval_score" in row}
-    assert set(found) == {2, 3}
+    found = {row["step"]: row["eval_score"] for row in rows(tmp_path, "eval")}
+    assert list(found) == [0, 2, 3] and not any("eval_score" in row for row in rows(tmp_path))
+    final = json.loads((tmp_path / "step3_ppo/manifest.json").read_text(encoding="utf-8"))["metrics"]
+    assert [found[0], found[3]] == pytest.approx([final["eval_score_before"], final["eval_score"]], rel=1e-5)
+    assert [row["kind"] for row in all_rows(tmp_path)] == ["eval", "train", "train", "eval", "train", "eval"]
     best, actor = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "step3_ppo" / name).state_dict() for name in ("best", "actor")
     )
