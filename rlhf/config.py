@@ -7,8 +7,10 @@ import contextlib
 import difflib
 import io
 import itertools
+import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -274,10 +276,15 @@ def to_yaml(config: Config) -> str:
 
 
 def run_as_user(main: Any) -> int:
-    """Call `main()`; a user's mistake becomes one line on stderr and exit code 2, Ctrl-C 130."""
+    """Call `main()`; a user's mistake becomes one line on stderr and exit code 2, Ctrl-C 130.
+
+    With RLHF_DEBUG in the environment, the traceback of what a user's own code has raised comes before the line.
+    """
     try:
         return int(main() or 0)
     except UserError as error:
+        if error.__cause__ is not None and os.environ.get("RLHF_DEBUG"):
+            traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

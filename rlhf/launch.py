@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -163,11 +164,23 @@ def stage_main(
             record.quiet_libraries()
             run(options)
     except UserError as error:
-        give_up(f"error: {error}", MISTAKE)
+        give_up(f"error: {error}{_kept_traceback(error, stage, argv)}", MISTAKE)
     except KeyboardInterrupt:
         give_up("interrupted", 130)
     end_well()
     return 0
+
+
+def _kept_traceback(error: UserError, stage: str, argv: Sequence[str]) -> str:
+    """Where the traceback lies of what a user's own code has raised; nothing is written for other mistakes."""
+    folder = Path(config.peek(argv, "output-dir", RunOptions().output_dir)) / stage
+    if error.__cause__ is None or not folder.is_dir():
+        return ""
+    path = folder / f"traceback-{_rank()}.txt"
+    with contextlib.suppress(OSError):
+        path.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
+        return f"; the traceback is in {path}"
+    return ""
 
 
 def end_well() -> None:

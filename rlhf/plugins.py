@@ -8,12 +8,14 @@ import importlib.util
 import pkgutil
 import re
 import sys
+import traceback
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, TracebackType
+from typing import Any, Self
 
 import yaml
 
+from rlhf import memory
 from rlhf.config import UserError, suggest, validate
 
 Spec = str | dict[str, Any]
@@ -98,3 +100,32 @@ def build(folder: str, spec: Spec, *args: Any) -> Any:
         raise UserError(f"{name}: has no {' and no '.join(missing)}; a plug-in has Config and build(config, ...)")
     where = name if name.endswith(".py") else f"{folder}.{name}"
     return module.build(validate(module.Config, options, where), *args)
+
+
+class Blame:
+    """Holds the exception that a user's code raises inside the block, which it ends.
+
+    Not ours are: a UserError, which says all itself, a lack of memory, and what is no Exception (Ctrl-C, say).
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, UserError) or memory.ran_out(error):
+            return False
+        self.error = error
+        return True
+
+
+def where_it_failed(error: BaseException) -> str:
+    """`my_reward.py:7: in score: KeyError: 'x'`, of the innermost line that is not in a library."""
+    frames = traceback.extract_tb(error.__traceback__)[2:]  # the first two are our call
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if not own:
+        return said
+    return f"{own[-1].filename}:{own[-1].lineno}: in {own[-1].name}: {said}"

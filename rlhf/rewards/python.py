@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def build(config: Config, context: Context) -> Source:
                 f"if only some rows have it, give it a default: {missing[0]}=None"
             )
         columns = {name: column for name, column in found.items() if takes_all or name in parameters}
-        values = function(list(samples.prompts), list(samples.responses), **columns)
+        values = _called(config.function, function, samples, columns)
         try:
             return torch.tensor([float(value) for value in values], device=context.device)
         except (TypeError, ValueError) as error:
@@ -50,6 +50,39 @@ def build(config: Config, context: Context) -> Source:
             ) from None
 
     return score
+
+
+def _called(place: str, function: Callable[..., Any], samples: Samples, columns: Mapping[str, list[Any]]) -> Any:
+    """What the function returns. Raises: UserError with file, line, error and row, if it raises one itself."""
+
+    def score(rows: slice) -> Any:
+        own = {name: column[rows] for name, column in columns.items()}
+        values = function(list(samples.prompts[rows]), list(samples.responses[rows]), **own)
+        return list(values) if isinstance(values, Iterator) else values  # what is lazy fails here, not later
+
+    with plugins.Blame() as blame:
+        return score(slice(None))
+    assert blame.error is not None
+    row = _first_to_fail(score, len(samples.responses))
+    said = "no row of them fails alone" if row is None else f"for prompt {samples.prompts[row][-80:]!r}"
+    reply = "" if row is None else f", response {samples.responses[row][:80]!r}"
+    raise UserError(
+        f"reward '{place}': {plugins.where_it_failed(blame.error)}, {said}{reply}; mend the function and type the same "
+        "command again"
+    ) from blame.error
+
+
+def _first_to_fail(score: Callable[[slice], Any], count: int) -> int | None:
+    """The first of `count` rows for which the function fails alone, found by halves."""
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        with plugins.Blame() as blame:
+            score(slice(low, middle))
+        low, high = (low, middle) if blame.error is not None else (middle, high)
+    with plugins.Blame() as blame:
+        score(slice(low, high))
+    return low if blame.error is not None else None
 
 
 def _needed(parameters: list[inspect.Parameter]) -> list[str]:

@@ -1,6 +1,8 @@
 """The whole stage on the demo world, with what is off by default switched on, and with scores that are no numbers."""
 
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from data.batches import pair_batch
-from rlhf import launch, plugins
+from rlhf import config, launch, plugins
 from rlhf.config import UserError
 from rlhf.generation import vllm as served
 from rlhf.models.scalar import apart, load_scalar_model
@@ -19,7 +21,9 @@ from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
 from step2_reward import stage as reward
 from step2_reward.config import RewardConfig
+from step3_ppo import __main__ as ppo_program
 from step3_ppo import stage
+from tests import programs
 from tests.small_demo import SMALL
 
 SHORT: dict[str, Any] = {"response_length": 16, "total_episodes": 96, "eval_samples": 8, "learning_rate": 1e-3}
@@ -141,6 +145,27 @@ def test_scores_that_are_no_numbers_end_the_run_with_code_3(
     texts = json.loads((out / "bad_batch/rank-0.json").read_text(encoding="utf-8"))["texts"]
     assert len(texts) == 32 and all("tell me" in text for text in texts)
     assert [row.get("skipped_iteration") for row in rows(tmp_path / "out")] == [None, 1.0]
+
+
+def test_an_exception_of_a_reward_function_is_one_line_with_its_row(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text("def score(prompts, responses):\n    return map(one, prompts)\n\n\ndef one(prompt):\n")
+    with source.open("a") as file:
+        file.write("    if 'fox' in prompt:\n        return {}['fox']\n    return 1.0\n")
+    chosen = options(models, tmp_path / "out", "rloo", reward=f"{source}:score")
+    (tmp_path / "options.yaml").write_text(config.to_yaml(chosen), encoding="utf-8")
+    argv = ["step3_ppo", "--config", str(tmp_path / "options.yaml"), "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as leaving:
+        ppo_program.main()
+    line = programs.without_status(capsys.readouterr().err)
+    assert leaving.value.code == 2 and line.count("\n") == 1 and "Traceback" not in line
+    assert f"{source}:7: in one: KeyError: 'fox', for prompt " in line
+    assert re.search(r"for prompt '[^']*fox[^']*', response '", line)
+    kept = Path(line.strip().partition("the traceback is in ")[2])
+    assert kept.is_relative_to(tmp_path / "out/step3_ppo") and "return {}['fox']" in kept.read_text(encoding="utf-8")
 
 
 def test_other_data_to_go_on_learning_is_noticed(models: Path, tmp_path: Path) -> None:
