@@ -119,6 +119,15 @@ def test_the_reward_model_knows_its_scores(models: Path) -> None:
     assert metrics["eval_accuracy"] == (scores[:, 0] > scores[:, 1]).float().mean().item()
 
 
+def test_the_seed_of_the_run_is_that_of_the_head(tmp_path: Path) -> None:
+    small = {**SMALL, "data_path": ["demo,rows=120"], "learning_rate": 0.0, "model": "demo-llama"}
+    reward.run(RewardConfig(**small, seed=5, output_dir=str(tmp_path)))
+    model = load_scalar_model(str(tmp_path / "step2_reward/model"), torch.float32, 0)
+    width = model.score.weight.shape[1]
+    drawn = torch.empty(1, width).normal_(0.0, (width + 1) ** -0.5, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(model.score.weight, drawn)
+
+
 def test_scores_that_are_no_numbers_end_the_run_with_code_3(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
