@@ -86,10 +86,14 @@ def test_a_list_that_comes_again_is_another_element() -> None:
 
 
 def test_what_is_left_of_a_list_weighs_as_much_as_the_whole(tmp_path: Path) -> None:
-    """With 17 rows each of the 13 records has one pair, and some have a second one."""
+    """With 17 rows each of the 13 records has one pair, and some have a second one. Every file has its own lists."""
     rows = reward_runs.rows_of(reward_runs.config_of(tmp_path, max_train_rows=17))
     assert rows.batch_elements == rows.weights.sum() == 13 < len(rows) <= 17
     assert set(rows.weights) == {0.5, 1.0}
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text((tmp_path / "ranked.jsonl").read_text())
+    twice = reward_runs.rows_of(reward_runs.config_of(tmp_path, data_path=(f"{tmp_path}/ranked.jsonl", str(copy))))
+    assert twice.batch_elements == 2 * 8
 
 
 def test_each_option_of_batches_arrives(tmp_path: Path) -> None:

@@ -98,7 +98,9 @@ def test_rows_left_out_of_an_epoch_are_others_in_the_next() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_budget_of_tokens(ranks: int) -> None:
     shares = dealt(LENGTHS, 1, 2, ranks, batch_tokens=4096)
-    assert {len(batches) for batches in shares} == {Batches(LENGTHS, 1, ranks=(0, ranks), batch_tokens=4096).steps(2)}
+    begun = Batches(LENGTHS, 1, ranks=(0, ranks), batch_tokens=4096)
+    assert [next(begun.take(2)) for _ in range(2)] == shares[0][:2]
+    assert {len(batches) for batches in shares} == {begun.steps(2)}  # from the first epoch on, wherever it stands
     batches = [list(chain(*parts)) for parts in zip(*shares, strict=True)]
     seen = np.bincount(list(chain(*batches)), minlength=len(LENGTHS))
     assert set(seen) <= {1, 2}  # twice in two epochs, but for fewer rows than ranks at the end of each
@@ -225,6 +227,12 @@ def test_rows_of_one_element_are_in_one_batch(ranks: int, lengths: Any, more: di
     resumed = Batches(rows, 8, 3, (0, ranks), elements=moved, **more)
     resumed.load_state_dict({"epoch": 0, "row": len({moved[row] for step in steps[:3] for row in step})})
     assert list(resumed.take(2)) == shares[0][3:]
+
+
+def test_elements_of_rows_of_similar_length_are_together_however_many_they_have() -> None:
+    """16 lists of six rows of 10 tokens, and 16 rows of 60: equally many tokens each."""
+    lengths, elements = np.array([10] * 96 + [60] * 16), np.r_[np.repeat(np.arange(16), 6), np.arange(16, 32)]
+    assert [len(set(lengths[batch])) for batch in Batches(lengths, 8, elements=elements)] == [1] * 4
 
 
 def test_the_elements_of_rows_of_their_own_change_nothing() -> None:

@@ -73,7 +73,8 @@ def test_what_is_learned(plain: PreTrainedTokenizerBase, loss_on: str, expected:
         (8, [10, 11, -1]),
         (7, [10, 11, -1]),
         (6, "prompt too long"),
-        (2, "response too long"),
+        (4, "prompt too long"),
+        (3, "response too long"),
     ],
 )
 def test_turns_that_are_left_are_learned(plain: PreTrainedTokenizerBase, length: int, expected: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from data import pack
 from data.config import DataOptions
 from data.dataset import Opened, Recipe, open_datasets
 from data.encode import Demonstration
@@ -32,7 +33,10 @@ def packed(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Opened:
     return open_datasets(DataOptions(data_split=(1, 0, 0), **options), Recipe("sft", objective="text"), tokenizer)
 
 
-def test_all_tokens_are_there_and_contexts_are_full(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_all_tokens_are_there_and_contexts_are_full(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "TEXTS_AT_ONCE", 7)
     place = tmp_path / "x.jsonl"
     place.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(300)))
     data = packed(tokenizer, data_path=(str(place),), max_length=64, eval_fraction=0.2)
@@ -50,6 +54,8 @@ def test_all_tokens_are_there_and_contexts_are_full(tmp_path: Path, tokenizer: P
         assert ends[-1] == len(stream) - 1
     expected = [(BOS, *tokenizer.encode(text, add_special_tokens=False)) for text in texts(300)]
     assert sorted(found) == sorted(expected)
+    other = packed(tokenizer, data_path=(str(place),), max_length=64, eval_fraction=0.2, data_seed=1)
+    assert other.train[0] != data.train[0]  # the order is the seed's, not the file's
     fates = data.report["places"][0]["fates"]
     assert fates["train"] + fates["evaluation"] == 300
     assert len(data.train) < 300
@@ -61,6 +67,13 @@ def test_paragraphs_of_a_text_file_and_weights(tmp_path: Path, tokenizer: PreTra
     places = (f"{tmp_path}/a.txt=1", f"{tmp_path}/b.txt=3")
     data = packed(tokenizer, data_path=places, max_length=32, eval_fraction=0.0)
     assert data.report["train"]["rows_by_place"] == [50, 150]
+
+
+def test_a_last_token_alone_teaches_nothing(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "a.txt").write_text("w1 w2\n\nw3 w4 w5")  # with BOS and EOS 4 and 5 tokens
+    for length, contexts in ((8, [8]), (4, [4, 4]), (7, [7, 2])):
+        data = packed(tokenizer, data_path=(f"{tmp_path}/a.txt",), max_length=length, eval_fraction=0.0)
+        assert [len(item.ids) for item in data.train] == contexts  # type: ignore[union-attr]
 
 
 def test_rows_with_prompts_are_no_plain_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
