@@ -8,10 +8,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataOptions
-from data.encode import Demonstration, Encoded, RowEncoder
+from data.encode import Demonstration, Encoded, RowEncoder, fit_prompt
 from data.split import PHASES
 from rlhf.text import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
+from tests import tiny
 
 BOS, EOS, FIRST = 1, 2, 4
 
@@ -91,6 +92,21 @@ def test_turns_that_are_left_of_a_cut_prompt_are_learned(plain: PreTrainedTokeni
         assert learned(found) == [5, 6, 8, -1]
         assert not isinstance(found, str)
         assert found[0].ids == (BOS, *(FIRST + i for i in [*range(5 - kept, 5), 5, 6, 7, 8]), EOS)  # type: ignore[union-attr]
+
+
+def test_the_eos_that_stands_for_a_bos_stays_at_the_head() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.bos_token = None
+    template = Template(prepare_tokenizer(tokenizer, "plain"))
+    assert fit_prompt(template, (Message("user", "w4 w5 w6 w7"),), 3, by_tokens=True)[0] == [tiny.EOS, 6, 7]
+
+
+@pytest.mark.parametrize(("margin", "expected"), [(2, 2.0), (0.5, 0.5), (None, None), ("much", None)])
+def test_a_margin_is_a_number_of_any_kind(plain: PreTrainedTokenizerBase, margin: Any, expected: float | None) -> None:
+    columns = {} if margin is None else {"margin": margin}
+    [result] = RowEncoder("reward", Template(plain), DataOptions())([Row((), "w1", "w2", columns=columns)])
+    assert not isinstance(result, str)
+    assert result[0].margin == expected  # type: ignore[union-attr]
 
 
 def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) -> None:
