@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from tests.mutation.mutants import Mutant, mutants
 from tests.mutation.running import Results, Worker
@@ -69,48 +70,58 @@ def drawn(files: Sequence[str], seed: int, sample: int) -> list[Mutant]:
     return every[: sample or None]
 
 
-def digest(paths: Sequence[str]) -> str:
-    """Of the content of these files."""
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a result is of: a product file and its owners, with digests of what they held."""
+
+    tests: tuple[str, ...]
+    of_file: str
+    of_tests: str
+
+    @classmethod
+    def of(cls, file: str, tests: Sequence[str]) -> Self:
+        """As the files are now."""
+        return cls(tuple(tests), _digest([file]), _digest(tests))
+
+
+def _digest(paths: Sequence[str]) -> str:
     return hashlib.sha256(b"\0".join((ROOT / path).read_bytes() for path in paths)).hexdigest()[:12]
 
 
-def serve(worker: Worker, tasks: "queue.SimpleQueue[Mutant]", results: Results, end: float) -> None:
+def serve(worker: Worker, tasks: "queue.SimpleQueue[tuple[Mutant, State]]", results: Results, end: float) -> None:
     """Run mutants until there are none left or the time is over."""
-    table = owners()
     while time.monotonic() < end:
         try:
-            mutant = tasks.get_nowait()
+            mutant, state = tasks.get_nowait()
         except queue.Empty:
             return
-        tests = table[mutant.file]
-        usual = baseline(worker, tests, results)
-        state = digest([mutant.file, *tests])
-        answer = worker.run(tests, 30 + 4 * usual, mutant)
+        usual = baseline(worker, state, results)
+        answer = worker.run(state.tests, 30 + 4 * usual, mutant)
         outcome = {"passed": "survived", "failed": "killed", "timed out": "timed out"}[answer["outcome"]]
         killer = next((line for line in answer["output"] if line.startswith(("FAILED", "ERROR"))), "")
-        row = {"name": mutant.name, "state": state, "outcome": outcome, "seconds": answer["seconds"], "killer": killer}
-        results.add(row)
+        row = {"name": mutant.name, "outcome": outcome, "seconds": answer["seconds"], "killer": killer}
+        results.add(row | {"state": state.of_file + state.of_tests})
         print(f"{outcome:9}  {answer['seconds']:6.1f} s  {mutant}", flush=True)
 
 
-def baseline(worker: Worker, tests: Sequence[str], results: Results) -> float:
+def baseline(worker: Worker, state: State, results: Results) -> float:
     """Seconds that the tests take without a mutant; they must pass."""
-    name, state = " ".join(tests), digest(tests)
-    row = results.known(name, state)
+    name = " ".join(state.tests)
+    row = results.known(name, state.of_tests)
     if row is None:
-        answer = worker.run(tests, BASELINE_LIMIT_S)
+        answer = worker.run(state.tests, BASELINE_LIMIT_S)
         if answer["outcome"] != "passed":
             raise SystemExit("\n".join([*answer["output"], f"{name}: {answer['outcome']} without a mutant"]))
-        row = {"name": name, "state": state, "seconds": answer["seconds"]}
+        row = {"name": name, "state": state.of_tests, "seconds": answer["seconds"]}
         results.add(row)
     return float(row["seconds"])
 
 
-def run(todo: Sequence[Mutant], results: Results, workers: int, end: float) -> None:
-    """Run these mutants, those with the same owners one after the other."""
-    tasks: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    for mutant in todo:
-        tasks.put(mutant)
+def run(todo: Sequence[tuple[Mutant, State]], results: Results, workers: int, end: float) -> None:
+    """Run these mutants, each in the tree as it is now."""
+    tasks: queue.SimpleQueue[tuple[Mutant, State]] = queue.SimpleQueue()
+    for task in todo:
+        tasks.put(task)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         crew = [Worker(ROOT, Path(folder) / str(i)) for i in range(min(workers, len(todo)))]
         with ThreadPoolExecutor(len(crew) or 1) as pool:
@@ -156,13 +167,18 @@ def main() -> int:
     if chosen.list:
         print(*sample, sep="\n")
         return 0
-    states = {file: digest([file, *table[file]]) for file in chosen.files}
+    states = {file: State.of(file, table[file]) for file in chosen.files}
     if chosen.survivors:
         sample = [m for m in sample if results.by_name.get(m.name, {}).get("outcome") == "survived"]
-    todo = [mutant for mutant in sample if results.known(mutant.name, states[mutant.file]) is None]
+
+    def is_known(mutant: Mutant) -> bool:
+        state = states[mutant.file]
+        return results.known(mutant.name, state.of_file + state.of_tests) is not None
+
+    todo = [(mutant, states[mutant.file]) for mutant in sample if not is_known(mutant)]
     print(f"{len(sample)} mutants, {len(sample) - len(todo)} of them measured before")
     run(todo, results, chosen.workers, time.monotonic() + 60 * chosen.minutes)
-    measured = [m for m in sample if results.known(m.name, states[m.file]) is not None]
+    measured = [mutant for mutant in sample if is_known(mutant)]
     outcomes: dict[str, list[str]] = {}
     for mutant in measured:
         outcomes.setdefault(mutant.file, []).append(results.by_name[mutant.name]["outcome"])
