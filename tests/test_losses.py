@@ -40,8 +40,12 @@ def value(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
     return losses.clipped_value(x, data[0], data[1], mask, 0.2, COUNT)
 
 
+def kl(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
+    return losses.kl_penalty(x, data[0], mask, "k3", COUNT), {}
+
+
 Loss = Callable[[Tensor, list[Tensor], Tensor], Result]
-TOKEN_LOSSES: list[Loss] = [nll, policy, dual, value]
+TOKEN_LOSSES: list[Loss] = [nll, policy, dual, value, kl]
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
@@ -94,12 +98,13 @@ def test_policy_loss_by_hand() -> None:
 
 def test_dual_clip_by_hand() -> None:
     # Only A < 0 with a large ratio is bounded: a ratio of 8 at A = -2 costs 16, with dual clip 3 it costs 6.
-    ratios = torch.tensor([[math.log(8.0), math.log(8.0), 0.0]]).requires_grad_()
-    advantages, mask = torch.tensor([[-2.0, 2.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool)
-    for dual_clip, expected in ((None, 16 - 2.4 + 2), (3.0, 6 - 2.4 + 2)):
-        loss, _ = losses.clipped_policy(ratios, torch.zeros(1, 3), advantages, mask, 0.2, 1, dual_clip=dual_clip)
+    far = math.log(8.0)
+    ratios = torch.tensor([[far, far, 0.0, far]]).requires_grad_()
+    advantages, mask = torch.tensor([[-2.0, 2.0, -2.0, 0.5]]), torch.ones(1, 4, dtype=torch.bool)
+    for dual_clip, expected in ((None, 16 - 2.4 + 2 - 0.6), (3.0, 6 - 2.4 + 2 - 0.6)):
+        loss, _ = losses.clipped_policy(ratios, torch.zeros(1, 4), advantages, mask, 0.2, 1, dual_clip=dual_clip)
         assert float(loss.detach()) == pytest.approx(expected, abs=1e-5)
-    assert torch.autograd.grad(loss, ratios)[0].tolist() == [[0.0, 0.0, 2.0]]
+    assert torch.autograd.grad(loss, ratios)[0].tolist() == [[0.0, 0.0, 2.0, 0.0]]
 
 
 def test_first_minibatch_is_the_policy_gradient() -> None:
@@ -171,6 +176,29 @@ def test_no_token_inside_the_value_range_counts_as_clipped() -> None:
     assert float((values - old).abs().max()) < 0.2
     _, metrics = losses.clipped_value(values, old, returns, MASK, 0.2, COUNT)
     assert float(metrics["value_clip_fraction"]) == 0.0
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_loss_matches_float64(estimator: ops.KLEstimator) -> None:
+    """With policy and reference exchanged k1 changes its sign, and k3 is another number: exp(d) - 1 - d."""
+    x, (reference, _) = inputs()
+    total = 0.0
+    for b, t in MASK.nonzero().tolist():
+        d = float(x.detach()[b, t].double() - reference[b, t].double())
+        total += {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+    loss = losses.kl_penalty(x, reference, MASK, estimator, COUNT)
+    # |d| < 2: exp and the sum of 21 terms round by less than 21 * 8 * eps / COUNT
+    assert float(loss.detach()) == pytest.approx(total / COUNT, abs=1e-6)
+
+
+def test_a_ratio_counts_up_to_its_bound_and_beyond_it_has_no_gradient() -> None:
+    """e^20 and e^-20: at advantage -1 the loss is the ratio itself, and no product of inf and 0 arises."""
+    x = torch.tensor([[1000.0, -1000.0]], requires_grad=True)
+    far, advantages, mask = torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    loss, metrics = losses.clipped_policy(x, far, advantages, mask, 0.2, 2)
+    assert float(loss.detach()) == pytest.approx((math.exp(20) - math.exp(-20)) / 2, rel=1e-6)
+    assert float(metrics["ratio_mean"]) == pytest.approx(math.exp(20) / 2, rel=1e-6)
+    assert torch.autograd.grad(loss, x)[0].tolist() == [[0.0, 0.0]]
 
 
 def test_token_nll_is_cross_entropy() -> None:
