@@ -34,6 +34,10 @@ def sampled(
     return built(backend)(model, prompts, sampling, draws(0, len(prompts), sampling))
 
 
+def sampled_with(model: PreTrainedModel, prompts: Prompts, numbers: Tensor, sampling: SamplingOptions) -> Rollout:
+    return built("loop")(model, prompts, sampling, numbers)
+
+
 def draws(seed: int, rows: int, sampling: SamplingOptions = SAMPLING) -> Tensor:
     return uniforms([(seed, row) for row in range(rows)], sampling.response_length)
 
@@ -143,6 +147,28 @@ def test_the_samples_follow_the_distribution(backend: str, temperature: float) -
     # sum_v sqrt(p_v (1 - p_v) / (2 pi n)) is the expected distance of a right sampler.
     noise = float((expected * (1 - expected) / (2 * torch.pi * count)).sqrt().sum())
     assert 0.5 * float((drawn - expected).abs().sum()) < 1.5 * noise
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_each_token_is_where_its_number_falls_in_the_distribution(temperature: float) -> None:
+    """The loop, token by token: the first whose cumulated probability after its prefix, in float64, exceeds its number.
+
+    So the joint of a whole response is right, which single tokens do not show.
+    """
+    model, prompts = leaning_to(tiny.EOS, -2.0), tiny.prompts([3, 9, 8, 5])
+    numbers = draws(5, 4)
+    rollout = sampled_with(model, prompts, numbers, SamplingOptions(response_length=12, temperature=temperature))
+    checked = 0
+    for b, response in enumerate(rollout.response_tokens()):
+        for t, token in enumerate(response):
+            prefix = torch.tensor([*prompts.ids[b][prompts.mask[b]].tolist(), *response[:t]])
+            with torch.no_grad():
+                logits = model(input_ids=prefix[None]).logits[0, -1].double() / temperature
+            edges = logits.softmax(-1).cumsum(-1)
+            if float((edges - numbers[b, t]).abs().min()) > 1e-5:  # else rounding may decide
+                assert token == int((edges <= numbers[b, t]).sum()), (b, t)
+                checked += 1
+    assert checked > 0.9 * int(rollout.mask.sum()) > 20
 
 
 @backends

@@ -54,6 +54,17 @@ def test_uniform() -> None:
     assert float(numbers.min()) >= 0 and float(numbers.max()) < 1
 
 
+def test_the_tokens_of_a_response_have_numbers_of_their_own() -> None:
+    """Neighbours in a stream are uncorrelated: the mean of products of variance 1 / 144, within 4 standard errors.
+
+    One number for all tokens of a response would make it 1 / 12.
+    """
+    numbers = uniforms([(0, i) for i in range(2000)], 100) - 0.5
+    for apart in (1, 2):
+        products = numbers[:, apart:] * numbers[:, :-apart]
+        assert abs(float(products.mean())) < 4 / 12 / products.numel() ** 0.5
+
+
 def test_a_response_is_the_same_alone_and_beside_others() -> None:
     """And nothing that draws from torch's own stream in between moves it."""
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))

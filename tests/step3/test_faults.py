@@ -20,7 +20,7 @@ from step3_ppo.inputs import check
 from step3_ppo.metrics import credit_metrics, rollout_metrics
 from step3_ppo.warnings import Limits, Watch
 from tests import engine_runs, tiny
-from tests.players import Players, players, twice_each
+from tests.players import Players, players, scored_by, twice_each
 
 TESTS = Path(__file__).parents[1]
 ALGORITHMS = [name for name in plugins.names("step3_ppo.algorithms") if name != "best_of_n"]
@@ -209,6 +209,15 @@ def test_responses_that_never_end_are_cut_fined_and_told() -> None:
     metrics = rollout_metrics(rollout)
     assert metrics["truncated"] == 1.0 and metrics["ended"] == 0.0
     assert [notice.name for notice in Watch(Limits()).look(1, metrics)] == ["truncated"]
+
+
+def test_the_penalty_falls_on_cut_responses_alone_whatever_their_score() -> None:
+    scores = torch.linspace(-2.0, 2.0, 8)
+    game = scored_by(players("ppo", missing_eos_penalty=3.0), lambda samples: scores)
+    rollout = game.score(game.sample(twice_each()))
+    cut = ~rollout.ended
+    assert cut[scores < 0].any() and cut[scores > 0].any() and not cut.all()
+    assert rollout.scores is not None and torch.equal(rollout.scores, torch.where(cut, scores - 3.0, scores))
 
 
 def test_tokens_after_the_end_change_no_bit_of_loss_or_gradient() -> None:

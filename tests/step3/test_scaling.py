@@ -1,6 +1,8 @@
 """Scores before an algorithm sees them: against the plain statistics of all scores so far."""
 
 import json
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from pydantic import ValidationError
 
 from step3_ppo.config import Step3Config
 from step3_ppo.scaling import ScoreScaling
+from tests import tiny
+from tests.players import count_of_words, on_course, players, scored_by
 
 BATCHES = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 3 + torch.arange(5)[:, None] - 7
 
@@ -40,6 +44,20 @@ def test_clipped_after_scaling_and_without_it() -> None:
     scaled = ScoreScaling(Step3Config(use_score_scaling=True, score_clip=1.0))(scores)
     assert scaled[0] == -1 and scaled[4] == 1 and scaled[1] == pytest.approx(-1 / 18.98947, abs=1e-4)
     assert ScoreScaling(Step3Config())(scores) is scores
+
+
+@pytest.mark.parametrize("options", [{"score_clip": 1.5}, {"use_score_scaling": True, "use_score_norm": True}])
+def test_the_algorithm_sees_scores_as_they_are_scaled(options: dict[str, Any]) -> None:
+    """In the loop of step 3: credit is of clipped and scaled scores, and not of the first ones."""
+    with tiny.one_rank():
+        game = players("rloo", total_episodes=8, kl_coef=0.0, **options)
+        with mock.patch.object(game.algorithm, "credit", wraps=game.algorithm.credit) as credit:
+            (metrics,) = on_course(scored_by(game, count_of_words))
+        (rollout,) = credit.call_args.args
+        scaled, given = rollout.scores, rollout.source_scores[:, 0]
+        assert not torch.equal(given, scaled) and torch.equal(scaled, ScoreScaling(game.config)(given))
+    assert metrics["score"] == pytest.approx(scaled.double().mean().item())
+    assert metrics["score_mine"] == pytest.approx(given.double().mean().item())
 
 
 def test_the_state_goes_through_json() -> None:
