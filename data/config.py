@@ -80,8 +80,8 @@ class DataOptions(Config):
     """the run stops if more than this share of the training rows is too long, empty or equal on both sides"""
 
     max_train_rows: int | None = Field(None, ge=1)
-    """rows at most for training; none: all. With weights: the rows of an epoch, some of them more than once if a
-    source is too small"""
+    """rows at most for training, of those that can be used; none: all. With weights: the rows of an epoch, some of them
+    more than once if a source is too small"""
 
     max_eval_rows: int = Field(200, ge=0)
     """rows at most for evaluation"""

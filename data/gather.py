@@ -27,6 +27,9 @@ SHOWN = 10
 ALL_BAD = 1000
 """rows after which a place that has only bad ones is read no further"""
 
+SPARE = 2
+"""rows of a stream that are read for each that is wanted for training, as some are dropped"""
+
 MALFORMED = "malformed"
 ELSEWHERE = "of another phase's share"
 HELD_OUT = "prompt held out for evaluation"
@@ -235,7 +238,7 @@ class Needs:
         holds_out = origin.use == "evaluation" or (options.eval_fraction > 0 and not options.eval_data_path)
         self._left = {
             True: options.max_eval_rows if holds_out else 0,
-            False: 0 if origin.use == "evaluation" else options.max_train_rows,
+            False: 0 if origin.use == "evaluation" else SPARE * options.max_train_rows,
         }
 
     def are_met(self, share: str) -> bool:

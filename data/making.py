@@ -1,8 +1,9 @@
 """Making a set: rows are gathered, chosen, tokenised, and every one of them accounted for."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from rlhf.launch import cores
 from rlhf.text import Template
 
 MOST_WORKERS = 8
-SPARE = 2
-"""rows of a weighted place that are tokenised for each that is wanted, as some are dropped"""
+MOST_MORE = 8
+"""times as many rows are tokenised again at most as are missing, whatever share of the earlier ones was dropped"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,23 @@ def make(
     held_out, train = (_in_order(rows, side & rows.usable) for side in (rows.held_out, ~rows.held_out))
     rows.count(held_out[options.max_eval_rows :], BEYOND["evaluation"])
     held_out = held_out[: options.max_eval_rows]
-    candidates = _candidates(rows, train, found, options.max_train_rows)
-    picked = np.sort(np.concatenate([candidates, held_out]))
+    queues = _queues(rows, train, found, options.max_train_rows)
     encoder = RowEncoder(recipe.phase, template, options, recipe.loss_on, recipe.objective == "text")
-    encode_file(raw, picked, encoder, folder, options.data_workers or min(MOST_WORKERS, cores()))
+    workers = options.data_workers or min(MOST_WORKERS, cores())
+    picked = _tokenised(queues, held_out, partial(encode_file, raw, encoder, folder, workers))
     raw.unlink()
+    number = np.zeros(len(rows.origins), dtype=np.int64)
+    number[picked] = np.arange(len(picked))
     kept = outcomes(folder)[0] == ""
-    alive = {"train": candidates, "evaluation": held_out}
-    sides = {name: _kept(np.searchsorted(picked, order), kept) for name, order in alive.items()}
-    if found[0].weight is not None:
+    tried = train[np.isin(train, picked)]
+    sides = {name: _kept(number[order], kept) for name, order in {"train": tried, "evaluation": held_out}.items()}
+    weighted = found[0].weight is not None
+    rows.count(np.setdiff1d(train, tried), BEYOND["weight" if weighted else "train"])
+    if weighted:
         sides["train"] = _blended(rows, picked, sides["train"], found, options.max_train_rows)
+    elif options.max_train_rows is not None:
+        sides["train"], beyond = np.split(sides["train"], [options.max_train_rows])
+        rows.count(picked[beyond], BEYOND["train"])
     report = account(folder, rows, found, picked, sides)
     for name, index in sides.items():
         np.save(folder / f"{name}.npy", index)
@@ -94,19 +102,55 @@ def _kept(index: np.ndarray, kept: np.ndarray) -> np.ndarray:
     return index[kept[index]]
 
 
-def _candidates(rows: Gathered, train: np.ndarray, found: Sequence[Origin], budget: int | None) -> np.ndarray:
-    """The rows to tokenise for training, in order: of weighted places more than are wanted, but not all."""
+@dataclass
+class Queue:
+    """Rows that wait to be tokenised until enough of them can be used."""
+
+    rows: np.ndarray
+    """positions, in the order in which they are taken"""
+    wanted: int
+    taken: int = 0
+    usable: int = 0
+
+    def take(self) -> np.ndarray:
+        """The next rows: as many as are missing, and more the more of the earlier ones were dropped."""
+        missing = self.wanted - self.usable
+        share = max(self.usable / max(1, self.taken), 1 / MOST_MORE) if self.taken else 1.0
+        start, self.taken = self.taken, min(len(self.rows), self.taken + math.ceil(max(0, missing) / share))
+        return self.rows[start : self.taken]
+
+
+def _queues(rows: Gathered, train: np.ndarray, found: Sequence[Origin], budget: int | None) -> list[Queue]:
+    """The rows to train on, in order: those of each weighted place apart, each of which has a share of the budget."""
     if found[0].weight is None:
-        rows.count(train[budget:] if budget else train[:0], BEYOND["train"])
-        return train[:budget]
+        return [Queue(train, len(train) if budget is None else budget)]
     total = sum(origin.weight or 0.0 for origin in found)
-    wanted = np.zeros(len(train), dtype=bool)
+    queues = []
     for i, origin in enumerate(found):
-        mine = np.flatnonzero(rows.origins[train] == i)
-        most = None if budget is None else SPARE * math.ceil(budget * (origin.weight or 0.0) / total)
-        wanted[mine[:most]] = bool(origin.weight)
-    rows.count(train[~wanted], BEYOND["weight"])
-    return train[wanted]
+        own = train[rows.origins[train] == i]
+        if origin.weight:
+            queues.append(Queue(own, len(own) if budget is None else math.ceil(budget * origin.weight / total)))
+    return queues
+
+
+def _tokenised(
+    queues: Sequence[Queue], held_out: np.ndarray, tokenise: Callable[[np.ndarray, int], np.ndarray]
+) -> np.ndarray:
+    """Tokenise held-out rows and rows of each queue until it has as many usable ones as are wanted, or is empty.
+
+    tokenise(positions, round): writes the items of these rows; which of them can be used.
+    Returns the positions of all items, in the order in which they were written.
+    """
+    picked: list[np.ndarray] = []
+    while True:
+        taken = [queue.take() for queue in queues]
+        batch = np.sort(np.concatenate([*taken, *([] if picked else [held_out])]))
+        if picked and not len(batch):
+            return np.concatenate(picked)
+        usable = batch[tokenise(batch, len(picked))]
+        for queue, mine in zip(queues, taken, strict=True):
+            queue.usable += int(np.isin(mine, usable).sum())
+        picked.append(batch)
 
 
 def _blended(

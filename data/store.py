@@ -102,11 +102,16 @@ class EncodeBatch:
         return to_columns(self._encoder.phase, self._encoder(rows), batch["row"])
 
 
-def encode_file(rows: Path, picked: np.ndarray, encoder: RowEncoder, folder: Path, workers: int) -> None:
-    """Tokenise the rows at positions `picked` of the file `rows` into `folder`/items*.arrow, in their order."""
-    table = datasets.Dataset.from_file(str(rows)) if len(picked) else None
-    if table is None:
-        return
+def encode_file(
+    rows: Path, encoder: RowEncoder, folder: Path, workers: int, picked: np.ndarray, batch: int
+) -> np.ndarray:
+    """Tokenise the rows at positions `picked` of the file `rows` into `folder`/items*.arrow, in their order.
+
+    batch: 0 for the first call, and one more for each that adds rows. Returns which can be used, bool [N].
+    """
+    if not len(picked):
+        return np.zeros(0, dtype=bool)
+    table = datasets.Dataset.from_file(str(rows))
     if len(picked) < len(table):
         table = table.select(picked)
     if len(picked) > SMALL:
@@ -115,19 +120,22 @@ def encode_file(rows: Path, picked: np.ndarray, encoder: RowEncoder, folder: Pat
     (datasets.enable_progress_bars if shown else datasets.disable_progress_bars)()
     gc.freeze()  # what forked processes share with this one they then need not copy: 6 % less time, half the faults
     try:
-        table.map(
+        items = table.map(
             EncodeBatch(encoder),
             batched=True,
             num_proc=min(workers, -(-len(picked) // SMALL)) if len(picked) > SMALL else None,
             remove_columns=["row"],
             features=features(encoder.phase, len(encoder.template.tokenizer)),
-            cache_file_name=str(folder / "items.arrow"),
+            cache_file_name=str(
+                folder / (f"items~{batch:03}.arrow" if batch else "items.arrow")
+            ),  # ~ is after all else
             new_fingerprint="items",
             load_from_cache_file=False,
             desc="tokenising",
         )
     finally:
         gc.unfreeze()
+    return np.array(items.data.column("reason"), object) == ""
 
 
 def read_items(folder: Path) -> datasets.Dataset | None:

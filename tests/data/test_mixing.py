@@ -76,7 +76,11 @@ def test_a_weight_is_a_share_of_what_can_be_used(home: Path, tokenizer: PreTrain
     places = ("long.jsonl=1", "a.jsonl=1")
     data = opened(tokenizer, data_path=places, max_length=64, max_train_rows=40, **ALL)
     assert data.report["train"]["rows_by_place"] == [20, 20]
-    accounted(data)
+    assert data.report["train"]["different_rows"] == accounted(data)["train"] == 40
+    data = opened(tokenizer, data_path=("long.jsonl",), max_length=64, max_train_rows=30, **ALL)
+    assert len(data.train) == accounted(data)["train"] == 30
+    every = opened(tokenizer, data_path=("long.jsonl",), max_length=64, **ALL)
+    assert data.train[:] == every.train[:30] and len(every.train) == 50
     data = opened(tokenizer, data_path=places, max_length=64, **ALL)
     assert data.report["train"]["rows_by_place"] == [50, 50]
     assert accounted(data)["prompt too long"] == 450
