@@ -15,7 +15,7 @@ from rlhf import checkpoint, config, dist, launch, logs, memory, names, plugins,
 from rlhf.config import UserError
 from rlhf.ending import CODES, Ending
 from rlhf.engine import Engine, require_possible
-from rlhf.models.load import require_context
+from rlhf.models.load import require_context, require_vocabulary
 from rlhf.nonfinite import NonFiniteError, save_batch
 from rlhf.options import EngineOptions, RunOptions
 from rlhf.progress import Standing
@@ -327,8 +327,8 @@ def check_plugin(folder: str, spec: str) -> None:
 def check_start(place: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:
     """Refuse a place that cannot be started from; with `convert_template`, one made with another template will do.
 
-    Raises: UserError if there is no model or no tokenizer, it has no room for `tokens`, or another stage made it
-    with another chat template or end token.
+    Raises: UserError if there is no model or no tokenizer, it has no room for `tokens`, its tokenizer is another
+    model's, or another stage made it with another chat template or end token.
     """
     found = load_tokenizer(names.resolve(place))
     asked = prepare_tokenizer(found, chat_template)
@@ -342,6 +342,7 @@ def check_start(place: str, chat_template: str, tokens: int, convert_template: b
                 "--convert-template to go on with the new one"
             )
     require_context(place, tokens)
+    require_vocabulary(place, len(asked))
 
 
 def check_ranks(batch_size: int, ranks: int, parts: int = 1, name: str = "batch_size") -> None:

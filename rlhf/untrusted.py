@@ -3,12 +3,13 @@
 import json
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -25,6 +26,12 @@ MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ADAPTER = "adapter_config.json"
 MERGE = "merge it with its base model first (peft: merge_and_unload, then save_pretrained)"
+
+REPORT = " For details look at the `CONVERSION` entries of the above report!"
+"""The end of a message of transformers, whose report is not shown."""
+
+FLOATING = ("F", "BF", "float", "bfloat")
+"""What names of types begin with, in safetensors and in torch."""
 
 OWN_CODE = "it needs custom code of its own, which is never run here; expected what transformers has itself"
 
@@ -50,6 +57,36 @@ def refuse_adapter(place: str, model: Any) -> None:
     """Raises: UserError if transformers has found an adapter at `place`, on the hub say, and laid it over the model."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UserError(f"model '{place}': got an adapter over its weights, expected whole weights; {MERGE}")
+
+
+def refuse_whole_numbers(place: str, model: Any) -> None:
+    """transformers reads bool and whole numbers as if they were weights in floating point.
+
+    Raises: UserError naming the first weight of `model` that is stored so.
+    """
+    there = Path(place).is_dir()
+    patterns = ("*.safetensors", "*.bin")
+    folder = Path(place if there else snapshot_download(place, allow_patterns=list(patterns), local_files_only=True))
+    weights = {name for name, _ in model.named_parameters()}
+    for name, dtype, file in _stored(folder):
+        within = {name, name.partition(".")[2], f"{model.base_model_prefix}.{name}"}
+        if not dtype.startswith(FLOATING) and (name.endswith(".weight") or weights & within):
+            raise UserError(
+                f"model '{place}': {file}: weight {name} holds numbers of type {dtype}, expected floating point; "
+                "quantised weights cannot be trained: name the model that they were made from"
+            )
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Name, type and file of each weight stored in `folder`, as far as a model is read from there."""
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                yield name, tensors.get_slice(name).get_dtype(), file.name
+    for file in [] if files else sorted(folder.glob("*.bin")):
+        for name, tensor in torch.load(file, map_location="meta", weights_only=True).items():
+            yield name, str(tensor.dtype).removeprefix("torch."), file.name
 
 
 def read_mappings(what: str, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -85,7 +122,7 @@ def reason(place: str, error: BaseException) -> str:
             f"{_first_broken(Path(place)) or 'a weight file'}: this pickle {wants}, and nothing of it was run; "
             "expected tensors alone, best in *.safetensors"
         )
-    said = " ".join(str(error).split())[:200] or type(error).__name__
+    said = " ".join(str(error).split()).replace(REPORT, "")[:200] or type(error).__name__
     file = _first_broken(Path(place)) if not isinstance(error, StrictDataclassError) else "config.json"
     return f"{file}: {said}" if file and file not in said else said
 

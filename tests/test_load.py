@@ -15,7 +15,14 @@ from torch import Tensor
 from rlhf import plugins
 from rlhf.config import UserError
 from rlhf.draws import uniforms
-from rlhf.models.load import context_length, load_backbone, load_causal_lm, load_config, require_context
+from rlhf.models.load import (
+    context_length,
+    load_backbone,
+    load_causal_lm,
+    load_config,
+    require_context,
+    require_vocabulary,
+)
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import new_scalar_model
 from rlhf.options import SamplingOptions
@@ -88,7 +95,35 @@ def test_a_language_model_without_its_head_is_refused(place: Path) -> None:
 
 def test_a_weight_of_another_shape_is_refused(place: Path) -> None:
     edit_weights(place, lambda state: state.update({"model.norm.weight": torch.ones(16)}))
-    both(place)
+    assert "1 weights have another shape (model.norm.weight: got [16], expected [32])" in refusal(place)
+    assert "got [16], expected [32]" in refusal(place, load_backbone)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_are_no_floating_point_are_refused(place: Path, dtype: torch.dtype, name: str) -> None:
+    weight = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(place, lambda state: state.update({weight: state[weight].to(dtype)}))
+    if name.endswith(".bin"):
+        torch.save(load_file(place / "model.safetensors"), place / name)
+        (place / "model.safetensors").unlink()
+    said = both(place)
+    assert f"{name}: weight {weight} holds numbers of type" in said
+    assert "expected floating point" in said
+
+
+def test_a_tokenizer_of_another_model_is_refused_and_new_rows_are_told(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "its embedding has 97 rows, but its tokenizer 107 ids"
+    assert said in refusal(place, size=107) and said in refusal(place, load_backbone, 107)
+    with pytest.raises(UserError, match=said):
+        require_vocabulary(str(place), 107)
+    for size, added in ((98, None), (106, 9)):
+        require_vocabulary(str(place), size)
+        load_causal_lm(str(place), torch.float32, size)
+        told = f"note: model '{place}': {added} rows are added to the 97 of its embedding"
+        assert (told in capsys.readouterr().out) == (added is not None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

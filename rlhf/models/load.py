@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rlhf import dist
+from rlhf import dist, record
 from rlhf.config import UserError, read_yaml
 from rlhf.models import attention, packing
 from rlhf.names import resolve
 from rlhf.sharding import Shards, whole, whole_shape
 from rlhf.text import load_tokenizer
-from rlhf.untrusted import LOAD_ERRORS, reason, refuse_adapter, refuse_model
+from rlhf.untrusted import LOAD_ERRORS, reason, refuse_adapter, refuse_model, refuse_whole_numbers
 
 HEADS = re.compile(r"(lm_head|embed_out|score)\.")
 """Weights that a model without a head has no place for."""
+MOST_NEW = 0.1
+"""of the rows that a model's embedding has: a tokenizer with more ids beyond them is another model's"""
 LINE = 64
 """bytes of a line of a CPU's cache"""
 
@@ -104,6 +106,21 @@ def require_context(place: str, tokens: int) -> None:
         )
 
 
+def require_vocabulary(place: str, tokenizer_size: int) -> None:
+    """Raises: UserError if the tokenizer has many more ids than the model's config has rows."""
+    rows = getattr(load_config(place).get_text_config(), "vocab_size", tokenizer_size)
+    _refuse_other_tokenizer(place, rows, tokenizer_size)
+
+
+def _refuse_other_tokenizer(place: str, rows: int, tokenizer_size: int) -> None:
+    if tokenizer_size - rows > max(1, MOST_NEW * rows):
+        raise UserError(
+            f"model '{place}': its embedding has {rows} rows, but its tokenizer {tokenizer_size} ids; expected the "
+            f"tokenizer of this model, or at most {MOST_NEW:.0%} more ids; put that beside it, or train rows for all "
+            "ids first"
+        )
+
+
 def load_causal_lm(
     place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
 ) -> PreTrainedModel:
@@ -158,15 +175,23 @@ def _load(
         # Reading into shards does not tell what is missing or misshapen: a model without storage is read before.
         where = {} if shards is None else {"device_map": {"": "meta"}}
         safe = {"config": config, "dtype": dtype, "trust_remote_code": False, "weights_only": True}
+        told = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # we name them; transformers does not
         with readable(source):
-            model, info = auto.from_pretrained(source, output_loading_info=True, **where, **safe)
-        refuse_adapter(place, model)
+            model, info = auto.from_pretrained(source, **told, **where, **safe)
+            refuse_adapter(place, model)
+            refuse_whole_numbers(source, model)
         _refuse_mismatch(place, info, HEADS if auto is AutoModel else None)
         if shards is not None:
             with readable(source), shards.building():
                 model = auto.from_pretrained(source, **safe)
     rows = model.get_input_embeddings().num_embeddings
+    _refuse_other_tokenizer(place, rows, tokenizer_size)
     if rows < tokenizer_size:
+        if rows < tokenizer_size - 1:  # one is for padding
+            record.say(
+                f"note: model '{place}': {tokenizer_size - rows} rows are added to the {rows} of its embedding for ids "
+                "that only its tokenizer has; each is the mean of the others"
+            )
         with contextlib.nullcontext() if shards is None else shards.building():
             _add_rows(model, rows, tokenizer_size)
     refuse_non_finite(model, place)
@@ -191,6 +216,9 @@ def _refuse_mismatch(place: str, info: dict[str, Any], ignored: re.Pattern[str] 
     unexpected = [name for name in info["unexpected_keys"] if ignored is None or not ignored.match(name)]
     found = {"missing": sorted(info["missing_keys"]), "unexpected": sorted(unexpected)}
     said = [f"{len(names)} weights are {kind} ({', '.join(names[:3])})" for kind, names in found.items() if names]
+    for name, there, expected in sorted(info["mismatched_keys"])[:1]:
+        many = len(info["mismatched_keys"])
+        said.append(f"{many} weights have another shape ({name}: got {list(there)}, expected {list(expected)})")
     if said:
         raise UserError(f"model '{place}': {'; '.join(said)}; expected those of its config.json")
 
