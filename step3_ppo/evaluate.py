@@ -14,7 +14,7 @@ from rlhf import dist, record
 from rlhf.intervals import mean_interval
 from rlhf.rewards import Source, as_samples
 from rlhf.standings import distinct
-from rlhf.types import Metrics, Rollout, Samples
+from rlhf.types import Message, Metrics, Rollout, Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Evaluation:
     distinct_2: float
     by_source: dict[str, Tensor] = field(default_factory=dict)
     """what each of several reward sources says"""
+    questions: tuple[str, ...] = ()
+    """what the user says last in each prompt"""
 
 
 def look(
@@ -52,7 +54,12 @@ def look(
         ended=_all(rollout.ended),
         distinct_2=distinct(_of_all_ranks(rollout.response_tokens()), 2),
         by_source={name: _all(scores) for name, scores in sources.items()} if len(sources) > 1 else {},
+        questions=tuple(_of_all_ranks([_question(row.prompt) for row in rollout.rows])),
     )
+
+
+def _question(prompt: Sequence[Message]) -> str:
+    return next((message.content for message in reversed(prompt) if message.role == "user"), "")
 
 
 def flaw(seen: Evaluation) -> str | None:
@@ -208,11 +215,11 @@ def write_rollout(path: Path, iteration: int, rollout: Rollout, names: Sequence[
 
 
 def show_samples(before: Evaluation, after: Evaluation, count: int) -> None:
-    """Prompts with the response before and after, side by side."""
+    """What users said last, with the response before and after side by side."""
     rows = [
-        (prompt, f"{old}\n[{old_score:.2f}]", f"{new}\n[{new_score:.2f}]")
-        for prompt, old, new, old_score, new_score in zip(
-            after.prompts,
+        (question, f"{old}\n[{old_score:.2f}]", f"{new}\n[{new_score:.2f}]")
+        for question, old, new, old_score, new_score in zip(
+            after.questions,
             before.responses,
             after.responses,
             before.scores.tolist(),
@@ -220,4 +227,4 @@ def show_samples(before: Evaluation, after: Evaluation, count: int) -> None:
             strict=True,
         )
     ]
-    record.show_table("held-out prompts [score]", ("prompt", "before", "after"), rows[:count])
+    record.show_table("held-out prompts [score]", ("the user's last words", "before", "after"), rows[:count])

@@ -10,7 +10,17 @@ import torch
 
 from rlhf.types import Metrics, Rollout, Samples
 from step3_ppo import evaluate
-from step3_ppo.evaluate import Best, Evaluation, Turns, compare, look, looked_at, write_rollout, write_samples
+from step3_ppo.evaluate import (
+    Best,
+    Evaluation,
+    Turns,
+    compare,
+    look,
+    looked_at,
+    show_samples,
+    write_rollout,
+    write_samples,
+)
 from tests import tiny
 
 
@@ -49,10 +59,20 @@ def test_a_look_has_the_responses_of_all_ranks_in_the_order_of_their_prompts(mon
     found = look(whole[torch.arange(0, 5, 2)], judge, tokenizer, {})
     monkeypatch.undo()
     alone = look(whole, judge, tokenizer, {})
-    assert found.prompts == alone.prompts and found.responses == alone.responses == ("w5", "w6", "w7", "w8", "w9")
+    assert found.prompts == alone.prompts and found.questions == alone.questions
+    assert found.responses == alone.responses == ("w5", "w6", "w7", "w8", "w9")
     for name in ("scores", "judged", "kl", "ref_nll", "lengths", "ended"):
         assert torch.equal(getattr(found, name), getattr(alone, name)), name
     assert found.scores.tolist() == [50.0, 60.0, 70.0, 80.0, 90.0] and found.distinct_2 == alone.distinct_2
+
+
+def test_the_table_shows_what_users_say_and_no_template(capsys: pytest.CaptureFixture[str]) -> None:
+    found = look(scored([5, 6, 7]), None, tiny.tokenizer(), {})
+    assert found.prompts[0].startswith("<s>")
+    show_samples(found, found, 2)
+    printed = capsys.readouterr().out
+    assert [question in printed for question in found.questions] == [True, True, False]
+    assert "<s>" not in printed
 
 
 def scored(words: list[int]) -> Rollout:
