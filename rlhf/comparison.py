@@ -48,7 +48,8 @@ class Responses:
     """[N K] ids without padding"""
     scores: Tensor
     kl: Tensor
-    """log pi(y|x) - log ref(y|x): k1, nats per response, at the sampling temperature"""
+    """log pi(y|x) - log ref(y|x): k1, nats per response, at the sampling temperature; with the log-probs of the sampling
+    pass: with another pass's the mean can be negative by rounding"""
     ref_nll: Tensor
     """-log ref(y|x), nats per response, at the sampling temperature"""
     lengths: Tensor
@@ -129,7 +130,8 @@ def _measure(policy: Policy, name: str, bench: _Bench, bar: status.Bar) -> Respo
     for prompts, draw in bench.setting.questions.batches(bench.respondents.device):
         rollout = backend(policy.lm, prompts, o, draw)
         samples = rewards.as_samples(rollout, tokenizer)
-        own, ref = (_logprobs(p, rollout, o.temperature, o.micro_batch_size) for p in (policy, bench.reference))
+        own = ops.zero_off_mask(rollout.sampled_logprobs.double(), rollout.mask)
+        ref = _logprobs(bench.reference, rollout, o.temperature, o.micro_batch_size)
         kl = (own - ref).sum(1)
         if not torch.isfinite(kl).all():
             row = int((~torch.isfinite(kl)).nonzero()[0])

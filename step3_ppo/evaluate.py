@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import dist, record
+from rlhf import dist, ops, record
 from rlhf.intervals import mean_interval
 from rlhf.rewards import Source, as_samples
 from rlhf.standings import distinct
@@ -39,7 +39,12 @@ class Evaluation:
 def look(
     rollout: Rollout, judge: Source | None, tokenizer: PreTrainedTokenizerBase, sources: Mapping[str, Tensor]
 ) -> Evaluation:
-    """Gather what a scored rollout says from every rank. sources: scores [B] of each reward source by its name."""
+    """Gather what a scored rollout says from every rank. sources: scores [B] of each reward source by its name.
+
+    The KL is the mean of log pi_s(y|x) - log ref(y|x), pi_s being the policy as it sampled y: no rounding makes its
+    expectation negative. A second pass over the same weights gives another pi_t in bf16, and with log pi_t in its place
+    the mean is too small by KL(pi_s, pi_t).
+    """
     assert rollout.logprobs is not None and rollout.ref_logprobs is not None and rollout.scores is not None
     samples = as_samples(rollout, tokenizer)
     judged = None if judge is None else _all(judge(samples))
@@ -48,7 +53,7 @@ def look(
         responses=tuple(_of_all_ranks(samples.responses)),
         scores=_all(rollout.scores),
         judged=judged,
-        kl=_all((rollout.logprobs - rollout.ref_logprobs).sum(1)),
+        kl=_all(ops.zero_off_mask(rollout.sampled_logprobs - rollout.ref_logprobs, rollout.mask).sum(1)),
         ref_nll=_all(-rollout.ref_logprobs.sum(1)),
         lengths=_all(rollout.lengths),
         ended=_all(rollout.ended),
@@ -92,6 +97,7 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
         "eval_score_ci95": _ci95(after.scores),
         "eval_kl": after.kl.mean().item(),
         "eval_kl_ci95": _ci95(after.kl),
+        "eval_kl_floor": before.kl.mean().item(),  # the weights were the reference's: what remains is rounding
         "eval_response_length": after.lengths.mean().item(),
         "eval_ended": after.ended.mean().item(),
         "eval_ref_nll_before": (before.ref_nll.sum() / before.lengths.sum()).item(),

@@ -34,6 +34,8 @@ class Limits(Config):
     """the same in bf16 and fp16"""
     negative_kl: float = Field(-0.1, le=0)
     """mean KL below this, nats per response"""
+    kl_rounding: float = Field(0.0, ge=0)
+    """and below this many nats for each token, by which rounding makes it too small"""
     kl: float = Field(10.0, gt=0)
     """mean KL above this, nats per response"""
     equal_advantages: float = Field(1e-6, ge=0)
@@ -84,7 +86,8 @@ class Watch:
     def __init__(self, limits: Limits, dtype: str = "fp32") -> None:
         """dtype: fp32, bf16 or fp16, in which the policy computes."""
         if dtype != "fp32":
-            limits = limits.model_copy(update={"first_ratio": limits.first_ratio_low_precision})
+            std = limits.first_ratio_low_precision  # of the ratio; KL(pi_s, pi_t) is half its square
+            limits = limits.model_copy(update={"first_ratio": std, "kl_rounding": std * std / 2})
         self._limits = limits
         self._rows: list[Mapping[str, float]] = []
         self._holding: set[str] = set()
@@ -124,8 +127,10 @@ def _above_in_a_row(name: str, limit: str, limits: Limits, rows: Rows) -> Number
     return _in_a_row(name, getattr(limits, limit), operator.gt, limits, rows)
 
 
-def _below_in_a_row(name: str, limit: str, limits: Limits, rows: Rows) -> Numbers | None:
-    return _in_a_row(name, getattr(limits, limit), operator.lt, limits, rows)
+def _negative_kl(limits: Limits, rows: Rows) -> Numbers | None:
+    newest = rows[-limits.in_a_row :]
+    limit = limits.negative_kl - limits.kl_rounding * max(row.get("response_length", 0.0) for row in newest)
+    return _in_a_row("kl", limit, operator.lt, limits, rows)
 
 
 def _in_a_row(
@@ -196,7 +201,7 @@ RULES = (
     Rule(
         "negative_kl",
         ("kl",),
-        partial(_below_in_a_row, "kl", "negative_kl"),
+        _negative_kl,
         "a KL cannot stay below 0: responses are not sampled from the distribution that scores them; "
         "look at --temperature, truncated sampling and masks",
     ),

@@ -86,6 +86,20 @@ def scored(words: list[int]) -> Rollout:
     )  # fmt: skip
 
 
+def test_rounding_makes_no_kl_negative() -> None:
+    """Samples in the proportions of pi_s, which is the reference: KL 0, where the second pass's pi_t gave less."""
+    sampler, second = torch.tensor([0.5, 0.25, 0.25]).log(), torch.tensor([0.45, 0.3, 0.25]).log()
+    drawn = torch.tensor([0, 0, 1, 2])
+    rollout = scored([5, 6, 7, 8])
+    here = rollout.mask.float() * torch.tensor([1.0, 0.0])
+    logs = {name: here * of[drawn][:, None] for name, of in (("sampled_logprobs", sampler), ("logprobs", second))}
+    found = look(replace(rollout, **logs, ref_logprobs=logs["sampled_logprobs"]), None, tiny.tokenizer(), {})
+    assert found.kl.tolist() == [0.0] * 4
+    assert (logs["logprobs"] - logs["sampled_logprobs"]).sum(1).mean() < -0.005  # what was reported
+    floor = replace(found, kl=torch.tensor([0.01, 0.03, 0.02, 0.02]))
+    assert compare(floor, found)["eval_kl_floor"] == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize(("every", "at"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
 def test_every_so_many_iterations_and_the_last_have_held_out_numbers(every: int, at: list[int]) -> None:
     looks: list[int] = []

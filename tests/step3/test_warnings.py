@@ -217,6 +217,14 @@ def test_rollouts_that_provoke() -> None:
     assert of_rollout(replace(cut, ended=torch.zeros(4).bool())) == {"truncated"}
 
 
+def test_what_rounding_takes_from_a_kl_is_no_warning() -> None:
+    """In bf16 ratios of two passes over the same weights have a deviation of 0.05: half its square for each token."""
+    rows = {"kl": -0.16, "response_length": 64.0}
+    for dtype, kl, expected in (("fp32", -0.16, 1), ("bf16", -0.16, 0), ("bf16", -0.2, 1)):
+        watch = Watch(Limits(), dtype)
+        assert len([n for i in range(4) for n in watch.look(i, rows | {"kl": kl})]) == expected
+
+
 # --- to the terminal and the file
 
 
@@ -286,7 +294,7 @@ def test_each_limit_decides(limit: str) -> None:
 
 
 def test_no_limit_is_forgotten() -> None:
-    assert set(TOLERANT) | {"first_ratio_low_precision"} == set(Limits.model_fields)
+    assert set(TOLERANT) | {"first_ratio_low_precision", "kl_rounding"} == set(Limits.model_fields)
 
 
 def test_the_page_has_every_warning() -> None:
