@@ -48,8 +48,8 @@ class Responses:
     """[N K] ids without padding"""
     scores: Tensor
     kl: Tensor
-    """log pi(y|x) - log ref(y|x): k1, nats per response, at the sampling temperature; with the log-probs of the sampling
-    pass: with another pass's the mean can be negative by rounding"""
+    """log pi(y|x) - log ref(y|x): k1, nats per response, at the sampling temperature; log-probs of the sampling pass:
+    with another pass's the mean can be negative by rounding"""
     ref_nll: Tensor
     """-log ref(y|x), nats per response, at the sampling temperature"""
     lengths: Tensor

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -35,10 +35,38 @@ class Config(BaseModel):
 C = TypeVar("C", bound=Config)
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
+def suggest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
     """` (did you mean 'x'?)` for the nearest known name, or an empty string."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+SYNONYMS = {
+    "model": "actor-model", "model-name-or-path": "actor-model", "dataset": "data-path", "data": "data-path",
+    "bs": "batch-size", "beta": "kl-coef", "kl": "kl-coef", "out": "output-dir", "max-new-tokens": "response-length",
+    "per-device-train-batch-size": "micro-batch-size", "max-seq-length": "max-length",
+}  # fmt: skip
+"""Options under the names that they have elsewhere."""
+
+
+def suggest_options(name: str, known: Sequence[str]) -> str:
+    """` (did you mean '--sft.learning-rate' or '--ppo.learning-rate'?)`: options whose last part is the same, means the
+    same elsewhere, has these initials, or contains it; else the nearest. Those of the same section come alone."""
+    section, dot, last = name.rpartition(".")
+    rules: tuple[Callable[[str], bool], ...] = (
+        lambda option: option == last,
+        lambda option: option == SYNONYMS.get(last),
+        lambda option: "".join(word[0] for word in option.split("-") if word) == last,
+        lambda option: last in option.split("-") or f"{last}s" in option.split("-"),
+    )
+    own = [option for option in known if option.rpartition(".")[0] == section] if dot else []
+    for options in filter(None, (own, known)):
+        for rule in rules:
+            near = [f"'--{option}'" for option in options if rule(option.rpartition(".")[2])]
+            if near:
+                listed = sorted(near, key=lambda option: option.count("."))[:4]
+                return f" (did you mean {' or '.join(listed)}?)"
+    return suggest(name, known).replace("'", "'--", 1)
 
 
 def validate(cls: type[C], values: dict[str, Any], where: str) -> C:
@@ -233,8 +261,7 @@ def _refuse_unknown(cls: type[Config], argv: Sequence[str]) -> None:
         name = word[2:].split("=")[0].replace("_", "-")
         positive = re.sub(r"(^|\.)no-", r"\1", name)
         if name not in known and positive not in known:
-            near = suggest(name, known).replace("'", "'--", 1)
-            raise UserError(f"no option '--{name}'{near}; see --help")
+            raise UserError(f"no option '--{name}'{suggest_options(name, known)}; see --help")
 
 
 def _run_tyro(cls: type[C], default: C, argv: Sequence[str], prog: str, description: str) -> C:

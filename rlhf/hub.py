@@ -9,6 +9,7 @@ import urllib.request
 from huggingface_hub import constants
 
 from rlhf.config import UserError
+from rlhf.names import suggestion
 
 HUB_TIMEOUT = 5.0
 """seconds to wait for the hub's first answer"""
@@ -31,8 +32,8 @@ def require_hub(what: str) -> None:
     trouble = found[0] if found else f"nothing came in {HUB_TIMEOUT:g} s"
     if trouble:
         raise UserError(
-            f"{what}: no such local path, and the hub at {constants.ENDPOINT} does not answer ({trouble}); "
-            "give a local path, or set HF_HUB_OFFLINE=1 if it is in the local cache"
+            f"{what}: no such local path{suggestion(what)}, and the hub at {constants.ENDPOINT} does not answer "
+            f"({trouble}); give a local path, or set HF_HUB_OFFLINE=1 if it is in the local cache"
         )
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from rlhf.config import suggest
+
 FAMILIES = {
     "facebook/opt-{}": "125m 350m 1.3b 2.7b 6.7b 13b 30b 66b",
     "openai-community/{}": "gpt2 gpt2-medium gpt2-large gpt2-xl",
@@ -31,6 +33,11 @@ def table() -> dict[str, str]:
     # Llama names are also typed without their '-hf'.
     names |= {name.removesuffix("-hf"): place for name, place in names.items()}
     return names | {name: str(path) for name, path in PRESETS.items()}
+
+
+def suggestion(place: str) -> str:
+    """` (did you mean 'opt-1.3b'?)` where a short name is near, else an empty string."""
+    return "" if "/" in place else suggest(place.lower(), list(table()), cutoff=0.8)
 
 
 def resolve(name: str) -> str:

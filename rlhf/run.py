@@ -11,7 +11,21 @@ from typing import Any, NoReturn, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import checkpoint, config, dist, launch, logs, memory, names, plugins, progress, record, resume, spikes
+from rlhf import (
+    checkpoint,
+    config,
+    dist,
+    launch,
+    logs,
+    memory,
+    names,
+    plugins,
+    progress,
+    record,
+    resume,
+    spikes,
+    status,
+)
 from rlhf.config import UserError
 from rlhf.ending import CODES, Ending
 from rlhf.engine import Engine, require_possible
@@ -115,9 +129,15 @@ class Run:
         """
         self._state = Resumable({**state.numbers, "spikes": self._spikes}, state.tensors)
         self._require_room()
+        self._warn_of_rates()
         if self._found is not None:
             self._found.restore(self._state, self.options.seed)
             record.say(f"{self.stage}: goes on after step {self.done}, from {self._found.folder}")
+
+    def _warn_of_rates(self) -> None:
+        for name, value in self.options:
+            if name.endswith("learning_rate") and value == 0:
+                record.say(f"warning: --{name.replace('_', '-')} 0: what it is for does not change")
 
     def _require_room(self) -> None:
         need = (self.options.keep + 1) * self._state.size()
@@ -125,7 +145,7 @@ class Run:
         free = shutil.disk_usage(self.directory).free
         if need > free + there:
             raise UserError(
-                f"{self.directory}: {free / 1e9:.1f} GB are free there, expected {(need - there) / 1e9:.1f} GB for "
+                f"{self.directory}: {status.size(free)} are free there, expected {status.size(need - there)} for "
                 f"{self.options.keep} checkpoints and one being written; make room, or name another --output-dir"
             )
 

@@ -15,6 +15,8 @@ LEAST = 16
 """losses before them, of which fewer say nothing"""
 DEVIATIONS = 6.0
 """standard deviations above the mean"""
+GROWTH = 2.0
+"""of the first loss, before there are LEAST to compare with: a learning rate far too high shows in the first steps"""
 SHARE = 0.1
 """and this share of the mean, or a loss that hardly varies would spike at every tremor"""
 
@@ -49,12 +51,12 @@ class Spikes:
             if not math.isfinite(metrics.get(name, math.nan)):
                 continue
             seen.append(metrics[name])
-            newest, limit = _newest(seen), _limit(seen)
+            newest, limit = _newest(seen), _limit(seen, name)
             if newest <= limit:
                 self._up.discard(name)
             elif name not in self._up:
                 self._up.add(name)
-                shown |= {name: newest, f"{name}_limit": limit, f"{name}_before": fmean(_before(seen))}
+                shown |= {name: newest, f"{name}_limit": limit, f"{name}_before": fmean(_before(seen) or [seen[0]])}
         return shown or None
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,10 +78,11 @@ def _newest(seen: deque[float]) -> float:
     return fmean(islice(seen, max(0, len(seen) - NEWEST), None))
 
 
-def _limit(seen: deque[float]) -> float:
-    """What the mean of the newest may be; infinite as long as too little is known."""
+def _limit(seen: deque[float], name: str) -> float:
+    """What the mean of the newest may be. As long as too little is known, GROWTH times the first loss and 1 for `loss`,
+    which is above 0 and falls in a sound run; none for the others."""
     before = _before(seen)
     if len(before) < LEAST:
-        return math.inf
+        return GROWTH * seen[0] + 1 if name == "loss" else math.inf
     mean = fmean(before)
     return mean + max(DEVIATIONS * pstdev(before, mean), SHARE * abs(mean))

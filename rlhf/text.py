@@ -23,6 +23,7 @@ from rlhf.types import Message
 from rlhf.untrusted import LOAD_ERRORS, TOKENIZER_FILES, PlainErrors, read_mappings, tokenizer_reason
 
 PAD = "<|pad|>"
+CHECKPOINT = "; this one is a checkpoint, from which a stage resumes: --export-every N writes models beside them"
 
 NOTHING = (Message("user", ""),)
 """what a prompt without messages stands for"""
@@ -39,6 +40,11 @@ def load_tokenizer(place: str) -> PreTrainedTokenizerBase:
         if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", place):
             raise UserError(f"{place}: no such directory; expected a model directory, a hub id or a .yaml file")
         require_hub(place)
+    elif not any((Path(place) / name).is_file() for name in ("config.json", "tokenizer.json", *TOKENIZER_FILES)):
+        raise UserError(
+            f"{place}: the directory has no config.json and no tokenizer.json; expected a Hugging Face model directory"
+            f"{CHECKPOINT if (Path(place) / 'state.json').is_file() else ''}"
+        )
     read_mappings(place, Path(place), TOKENIZER_FILES)
     try:
         with PlainErrors():

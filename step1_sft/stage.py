@@ -1,6 +1,7 @@
 """Supervised fine-tuning: maximise the log-probability of the responses (InstructGPT, arXiv 2203.02155)."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -19,6 +20,7 @@ from rlhf.models import sequence_parallel
 from rlhf.models.export import save_policy
 from rlhf.models.load import load_causal_lm
 from rlhf.names import resolve
+from rlhf.nonfinite import NonFiniteError
 from rlhf.progress import find
 from rlhf.resume import Resumable
 from rlhf.run import check_engine, check_ranks, check_start, open_run
@@ -62,7 +64,8 @@ def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, O
 
 
 def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> float:
-    """exp of the mean loss over the response tokens of `dataset`, each token counting the same over all ranks."""
+    """exp of the mean loss over the response tokens of `dataset`, each token counting the same over all ranks; infinite
+    where no float holds it."""
     mine = range(dist.data_rank(), len(dataset), dist.data_world_size())
     totals = torch.zeros(2, dtype=torch.float64, device=policy.device)
     with policy.inference() as model:
@@ -71,7 +74,18 @@ def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id
             logprobs, _ = model(batch)
             totals += torch.stack([-logprobs.sum().double(), batch.loss_mask.sum()])
     nll, count = dist.sum_over_ranks(totals).tolist()
-    return math.exp(nll / count)
+    mean = nll / count
+    return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
+
+
+def require_converged(before: float, after: float, vocabulary: int, learning_rate: float) -> None:
+    """Raises: NonFiniteError if the perplexity is higher than before, and than that of guessing among all tokens."""
+    if after > max(before, vocabulary):
+        raise NonFiniteError(
+            f"the run has diverged: eval_perplexity was {before:.4g} before training and is {after:.4g} now, where "
+            f"guessing among {vocabulary} tokens has {vocabulary}; nothing was exported; lower --learning-rate (now "
+            f"{learning_rate:g}) and add --overwrite"
+        )
 
 
 def inputs(config: SFTConfig) -> dict[str, str]:
@@ -138,4 +152,5 @@ def run(config: SFTConfig) -> None:
             "eval_perplexity": perplexity(policy, evaluation, config, tokenizer.pad_token_id),
         }
         stage.evaluated(metrics)
+        require_converged(before, metrics["eval_perplexity"], len(tokenizer), config.learning_rate)
         stage.finish({"model": partial(save_policy, policy, config.adapter, tokenizer)}, metrics)

@@ -73,6 +73,9 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "no room for the response": (["--ppo.response-length", "25"], ["got 49 tokens", "--max-length 48"]),
     "unknown option": (["--ppo.temprature", "1"], ["'--ppo.temprature' (did you mean '--ppo.temperature'?)"]),
     "unknown section": (["--pop.kl-coef", "1"], ["'--pop.kl-coef'", "'--ppo.kl-coef'"]),
+    "initials": (["--lr", "1"], ["'--sft.learning-rate' or '--reward.learning-rate' or '--ppo.learning-rate'"]),
+    "a word of it": (["--sft.epochs", "3"], ["'--sft.epochs' (did you mean '--sft.num-train-epochs'?)"]),
+    "an empty directory": (["--actor-model", "."], [".: the directory has no config.json and no tokenizer.json"]),
     "bad number": (["--ppo.kl-coef", "much"], ["--ppo.kl-coef", "'much'"]),
     "bad choice": (["--deployment-type", "cloud"], ["cloud", "single_gpu", "single_node"]),
     "temperature 0": (["--ppo.temperature", "0"], ["--ppo.temperature", "greater than 0", "got 0"]),
@@ -184,11 +187,12 @@ def dead_hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     ("main", "argv", "name"),
     [
         (train.main, ["--actor-model", "opt-125m", "--reward-model", "opt-125m"], "facebook/opt-125m"),
+        (train.main, ["--actor-model", "opt1.3b", "--reward-model", "gpt2"], "(did you mean 'opt-1.3b'?)"),
         (train.main, ["--data-path", "hh_rlhf:Anthropic/hh-rlhf"], "Anthropic/hh-rlhf"),
         (train.main, ["--data-path", "someone/pairs"], "someone/pairs"),
         (sft.main, ["--model", "someone/model", "--data-path", "demo"], "someone/model"),
     ],
-    ids=["model", "data by source", "data", "stage"],
+    ids=["model", "near a model", "data by source", "data", "stage"],
 )
 def test_the_hub_does_not_answer(
     main: Callable[[], Any], argv: list[str], name: str, mistake: Callable[..., str], dead_hub: None

@@ -41,6 +41,12 @@ def test_the_numbers_worked_by_hand() -> None:
     assert found == pytest.approx({"loss": 2.6025, "loss_limit": 2.6, "loss_before": 2.0})
 
 
+def test_a_loss_that_grows_from_the_first_steps_is_said() -> None:
+    """Limit 2 x 4 + 1 = 9: (4 + 300) / 2 at the second step; a value loss may grow from a small one."""
+    assert said([4.0, 300.0, *noisy(30, 800.0)]) == [2]
+    assert said([4.0, 5.0, 12.0, 9.0, 8.0]) == [] and said([0.1, 30.0, 40.0], "value_loss") == []
+
+
 @pytest.mark.parametrize("last", [3.19, 3.21])
 def test_the_limit_decides(last: float) -> None:
     assert said([*[1.9, 2.1] * 8, 2.4, 2.4, 2.4, last]) == ([20] if last > 3.2 else [])
@@ -75,7 +81,7 @@ def heavy_tailed() -> Iterator[float]:
         [2.0] * 50 + [2.1] * 50,  # no deviation at all: a twentieth more is no spike
         [loss - 2.0 for loss in noisy(300)],  # around 0, as the policy's
         [4.0 - 0.01 * i for i in range(300)],
-        [2.0] * 15 + [50.0] * 4,  # too little is known of what is normal
+        [2.0] * 15 + [4.9] * 4,  # too little is known of what is normal: twice the first and 1 is allowed
         noisy(100) + noisy(100, level=1.0),  # it may fall as it likes
     ],
 )

@@ -52,6 +52,24 @@ def rows(out: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [row for row in all_rows(out) if row["kind"] == kind]
 
 
+def test_a_run_that_diverges_is_said_so_and_exports_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    high = {"learning_rate": 50.0, "num_train_epochs": 2, "max_train_rows": 96}
+    with pytest.raises(SystemExit) as leaving:
+        sft.run(SFTConfig(**SMALL, **high, model="demo-llama", output_dir=str(tmp_path)))
+    said = capsys.readouterr()
+    last = said.err.strip().splitlines()[-1]
+    assert leaving.value.code == launch.NON_FINITE and "warning, step 2: loss_spike" in said.out
+    assert last.startswith("error: step1_sft: the run has diverged: eval_perplexity was ")
+    assert "lower --learning-rate (now 50) and add --overwrite" in last
+    assert not (tmp_path / "step1_sft/model").exists()
+
+
+def test_a_learning_rate_of_0_is_said(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    still = {"learning_rate": 0.0, "total_episodes": 32, "num_ppo_epochs": 1}
+    stage.run(options(models, tmp_path, "rloo", **still))
+    assert "warning: --learning-rate 0: what it is for does not change" in capsys.readouterr().out
+
+
 def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> None:
     extras = {"ptx_coef": 0.5, "ptx_batch_size": 8, "ema_decay": 0.5, "entropy_coef": 0.01, "use_score_scaling": True}
     extras |= {"score_clip": 2.0, "reward": "learned,normalize=true", "kl_target": 1.0, "kl_horizon": 1000}
