@@ -27,6 +27,9 @@ class RunOptions(Config):
     """minutes after which a checkpoint is due; the end of the step in which they pass decides"""
     keep: int = Field(2, ge=2)
     """checkpoints kept, the newest; at least 2, so that one is whole whatever happens"""
+    export_every: int | None = Field(None, ge=1)
+    """optimizer steps (in step 3 iterations) between exports of the model that is trained (in step 3 the actor), which
+    transformers and rlhf.evaluate load: OUT/STAGE/exports/step-00000020. All are kept"""
     allow_config_change: bool = False
     """go on from a checkpoint with options that change the result; else they are refused"""
     timeout_s: float = Field(1800.0, gt=0)

@@ -10,7 +10,7 @@ from rlhf.options import RunOptions
 
 FREE = {
     "output_dir", "report_to", "sample_rows", "overwrite", "convert_template",
-    "save_every", "save_minutes", "keep", "allow_config_change", "timeout_s",
+    "save_every", "save_minutes", "keep", "export_every", "allow_config_change", "timeout_s",
     "micro_batch_size", "rollout_batch_size", "data_workers", "data_cache",
     "max_bad_steps", "abort_kl", "abort_kl_iterations",
     "zero_stage", "offload_optimizer", "offload_param", "offload_nvme", "gather_whole", "gradient_checkpointing",

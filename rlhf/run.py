@@ -40,6 +40,8 @@ from rlhf.types import Metrics
 
 MODELS = {"model", "actor", "critic", "best", "ema"}
 """Folders that stages make."""
+EXPORTS = "exports"
+"""The folder of a stage with the models of `--export-every`."""
 BAD_BATCH = "bad_batch"
 """The folder of a stage in which the batch lies that ended the run."""
 
@@ -148,6 +150,24 @@ class Run:
                 f"{self.directory}: {status.size(free)} are free there, expected {status.size(need - there)} for "
                 f"{self.options.keep} checkpoints and one being written; make room, or name another --output-dir"
             )
+
+    def exporting(self, steps: Iterable[Metrics], save: Callable[[Path], None]) -> Iterator[Metrics]:
+        """Pass `steps` on; after each `export_every`th of them `save` writes a model into EXPORTS. All ranks together.
+
+        Exports of steps that are not done, of an earlier run or after the checkpoint, are removed first.
+        """
+        every = self.options.export_every
+        if dist.is_main():
+            for folder in (self.directory / EXPORTS).glob("step-*"):
+                if int(folder.name[5:]) > self.done:
+                    shutil.rmtree(folder)
+        dist.barrier()
+        for step, metrics in enumerate(steps, start=self.done + 1):
+            if every is not None and step % every == 0:
+                with self._appearing(f"{EXPORTS}/step-{step:08d}") as staging:
+                    save(staging)
+                dist.barrier()
+            yield metrics
 
     def follow(self, steps: Iterable[Metrics], total: int, shown: Sequence[str], watch: Watching | None = None) -> None:
         """Run the training loop `steps`, those after `done`, to its end under the bar; warn of what `watch` sees, and
@@ -277,7 +297,7 @@ class Run:
             with checkpoint.appearing(final) as staging:
                 yield staging
         else:
-            yield final.with_name(f".tmp-{folder}")
+            yield final.with_name(f".tmp-{final.name}")
 
 
 @contextlib.contextmanager

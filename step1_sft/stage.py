@@ -145,7 +145,8 @@ def run(config: SFTConfig) -> None:
         stage.go_on(Resumable({"policy": policy, "batches": batches}, {"policy": policy}))
         if not stage.done:
             stage.evaluated({"eval_perplexity": before})
-        steps = train(policy, dataset, batches, config, tokenizer.pad_token_id)
+        export = partial(save_policy, policy, config.adapter, tokenizer)
+        steps = stage.exporting(train(policy, dataset, batches, config, tokenizer.pad_token_id), export)
         stage.follow(steps, total, shown=("loss", "grad_norm"))
         metrics = {
             "eval_perplexity_before": before,
@@ -153,4 +154,4 @@ def run(config: SFTConfig) -> None:
         }
         stage.evaluated(metrics)
         require_converged(before, metrics["eval_perplexity"], len(tokenizer), config.learning_rate)
-        stage.finish({"model": partial(save_policy, policy, config.adapter, tokenizer)}, metrics)
+        stage.finish({"model": export}, metrics)

@@ -206,7 +206,7 @@ def run(config: Step3Config) -> None:
         else:
             stage.evaluated(at_start(before))
         total = iterations(config)
-        steps = train(players, prompts, course, config)
+        steps = stage.exporting(train(players, prompts, course, config), actor)
         steps = looked_at(steps, Turns(config.eval_every, total, stage.done), look_at, best)
         stage.follow(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(before, after, config.sample_rows)

@@ -17,6 +17,7 @@ from rlhf import config, launch, plugins
 from rlhf.config import UserError
 from rlhf.generation import vllm as served
 from rlhf.models.scalar import apart, load_scalar_model
+from rlhf.responding import policy_place
 from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
 from step2_reward import stage as reward
@@ -232,8 +233,16 @@ def test_a_warm_up_in_vain_is_refused(models: Path, tmp_path: Path, algorithm: s
 
 
 def test_every_look_is_taken_once_and_the_last_policy_may_be_the_best(models: Path, tmp_path: Path) -> None:
-    made = options(models, tmp_path, "rloo", eval_every=2, keep_best="eval_score")
+    made = options(models, tmp_path, "rloo", eval_every=2, keep_best="eval_score", export_every=1)
     stage.run(made)
+    exports = [tmp_path / f"step3_ppo/exports/step-0000000{step}" for step in (1, 2, 3)]
+    assert sorted((tmp_path / "step3_ppo/exports").iterdir()) == exports
+    first, last, final = (
+        AutoModelForCausalLM.from_pretrained(place).state_dict()
+        for place in (exports[0], exports[2], tmp_path / "step3_ppo/actor")
+    )
+    assert distance(last, final) == 0 < distance(first, final)
+    assert policy_place(str(exports[0])) == str(exports[0]), "rlhf.evaluate takes it"
     lines = (tmp_path / "step3_ppo/samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [2] * 8 + [3] * 8
     found = {row["step"]: row["eval_score"] for row in rows(tmp_path, "eval")}
