@@ -5,6 +5,7 @@ python train.py --actor-model opt-1.3b --reward-model opt-350m --deployment-type
 """
 
 import importlib
+import re
 import sys
 import tempfile
 from functools import partial
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf import config, launch, status
-from rlhf.chain.options import SECTIONS, STAGES, ChainConfig, chain_config, resolve
+from rlhf.chain.options import SECTIONS, SHORT_HELP, STAGES, ChainConfig, chain_config, resolve
 from rlhf.config import UserError
+from rlhf.help import short_help
 from rlhf.hosts import Deployment, LaunchOptions, open_deployment
 from rlhf.last_words import command_again, last_words
 from rlhf.plan.options import PlanOptions
@@ -147,7 +149,11 @@ def main() -> None:
     shown = "--print-config" in argv
     argv = [word for word in argv if word != "--print-config"]
     status.loading("train.py", argv, shown)
-    chain = config.parse(chain_config(argv), argv, "python train.py", (__doc__ or "").split("\n")[0])
+    options, about = chain_config(argv), (__doc__ or "").split("\n")[0]
+    if {"--help", "-h"} & {*argv}:
+        print(short_help(options, "python train.py", about, SHORT_HELP))
+        return
+    chain = config.parse(options, argv, "python train.py", about)
     chain = resolve(chain, argv)
     if shown:
         print(config.to_yaml(chain), end="")
@@ -190,7 +196,7 @@ def _with_base(argv: list[str]) -> tuple[list[str], str]:
 
     That is the run in the output directory, else the demo.
     """
-    if any(word.startswith(("--config", "--actor-model", "--actor_model")) for word in argv):
+    if any(re.match(r"--(config|actor[-_]model|help)|-h$", word) for word in argv):
         return argv, ""
     before = Path(config.peek(argv, "output-dir", "runs/demo")) / "config.yaml"
     if before.is_file():

@@ -241,7 +241,7 @@ def parse(cls: type[C], argv: Sequence[str], prog: str, description: str) -> C:
     files, rest = split_config_files(argv)
     default = compose(cls, files)
     show = "--print-config" in rest
-    rest = [word for word in rest if word != "--print-config"]
+    rest = ["--help" if word == "--help-all" else word for word in rest if word != "--print-config"]
     _refuse_unknown(cls, rest)
     config = _run_tyro(cls, default, rest, prog, description)
     from rlhf.secrecy import refuse_secrets  # which needs UserError of here

@@ -7,6 +7,7 @@ import pytest
 
 import train
 from rlhf import config, plugins
+from rlhf.chain.options import SHORT_HELP
 from rlhf.config import UserError, read_yaml
 from rlhf.models.load import load_config
 from rlhf.text import load_tokenizer
@@ -140,3 +141,20 @@ def test_the_resolved_tree_reads_back_and_still_follows_the_top(tmp_path: Path) 
 def test_a_section_has_no_directory_of_its_own() -> None:
     with pytest.raises(UserError, match=r"sft\.output_dir.*--output-dir"):
         resolved("--sft.output-dir", "elsewhere")
+
+
+def test_the_short_help_fits_a_page_and_has_the_defaults_of_no_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
+    train.main()
+    said = capsys.readouterr().out
+    assert said.count("\n  --") == sum(map(len, SHORT_HELP.values())) < 45 and said.count("\n") < 110
+    assert "--help-all" in said and max(map(len, said.splitlines())) <= 100
+    lines = " ".join(said.split())
+    assert "peak learning rate of AdamW (default: 2e-05)" in lines and "0.003" not in lines
+    monkeypatch.setattr("sys.argv", ["train.py", "--help-all"])
+    with pytest.raises(SystemExit):
+        train.main()
+    said = capsys.readouterr().out
+    assert all(f"--{option}" in said for option in config.option_names(train.chain_config([]))) and "0.003" not in said

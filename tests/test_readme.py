@@ -98,7 +98,7 @@ def test_the_algorithm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_named_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    ours = {"print-config", "config", "help", "sft", "ppo"}
+    ours = {"print-config", "config", "help", "help-all", "sft", "ppo"}
     options = ours | {name.split(".")[-1] for name in option_names(train.chain_config([]))}
     for option in re.findall(r"`--([\w.-]*\w)", text):
         assert option.split(".")[-1].replace("_", "-") in options, option

@@ -20,6 +20,22 @@ STAGES = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
 SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 
 
+SHORT_HELP = {
+    "models and data": ("actor-model", "reward-model", "data-path", "data-split", "chat-template", "max-train-rows"),
+    "the run": ("output-dir", "steps", "seed", "overwrite", "report-to", "save-minutes", "export-every"),
+    "machine": (
+        "deployment-type", "num-processes", "dtype", "zero-stage", "gradient-checkpointing", "micro-batch-size",
+        "adapter", "plan",
+    ),
+    "lengths, in tokens": ("max-prompt-length", "max-length", "ppo.response-length"),
+    "step 1, fine-tuning": ("sft.num-train-epochs", "sft.batch-size", "sft.learning-rate"),
+    "step 2, the reward model": ("reward.num-train-epochs", "reward.batch-size", "reward.learning-rate"),
+    "step 3, reinforcement learning": (
+        "ppo.algorithm", "ppo.reward", "ppo.judge", "ppo.total-episodes", "ppo.batch-size", "ppo.kl-coef",
+        "ppo.learning-rate", "ppo.critic-learning-rate", "ppo.eval-every",
+    ),
+}  # fmt: skip
+"""What `--help` lists; `--sft.`, `--reward.` and `--ppo.` before a shared option set it for one stage."""
 SHARED = (DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions)
 """What every stage has, with one default: the options at the top that sections follow."""
 
