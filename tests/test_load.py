@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -219,21 +220,30 @@ def test_an_unknown_architecture_in_a_description(tmp_path: Path) -> None:
 
 
 def test_the_context_must_hold_the_sequences(place: Path) -> None:
-    assert context_length(load_config(str(place))) == tiny.CONTEXT
+    assert context_length(load_config(str(place))) == context_length(tiny.config_of("gemma3")) == tiny.CONTEXT
     require_context(str(place), tiny.CONTEXT)
     with pytest.raises(UserError, match="context is 64 tokens, but sequences may have 65"):
         require_context(str(place), tiny.CONTEXT + 1)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_nothing_random_is_left_in_the_config(tmp_path: Path, family: str) -> None:
-    tiny.causal_lm(family).save_pretrained(tmp_path)
-    edit_config(tmp_path, attention_dropout=0.1, resid_pdrop=0.1, layerdrop=0.1, router_jitter_noise=0.1)
-    model = load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB).train()
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NESTED])
+def test_nothing_random_is_left_in_any_config(tmp_path: Path, family: str) -> None:
+    """On disk every number named after dropout or jitter is 0.3, in nested configs too: log-probs would be nats off."""
+    tiny.causal_lm(family).save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    raised, count = re.subn(r'("\w*(?:drop|jitter)\w*": )0\.\d+', r"\g<1>0.3", config.read_text())
+    config.write_text(raised)
+    assert count
+    given = (str(tmp_path / "model"), torch.float32, tiny.VOCAB)
+    policy = Policy(load_causal_lm(*given))
     with torch.no_grad():
-        first, second = (Policy(model)(ROWS)[0] for _ in range(2))
-        assert torch.equal(first, second)
-        assert torch.equal(first, Policy(model.eval())(ROWS)[0])
+        logprobs = [policy.train(training)(ROWS)[0] for training in (True, True, False)]
+        scalar = new_scalar_model(*given, seed=0)
+        scalars = [scalar.train(training)(ROWS) for training in (True, True, False)]
+    for first, *others in (logprobs, scalars):
+        assert all(torch.equal(first, other) for other in others)
+    policy.lm.config.save_pretrained(tmp_path / "saved")
+    assert "0.3" not in (tmp_path / "saved" / "config.json").read_text()
 
 
 # --- tokenizer and embedding of different sizes

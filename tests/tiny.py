@@ -83,10 +83,25 @@ LATENT = {  # keys and values of unequal width, and neither is what the cache ho
 }
 """The config of a deepseek_v3."""
 
+NESTED: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": FAMILIES["gemma2"],
+        "vision_config": {
+            "hidden_size": WIDTH,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    }
+}
+"""Those whose config holds others."""
+
 
 def config_of(family: str, **changes: Any) -> Any:
     special = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    return AutoConfig.for_model(family, **{**special, **FAMILIES.get(family, {}), **changes})
+    return AutoConfig.for_model(family, **{**special, **(FAMILIES | NESTED).get(family, {}), **changes})
 
 
 def causal_lm(family: str = "llama", std: float = 0.2, **changes: Any) -> PreTrainedModel:

@@ -47,10 +47,17 @@ def load_config(place: str) -> PreTrainedConfig:
         with readable(place):
             config = AutoConfig.from_pretrained(place, trust_remote_code=False)
         _refuse_foreign_kernels(config, place)
-    for name, value in config.to_dict().items():
-        if ("drop" in name or "jitter" in name) and isinstance(value, float):
-            setattr(config, name, 0.0)
+    still(config)
     return config
+
+
+def still(config: PreTrainedConfig) -> None:
+    """Set all randomness of a config's forward pass to 0, and that of the configs nested in it."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            still(value)
+        elif ("drop" in name or "jitter" in name) and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def _refuse_foreign_kernels(config: PreTrainedConfig, place: str) -> None:
@@ -90,9 +97,10 @@ def readable(place: str) -> Iterator[None]:
 
 def context_length(config: PreTrainedConfig) -> int:
     """Tokens a model of this config can attend to; a large number where the architecture sets no limit."""
+    text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "seq_length"):
-        if isinstance(getattr(config, name, None), int):
-            return int(getattr(config, name))
+        if isinstance(getattr(text, name, None), int):
+            return int(getattr(text, name))
     return 1 << 30
 
 
