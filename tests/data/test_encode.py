@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataOptions
-from data.encode import Demonstration, Encoded, RowEncoder, fit_prompt
+from data.cut import fit_prompt
+from data.encode import Demonstration, Encoded, RowEncoder
 from data.split import PHASES
 from rlhf.text import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
@@ -98,7 +99,7 @@ def test_the_eos_that_stands_for_a_bos_stays_at_the_head() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.bos_token = None
     template = Template(prepare_tokenizer(tokenizer, "plain"))
-    assert fit_prompt(template, (Message("user", "w4 w5 w6 w7"),), 3, by_tokens=True)[0] == [tiny.EOS, 6, 7]
+    assert list(fit_prompt(template, (Message("user", "w4 w5 w6 w7"),), 3, True).ids) == [tiny.EOS, 6, 7]
 
 
 @pytest.mark.parametrize(("margin", "expected"), [(2, 2.0), (0.5, 0.5), (None, None), ("much", None)])
