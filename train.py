@@ -5,9 +5,9 @@ python train.py --actor-model opt-1.3b --reward-model opt-350m --deployment-type
 """
 
 import importlib
+import os
 import re
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,15 +93,15 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
 
     Every stage is checked before any is started. Raises: UserError.
     """
-    from rlhf import checkpoint, progress, record
+    from rlhf import checkpoint, progress, record, resume
     from rlhf.chain.steps import chosen, left_out
 
-    checkpoint.require_writable(chain.output_dir)
     planned: dict[str, str] = {}
     todo: dict[int, Any] = {}
     finished = []
     for step in chosen(chain):
         options, name = getattr(chain, SECTIONS[step]), STAGES[step]
+        checkpoint.require_writable(chain.output_dir, name)
         stage = importlib.import_module(f"{name}.stage")
         state = progress.standing(name, options, stage.inputs(options), partial(stage.content, options), planned)
         if state == "finished":
@@ -118,18 +118,21 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
     for line in left_out(chain):
         print(line, flush=True)
     for name in finished:
+        resume.sweep(Path(chain.output_dir) / name, everything=True)  # left by a process that was killed at its end
         print(f"{name}: already complete in {chain.output_dir}, skipped", flush=True)
     return todo
 
 
 def run_stage(step: int, options: Any, where: Deployment) -> launch.Ended:
     """Start one stage and wait: how it ended."""
-    stage = STAGES[step]
-    shared = options.output_dir if where.hosts else None  # every host must see the file
-    with tempfile.TemporaryDirectory(prefix=f".{stage}-", dir=shared) as folder:
-        path = Path(folder).absolute() / "config.yaml"
-        path.write_text(config.to_yaml(options), encoding="utf-8")
-        return launch.run(stage, ["--config", str(path)], where)
+    from rlhf import disk
+
+    path = Path(options.output_dir).absolute() / f".{STAGES[step]}-{os.getpid()}.yaml"  # which every host must see
+    try:
+        disk.write_text(path, config.to_yaml(options))
+        return launch.run(STAGES[step], ["--config", str(path)], where)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def leave(step: int, ended: launch.Ended, todo: dict[int, Any]) -> NoReturn:
@@ -165,8 +168,12 @@ def main() -> None:
     if chain.plan:
         print(forecast(chain))
         return
+    from rlhf import checkpoint
+
+    checkpoint.require_writable(chain.output_dir)
     status.status("checking options, models and data")
-    with launch.requeued_when_asked():
+    with launch.requeued_when_asked(), checkpoint.held(Path(chain.output_dir)):
+        sweep(Path(chain.output_dir))
         where = deployment(chain)
         chain = settle(chain, where.processes)
         todo = plan(chain, where.processes)
@@ -185,10 +192,17 @@ def main() -> None:
 def save(chain: Any) -> None:
     """The whole tree into the run's directory, from where --config takes it. `overwrite` and `steps` are for once."""
     once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
-    directory = Path(chain.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
+    from rlhf import disk
+
     text = config.to_yaml(chain.model_copy(update={**once, "overwrite": False, "steps": None}))
-    (directory / "config.yaml").write_text(text, encoding="utf-8")
+    disk.write_text(Path(chain.output_dir) / "config.yaml", text)
+
+
+def sweep(directory: Path) -> None:
+    """Remove the stages' options that a chain which was killed has left."""
+    for stage in STAGES.values():
+        for left in directory.glob(f".{stage}-*.yaml"):
+            left.unlink(missing_ok=True)
 
 
 def _with_base(argv: list[str]) -> tuple[list[str], str]:

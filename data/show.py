@@ -19,8 +19,8 @@ from data.encode import Demonstration, Item, Preference, Spans
 from data.making import Recipe
 from data.reading import Phase
 from data.report import fates
-from rlhf.checkpoint import appearing, write_json
 from rlhf.config import UserError
+from rlhf.disk import appearing, write_json
 
 BATCHES: dict[Phase, tuple[int, int]] = {"sft": (16, 8), "reward": (16, 8), "ppo": (64, 64)}
 """Rows of a batch, and of what is padded together, as each stage has them by default."""

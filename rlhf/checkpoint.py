@@ -1,6 +1,7 @@
-"""What a stage leaves behind: directories that appear whole, and a manifest, written last, that vouches for them."""
+"""What a stage leaves behind: its models, and a manifest, written last, that vouches for them and for itself."""
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -8,57 +9,27 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from rlhf import disk, record
 from rlhf.config import UserError
 
 MANIFEST = "manifest.json"
 RUN_CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+CURE = "put back what it was, make that stage again with --overwrite, or name another directory"
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
-
-
-@contextlib.contextmanager
-def appearing(directory: Path) -> Iterator[Path]:
-    """A temporary sibling to write into; it becomes `directory` when the block ends well, and is removed otherwise."""
-    staging = directory.with_name(f".tmp-{directory.name}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.rename(staging, directory)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write atomically: a reader sees the old file or the whole new one."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False), encoding="utf-8")
-    flush(temporary)
-    os.replace(temporary, path)
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def flush(path: Path) -> None:
-    """Have the disk hold what was written to a file, or which names a directory has."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+KINDS: Mapping[str, type] = {"stage": str, "inputs": dict, "config": dict, "files": dict, "sha256": str}
+"""what every manifest has"""
+MODELS = ("model", "actor", "critic", "best", "ema")
+"""folders that stages make"""
 
 
 def file_digests(stage: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
@@ -84,32 +55,95 @@ def _sha256_of(path: Path, size: int, changed: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def own_digest(manifest: Mapping[str, Any]) -> str:
+    """sha256 of what a manifest says, however it is laid out; it stands in the manifest itself, under `sha256`."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def faulty_entries(manifest: Any, more: Mapping[str, type]) -> str:
+    """The names of entries that a manifest lacks or that are of another kind; `more` are those of its own."""
+    kinds = {**KINDS, **more}
+    if not isinstance(manifest, dict):
+        return ", ".join(sorted(kinds))
+    faulty = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
+    for name, entries in (("files", ("size", "sha256")), ("inputs", ("manifest_sha256",))):
+        values = manifest[name].values() if name not in faulty else ()
+        if not all(isinstance(value, dict) and set(entries) <= set(value) for value in values):
+            faulty.append(name)
+    return ", ".join(sorted(faulty))
+
+
+def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
+    disk.write_json(path, {**content, "sha256": own_digest(content)})
+
+
 def versions() -> dict[str, str]:
     """Python, platform and the libraries a result depends on."""
     found = {name: importlib.metadata.version(name) for name in LIBRARIES}
     return {"python": sys.version.split()[0], "platform": platform.platform(), **found}
 
 
-def require_writable(output_dir: str) -> None:
-    """Leave nothing behind. Raises: UserError if no directory can be made, or nothing written, at `output_dir`."""
-    place = Path(output_dir)
+def require_writable(output_dir: str, stage: str = "") -> None:
+    """Leave nothing behind.
+
+    Raises: UserError if no directory can be made, or nothing written, at `output_dir` or in what is there of `stage`.
+    """
+    folder = Path(output_dir) / stage
     try:
-        there = next(path for path in (place, *place.absolute().parents) if path.exists() or path.is_symlink())
-        if not there.is_dir():
-            raise NotADirectoryError(0, f"{there} is not a directory")
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        _try_to_write(folder)
+        if os.path.lexists(folder / CHECKPOINTS):  # a link to another disk will do
+            _try_to_write(folder / CHECKPOINTS)
     except OSError as error:
-        raise UserError(f"--output-dir {output_dir}: cannot write there ({error.strerror}); name another") from None
+        reason = error.strerror or str(error)
+        raise UserError(f"--output-dir {output_dir}: cannot write there ({reason}); name another") from None
+    for name in MODELS if stage else ():
+        if (folder / name).is_symlink():
+            raise UserError(
+                f"{folder / name}: got a symbolic link, expected a directory, which is replaced as a whole; remove it "
+                f"({folder} itself may be a link)"
+            )
+
+
+def _try_to_write(folder: Path) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{there} is not a directory")
+    with tempfile.TemporaryFile(dir=there):
+        pass
 
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """The directory for this process alone; the kernel gives it free however the process ends.
+    """The directory for this process alone; it is made, and removed again if it stays empty.
 
-    Raises: UserError naming the process that has it.
+    The kernel frees it however the process ends. Raises: UserError naming the process that has it.
     """
-    with (directory / LOCK).open("a+", encoding="utf-8") as file:
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        file = _locked(directory)
+    except OSError as error:
+        raise UserError(
+            f"{directory / LOCK}: cannot be written ({error.strerror}); mend that, or name another --output-dir"
+        ) from None
+    with file:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                (directory / LOCK).unlink()
+                for folder in made:
+                    folder.rmdir()
+
+
+def _locked(directory: Path) -> TextIO:
+    """The lock file, open and locked, with our name in it. Raises: UserError if another process has it; OSError."""
+    while True:
+        disk.make_directory(directory)
+        try:
+            file = (directory / LOCK).open("a+", encoding="utf-8")
+        except FileNotFoundError:  # its last owner has just removed the directory
+            continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,37 +151,59 @@ def held(directory: Path) -> Iterator[None]:
             raise UserError(
                 f"{directory}: in use by {file.read()}; wait for its end, or name another --output-dir"
             ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            record.say(f"warning: {directory} has no locks ({error.strerror}); let no other run write there")
+            return file
+        if _is_at(file, directory / LOCK):
+            break
+        file.close()  # its last owner has removed it
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return file
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def read_manifest(stage: Path) -> dict[str, Any]:
     """The manifest of a finished stage, every file it names checked.
 
-    Raises: UserError if the stage is unfinished, or a file is missing or changed since.
+    Raises: UserError if the stage is unfinished, the manifest changed since, or a file is missing or changed.
     """
     path = stage / MANIFEST
     if not path.is_file():
         raise UserError(f"{stage}: unfinished stage, no {MANIFEST}; run it to its end, or name another directory")
-    cure = "make that stage again with --overwrite, or name another directory"
-    try:
-        manifest = read_json(path)
-        files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        missing = {"stage", "inputs", "models", "metrics", "config"} - set(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: damaged, not a manifest ({error!r}); {cure}") from None
-    if missing:
-        raise UserError(f"{path}: damaged, has no {', '.join(sorted(missing))}; {cure}")
-    for name, (size, digest) in files.items():
+    manifest = _own_manifest(path)
+    for name, entry in manifest["files"].items():
         file = stage / name
         found = file.stat().st_size if file.is_file() else None
-        if found != size:
+        if found != entry["size"]:
             got = "no such file" if found is None else f"got {found} bytes"
-            raise UserError(f"{file}: damaged, {got}, expected {size} bytes as in {MANIFEST}; {cure}")
-        if _sha256(file) != digest:
-            raise UserError(f"{file}: damaged, its content differs from {MANIFEST} (sha256); {cure}")
+            raise UserError(f"{file}: damaged, {got}, expected {entry['size']} bytes as in {MANIFEST}; {CURE}")
+        if _sha256(file) != entry["sha256"]:
+            raise UserError(f"{file}: damaged, its content differs from {MANIFEST} (sha256); {CURE}")
+    return manifest
+
+
+def _own_manifest(path: Path) -> dict[str, Any]:
+    """A manifest that says what it said when it was written, in whatever layout. Raises: UserError."""
+    try:
+        manifest = disk.read_json(path)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise UserError(f"{path}: damaged, not a manifest ({reason}); {CURE}") from None
+    faulty = faulty_entries(manifest, {"models": list, "metrics": dict})
+    if faulty:
+        raise UserError(f"{path}: damaged, has no proper {faulty}; {CURE}")
+    if manifest["sha256"] != own_digest(manifest):
+        raise UserError(f"{path}: damaged or edited, its content differs from its own sha256; {CURE}")
     return dict(manifest)
 
 
@@ -191,6 +247,11 @@ def planned_start(place: str, output_dir: str, planned: Mapping[str, str]) -> st
 
 
 def manifest_digest(place: str) -> str | None:
-    """What identifies an input made by another stage; None for models from elsewhere."""
+    """What identifies an input made by another stage; None for models from elsewhere.
+
+    Raises: UserError if that stage's manifest is damaged.
+    """
     stage = stage_of(place)
-    return _sha256(stage / MANIFEST) if stage is not None and (stage / MANIFEST).is_file() else None
+    if stage is None or not (stage / MANIFEST).is_file():
+        return None
+    return str(_own_manifest(stage / MANIFEST)["sha256"])

@@ -159,7 +159,7 @@ def stage_main(
             from rlhf import checkpoint, record, rendezvous
 
             rendezvous.meet(options)
-            checkpoint.require_writable(options.output_dir)
+            checkpoint.require_writable(options.output_dir, stage)
             record.require_trackers(options.report_to)
             record.quiet_libraries()
             run(options)

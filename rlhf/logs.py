@@ -4,12 +4,19 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf import disk, record
+
 LOGS = ("metrics.jsonl", "samples.jsonl", "chosen.jsonl", "rollouts-*.jsonl")
 
 
-def sizes(directory: Path) -> dict[str, int]:
-    """Bytes of each, by name."""
-    return {path.name: path.stat().st_size for path in _logs(directory)}
+def sync(directory: Path) -> dict[str, int]:
+    """Have the disk hold them; the bytes of each, by name."""
+    sizes = {}
+    for path in _logs(directory):
+        disk.flush(path)
+        sizes[path.name] = path.stat().st_size
+    disk.flush(directory)
+    return sizes
 
 
 def _logs(directory: Path) -> list[Path]:
@@ -17,9 +24,24 @@ def _logs(directory: Path) -> list[Path]:
 
 
 def cut(directory: Path, known: Mapping[str, int]) -> None:
-    """Take away what was written after a checkpoint that has these `sizes`; what it does not know goes."""
+    """Take away what was written after a checkpoint that counted these `known` bytes, and say where some of them are
+    lost; a log that it does not know goes."""
     for path in _logs(directory):
         if path.name not in known:
             path.unlink()
         elif path.stat().st_size > known[path.name]:
             os.truncate(path, known[path.name])
+    for name, size in known.items():
+        path = directory / name
+        left = path.stat().st_size if path.is_file() else 0
+        if left < size:
+            _end_whole(path)
+            lost = f"got {left} bytes, expected {size} of the checkpoint; its last rows are lost"
+            record.say(f"warning: {path}: {lost}")
+
+
+def _end_whole(path: Path) -> None:
+    """Take away a last line that was cut off."""
+    if path.is_file():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)

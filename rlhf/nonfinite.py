@@ -5,11 +5,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import checkpoint, dist, record
+from rlhf import disk, dist, record
 from rlhf.types import Rollout, Sequences
 
 SHOWN = 8
@@ -67,8 +66,8 @@ def save_batch(folder: Path, error: NonFiniteError, tokenizer: PreTrainedTokeniz
     texts: list[str] = []
     _collect(error.batch, "", tensors, texts, tokenizer)
     name = f"rank-{dist.rank()}"
-    save_file(tensors, folder / f"{name}.safetensors")
-    checkpoint.write_json(folder / f"{name}.json", {"message": str(error), "rows": list(error.rows), "texts": texts})
+    disk.save_tensors(tensors, folder / f"{name}.safetensors")
+    disk.write_json(folder / f"{name}.json", {"message": str(error), "rows": list(error.rows), "texts": texts})
 
 
 def _collect(

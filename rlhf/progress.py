@@ -24,7 +24,8 @@ AGAIN = "name another --output-dir, or add --overwrite (with --steps for some st
 """what to do where nothing can be gone on from"""
 
 Standing = Literal["new", "interrupted", "finished", "stale"]
-"""`interrupted`: there is a checkpoint to go on from. `stale`: what it started from was made again since, or will be"""
+"""`interrupted`: there is a checkpoint to go on from. `stale`: the same, but a stage that it started from was made
+again since, or will be, so that it begins anew"""
 Content = Callable[[], Mapping[str, str]]
 """Gives a digest of the data at each local place."""
 
@@ -34,7 +35,8 @@ def standing(
 ) -> Standing:
     """How far `stage` has come; `planned` stages run before it.
 
-    Raises: UserError if it was begun with options or data that make something else, or its output is damaged.
+    Raises: UserError if it was begun with options or data that make something else, its output is damaged, or it is
+    finished and a stage that it started from was made again, or will be: a result goes for --overwrite alone.
     """
     directory = Path(options.output_dir) / stage
     if options.overwrite:
@@ -50,8 +52,13 @@ def standing(
     other = [place for place, digest in content().items() if known.get(place, digest) != digest]
     if other:
         raise UserError(f"{_begun(directory, finished)} other data: {', '.join(other)} changed since; {AGAIN}")
-    awaited = any(checkpoint.planned_start(place, options.output_dir, planned) for place in inputs.values())
-    if awaited or digests != made_from:
+    awaited = {name for name, place in inputs.items() if checkpoint.planned_start(place, options.output_dir, planned)}
+    other = [name for name in inputs if name in awaited or digests[name] != made_from.get(name)]
+    if other and finished:
+        names = ", ".join(f"{name} ({inputs[name]})" for name in other)
+        when = "is to be made again" if awaited else "is another now than the one it started from"
+        raise UserError(f"{directory}: finished, and {names} {when}; no result is replaced unasked: {AGAIN}")
+    if other:
         return "stale"
     return "finished" if finished else "interrupted"
 
@@ -114,7 +121,7 @@ def find(stage: str, options: RunOptions, inputs: Mapping[str, str], content: Co
         if dist.is_main():  # left by a process that ended between its last two deeds
             resume.sweep(Path(options.output_dir) / stage, everything=True)
     elif found == "stale":
-        record.say(f"{stage}: what it started from was made again, so it is too")
+        record.say(f"{stage}: begins anew, for a stage that it started from was made again; its checkpoints go")
     return found
 
 

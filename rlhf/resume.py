@@ -11,8 +11,6 @@ ranks have succeeded. Any number of ranks and any ZeRO stage reads it. Nothing i
 """
 
 import contextlib
-import hashlib
-import json
 import os
 import random
 import shutil
@@ -25,14 +23,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf import checkpoint, dist, record
+from rlhf import checkpoint, disk, dist, logs, record
+from rlhf.checkpoint import CHECKPOINTS, own_digest
 from rlhf.config import UserError
 
-FOLDER = "checkpoints"
 STATE = "state.json"
+KINDS = {"step": int, "world_size": int, "logs": dict, "models": list}
+"""what a manifest has beside what every manifest has"""
 PART_BYTES = 1 << 29
 """tensors that a rank holds back before it writes them: what saving costs in memory"""
 VISIBLE_S = 30.0
@@ -80,11 +79,9 @@ def save(stage: Path, step: int, state: Resumable, about: Mapping[str, Any], kee
     """
     final = folder_of(stage, step)
     staging = final.with_name(f".tmp-{final.name}")
-    if dist.is_main():
-        shutil.rmtree(staging, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the files will say why
-            staging.mkdir(parents=True)
-    dist.barrier()
+    failure = dist.gather_objects(_made_anew(staging) if dist.is_main() else "")[0]
+    if failure:
+        return failure
     _wait_for(staging)
     written = _write(staging, state)
     parts = dist.gather_objects((written.digests, written.failure))
@@ -93,11 +90,10 @@ def save(stage: Path, step: int, state: Resumable, about: Mapping[str, Any], kee
         files = {name: digest for digests, _ in parts for name, digest in sorted(digests.items())}
         try:
             manifest = {**about, "step": step, "world_size": dist.world_size(), "files": files}
-            checkpoint.write_json(staging / checkpoint.MANIFEST, manifest | {"sha256": own_digest(manifest)})
-            checkpoint.flush(staging)
+            checkpoint.write_manifest(staging / checkpoint.MANIFEST, manifest | {"logs": logs.sync(stage)})
             shutil.rmtree(final, ignore_errors=True)
             os.rename(staging, final)
-            checkpoint.flush(final.parent)
+            disk.flush(final.parent)
         except OSError as error:
             failures = [str(error)]
     failures = dist.gather_objects(failures)[0]
@@ -107,6 +103,17 @@ def save(stage: Path, step: int, state: Resumable, about: Mapping[str, Any], kee
             _delete_others(final, keep)
     dist.barrier()
     return failures[0] if failures else None
+
+
+def _made_anew(folder: Path) -> str:
+    """Make an empty directory. Returns why that cannot be, if so."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        disk.make_directory(folder.parent)
+        folder.mkdir()
+    except OSError as error:
+        return f"{folder} cannot be made ({error.strerror})"
+    return ""
 
 
 def _delete_others(newest: Path, keep: int) -> None:
@@ -125,7 +132,7 @@ def _wait_for(folder: Path) -> None:
 
 def folder_of(stage: Path, step: int) -> Path:
     """Where the checkpoint of that step lies."""
-    return stage / FOLDER / f"step-{step:08d}"
+    return stage / CHECKPOINTS / f"step-{step:08d}"
 
 
 class _Writer:
@@ -138,7 +145,7 @@ class _Writer:
         self.failure = ""
 
     def json(self, name: str, value: Any) -> None:
-        self._guarded(name, lambda path: checkpoint.write_json(path, value))
+        self._guarded(name, lambda path: disk.write_json(path, value))
 
     def tensors(self, name: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
         part = size = 0
@@ -156,7 +163,7 @@ class _Writer:
         held, self._held = self._held, {}
         if held:
             file = f"{name}.rank-{dist.rank()}.part-{part}.safetensors"
-            self._guarded(file, lambda path: save_file(held, path))
+            self._guarded(file, lambda path: disk.save_tensors(held, path))
 
     def _guarded(self, name: str, write: Any) -> None:
         path = self._folder / name
@@ -164,7 +171,7 @@ class _Writer:
             return
         try:
             write(path)
-            checkpoint.flush(path)
+            disk.flush(path)
             self.digests[name] = checkpoint.digest(path)
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(self._folder).free if self._folder.exists() else 0
@@ -207,7 +214,7 @@ class Checkpoint:
             ) from None
 
     def _restore(self, state: Resumable, seed: int) -> None:
-        numbers = checkpoint.read_json(self.folder / STATE)
+        numbers = disk.read_json(self.folder / STATE)
         held = {*numbers, *(file.split(".rank-")[0] for file in self.manifest["files"])}
         for name in sorted({*state.numbers, *state.tensors} - held):  # of an option that was not set then
             record.say(f"note: {self.folder} has no {name}, which begins anew")
@@ -218,7 +225,7 @@ class Checkpoint:
             if name in held:
                 tensors.load_tensors(self._tensors(name))
         if self.manifest["world_size"] == dist.world_size():
-            _set_random_state(checkpoint.read_json(self.folder / f"rng.rank-{dist.rank()}.json"))
+            _set_random_state(disk.read_json(self.folder / f"rng.rank-{dist.rank()}.json"))
         else:
             torch.manual_seed((seed * 1_000_003 + self.step) * 4096 + dist.rank())
 
@@ -244,7 +251,7 @@ def newest(stage: Path) -> Checkpoint | None:
     passed over.
     Raises: UserError if there are some and none is whole.
     """
-    folders = dist.gather_objects([str(folder) for folder in _newest_first(stage / FOLDER)])[0]
+    folders = dist.gather_objects([str(folder) for folder in _newest_first(stage / CHECKPOINTS)])[0]
     for folder in map(Path, folders):
         _wait_for(folder)
         manifest, fault = _manifest(folder)
@@ -253,75 +260,82 @@ def newest(stage: Path) -> Checkpoint | None:
         fault = fault or next((fault for name in mine if (fault := _fault(folder, name, manifest))), "")
         faults = list(dict.fromkeys(filter(None, dist.gather_objects(fault))))
         if not faults:
-            stray = {file.name for file in folder.iterdir()} - {*names, checkpoint.MANIFEST}
+            stray = set(os.listdir(folder)) - {*names, checkpoint.MANIFEST}
             if stray:
                 record.say(f"{folder}: ignored {', '.join(sorted(stray))}, which its manifest does not name")
             return Checkpoint(folder, manifest)
         record.say(f"warning, {folder} is passed over: {'; '.join(faults)}")
     if folders:
         raise UserError(
-            f"{stage / FOLDER}: no checkpoint there is whole (see above); put one back, or add --overwrite to begin "
-            "the stage again"
+            f"{stage / CHECKPOINTS}: no checkpoint there is whole (see above); put one back, or add --overwrite to "
+            "begin the stage again"
         )
     return None
 
 
 def is_there(stage: Path) -> bool:
     """Whether the stage has checkpoints, whole or not."""
-    return bool(_newest_first(stage / FOLDER))
+    return bool(_newest_first(stage / CHECKPOINTS))
 
 
 def newest_manifest(stage: Path) -> Mapping[str, Any] | None:
     """What the newest checkpoint says it belongs to; no file of it is looked at."""
-    return next((m for m, fault in map(_manifest, _newest_first(stage / FOLDER)) if not fault), None)
+    return next((m for m, fault in map(_manifest, _newest_first(stage / CHECKPOINTS)) if not fault), None)
 
 
 def sweep(stage: Path, everything: bool = False) -> None:
     """Remove what a save that was cut off has left, or all checkpoints. Nothing of anybody else's."""
-    folder = stage / FOLDER
+    folder = stage / CHECKPOINTS
     for left in [*folder.glob(".tmp-step-*"), *(_newest_first(folder) if everything else [])]:
         shutil.rmtree(left, ignore_errors=True)
-    if everything and folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+    if everything and not folder.is_symlink():
+        with contextlib.suppress(OSError):  # it is not there, or holds something of the user's
+            folder.rmdir()
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """By the step in the name; clocks may jump."""
-    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    """By the step in the name; clocks may jump. Raises: UserError if the directory cannot be read."""
+    try:
+        names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be read ({error.strerror}); mend that, or add --overwrite to begin the stage again"
+        ) from None
+    steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
+    return [folder / f"step-{step:08d}" for step in sorted(steps, reverse=True)]
 
 
 def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
     """The manifest and what is wrong with it."""
     path = folder / checkpoint.MANIFEST
     try:
-        manifest = checkpoint.read_json(path)
-        for name, entry in manifest["files"].items():
-            if Path(name).name != name or not name.endswith((".safetensors", ".json")):
-                return {}, f"{path} names the file {name!r}"
-            int(entry["size"]), str(entry["sha256"])
-        missing = {"step", "stage", "world_size", "config", "sha256"} - set(manifest)
-        if missing:
-            return {}, f"{path} has no {', '.join(sorted(missing))}"
-        return (manifest, "") if manifest["sha256"] == own_digest(manifest) else ({}, f"{path} differs from its sha256")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest = disk.read_json(path)
+    except OSError as error:
+        return {}, f"{path} cannot be read ({error.strerror})"
+    except (ValueError, RecursionError) as error:
         return {}, f"{path} is no manifest ({error!r})"
-
-
-def own_digest(manifest: Mapping[str, Any]) -> str:
-    """sha256 of what a manifest says, however it is laid out."""
-    said = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    faulty = checkpoint.faulty_entries(manifest, KINDS)
+    if faulty:
+        return {}, f"{path} has no proper {faulty}"
+    for name in manifest["files"]:
+        if Path(name).name != name or not name.endswith((".safetensors", ".json")):
+            return {}, f"{path} names the file {name!r}"
+    return (manifest, "") if manifest["sha256"] == own_digest(manifest) else ({}, f"{path} differs from its sha256")
 
 
 def _fault(folder: Path, name: str, manifest: Mapping[str, Any]) -> str:
     entry, path = manifest["files"][name], folder / name
-    if not path.is_file():
-        return f"{name} is missing"
-    size = path.stat().st_size
-    if size != entry["size"]:
-        return f"{name} has {size} bytes, expected {entry['size']}"
-    return "" if checkpoint.digest(path)["sha256"] == entry["sha256"] else f"{name} differs from its sha256"
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != entry["size"]:
+            return f"{name} has {size} bytes, expected {entry['size']}"
+        return "" if checkpoint.digest(path)["sha256"] == entry["sha256"] else f"{name} differs from its sha256"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
 
 
 def _random_state() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import (
     checkpoint,
     config,
+    disk,
     dist,
     launch,
     logs,
@@ -38,8 +39,6 @@ from rlhf.templates import template_name
 from rlhf.text import describe_template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics
 
-MODELS = {"model", "actor", "critic", "best", "ema"}
-"""Folders that stages make."""
 EXPORTS = "exports"
 """The folder of a stage with the models of `--export-every`."""
 BAD_BATCH = "bad_batch"
@@ -62,10 +61,12 @@ class Run:
         self.directory = Path(options.output_dir) / stage
         self._inputs = inputs
         if dist.is_main():
-            (self.directory / checkpoint.MANIFEST).unlink(missing_ok=True)
+            disk.remove(self.directory / checkpoint.MANIFEST)
+            for folder in checkpoint.MODELS:
+                disk.recover(self.directory / folder)
             shutil.rmtree(self.directory / BAD_BATCH, ignore_errors=True)
             resume.sweep(self.directory, everything=found != "interrupted")
-            (self.directory / checkpoint.RUN_CONFIG).write_text(config.to_yaml(self.options), encoding="utf-8")
+            disk.write_text(self.directory / checkpoint.RUN_CONFIG, config.to_yaml(self.options))
         dist.barrier()
         self._found = resume.newest(self.directory)
         self._state = resume.Resumable({}, {})
@@ -107,7 +108,7 @@ class Run:
                     f"{said[1:]}; a place must hold the same on every host, and give the same rows every time"
                 )
         if dist.is_main():
-            checkpoint.write_json(self.directory / "data.json", data.report)
+            disk.write_json(self.directory / "data.json", data.report)
             bad = [message for place in data.report["places"] for message in place["bad"]]
             report = self.directory / "bad_rows.txt"
             report.unlink(missing_ok=True)  # an earlier run's, of data that was mended since
@@ -143,7 +144,8 @@ class Run:
 
     def _require_room(self) -> None:
         need = (self.options.keep + 1) * self._state.size()
-        there = sum(file.stat().st_size for file in (self.directory / resume.FOLDER).rglob("*") if file.is_file())
+        saved = (self.directory / checkpoint.CHECKPOINTS).rglob("*")
+        there = sum(file.stat().st_size for file in saved if file.is_file())
         free = shutil.disk_usage(self.directory).free
         if need > free + there:
             raise UserError(
@@ -217,7 +219,7 @@ class Run:
             yield {**metrics, "forward_seconds_slowest": slowest, "forward_seconds_fastest": -fastest}
 
     def _save_checkpoint(self, step: int) -> None:
-        about = self._about() | {"models": self.models, "logs": logs.sizes(self.directory)}
+        about = self._about() | {"models": self.models}
         failure = resume.save(self.directory, step, self._state, about, self.options.keep)
         if failure is not None:
             record.say(f"warning, step {step}: no checkpoint, {failure}; {self._last_checkpoint()}")
@@ -259,10 +261,11 @@ class Run:
                 self.save(folder, save)
             if dist.is_main():
                 if state is not None:
-                    checkpoint.write_json(self.directory / "state.json", state)
-                self._write_manifest(metrics)
-                for folder in MODELS - set(self.models):  # of a run with other options
+                    disk.write_json(self.directory / "state.json", state)
+                for folder in {*checkpoint.MODELS} - {*self.models}:  # of a run with other options
                     shutil.rmtree(self.directory / folder, ignore_errors=True)
+                logs.sync(self.directory)
+                self._write_manifest(metrics)
                 resume.sweep(self.directory, everything=True)
         except OSError as error:
             raise UserError(f"{self.directory}: cannot be written ({error}); make room there and run again") from error
@@ -277,7 +280,7 @@ class Run:
             "world_size": dist.world_size(),
             "files": checkpoint.file_digests(self.directory, self.models),
         }
-        checkpoint.write_json(self.directory / checkpoint.MANIFEST, manifest)
+        checkpoint.write_manifest(self.directory / checkpoint.MANIFEST, manifest)
 
     def _about(self) -> dict[str, Any]:
         """What the result, and each checkpoint, came from."""
@@ -294,7 +297,7 @@ class Run:
         """The same staging directory on every rank; rank 0 makes it and renames it."""
         final = self.directory / folder
         if dist.is_main():
-            with checkpoint.appearing(final) as staging:
+            with disk.appearing(final) as staging:
                 yield staging
         else:
             yield final.with_name(f".tmp-{final.name}")
@@ -309,7 +312,7 @@ def open_run(stage: str, options: RunOptions, found: Standing, inputs: Mapping[s
     a lack of memory, with code 1 and what needs less.
     Raises: UserError if another process runs the stage there.
     """
-    with dist.process_group(options.timeout_s), _alone(Path(options.output_dir) / stage):
+    with dist.process_group(options.timeout_s), _alone(Path(options.output_dir) / stage, options.overwrite):
         torch.manual_seed(options.seed)
         run = Run(stage, options, found, inputs)
         try:
@@ -335,14 +338,18 @@ def open_run(stage: str, options: RunOptions, found: Standing, inputs: Mapping[s
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """The directory, made by rank 0 and held by it for all."""
+def _alone(directory: Path, overwrite: bool) -> Iterator[None]:
+    """The directory, made by rank 0 and held by it for all.
+
+    Raises: UserError if another process has it, or has finished the stage since we looked.
+    """
     with contextlib.ExitStack() as stack:
         refusal = None
         if dist.is_main():
-            directory.mkdir(parents=True, exist_ok=True)
             try:
                 stack.enter_context(checkpoint.held(directory))
+                if (directory / checkpoint.MANIFEST).exists() and not overwrite:
+                    refusal = f"{directory}: another process has just finished it; nothing is left to do here"
             except UserError as error:
                 refusal = str(error)
         refusal = dist.gather_objects(refusal)[0]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf import checkpoint, record
+from rlhf import checkpoint, disk, record
 from rlhf.comparison import RESULTS, Responses, Setting
 from rlhf.config import UserError
 from rlhf.intervals import Interval, mean_interval, win_fractions, win_rate_interval
@@ -184,7 +184,7 @@ def _write(output: Path, setting: Setting, responses: dict[str, Responses], foun
         with (output / "samples.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in sample_rows(setting, responses))
         (output / "results.md").write_text(page, encoding="utf-8")
-        checkpoint.write_json(output / RESULTS, results)
+        disk.write_json(output / RESULTS, results)
     except OSError as error:
         raise UserError(
             f"--output {output}: cannot be written ({error.strerror}); make room there and run again"

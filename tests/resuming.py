@@ -14,7 +14,7 @@ from rlhf.resume import Resumable
 from tests import engine_runs, tiny
 
 HALF = 3
-ABOUT = {"stage": "step1_sft", "config": {}}
+ABOUT = {"stage": "step1_sft", "config": {}, "inputs": {}, "models": []}
 
 
 def with_dropout(options: dict[str, Any], adapter: str | None = None) -> Engine:

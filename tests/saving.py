@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf import checkpoint, dist, launch, resume
+from rlhf import disk, dist, launch, resume
 from rlhf.config import UserError
 from rlhf.resume import Resumable
 from tests.killing import Killed
 
-ABOUT: dict[str, Any] = {"stage": "step1_sft", "config": {"seed": 0}, "inputs": {}, "models": [], "logs": {}}
+ABOUT: dict[str, Any] = {"stage": "step1_sft", "config": {"seed": 0}, "inputs": {}, "models": []}
 WEIGHTS = torch.tensor([1.5, -2.0, 0.25])
 
 
@@ -53,9 +53,15 @@ class Memory:
             self.held[name].copy_(tensor)
 
 
-def save(stage: Path, step: int, parts: Mapping[str, Memory] | None = None, keep: int = 2) -> str | None:
+def save(
+    stage: Path,
+    step: int,
+    parts: Mapping[str, Memory] | None = None,
+    keep: int = 2,
+    about: Mapping[str, Any] = ABOUT,
+) -> str | None:
     parts = parts or {"weights": Memory({"w": WEIGHTS.clone()})}
-    return resume.save(stage, step, Resumable(parts, parts), ABOUT, keep)
+    return resume.save(stage, step, Resumable(parts, parts), about, keep)
 
 
 def whole(stage: Path) -> int:
@@ -114,10 +120,10 @@ def whole_ones(path: Path, *_: Any) -> bool:
 
 POINTS: dict[str, tuple[Any, str, Callable[..., bool], bool, bool]] = {
     "before any write": (resume, "_write", always, False, False),
-    "before a shard": (resume, "save_file", always, False, False),
-    "after a shard": (resume, "save_file", always, True, False),
-    "before the manifest": (checkpoint, "write_json", manifests, False, False),
-    "after the manifest": (checkpoint, "write_json", manifests, True, False),
+    "before a shard": (disk, "save_tensors", always, False, False),
+    "after a shard": (disk, "save_tensors", always, True, False),
+    "before the manifest": (disk, "write_json", manifests, False, False),
+    "after the manifest": (disk, "write_json", manifests, True, False),
     "before the rename": (os, "rename", always, False, False),
     "after the rename": (os, "rename", always, True, True),
     "before an old one goes": (shutil, "rmtree", whole_ones, False, True),
@@ -169,7 +175,7 @@ def full_on_one(stage: Path, rank: int) -> dict[str, Any]:
     with files_up_to(10) if dist.rank() == rank else contextlib.nullcontext():
         failure = save(stage, 2, shared())
     dist.barrier()
-    between = sorted(path.name for path in (stage / resume.FOLDER).iterdir())
+    between = sorted(path.name for path in (stage / resume.CHECKPOINTS).iterdir())
     dist.barrier()  # the next one may begin
     return {"failure": failure, "between": between, "after": save(stage, 3, shared()), "newest": whole(stage)}
 

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "rlhf.dist", "rlhf.draws", "rlhf.record", "rlhf.nonfinite", "rlhf.prompt_file",
         "rlhf.text", "rlhf.templates", "rlhf.rendering", "rlhf.encoder", "rlhf.hub", "rlhf.untrusted",
-        "rlhf.checkpoint", "rlhf.resume", "rlhf.progress", "rlhf.logs", "rlhf.ending",
+        "rlhf.disk", "rlhf.checkpoint", "rlhf.resume", "rlhf.progress", "rlhf.logs", "rlhf.ending",
         "rlhf.launch", "rlhf.hosts", "rlhf.ranks", "rlhf.nodes", "rlhf.node", "rlhf.rendezvous", "rlhf.last_words",
     ),
     ("rlhf.models", "rlhf.adapters", "rlhf.engine", "rlhf.engine_state", "rlhf.adamw", "rlhf.sharding", "rlhf.frozen",

@@ -2,15 +2,18 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf import checkpoint, progress
+from rlhf import checkpoint, disk, progress
 from rlhf.config import UserError
 from rlhf.options import OptimizerOptions, RunOptions
+from tests import saving
 
 
 class Options(OptimizerOptions, RunOptions):
@@ -36,20 +39,20 @@ def make(out: Path, stage: str = "step1_sft", model: str = "weights", **manifest
         "data": {"x.jsonl": "one"},
         "files": checkpoint.file_digests(directory, ["model"]),
     }
-    checkpoint.write_json(directory / checkpoint.MANIFEST, content | manifest)
+    checkpoint.write_manifest(directory / checkpoint.MANIFEST, content | manifest)
     return directory
 
 
 def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     final = tmp_path / "model"
-    with checkpoint.appearing(final) as staging:
+    with disk.appearing(final) as staging:
         (staging / "a").write_text("old")
         assert not final.exists() and staging.parent == tmp_path
-    with pytest.raises(ZeroDivisionError), checkpoint.appearing(final) as staging:
+    with pytest.raises(ZeroDivisionError), disk.appearing(final) as staging:
         (staging / "a").write_text("new")
         raise ZeroDivisionError
     assert (final / "a").read_text() == "old" and os.listdir(tmp_path) == ["model"]
-    with checkpoint.appearing(final) as staging:
+    with disk.appearing(final) as staging:
         (staging / "b").write_text("newer")
     assert os.listdir(final) == ["b"]
 
@@ -57,16 +60,16 @@ def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_what_an_earlier_crash_left_is_swept(tmp_path: Path) -> None:
     (tmp_path / ".tmp-model").mkdir()
     (tmp_path / ".tmp-model" / "half").write_text("")
-    with checkpoint.appearing(tmp_path / "model") as staging:
+    with disk.appearing(tmp_path / "model") as staging:
         (staging / "whole").write_text("")
     assert os.listdir(tmp_path / "model") == ["whole"]
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    checkpoint.write_json(file, {"ü": 1})
+    disk.write_json(file, {"ü": 1})
     with pytest.raises(TypeError):
-        checkpoint.write_json(file, {"b": object()})
+        disk.write_json(file, {"b": object()})
     assert json.loads(file.read_text(encoding="utf-8")) == {"ü": 1}
 
 
@@ -86,14 +89,21 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def edit(stage: Path, **changes: Any) -> None:
+    file = stage / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of the weights": (lambda stage: flip(stage / "model/model.safetensors"), "damaged, its content"),
     "a short file": (lambda stage: os.truncate(stage / "model/model.safetensors", 3), "got 3 bytes, expected 7"),
     "a lost file": (lambda stage: (stage / "model/config.json").unlink(), "config.json: damaged, no such file"),
     "no manifest": (lambda stage: (stage / "manifest.json").unlink(), "unfinished stage, no manifest.json"),
     "half a manifest": (lambda stage: os.truncate(stage / "manifest.json", 40), "damaged, not a manifest"),
-    "another manifest": (lambda stage: (stage / "manifest.json").write_text("[]"), "damaged, not a manifest"),
-    "an empty manifest": (lambda stage: (stage / "manifest.json").write_text('{"files": {}}'), "has no config"),
+    "another manifest": (lambda stage: (stage / "manifest.json").write_text("[]"), "damaged, has no proper config"),
+    "an empty manifest": (lambda stage: (stage / "manifest.json").write_text('{"files": {}}'), "has no proper config"),
+    "a metric edited": (lambda stage: edit(stage, metrics={"score": 1}), "damaged or edited, its content differs"),
+    "files of another kind": (lambda stage: edit(stage, files={"a": 1}), "has no proper files"),
 }
 
 
@@ -107,6 +117,18 @@ def test_a_damaged_stage_is_refused(tmp_path: Path, damage: str) -> None:
         with pytest.raises(UserError) as caught:
             checkpoint.model_place(str(place), "model")
         assert said in str(caught.value) and str(stage) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_bit_of_a_manifest_flips_unseen(tmp_path: Path) -> None:
+    path = make(tmp_path) / "manifest.json"
+    good, content = path.read_bytes(), checkpoint.read_manifest(path.parent)
+    for bit in range(0, 8 * len(good), 29):  # every bit of a byte has its turn
+        path.write_bytes(good)
+        saving.flip(path, bit // 8, bit % 8)
+        try:
+            assert checkpoint.read_manifest(path.parent) == content
+        except UserError as error:
+            assert "put back what it was, make that stage again with --overwrite" in str(error)
 
 
 def test_other_files_beside_the_models_do_no_harm(tmp_path: Path) -> None:
@@ -151,6 +173,33 @@ def test_a_place_to_write_is_tried_and_left_clean(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_to() -> None:
     with pytest.raises(UserError, match="cannot write there"):
         checkpoint.require_writable("/proc/self/x")
+
+
+def test_a_directory_is_for_one_process_alone(tmp_path: Path) -> None:
+    """The last owner removes the lock's file: who waits for it must not take that for the lock."""
+    place, inside, refused = tmp_path / "a" / "b", [], []
+
+    def come_and_go() -> None:
+        for _ in range(60):
+            try:
+                with checkpoint.held(place):
+                    inside.append(1)
+                    assert len(inside) == 1
+                    (place / "file").touch()
+                    inside.pop()
+            except UserError as error:
+                refused.append(str(error))
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(come_and_go) for _ in range(4)]:
+            done.result()
+    assert all(said.startswith(f"{place}: in use by ") for said in refused)
+    assert os.listdir(place) == ["file"]
+    (place / "file").unlink()
+    place.rmdir()
+    with checkpoint.held(place):
+        assert os.listdir(place) == [".lock"]
+    assert os.listdir(tmp_path) == ["a"] and not os.listdir(tmp_path / "a")
 
 
 # --- whether a stage has to run
@@ -229,6 +278,15 @@ def test_two_spellings_of_one_model_are_one(tmp_path: Path, monkeypatch: pytest.
     assert state(Path("out"), model=f"{tmp_path}/here/model") == "finished"
 
 
+def test_a_manifest_in_another_layout_is_the_same(tmp_path: Path) -> None:
+    """As jq writes it."""
+    first = make(tmp_path)
+    later(tmp_path)
+    path = first / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True, separators=(",", ":")))
+    assert state(tmp_path) == state(tmp_path, "step2_reward", model=str(first)) == "finished"
+
+
 def later(out: Path) -> Path:
     """A second stage that started from the first."""
     first = str(out / "step1_sft")
@@ -237,16 +295,32 @@ def later(out: Path) -> Path:
     return make(out, "step2_reward", inputs={"model": entry}, config=config)
 
 
-def test_a_stage_is_stale_when_its_input_is_another(tmp_path: Path) -> None:
+def test_a_result_is_not_replaced_because_its_input_is_another(tmp_path: Path) -> None:
     first = make(tmp_path)
     later(tmp_path)
     assert state(tmp_path, "step2_reward", model=str(first)) == "finished"
     assert state(tmp_path, "step2_reward", model=f"{first}/model") == "finished"
-    assert state(tmp_path, "step2_reward", {"step1_sft": "pretrained"}, model=str(first)) == "stale"
+    with pytest.raises(UserError, match=r"finished, and model .* is to be made again; no result is replaced unasked"):
+        state(tmp_path, "step2_reward", {"step1_sft": "pretrained"}, model=str(first))
     make(tmp_path, model="weights")
     assert state(tmp_path, "step2_reward", model=str(first)) == "finished", "the same again is the same"
     make(tmp_path, model="others!")
+    with pytest.raises(UserError, match=r"is another now than the one it started from; .*--overwrite"):
+        state(tmp_path, "step2_reward", model=str(first))
+    assert state(tmp_path, "step2_reward", model=str(first), overwrite=True) == "new"
+
+
+def test_an_unfinished_stage_begins_anew_when_its_input_is_another(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    manifest = checkpoint.read_manifest(later(tmp_path))
+    shutil.rmtree(tmp_path / "step2_reward")
+    assert saving.save(tmp_path / "step2_reward", 1, about=saving.ABOUT | manifest) is None
+    assert state(tmp_path, "step2_reward", model=str(first)) == "interrupted"
+    make(tmp_path, model="others!")
     assert state(tmp_path, "step2_reward", model=str(first)) == "stale"
+    edit(first, metrics={"score": 1})  # which says nothing of what the stage started from
+    with pytest.raises(UserError, match=r"step1_sft/manifest.json: damaged or edited"):
+        state(tmp_path, "step2_reward", model=str(first))
 
 
 def test_a_tampered_output_is_not_skipped(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf import checkpoint, config, resume
+from rlhf import config, disk, resume
 from rlhf.config import UserError
 from rlhf.options import RunOptions
 from rlhf.resume import Resumable
@@ -220,7 +220,7 @@ def test_a_disk_that_is_full_costs_one_checkpoint(tmp_path: Path) -> None:
 def test_a_small_file_that_cannot_be_written_costs_one_checkpoint(
     stage: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    real = checkpoint.write_json
+    real = disk.write_json
 
     def full(path: Path, value: Any) -> None:
         if path.name == name:
@@ -228,7 +228,7 @@ def test_a_small_file_that_cannot_be_written_costs_one_checkpoint(
         real(path, value)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "write_json", full)
+        patched.setattr(disk, "write_json", full)
         failure = save(stage, 3)
     assert failure is not None and "No space left on device" in failure and name in failure
     assert names(stage) == {"step-00000001", "step-00000002"} and whole(stage) == 2

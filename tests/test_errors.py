@@ -243,7 +243,7 @@ def test_an_unfinished_or_damaged_stage_is_no_input(mistake: Callable[..., str],
     assert "unfinished stage" in mistake(train.main, "--actor-model", "earlier/step1_sft", *DEMO)
     content = {"stage": "step1_sft", "inputs": {}, "models": ["model"], "metrics": {}, "config": {}}
     files = checkpoint.file_digests(stage, ["model"])
-    (stage / "manifest.json").write_text(json.dumps(content | {"files": files}))
+    checkpoint.write_manifest(stage / "manifest.json", content | {"files": files})
     save_file({"w": torch.ones(3)}, stage / "model" / "model.safetensors")
     critic = ["--reward-model", "demo-llama"]
     for main, argv in ((reward.main, ["--model"]), (ppo.main, [*critic, "--actor-model"])):

@@ -268,7 +268,8 @@ def test_a_stage_directory_stands_for_its_policy(run: Run, world: Path, options:
     code, _, said = run("--policies", *places, *options)
     assert code == 2 and "unfinished stage" in said
     manifest = {"stage": "step3_ppo", "inputs": {}, "models": ["actor"], "metrics": {}, "config": {}}
-    checkpoint.write_json(stage / "manifest.json", manifest | {"files": checkpoint.file_digests(stage, ["actor"])})
+    files = checkpoint.file_digests(stage, ["actor"])
+    checkpoint.write_manifest(stage / "manifest.json", manifest | {"files": files})
     code, _, said = run("--policies", *places, "--output", str(tmp_path / "out"), *options)
     assert code == 0, said
     found = results(tmp_path / "out")["policies"][1]

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 import train
-from rlhf import checkpoint, plugins, progress, resume
+from rlhf import checkpoint, disk, plugins, progress, resume
 from rlhf.config import UserError
 from step1_sft.config import SFTConfig
 from tests import killing, saving
@@ -81,10 +81,10 @@ def test_a_save_that_was_cut_off_costs_nothing(
 
 
 ENDS: dict[str, tuple[Any, str, Callable[..., bool], bool]] = {
-    "the model half written": (checkpoint.os, "rename", lambda _, to: to.name == "model", False),
-    "the model written": (checkpoint.os, "rename", lambda _, to: to.name == "model", True),
-    "before the manifest": (checkpoint, "write_json", lambda to, _: to == SFT / "manifest.json", False),
-    "after the manifest": (checkpoint, "write_json", lambda to, _: to == SFT / "manifest.json", True),
+    "the model half written": (disk.os, "rename", lambda _, to: to.name == "model", False),
+    "the model written": (disk.os, "rename", lambda _, to: to.name == "model", True),
+    "before the manifest": (disk, "write_json", lambda to, _: to == SFT / "manifest.json", False),
+    "after the manifest": (disk, "write_json", lambda to, _: to == SFT / "manifest.json", True),
 }
 
 
@@ -294,7 +294,7 @@ def test_another_version_of_a_library_is_said(
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     now = manifest["versions"]["torch"]
     manifest["versions"]["torch"] = "1.0"
-    manifest["sha256"] = resume.own_digest(manifest)
+    manifest["sha256"] = checkpoint.own_digest(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     capsys.readouterr()
     sft()

@@ -1,6 +1,7 @@
 """The chain as a user starts it, killed in every stage: the same command goes on, and does nothing once all is done."""
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ import pytest
 import yaml
 
 import train
-from rlhf import config, launch, plugins
-from tests import killing, programs
+from rlhf import checkpoint, config, launch, plugins
+from tests import killing, programs, saving
 from tests.killing import Killed, dying, left, require_same, run
 
 CHAIN = ("step1_sft", "step2_reward", "step3_ppo")
@@ -88,6 +89,21 @@ def test_a_chain_killed_in_every_stage_goes_on_to_the_same_bytes(
         f"{stage}: already complete in out, skipped" for stage in CHAIN
     ]
     assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == before
+    assert saving.save(Path("out/step1_sft"), 4) is None  # as left by kills: of the stage at its end, of the chain
+    Path("out/.step3_ppo-1234.yaml").touch()
+    code, said, _ = chain()
+    assert code == 0 and "started" not in said and set(Path("out").rglob("*")) == set(before)
+
+
+def test_a_second_chain_leaves_the_first_alone(chain: Chain, here: Path) -> None:
+    (here / "out").mkdir()
+    (here / "out/config.yaml").write_text("of the first")
+    with checkpoint.held(here / "out"):
+        before = sorted(here.rglob("*"))
+        code, said, error = chain("--seed", "1")
+        assert sorted(here.rglob("*")) == before
+    assert code == 2 and error.startswith(f"error: out: in use by process {os.getpid()} on ") and "started" not in said
+    assert (here / "out/config.yaml").read_text() == "of the first"
 
 
 def test_step_3_alone_needs_the_stages_before_it(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:

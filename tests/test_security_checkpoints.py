@@ -88,7 +88,7 @@ def test_a_pickle_that_the_manifest_vouches_for_does_not_run(stage: Path, ran: P
     payloads.WRITERS[kind](folder / name, {}, ran)
     manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
     manifest["files"][name] = checkpoint.digest(folder / name)
-    manifest["sha256"] = resume.own_digest(manifest)
+    manifest["sha256"] = checkpoint.own_digest(manifest)
     (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises((UserError, SafetensorError, ValueError)):
         restore(stage)

@@ -4,11 +4,10 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedTokenizerBase
 
-from rlhf import dist, plugins
+from rlhf import disk, dist, plugins
 from rlhf.engine import Engine
 from rlhf.models import traits
 from rlhf.models.ema import EMA
@@ -76,7 +75,8 @@ def save_scalar(
         config.score_mean, config.score_std = (None, None) if scores is None else (scores.mean, scores.std)
         config.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-        save_file({k: v.contiguous() for k, v in state.items()}, directory / "model.safetensors", {"format": "pt"})
+        contiguous = {name: weight.contiguous() for name, weight in state.items()}
+        disk.save_tensors(contiguous, directory / "model.safetensors", {"format": "pt"})
     dist.barrier()
 
 

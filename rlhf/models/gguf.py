@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf.checkpoint import appearing
 from rlhf.config import UserError, run_as_user
+from rlhf.disk import appearing
 
 MAGIC = b"GGUF"
 

@@ -239,7 +239,8 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 
 def files(stage: Path) -> list[str]:
-    return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
+    """All but the lock's file, which holds nothing when no process has it."""
+    return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file() and path.name != ".lock")
 
 
 def lines(path: Path) -> list[Any]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf import resume
+from rlhf import disk, resume
 from rlhf.resume import Resumable
 from tests.processes import until
 
-STAGE = {"stage": "step1_sft", "config": {}}
+STAGE = {"stage": "step1_sft", "config": {}, "inputs": {}, "models": []}
 ROWS = 1 << 14
 
 
@@ -91,11 +91,11 @@ def require_usable(folder: Path) -> None:
     stage = folder / "stage"
     found = resume.newest(stage)
     assert found is not None
-    assert found.step == max(int(path.name[5:]) for path in (stage / resume.FOLDER).glob("step-*"))
+    assert found.step == max(int(path.name[5:]) for path in (stage / resume.CHECKPOINTS).glob("step-*"))
     weights = Weights()
-    weights.load_state_dict(resume.checkpoint.read_json(found.folder / resume.STATE)["weights"])
+    weights.load_state_dict(disk.read_json(found.folder / resume.STATE)["weights"])
     weights.load_tensors(found._tensors("weights"))
     assert weights.seen == [float(found.step)] and weights.step == found.step
     resume.sweep(stage)
-    assert not list((stage / resume.FOLDER).glob(".tmp-*"))
+    assert not list((stage / resume.CHECKPOINTS).glob(".tmp-*"))
     assert resume.save(stage, found.step + 1, state_of(weights), STAGE, keep=2) is None

@@ -1,0 +1,80 @@
+"""A power cut in earnest: the image of an ext4 disk, copied while a chain writes to it, is what the disk then has."""
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness
+
+pytestmark = pytest.mark.faults
+SIZE = 1 << 29
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For images, in memory where that can be, so that a copy takes no time in which the disk goes on."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="rlhf-images-", dir=memory if memory.is_dir() else None) as place:
+        yield Path(place)
+
+
+@contextlib.contextmanager
+def mounted(image: Path) -> Iterator[Path]:
+    """The files of an image. They are written down when a program asks for it, or after ten minutes."""
+    place = image.with_suffix("")
+    place.mkdir()
+    mount = ["mount", "-o", "loop,commit=600", str(image), str(place)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no image can be mounted here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture
+def disk(folder: Path) -> Iterator[Path]:
+    image = folder / "disk.ext4"
+    with image.open("wb") as file:
+        file.truncate(SIZE)
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("there is no mkfs.ext4")
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    with mounted(image) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def after_power_cut(disk: Path) -> Iterator[Path]:
+    """The files of the disk as they are if its power is cut now."""
+    copy = disk.with_name("copy.ext4")
+    subprocess.run(["cp", "--sparse=always", str(disk.with_suffix(".ext4")), str(copy)], check=True)
+    with mounted(copy) as place:
+        yield place
+
+
+def test_a_power_cut_after_the_end_loses_nothing(disk: Path, whole: harness.Whole) -> None:
+    out = disk / "out"
+    harness.run(out, harness.chain(out, "--steps", "1")).require(0)
+    with after_power_cut(disk) as place:
+        harness.run(place / "out", harness.chain(place / "out", "--steps", "1")).require(0, "already complete")
+        harness.assert_same(place / "out", whole(1, 1), 1)
+
+
+def test_a_power_cut_in_training_leaves_the_last_checkpoint(disk: Path, whole: harness.Whole) -> None:
+    out = disk / "out"
+    with harness.running(out, harness.chain(out, "--steps", "1"), "step:0:6:sleep:300") as run:
+        run.reached()
+        with after_power_cut(disk) as place:
+            run.signal(signal.SIGKILL)
+            again = harness.run(place / "out", harness.chain(place / "out", "--steps", "1"))
+            again.require(0, "goes on after step 4")
+            assert "are lost" not in again.said
+            harness.assert_same(place / "out", whole(1, 1), 1)
