@@ -64,7 +64,7 @@ def run(module: str, argv: Sequence[str], where: int | Deployment = 1) -> Ended:
 
 def _run_here(module: str, argv: Sequence[str], deployment: Deployment, asked: Signals) -> Ended:
     processes, grace_s = deployment.processes, deployment.options.grace_s
-    command = [sys.executable, "-m", module, *argv]
+    command = [sys.executable, "-P", "-m", module, *argv]  # nothing of the current directory
     with _meeting_place(processes) as meeting, Ranks() as ranks:
         for rank in range(processes):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting} if meeting else {}
@@ -103,7 +103,9 @@ def rank_environment(processes: int, grace_s: float = GRACE_S) -> dict[str, str]
     other launcher's variables left over."""
     env = {name: value for name, value in os.environ.items() if name not in PLACES}
     root = str(Path(__file__).parents[1])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
+    paths = env.get("PYTHONPATH", "").split(os.pathsep)  # an empty one is the current directory
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, *paths]))
+    env["PYTHONSAFEPATH"] = "1"
     env |= {LAUNCHER: str(os.getpid()), LAUNCHER_GRACE: str(grace_s)}
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it says that addresses have no names
     if processes > 1:

@@ -123,7 +123,7 @@ class Node:
                 | place
                 | start["environment"]
             )
-            command = [sys.executable, "-m", plan["module"], *plan["argv"]]
+            command = [sys.executable, "-P", "-m", plan["module"], *plan["argv"]]
             child = ranks.start(rank, command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for stream, pipe in (("out", child.stdout), ("err", child.stderr)):
                 assert pipe is not None

@@ -214,6 +214,7 @@ ROWS_C: dict[int, tuple[str, ...]] = {
         "test_unreadable.py::test_what_cannot_be_written_is_refused_at_the_start",
         "test_unreadable.py::test_a_lock_of_another_user_is_one_line",
     ),
+    101: ("test_launch.py::test_nothing_of_the_current_directory_runs",),
     100: ("test_unreadable.py::test_links_are_followed_or_refused_at_the_start",),
 }
 

@@ -313,3 +313,14 @@ def test_torchrun_shows_the_mistake_first_and_last(tmp_path: Path) -> None:
     assert done.returncode != 0 and done.stdout == ""
     assert [line for line in lines if line.startswith("error:")] == [said]
     assert lines[-1].endswith(said)
+
+
+def test_nothing_of_the_current_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would look for every module there first; an empty part of PYTHONPATH means it too."""
+    (tmp_path / "data").mkdir()
+    for name in ("yaml.py", "torch.py", "step1_sft.py", "sitecustomize.py", "data/__init__.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'absent'}:")
+    assert launch.run("step1_sft", ["--help"]) == 0
+    assert not (tmp_path / "ran").exists()
