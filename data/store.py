@@ -1,9 +1,9 @@
 """Items in memory-mapped Arrow files: unpadded ids, as small as the vocabulary allows, read without copying."""
 
 import gc
-import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from data.cut import Cut
 from data.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEncoder
+from data.forked import run_forked
 from data.gather import from_text, to_text
 from data.reading import Phase
-from rlhf.launch import end_with_parent
 from rlhf.status import status
 
 SMALL = 5000
@@ -93,11 +93,9 @@ class EncodeBatch:
     """The function that `datasets.map` runs over texts of rows."""
 
     def __init__(self, encoder: RowEncoder) -> None:
-        self._encoder, self._home = encoder, os.getpid()
+        self._encoder = encoder
 
     def __call__(self, batch: Columns) -> Columns:
-        if os.getpid() != self._home:
-            end_with_parent(self._home)
         rows = [from_text(text) for text in batch["row"]]
         return to_columns(self._encoder.phase, self._encoder(rows), batch["row"])
 
@@ -105,7 +103,7 @@ class EncodeBatch:
 def encode_file(
     rows: Path, encoder: RowEncoder, folder: Path, workers: int, picked: np.ndarray, batch: int
 ) -> np.ndarray:
-    """Tokenise the rows at positions `picked` of the file `rows` into `folder`/items*.arrow, in their order.
+    """Tokenise the rows at positions `picked` of the file `rows` into `folder`/items-BATCH-*.arrow, in their order.
 
     batch: 0 for the first call, and one more for each that adds rows. Returns which can be used, bool [N].
     """
@@ -116,29 +114,36 @@ def encode_file(
         table = table.select(picked)
     if len(picked) > SMALL:
         status(f"tokenising {len(picked):,} rows")
-    shown = len(picked) > SMALL and sys.stderr.isatty()
-    (datasets.enable_progress_bars if shown else datasets.disable_progress_bars)()
+    count = min(workers, -(-len(picked) // SMALL)) if len(picked) > SMALL else 1
+    (datasets.enable_progress_bars if len(picked) > SMALL and sys.stderr.isatty() else datasets.disable_progress_bars)()
+    name = f"items-{batch:03d}"
+    jobs = [partial(_encode_part, table, encoder, folder / name, part, count) for part in range(count)]
     gc.freeze()  # what forked processes share with this one they then need not copy: 6 % less time, half the faults
     try:
-        items = table.map(
-            EncodeBatch(encoder),
-            batched=True,
-            num_proc=min(workers, -(-len(picked) // SMALL)) if len(picked) > SMALL else None,
-            remove_columns=["row"],
-            features=features(encoder.phase, len(encoder.template.tokenizer)),
-            cache_file_name=str(
-                folder / (f"items~{batch:03}.arrow" if batch else "items.arrow")
-            ),  # ~ is after all else
-            new_fingerprint="items",
-            load_from_cache_file=False,
-            desc="tokenising",
-        )
+        jobs[0]() if count == 1 else run_forked(jobs)
     finally:
         gc.unfreeze()
+    items = read_items(folder, name)
+    assert items is not None
     return np.array(items.data.column("reason"), object) == ""
 
 
-def read_items(folder: Path) -> datasets.Dataset | None:
-    """All items of `folder`, mapped into memory; None if there is none."""
-    parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob("items*.arrow"))]
+def _encode_part(table: datasets.Dataset, encoder: RowEncoder, file: Path, part: int, count: int) -> None:
+    if part > 0:
+        datasets.disable_progress_bars()  # that of the first one speaks for all
+    table.shard(count, part, contiguous=True).map(
+        EncodeBatch(encoder),
+        batched=True,
+        remove_columns=["row"],
+        features=features(encoder.phase, len(encoder.template.tokenizer)),
+        cache_file_name=f"{file}-{part:05d}.arrow",
+        new_fingerprint=f"items-{part}",
+        load_from_cache_file=False,
+        desc="tokenising" + (f" (1 of {count} processes)" if count > 1 else ""),
+    )
+
+
+def read_items(folder: Path, name: str = "items") -> datasets.Dataset | None:
+    """All items of `folder`, or of its files that begin with `name`, mapped into memory; None if there is none."""
+    parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob(f"{name}*.arrow"))]
     return datasets.concatenate_datasets(parts) if parts else None

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhf import disk, record
+from rlhf import disk
 from rlhf.config import UserError
 
 MANIFEST = "manifest.json"
@@ -154,7 +154,8 @@ def _locked(directory: Path) -> TextIO:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
-            record.say(f"warning: {directory} has no locks ({error.strerror}); let no other run write there")
+            said = f"warning: {directory} has no locks ({error.strerror}); let no other run write there"
+            print(said, file=sys.stderr, flush=True)
             return file
         if _is_at(file, directory / LOCK):
             break

@@ -214,6 +214,11 @@ ROWS_C: dict[int, tuple[str, ...]] = {
         "test_unreadable.py::test_what_cannot_be_written_is_refused_at_the_start",
         "test_unreadable.py::test_a_lock_of_another_user_is_one_line",
     ),
+    # Ctrl-C, SIGTERM and SIGKILL while rows are tokenised
+    102: (
+        "data/test_forked.py::test_the_first_that_fails_ends_the_others",
+        "data/test_forked.py::test_no_process_outlives_its_parent",
+    ),
     101: ("test_launch.py::test_nothing_of_the_current_directory_runs",),
     100: ("test_unreadable.py::test_links_are_followed_or_refused_at_the_start",),
 }

@@ -64,6 +64,7 @@ FAULTS = {
     97: "a changed or damaged manifest of a finished stage",
     98: "a finished stage whose input was made again",
     99: "files and directories that may not be read or written, or that the disk no longer gives",
+    102: "Ctrl-C, SIGTERM and SIGKILL while several processes tokenise; one of them killed; no /dev/shm",
     101: "Python files in the current directory",
     100: "symbolic links in place of checkpoints or models",
 }
