@@ -5,6 +5,7 @@ Importing this module must not import torch, so that `--help` and a mistyped opt
 
 import contextlib
 import difflib
+import errno
 import io
 import itertools
 import os
@@ -302,8 +303,19 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def of_the_system(error: OSError) -> str | None:
+    """What the machine refuses (room, rights, descriptors), on one line; None for mistakes of ours."""
+    cures = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there")
+    cures |= dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)")
+    cures |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE), "mend that")
+    if error.errno not in cures:
+        return None
+    return f"{error.filename or 'a file'}: {error.strerror}; {cures[error.errno]}, and run the same command again"
+
+
 def run_as_user(main: Any) -> int:
-    """Call `main()`; a user's mistake becomes one line on stderr and exit code 2, Ctrl-C 130.
+    """Call `main()`; a user's mistake, or what the machine refuses, becomes one line on stderr and exit code 2, Ctrl-C
+    130.
 
     With RLHF_DEBUG in the environment, the traceback of what a user's own code has raised comes before the line.
     """
@@ -313,6 +325,11 @@ def run_as_user(main: Any) -> int:
         if error.__cause__ is not None and os.environ.get("RLHF_DEBUG"):
             traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if of_the_system(error) is None:
+            raise
+        print(f"error: {of_the_system(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

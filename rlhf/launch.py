@@ -167,6 +167,10 @@ def stage_main(
             run(options)
     except UserError as error:
         give_up(f"error: {error}{_kept_traceback(error, stage, argv)}", MISTAKE)
+    except OSError as error:
+        if config.of_the_system(error) is None:
+            raise
+        give_up(f"error: {config.of_the_system(error)}", MISTAKE)
     except KeyboardInterrupt:
         give_up("interrupted", 130)
     end_well()

@@ -77,11 +77,18 @@ class MetricsFile:
         self._append(row | {"name": name, "numbers": shown, "advice": advice})
 
     def _append(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self._file.name}: cannot be written ({error.strerror}); make room there, and the same command goes "
+                "on from the last checkpoint"
+            ) from None
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a row that could not be written
+            self._file.close()
 
 
 def _plain(value: float) -> float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import (
@@ -38,6 +39,7 @@ from rlhf.resume import Resumable
 from rlhf.templates import template_name
 from rlhf.text import describe_template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics
+from rlhf.untrusted import PlainErrors
 
 EXPORTS = "exports"
 """The folder of a stage with the models of `--export-every`."""
@@ -239,8 +241,15 @@ class Run:
 
     def save(self, folder: str, save: Callable[[Path], None]) -> None:
         """Write a model into its folder, in place of what it had; the folder appears whole or not at all."""
-        with self._appearing(folder) as staging:
-            save(staging)
+        try:
+            with PlainErrors(), self._appearing(folder) as staging:
+                save(staging)
+        except (OSError, SafetensorError, ValueError) as error:
+            if isinstance(error, ValueError) and "os error" not in str(error):  # tokenizers knows no OSError
+                raise
+            raise UserError(
+                f"{self.directory / folder}: cannot be written ({error}); make room there and run again"
+            ) from None
         dist.barrier()
         if folder not in self.models:
             self.models.append(folder)

@@ -65,6 +65,8 @@ FAULTS = {
     98: "a finished stage whose input was made again",
     99: "files and directories that may not be read or written, or that the disk no longer gives",
     102: "Ctrl-C, SIGTERM and SIGKILL while several processes tokenise; one of them killed; no /dev/shm",
+    103: "the disk is full at the start, in metrics.jsonl, while a model is written",
+    104: "who may read a model",
     101: "Python files in the current directory",
     100: "symbolic links in place of checkpoints or models",
 }
