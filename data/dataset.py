@@ -1,7 +1,6 @@
 """One dataset for three stages: rows are divided by content, become ids of bounded length, and are kept on disk."""
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -24,6 +23,7 @@ from data.reading import Phase, Skipped
 from data.report import dropped, notes, require_usable
 from data.split import PHASES
 from data.store import read_items, to_item
+from rlhf import checkpoint, disk
 from rlhf.config import UserError
 from rlhf.text import Template
 
@@ -145,7 +145,9 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
             report = make(staging, found, options, recipe, Template(tokenizer))
             for place, digest in zip(report["places"], content, strict=True):
                 place["fingerprint"] = digest
-            (staging / cache.REPORT).write_text(json.dumps(report, ensure_ascii=False, indent=1), encoding="utf-8")
+            report["files"] = {file.name: checkpoint.digest(file) for file in sorted(staging.iterdir())}
+            checkpoint.write_manifest(staging / cache.REPORT, report)
+            disk.complete(staging)
     opened = _read(folder, recipe.phase)
     require_usable(opened.report, recipe.phase, options)
     return replace(opened, notes=tuple(notes(opened.report, recipe.phase, options)))
@@ -153,9 +155,16 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
 
 def _read(folder: Path, phase: Phase) -> Opened:
     with _sound(folder / cache.REPORT) as path:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = disk.read_json(path)
+        if report.pop("sha256") != checkpoint.own_digest(report):
+            raise ValueError("it differs from its own sha256")
+        files = report.pop("files")
         why = {"train": dropped(report), "evaluation": report["evaluation"]["dropped"]}
         shortened = {name: report[name]["shortened"] for name in why}
+    for name, entry in files.items():
+        with _sound(folder / name) as path:
+            if checkpoint.digest(path) != entry:
+                raise ValueError(f"its content differs from {cache.REPORT}")
     with _sound(folder / "items.arrow"):
         table = read_items(folder)
     sides = {}

@@ -226,3 +226,16 @@ def test_more_processes_make_the_same(home: Path) -> None:
     given = options().model_copy(update={"data_cache": "other"})
     assert contents(open_datasets(given, SFT, tokenizer(home))) == first
     assert len([path for path in Path("other").iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.parametrize("name", ["items-00000.arrow", "evaluation.npy", "train.npy", "report.json"])
+def test_a_changed_set_is_not_read(home: Path, name: str) -> None:
+    """One bit of an id, of an order, of a count."""
+    write(range(60))
+    open_datasets(options(), SFT, tokenizer(home))
+    [file] = Path(str(options().data_cache)).rglob(name)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name}: damaged \(.*\); remove the directory .* tokenised again"):
+        open_datasets(options(), SFT, tokenizer(home))

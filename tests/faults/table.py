@@ -67,6 +67,7 @@ FAULTS = {
     102: "Ctrl-C, SIGTERM and SIGKILL while several processes tokenise; one of them killed; no /dev/shm",
     103: "the disk is full at the start, in metrics.jsonl, while a model is written",
     104: "who may read a model",
+    105: "one bit of the cache of tokenised rows has flipped",
     101: "Python files in the current directory",
     100: "symbolic links in place of checkpoints or models",
 }
