@@ -28,10 +28,10 @@ def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
             processes.append(process)
             waiting.append(ours)
         while waiting:
-            for ours in wait(waiting):
-                assert isinstance(ours, Connection)
-                _require_done(ours)
-                waiting.remove(ours)
+            for ready in wait(waiting):
+                assert isinstance(ready, Connection)
+                _require_done(ready)
+                waiting.remove(ready)
     finally:
         for process in processes:
             process.kill()
