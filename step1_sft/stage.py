@@ -15,6 +15,7 @@ from data.preflight import require_rows
 from data.reading import Phase
 from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
+from rlhf.checks import check_engine, check_ranks, check_start
 from rlhf.engine import Engine, compute_dtype, shards_of
 from rlhf.models import sequence_parallel
 from rlhf.models.export import save_policy
@@ -23,7 +24,7 @@ from rlhf.names import resolve
 from rlhf.nonfinite import NonFiniteError
 from rlhf.progress import find
 from rlhf.resume import Resumable
-from rlhf.run import check_engine, check_ranks, check_start, open_run
+from rlhf.run import open_run
 from rlhf.splitting import check_split, shares
 from rlhf.status import status
 from rlhf.text import load_tokenizer, prepare_tokenizer

@@ -13,12 +13,12 @@ from data.preflight import require_rows
 from data.reading import Phase
 from rlhf import plugins, rewards
 from rlhf.checkpoint import model_place, planned_start
+from rlhf.checks import check_engine, check_plugin, check_ranks, check_start
 from rlhf.config import UserError
 from rlhf.generation.loop import Generate
 from rlhf.models.scalar import read_head
 from rlhf.names import resolve
 from rlhf.options import OwnEngineOptions
-from rlhf.run import check_engine, check_plugin, check_ranks, check_start
 from rlhf.splitting import check_split, shares
 from rlhf.text import load_tokenizer, prepare_tokenizer, same_ids
 from step3_ppo.config import Step3Config

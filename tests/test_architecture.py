@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
      "rlhf.tensor_parallel", "rlhf.splitting"),
     (
         "rlhf.generation", "rlhf.rewards", "rlhf.responding", "rlhf.evaluate", "rlhf.comparison", "rlhf.pairs",
-        "rlhf.pairing", "rlhf.plan", "rlhf.standings", "rlhf.report", "rlhf.run", "rlhf.preflight",
+        "rlhf.pairing", "rlhf.plan", "rlhf.standings", "rlhf.report", "rlhf.run", "rlhf.checks", "rlhf.preflight",
     ),
     ("data",),
     ("step1_sft", "step2_reward", "step3_ppo"),

@@ -7,8 +7,8 @@ import pytest
 from transformers import AddedToken, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
 from rlhf import rendering
+from rlhf.checks import check_start
 from rlhf.config import UserError
-from rlhf.run import check_start
 from rlhf.templates import BUILT_IN, MAX_TEMPLATE, find_template, template_name
 from rlhf.text import Template, describe_template, prepare_tokenizer
 from rlhf.types import Message

@@ -228,7 +228,7 @@ def test_more_processes_make_the_same(home: Path) -> None:
     assert len([path for path in Path("other").iterdir() if path.is_dir()]) == 1
 
 
-@pytest.mark.parametrize("name", ["items-00000.arrow", "evaluation.npy", "train.npy", "report.json"])
+@pytest.mark.parametrize("name", ["items-000-00000.arrow", "evaluation.npy", "train.npy", "report.json"])
 def test_a_changed_set_is_not_read(home: Path, name: str) -> None:
     """One bit of an id, of an order, of a count."""
     write(range(60))

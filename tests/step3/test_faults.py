@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf import config, plugins, run
+from rlhf import checks, config, plugins
 from rlhf.config import UserError
 from rlhf.engine import schedule
 from rlhf.options import OptimizerOptions
@@ -300,10 +300,10 @@ def test_batches_that_do_not_divide_are_refused_with_their_numbers(
     batch_size: int, ranks: int, parts: int, said: str
 ) -> None:
     if not said:
-        run.check_ranks(batch_size, ranks, parts)
+        checks.check_ranks(batch_size, ranks, parts)
         return
     with pytest.raises(UserError, match=f"^{said}"):
-        run.check_ranks(batch_size, ranks, parts)
+        checks.check_ranks(batch_size, ranks, parts)
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(1, 5), (2, 4), (1, 24)])

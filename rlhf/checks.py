@@ -1,0 +1,52 @@
+"""What must be true of options and models before a stage begins, so that a mistake costs no training."""
+
+from rlhf import checkpoint, config, dist, names, plugins
+from rlhf.config import UserError
+from rlhf.engine import require_possible
+from rlhf.models.load import require_context, require_vocabulary
+from rlhf.options import EngineOptions
+from rlhf.templates import template_name
+from rlhf.text import describe_template, load_tokenizer, prepare_tokenizer
+
+
+def check_engine(options: EngineOptions) -> None:
+    """Raises: UserError for options that do not go together on this device, or a mistake in the adapter's."""
+    require_possible(options, dist.local_device())
+    if options.adapter is not None:
+        check_plugin("rlhf.adapters", options.adapter)
+
+
+def check_plugin(folder: str, spec: str) -> None:
+    """Raises: UserError for an unknown name or option of a plug-in that is built later."""
+    name, options = plugins.parse_spec(spec)
+    config.validate(plugins.find(folder, name).Config, options, f"{folder}.{name}")
+
+
+def check_start(place: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:
+    """Refuse a place that cannot be started from; with `convert_template`, one made with another template will do.
+
+    Raises: UserError if there is no model or no tokenizer, it has no room for `tokens`, its tokenizer is another
+    model's, or another stage made it with another chat template or end token.
+    """
+    found = load_tokenizer(names.resolve(place))
+    asked = prepare_tokenizer(found, chat_template)
+    if chat_template != "auto" and not convert_template and checkpoint.stage_of(place) is not None:
+        made, now = describe_template(found), describe_template(asked)
+        if made != now:
+            name = template_name(made["chat_template"]) or "of its own"
+            raise UserError(
+                f"{place}: made with chat template {name} and end token {made['eos_token']}, but --chat-template "
+                f"{chat_template} (end token {now['eos_token']}) is asked for; leave --chat-template auto, or add "
+                "--convert-template to go on with the new one"
+            )
+    require_context(place, tokens)
+    require_vocabulary(place, len(asked))
+
+
+def check_ranks(batch_size: int, ranks: int, parts: int = 1, name: str = "batch_size") -> None:
+    """Raises: UserError unless every rank gets the same share of a batch, and of each of its `parts`."""
+    if batch_size % (ranks * parts):
+        share = f"{ranks} processes" + (f" x --num-mini-batches {parts}" if parts > 1 else "")
+        near = max(1, round(batch_size / (ranks * parts))) * ranks * parts
+        option = f"--{name.replace('_', '-')}"
+        raise UserError(f"{option} {batch_size}: expected a multiple of {ranks * parts} ({share}); try {near}")
