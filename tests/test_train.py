@@ -220,10 +220,10 @@ def test_what_changes_no_result_may_change(again: Callable[..., Any], out: Path)
     [
         (["--overwrite"], STAGES),
         (["--ppo.overwrite"], STAGES[2:]),
-        (["--sft.overwrite"], (STAGES[0], STAGES[2])),
+        (["--sft.overwrite", "--ppo.overwrite"], (STAGES[0], STAGES[2])),
         (["--steps", "2", "--overwrite"], STAGES[1:2]),
         (["--ppo.overwrite", "--ppo.kl-coef", "0.7"], STAGES[2:]),
-        (["--reward.overwrite", "--reward.seed", "5"], STAGES[1:]),
+        (["--reward.overwrite", "--ppo.overwrite", "--reward.seed", "5"], STAGES[1:]),
     ],
 )
 def test_overwriting_runs_a_stage_and_those_that_start_from_it(
@@ -231,6 +231,11 @@ def test_overwriting_runs_a_stage_and_those_that_start_from_it(
 ) -> None:
     code, _, started = again(*SMALL, *argv, "--output-dir", str(out))
     assert (code, tuple(started)) == (0, stages)
+
+
+def test_a_finished_stage_is_not_overwritten_with_its_input(again: Callable[..., Any], out: Path) -> None:
+    code, said, started = again(*SMALL, "--sft.overwrite", "--output-dir", str(out))
+    assert (code, started) == (2, []) and "step3_ppo" in said and "--overwrite" in said
 
 
 def test_a_command_without_config_and_model_takes_the_options_of_the_directory(
