@@ -1,14 +1,27 @@
 """AdamW with its weights, moments and products in fp32, however narrow the weights are that a model computes with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from rlhf.sharding import whole_shape
+
 MASTER = "weight"
 """the fp32 weight beside a narrower one, among the state of that one"""
+
+
+def decay_groups(weights: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
+    """AdamW's parameter groups: matrices decay; norms and biases, of one dimension, do not, as in transformers."""
+    if decay == 0:
+        return [{"params": list(weights), "weight_decay": 0.0}]
+    groups = [
+        {"params": [w for w in weights if (len(whole_shape(w)) > 1) == matrices], "weight_decay": decay * matrices}
+        for matrices in (True, False)
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -20,7 +33,8 @@ class MasterAdamW(torch.optim.AdamW):
     scale = 1.0
     """what the gradients of the next step are multiplied by: a clipped norm costs no pass of its own"""
 
-    def __init__(self, weights: Sequence[Tensor], **options: Any) -> None:
+    def __init__(self, weights: Iterable[Any], **options: Any) -> None:
+        """`weights`: tensors, or groups of them as torch has them."""
         super().__init__(list(weights), fused=True, **options)
 
     def master(self, weight: Tensor) -> Tensor:

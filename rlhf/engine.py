@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf import dist, engine_state, tensor_parallel
-from rlhf.adamw import MasterAdamW
+from rlhf.adamw import MasterAdamW, decay_groups
 from rlhf.config import UserError
 from rlhf.models import compiling
 from rlhf.nonfinite import Tolerance
@@ -301,11 +301,11 @@ def _adamw(weights: list[nn.Parameter], options: EngineOptions, o: OptimizerOpti
         "lr": o.learning_rate,
         "betas": (o.adam_beta1, o.adam_beta2),
         "eps": o.adam_epsilon,
-        "weight_decay": o.weight_decay,
     }
+    groups = decay_groups(weights, o.weight_decay)
     if plain:
-        return MasterAdamW(weights, **settings)
-    return torch.optim.AdamW(weights, **settings, fused=not options.offload_optimizer)
+        return MasterAdamW(groups, **settings)
+    return torch.optim.AdamW(groups, **settings, fused=not options.offload_optimizer)
 
 
 def shards_of(options: EngineOptions) -> Shards | None:

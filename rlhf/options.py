@@ -136,7 +136,7 @@ class SharedOptimizerOptions(Config):
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     """decay of AdamW's second moment"""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay, per step and unit of learning rate"""
+    """AdamW's decoupled weight decay, per step and unit of learning rate; of matrices, not of norms and biases"""
     max_grad_norm: float = Field(1.0, ge=0)
     """gradients are scaled down to this global norm; 0 = never"""
     max_bad_steps: int = Field(5, ge=1)

@@ -49,7 +49,10 @@ def ranks() -> Iterator[None]:
 def plain_loop(dtype: torch.dtype) -> dict[str, Any]:
     """AdamW on weights in `dtype` (on fp32 copies of narrower ones), whole batches of plain cross-entropy."""
     model, master = start().to(dtype), start().to(torch.promote_types(dtype, torch.float32))
-    optimizer = torch.optim.AdamW(master.parameters(), lr=0.0, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
+    norms_of = [weight for name, weight in master.named_parameters() if "norm" in name]
+    matrices = [weight for name, weight in master.named_parameters() if "norm" not in name]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms_of, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.8, 0.9), eps=1e-3)
     said, norms = [], []
     for rate, rows in zip(RATES, batches(), strict=True):
         logits = model(input_ids=rows.ids, attention_mask=rows.mask.long()).logits[:, :-1].to(master.dtype)
@@ -60,7 +63,8 @@ def plain_loop(dtype: torch.dtype) -> dict[str, Any]:
         for whole, part in zip(master.parameters(), model.parameters(), strict=True):
             whole.grad = part.grad.to(whole.dtype)
         norms.append(float(torch.nn.utils.clip_grad_norm_(master.parameters(), 0.5)))
-        optimizer.param_groups[0]["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
         model.load_state_dict(master.state_dict())
         said.append(loss.item())
@@ -157,6 +161,22 @@ def test_a_learning_rate_of_0_leaves_every_bit(stage: int, dtype: str) -> None:
     for rows in batches(2):
         assert all(math.isfinite(value) for value in step(engine, rows).values())
     assert apart(weights(engine), before) == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero_stage": 0}, {"zero_stage": 2, "offload_optimizer": True}, {"zero_stage": 3}], ids=str
+)
+def test_matrices_decay_and_norms_and_biases_do_not(options: dict[str, Any]) -> None:
+    """A step without a gradient: each matrix loses its share, learning rate times decay; GPT-2 has biases too."""
+    optimizer = OptimizerOptions(learning_rate=0.5, weight_decay=0.1, lr_scheduler_type="constant", warmup_ratio=0)
+    model = Policy(tiny.causal_lm("gpt2", std=0.05))
+    trained = Engine(model, EngineOptions(dtype="fp32", **options), optimizer, STEPS)
+    before = engine_runs.master(trained)
+    trained.step(batches(1), lambda micro: (0.0 * trained(micro)[0].sum(), {}))
+    for name, weight in engine_runs.master(trained).items():
+        kept = 1 - 0.5 * 0.1 if before[name].dim() > 1 else 1.0
+        torch.testing.assert_close(weight, kept * before[name], rtol=2 * EPS, atol=0, msg=name)
+    assert any(value.dim() == 1 and value.any() for value in before.values())
 
 
 def test_no_clipping_when_it_is_off() -> None:
