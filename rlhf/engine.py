@@ -18,6 +18,7 @@ from rlhf import dist, engine_state, tensor_parallel
 from rlhf.adamw import MasterAdamW, decay_groups
 from rlhf.config import UserError
 from rlhf.models import compiling
+from rlhf.models.head import ScoreHead
 from rlhf.nonfinite import Tolerance
 from rlhf.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.sharding import InStep, Shards, deepspeed_settings, gathered, zero3
@@ -76,6 +77,8 @@ class Engine:
             tensor_parallel.show_plan(model)
         # ZeRO leaves gradient norm, clipping and bad steps to us where it divides nothing.
         self._plain = effective_stage(options, dtype.itemsize, dist.world_size()) == 0
+        self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
+        heads = [head.exact.detach().to(self.device) for head in self._heads]
         optimizer = _adamw([p for p in model.to(self.device).parameters() if p.requires_grad], options, o, self._plain)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -96,6 +99,8 @@ class Engine:
         self._title = title
         self._overflows = 0
         self.tolerance = Tolerance(o.max_bad_steps)
+        for head, exact in zip(self._heads, heads, strict=True):  # DeepSpeed made its own from the narrow weight
+            engine_state.set_master(self._engine, head.weight, exact)
         self.forward_s = 0.0  # of this rank's training passes; whoever reads it sets it back
 
     @property
@@ -155,6 +160,7 @@ class Engine:
         if not bad and (applied or (self._options.dtype == "fp16" and self._overflows <= FP16_SEARCH)):
             if applied:
                 self.tolerance.passed()
+                self._refine_heads()
             return {**summed, "learning_rate": rate, "grad_norm": norm, "skipped": float(not applied)}
         assert not applied, f"step {self._steps}: DeepSpeed changed the weights by {bad}"
         good = torch.stack(sound).tolist()
@@ -229,6 +235,12 @@ class Engine:
     def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
         """Go on from the tensors of all ranks, under any ZeRO stage and number of ranks."""
         engine_state.restore_tensors(self._engine, list(self._trained()), saved)
+        self._refine_heads()
+
+    def _refine_heads(self) -> None:
+        for head in self._heads:
+            if head.weight.dtype != torch.float32:
+                head.refine(engine_state.master(self._engine, head.weight))
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._engine.module.named_parameters():

@@ -54,6 +54,16 @@ def master(engine: Any, parameter: nn.Parameter) -> Tensor:
     return joined(parameter, _adam(engine).master(parameter))
 
 
+def set_master(engine: Any, parameter: nn.Parameter, value: Tensor) -> None:
+    """Set what `master` gives, whole or (tensor parallel) this rank's part; the weight that computes stays."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    if _divided(parameter):
+        safe_set_full_fp32_param(parameter, value)
+    else:
+        _adam(engine).master(parameter).copy_(value)
+
+
 def _divided(parameter: nn.Parameter) -> bool:
     """Whether ZeRO keeps its state."""
     return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
@@ -84,7 +94,7 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
 
 def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tensor]]) -> None:
     """Set what `tensors` gave, in any order; every rank is given every tensor, whole."""
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+    from deepspeed.utils import safe_set_full_optimizer_state
 
     parameters = dict(trained)
     missing = set(parameters)
@@ -92,15 +102,11 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
         kind, name = key.split(":", 1)
         parameter = parameters[name]
         value = part(parameter, value)
-        divided = _divided(parameter)
         if kind == "weight":
             missing.discard(name)
-            if divided:
-                safe_set_full_fp32_param(parameter, value)
-            else:
-                _adam(engine).master(parameter).copy_(value)
+            set_master(engine, parameter, value)
             _set_compute_weight(parameter, value)
-        elif divided:
+        elif _divided(parameter):
             safe_set_full_optimizer_state(parameter, value, kind)
         else:
             _adam(engine).state[parameter][kind].copy_(value)

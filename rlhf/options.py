@@ -43,7 +43,7 @@ class EngineOptions(Config):
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """compute dtype; auto = bf16 where the device multiplies it fast (AVX512-BF16, AMX, Ampere GPUs), else fp32.
-    Master weights are always fp32"""
+    Master weights, sums of gradients and heads of scores are always fp32"""
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 1
     """what ZeRO shards over the ranks: 0 nothing (below fp32 as 1), 1 optimizer state, 2 and gradients, 3 and weights;
     auto = the fastest that fits, with offload and recomputation if it must be (--plan shows it)"""

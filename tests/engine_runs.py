@@ -11,7 +11,9 @@ from rlhf import adapters, dist, losses, plugins
 from rlhf.engine import Engine
 from rlhf.models import sequence_parallel
 from rlhf.models.ema import EMA
+from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
+from rlhf.models.scalar import ScalarModel, scores
 from rlhf.nonfinite import NonFiniteError
 from rlhf.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.types import Sequences, length_groups
@@ -120,6 +122,30 @@ def added_up() -> tuple[dict[str, Tensor], float]:
 def norm(tensors: dict[str, Tensor]) -> float:
     """Of all together."""
     return math.sqrt(sum(float(value.square().sum()) for value in tensors.values()))
+
+
+SCORE_HEAD = 3.0 * torch.randn(1, tiny.WIDTH, generator=torch.Generator().manual_seed(7))
+"""Of scores up to about 40."""
+
+
+def scored_in_bf16(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Two steps of a scalar model in bf16: its head's fp32 weight before (`first`) and after them (`weight`), and what
+    then went into the head and came out (`states`, `scores`), in training and in inference."""
+    model = ScalarModel(tiny.backbone(std=0.05).to(torch.bfloat16), ScoreHead(SCORE_HEAD, torch.bfloat16))
+    trained = Engine(model, EngineOptions(**{"dtype": "bf16", **options}), OPTIMIZER, STEPS)
+    first, rows = master(trained)["score.weight"], batches(1)[0]
+    for _ in range(2):
+        trained.step([rows], lambda micro: (-scores(trained(micro), micro.mask).mean() / dist.world_size(), {}))
+    seen: list[tuple[Tensor, Tensor]] = []
+    hook = trained.module.score.register_forward_hook(
+        lambda _, given, found: seen.append((given[0].detach().flatten(0, -2), found.detach().flatten()))
+    )
+    trained(rows)
+    with trained.inference() as inside:
+        inside(rows)
+    hook.remove()
+    states, found = (torch.cat(each) for each in zip(*seen, strict=True))
+    return {"first": first, "weight": master(trained)["score.weight"], "states": states, "scores": found}
 
 
 def gathered(part: Any) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.encode import Demonstration, Prompt
 from rlhf import dist, plugins
@@ -13,6 +13,7 @@ from rlhf.draws import uniforms
 from rlhf.engine import Engine
 from rlhf.frozen import FrozenEngine
 from rlhf.models.ema import EMA
+from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.rewards import Part, Source, Sources
@@ -105,8 +106,7 @@ def language_model(dtype: torch.dtype = torch.float32) -> Any:
 def players(algorithm: str, **changes: Any) -> Players:
     config = config_of(algorithm, **changes)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
-    head = nn.Linear(tiny.WIDTH, 1, bias=False, dtype=dtype)
-    nn.init.normal_(head.weight, 0.0, 0.1, generator=torch.Generator().manual_seed(2))
+    head = ScoreHead(0.1 * torch.randn(1, tiny.WIDTH, generator=torch.Generator().manual_seed(2)), dtype)
     reference = FrozenEngine(Policy(language_model(dtype)), config.reference.beside(config), dtype)
     critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     steps = 100

@@ -22,6 +22,7 @@ from rlhf.engine import Engine, shards_of
 from rlhf.frozen import FrozenEngine
 from rlhf.frozen import shards_of as frozen_shards_of
 from rlhf.models.export import save_policy, save_scalar
+from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
@@ -58,8 +59,7 @@ def make(folder: Path) -> None:
     for family in FAMILIES:
         tiny.causal_lm(family, std=0.05).save_pretrained(folder / family)
     with tiny.one_rank():
-        head = torch.nn.Linear(tiny.WIDTH, 1, bias=False)
-        model = ScalarModel(tiny.backbone(), head)
+        model = ScalarModel(tiny.backbone(), ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]))
         save_scalar(Engine(model, EngineOptions(dtype="fp32"), OPTIMIZER, 1), None, tiny.tokenizer(), folder / "reward")
 
 

@@ -16,6 +16,7 @@ from rlhf.engine import Engine
 from rlhf.models import sequence_parallel
 from rlhf.models.ema import EMA
 from rlhf.models.export import save_policy
+from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.scalar import ScalarModel, scores
 from rlhf.options import EngineOptions
@@ -104,9 +105,7 @@ def copies(engine: Engine) -> dict[str, float]:
 
 def scored(size: int) -> list[list[float]]:
     """Scores of rows by a scalar model, before and after steps that raise them."""
-    head = torch.nn.Linear(tiny.WIDTH, 1, bias=False)
-    with torch.no_grad():
-        head.weight.copy_(torch.linspace(-1, 1, tiny.WIDTH))
+    head = ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None])
     model = sequence_parallel.scalar_model(ScalarModel(tiny.backbone(std=0.05), head), size)
     engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
     rows = tiny.sequences([5, 9, 7, 8, 6, 4, 5, 6], [1] * 8)

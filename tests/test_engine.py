@@ -291,6 +291,27 @@ def test_bf16_gradients_of_two_ranks_add_up_in_fp32(kind: str, two: dict[str, An
     require_sum(two[f"accumulated {kind}"], *added_up)
 
 
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (3, False), (1, True)])
+def test_a_score_head_is_in_fp32(stage: int, offload: bool) -> None:
+    require_fp32_scores(engine_runs.scored_in_bf16({"zero_stage": stage, "offload_optimizer": offload}))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_score_head_is_in_fp32_on_two_ranks(stage: int, two: dict[str, Any]) -> None:
+    require_fp32_scores(two[f"scored {stage}"])
+
+
+def require_fp32_scores(found: dict[str, Tensor]) -> None:
+    """Weight and product: the fp64 product of the same states and the optimizer's weight, to n eps sum |w_i h_i|."""
+    states, weight = found["states"].double(), found["weight"].double()[0]
+    assert found["states"].dtype == torch.bfloat16
+    assert torch.equal(found["first"], engine_runs.SCORE_HEAD) and not torch.equal(found["weight"], found["first"])
+    bound = len(weight) * EPS * (states.abs() @ weight.abs())
+    exact = states @ weight
+    assert ((found["scores"] - exact).abs() <= bound).all()
+    assert (exact.to(torch.bfloat16) - exact).abs().max() > 100 * bound.max() < 1 < exact.abs().max() / 10
+
+
 @pytest.mark.parametrize("kind", ["generating 1", "generating 3", "checkpointing 3"])
 def test_ranks_that_generate_unequal_lengths_neither_hang_nor_drift(
     kind: str, two: dict[str, Any], plain: dict[str, Any]

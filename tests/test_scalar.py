@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rlhf.config import UserError
 from rlhf.engine import Engine
 from rlhf.losses import pairwise_logistic
 from rlhf.models.export import save_scalar
+from rlhf.models.head import ScoreHead
 from rlhf.models.scalar import (
     HEAD,
     ScalarModel,
@@ -38,9 +40,8 @@ families = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 def scalar_model(family: str) -> ScalarModel:
     model = tiny.backbone(family)
-    head = nn.Linear(tiny.FAMILIES[family].get("word_embed_proj_dim", tiny.WIDTH), 1, bias=False)
-    nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
-    return ScalarModel(model, head).eval()
+    width = tiny.FAMILIES[family].get("word_embed_proj_dim", tiny.WIDTH)
+    return ScalarModel(model, ScoreHead(torch.randn(1, width, generator=torch.Generator().manual_seed(0)))).eval()
 
 
 @torch.no_grad()
@@ -154,6 +155,26 @@ def test_transformers_own_classifier_pools_the_same_score(saved: Path, family: s
     assert float((pooled - scored(scalar_model(family), Sequences(ids, *ROWS.tensors()[1:]))).abs().max()) < 1e-5
 
 
+@pytest.mark.usefixtures("saved")  # which holds the process group
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_head_of_a_bf16_model_stays_fp32_in_its_file(stage: Any, tmp_path: Path) -> None:
+    weight = 3.0 * torch.randn(1, tiny.WIDTH, generator=torch.Generator().manual_seed(0))
+    model = ScalarModel(tiny.backbone().to(torch.bfloat16), ScoreHead(weight, torch.bfloat16))
+    engine = Engine(model, EngineOptions(dtype="bf16", zero_stage=stage), OptimizerOptions(), 1)
+    save_scalar(engine, None, tiny.tokenizer(), tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")[HEAD], weight)
+    ours = tiny.unpacked(load_scalar_model(str(tmp_path), torch.bfloat16, tiny.VOCAB))
+    assert torch.equal(ours.score.exact, weight)
+    # The classifier of transformers takes the dtype of the config for all weights: equal but for bf16's rounding of the
+    # weight, of the product, and of states that it computes in another order.
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
+    assert {weight.dtype for weight in theirs.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        pooled = theirs(input_ids=ROWS.ids.masked_fill(~ROWS.mask, tiny.PAD), attention_mask=ROWS.mask.long()).logits
+        states = ours.backbone(input_ids=ROWS.ids).last_hidden_state[range(3), ROWS.lengths - 1]
+    assert ((pooled.squeeze(1) - scored(ours, ROWS)).abs() <= 2**-7 * (states.abs().float() @ weight[0].abs())).all()
+
+
 @families
 def test_a_new_one_has_the_language_model_s_backbone(tmp_path: Path, family: str) -> None:
     lm = tiny.causal_lm(family)
@@ -165,7 +186,7 @@ def test_a_new_one_has_the_language_model_s_backbone(tmp_path: Path, family: str
     # OPT's head projects down first, outside of what transformers calls its hidden states.
     if states.shape == ours.shape:
         torch.testing.assert_close(ours, states)
-    assert model.score.bias is None and model.score.weight.shape == (1, ours.shape[-1])
+    assert {name: weight.shape for name, weight in model.score.named_parameters()} == {"weight": (1, ours.shape[-1])}
 
 
 def test_a_new_head_is_small_noise_of_its_seed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from rlhf import dist, launch
 from tests import reward_runs
-from tests.engine_runs import accumulated, run, run_averaged, run_into_nan
+from tests.engine_runs import accumulated, run, run_averaged, run_into_nan, scored_in_bf16
 from tests.players import PARITY, a_step_of_everything, two_iterations, with_a_bad_score
 
 RANKED: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 1, "num_train_epochs": 2, "zero_stage": 2}
@@ -32,6 +32,7 @@ def runs() -> dict[str, Any]:
     found["skipped iteration"] = with_a_bad_score(rank=1)
     for stage in (1, 2, 3):
         found[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})
+        found[f"scored {stage}"] = scored_in_bf16({"zero_stage": stage})
         found[f"accumulated {stage}"] = accumulated({"zero_stage": stage})
     found["accumulated 1 offloaded"] = accumulated({"zero_stage": 1, "offload_optimizer": True})
     found["nan bf16"] = run_into_nan({"zero_stage": 1, "dtype": "bf16"}, bad_rank=1)

@@ -54,17 +54,18 @@ def save_scalar(
 ) -> None:
     """Write a ScalarModel engine in the form that `AutoModelForSequenceClassification(num_labels=1)` reads.
 
-    Its pad token is not EOS, because that class pools at the last token that is not padding. `scores` goes into its
-    config.
+    The head is fp32 in the file, whatever the other weights are. Its pad token is not EOS, because that class pools at
+    the last token that is not padding. `scores` goes into its config.
     """
     model = engine.module
     assert isinstance(model, ScalarModel)
     backbone = traits.base(model.backbone)
     prefix = backbone.base_model_prefix
     state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
-    head = full_state(model.score, None)
+    with whole([model.score.weight]):
+        head = model.score.exact.detach().to("cpu")
     if dist.is_main():
-        state[HEAD] = head["weight"]
+        state[HEAD] = head
         config = backbone.config
         config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
         config.eos_token_id = tokenizer.eos_token_id

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rlhf import ops
 from rlhf.config import UserError
 from rlhf.models import packing
+from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_backbone, readable
 from rlhf.models.traits import keeps_all, takes
 from rlhf.names import resolve
@@ -32,7 +33,7 @@ class ScoreStatistics:
 
 
 class ScalarModel(nn.Module):
-    """A backbone and a linear head without bias: one class, two roles.
+    """A backbone and a linear head in fp32: one class, two roles.
 
     Its saved form is that of `AutoModelForSequenceClassification` with one label.
     """
@@ -40,7 +41,7 @@ class ScalarModel(nn.Module):
     joins = True
     """whether it takes pairs in one row, if its architecture does"""
 
-    def __init__(self, backbone: PreTrainedModel, head: nn.Linear) -> None:
+    def __init__(self, backbone: PreTrainedModel, head: ScoreHead) -> None:
         super().__init__()
         self.backbone = backbone
         self.score = head
@@ -58,7 +59,7 @@ class ScalarModel(nn.Module):
 
     def _read(self, read: packing.Reading) -> Tensor:
         hidden = self.backbone(**read.inputs, use_cache=False).last_hidden_state
-        scalars = self.score(hidden).float().flatten()
+        scalars = self.score(hidden).flatten()
         return scalars.gather(0, read.states.flatten()).view_as(read.states)
 
 
@@ -128,10 +129,8 @@ def new_scalar_model(
     """A language model's backbone under a fresh head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020)."""
     backbone = load_backbone(place, dtype, tokenizer_size, seed, shards)
     width = hidden_width(backbone)
-    head = nn.Linear(width, 1, bias=False)
-    with torch.no_grad():
-        head.weight.normal_(0.0, (width + 1) ** -0.5, generator=torch.Generator().manual_seed(seed))
-    return ScalarModel(backbone, head.to(dtype)).eval()
+    weight = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * (width + 1) ** -0.5
+    return ScalarModel(backbone, ScoreHead(weight, dtype)).eval()
 
 
 def hidden_width(backbone: PreTrainedModel) -> int:
@@ -152,12 +151,9 @@ def load_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int, shard
         raise UserError(
             f"reward model '{place}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}"
         )
-    head = nn.Linear(width, 1, bias=False, dtype=dtype)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-    if not torch.isfinite(head.weight).all():
+    if not torch.isfinite(weight.to(dtype)).all():
         raise UserError(f"reward model '{place}': weight {HEAD} has values that are not finite")
-    return ScalarModel(backbone, head).eval()
+    return ScalarModel(backbone, ScoreHead(weight, dtype)).eval()
 
 
 def read_head(place: str) -> Tensor:

@@ -69,7 +69,7 @@ class SplitScalarModel(ScalarModel):
         """The scalar at every token, fp32 [B, S]."""
         assert isinstance(rows, Sequences), "pairs in one row need a mask"
         hidden = self.backbone(**self._stretch.inputs(rows), use_cache=False).last_hidden_state
-        return self._stretch.whole(self.score(hidden).squeeze(-1).float())[:, : rows.ids.shape[1]]
+        return self._stretch.whole(self.score(hidden).squeeze(-1))[:, : rows.ids.shape[1]]
 
 
 class Stretch:

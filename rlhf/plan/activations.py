@@ -194,7 +194,7 @@ def _outputs(model: Any, head: Head, ids: Tensor, passes: Passes) -> Tensor:
     """What the losses see of a model, as rlhf.models has it: log-probs [B, K], or a scalar per token [B, S]."""
     if head == "scalar":
         hidden = model["backbone"](input_ids=ids, use_cache=False).last_hidden_state
-        return model["score"](hidden).squeeze(-1).float()
+        return model["score"](hidden).squeeze(-1)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=passes.predicted).logits
     logprobs = ops.token_logprobs(logits, ids[:, -passes.predicted :])
     if passes.entropy:

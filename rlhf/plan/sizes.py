@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from rlhf import adapters, names
 from rlhf.config import UserError, read_yaml
 from rlhf.models import load
+from rlhf.models.head import ScoreHead
 from rlhf.models.scalar import hidden_width
 from rlhf.text import load_tokenizer
 
@@ -88,7 +89,7 @@ def build(config: PreTrainedConfig, head: Head, adapter: str | None = None) -> n
     wrapped = adapters.wrap(model, adapter)
     if head == "lm":
         return wrapped
-    return nn.ModuleDict({"backbone": wrapped, "score": nn.Linear(hidden_width(model), 1, bias=False)})
+    return nn.ModuleDict({"backbone": wrapped, "score": ScoreHead(torch.zeros(1, hidden_width(model)))})
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:

@@ -14,6 +14,7 @@ from rlhf import adapters, losses, plugins
 from rlhf.engine import Engine
 from rlhf.frozen import FrozenEngine
 from rlhf.models.export import full_state, save_policy, save_scalar
+from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.options import EngineOptions, FrozenOptions, OptimizerOptions
@@ -61,8 +62,7 @@ def policy_engine(adapter: str, family: str = "llama", **options: Any) -> Engine
 
 
 def reward_engine(adapter: str, stage: int) -> Engine:
-    head = nn.Linear(tiny.WIDTH, 1, bias=False)
-    model = ScalarModel(adapters.wrap(tiny.backbone(), adapter), head)
+    model = ScalarModel(adapters.wrap(tiny.backbone(), adapter), ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]))
     return Engine(model, EngineOptions(dtype="fp32", zero_stage=stage), OPTIMIZER, 3)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rlhf import plugins
 from rlhf.draws import uniforms
 from rlhf.models import attention, packing
+from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
@@ -64,7 +65,7 @@ def test_log_probs_and_their_gradients(family: str, dtype: torch.dtype) -> None:
 @dtypes
 def test_scalars_and_their_gradients(family: str, dtype: torch.dtype) -> None:
     lm = ready(tiny.backbone(family), dtype)
-    head = nn.Linear(16 if family == "opt" else tiny.WIDTH, 1, bias=False, dtype=dtype)
+    head = ScoreHead(torch.linspace(-1, 1, 16 if family == "opt" else tiny.WIDTH)[None], dtype)
     require_near(lm, ScalarModel(lm, head), dtype, rows())  # type: ignore[arg-type]
 
 
@@ -72,7 +73,7 @@ def test_scalars_and_their_gradients(family: str, dtype: torch.dtype) -> None:
 @dtypes
 def test_pairs_in_one_row_keep_their_sides_apart(family: str, dtype: torch.dtype) -> None:
     lm = ready(tiny.backbone(family), dtype)
-    head = nn.Linear(16 if family == "opt" else tiny.WIDTH, 1, bias=False, dtype=dtype)
+    head = ScoreHead(torch.linspace(-1, 1, 16 if family == "opt" else tiny.WIDTH)[None], dtype)
     chosen, rejected = (tiny.sequences([9, 20, 12], [1, 1, 1], width=24, seed=seed) for seed in (0, 1))
     rejected.ids[:, :6] = chosen.ids[:, :6]
     require_near(lm, ScalarModel(lm, head), dtype, Pairs(chosen, rejected).joined())  # type: ignore[arg-type]
