@@ -35,6 +35,10 @@ def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
     from deepspeed.utils import safe_get_full_optimizer_state
 
     stepped = numbers(engine)["adam_steps"] > 0
+    if stepped and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # ZeRO 1 and 2 link the state of every parameter group when only the first one has stepped.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in trained:
         yield f"weight:{name}", master(engine, parameter)
         for moment in MOMENTS if stepped else ():
