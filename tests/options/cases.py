@@ -1,0 +1,281 @@
+"""Which value every option is changed to, from a run in which all of them are at work.
+
+Each number of the base differs from the default and from its neighbours, and so does each value beside it: an option
+that is ignored, doubled, or read from another makes other weights.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf import plugins
+from rlhf.config import Config
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+
+SCORES = Path(__file__).with_name("scores.py")
+AT_ONCE = 8
+"""options changed together in one run"""
+ALGORITHMS = ("ppo", "a2c", "reinforce", "rloo", "grpo", "best_of_n")
+Table = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One option of one stage at `value`, beside `context` where the base leaves the option without effect."""
+
+    stage: str
+    option: str
+    value: Any
+    context: dict[str, Any] = field(default_factory=dict)
+    algorithm: str = ""
+    alone: bool = False
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return {**self.context, self.option: self.value}
+
+    def __str__(self) -> str:
+        return f"{self.algorithm or self.stage} {self.option}={self.value}".replace(str(SCORES.parent), "")
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A value that shares its run with no other option, beside the `context` that its option needs."""
+
+    value: Any
+    context: dict[str, Any]
+
+
+def alone(value: Any, **context: Any) -> Alone:
+    return Alone(value, context)
+
+
+COMMON: dict[str, Any] = {
+    "chat_template": "human_assistant",
+    "dtype": "fp32",
+    "data_workers": 1,
+    "overwrite": True,
+    "sample_rows": 0,
+    "seed": 3,
+    "data_seed": 5,
+    "data_split": (1, 1, 2),
+    "eval_fraction": 0.2,
+    "max_prompt_length": 16,
+    "max_length": 32,
+    "max_eval_rows": 6,
+    "micro_batch_size": 5,
+    "warmup_ratio": 0.3,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.9,
+    "adam_epsilon": 0.05,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.7,
+}
+SUPERVISED = {"batch_size": 4, "max_train_rows": 8, "num_train_epochs": 2, "learning_rate": 0.04}
+RL: dict[str, Any] = {
+    "batch_size": 8,
+    "num_generations": 2,
+    "total_episodes": 16,
+    "response_length": 6,
+    "temperature": 0.8,
+    "rollout_batch_size": 5,
+    "num_ppo_epochs": 2,
+    "learning_rate": 0.04,
+    "critic_learning_rate": 0.03,
+    "entropy_coef": 0.02,
+    "ema_decay": 0.6,
+    "missing_eos_penalty": 0.7,
+    "eval_samples": 4,
+    "reward": ("0.7*learned", f"1.5*{SCORES}:score", "length,target=3"),
+    # of some algorithms only
+    "use_score_scaling": True,
+    "use_score_norm": True,
+    "score_clip": 1.3,
+    "kl_coef": 0.2,
+    "kl_target": 0.5,
+    "kl_horizon": 20,
+    "kl_estimator": "k3",
+    "gamma": 0.9,
+    "lam": 0.8,
+    "cliprange": 0.15,
+    "cliprange_value": 0.1,
+    "dual_clip": 1.3,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "a2c": {"num_ppo_epochs": 1},
+    "best_of_n": {"use_score_scaling": False, "use_score_norm": False, "score_clip": None},
+}
+
+OPTIMIZER: Table = {
+    "learning_rate": [0.011],
+    "lr_scheduler_type": ["constant", "cosine"],
+    "warmup_ratio": [0.5],
+    "adam_beta1": [0.5],
+    "adam_beta2": [0.6],
+    "max_grad_norm": [0.0, 0.25],
+    "micro_batch_size": [3],
+    "seed": [4],
+    "adam_epsilon": [0.2],
+    "weight_decay": [0.7],
+}
+BATCHES: Table = {
+    "batch_size": [2],
+    "group_by_length": [alone(False)],
+    "num_train_epochs": [3],
+    "max_train_rows": [10],
+    "max_eval_rows": [2],
+}
+PTX: dict[str, Any] = {"ptx_coef": 0.6, "ptx_batch_size": 6, "ptx_data_path": ("{folder}/other.jsonl",)}
+WATCHED: dict[str, Any] = {
+    "eval_every": 1,
+    "judge": f"{SCORES}:score",
+    "keep_best": "eval_judge",
+    "patience": 2,
+    "total_episodes": 40,
+}
+STEP3: Table = {
+    "critic_learning_rate": [0.013],
+    "eval_samples": [2],
+    "batch_size": [4],
+    "num_generations": [alone(4)],
+    "total_episodes": [24],
+    "num_mini_batches": [alone(2)],
+    "num_ppo_epochs": [3],
+    "response_length": [9],
+    "temperature": [1.7],
+    "rollout_batch_size": [2],
+    "target_kl": [alone(0.7, num_ppo_epochs=4, total_episodes=8, lr_scheduler_type="constant", warmup_ratio=0.0)],
+    "abort_kl": [alone(1.8, abort_kl_iterations=1, total_episodes=32, num_ppo_epochs=1)],
+    "abort_kl_iterations": [alone(2, abort_kl=0.6, total_episodes=32, num_ppo_epochs=1)],
+    "critic_warmup_iterations": [alone(1, total_episodes=24)],
+    "entropy_coef": [0.3],
+    **{name: [alone(value, **PTX)] for name, value in PTX.items()},
+    "ptx_objective": [alone("text", ptx_coef=0.4, ptx_batch_size=4, ptx_data_path=("{folder}/texts.jsonl",))],
+    "ema_decay": [0.25],
+    "use_score_scaling": [alone(False, use_score_norm=False)],
+    "use_score_norm": [False],
+    "score_clip": [0.6, None],
+    "missing_eos_penalty": [2.1],
+    "reward_model": ["{folder}/critic"],
+    "reward": [
+        ("0.7*learned", f"-0.4*{SCORES}:score", "0*length,target=3"),
+        ("learned,model={folder}/critic", f"{SCORES}:far", "length,target=2,penalty=0.05"),
+    ],
+    "reward_combine": ["min"],
+    "actor_model": ["{folder}/other"],
+    "critic_model": ["{folder}/reward"],
+    "max_eval_rows": [2],
+    "max_train_rows": [8],
+    **{name: [alone(value, **WATCHED)] for name, value in WATCHED.items() if name != "total_episodes"},
+}
+CLIPPED: Table = {"cliprange": [0.05]}
+
+
+def kl(target: float, **context: Any) -> Table:
+    """`target` is near the KL of the second iteration: further away than a fifth, all targets steer alike."""
+    steered = alone(target, total_episodes=24, **context)
+    return {"kl_coef": [0.6], "kl_horizon": [45], "kl_target": [steered]}
+
+
+GAE: Table = {"gamma": [0.4], "lam": [0.3], "whiten_advantages": [False]}
+GROUPED: Table = {"num_generations": [alone(6, batch_size=12, total_episodes=24)]}
+TEXT = alone("text", data_path=("{folder}/texts.jsonl",), max_train_rows=None, max_length=12)
+TABLES: dict[str, Table] = {
+    "step1_sft": OPTIMIZER | BATCHES | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
+    "step2_reward": OPTIMIZER | BATCHES | {"centering": [0.5], "batch_tokens": [80]},
+    "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
+    | {"kl_estimator": ["k1"], "cliprange_value": [0.04], "dual_clip": [2.2]},
+    "a2c": kl(0.75) | GAE | {"kl_estimator": ["k1"], "whiten_advantages": [True]},
+    "reinforce": kl(0.53) | CLIPPED | {"kl_estimator": ["k1"], "gamma": [0.4]},
+    "rloo": kl(0.9) | CLIPPED | GROUPED | {"kl_estimator": ["k1"], "whiten_advantages": [True]},
+    "grpo": kl(1.15, num_ppo_epochs=1) | CLIPPED | GROUPED | {"kl_estimator": ["k2"], "scale_rewards": [False]},
+    "best_of_n": GROUPED,
+}  # fmt: skip
+
+
+def cases() -> list[Case]:
+    made = []
+    for name, table in TABLES.items():
+        stage, algorithm = ("step3_ppo", name) if name in ALGORITHMS else (name, "")
+        for option, values in table.items():
+            for value in values:
+                by_itself = isinstance(value, Alone)
+                value, context = (value.value, value.context) if by_itself else (value, {})
+                made.append(Case(stage, option, value, context, algorithm, by_itself))
+    return made
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Cases that share one run."""
+
+    cases: tuple[Case, ...]
+
+    @property
+    def stage(self) -> str:
+        return self.cases[0].stage
+
+    @property
+    def algorithm(self) -> str:
+        return self.cases[0].algorithm
+
+    def __str__(self) -> str:
+        options = ", ".join(str(case).partition(" ")[2] for case in self.cases)
+        return f"{self.algorithm or self.stage} {options}"
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return {name: value for case in self.cases for name, value in case.changes.items()}
+
+
+def bundles() -> list[Bundle]:
+    """All cases in few runs, AT_ONCE options in each at most. What is predicted of a run depends on all its options."""
+    made: list[list[Case]] = []
+    for case in cases():
+        bundle = next((bundle for bundle in made if fits(case, bundle)), None)
+        if bundle is None:
+            made.append([case])
+        else:
+            bundle.append(case)
+    return [Bundle(tuple(bundle)) for bundle in made]
+
+
+def fits(case: Case, bundle: list[Case]) -> bool:
+    first = bundle[0]
+    if (first.stage, first.algorithm, first.alone) != (case.stage, case.algorithm, case.alone):
+        return False
+    if case.alone:
+        return first.changes == case.changes
+    return len(bundle) < AT_ONCE and case.option not in {other.option for other in bundle}
+
+
+def config_class(stage: str, algorithm: str = "") -> type[Config]:
+    if stage == "step3_ppo":
+        cls: type[Config] = plugins.find("step3_ppo.algorithms", algorithm).Config
+        return cls
+    return {"step1_sft": SFTConfig, "step2_reward": RewardConfig}[stage]
+
+
+def config_of(folder: Path, stage: str, algorithm: str = "", **changes: Any) -> Any:
+    """The base with `changes`; FOLDER is where world.make wrote."""
+    cls = config_class(stage, algorithm)
+    options: dict[str, Any] = {
+        "data_path": ("{folder}/pairs.jsonl",),
+        "data_cache": "{folder}/cache",
+        "output_dir": "{folder}/out",
+        **COMMON,
+    }
+    if stage == "step3_ppo":
+        models = {f"{name}_model": f"{{folder}}/{name}" for name in ("actor", "reward", "critic")}
+        options |= RL | models | {"algorithm": algorithm} | OWN.get(algorithm, {})
+    else:
+        options |= SUPERVISED | {"model": "{folder}/actor", "centering": 0.07}
+    options = {name: value for name, value in options.items() if name in cls.model_fields} | changes
+    return cls(**{name: _in(folder, value) for name, value in options.items()})
+
+
+def _in(folder: Path, value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("{folder}", str(folder))
+    return tuple(_in(folder, part) for part in value) if isinstance(value, tuple | list) else value

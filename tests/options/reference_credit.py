@@ -1,0 +1,148 @@
+"""Scores, rewards, credit and losses of step 3 in float64, row by row from the papers' equations."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Row = list[float]
+
+
+def kl(estimator: str, d: Any) -> Any:
+    """Of d = log policy - log reference (Schulman 2020)."""
+    if estimator == "k1":
+        return d
+    return d * d / 2 if estimator == "k2" else (torch.exp(-d) if isinstance(d, Tensor) else math.exp(-d)) - 1 + d
+
+
+@dataclass
+class Scored:
+    """A rollout as an algorithm gets it: of each response its score, and of each of its tokens three numbers."""
+
+    scores: Row
+    old: list[Row]
+    ref: list[Row]
+    values: list[Row]
+
+
+class Scaling:
+    """score' = clip((score [- mean]) / std), mean and biased std over all scores of the run so far."""
+
+    def __init__(self, o: dict[str, Any]) -> None:
+        self.o, self.past = o, torch.zeros(0, dtype=torch.float64)
+
+    def __call__(self, scores: Row) -> Row:
+        now = torch.tensor(scores, dtype=torch.float64)
+        if self.o["use_score_scaling"]:
+            self.past = torch.cat([self.past, now])
+            now = (now - (self.past.mean() if self.o["use_score_norm"] else 0)) / self.past.std(correction=0)
+        clip = self.o["score_clip"] or math.inf
+        return [min(max(score, -clip), clip) for score in now.tolist()]
+
+
+def rewards(o: dict[str, Any], scored: Scored, kl_coef: float) -> list[Row]:
+    """reward_t = -kl_coef * kl_t, and the score at the last token."""
+    rows = [
+        [-kl_coef * kl(o["kl_estimator"], p - q) for p, q in zip(*pair, strict=True)]
+        for pair in zip(scored.old, scored.ref, strict=True)
+    ]
+    return [[*row[:-1], row[-1] + score] for row, score in zip(rows, scored.scores, strict=True)]
+
+
+def gae(rows: list[Row], values: list[Row], gamma: float, lam: float) -> tuple[list[Row], list[Row]]:
+    """advantage_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t; return_t = adv_t + V_t."""
+    advantages, returns = [], []
+    for reward, value in zip(rows, values, strict=True):
+        delta = [r + gamma * after - v for r, v, after in zip(reward, value, [*value[1:], 0.0], strict=True)]
+        sums = [sum((gamma * lam) ** i * d for i, d in enumerate(delta[t:])) for t in range(len(delta))]
+        advantages.append(sums)
+        returns.append([a + v for a, v in zip(sums, value, strict=True)])
+    return advantages, returns
+
+
+def white(rows: list[Row]) -> list[Row]:
+    """Mean 0 and variance 1 over all tokens."""
+    every = torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+    mean, deviation = every.mean().item(), every.var(correction=0).add(1e-8).sqrt().item()
+    return [[(x - mean) / deviation for x in row] for row in rows]
+
+
+def on_tokens(numbers: Row, rows: list[Row]) -> list[Row]:
+    return [[x] * len(row) for x, row in zip(numbers, rows, strict=True)]
+
+
+def credit(o: dict[str, Any], scored: Scored, kl_coef: float) -> tuple[list[Row], list[Row]]:
+    """Advantages and returns of every token."""
+    name, group, scores = o["algorithm"], o["num_generations"], scored.scores
+    groups = [range(i - i % group, i - i % group + group) for i in range(len(scores))]
+    if name == "best_of_n":
+        best = {max(rows, key=lambda j: (scores[j], -j)) for rows in groups}
+        return on_tokens([float(i in best) for i in range(len(scores))], scored.old), on_tokens(scores, scored.old)
+    if name == "grpo":
+        means = [sum(scores[j] for j in rows) / group for rows in groups]
+        squares = [sum((scores[j] - m) ** 2 for j in rows) for rows, m in zip(groups, means, strict=True)]
+        over = [math.sqrt(s / (group - 1)) + 1e-4 if o["scale_rewards"] else 1.0 for s in squares]
+        centred = [(s - m) / d for s, m, d in zip(scores, means, over, strict=True)]
+        return on_tokens(centred, scored.old), on_tokens(scores, scored.old)
+    rows = rewards(o, scored, kl_coef)
+    if name == "rloo":
+        totals = [sum(row) for row in rows]
+        others = [sum(totals[j] for j in rows if j != i) / (group - 1) for i, rows in enumerate(groups)]
+        advantages = on_tokens([t - x for t, x in zip(totals, others, strict=True)], scored.old)
+        return (white(advantages) if o["whiten_advantages"] else advantages), on_tokens(totals, scored.old)
+    if name == "reinforce":
+        returns = [[sum(o["gamma"] ** i * r for i, r in enumerate(row[t:])) for t in range(len(row))] for row in rows]
+        return white(returns), returns
+    advantages, returns = gae(rows, scored.values, o["gamma"], o["lam"])
+    return (white(advantages) if o["whiten_advantages"] else advantages), returns
+
+
+@dataclass
+class Tokens:
+    """N response tokens of an optimizer step, [N] each; `old`, `ref`, `advantage`, `value`, `target` are constants."""
+
+    old: Tensor
+    ref: Tensor
+    advantage: Tensor
+    value: Tensor
+    target: Tensor
+
+
+def policy_loss(o: dict[str, Any], new: Tensor, t: Tokens, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean over tokens of the algorithm's loss. new [N]"""
+    name, ratio = o["algorithm"], torch.exp(new - t.old)
+    metrics = {"approx_kl": kl("k3", t.old - new).mean()}
+    if name == "best_of_n":
+        return -new.mean(), metrics | {"nll": -new.mean()}
+    free = -t.advantage * ratio
+    metrics |= {"ratio_mean": ratio.mean(), "ratio_square": (ratio - 1).square().mean()}
+    if name == "a2c":
+        return free.mean(), metrics | {"clip_fraction": torch.zeros(())}
+    clipped = -t.advantage * ratio.clamp(1 - o["cliprange"], 1 + o["cliprange"])
+    loss = torch.maximum(free, clipped)
+    metrics["clip_fraction"] = (clipped > free).double().mean()
+    if name == "ppo" and o["dual_clip"] is not None:
+        loss = torch.where(t.advantage < 0, torch.minimum(loss, -o["dual_clip"] * t.advantage), loss)
+    if name == "grpo":
+        penalty = kl(o["kl_estimator"], new - t.ref).mean()
+        return loss.mean() + kl_coef * penalty, metrics | {"kl_loss": penalty}
+    return loss.mean(), metrics
+
+
+def value_loss(o: dict[str, Any], new: Tensor, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """0.5 * mean of max((V - R)^2, (clip(V) - R)^2); A2C does not clip. new [N]"""
+    reach = math.inf if o["algorithm"] == "a2c" else o["cliprange_value"]
+    near = t.value + (new - t.value).clamp(-reach, reach)
+    free, clipped = (new - t.target).square(), (near - t.target).square()
+    binds = (clipped > free) & ((new - t.value).abs() > reach)
+    return 0.5 * torch.maximum(free, clipped).mean(), {"value_clip_fraction": binds.double().mean()}
+
+
+def adapted(o: dict[str, Any], kl_coef: float, kl_of_responses: float) -> float:
+    """kl_coef * (1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon) (Ziegler et al. 2019)."""
+    if o.get("kl_target") is None:
+        return kl_coef
+    error = min(max(kl_of_responses / o["kl_target"] - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * o["batch_size"] / o["kl_horizon"])

@@ -1,0 +1,261 @@
+"""What step 3 must make of the responses that it sampled, in float64.
+
+Taken from the run is which token was sampled, which must be the one that its uniform number points at. Everything else
+is computed again.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import count as forever
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.batches import Batches
+from rlhf.draws import uniforms
+from tests import tiny
+from tests.options import reference
+from tests.options.comparison import Comparison
+from tests.options.harness import Ids
+from tests.options.reference import Network, Trainer
+from tests.options.reference_credit import Row, Scaling, Scored, Tokens, adapted, credit, policy_loss, value_loss
+from tests.options.reference_metrics import averaged, compared, name_of, named, rollout_metrics
+from tests.options.reference_supervised import require_micro_batches, token_loss
+
+HELD_OUT = 2**20 - 1
+"""the number of the rollout that held-out responses are drawn in"""
+NEAR = 1e-5
+"""how far from a token's share of the probability its uniform number may be: the errors, a few times 2^-24 each, of the
+18 probabilities add up"""
+Pair = tuple[Ids, Ids]
+"""prompt and response"""
+Table = list[Row]
+"""a number for each token of each response"""
+
+
+class Reinforcement:
+    """One run. `prompts`, `held_out`: of either kind; `texts`: what the actor is fine-tuned on beside."""
+
+    def __init__(
+        self,
+        o: dict[str, Any],
+        comparison: Comparison,
+        prompts: Sequence[Ids],
+        held_out: Sequence[Ids],
+        texts: Sequence[Ids] = (),
+    ) -> None:
+        self.o, self.comparison, self.prompts, self.held_out = o, comparison, prompts, held_out
+        self.rollouts, self.batches = iter(comparison.observed.rollouts), iter(comparison.observed.batches)
+        self.approx_kls: list[float] = []
+        self.iterations = o["total_episodes"] // o["batch_size"]
+        self.has_critic = o["algorithm"] in ("ppo", "a2c")
+        self.actor = Trainer(reference.load(o["actor_model"]), o, o["learning_rate"], self.steps(of_actor=True))
+        self.reference, self.average = self.actor.network.copy(), self.actor.network.copy()
+        start = reference.load(o["critic_model"] or o["reward_model"])
+        self.critic = Trainer(start, o, o["critic_learning_rate"], self.steps(of_actor=False))
+        self.scaling, self.kl_coef = Scaling(o), o.get("kl_coef", 0.0)
+        self.texts = self.batches_of_texts(texts)
+
+    def steps(self, of_actor: bool) -> int:
+        iterations = self.iterations - (self.o["critic_warmup_iterations"] if of_actor else 0)
+        return iterations * self.o["num_ppo_epochs"] * self.o["num_mini_batches"]
+
+    def run(self) -> None:
+        o, best_at = self.o, []
+        before = after = self.evaluate()
+        best, waited, beyond = -math.inf, 0, 0
+        for iteration, indices in enumerate(self.prompt_batches(), start=1):
+            metrics = self.iterate(iteration, indices)
+            if iteration == self.iterations or (o["eval_every"] and iteration % o["eval_every"] == 0):
+                after = self.evaluate()
+                metrics |= compared(before, after)
+                waited += 1
+                if o["keep_best"] is not None and metrics.get(o["keep_best"], -math.inf) > best:
+                    best, waited = metrics[o["keep_best"]], 0
+                    best_at.append(iteration - 1)
+            self.comparison.step(metrics)
+            beyond = beyond + 1 if o["abort_kl"] is not None and metrics["kl"] > o["abort_kl"] else 0
+            if beyond >= o["abort_kl_iterations"]:
+                return self.comparison.broken_off()
+            if o["patience"] is not None and waited >= o["patience"]:
+                break
+        assert next(self.rollouts, None) is None and next(self.batches, None) is None, "the run went on"
+        networks = {"actor": self.actor.network}
+        networks |= {"critic": self.critic.network} if self.has_critic else {}
+        networks |= {"ema": self.average} if o["ema_decay"] is not None else {}
+        self.comparison.end(compared(before, after), networks, best_at)
+
+    def prompt_batches(self) -> Iterator[list[int]]:
+        """The prompts of each iteration, each num_generations times in a row."""
+        copies = self.o["num_generations"]
+        batches = Batches(len(self.prompts), self.o["batch_size"] // copies, self.o["seed"])
+        for _, indices in zip(range(self.iterations), batches.take(self.iterations), strict=False):
+            yield [i for i in indices for _ in range(copies)]
+
+    # --- responses and scores
+
+    def sampled(self, draw: int, prompts: Sequence[Ids], indices: Sequence[int]) -> list[Pair]:
+        """The response to each prompt as the run has it; each token is where its uniform number points."""
+        rows = next(self.rollouts, [])
+        assert sorted(row[0] for row in rows) == sorted(prompts[i] for i in indices)
+        responses: dict[Ids, list[Ids]] = {}
+        for prompt, response, ended in rows:
+            assert ended == (response[-1] == tiny.EOS) and tiny.EOS not in response[:-1]
+            assert len(response) == self.o["response_length"] or (ended and len(response) < self.o["response_length"])
+            responses.setdefault(prompt, []).append(response)
+        pairs, keys = [], []
+        earlier: Counter[int] = Counter()
+        for i in indices:
+            pairs.append((prompts[i], responses[prompts[i]].pop(0)))
+            keys.append((self.o["seed"], draw, i, earlier[i]))
+            earlier[i] += 1
+        self.require_drawn(pairs, uniforms(keys, self.o["response_length"]).tolist())
+        return pairs
+
+    def require_drawn(self, pairs: list[Pair], draws: list[Row]) -> None:
+        laws = self.actor.network.distributions([[*p, *r] for p, r in pairs], self.o["temperature"])
+        sums = laws.cumsum(-1)
+        for b, (prompt, response) in enumerate(pairs):
+            for t, token in enumerate(response):
+                state = b, len(prompt) + t - 1, token
+                high, low = sums[state].item(), (sums[state] - laws[state]).item()
+                assert low - NEAR < draws[b][t] < high + NEAR, f"token {t} of response {b} is not the one drawn"
+
+    def logprobs(self, network: Network, pairs: list[Pair]) -> tuple[list[Tensor], list[Tensor]]:
+        """Of the tokens of each response: log-probs, and entropies of what they were drawn from."""
+        logprobs, entropies = network.logprobs([[*p, *r] for p, r in pairs], self.o["temperature"])
+        ends = [(len(p), len(p) + len(r)) for p, r in pairs]
+        return tuple([x[b, start:end] for b, (start, end) in enumerate(ends)] for x in (logprobs, entropies))
+
+    def values(self, pairs: list[Pair]) -> list[Tensor]:
+        """The critic's number at the token before each token of each response."""
+        scalars = self.critic.network.scalars([[*p, *r] for p, r in pairs])
+        return [scalars[b, len(p) - 1 : len(p) + len(r) - 1] for b, (p, r) in enumerate(pairs)]
+
+    def scores(self, spec: str, pairs: list[Pair]) -> Row:
+        """What one reward source gives each response."""
+        name, _, rest = spec.partition(",")
+        if name == "learned":
+            model = reference.load(rest.removeprefix("model=") or self.o["reward_model"])
+            return model.scores([[*p, *r] for p, r in pairs]).tolist()
+        if name == "length":
+            options = dict(pair.split("=") for pair in rest.split(","))
+            over = [max(0, len(response) - int(options["target"])) for _, response in pairs]
+            return [-float(options.get("penalty", 0.01)) * tokens for tokens in over]
+        start = {"score": 0.0, "far": 1000.1}[name.rpartition(":")[2]]  # w0 has id 6
+        return [start + sum(0.137 * ((i - 6) % 5 - 2.3) for i in response if i > 5) for _, response in pairs]
+
+    def scored(self, pairs: list[Pair], penalty: float | None) -> tuple[Scored, dict[str, Row]]:
+        """The rollout with scores not yet scaled, and the scores of each source."""
+        o = self.o
+        sources, weighted = {}, []
+        for text in o["reward"]:
+            weight, _, spec = text.rpartition("*")
+            sources[spec] = self.scores(spec, pairs)
+            if float(weight or 1) != 0:
+                weighted.append([float(weight or 1) * score for score in sources[spec]])
+        combine = {"sum": sum, "min": min}[o["reward_combine"]]
+        scores = [
+            combine(each) - (0.0 if response[-1] == tiny.EOS else penalty or 0.0)
+            for *each, (_, response) in zip(*weighted, pairs, strict=True)
+        ]
+        old, ref = (
+            [x.tolist() for x in self.logprobs(network, pairs)[0]] for network in (self.actor.network, self.reference)
+        )
+        return Scored(scores, old, ref, [x.tolist() for x in self.values(pairs)]), sources
+
+    def evaluate(self) -> dict[str, Any]:
+        """The held-out prompts, answered and scored."""
+        indices = list(range(min(len(self.held_out), self.o["eval_samples"])))
+        pairs = self.sampled(HELD_OUT, self.held_out, indices)
+        judge = self.o["judge"]
+        return {
+            "scored": self.scored(pairs, None)[0],
+            "ended": sum(response[-1] == tiny.EOS for _, response in pairs) / len(pairs),
+            "judge": None if judge is None else self.scores(judge, pairs),
+        }
+
+    # --- an iteration
+
+    def iterate(self, iteration: int, indices: list[int]) -> dict[str, float]:
+        o = self.o
+        pairs = self.sampled(iteration - 1, self.prompts, indices)
+        scored, sources = self.scored(pairs, o["missing_eos_penalty"])
+        scored.scores = self.scaling(scored.scores)
+        advantages, returns = credit(o, scored, self.kl_coef)
+        metrics = {f"score_{name_of(spec)}": sum(scores) / len(scores) for spec, scores in sources.items()}
+        metrics |= rollout_metrics(o, scored, pairs, (advantages, returns)) | {"kl_coef": self.kl_coef}
+        rows = list(range(len(pairs)))
+        if o["algorithm"] == "best_of_n":
+            rows = [i for i in rows if advantages[i][0] == 1.0]
+        steps = self.update(pairs, rows, (scored, advantages, returns), iteration)
+        self.kl_coef = adapted(o, self.kl_coef, metrics["kl"])
+        return metrics | averaged(steps)
+
+    def update(
+        self, pairs: list[Pair], rows: list[int], credited: tuple[Scored, Table, Table], iteration: int
+    ) -> list[dict[str, float]]:
+        """The metrics of each optimizer step: `rows` are shuffled by seed and iteration, anew every epoch."""
+        o, steps = self.o, []
+        draw = torch.Generator().manual_seed(o["seed"] + iteration - 1)
+        of_actor = iteration > o["critic_warmup_iterations"]
+        for _ in range(o["num_ppo_epochs"]):
+            for minibatch in torch.randperm(len(rows), generator=draw).tensor_split(o["num_mini_batches"]):
+                chosen = [rows[i] for i in minibatch.tolist()]
+                responses, constant = [pairs[i] for i in chosen], constants(chosen, *credited)
+                metrics: dict[str, float] = {}
+                if of_actor:
+                    texts = next(self.texts) if o["ptx_coef"] else []
+                    self.require_batch("actor", responses, texts)
+                    metrics |= named("policy", self.actor_step(responses, constant, texts))
+                if self.has_critic:
+                    self.require_batch("critic", responses, [])
+                    metrics |= named("value", self.critic_step(responses, constant))
+                steps.append(metrics)
+                self.approx_kls.append(metrics.get("approx_kl", 0.0))
+                if o["target_kl"] is not None and self.approx_kls[-1] > o["target_kl"]:
+                    return steps
+        return steps
+
+    def require_batch(self, title: str, responses: list[Pair], texts: list[Ids]) -> None:
+        """The next optimizer step is that of `title`, on these rows."""
+        of, micros = next(self.batches, ("", []))
+        assert of == title, f"a step of '{of}', expected one of the {title}"
+        of_responses = [micro for micro in micros if isinstance(micro[0][0], tuple)]
+        assert sorted(row for micro in of_responses for row in micro) == sorted(responses)
+        require_micro_batches(self.o, of_responses, len(responses), self.comparison.observed.ranks)
+        assert sorted(row for micro in micros if micro not in of_responses for row in micro) == sorted(texts)
+
+    def actor_step(self, pairs: list[Pair], constant: Tokens, texts: list[Ids]) -> dict[str, float]:
+        o = self.o
+
+        def loss(network: Network) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs, entropies = (torch.cat(x) for x in self.logprobs(network, pairs))
+            value, metrics = policy_loss(o, logprobs, constant, self.kl_coef)
+            value = value - o["entropy_coef"] * entropies.mean()
+            if texts:
+                metrics["ptx_nll"] = token_loss(network, {"ptx_objective": o["ptx_objective"]}, texts)
+                value = value + o["ptx_coef"] * metrics["ptx_nll"]
+            return value, metrics | {"entropy": entropies.mean()}
+
+        metrics = self.actor.take_step(loss)
+        decay = o["ema_decay"] or 0.0
+        self.average.vector = decay * self.average.vector + (1 - decay) * self.actor.network.vector
+        return metrics
+
+    def critic_step(self, pairs: list[Pair], constant: Tokens) -> dict[str, float]:
+        return self.critic.take_step(lambda _: value_loss(self.o, torch.cat(self.values(pairs)), constant))
+
+    def batches_of_texts(self, texts: Sequence[Ids]) -> Iterator[list[Ids]]:
+        batches = Batches(len(texts), self.o["ptx_batch_size"], self.o["seed"])
+        for epoch in forever(1):
+            for rows in batches.take(epoch):
+                yield [texts[i] for i in rows]
+
+
+def constants(rows: list[int], scored: Scored, advantages: Table, returns: Table) -> Tokens:
+    """What the losses of these responses take as given."""
+    tables = (scored.old, scored.ref, advantages, scored.values, returns)
+    return Tokens(*(torch.tensor([x for i in rows for x in table[i]], dtype=torch.float64) for table in tables))

@@ -1,0 +1,126 @@
+"""What steps 1 and 2 must make of the batches they trained on: the losses of their papers in float64."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.options import reference
+from tests.options.comparison import Comparison
+from tests.options.harness import Ids, Observed
+from tests.options.reference import Network, Trainer
+from tests.options.rows import ASSISTANT, HUMAN
+
+
+def rows_of_steps(o: dict[str, Any], observed: Observed, sizes: dict[Any, tuple[int, ...]]) -> list[list[Any]]:
+    """The rows of each optimizer step: as many as batch_size or batch_tokens asks for, every row at most once an epoch.
+
+    sizes: of all rows there are, the tokens (of a pair those of its longer side), and other numbers that the rows of a
+    batch may have in common where they are grouped by length.
+    """
+    steps = [[row for micro in micros for row in micro] for _, micros in observed.batches]
+    for rows, (_, micros) in zip(steps, observed.batches, strict=True):
+        require_micro_batches(o, micros, len(rows), observed.ranks)
+    an_epoch, left_over = divmod(len(steps), o["num_train_epochs"])
+    assert an_epoch and not left_over, f"{len(steps)} steps in {o['num_train_epochs']} epochs"
+    epochs = [steps[start : start + an_epoch] for start in range(0, len(steps), an_epoch)]
+    size = observed.ranks if o["batch_tokens"] else o["batch_size"]
+    for epoch in epochs:
+        rows = [row for step in epoch for row in step]
+        assert len(set(rows)) == len(rows) > len(sizes) - size and set(rows) <= set(sizes)
+    assert len(epochs) == 1 or epochs[0] != epochs[1]
+    if o["batch_tokens"]:
+        most = max(sum(sizes[row][0] for row in step) for step in steps)
+        more = (observed.ranks - 1) * max(size[0] for size in sizes.values())
+        assert most - more <= o["batch_tokens"] < 2 * most
+    else:
+        assert {len(step) for step in steps} == {o["batch_size"]}
+    measures = range(len(next(iter(sizes.values()))))
+    grouped = any(apart([[sizes[row][measure] for row in step] for step in epochs[0]]) for measure in measures)
+    if observed.ranks == 1 or not o["batch_tokens"]:  # else a batch may have a row of the next, to be even
+        assert grouped == bool(o["group_by_length"] or o["batch_tokens"])
+    return steps
+
+
+def require_micro_batches(o: dict[str, Any], micros: Sequence[Sequence[Any]], rows: int, ranks: int) -> None:
+    """The `rows` of a step, dealt evenly to `ranks`, are in as few micro-batches as micro_batch_size allows."""
+    sizes = [len(micro) for micro in micros]
+    assert sum(sizes) == rows and max(sizes) <= o["micro_batch_size"]
+    assert len(sizes) == ranks * math.ceil(rows / ranks / o["micro_batch_size"])
+
+
+def apart(sizes: list[list[int]]) -> bool:
+    """Whether no two batches overlap in size."""
+    ranges = sorted((min(batch), max(batch)) for batch in sizes)
+    return all(one[1] <= other[0] for one, other in pairwise(ranges))
+
+
+def learned(o: dict[str, Any], ids: Ids) -> list[int]:
+    """The positions of a dialogue, or of a text, that are learned."""
+    if o.get("objective", o.get("ptx_objective")) == "text" or o.get("loss_on") == "all":
+        return list(range(1, len(ids)))
+    names = [s for s, token in enumerate(ids) if token in (HUMAN, ASSISTANT)]
+    if o.get("loss_on", "last") == "last":
+        return list(range(names[-1] + 1, len(ids)))
+    turns = pairwise([*names, len(ids)])
+    return [s for start, end in turns if ids[start] == ASSISTANT for s in range(start + 1, end)]
+
+
+def token_loss(network: Network, o: dict[str, Any], rows: Sequence[Ids]) -> Tensor:
+    """The mean over the tokens that are learned of -log pi(token | tokens before it)."""
+    logprobs, _ = network.logprobs(rows)
+    return -torch.cat([logprobs[b, learned(o, ids)] for b, ids in enumerate(rows)]).mean()
+
+
+def fine_tuning(o: dict[str, Any], run: Comparison, train: Sequence[Ids], held_out: Sequence[Ids]) -> None:
+    steps = rows_of_steps(o, run.observed, {ids: (len(ids),) for ids in train})
+    policy = Trainer(reference.load(o["model"]), o, o["learning_rate"], len(steps))
+    metrics = {"eval_perplexity_before": math.exp(token_loss(policy.network, o, held_out))}
+    for rows in steps:
+
+        def loss(network: Network, rows: list[Any] = rows) -> tuple[Tensor, dict[str, Tensor]]:
+            nll = token_loss(network, o, rows)
+            return nll, {"nll": nll}
+
+        run.step(policy.take_step(loss))
+    metrics["eval_perplexity"] = math.exp(token_loss(policy.network, o, held_out))
+    run.end(metrics, {"policy": policy.network})
+
+
+Pair = tuple[Ids, Ids, int, float]
+"""chosen, rejected, tokens of the prompt, margin"""
+
+
+def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held_out: Sequence[Pair]) -> None:
+    """loss = mean of -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2."""
+    margins = {(chosen, rejected): margin for chosen, rejected, _, margin in train}
+    sizes = {(c, r): (max(len(c), len(r)), min(len(c), len(r)), len(c) + len(r) - prompt) for c, r, prompt, _ in train}
+    steps = rows_of_steps(o, run.observed, sizes)
+    start = reference.with_new_head(reference.load(o["model"]), o["seed"])
+    reward = Trainer(start, o, o["learning_rate"], len(steps))
+
+    def scores(network: Network, rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        return network.scores([row[0] for row in rows]), network.scores([row[1] for row in rows])
+
+    for rows in steps:
+
+        def loss(network: Network, rows: list[Any] = rows) -> tuple[Tensor, dict[str, Tensor]]:
+            chosen, rejected = scores(network, rows)
+            gap, margin = chosen - rejected, torch.tensor([margins[row] for row in rows], dtype=torch.float64)
+            value = torch.log1p(torch.exp(margin - gap)) + o["centering"] * (chosen + rejected) ** 2
+            return value.mean(), {"accuracy": (gap > 0).double().mean(), "margin": gap.mean()}
+
+        run.step(reward.take_step(loss))
+    chosen, rejected = scores(reward.network, held_out)
+    both = torch.cat([chosen, rejected])
+    metrics = {
+        "eval_accuracy": (chosen > rejected).double().mean().item(),
+        "eval_loss": torch.log1p(torch.exp(rejected - chosen)).mean().item(),
+        "eval_margin": (chosen - rejected).mean().item(),
+        "eval_score_mean": both.mean().item(),
+        "eval_score_std": both.std(correction=0).item(),
+    }
+    run.end(metrics, {"reward": reward.network})

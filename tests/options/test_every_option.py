@@ -1,0 +1,88 @@
+"""Every option that can change a number changes it as its formula says (on two ranks: test_on_two_ranks.py).
+
+Each run is a stage from its Config to its end, beside float64 (reference.py and its neighbours) that reads the same
+options. A number that is predicted is asserted to TOLERANCE; predicted with an option ignored, doubled, halved or ten
+times as large, some number must be FAR off. A new option without a case fails here.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf import progress
+from rlhf.config import UserError
+from tests.options import cases, harness
+from tests.options.cases import ALGORITHMS, Bundle, Case
+from tests.options.comparison import Comparison
+from tests.options.harness import Observed
+from tests.options.prediction import config_of, require_predicted, wrong_values
+
+OF_CASE = {str(case): bundle for bundle in cases.bundles() for case in bundle.cases}
+FAR = 5.0
+"""tolerances by which some number is off that is predicted with a wrong value"""
+
+TEXT_AND_PLACES = {
+    "model", "data_path", "sft_only_data_path", "reward_only_data_path", "ppo_only_data_path", "eval_data_path",
+    "chat_template", "algorithm",
+}  # fmt: skip
+"""which rows and which model; every algorithm has its own table"""
+TESTED_ELSEWHERE = {
+    "data_seed", "data_split", "eval_fraction", "max_length", "max_prompt_length", "truncate", "max_dropped",
+    "skip_bad_rows", "max_bad_steps",
+}  # fmt: skip
+"""test_data_options.py, test_thresholds.py"""
+HELD = {"dtype", "adapter", "rollout_backend"}
+"""how numbers are held, and plug-ins: tests/test_engine.py, tests/contracts"""
+REPORTED = {"export_rollouts"}
+SPEED_ALONE = {"micro_batch_size", "rollout_batch_size"}
+"""options that change no number: their runs are as predicted of any value"""
+SEEDS_OF_ORDER = {("step1_sft", "seed")}
+"""another seed is another order of the rows, which is taken from the run: test_another_seed_is_another_order"""
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Callable[[Bundle], Observed]:
+    """`run(bundle)` in this process: once, and as predicted."""
+    made: dict[str, Observed] = {}
+
+    def once(bundle: Bundle) -> Observed:
+        if str(bundle) not in made:
+            config = config_of(folder, bundle)
+            observed = harness.run(bundle.stage, config)
+            require_predicted(config, Comparison(observed))
+            made[str(bundle)] = observed
+        return made[str(bundle)]
+
+    return once
+
+
+def fields(name: str) -> set[str]:
+    return set(cases.config_class("step3_ppo" if name in ALGORITHMS else name, name).model_fields)
+
+
+def test_every_option_has_a_case() -> None:
+    """Of options that every algorithm has, one algorithm is asked: they are read by the stage, which is one."""
+    exempt = progress.FREE - {"max_bad_steps", "abort_kl", "abort_kl_iterations", *SPEED_ALONE}
+    exempt = exempt | TEXT_AND_PLACES | TESTED_ELSEWHERE | HELD | REPORTED
+    of_all = set.intersection(*map(fields, ALGORITHMS))
+    for name, table in cases.TABLES.items():
+        asked = fields(name) - exempt - (of_all if name in ALGORITHMS[1:] else set())
+        assert asked <= set(table), f"{name}: no case for {', '.join(sorted(asked - set(table)))}"
+        assert set(table) <= fields(name), f"{name}: no options {', '.join(sorted(set(table) - fields(name)))}"
+    assert exempt <= set.union(*map(fields, cases.TABLES))
+
+
+@pytest.mark.parametrize("case", cases.cases(), ids=str)
+def test_an_option_changes_what_its_formula_says(case: Case, run: Callable[[Bundle], Observed], folder: Path) -> None:
+    bundle = OF_CASE[str(case)]
+    observed, config = run(bundle), config_of(folder, bundle)
+    base = getattr(cases.config_of(folder, case.stage, case.algorithm), case.option)
+    value = getattr(config, case.option)
+    assert value != base
+    assert type(value) not in (int, float) or value != type(config).model_fields[case.option].default
+    if case.option in SPEED_ALONE or (case.stage, case.option) in SEEDS_OF_ORDER:
+        return
+    for wrong in wrong_values(base, value):
+        with pytest.raises((AssertionError, UserError)):
+            require_predicted(config, Comparison(observed, room=FAR), **{case.option: wrong})

@@ -1,0 +1,26 @@
+"""Every bundle of tests/options/cases.py on two ranks, all in one launch:
+
+    torchrun --nproc-per-node=2 -m tests.options.two_ranks FOLDER OUT.pt
+
+FOLDER is where world.make wrote; OUT.pt gets what both ranks did, a bundle each.
+"""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from rlhf import dist, launch
+from tests.options import cases, harness
+
+if __name__ == "__main__":
+    folder, out = map(Path, sys.argv[1:])
+    with dist.process_group(timeout_s=60):
+        observed = [
+            asdict(harness.run(bundle.stage, cases.config_of(folder, bundle.stage, bundle.algorithm, **bundle.changes)))
+            for bundle in cases.bundles()
+        ]
+        if dist.is_main():
+            torch.save(observed, out)
+    launch.end_well()
