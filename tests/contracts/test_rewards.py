@@ -212,9 +212,10 @@ def test_a_reward_model_that_says_nan_is_refused(tmp_path: Path) -> None:
         rewards.open_source("learned", context(tmp_path))(samples(rollout()))
 
 
-def test_an_error_inside_a_function_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
+def test_an_error_inside_a_function_names_its_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"mine\.py:1: in score: ZeroDivisionError") as caught:
         score_by(tmp_path, "def score(p, r): return [1 / 0]")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["/nothing/here.py", "nothing_here:score", "lerned"])
