@@ -132,7 +132,10 @@ def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
     [
         (["--actor.zero-stage", "4"], "zero-stage"),
         (["--reference.zero-stage", "2"], "invalid choice '2' for argument '--reference.zero-stage'"),
-        (["--critic.offload"], "no option '--critic.offload' (did you mean '--critic.offload-param'?)"),
+        (
+            ["--critic.offload"],
+            "no option '--critic.offload' (did you mean '--critic.offload-optimizer' or '--critic.offload-param'?)",
+        ),
         (["--reference.offload-param"], "no option '--reference.offload-param'"),
     ],
 )

@@ -151,7 +151,7 @@ def test_too_little_room_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
             if enough:
                 dying(patched, sft, "train", 4)
             else:
-                with pytest.raises(UserError, match=r"GB are free there, expected .* 2 checkpoints and one being writ"):
+                with pytest.raises(UserError, match=r" are free there, expected .* 2 checkpoints and one being writ"):
                     sft()
                 assert killing.steps_of(SFT) == [1, 2]
 

@@ -18,9 +18,8 @@ SIZE = 1 << 29
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """For images, in memory where that can be, so that a copy takes no time in which the disk goes on."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="rlhf-images-", dir=memory if memory.is_dir() else None) as place:
+    """For images."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-images-") as place:
         yield Path(place)
 
 
