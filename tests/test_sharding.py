@@ -138,7 +138,7 @@ NORM = "model.layers.1.input_layernorm.weight"
     [
         (lambda weights: weights.pop(NORM), f"1 weights are missing ({NORM})"),
         (lambda weights: weights.update(extra=torch.zeros(3)), "1 weights are unexpected (extra)"),
-        (lambda weights: weights.update({NORM: torch.zeros(3)}), "cannot be loaded"),
+        (lambda weights: weights.update({NORM: torch.zeros(3)}), f"1 weights have another shape ({NORM}: got [3]"),
         (lambda weights: weights[NORM].fill_(torch.nan), f"weight {NORM} has values that are not finite"),
     ],
 )
