@@ -64,12 +64,12 @@ def test_nothing_promised_is_lost(disk: power.Disk, here: Path) -> None:
         seen.add((promised, standing()))
         if standing() == "finished":
             checkpoint.read_manifest(SFT)
-            assert logged() == ["train"] * STEPS + ["eval"], number
+            assert logged() == ["eval"] + ["train"] * STEPS + ["eval"], number
             continue
         found = resume.newest(SFT)
         step = 0 if found is None else found.step
         assert promised <= step, f"state {number}: step {promised} was saved, step {step} is left"
-        assert not step or logged()[:step] == ["train"] * step, number
+        assert not step or logged()[: 1 + step] == ["eval"] + ["train"] * step, number
     for promised, what in ((0, "new"), (1, "interrupted"), (STEPS, "interrupted"), (STEPS, "finished")):
         assert (promised, what) in seen
     assert {what for promised, what in seen if promised == FINISHED} == {"finished"}
