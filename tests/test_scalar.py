@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -250,7 +250,10 @@ def test_a_damaged_file_is_refused(saved: Path, tmp_path: Path) -> None:
 def test_a_model_of_the_hub_has_its_head_read_from_the_cache(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Offline, whatever proxies and certificates there are: nothing of the network is touched."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    close_session()
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none"))
     repository = tmp_path / "models--someone--reward"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
