@@ -15,7 +15,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Those that take the options of benchmarks/harness.py, such as ARGS="--data FILE"
 BENCHMARKS := sft reward rollout ppo
 NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_generation.py contracts/test_models.py \
-	models/test_attention.py models/test_ema.py models/test_packing.py step3 test_adamw.py test_bandit.py test_credit.py test_engine.py test_losses.py test_ops.py \
+	models/test_attention.py models/test_compiling.py models/test_ema.py models/test_kernels.py models/test_packing.py step3 test_adamw.py test_bandit.py test_credit.py test_engine.py test_losses.py test_ops.py \
 	test_resume.py test_scalar.py test_sharding.py test_splitting.py test_update.py)
 SMOLLM2 := models/smollm2-135m-instruct
 

@@ -1,6 +1,6 @@
 """AdamW with its weights, moments and products in fp32, however narrow the weights are that a model computes with."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,17 @@ MASTER = "weight"
 """the fp32 weight beside a narrower one, among the state of that one"""
 
 
-def decay_groups(weights: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
-    """AdamW's parameter groups: matrices decay; norms and biases, of one dimension, do not, as in transformers."""
+def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, Any]]:
+    """AdamW's parameter groups of weights by name: matrices decay; norms and biases do not, as in transformers.
+
+    A bias may be a matrix too: gpt-oss has one row of it for each expert. So biases are known by their names.
+    """
     if decay == 0:
-        return [{"params": list(weights), "weight_decay": 0.0}]
+        return [{"params": list(weights.values()), "weight_decay": 0.0}]
+    decays = {name: len(whole_shape(w)) > 1 and not name.endswith("bias") for name, w in weights.items()}
     groups = [
-        {"params": [w for w in weights if (len(whole_shape(w)) > 1) == matrices], "weight_decay": decay * matrices}
-        for matrices in (True, False)
+        {"params": [w for name, w in weights.items() if decays[name] == decaying], "weight_decay": decay * decaying}
+        for decaying in (True, False)
     ]
     return [group for group in groups if group["params"]]
 

@@ -79,7 +79,8 @@ class Engine:
         self._plain = effective_stage(options, dtype.itemsize, dist.world_size()) == 0
         self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
         heads = [head.exact.detach().to(self.device) for head in self._heads]
-        optimizer = _adamw([p for p in model.to(self.device).parameters() if p.requires_grad], options, o, self._plain)
+        trained = {name: p for name, p in model.to(self.device).named_parameters() if p.requires_grad}
+        optimizer = _adamw(trained, options, o, self._plain)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -308,7 +309,7 @@ def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype:
     }
 
 
-def _adamw(weights: list[nn.Parameter], options: EngineOptions, o: OptimizerOptions, plain: bool) -> Any:
+def _adamw(weights: dict[str, nn.Parameter], options: EngineOptions, o: OptimizerOptions, plain: bool) -> Any:
     settings: dict[str, Any] = {
         "lr": o.learning_rate,
         "betas": (o.adam_beta1, o.adam_beta2),

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
-from data.mixture import places_of_others
+from data.mixture import open_origin, places_of_others
 from data.pack import ACROSS
 from data.preflight import require_rows
 from data.reading import Phase
@@ -194,9 +194,16 @@ def ptx_options(config: Step3Config) -> Step3Config:
 
     The latter are places for fine-tuning only. So they teach no prompt that is held out, nor one that the reward model
     or PPO has: what the run's own file teaches there is what fine-tuning had of it.
+    Raises: UserError for a stream, which has no end, where all rows of such a place are learned.
     """
     if not config.ptx_data_path:
         return config
+    for place in config.ptx_data_path:
+        if open_origin(place).streaming:
+            raise UserError(
+                f"--ptx-data-path {place}: got a stream, expected a place that is read to its end; "
+                "leave streaming=true out, or name a file with the rows to learn"
+            )
     limits = {"max_train_rows": None, "max_eval_rows": 0}
     return config.model_copy(update={"sft_only_data_path": config.ptx_data_path, **limits})
 

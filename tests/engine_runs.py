@@ -19,6 +19,8 @@ from rlhf.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.types import Sequences, length_groups
 from tests import tiny
 
+ALONE = (0, 3)
+"""ZeRO stages that differ in one process: 1 and 2 are 0 there, unless the optimizer is offloaded."""
 STEPS = 6
 RATES = [0.0005, 0.001, 0.001, 0.00075, 0.0005, 0.00025]
 """By hand: 0.34 of 6 steps is 2 of warm-up to 0.001, then 4 down to 0."""
@@ -40,6 +42,13 @@ ROUNDING = 1.1 * STEPS * EPS + sum(RATES) * 8 * EPS * 0.5 / 1e-3
 """2.8e-6: how far apart two orders of additions leave weights. Each step rounds weights, of which those of norms are up
 to 1.1, and moves each by at most rate / epsilon times the change of its gradient: some eps (8 here) of the norm of all,
 which is clipped to 0.5. Beside float64, 0.3e-6 was measured with AVX2 and AVX-512, one thread and two (2026-11-23)."""
+
+
+BF16_WEIGHT = 2**-7
+"""The distance of neighbours in bf16 from 1 to 2, as weights of norms are: how far apart one is that two runs, whose
+gradients are rounded apart, round the other way."""
+BF16_LOSS = 2**-8
+"""What rounding takes off a logit below 2 in bf16, as all are here; the mean of log-probs of many tokens less."""
 
 
 def start() -> PreTrainedModel:

@@ -51,6 +51,8 @@ FROZEN: dict[str, dict[str, Any]] = {
     "layers": {"zero_stage": 3, "gather_whole": False},
     "layers offloaded": {"zero_stage": 3, "gather_whole": False, "offload": True},
 }
+FROZEN_ROWS = tiny.sequences([5, 9, 7, 8, 6, 4], [1] * 6)
+HEAD = torch.linspace(-1, 1, tiny.WIDTH)[None]
 
 
 def make(folder: Path) -> None:
@@ -59,7 +61,7 @@ def make(folder: Path) -> None:
     for family in FAMILIES:
         tiny.causal_lm(family, std=0.05).save_pretrained(folder / family)
     with tiny.one_rank():
-        model = ScalarModel(tiny.backbone(), ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]))
+        model = ScalarModel(tiny.backbone(), ScoreHead(HEAD))
         save_scalar(Engine(model, EngineOptions(dtype="fp32"), OPTIMIZER, 1), None, tiny.tokenizer(), folder / "reward")
 
 
@@ -100,12 +102,11 @@ def scores(folder: Path, kind: str) -> list[list[float]]:
     shards = frozen_shards_of(options, torch.float32)
     model = load_scalar_model(str(folder / "reward"), torch.float32, tiny.VOCAB, shards)
     engine = FrozenEngine(model, options, torch.float32)
-    rows = tiny.sequences([5, 9, 7, 8, 6, 4], [1] * 6)
     heard: list[float] = []
     for parts in (1 + 2 * dist.rank(), 2, 3 - 2 * dist.rank()):
         with engine.inference() as scalar:
             for index in torch.arange(6).tensor_split(parts):
-                heard += scalar(rows[index])[:, 3].tolist()
+                heard += scalar(FROZEN_ROWS[index])[:, 3].tolist()
     return dist.gather_objects(heard)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf.adamw import MASTER, MasterAdamW
+from rlhf.adamw import MASTER, MasterAdamW, decay_groups
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -37,6 +37,14 @@ def test_it_is_torchs_adamw_in_fp32_whatever_the_weights_are(dtype: torch.dtype,
         assert torch.equal(own, master.to(dtype))
         for moment in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(mine.state[own][moment], oracle.state[other][moment], rtol=1e-6, atol=1e-9)
+
+
+def test_matrices_decay_but_for_those_of_biases() -> None:
+    """Experts of gpt-oss have a bias each, the rows of one matrix."""
+    shapes = {"experts.down_proj": (4, 3, 2), "experts.down_proj_bias": (4, 3), "norm.weight": (3,), "q.bias": (3,)}
+    given = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    decay = {id(w): group["weight_decay"] for group in decay_groups(given, 0.1) for w in group["params"]}
+    assert [decay[id(weight)] for weight in given.values()] == [0.1, 0, 0, 0]
 
 
 def test_steps_too_small_for_bf16_add_up() -> None:

@@ -19,6 +19,8 @@ from rlhf.options import EngineOptions, OptimizerOptions
 from step2_reward import stage as stage_of_rewards
 from tests import engine_runs, players, reward_runs, tiny
 from tests.engine_runs import (
+    BF16_LOSS,
+    BF16_WEIGHT,
     EPS,
     OPTIMIZER,
     RATES,
@@ -32,12 +34,13 @@ from tests.engine_runs import (
     step,
     weights,
 )
+from tests.models import test_ema
 from tests.models.test_ema import require_average
 from tests.two_ranks import RANKED
 
 ROOT = Path(__file__).parents[1]
 
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+alone = pytest.mark.parametrize("stage", engine_runs.ALONE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,17 +102,10 @@ def plain_start() -> dict[str, Tensor]:
 # --- one process
 
 
-@stages
+@alone
 @pytest.mark.parametrize("size", [8, 3])
 def test_fp32_equals_the_plain_loop_however_the_batch_is_cut(stage: int, size: int, plain: dict[str, Any]) -> None:
     require_plain(run({"zero_stage": stage}, size), plain)
-
-
-def test_zero_stages_equal_each_other() -> None:
-    first, *others = (run({"zero_stage": stage}, 3) for stage in (0, 1, 2, 3))
-    for other in others:
-        assert column(other, "loss") == pytest.approx(column(first, "loss"), abs=1e-6)
-        assert apart(other["weights"], first["weights"]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -127,14 +123,15 @@ def test_what_saves_memory_changes_no_number(options: dict[str, Any], plain: dic
 
 def test_bf16_is_mixed_precision_with_fp32_master_weights() -> None:
     expected = plain_loop(torch.bfloat16)
-    found = {stage: run({"zero_stage": stage, "dtype": "bf16"}) for stage in (1, 2, 3)}
-    for stage in (1, 2, 3):
-        assert column(found[stage], "loss") == pytest.approx(expected["loss"], abs=2e-3)
-        assert apart(found[stage]["weights"], expected["weights"]) < 5e-3
+    found = {stage: run({"zero_stage": stage, "dtype": "bf16"}) for stage in engine_runs.ALONE}
+    for stage in engine_runs.ALONE:
+        assert column(found[stage], "loss") == pytest.approx(expected["loss"], abs=BF16_LOSS)
+        assert apart(found[stage]["weights"], expected["weights"]) <= BF16_WEIGHT
         assert {weight.dtype for weight in found[stage]["weights"].values()} == {torch.bfloat16}
-        assert column(found[stage], "loss") == column(found[1], "loss")
-        # ZeRO-3 adds up the norm that clips in another order: with clipping off they are bit-equal.
-        assert apart(found[stage]["weights"], found[1]["weights"]) < 1e-8
+    # ZeRO-3 adds up the norm that clips in another order. That moves a master weight by some 1e-10, so of a million
+    # weights less than one lies near enough to the middle of two neighbours in bf16 to be rounded the other way.
+    assert column(found[3], "loss") == column(found[0], "loss")
+    assert apart(found[3]["weights"], found[0]["weights"]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +149,7 @@ def require_sum(found: dict[str, Tensor], exact: dict[str, Tensor], bound: float
     assert engine_runs.norm({name: found[name] - gradient for name, gradient in exact.items()}) < bound
 
 
-@stages
+@alone
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_learning_rate_of_0_leaves_every_bit(stage: int, dtype: str) -> None:
     still = OPTIMIZER.model_copy(update={"learning_rate": 0.0})
@@ -181,7 +178,7 @@ def test_matrices_decay_and_norms_and_biases_do_not(options: dict[str, Any]) -> 
 
 def test_no_clipping_when_it_is_off() -> None:
     free = OPTIMIZER.model_copy(update={"max_grad_norm": 0.0, "weight_decay": 0.0})
-    for stage in (0, 2):
+    for stage in engine_runs.ALONE:
         # SGD would show the size of a gradient; Adam shows a change of size between two steps.
         first, second = batches(2)
         clipped, unclipped = (engine_runs.engine({"zero_stage": stage}, o) for o in (OPTIMIZER, free))
@@ -226,7 +223,7 @@ def test_schedules_by_hand(kind: Any, warmup_ratio: float, expected: list[float]
 # --- inference between steps
 
 
-@stages
+@alone
 def test_inference_is_whole_without_gradients_and_leaves_training_as_it_was(stage: int, plain: dict[str, Any]) -> None:
     engine = engine_runs.engine({"zero_stage": stage})
     rows = batches(1)[0]
@@ -272,7 +269,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@stages
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_equal_one(stage: int, two: dict[str, Any], plain: dict[str, Any]) -> None:
     require_plain(two[f"fp32 {stage}"], plain)
 
@@ -281,8 +278,8 @@ def test_two_ranks_in_bf16(two: dict[str, Any]) -> None:
     one = run({"zero_stage": 1, "dtype": "bf16"})
     for stage in (1, 2, 3):
         found = two[f"bf16 {stage}"]
-        assert column(found, "loss") == pytest.approx(column(one, "loss"), abs=2e-3)
-        assert apart(found["weights"], one["weights"]) < 5e-3
+        assert column(found, "loss") == pytest.approx(column(one, "loss"), abs=BF16_LOSS)
+        assert apart(found["weights"], one["weights"]) <= BF16_WEIGHT
         assert column(found, "loss") == column(two["bf16 1"], "loss")
 
 
@@ -356,10 +353,10 @@ def test_every_step_has_every_number(two: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [0, 1, 2, 3, "bf16"])
 def test_the_average_of_the_weights_on_two_ranks(kind: int | str, two: dict[str, Any]) -> None:
     found = two[f"averaged {kind}"]
-    require_average(found, tolerance=2**-8 if kind == "bf16" else 1e-6)
+    require_average(found, tolerance=test_ema.IN_BF16 if kind == "bf16" else test_ema.ROUNDING)
     assert 0 < len(found["state"]) <= len(found["trace"][0]) / 2 + 1  # each rank keeps its share
     if kind != "bf16":
-        assert apart(found["averaged"], engine_runs.run_averaged({"zero_stage": 1})["averaged"]) < 1e-5
+        assert apart(found["averaged"], engine_runs.run_averaged({"zero_stage": 1})["averaged"]) < ROUNDING
 
 
 def test_a_bad_score_on_one_rank_stops_the_iteration_on_both(two: dict[str, Any]) -> None:
@@ -388,7 +385,7 @@ def test_ranked_lists_on_two_ranks(two: dict[str, Any], tmp_path: Path) -> None:
     assert apart(found["weights"], one["weights"]) < 1e-5
 
 
-@stages
+@alone
 def test_master_weights_are_finer_than_those_that_compute(stage: int) -> None:
     engine = engine_runs.engine({"zero_stage": stage, "dtype": "bf16"})
     for rows in batches(3):

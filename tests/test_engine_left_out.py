@@ -15,7 +15,8 @@ from rlhf.nonfinite import NonFiniteError
 from tests import engine_runs, tiny
 from tests.engine_runs import apart, batches, require_left_out, step, weights
 
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+alone = pytest.mark.parametrize("stage", engine_runs.ALONE)
+OFFLOADED: dict[str, Any] = {"offload_optimizer": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,7 +25,7 @@ def ranks() -> Iterator[None]:
         yield
 
 
-@stages
+@alone
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_loss_of_nan_is_left_out_without_a_trace_and_five_end_the_run(stage: int, dtype: str) -> None:
     (found,) = engine_runs.run_into_nan({"zero_stage": stage, "dtype": dtype}, bad_rank=0)["ranks"]
@@ -32,7 +33,7 @@ def test_a_loss_of_nan_is_left_out_without_a_trace_and_five_end_the_run(stage: i
     require_left_out(found, ", ".join(map(str, sorted(shortest.tolist()))))
 
 
-@stages
+@alone
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_gradient_of_nan_under_a_finite_loss_is_left_out_too(
     stage: int, dtype: str, capsys: pytest.CaptureFixture[str]
@@ -69,8 +70,14 @@ def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPat
     assert apart(weights(engine), before) == 0
 
 
-@stages
-@pytest.mark.parametrize("options", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"offload_optimizer": True}], ids=str)
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        *((stage, {"dtype": dtype}) for stage in engine_runs.ALONE for dtype in ("fp32", "bf16")),
+        *((stage, OFFLOADED) for stage in (1, 2, 3)),
+    ],
+    ids=str,
+)
 def test_a_number_without_a_trace_in_the_gradient_is_enough(
     stage: int, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,8 @@ OWN: dict[str, dict[str, Any]] = {
 ROWS = 140
 PASSING = ("seconds", "padding", "tokens_per_second")
 """Numbers that tell of speed, or of how rows were cut up."""
+LAST_DIGIT = 1e-5
+"""the most that a number differs in relation to itself where the last of its six digits does"""
 WORDS = "red blue green fox owl bear kind calm brave tall quiet young rude mean cruel forest garden river"
 
 
@@ -168,12 +170,13 @@ class TestEveryClass:
     def test_zero_stages_in_fp32(self, stage: str, zero_stage: int, run: Run) -> None:
         require_alike(run(stage, 2, zero_stage=1), run(stage, 2, zero_stage=zero_stage), 1e-5, 1e-7)
 
-    @pytest.mark.parametrize("zero_stage", [0, 2, 3])
+    @pytest.mark.parametrize("zero_stage", [2, 3])  # 0 is 1 there
     @pytest.mark.parametrize("stage", STAGES)
     def test_zero_stages_in_bf16_are_bit_exact(self, stage: str, zero_stage: int, run: Run) -> None:
-        """But for clipping: ZeRO-3 adds up the norm in another order, and its last bit turns a rounding to bf16."""
+        """But for clipping: ZeRO-3 adds up the norm in another order, and its last bit turns a rounding to bf16; and
+        the last digit of the six that are logged of it."""
         one, other = (run(stage, 2, dtype="bf16", zero_stage=n, max_grad_norm=0.0) for n in (1, zero_stage))
-        require_alike(one, other, 0.0, 0.0)
+        require_alike(one, other, 0.0, 0.0, numbers=LAST_DIGIT)
 
     @pytest.mark.parametrize("stage", STAGES[:2])  # sampling in bf16 turns a rounding into another token
     def test_clipping_under_zero_3_in_bf16(self, stage: str, run: Run) -> None:
@@ -192,9 +195,12 @@ class TestEveryClass:
     @pytest.mark.parametrize(("processes", "rows"), [(2, 4), (1, 1)])
     @pytest.mark.parametrize("stage", STAGES[:2])
     def test_parts_in_bf16(self, stage: str, processes: int, rows: int, run: Run) -> None:
-        """Weights may differ by a rounding or two of bf16, and scores near 0 change sides: losses are compared."""
+        """Each part's gradient is rounded to bf16, and their sum is not. So weights near 1 may round to the other
+        neighbour, 2^-7 away; in the mean at most half of all do, which are about 0.05: half of 2^-8 of that. A loss is
+        a mean of numbers about 1, each rounded by up to 2^-9: so far apart are losses in the mean over steps, and one
+        of few rows by ten times that. Scores near 0 change sides: losses alone are compared."""
         one, other = run(stage, dtype="bf16"), run(stage, processes, dtype="bf16", micro_batch_size=rows)
-        require_alike(losses_of(one), losses_of(other), most=1.6e-2, mean=1e-4)
+        require_alike(losses_of(one), losses_of(other), most=2**-7, mean=2**-9 * 0.05, numbers=10 * 2**-9)
 
     @pytest.mark.parametrize("zero_stage", [1, 3])
     @pytest.mark.parametrize("stage", STAGES)

@@ -1,9 +1,7 @@
 """What becomes of processes, launches, checkpoints and files when something goes wrong: a table of the faults, each
 with the tests that show what is done. Rows 71 to 89, numbers, are in step3/test_faults.py."""
 
-from pathlib import Path
-
-TESTS = Path(__file__).parent
+from tests.fault_names import require_collected
 
 ROWS_A: dict[int, tuple[str, ...]] = {
     # a rank is killed in a step; while it saves; between the data and the name of a checkpoint
@@ -233,12 +231,20 @@ ROWS_C: dict[int, tuple[str, ...]] = {
 }
 
 
+IN_FAULTS = (
+    *(f"faults/test_{name}.py" for name in ("kills", "power_cut", "ranks", "signals")),
+    "multi_node/test_demo_on_two_nodes.py",
+    "test_launch.py::test_two_ranks_end_well_every_time",
+    "test_going_on.py::test_step_3_goes_on_from_every_iteration",
+    "test_going_on.py::test_step_3_goes_on_from_any_iteration_alone",
+    "test_power_cut.py::test_the_same_command_ends_with_the_same_bytes",
+    "data/test_forked.py::test_the_first_that_fails_ends_the_others",
+)
+"""What only `make test-faults` runs; `make test` runs the other tests of the tables."""
+
+
 def test_every_fault_has_tests_and_they_exist() -> None:
     rows = ROWS_A | ROWS_B | ROWS_C
     assert len(rows) == len(ROWS_A) + len(ROWS_B) + len(ROWS_C)
     assert sorted(rows)[:42] == list(range(1, 43)) and min(ROWS_C) == 96  # 43 to 95 are of data, models and numbers
-    for row, names in rows.items():
-        assert names, row
-        for place in names:
-            file, name = place.split("::")
-            assert f"\ndef {name}(" in (TESTS / file).read_text(encoding="utf-8"), f"row {row}: {place}"
+    require_collected(rows, IN_FAULTS)

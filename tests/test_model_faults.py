@@ -22,9 +22,8 @@ from rlhf.types import Message, Row
 from step3_ppo.algorithms import ppo
 from step3_ppo.inputs import check
 from tests import tiny
+from tests.fault_names import require_collected
 from tests.rewards.responses import other_tokenizer, reward_model
-
-TESTS = Path(__file__).parent
 
 ROWS: dict[int, tuple[str, ...]] = {
     # a reward model or critic whose tokenizer is another than the actor's
@@ -104,10 +103,7 @@ ROWS: dict[int, tuple[str, ...]] = {
 
 def test_every_fault_has_tests_and_they_exist() -> None:
     assert sorted(ROWS) == list(range(61, 71))
-    for row, names in ROWS.items():
-        for place in names:
-            file, name = place.split("::")
-            assert f"\ndef {name}(" in (TESTS / file).read_text(encoding="utf-8"), f"row {row}: {place}"
+    require_collected(ROWS)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from rlhf.plan import activations, cost, machine, sizes, zero
 from rlhf.plan.activations import Passes
 from rlhf.plan.machine import Device, Machine
 from rlhf.plan.options import PlanOptions, number_of_bytes
+from rlhf.plan.report import report
 from rlhf.plan.sizes import Size
 from rlhf.plan.stage import forecast
 from rlhf.plan.zero import Bytes, Site
@@ -328,3 +329,11 @@ def test_sizes_are_read() -> None:
     assert number_of_bytes("80GB") == 80e9 and number_of_bytes("1.5 GiB") == 1.5 * 2**30
     with pytest.raises(ValueError, match="expected a size such as 80GB"):
         PlanOptions(device_memory="80 apples")
+
+
+def test_a_plan_tells_what_ranked_lists_add(place: str) -> None:
+    """As many micro-batches as pairs ask for, of which a plan that reads no data knows nothing."""
+    config = RewardConfig(model=place, batch_size=8, micro_batch_size=2, max_length=16, dtype="fp32")
+    text = report(forecast(reward_plan.needs(config, "cpu", {}), machine.machine(PlanOptions(), 1)))
+    assert "4 micro-batches of 2 x 16 tokens" in text
+    assert "one pair a batch element; a ranked list of K responses has K (K - 1) / 2 pairs" in text

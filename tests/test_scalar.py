@@ -2,13 +2,13 @@
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -35,6 +35,10 @@ from rlhf.types import Pairs, Sequences
 from tests import tiny
 
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
+SCORE = tiny.ORDERS * 30
+"""1.3e-4, of scores about 10: the sizes of a score's terms, |w_i h_i|, add up to 18 to 27 in these families."""
+GRADIENT = 2 * tiny.ORDERS
+"""of the norm of all gradients: the backward pass has as many sums again"""
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 
@@ -56,7 +60,7 @@ def test_no_padding_on_either_side_changes_a_scalar(family: str) -> None:
         expected = model(ROWS)
         for left, right, fill in [(1, 0, tiny.EOS), (7, 0, tiny.PAD), (0, 5, tiny.EOS), (7, 5, 50)]:
             got = model(tiny.padded(ROWS, left, right, fill))[:, left : left + ROWS.ids.shape[1]]
-            assert float((got - expected)[ROWS.mask].abs().max()) < 1e-5
+            assert float((got - expected)[ROWS.mask].abs().max()) < SCORE
 
 
 @families
@@ -68,10 +72,14 @@ def test_padding_changes_no_gradient(family: str) -> None:
             torch.autograd.grad(scores(model(rows), rows.mask).sum(), list(model.parameters()), allow_unused=True)
         )
 
-    for got, expected in zip(gradients(tiny.padded(ROWS, 7, 5)), gradients(ROWS), strict=True):
-        assert (got is None) == (expected is None)
-        if got is not None:
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+    require_gradients(gradients(tiny.padded(ROWS, 7, 5)), gradients(ROWS))
+
+
+def require_gradients(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """All together."""
+    assert [each is None for each in found] == [each is None for each in expected]
+    got, want = (torch.cat([each.flatten() for each in one if each is not None]) for one in (found, expected))
+    assert float((got - want).norm()) < GRADIENT * float(want.norm())
 
 
 @families
@@ -85,7 +93,7 @@ def test_the_score_is_that_of_the_row_alone_at_its_last_token(family: str) -> No
         with torch.no_grad():
             hidden = model.backbone(input_ids=ids[b : b + 1, :length]).last_hidden_state
             alone = (hidden[0, -1].double() @ model.score.weight[0].double()).item()
-        assert together[b].item() == pytest.approx(alone, abs=1e-5)
+        assert together[b].item() == pytest.approx(alone, rel=0, abs=SCORE)
 
 
 @families
@@ -97,8 +105,10 @@ def test_bf16_scalars_are_near_fp32_and_padding_changes_little(family: str) -> N
         rounded = model(ROWS)[ROWS.mask]
         moved = model(tiny.padded(ROWS, 7, 5))[:, 7:-5][ROWS.mask]
     assert rounded.dtype == torch.float32
-    assert float((rounded - exact).norm() / exact.norm()) < 5e-2
-    assert float((moved - rounded).norm() / exact.norm()) < 5e-3
+    # About 50 weights and states in a row are rounded, each by 2^-8 / sqrt(3) in the root of the mean square: 0.016.
+    assert float((rounded - exact).norm() / exact.norm()) < 3 * math.sqrt(50 / 3) * 2**-8
+    # Sums in fp32 in another order: a last state now and then is rounded to its other neighbour.
+    assert float((moved - rounded).norm() / exact.norm()) < 2**-8
 
 
 def test_values_are_read_one_token_before_the_one_they_judge() -> None:
@@ -152,7 +162,7 @@ def test_transformers_own_classifier_pools_the_same_score(saved: Path, family: s
     ids = ids.masked_fill(~ROWS.mask, pad)
     with torch.no_grad():
         pooled = theirs(input_ids=ids, attention_mask=ROWS.mask.long()).logits.squeeze(1)
-    assert float((pooled - scored(scalar_model(family), Sequences(ids, *ROWS.tensors()[1:]))).abs().max()) < 1e-5
+    assert float((pooled - scored(scalar_model(family), Sequences(ids, *ROWS.tensors()[1:]))).abs().max()) < SCORE
 
 
 @pytest.mark.usefixtures("saved")  # which holds the process group
@@ -250,7 +260,10 @@ def test_a_damaged_file_is_refused(saved: Path, tmp_path: Path) -> None:
 def test_a_model_of_the_hub_has_its_head_read_from_the_cache(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Offline, whatever proxies and certificates there are: nothing of the network is touched."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    close_session()
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none"))
     repository = tmp_path / "models--someone--reward"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
@@ -304,9 +317,8 @@ def test_pairs_in_one_row_have_the_scores_and_gradients_of_two(family: str) -> N
         scored = pair_scores(model, rows)[0]
         loss, _ = pairwise_logistic(*scored.unbind(1))
         found[pair_scores] = (scored, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
-    assert float((found[together][0] - found[apart][0]).abs().max()) < 1e-5
-    for got, expected in zip(found[together][1], found[apart][1], strict=True):
-        assert got is None or float((got - expected).abs().max()) < 1e-5
+    assert float((found[together][0] - found[apart][0]).abs().max()) < SCORE
+    require_gradients(found[together][1], found[apart][1])
 
 
 def test_what_pairs_begin_with_stands_once() -> None:

@@ -29,9 +29,9 @@ from rlhf.models.scalar import load_scalar_model
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from step1_sft import __main__ as sft
 from tests import payloads, tiny
+from tests.fault_names import require_collected
 from tests.programs import Run, runner
 
-TESTS = Path(__file__).parent
 CARELESS: dict[str, Any] = {"weights_only": bool(0)}  # so that no module has it where rules look for it
 
 ROWS: dict[int, tuple[str, ...]] = {
@@ -69,10 +69,7 @@ ROWS: dict[int, tuple[str, ...]] = {
 
 
 def test_every_fault_has_tests_and_they_exist() -> None:
-    for row, names in ROWS.items():
-        for place in names:
-            file, name = place.split("::")
-            assert f"\ndef {name}(" in (TESTS / file).read_text(encoding="utf-8"), f"row {row}: {place}"
+    require_collected(ROWS)
 
 
 @pytest.fixture

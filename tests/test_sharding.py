@@ -17,8 +17,8 @@ from rlhf.config import UserError
 from rlhf.models.load import load_causal_lm
 from rlhf.sharding import Shards, is_sharded, whole
 from tests import tiny
-from tests.engine_runs import apart
-from tests.sharded_ranks import ADDED, FAMILIES, FROZEN, make
+from tests.engine_runs import EPS, ROUNDING, apart
+from tests.sharded_ranks import ADDED, FAMILIES, FROZEN, FROZEN_ROWS, HEAD, make
 
 ROOT = Path(__file__).parents[1]
 LLAMA = [("llama", kind) for kind in ("sharded", "offloaded", "layers")]
@@ -57,8 +57,8 @@ def test_training_equals_that_of_a_model_loaded_whole(what: str, kind: str, two:
     expected, found = two[f"{what} whole"], two[f"{what} {kind}"]
     assert all(torch.equal(one, other) for one, other in zip(expected["tokens"], found["tokens"], strict=True))
     for one, other in zip(expected["metrics"], found["metrics"], strict=True):
-        assert other == pytest.approx(one, abs=1e-6)
-    assert apart(expected["last"], found["last"]) < 1e-6
+        assert other == pytest.approx(one, rel=8 * EPS)
+    assert apart(expected["last"], found["last"]) < ROUNDING
     assert apart(expected["last"], expected["first"]) > 1e-3  # something was learned
 
 
@@ -90,14 +90,19 @@ def test_no_rank_ever_holds_a_whole_copy(two: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", FROZEN)
 def test_ranks_may_ask_a_frozen_model_different_numbers_of_times(kind: str, two: dict[str, Any]) -> None:
-    first, second = two[f"frozen {kind}"]
-    assert first == second == first[:6] * 3
-    assert two[f"frozen {kind}"] == two["frozen whole"]
+    """Passes of more rows or fewer add up in another order: `tiny.ORDERS` of the terms of a score."""
+    with torch.no_grad():
+        states = tiny.backbone()(input_ids=FROZEN_ROWS.ids).last_hidden_state
+    bound = tiny.ORDERS * float((states.abs() @ HEAD[0].abs()).max())
+    expected = two["frozen whole"][0][:6]
+    for scored in two[f"frozen {kind}"]:
+        assert scored == pytest.approx(expected * 3, rel=0, abs=bound)
+    assert max(expected) - min(expected) > 1000 * bound
 
 
 @pytest.mark.parametrize("kind", ["sharded", "layers"])
 def test_ranks_may_ask_a_trained_model_different_numbers_of_times(kind: str, two: dict[str, Any]) -> None:
-    assert two[f"unequal {kind}"] == pytest.approx(two["unequal whole"], abs=1e-5)
+    assert two[f"unequal {kind}"] == pytest.approx(two["unequal whole"], rel=8 * EPS)
 
 
 # --- one process: what a load in parts refuses

@@ -23,11 +23,23 @@ def compile_layers(model: nn.Module) -> None:
     """Compile each layer of the transformers model in `model`, when it is first run."""
     import torch._dynamo.config as settings
 
+    _cache_by_width()
     AttentionInterface.register(attention.NAME, _apart())
     settings.recompile_limit = 64  # with and without gradients, a mask or packed rows, for each architecture
     settings.suppress_errors = True  # what cannot be compiled runs as it was written
     for layer in _layers(model):
         layer.compile(dynamic=True)
+
+
+def _cache_by_width() -> None:
+    """Let graphs of each vector width have entries of their own in the compiler's cache on disk.
+
+    Without this a graph made with AVX-512 is read where AVX2 is the most there is (a cache that unequal machines share,
+    or ATEN_CPU_CAPABILITY): its loops take 16 numbers a turn, compute 8, and leave the others as memory had them.
+    """
+    import torch._inductor.config as settings
+
+    settings.cpp.simdlen = {"AVX2": 256, "AVX512": 512}.get(torch.backends.cpu.get_cpu_capability())
 
 
 def compiled(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -177,7 +177,9 @@ def _weight_files(place: str) -> list[Path]:
     folder = Path(place)
     if not folder.exists():
         require_hub(f"reward model '{place}'")
-        folder = Path(snapshot_download(place, allow_patterns="*.safetensors"))
+        # Offline the hub's client is not even made: it reads proxies and certificates, and fails where they are amiss.
+        offline = constants.HF_HUB_OFFLINE
+        folder = Path(snapshot_download(place, allow_patterns="*.safetensors", local_files_only=offline))
     return sorted(folder.glob("*.safetensors"))
 
 

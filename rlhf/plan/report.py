@@ -40,6 +40,8 @@ def _lines(plan: Forecast) -> Iterator[str]:
         yield "  glibc keeps freed blocks, up to a third more; MALLOC_MMAP_THRESHOLD_=131072 gives them back"
     yield "  fits" if plan.fits else f"  does not fit: {missing(plan)}"
     yield from _costs(plan)
+    if needs.note:
+        yield f"  {needs.note}"
 
 
 def _who(line: Line) -> str:

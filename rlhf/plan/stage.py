@@ -73,6 +73,8 @@ class Needs:
     """fp32 averages kept of the first trained model's weights"""
     models_written: int = 0
     """copies of trained models written at the end, beside one of each"""
+    note: str = ""
+    """what the plan cannot count, as it depends on the data"""
 
     @property
     def b(self) -> int:

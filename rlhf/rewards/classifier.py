@@ -61,7 +61,9 @@ def build(config: Config, context: Context) -> Source:
 
 
 def load(place: str, context: Context) -> Classifier:
-    """The classifier at `place`, frozen, in the run's dtype.
+    """The classifier at `place`, frozen, in the run's dtype below its head, which is in fp32.
+
+    All of it is in fp32 while it is read: a head rounded to bf16 could not be widened again.
 
     Raises: UserError if it cannot be read, or its weights are not all there: a fresh head would score at random.
     """
@@ -69,7 +71,7 @@ def load(place: str, context: Context) -> Classifier:
     safe = {"trust_remote_code": False, "weights_only": True}
     with readable(source):
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            source, config=load_config(source), dtype=context.dtype, output_loading_info=True, **safe
+            source, config=load_config(source), dtype=torch.float32, output_loading_info=True, **safe
         )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if info["missing_keys"]:
@@ -78,7 +80,19 @@ def load(place: str, context: Context) -> Classifier:
             "expected a trained sequence classifier"
         )
     refuse_non_finite(model, place)
+    _narrow_below_head(model, context.dtype)
     return Classifier(place, model.to(context.device).eval().requires_grad_(False), tokenizer)
+
+
+def _narrow_below_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Everything below the head computes in `dtype`; the head stays in fp32 and takes its states so.
+
+    A head is all that lies beside the base model: one matrix (`score`), or layers of its own, as RoBERTa has.
+    """
+    model.base_model.to(dtype)
+    for head in model.children():
+        if head is not model.base_model:
+            head.register_forward_pre_hook(lambda _, given: tuple(x.float() for x in given))
 
 
 def label_of(config: Config, model_config: Any) -> int:

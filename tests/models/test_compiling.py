@@ -115,6 +115,17 @@ def test_models_that_take_turns_keep_their_own_steps(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
 
+def test_the_cache_on_disk_tells_vector_widths_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph made for 16 numbers a turn leaves half of them out where vectors hold 8."""
+    keys = []
+    for capability in ("AVX2", "AVX512", "DEFAULT"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        with torch._inductor.config.patch({"cpp.simdlen": None}):
+            compiling.compile_layers(tiny.causal_lm())
+            keys.append(torch._inductor.config.save_config_portable(ignore_private_configs=False))
+    assert keys[0] != keys[1] != keys[2] != keys[0]
+
+
 @needs_compiler
 def test_the_compiler_keeps_no_cache(saved: str) -> None:
     compiling.whole.cache_clear()

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import processors
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf import rewards
 from rlhf.config import UserError
+from rlhf.rewards import classifier
 from rlhf.types import Samples
 from tests import tiny
 from tests.rewards.responses import context, reward_model, rollout, samples
@@ -84,6 +86,27 @@ def test_labels_that_do_not_exclude_each_other_are_their_own_odds(
     model = encoder(tmp_path, labels=labels, problem_type=problem)
     found = said(",label=0", tmp_path)
     assert found == pytest.approx([alone(model, text, bert)[0] for text in TEXTS], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_in_bf16_the_head_is_in_fp32(kind: str, tmp_path: Path) -> None:
+    """The fp64 product of the same bf16 states and the file's weight, to n eps sum |w_i h_i|."""
+    made = encoder(tmp_path) if kind == "encoder" else reward_model(tmp_path, tiny.tokenizer(), labels=2)
+    linear, name = (made.classifier, "classifier") if kind == "encoder" else (made.score, "score")
+    loaded = classifier.load(str(tmp_path), narrow := replace(context(tmp_path), dtype=torch.bfloat16))
+    assert {weight.dtype for weight in loaded.model.base_model.parameters()} == {torch.bfloat16}
+    seen: list[tuple[Tensor, Tensor]] = []
+    getattr(loaded.model, name).register_forward_hook(lambda _, given, found: seen.append((given[0], found)))
+    assert classifier.all_logits(loaded, list(TEXTS), narrow).dtype == torch.float32
+    for states, logits in seen:
+        weight = linear.weight.detach().double()
+        bias = torch.zeros(2) if linear.bias is None else linear.bias.detach()
+        exact = states.double() @ weight.mT + bias
+        size = states.double().abs() @ weight.mT.abs() + bias.abs()
+        bound = (weight.shape[1] + 1) * torch.finfo(torch.float32).eps * size
+        assert torch.equal(states, states.to(torch.bfloat16).float())
+        assert ((logits - exact).abs() <= bound).all()
+        assert (exact.to(torch.bfloat16) - exact).abs().max() > 10 * bound.max()
 
 
 def test_a_label_by_its_name(tmp_path: Path) -> None:

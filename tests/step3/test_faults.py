@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,9 @@ from step3_ppo.inputs import check
 from step3_ppo.metrics import credit_metrics, rollout_metrics
 from step3_ppo.warnings import Limits, Watch
 from tests import engine_runs, tiny
+from tests.fault_names import require_collected
 from tests.players import Players, players, scored_by, twice_each
 
-TESTS = Path(__file__).parents[1]
 ALGORITHMS = [name for name in plugins.names("step3_ppo.algorithms") if name != "best_of_n"]
 
 ROWS: dict[int, tuple[str, ...]] = {
@@ -137,11 +136,7 @@ ROWS: dict[int, tuple[str, ...]] = {
 
 def test_every_fault_has_tests_and_they_exist() -> None:
     assert sorted(ROWS) == list(range(71, 90))
-    for row, names in ROWS.items():
-        assert names, row
-        for place in names:
-            file, name = place.split("::")
-            assert f"\ndef {name}(" in (TESTS / file).read_text(encoding="utf-8"), f"row {row}: {place}"
+    require_collected(ROWS)
 
 
 @pytest.fixture(scope="module", autouse=True)

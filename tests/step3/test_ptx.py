@@ -15,6 +15,7 @@ from data.encode import Demonstration
 from data.pack import ACROSS
 from data.split import share_of
 from rlhf import losses
+from rlhf.config import UserError
 from rlhf.engine import Engine
 from rlhf.models.policy import Policy
 from rlhf.text import prepare_tokenizer
@@ -180,6 +181,13 @@ def test_a_stream_that_it_cannot_look_through_is_told(tmp_path: Path) -> None:
     mixed = open_ptx(config, prepare_tokenizer(tiny.tokenizer(), "plain"))
     assert mixed is not None and sum(mixed.dropped.values()) == 50 - len(mixed) < 20
     assert f"warning: files,streaming=true:{stream}: streams, not looked through" in describe_ptx(config, mixed)
+
+
+def test_a_stream_has_no_end_to_learn(tmp_path: Path) -> None:
+    place = f"files,streaming=true:{write(tmp_path / 'stream.jsonl', range(50))}"
+    config = Step3Config(data_path=(str(tmp_path / "stream.jsonl"),), ptx_coef=0.1, ptx_data_path=(place,))
+    with pytest.raises(UserError, match=f"--ptx-data-path {place}: got a stream, .*; leave streaming=true out"):
+        open_ptx(config, prepare_tokenizer(tiny.tokenizer(), "plain"))
 
 
 # --- entropy
