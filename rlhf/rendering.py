@@ -4,33 +4,23 @@ Templates may come from a stranger, so transformers' sandbox alone renders them.
 """
 
 import contextlib
-import os
 import re
-import resource
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from rlhf import limits
 from rlhf.config import UserError
+from rlhf.templates import template_name
 from rlhf.types import Message
 
 MAX_SECONDS = 5.0
-"""for the first rendering of a template; one that loops longer is refused"""
-
-MAX_BYTES = 1 << 30
-"""of memory for the same"""
-
-COMPILERS = tuple(
-    f"/jinja2/{name}.py" for name in ("compiler", "idtracking", "lexer", "nodes", "optimizer", "parser", "visitor")
-)
-"""files that turn a template into code, in a time that its length bounds"""
+"""of CPU time, for the first renderings of a template"""
 
 MARK = "\ue000"
 """stands for a message's content where the frame around it is looked at"""
@@ -66,72 +56,39 @@ def render(
 
 
 def _line_of(error: BaseException) -> str:
-    """`, line 3,` of the template, from a traceback whose frames Jinja has made to point there."""
+    """`, line 3,` of the template, from a traceback; for an Exception Jinja has made its frames point there."""
     trace, line = error.__traceback__, getattr(error, "lineno", None)
     while trace is not None:
-        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == "<template>" else line
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            template = trace.tb_frame.f_globals.get("__jinja_template__")
+            line = template.get_corresponding_lineno(trace.tb_lineno) if template else trace.tb_lineno
         trace = trace.tb_next
     return f", line {line}," if line else ""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises: UserError if the template does not render one user message, with its content, or takes MAX_SECONDS or
-    MAX_BYTES."""
+    """Try the template, if it may be a stranger's, in a process with limits.
+
+    Raises: UserError if it does not render one user message, with its content, or takes more time or memory.
+    """
+    if template_name(str(tokenizer.chat_template)) is not None:
+        _try_template(tokenizer)
+    else:
+        limits.run_limited(partial(_try_template, tokenizer), "the chat template", MAX_SECONDS)
+
+
+def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
     try:
-        with _memory_limit(MAX_BYTES), _time_limit(MAX_SECONDS):
-            text = render(tokenizer, [[Message("user", MARK)]])[0]
-            written(tokenizer)  # other roles may run through other lines
-    except TimeoutError as error:
+        text = render(tokenizer, [[Message("user", MARK)]])[0]
+        written(tokenizer)  # other roles may run through other lines
+        turn_end(tokenizer)
+    except limits.Late as error:
         raise UserError(f"the chat template{_line_of(error)} still runs after {MAX_SECONDS:g} seconds") from None
     if MARK not in text:
         raise UserError("the chat template leaves out what a user's message says; expected message['content'] in it")
     bos = tokenizer.bos_token
     if bos and text.startswith(bos + bos):
         raise UserError(f"the chat template writes the BOS token {bos} twice at its start; remove one")
-
-
-class _Late(BaseException):
-    """Time is up in a line that is not the template's. No Exception, which Jinja passes over in folding constants."""
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """A template still running after `seconds` gets a TimeoutError: every line of it, and of Jinja's own functions that
-    it calls, looks at the clock. No other line does: in a `__del__`, the error would be passed over and the clock lost.
-    """
-    end = time.monotonic() + seconds
-
-    def look(frame: FrameType, event: str, argument: Any) -> Any:
-        file = frame.f_code.co_filename
-        if file != "<template>" and ("/jinja2/" not in file or file.endswith(COMPILERS)):
-            return None
-        if time.monotonic() > end:
-            raise TimeoutError if file == "<template>" else _Late
-        return look
-
-    before = sys.gettrace()
-    sys.settrace(look)
-    try:
-        yield
-    except _Late:
-        raise TimeoutError from None
-    finally:
-        sys.settrace(before)
-
-
-@contextlib.contextmanager
-def _memory_limit(more: int) -> Iterator[None]:
-    """Linux: a template that asks for more than `more` bytes gets a MemoryError, and the machine's other work none."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(OSError, ValueError):  # no such file, or no such limit, on other systems
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            limit = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + more
-        if before[0] == resource.RLIM_INFINITY or limit < before[0]:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

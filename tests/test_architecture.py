@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses", "rlhf.intervals", "rlhf.spikes"),
     (
         "rlhf.dist", "rlhf.draws", "rlhf.record", "rlhf.nonfinite", "rlhf.prompt_file",
-        "rlhf.text", "rlhf.templates", "rlhf.rendering", "rlhf.encoder", "rlhf.hub", "rlhf.untrusted",
+        "rlhf.text", "rlhf.templates", "rlhf.rendering", "rlhf.encoder", "rlhf.hub", "rlhf.untrusted", "rlhf.limits",
         "rlhf.disk", "rlhf.checkpoint", "rlhf.resume", "rlhf.progress", "rlhf.logs", "rlhf.ending",
         "rlhf.launch", "rlhf.hosts", "rlhf.ranks", "rlhf.nodes", "rlhf.node", "rlhf.rendezvous", "rlhf.last_words",
     ),

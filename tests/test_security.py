@@ -4,14 +4,13 @@ Whether something ran is told by a directory that the planted code makes. The re
 security is in test_security_run.py (sockets, secrets) and test_security_source.py (what no module may call).
 """
 
-import gc
 import io
 import json
 import pickle
+import resource
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,6 +292,7 @@ BOMBS = {
     "a wide format": "{{ '%09999999999d' % 1 }}",
     "a wide filter": "{{ 'a' | center(10000000000) }}",
     "a wide method": "{{ 'a'.ljust(10000000000) }}",
+    "a wide text in lines": "{{ ('ab ' * 30000000) | wordwrap(1) }}",
     "words without end": "{{ lipsum(n=1000000000) }}",
     "a filter that loops": "{{ 'a' | slice(1000000000) | list }}",
     "a filter that fills": "{{ 'a' | batch(1000000000, 'x') | list }}",
@@ -309,31 +309,12 @@ def test_a_template_that_takes_too_much_is_refused(bomb: str, monkeypatch: pytes
     monkeypatch.setattr("rlhf.rendering.MAX_SECONDS", 0.3)
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}" + BOMBS[bomb]
-    start = time.process_time()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(UserError, match="chat template") as caught:
         prepare_tokenizer(tokenizer, "auto")
     assert "\n" not in str(caught.value)
-    assert time.process_time() - start < 8
-
-
-def test_what_is_collected_meanwhile_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            time.sleep(0.5)
-            ran.append(time.monotonic())  # the first line that runs after the limit
-
-    ran: list[float] = []
-    monkeypatch.setattr("rlhf.rendering.MAX_SECONDS", 0.3)
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = BOMBS["a filter that loops"]
-    gc.collect()
-    Slow()
-    with pytest.raises(UserError, match=r"still runs after 0\.3 seconds"):
-        prepare_tokenizer(tokenizer, "auto")
-    assert ran
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5  # the kernel's limit is 1 s here
 
 
 def test_a_template_that_is_no_text_is_refused() -> None:
