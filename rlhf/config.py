@@ -136,8 +136,19 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+MOST_VALUES = 100_000
+"""of one YAML file, with every alias written out"""
+
+
 class _Loader(yaml.SafeLoader):
     """Plain values only, and a key that comes twice is a mistake instead of silently the last one."""
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None and _values(node, {}) > MOST_VALUES:
+            problem = f"with its aliases written out it has more than {MOST_VALUES} values"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[str] = set()
@@ -149,6 +160,16 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _values(node: Any, counts: dict[int, float]) -> float:
+    """How many values a node is with every alias written out; infinitely many for one that holds itself."""
+    if id(node) not in counts:
+        counts[id(node)] = float("inf")
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        flat = itertools.chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
+        counts[id(node)] = 1 + sum(_values(child, counts) for child in flat)
+    return counts[id(node)]
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """One YAML mapping. Keys may be written with hyphens.
 
@@ -158,7 +179,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader) or {}
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read ({error.strerror}); expected a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"{path}: not valid YAML: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, the 13th month
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
