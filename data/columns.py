@@ -3,6 +3,7 @@
 A column that is missing or holds something else raises UserError: `file:line: column: got 3, expected a number`.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -25,9 +26,11 @@ def value(record: Record, column: str, where: str) -> Any:
 def number(record: Record, column: str, where: str) -> float:
     """A finite number. True and False are none."""
     found = value(record, column, where)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-        raise _mistake(found, column, where, "a number")
-    return float(found)
+    if not isinstance(found, bool) and isinstance(found, int | float):
+        with contextlib.suppress(OverflowError):  # an integer may have any size
+            if math.isfinite(found):
+                return float(found)
+    raise _mistake(found, column, where, "a number")
 
 
 def flag(record: Record, column: str, where: str) -> bool | None:

@@ -7,10 +7,12 @@ from itertools import combinations
 from typing import Any
 
 from data.places import HubDataset, Place, TableConfig
-from data.reading import Phase, Record, Skipped, Unusable
+from data.reading import Phase, Record, Skipped, Unusable, names
 from rlhf.config import UserError
 from rlhf.types import Message, Row
 
+DEEPEST = 100
+"""levels of lists and mappings in a column: Python's readers and writers of JSON end at some 900"""
 NO_COUNTERPART = "no counterpart of the other label"
 
 
@@ -171,8 +173,25 @@ class Table:
                 yield record
                 continue
             try:
+                _refuse_depth(record, where)
                 yield self.parse(record, where)
             except UserError as mistake:
                 yield Skipped(str(mistake), bad=True)
             except Unusable as reason:
                 yield Skipped(str(reason))
+
+
+def _refuse_depth(record: Record, where: str) -> None:
+    """Raises: UserError for a column that is nested deeper than every later reader of it can follow."""
+    for column, value in record.items():
+        if isinstance(value, list | dict) and _nested(value, DEEPEST):
+            raise UserError(f"{where}: {names([column])}: is nested more than {DEEPEST} deep; mend or remove the row")
+
+
+def _nested(value: object, levels: int) -> bool:
+    """Whether lists and mappings lie more than `levels` deep in each other."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    return levels == 0 or any(_nested(inner, levels - 1) for inner in value)

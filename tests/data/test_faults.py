@@ -120,6 +120,14 @@ BAD_ROWS = {
         b'{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"}',
         f'margin: got "much", expected a number; {SKIP}',
     ),
+    "a margin beyond floating point": (
+        b'{"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1' + b"0" * 400 + b"}",
+        f"margin: got 1{'0' * 56}..., expected a number; {SKIP}",
+    ),
+    "a column that is nested too deeply": (
+        b'{"prompt": "a", "chosen": "b", "rejected": "c", "extra": ' + b"[" * 900 + b"]" * 900 + b"}",
+        f"extra: is nested more than 100 deep; mend or remove the row; {SKIP}",
+    ),
     "a key that is there twice": (
         b'{"prompt": "a", "prompt": "b", "chosen": "c", "rejected": "d"}',
         f'not valid JSON: the key "prompt" is there twice; {LINE}',
