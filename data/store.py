@@ -15,6 +15,7 @@ from data.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEnc
 from data.forked import run_forked
 from data.gather import from_text, to_text
 from data.reading import Phase
+from rlhf.encoder import id_count
 from rlhf.status import status
 
 SMALL = 5000
@@ -135,7 +136,7 @@ def _encode_part(table: datasets.Dataset, encoder: RowEncoder, file: Path, part:
         EncodeBatch(encoder),
         batched=True,
         remove_columns=["row"],
-        features=features(encoder.phase, len(encoder.template.tokenizer)),
+        features=features(encoder.phase, id_count(encoder.template.tokenizer)),
         cache_file_name=f"{file}-{part:05d}.arrow",
         new_fingerprint=f"items-{part}",
         load_from_cache_file=False,

@@ -2,6 +2,7 @@
 
 from rlhf import checkpoint, config, dist, names, plugins
 from rlhf.config import UserError
+from rlhf.encoder import id_count
 from rlhf.engine import require_possible
 from rlhf.models.load import require_context, require_vocabulary
 from rlhf.options import EngineOptions
@@ -40,7 +41,7 @@ def check_start(place: str, chat_template: str, tokens: int, convert_template: b
                 "--convert-template to go on with the new one"
             )
     require_context(place, tokens)
-    require_vocabulary(place, len(asked))
+    require_vocabulary(place, id_count(asked))
 
 
 def check_ranks(batch_size: int, ranks: int, parts: int = 1, name: str = "batch_size") -> None:

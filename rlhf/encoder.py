@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from rlhf.config import UserError
+from rlhf.untrusted import fails_as_user_error
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -16,6 +17,11 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     named = set(tokenizer.all_special_tokens)  # slow tokenizers do not mark all of them
     added = sorted(tokenizer.added_tokens_decoder.items())
     return {str(token): i for i, token in added if token.special or str(token) in named}
+
+
+def id_count(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the highest id. `len(tokenizer)` counts tokens, and ids may have gaps."""
+    return 1 + max(tokenizer.get_vocab().values())
 
 
 def make_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
@@ -104,7 +110,8 @@ class Encoder:
         backend.no_truncation()
         backend.no_padding()
         try:
-            yield backend
+            with fails_as_user_error("the tokenizer"):
+                yield backend
         finally:
             backend.encode_special_tokens, backend.post_processor = before, after
             if cut is not None:

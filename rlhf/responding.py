@@ -13,6 +13,7 @@ from rlhf import dist, plugins, rewards
 from rlhf.checkpoint import model_place
 from rlhf.config import UserError
 from rlhf.draws import uniforms
+from rlhf.encoder import id_count
 from rlhf.engine import compute_dtype
 from rlhf.generation import loop
 from rlhf.models.load import context_length, load_causal_lm, load_config
@@ -56,7 +57,7 @@ class Respondents:
     def load(self, place: str) -> Policy:
         """Raises: UserError if there is no such model."""
         q = self.questions
-        model = load_causal_lm(place, self.dtype, len(q.tokenizer), q.options.seed)
+        model = load_causal_lm(place, self.dtype, id_count(q.tokenizer), q.options.seed)
         return Policy(model).to(self.device).requires_grad_(False)
 
     def backend(self) -> loop.Generate:

@@ -20,7 +20,7 @@ from rlhf.hub import require_hub
 from rlhf.rendering import check_template, cut_at, frame, pieces, render, turn_end, turns, written
 from rlhf.templates import find_template
 from rlhf.types import Message
-from rlhf.untrusted import LOAD_ERRORS, TOKENIZER_FILES, PlainErrors, read_mappings, tokenizer_reason
+from rlhf.untrusted import LOAD_ERRORS, TOKENIZER_FILES, PlainErrors, read_mappings, refuse_tokenizer, tokenizer_reason
 
 PAD = "<|pad|>"
 CHECKPOINT = "; this one is a checkpoint, from which a stage resumes: --export-every N writes models beside them"
@@ -46,6 +46,7 @@ def load_tokenizer(place: str) -> PreTrainedTokenizerBase:
             f"{CHECKPOINT if (Path(place) / 'state.json').is_file() else ''}"
         )
     read_mappings(place, Path(place), TOKENIZER_FILES)
+    refuse_tokenizer(place)
     try:
         with PlainErrors():
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)

@@ -1,26 +1,38 @@
 """Model directories that a stranger may have made: what is refused unread, and which file is to blame for the rest."""
 
+import contextlib
+import functools
 import json
 import pickle
 import re
+import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
+from rlhf import limits
 from rlhf.config import UserError
 
 LOAD_ERRORS = (
     OSError, ValueError, LookupError, ArithmeticError, ImportError, RuntimeError, AttributeError, TypeError, EOFError,
-    SafetensorError, StrictDataclassError, pickle.UnpicklingError,
+    AssertionError, SafetensorError, StrictDataclassError, pickle.UnpicklingError,
 )  # fmt: skip
 """What the libraries raise for files that are damaged, of another kind, or made to do harm."""
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_SECONDS, TOKENIZER_BYTES = 20.0, 4 << 30
+"""for reading a tokenizer.json and encoding TRIED: one of 30 MB takes 2 s and 0.5 GB"""
+MOST_IDS = 1 << 24
+"""the library fills the gaps between ids one by one; the largest vocabularies have 2^18"""
+TRIED = " ".join(char * 50 for char in string.printable[:94])
+"""a text on which regular expressions and replacements that explode do so"""
 
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -123,7 +135,8 @@ def reason(place: str, error: BaseException) -> str:
             "expected tensors alone, best in *.safetensors"
         )
     said = " ".join(str(error).split()).replace(REPORT, "")[:200] or type(error).__name__
-    file = _first_broken(Path(place)) if not isinstance(error, StrictDataclassError) else "config.json"
+    config = isinstance(error, StrictDataclassError | AssertionError)  # torch asserts sizes and ids that it says
+    file = "config.json" if config else _first_broken(Path(place))
     return f"{file}: {said}" if file and file not in said else said
 
 
@@ -132,7 +145,7 @@ def tokenizer_reason(place: str, error: BaseException) -> str:
     if "trust_remote_code" in str(error):
         return OWN_CODE
     said = " ".join(str(error).split())[:300] or type(error).__name__
-    file = Path(place) / "tokenizer.json"
+    file = Path(place) / TOKENIZER
     try:
         with PlainErrors():
             if file.is_file():
@@ -158,12 +171,58 @@ def _first_broken(folder: Path) -> str:
     return ""
 
 
+def refuse_tokenizer(place: str) -> None:
+    """Try a fast tokenizer, of a directory or the hub, in a process with limits.
+
+    Raises: UserError if tokenizer.json takes too much time or memory, has ids too large, or fails on TRIED.
+    """
+    file = Path(place) / TOKENIZER
+    try:
+        file = file if Path(place).is_dir() else Path(hf_hub_download(place, TOKENIZER))
+        status = file.stat()
+    except LOAD_ERRORS:  # there need be none; whether a hub has nothing at all is told when all is loaded
+        return
+    _refuse_tokenizer_file(file, f"{place}: {TOKENIZER}", status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _refuse_tokenizer_file(file: Path, what: str, size: int, changed: int) -> None:
+    """Once a process for each file."""
+    limits.run_limited(functools.partial(_try_tokenizer, file, what), what, TOKENIZER_SECONDS, TOKENIZER_BYTES)
+
+
+def _try_tokenizer(file: Path, what: str) -> None:
+    try:
+        with PlainErrors():
+            tokenizer = Tokenizer.from_file(str(file))
+    except ValueError:
+        return  # which is told when all is loaded
+    text, last = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1], default=("", 0))
+    if last >= MOST_IDS:
+        raise UserError(f"{what}: got id {last} for {text[:40]!r}, expected ids below {MOST_IDS}")
+    with fails_as_user_error(what):
+        tokenizer.decode(tokenizer.encode(TRIED).ids)
+
+
+@contextlib.contextmanager
+def fails_as_user_error(what: str) -> Iterator[None]:
+    """Raises: UserError naming `what`, a tokenizer, for what its library raises over a text."""
+    try:
+        with PlainErrors():
+            yield
+    except UserError:
+        raise
+    except ValueError as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(f"{what}: fails on a text ({said}); is its pre_tokenizer or normalizer at fault?") from None
+
+
 class PlainErrors:
-    """Inside, what the tokenizers library raises, which is Exception itself, becomes a ValueError."""
+    """Inside, what the tokenizers library raises, Exception itself or a panic of Rust, becomes a ValueError."""
 
     def __enter__(self) -> None:
         return
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is Exception:
+        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
             raise ValueError(str(error)) from None

@@ -16,6 +16,7 @@ from data.reading import Phase
 from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.checks import check_engine, check_ranks, check_start
+from rlhf.encoder import id_count
 from rlhf.engine import Engine, compute_dtype, shards_of
 from rlhf.models import sequence_parallel
 from rlhf.models.export import save_policy
@@ -136,7 +137,7 @@ def run(config: SFTConfig) -> None:
     with open_run(STAGE, config, found, {"model": place}) as stage:
         status(f"{STAGE}: loading the model")
         dtype = compute_dtype(config, dist.local_device())
-        lm = load_causal_lm(place, dtype, len(tokenizer), config.seed, shards_of(config))
+        lm = load_causal_lm(place, dtype, id_count(tokenizer), config.seed, shards_of(config))
         model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)
         policy = Engine(model, config, config, total)
         stage.describe(data, tokenizer)

@@ -15,6 +15,7 @@ from data.reading import Phase
 from rlhf import adapters, dist, losses, record
 from rlhf.checkpoint import model_place, planned_start
 from rlhf.checks import check_engine, check_ranks, check_start
+from rlhf.encoder import id_count
 from rlhf.engine import Engine, compute_dtype, shards_of
 from rlhf.models import sequence_parallel
 from rlhf.models.export import save_scalar
@@ -178,7 +179,7 @@ def run(config: RewardConfig) -> None:
     with open_run(STAGE, config, found, {"model": place}) as stage:
         status(f"{STAGE}: loading the model")
         dtype = compute_dtype(config, dist.local_device())
-        model = new_scalar_model(place, dtype, len(tokenizer), config.seed, shards_of(config))
+        model = new_scalar_model(place, dtype, id_count(tokenizer), config.seed, shards_of(config))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)
         reward = Engine(model, config, config, total)

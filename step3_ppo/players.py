@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import adapters, dist, engine, frozen, plugins, record, rewards
+from rlhf.encoder import id_count
 from rlhf.engine import Engine, compute_dtype
 from rlhf.frozen import FrozenEngine
 from rlhf.generation.loop import Generate
@@ -59,11 +60,12 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
     steps = iterations(config) * an_iteration
     learning = (iterations(config) - config.critic_warmup_iterations) * an_iteration
     held = config.actor.over(config)
-    lm = load_causal_lm(str(config.actor_model), context.dtype, len(tokenizer), config.seed, engine.shards_of(held))
+    ids = id_count(tokenizer)
+    lm = load_causal_lm(str(config.actor_model), context.dtype, ids, config.seed, engine.shards_of(held))
     actor = Engine(Policy(adapters.wrap(lm, config.adapter)), held, config, learning, "actor")
-    reference = _reference(config, context, len(tokenizer)) if config.adapter is None else None
+    reference = _reference(config, context, ids) if config.adapter is None else None
     algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
-    critic = _critic(config, context, len(tokenizer), steps) if algorithm.needs_critic else None
+    critic = _critic(config, context, ids, steps) if algorithm.needs_critic else None
     scorer = Scorer(
         Reference(reference),
         rewards.open_sources(config.reward, context, config.reward_combine),

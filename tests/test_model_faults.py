@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 
 from data.batches import prompt_batch, sft_batch
 from data.encode import Demonstration, Prompt
-from rlhf import losses, plugins
+from rlhf import losses, plugins, untrusted
+from rlhf.checks import check_start
 from rlhf.config import UserError
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
@@ -21,9 +23,10 @@ from rlhf.text import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
 from step3_ppo.algorithms import ppo
 from step3_ppo.inputs import check
-from tests import tiny
+from tests import payloads, tiny
 from tests.fault_names import require_collected
 from tests.rewards.responses import other_tokenizer, reward_model
+from tests.texts import byte_tokenizer
 
 ROWS: dict[int, tuple[str, ...]] = {
     # a reward model or critic whose tokenizer is another than the actor's
@@ -277,3 +280,49 @@ def test_a_tokenizer_that_makes_no_sense_is_one_line(place: Path, change: dict[s
     assert f"{place}: no tokenizer can be loaded from there: tokenizer.json: " in refusal(
         lambda: load_tokenizer(str(place))
     )
+
+
+A_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+TWICE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": {"<unk>": 3, "</s>": 2**31 + 5}}},
+         "got id 2147483653 for '</s>', expected ids below 16777216"),
+        ({"pre_tokenizer": {**A_SPLIT, "pattern": {"Regex": "(x+x+)+y"}}}, "fails on a text (Onig: Regex search error"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [TWICE] * 40}}, "got a lack of memory, expected at most"),
+    ],
+    ids=["an id", "a regular expression", "a normalizer"],
+)  # fmt: skip
+def test_a_tokenizer_that_explodes_is_one_line(
+    place: Path, change: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untrusted, "TOKENIZER_BYTES", 1 << 26)
+    path = place / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    told = refusal(lambda: load_tokenizer(str(place)))
+    assert told.startswith(f"{place}: tokenizer.json: {said}")
+
+
+def test_a_panic_of_the_tokenizer_over_a_row_is_one_line() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    encode = Template(prepare_tokenizer(tokenizer, "plain")).response_ids
+    assert refusal(lambda: encode("x" * 50)).startswith("the tokenizer: fails on a text (Onig: Regex search error")
+
+
+def test_padding_beyond_the_embedding_is_one_line(place: Path) -> None:
+    payloads.edit_json(place / "config.json", pad_token_id=10**6)
+    said = refusal(lambda: load_causal_lm(str(place), torch.float32, tiny.VOCAB))
+    assert said == f"model '{place}': cannot be loaded: config.json: Padding_idx must be within num_embeddings"
+
+
+def test_ids_with_gaps_are_refused_by_a_smaller_embedding(place: Path) -> None:
+    path = place / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"]["w9"] = 10**6
+    path.write_text(json.dumps(tokenizer))
+    said = refusal(lambda: check_start(str(place), "plain", 8))
+    assert said.startswith(f"model '{place}': its embedding has {tiny.VOCAB} rows, but its tokenizer 1000001 ids")

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from rlhf import dist, record
 from rlhf.config import UserError, read_yaml
+from rlhf.encoder import id_count
 from rlhf.models import attention, packing
 from rlhf.names import resolve
 from rlhf.sharding import Shards, whole, whole_shape
@@ -42,7 +43,7 @@ def load_config(place: str) -> PreTrainedConfig:
         tokenizer = load_tokenizer(place)
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         with readable(place):
-            config = AutoConfig.for_model(**{"vocab_size": len(tokenizer), **special, **values["model"]})
+            config = AutoConfig.for_model(**{"vocab_size": id_count(tokenizer), **special, **values["model"]})
     else:
         with readable(place):
             config = AutoConfig.from_pretrained(place, trust_remote_code=False)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from rlhf import adapters, names
 from rlhf.config import UserError, read_yaml
+from rlhf.encoder import id_count
 from rlhf.models import load
 from rlhf.models.head import ScoreHead
 from rlhf.models.scalar import hidden_width
@@ -79,7 +80,7 @@ def tokens(place: str) -> int | None:
     path = Path(names.resolve(place))
     described = path.is_file() and "tokenizer" in read_yaml(path)
     saved = any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
-    return len(load_tokenizer(str(path))) if described or saved else None
+    return id_count(load_tokenizer(str(path))) if described or saved else None
 
 
 def build(config: PreTrainedConfig, head: Head, adapter: str | None = None) -> nn.Module:

@@ -8,6 +8,7 @@ from rlhf import frozen
 from rlhf.checkpoint import model_place
 from rlhf.config import Config as Base
 from rlhf.config import UserError
+from rlhf.encoder import id_count
 from rlhf.frozen import FrozenEngine
 from rlhf.models.load import context_length
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_statistics, scores
@@ -32,7 +33,7 @@ def build(config: Config, context: Context) -> Source:
     place = model_place(config.model or context.reward_model, "model", "critic")
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), "auto")
     shards = frozen.shards_of(context.held, context.dtype)
-    model = load_scalar_model(place, context.dtype, len(tokenizer), shards)
+    model = load_scalar_model(place, context.dtype, id_count(tokenizer), shards)
     shared = same_ids(tokenizer, context.tokenizer)
     known = score_statistics(model, place) if config.normalize else None
     limit = context_length(model.backbone.config)
