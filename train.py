@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf import config, launch, status
+from rlhf import config, launch, status, streams
 from rlhf.chain.options import SECTIONS, SHORT_HELP, STAGES, ChainConfig, chain_config, resolve
 from rlhf.config import UserError
 from rlhf.help import short_help
@@ -20,6 +20,8 @@ from rlhf.hosts import Deployment, LaunchOptions, open_deployment
 from rlhf.last_words import command_again, last_words
 from rlhf.plan.options import PlanOptions
 
+TEXTS = {"--help", "-h", "--help-all", "--plan"}
+"""options that make the chain print a text and end"""
 DEMO = Path(__file__).parent / "configs" / "demo.yaml"
 
 
@@ -147,9 +149,9 @@ def leave(step: int, ended: launch.Ended, todo: dict[int, Any]) -> NoReturn:
 
 
 def main() -> None:
-    launch.speak_plainly()
     argv, note = _with_base(sys.argv[1:])
     shown = "--print-config" in argv
+    streams.outlive_readers(tell=not shown and not TEXTS & {*argv})
     argv = [word for word in argv if word != "--print-config"]
     status.loading("train.py", argv, shown)
     options, about = chain_config(argv), (__doc__ or "").split("\n")[0]
@@ -162,6 +164,7 @@ def main() -> None:
         print(config.to_yaml(chain), end="")
         return
     launch.require_alone()
+    launch.require_open_files()
     from rlhf.record import quiet_libraries
 
     quiet_libraries()

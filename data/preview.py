@@ -8,7 +8,6 @@ from pydantic import Field
 from data.config import DataOptions
 from rlhf import config
 from rlhf.config import UserError
-from rlhf.launch import speak_plainly
 
 NAME = "python -m data.preview"
 MODELS = ("model", "actor")
@@ -67,7 +66,6 @@ def preview(options: PreviewConfig) -> list[str]:
 
 def main() -> int:
     """Exit code 2 if some phase cannot be served; each reason is one line on stderr, said once."""
-    speak_plainly()
     options = config.parse(PreviewConfig, sys.argv[1:], NAME, "Show the data as the model will see it.")
     from rlhf.record import quiet_libraries
 

@@ -20,6 +20,8 @@ import tyro
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rlhf import streams
+
 
 class UserError(ValueError):
     """A mistake the user can mend. The message is one line: where, what, got, expected, cure."""
@@ -219,8 +221,11 @@ def compose(cls: type[C], files: Sequence[str | Path]) -> C:
 def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Take `--config A B ...` out of the command line: (files, the rest).
 
-    Raises: UserError when no file follows.
+    Raises: UserError when no file follows, or a word is no UTF-8, in which options are written to files.
     """
+    for word in argv:
+        if not _is_utf8(word):
+            raise UserError(f"{word!a}: got bytes that are no UTF-8, expected an option or a path in UTF-8")
     files: list[str] = []
     rest: list[str] = []
     taking = False
@@ -236,6 +241,14 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             taking = False
             rest.append(word)
     return files, rest
+
+
+def _is_utf8(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def peek(argv: Sequence[str], option: str, default: str) -> str:
@@ -340,10 +353,22 @@ def run_as_user(main: Any) -> int:
     """Call `main()`; a user's mistake, or what the machine refuses, becomes one line on stderr and exit code 2, Ctrl-C
     130.
 
+    A pipe that is closed, as by `| head`, ends it in silence with code 0; stdout on a full disk is a line and code 2.
     With RLHF_DEBUG in the environment, the traceback of what a user's own code has raised comes before the line.
     """
+    streams.outlive_readers(tell=False)
     try:
-        return int(main() or 0)
+        try:
+            code = int(main() or 0)
+        except SystemExit as leaving:
+            if leaving.code not in (0, None):
+                raise
+            code = 0
+        lost = streams.lost_stdout()
+        if lost is None or isinstance(lost, BrokenPipeError):  # `| head` has what it wants
+            return code
+        print(f"error: stdout: {lost.strerror}; not all of it is there", file=sys.stderr)
+        return code or 2
     except UserError as error:
         if error.__cause__ is not None and os.environ.get("RLHF_DEBUG"):
             traceback.print_exception(error.__cause__)

@@ -1,5 +1,6 @@
 """Signals that ask a run to end: remembered, heard by every rank at the end of a step, obeyed after a checkpoint."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -7,9 +8,14 @@ from types import FrameType
 from typing import Self
 
 from rlhf import dist
-from rlhf.ranks import REQUEUE, TERMINATED
+from rlhf.ranks import HUNG_UP, REQUEUE, TERMINATED
 
-CODES = {signal.SIGUSR1: REQUEUE, signal.SIGTERM: TERMINATED, signal.SIGINT: TERMINATED}
+CODES = {
+    signal.SIGUSR1: REQUEUE,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGINT: TERMINATED,
+    signal.SIGHUP: HUNG_UP,
+}
 """exit codes by what asked; schedulers send SIGUSR1 before a time limit"""
 
 
@@ -25,7 +31,8 @@ class Ending:
         self._asked = 0
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._remember) for number in CODES}
+        heard = [number for number in CODES if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        self._before = {number: signal.signal(number, self._remember) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -33,13 +40,14 @@ class Ending:
             signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if self._asked not in (0, signal.SIGUSR1) and number != signal.SIGUSR1:
+        if self._asked not in (0, signal.SIGUSR1) and number not in (signal.SIGUSR1, signal.SIGHUP):
             os._exit(TERMINATED)
-        if self._asked:  # a scheduler's SIGTERM after its SIGUSR1 asks for nothing new
+        if self._asked:  # a scheduler's SIGTERM after its SIGUSR1 asks for nothing new; SIGHUP often comes twice
             return
         self._asked = number
         if os.environ.get("RANK", "0") == "0":
-            os.write(sys.stderr.fileno(), self.SAID)
+            with contextlib.suppress(OSError):  # nobody reads it, or the disk behind it is full
+                os.write(sys.stderr.fileno(), self.SAID)
 
     def heard(self, due: bool) -> tuple[signal.Signals | None, bool]:
         """What any rank was asked, and whether on any rank a checkpoint is `due`. Every rank calls this together."""

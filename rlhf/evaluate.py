@@ -6,7 +6,6 @@ from pydantic import Field
 
 from rlhf import config, status
 from rlhf.config import UserError
-from rlhf.launch import speak_plainly
 from rlhf.options import PromptFileOptions
 
 NAME = "python -m rlhf.evaluate"
@@ -43,7 +42,6 @@ def require_all(options: EvaluateConfig) -> None:
 
 def main() -> int:
     """Exit code 2 for a user's mistake, 3 for a number that is not finite; each is one line on stderr."""
-    speak_plainly()
     options = config.parse(EvaluateConfig, sys.argv[1:], NAME, "Compare policies on the prompts of a file.")
     require_all(options)
     status.loading(NAME, sys.argv)

@@ -5,10 +5,10 @@ Importing this module must not import torch, so that `--help` and a mistyped opt
 
 import contextlib
 import ctypes
-import io
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -20,14 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from rlhf import config, slurm, status
+from rlhf import config, slurm, status, streams
 from rlhf.config import UserError
 from rlhf.hosts import Deployment
 from rlhf.net import LOOPBACK, interface_of
 from rlhf.nodes import Nodes
 from rlhf.options import RunOptions
 from rlhf.ranks import CLOSING_S as CLOSING_S
-from rlhf.ranks import GRACE_S, MISTAKE, REQUEUE, TERMINATED, Ended, Ranks, Signals, Watch
+from rlhf.ranks import GRACE_S, IN_ORDER, MISTAKE, REQUEUE, Ended, Ranks, Signals, Watch
 from rlhf.ranks import NON_FINITE as NON_FINITE
 from rlhf.ranks import SAID as SAID
 from rlhf.ranks import name_of as name_of
@@ -36,6 +36,8 @@ C = TypeVar("C", bound=RunOptions)
 
 PATIENCE_S = 5.0
 """a rank that has nothing of its own to say waits this long, to be ended by the launcher in silence"""
+LEAST_FILES = 256
+"""open files of one process: libraries, shards of data, checkpoints and sockets to other ranks"""
 LAUNCHER, LAUNCHER_GRACE = "RLHF_LAUNCHER_PID", "RLHF_GRACE_S"
 PLACES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
@@ -131,6 +133,22 @@ def require_alone() -> None:
         )
 
 
+def require_open_files() -> None:
+    """Allow this process, and those that it starts, LEAST_FILES open files.
+
+    Raises: UserError if the system does not let it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= LEAST_FILES or soft == resource.RLIM_INFINITY:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, hard))
+    except (OSError, ValueError):
+        raise UserError(
+            f"got a limit of {hard} open files, expected {LEAST_FILES} or more; raise it (ulimit -n {LEAST_FILES})"
+        ) from None
+
+
 @contextlib.contextmanager
 def requeued_when_asked() -> Iterator[None]:
     """Between stages SIGUSR1 ends the chain with code REQUEUE: there is nothing to save."""
@@ -150,11 +168,12 @@ def stage_main(
 ) -> int:
     """The command line of one stage: the class of its options, parse, run. A user's mistake is one line and code 2."""
     _end_with_launcher()
-    speak_plainly()
+    streams.outlive_readers()
     # The deepspeed launcher adds --local_rank; the environment says it too.
     argv = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank=", word)]
     try:
         with requeued_when_asked(), _Patience():
+            require_open_files()
             slurm.adopt(os.environ)
             status.loading(stage, argv)
             options = config.parse(options_of(argv), argv, f"python -m {stage}", description)
@@ -197,18 +216,11 @@ def end_well() -> None:
         os._exit(0)
 
 
-def speak_plainly() -> None:
-    """Text that the terminal cannot show becomes '?' instead of an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
 def give_up(message: str, code: int) -> NoReturn:
     """End this rank with one line. Rank 0 goes first, and its launcher then ends the others, who would say the same."""
     if _rank() > 0:
         _wait_to_be_ended()
-    if _rank() == 0 or code not in (REQUEUE, TERMINATED):
+    if _rank() == 0 or code not in IN_ORDER:
         print(message, file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:  # torchrun ends its own report with this

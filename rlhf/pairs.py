@@ -6,7 +6,6 @@ from pydantic import Field
 
 from rlhf import config, status
 from rlhf.config import UserError
-from rlhf.launch import speak_plainly
 from rlhf.options import PromptFileOptions
 
 NAME = "python -m rlhf.pairs"
@@ -43,7 +42,6 @@ def require_all(options: PairsConfig) -> None:
 
 def main() -> int:
     """Exit code 2 for a user's mistake, one line on stderr."""
-    speak_plainly()
     options = config.parse(PairsConfig, sys.argv[1:], NAME, "Pairs of responses to compare, for a reward model.")
     require_all(options)
     status.loading(NAME, sys.argv)

@@ -16,8 +16,9 @@ CLOSING_S = 5.0
 """from the first failure of a rank to the kill of the others"""
 POLL_S = 0.05
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-REQUEUE, TERMINATED = 75, 128 + signal.SIGTERM
-"""exit codes of a rank that was asked to end and has saved: by SIGUSR1, which means `start me again`, and by SIGTERM"""
+REQUEUE, TERMINATED, HUNG_UP = IN_ORDER = (75, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+"""exit codes of a rank that was asked to end and has saved: by SIGUSR1, which means `start me again`, by SIGTERM, and,
+where no launcher stands between it and the terminal, by SIGHUP"""
 MISTAKE, NON_FINITE = SAID = (2, 3)
 """exit codes of a user's mistake and of a number that is not finite; the process has said what it was"""
 
@@ -198,7 +199,7 @@ class Watch:
         if end.code == 0 or self._first is not None:
             return
         self._first = end
-        in_order = end.code in (REQUEUE, TERMINATED) or (self._requeue and end.code == -signal.SIGUSR1)
+        in_order = end.code in IN_ORDER or (self._requeue and end.code == -signal.SIGUSR1)
         if in_order or not self._stops:
             self._end_within(self._grace_s if in_order else CLOSING_S)
             self._reminder = time.monotonic() + CLOSING_S / 2

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "rlhf.config", "rlhf.plugins", "rlhf.names", "rlhf.options", "rlhf.memory", "rlhf.net", "rlhf.pipes",
-        "rlhf.slurm", "rlhf.secrecy", "rlhf.status", "rlhf.help",
+        "rlhf.slurm", "rlhf.secrecy", "rlhf.status", "rlhf.streams", "rlhf.help",
     ),
     ("rlhf.types", "rlhf.ops", "rlhf.credit", "rlhf.losses", "rlhf.intervals", "rlhf.spikes"),
     (

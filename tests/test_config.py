@@ -169,6 +169,11 @@ def test_config_without_a_file_is_refused(argv: list[str]) -> None:
     assert mistake(*argv).startswith("--config: got no file")
 
 
+def test_a_word_that_is_no_utf8_is_refused() -> None:
+    said = mistake("--output-dir", "runs/\udcff")  # as Python reads the byte 0xff
+    assert said == r"'runs/\udcff': got bytes that are no UTF-8, expected an option or a path in UTF-8"
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -255,6 +256,17 @@ def test_a_chain_is_no_rank_of_another_launcher(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="started as rank 1 of 2, expected one process"):
         launch.require_alone()
+
+
+def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.resource, "getrlimit", lambda _: (16, 16))
+    with pytest.raises(UserError, match=r"got a limit of 16 open files, expected 256 or more"):
+        launch.require_open_files()
+    allowed: list[Any] = []
+    monkeypatch.setattr(launch.resource, "getrlimit", lambda _: (16, 4096))
+    monkeypatch.setattr(launch.resource, "setrlimit", lambda *words: allowed.append(words))
+    launch.require_open_files()
+    assert allowed == [(launch.resource.RLIMIT_NOFILE, (256, 4096))]
 
 
 def test_between_stages_usr1_asks_to_be_started_again() -> None:
