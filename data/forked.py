@@ -2,12 +2,11 @@
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 from rlhf.config import UserError
-from rlhf.launch import end_with_parent
+from rlhf.limits import leave_signals_to, uninterrupted
 
 
 def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
@@ -23,7 +22,8 @@ def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
         for job in jobs:
             ours, theirs = fork.Pipe(duplex=False)
             process = fork.Process(target=_work, args=(job, theirs, os.getpid()), daemon=True)
-            process.start()
+            with uninterrupted():
+                process.start()
             theirs.close()
             processes.append(process)
             waiting.append(ours)
@@ -48,9 +48,7 @@ def _require_done(ours: Connection) -> None:
 
 
 def _work(job: Callable[[], object], theirs: Connection, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_with_parent(parent)
+    leave_signals_to(parent)
     try:
         job()
         theirs.send("")

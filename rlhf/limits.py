@@ -13,8 +13,9 @@ import resource
 import select
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,9 +42,10 @@ def run_limited(job: Callable[[], object], what: str, seconds: float, more: int 
     """
     ours, theirs = os.pipe()
     parent = os.getpid()
-    child = os.fork()
-    if child == 0:
-        _work(job, theirs, parent, seconds, more)
+    with uninterrupted():
+        child = os.fork()
+        if child == 0:
+            _work(job, theirs, parent, seconds, more)
     os.close(theirs)
     try:
         told = _read(ours)
@@ -62,6 +64,30 @@ def run_limited(job: Callable[[], object], what: str, seconds: float, more: int 
         raise UserError(f"{what}: got {got}, expected at most {seconds:g} seconds and {more >> 20} MiB")
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the block ends: Python drops a KeyboardInterrupt that it raises between a fork and its next
+    line, and a child that has just been forked would write a traceback."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        signal.raise_signal(signal.SIGINT)
+
+
+def leave_signals_to(parent: int) -> None:
+    """In a process forked by `parent`: Ctrl-C is for the parent, which ends this one; so is this one's life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent(parent)
+
+
 def _read(ours: int) -> bytes:
     """All that the process writes until it ends, or WAITING."""
     told = b""
@@ -77,9 +103,7 @@ def _work(job: Callable[[], object], theirs: int, parent: int, seconds: float, m
     try:
         faulthandler.disable()
         gc.disable()  # what the parent has dropped is not to be ended twice
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        end_with_parent(parent)
+        leave_signals_to(parent)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust writes a traceback before it raises
         told = b""
         try:

@@ -216,6 +216,7 @@ ROWS_C: dict[int, tuple[str, ...]] = {
     102: (
         "data/test_forked.py::test_the_first_that_fails_ends_the_others",
         "data/test_forked.py::test_no_process_outlives_its_parent",
+        "faults/test_signals.py::test_a_chain_that_tokenises_ends_whole",
     ),
     # a disk that is full anywhere else; the modes of files
     103: (
@@ -226,6 +227,27 @@ ROWS_C: dict[int, tuple[str, ...]] = {
     104: ("test_full_disk.py::test_a_model_that_cannot_be_written_is_one_line",),
     # the cache of tokenised rows
     105: ("data/test_cache.py::test_a_changed_set_is_not_read",),
+    # what strangers wrote, made to take all time or memory: rows, YAML, tokenizers, templates
+    106: ("data/test_faults.py::test_a_bad_row_stops_the_run",),
+    107: ("test_config.py::test_a_mistake_in_a_file_names_the_file_and_the_place",),
+    108: (
+        "test_model_faults.py::test_a_tokenizer_that_explodes_is_one_line",
+        "test_model_faults.py::test_a_panic_of_the_tokenizer_over_a_row_is_one_line",
+        "test_model_faults.py::test_ids_with_gaps_are_refused_by_a_smaller_embedding",
+        "test_model_faults.py::test_padding_beyond_the_embedding_is_one_line",
+    ),
+    109: (
+        "test_security.py::test_a_template_that_takes_too_much_is_refused",
+        "test_templates.py::test_a_template_that_loops_for_ever",
+        "test_limits.py::test_what_a_limited_job_does_is_lost_and_what_it_raises_is_told",
+    ),
+    # what the shell gives: stdout, a terminal, limits, words
+    110: ("test_streams.py::test_a_text_ends_and_a_run_goes_on",),
+    111: ("test_ending.py::test_a_terminal_that_is_gone_asks_to_end_as_sigterm_does",),
+    112: (
+        "test_launch.py::test_too_few_open_files_are_refused_at_the_start",
+        "test_config.py::test_a_word_that_is_no_utf8_is_refused",
+    ),
     101: ("test_launch.py::test_nothing_of_the_current_directory_runs",),
     100: ("test_unreadable.py::test_links_are_followed_or_refused_at_the_start",),
 }

@@ -1,6 +1,7 @@
 """What a process with limits does, and what is told of it."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -26,3 +27,15 @@ def test_what_a_limited_job_does_is_lost_and_what_it_raises_is_told(monkeypatch:
     monkeypatch.setattr(limits, "WALL_S", 0.2)
     with pytest.raises(UserError, match="the job: got work without an end"):
         limits.run_limited(lambda: time.sleep(60), "the job", 1)
+
+
+def test_ctrl_c_in_a_fork_is_not_lost() -> None:
+    after = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), limits.uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            after.append("the block's end")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert after

@@ -68,6 +68,13 @@ FAULTS = {
     103: "the disk is full at the start, in metrics.jsonl, while a model is written",
     104: "who may read a model",
     105: "one bit of the cache of tokenised rows has flipped",
+    106: "a row with a number beyond floating point, or nested 900 deep",
+    107: "brackets or aliases without end in a YAML file",
+    108: "a tokenizer whose normalizer or regular expression explodes; ids beyond the embedding",
+    109: "a chat template that takes all time or memory",
+    110: "stdout closed, its reader gone, or the disk behind it full",
+    111: "SIGHUP: the terminal is gone",
+    112: "16 open files; a path that is no UTF-8",
     101: "Python files in the current directory",
     100: "symbolic links in place of checkpoints or models",
 }

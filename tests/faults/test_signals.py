@@ -1,6 +1,9 @@
 """Signals: a checkpoint at the present step, the exit code that says so, and a run that goes on to the same end."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness
+from tests.processes import alive, until
 
 pytestmark = pytest.mark.faults
 TERMINATED, INTERRUPTED, REQUEUE = 143, 130, 75
@@ -110,3 +114,21 @@ def test_sigusr1_asks_to_be_started_again(whole: harness.Whole, tmp_path: Path) 
     require_saved(ended, 1, REQUEUE, "SIGUSR1")
     harness.run(out, harness.printed_command(ended)).require(0, "goes on after step 3")
     harness.assert_same(out, whole(1, 1), 1)
+
+
+@pytest.mark.parametrize(("number", "to_all", "code"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, -15)])
+def test_a_chain_that_tokenises_ends_whole(number: int, to_all: bool, code: int, tmp_path: Path) -> None:
+    """The chain tokenises for its checks, in two processes of its own, before any stage begins."""
+    command = [sys.executable, "train.py", "--config", "configs/demo.yaml", "--data-path", "demo,rows=60000"]
+    command += ["--data-workers", "2", "--data-cache", str(tmp_path / "cache"), "--output-dir", str(tmp_path / "out")]
+    started = subprocess.Popen(command, cwd=harness.ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        until(lambda: len(alive(str(tmp_path))) == 3)
+        (os.killpg if to_all else os.kill)(started.pid, number)
+        _, said = started.communicate(timeout=60)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == code and "Traceback" not in said
+    assert said.endswith("interrupted\n") == (number == signal.SIGINT)
+    until(lambda: not alive(str(tmp_path)), 10)
