@@ -57,7 +57,7 @@ class DataOptions(Config):
     """places of rows to evaluate on, in all stages, instead of eval_fraction; no stage trains on their prompts"""
 
     data_split: Shares = (2, 4, 4)
-    """shares of the prompts that fine-tuning, reward modelling and PPO get; no prompt is in two"""
+    """shares of the prompts that fine-tuning, reward modelling and PPO get of those they can use; none is in two"""
 
     eval_fraction: float = Field(0.1, ge=0, lt=1)
     """share of all prompts held out for evaluation, the same ones in every stage; taken before data_split"""

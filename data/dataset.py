@@ -129,7 +129,7 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
     Raises: UserError if a place cannot be read, a row is malformed, or no row is left for training or evaluation.
     """
     found = origins(options, recipe.phase, recipe.own_places)
-    content = [fingerprint(origin, recipe.phase) for origin in found]
+    content = [fingerprint(origin, recipe.phase, options) for origin in found]
     read_too = places_of_others(options, recipe.phase, True) if recipe.own_places else []
     later = () if recipe.own_places else PHASES[PHASES.index(recipe.phase) + 1 :]
     others = {f"{phase}_only_data_path" for phase in later}
@@ -138,7 +138,7 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
         recipe=repr(recipe),
         tokenizer=cache.tokenizer_digest(tokenizer),
         content=content,
-        read_too=[fingerprint(origin, phase) for phase, origin in read_too],
+        read_too=[fingerprint(origin, phase, options) for phase, origin in read_too],
     )
     with cache.building(folder) as staging:
         if staging is not None:
@@ -199,21 +199,29 @@ def _sound(path: Path) -> Iterator[Path]:
 def fingerprints(options: DataOptions, phase: Phase, own_places: bool = False) -> dict[str, str]:
     """A digest of what is at each place of a phase that is not on the hub."""
     return {
-        origin.location: fingerprint(origin, phase)
+        origin.location: fingerprint(origin, phase, options)
         for origin in origins(options, phase, own_places)
         if not getattr(origin.source, "remote", False)
     }
 
 
-def fingerprint(origin: Origin, phase: Phase) -> str:
-    """What changes whenever the rows do: the source's own word, else a digest of all its rows; and a user's code."""
-    own = getattr(origin.source, "fingerprint", None)
-    said = None if own is None else own(phase)
+def fingerprint(origin: Origin, phase: Phase, options: DataOptions) -> str:
+    """What changes whenever the rows do: the source's own word, else a digest of all its rows; and a user's code.
+
+    Of a place that phases share the rows of every phase with a share count, as they decide on the owners of prompts. A
+    hub dataset's own word, the commit, is that of all.
+    """
     digest = blake2b(origin.code.encode(), digest_size=16)
-    if said is not None:
-        digest.update(str(said).encode())
-        return digest.hexdigest()
-    for row in origin.rows(phase):
-        said = row.reason if isinstance(row, Skipped) else f"{row.group}\0{row.ranking}\0{to_text(row, phase)}"
-        digest.update(f"{said}\n".encode())
+    shares = zip(PHASES, options.data_split, strict=True)
+    others = [other for other, share in shares if share and other != phase]
+    shared = origin.use == "shared" and not getattr(origin.source, "remote", False) and not origin.streaming
+    for each in [phase, *(others if shared else ())]:
+        own = getattr(origin.source, "fingerprint", None)
+        said = None if own is None else own(each)
+        if said is not None:
+            digest.update(str(said).encode())
+            continue
+        for row in origin.rows(each):
+            said = row.reason if isinstance(row, Skipped) else f"{row.group}\0{row.ranking}\0{to_text(row, each)}"
+            digest.update(f"{said}\n".encode())
     return digest.hexdigest()

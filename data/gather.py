@@ -16,6 +16,7 @@ import pyarrow
 
 from data.config import DataOptions
 from data.mixture import Origin, places_of_others
+from data.owners import Owners, useless
 from data.reading import Phase
 from data.split import PHASES, group_digest, share_at, text_digest
 from rlhf.config import UserError
@@ -33,6 +34,8 @@ SPARE = 2
 MALFORMED = "malformed"
 ELSEWHERE = "of another phase's share"
 HELD_OUT = "prompt held out for evaluation"
+UNDECIDED = "undecided"
+"""the share of a row until all rows of its prompt are read"""
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Ledger:
     """What became of every row of one origin."""
 
     rows: int = 0
+    useful: int = 0
+    """rows that the phase has a use for, whichever phase owns them"""
     fates: Counter[str] = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
 
@@ -81,35 +86,40 @@ def gather(
     Raises: UserError if a place cannot be read or has more malformed rows than skip_bad_rows; the error lists the
     first ten.
     """
-    found = _Columns()
+    found, owners = _Columns(), Owners(options)
     ledgers = [Ledger() for _ in origins]
     with Writer(file) as writer:
         for number, (origin, ledger) in enumerate(zip(origins, ledgers, strict=True)):
             needs = Needs(origin, options, phase)
             for row in _sound_rows(origin, phase, options, ledger):
-                share, group = _placed(row, origin, phase, options)
-                if share not in (phase, "evaluation"):
-                    ledger.drop(ELSEWHERE)
-                    continue
+                share, group, point = _placed(row, origin, phase, options, owners)
                 spare = own_places and share == "evaluation" and origin.use != "evaluation"
                 reason = HELD_OUT if spare else useless(row, phase)
-                if reason:
-                    ledger.drop(reason)
+                ledger.useful += not reason
+                if reason or share not in (phase, "evaluation", UNDECIDED):
+                    ledger.drop(reason or ELSEWHERE)
                     continue
                 text = to_text(row, phase)
                 writer.write(text)
                 whole = text_digest(text, options.data_seed)
                 prompt = text_digest(repr(row.prompt), options.data_seed) if phase == "ppo" else 0
                 ranking = text_digest(f"{number}\0{row.ranking}", options.data_seed) if row.ranking else 0
+                if share == UNDECIDED:
+                    found.undecided.append(len(found.groups))
+                    found.points.append(point)
                 found.add(group, whole, prompt, number, share == "evaluation", ranking)
                 if needs.are_met(share):
                     break
             if ledger.fates[MALFORMED] > options.skip_bad_rows:
                 raise UserError(_refusal(origin, ledger))
     rows = found.gathered(file, ledgers)
+    undecided = _numpy(found.undecided)
+    others = np.zeros(len(rows.groups), dtype=bool)
+    others[undecided] = owners.others(phase, rows.groups[undecided], _numpy(found.points))
+    _exclude(rows, others, ELSEWHERE)
     only = np.array([origin.use == "only" for origin in origins])[rows.origins]
     if only.any():
-        elsewhere = np.isin(rows.groups, _groups_elsewhere(phase, options, own_places))
+        elsewhere = np.isin(rows.groups, _groups_elsewhere(phase, options, own_places, owners))
         _exclude(rows, only & elsewhere, "prompt of another phase's share")
     _exclude(rows, ~rows.held_out & np.isin(rows.groups, _groups_held_out(rows, origins, options)), HELD_OUT)
     if phase == "ppo":
@@ -128,13 +138,13 @@ def _groups_held_out(rows: Gathered, origins: Sequence[Origin], options: DataOpt
     return np.concatenate([rows.groups[rows.held_out], _numpy(groups).astype(np.uint64)])
 
 
-def _groups_elsewhere(phase: Phase, options: DataOptions, own_places: bool) -> np.ndarray:
+def _groups_elsewhere(phase: Phase, options: DataOptions, own_places: bool, owners: Owners) -> np.ndarray:
     """Of the prompts that the other phases have in `places_of_others`.
 
     Raises: UserError if one is a stream, which cannot be looked through. With `own_places` it is left out: the caller
     tells of it.
     """
-    groups = array("Q")
+    groups, undecided, points = array("Q"), array("Q"), array("Q")
     for other, origin in places_of_others(options, phase, own_places):
         if origin.streaming and own_places:
             continue
@@ -145,10 +155,14 @@ def _groups_elsewhere(phase: Phase, options: DataOptions, own_places: bool) -> n
             )
         for row in origin.rows(other):
             if isinstance(row, Row):
-                share, group = _placed(row, origin, other, options)
+                share, group, point = _placed(row, origin, other, options, owners)
                 if share == other:
                     groups.append(group)
-    return _numpy(groups)
+                elif share == UNDECIDED:
+                    undecided.append(group)
+                    points.append(point)
+    open_ones = _numpy(undecided)
+    return np.concatenate([_numpy(groups), open_ones[owners.others(phase, open_ones, _numpy(points))]])
 
 
 class _Columns:
@@ -157,6 +171,7 @@ class _Columns:
     def __init__(self) -> None:
         self.groups, self.digests, self.prompts = array("Q"), array("Q"), array("Q")
         self.origins, self.held_out, self.rankings = array("H"), array("b"), array("Q")
+        self.undecided, self.points = array("Q"), array("Q")
 
     def add(self, group: int, whole: int, prompt: int, origin: int, held_out: bool, ranking: int) -> None:
         self.groups.append(group)
@@ -176,24 +191,18 @@ def _numpy(values: Any) -> np.ndarray:
     return np.frombuffer(values, dtype=values.typecode) if len(values) else np.zeros(0, dtype=values.typecode)
 
 
-def _placed(row: Row, origin: Origin, phase: Phase, options: DataOptions) -> tuple[str, int]:
-    """(the share that a row of `origin` is in, as `phase` sees it; the digest of its group)."""
-    one, other, group = group_digest(row, options.data_seed)
-    if origin.use == "evaluation":
-        return "evaluation", group
-    share = share_at(one, other, options)
-    return (phase if origin.use == "only" and share != "evaluation" else share), group
+def _placed(row: Row, origin: Origin, phase: Phase, options: DataOptions, owners: Owners) -> tuple[str, int, int]:
+    """(the share that a row of `origin` is in, as `phase` sees it; the digest of its group; its point in data_split).
 
-
-def useless(row: Row, phase: Phase) -> str:
-    """Why the phase has no use for the row, or an empty string."""
-    if phase == "ppo":
-        return "" if any(message.content.strip() for message in row.prompt) else "empty prompt"
-    if phase == "reward":
-        return "no rejected side" if row.rejected is None or row.response is None else ""
-    if row.response is None:
-        return "no response"
-    return "" if row.response.strip() else "empty response"
+    The share is UNDECIDED where other rows of the group decide, too.
+    """
+    one, point, group = group_digest(row, options.data_seed)
+    share = "evaluation" if origin.use == "evaluation" else share_at(one, point, options)
+    if share != "evaluation" and origin.use == "only":
+        share = phase
+    elif share != "evaluation" and not owners.are_clear(row):
+        share = UNDECIDED
+    return share, group, point
 
 
 def _sound_rows(origin: Origin, phase: Phase, options: DataOptions, ledger: Ledger) -> Iterator[Row]:

@@ -35,7 +35,7 @@ def account(
     reasons, prompt_cut, response_cut, lengths = outcomes(folder)
     for reason in np.unique(reasons[reasons != ""]):
         rows.count(picked[reasons == reason], str(reason))
-    report: dict[str, Any] = {"written": len(rows.origins)}
+    report: dict[str, Any] = {"useful": sum(ledger.useful for ledger in rows.ledgers)}
     for name, index in sides.items():
         different = np.unique(index)
         rows.count(picked[different], name)
@@ -114,7 +114,7 @@ def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -
                 f"--max-prompt-length ({options.max_prompt_length})"
             )
     empty = {reason: count for reason, count in fates(report).items() if reason in EMPTY}
-    for reasons, kept in ((report["train"]["dropped"], report["train"]["different_rows"]), (empty, report["written"])):
+    for reasons, kept in ((report["train"]["dropped"], report["train"]["different_rows"]), (empty, report["useful"])):
         share = sum(reasons.values()) / max(1, sum(reasons.values()) + kept)
         if share > options.max_dropped:
             said = ", ".join(f"{count} {reason}" for reason, count in reasons.items())

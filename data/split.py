@@ -21,7 +21,10 @@ WORDS = re.compile(r"\w+")
 
 
 def share_of(row: Row, options: DataOptions) -> str:
-    """'evaluation', or the phase the row's group belongs to. Depends on the group's text and `data_seed` alone."""
+    """'evaluation', or the phase the row's group belongs to if every phase with a share has a use for it.
+
+    Depends on the group's text and `data_seed` alone.
+    """
     return share_at(*group_digest(row, options.data_seed)[:2], options)
 
 
@@ -29,12 +32,17 @@ def share_at(one: int, other: int, options: DataOptions) -> str:
     """The share of two 64-bit numbers: the first decides on evaluation, the second on the phase."""
     if not options.eval_data_path and one / 2**64 < options.eval_fraction:
         return "evaluation"
-    point = other / 2**64 * sum(options.data_split)
-    for phase, share in zip(PHASES, options.data_split, strict=True):
-        if point < share:
+    return phase_at(other, options.data_split)
+
+
+def phase_at(point: int, shares: Sequence[float]) -> Phase:
+    """The phase whose part of the 64-bit numbers has `point`, if they are divided by `shares`."""
+    left = point / 2**64 * sum(shares)
+    for phase, share in zip(PHASES, shares, strict=True):
+        if left < share:
             return phase
-        point -= share
-    return max(zip(options.data_split, PHASES, strict=True))[1]  # rounding at the upper edge
+        left -= share
+    return max(zip(shares, PHASES, strict=True))[1]  # rounding at the upper edge
 
 
 def group_of(row: Row) -> str:

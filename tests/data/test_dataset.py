@@ -190,7 +190,7 @@ def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
     ("rows", "phase", "more", "said"),
     [
         ([], "sft", {}, "0 usable rows for training in sft; of 0 rows: none"),
-        ([{"prompt": "w1"}], "sft", {"data_split": (0, 1, 1)}, r"of 1 rows: 1 of another phase's share; .*0,1,1"),
+        ([{"text": "w1"}], "sft", {"data_split": (0, 1, 1)}, r"of 1 rows: 1 of another phase's share; .*0,1,1"),
         ([{"prompt": "w1"}] * 3, "sft", {"data_split": (1, 0, 0)}, "of 3 rows: 3 no response"),
         ([{"prompt": "w1"}], "reward", {"data_split": (0, 1, 0)}, "1 no rejected side"),
         ([{"prompt": "w1"}], "ppo", {"eval_fraction": 1e-9}, r"for evaluation in ppo.*--eval-fraction \(1e-09\)"),
