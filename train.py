@@ -95,7 +95,7 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
 
     Every stage is checked before any is started. Raises: UserError.
     """
-    from rlhf import checkpoint, progress, record, resume
+    from rlhf import checkpoint, progress, record
     from rlhf.chain.steps import chosen, left_out
 
     planned: dict[str, str] = {}
@@ -120,7 +120,7 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
     for line in left_out(chain):
         print(line, flush=True)
     for name in finished:
-        resume.sweep(Path(chain.output_dir) / name, everything=True)  # left by a process that was killed at its end
+        progress.sweep_finished(Path(chain.output_dir) / name)
         print(f"{name}: already complete in {chain.output_dir}, skipped", flush=True)
     return todo
 

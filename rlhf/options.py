@@ -27,6 +27,8 @@ class RunOptions(Config):
     """minutes after which a checkpoint is due; the end of the step in which they pass decides"""
     keep: int = Field(2, ge=2)
     """checkpoints kept, the newest; at least 2, so that one is whole whatever happens"""
+    keep_last_checkpoint: bool = False
+    """a finished stage keeps its last checkpoint, from which more epochs (step 3: total_episodes) go on"""
     export_every: int | None = Field(None, ge=1)
     """optimizer steps (in step 3 iterations) between exports of the model that is trained (in step 3 the actor), which
     transformers and rlhf.evaluate load: OUT/STAGE/exports/step-00000020. All are kept"""

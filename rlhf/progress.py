@@ -10,7 +10,7 @@ from rlhf.options import RunOptions
 
 FREE = {
     "output_dir", "report_to", "sample_rows", "overwrite", "convert_template",
-    "save_every", "save_minutes", "keep", "export_every", "allow_config_change", "timeout_s",
+    "save_every", "save_minutes", "keep", "keep_last_checkpoint", "export_every", "allow_config_change", "timeout_s",
     "micro_batch_size", "rollout_batch_size", "data_workers", "data_cache",
     "max_bad_steps", "abort_kl", "abort_kl_iterations",
     "zero_stage", "offload_optimizer", "offload_param", "offload_nvme", "gather_whole", "gradient_checkpointing",
@@ -18,14 +18,16 @@ FREE = {
     "actor", "critic", "reference", "reward_models",
 }  # fmt: skip
 """Options that change what is shown, or memory and speed, but not what a stage makes."""
-NOTED = {"num_train_epochs", "total_episodes", "eval_every", "patience", "export_rollouts"}
+TOTALS = {"num_train_epochs", "total_episodes"}
+"""Options that say how long a stage is; a finished one may be extended."""
+NOTED = TOTALS | {"eval_every", "patience", "export_rollouts"}
 """Options that an interrupted stage may go on with changed: it says so."""
 AGAIN = "name another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
 """what to do where nothing can be gone on from"""
 
-Standing = Literal["new", "interrupted", "finished", "stale"]
+Standing = Literal["new", "interrupted", "finished", "stale", "extended"]
 """`interrupted`: there is a checkpoint to go on from. `stale`: the same, but a stage that it started from was made
-again since, or will be, so that it begins anew"""
+again since, or will be, so that it begins anew. `extended`: it is finished, and now longer; there is a checkpoint"""
 Content = Callable[[], Mapping[str, str]]
 """Gives a digest of the data at each local place."""
 
@@ -47,7 +49,9 @@ def standing(
         return "interrupted" if resume.is_there(directory) else "new"
     digests = {name: checkpoint.manifest_digest(place) for name, place in inputs.items()}
     made_from = {name: entry["manifest_sha256"] for name, entry in manifest["inputs"].items()}
-    _require_same_options(directory, finished, _changed(manifest, options, made_from, digests), options)
+    changed = _changed(manifest, options, made_from, digests)
+    longer = finished and _is_longer(directory, changed)
+    _require_same_options(directory, finished and not longer, changed, options)
     known = manifest.get("data", {})
     other = [place for place, digest in content().items() if known.get(place, digest) != digest]
     if other:
@@ -60,7 +64,20 @@ def standing(
         raise UserError(f"{directory}: finished, and {names} {when}; no result is replaced unasked: {AGAIN}")
     if other:
         return "stale"
-    return "finished" if finished else "interrupted"
+    return "extended" if longer else "finished" if finished else "interrupted"
+
+
+def _is_longer(directory: Path, changed: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Whether a finished stage is to be extended. Raises: UserError if it kept no checkpoint to go on from."""
+    longer = [f"{name} {made} to {now}" for name, (made, now) in changed.items() if name in TOTALS and now > made]
+    if not longer or not set(changed) <= NOTED:
+        return False
+    if not resume.is_there(directory):
+        raise UserError(
+            f"{directory}: finished, and kept no checkpoint to be extended from ({', '.join(longer)}); "
+            f"--keep-last-checkpoint keeps one; {AGAIN}"
+        )
+    return True
 
 
 def _changed(
@@ -118,11 +135,17 @@ def find(stage: str, options: RunOptions, inputs: Mapping[str, str], content: Co
     found = standing(stage, options, inputs, content, {})
     if found == "finished":
         record.say(f"{stage}: already complete in {options.output_dir}, skipped")
-        if dist.is_main():  # left by a process that ended between its last two deeds
-            resume.sweep(Path(options.output_dir) / stage, everything=True)
+        if dist.is_main():
+            sweep_finished(Path(options.output_dir) / stage)
     elif found == "stale":
         record.say(f"{stage}: begins anew, for a stage that it started from was made again; its checkpoints go")
     return found
+
+
+def sweep_finished(directory: Path) -> None:
+    """Remove the checkpoints that a process has left which ended between its last two deeds."""
+    kept = checkpoint.read_manifest(directory)["config"].get("keep_last_checkpoint", False)
+    resume.sweep(directory, everything=True, but=int(kept))
 
 
 def versions_changed(manifest: Mapping[str, Any]) -> Iterator[str]:

@@ -283,10 +283,10 @@ def newest_manifest(stage: Path) -> Mapping[str, Any] | None:
     return next((m for m, fault in map(_manifest, _newest_first(stage / CHECKPOINTS)) if not fault), None)
 
 
-def sweep(stage: Path, everything: bool = False) -> None:
-    """Remove what a save that was cut off has left, or all checkpoints. Nothing of anybody else's."""
+def sweep(stage: Path, everything: bool = False, but: int = 0) -> None:
+    """Remove what a save that was cut off has left, or all checkpoints but the newest `but`. Nothing else."""
     folder = stage / CHECKPOINTS
-    for left in [*folder.glob(".tmp-step-*"), *(_newest_first(folder) if everything else [])]:
+    for left in [*folder.glob(".tmp-step-*"), *(_newest_first(folder)[but:] if everything else [])]:
         shutil.rmtree(left, ignore_errors=True)
     if everything and not folder.is_symlink():
         with contextlib.suppress(OSError):  # it is not there, or holds something of the user's

@@ -63,7 +63,7 @@ class Run:
             for folder in checkpoint.MODELS:
                 disk.recover(self.directory / folder)
             shutil.rmtree(self.directory / BAD_BATCH, ignore_errors=True)
-            resume.sweep(self.directory, everything=found != "interrupted")
+            resume.sweep(self.directory, everything=found not in ("interrupted", "extended"))
             disk.write_text(self.directory / checkpoint.RUN_CONFIG, config.to_yaml(self.options))
         dist.barrier()
         self._found = resume.newest(self.directory)
@@ -189,7 +189,8 @@ class Run:
                 for notice in watch.look(step, metrics) if watch is not None else ():
                     self.recorder.warn(step, notice.name, notice.numbers, notice.advice)
                 late = dist.is_main() and time.monotonic() - saved > 60 * self.options.save_minutes
-                asked, due = ending.heard(late or (every is not None and step % every == 0))
+                last = step == total and self.options.keep_last_checkpoint
+                asked, due = ending.heard(late or last or (every is not None and step % every == 0))
                 if asked or due:
                     self._save_checkpoint(step)
                     saved = time.monotonic()
@@ -256,8 +257,8 @@ class Run:
         metrics: Metrics,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write each model into its folder, then the manifest; checkpoints go. `state`, what was learned beside
-        weights, goes to state.json.
+        """Write each model into its folder, then the manifest; checkpoints go, but for the last one with
+        `keep_last_checkpoint`. `state`, what was learned beside weights, goes to state.json.
 
         Raises: UserError if the disk is full, say; the stage is then unfinished.
         """
@@ -271,7 +272,7 @@ class Run:
                     shutil.rmtree(self.directory / folder, ignore_errors=True)
                 logs.sync(self.directory)
                 self._write_manifest(metrics)
-                resume.sweep(self.directory, everything=True)
+                resume.sweep(self.directory, everything=True, but=int(self.options.keep_last_checkpoint))
         except OSError as error:
             raise UserError(f"{self.directory}: cannot be written ({error}); make room there and run again") from error
         dist.barrier()
@@ -317,7 +318,8 @@ def open_run(stage: str, options: RunOptions, found: Standing, inputs: Mapping[s
     a lack of memory, with code 1 and what needs less.
     Raises: UserError if another process runs the stage there.
     """
-    with dist.process_group(options.timeout_s), _alone(Path(options.output_dir) / stage, options.overwrite):
+    replace = options.overwrite or found == "extended"
+    with dist.process_group(options.timeout_s), _alone(Path(options.output_dir) / stage, replace):
         torch.manual_seed(options.seed)
         run = Run(stage, options, found, inputs)
         try:
@@ -343,7 +345,7 @@ def open_run(stage: str, options: RunOptions, found: Standing, inputs: Mapping[s
 
 
 @contextlib.contextmanager
-def _alone(directory: Path, overwrite: bool) -> Iterator[None]:
+def _alone(directory: Path, replace: bool) -> Iterator[None]:
     """The directory, made by rank 0 and held by it for all.
 
     Raises: UserError if another process has it, or has finished the stage since we looked.
@@ -353,7 +355,7 @@ def _alone(directory: Path, overwrite: bool) -> Iterator[None]:
         if dist.is_main():
             try:
                 stack.enter_context(checkpoint.held(directory))
-                if (directory / checkpoint.MANIFEST).exists() and not overwrite:
+                if (directory / checkpoint.MANIFEST).exists() and not replace:
                     refusal = f"{directory}: another process has just finished it; nothing is left to do here"
             except UserError as error:
                 refusal = str(error)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +171,7 @@ def tensor_bytes(folder: Path) -> int:
 OPTIONS = ppo_options(eval_every=2, keep_best="eval_score", actor_model="a", reward_model="b")
 FREE = {
     **{"sample_rows": 9, "report_to": ("tensorboard",), "save_every": 7, "save_minutes": 1.0, "keep": 5},
+    "keep_last_checkpoint": True,
     **{"micro_batch_size": 2, "zero_stage": 3, "offload_optimizer": True, "gradient_checkpointing": True},
     **{
         "timeout_s": 60.0,
@@ -301,3 +303,32 @@ def test_another_version_of_a_library_is_said(
     [note] = [line for line in capsys.readouterr().out.splitlines() if "another version" in line]
     assert note == f"note: {folder} was written with another version: torch 1.0 -> {now}"
     require_same(left(SFT), whole)
+
+
+# --- a finished stage that is extended
+
+
+@pytest.mark.parametrize(("make", "total"), [(sft_options, "num_train_epochs"), (ppo_options, "total_episodes")])
+def test_an_extended_stage_makes_what_a_longer_one_makes(
+    make: Callable[..., Any], total: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a constant learning rate; else the schedule is that of the larger total from there on."""
+    if make is ppo_options:
+        make = partial(ppo_options, "rloo", actor_model="demo-llama", reward=("length,target=4",))
+    short = {"num_train_epochs": 1, "total_episodes": 16}[total]
+    options = {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "save_every": None}
+    longer = {**options, total: 2 * short}
+    stage, model = ("step1_sft", "model") if make is sft_options else ("step3_ppo", "actor")
+    run(make(**longer, output_dir="long"))
+    run(make(**options, **{total: short}))
+    with pytest.raises(UserError, match=f"no checkpoint to be extended from .{total} {short} to {2 * short}.*--keep-"):
+        run(make(**longer))
+    run(make(**options, **{total: short}, overwrite=True, keep_last_checkpoint=True))
+    run(make(**options, **{total: short}))
+    assert "already complete" in capsys.readouterr().out and len(killing.steps_of(Path("out") / stage)) == 1
+    with pytest.raises(UserError, match=r"other options .*learning_rate was"):
+        run(make(**longer, learning_rate=0.5))
+    run(make(**longer))
+    assert f"{total} was {short}, now {2 * short}" in capsys.readouterr().out
+    both = [Path(place) / stage / model / "model.safetensors" for place in ("long", "out")]
+    assert both[0].read_bytes() == both[1].read_bytes() and not killing.steps_of(Path("out") / stage)
