@@ -1,4 +1,4 @@
-"""The last line of a chain that ends early: where it was, why, what is kept, and how to go on. Torch-free."""
+"""The last lines of a chain that ends early: how to go on; then where it was, why, and what is kept. Torch-free."""
 
 import json
 import re
@@ -11,12 +11,11 @@ from rlhf.ranks import Ended
 
 
 def last_words(stage: Path, ended: Ended, again: str) -> str:
-    """One line about the stage in the directory `stage`; `again` is the command that goes on."""
-    step = last_step(stage)
-    where = f"{stage.name} at step {step}" if step else f"{stage.name} before its first step"
-    kept = newest_checkpoint(stage)
-    saved = f"last checkpoint {kept}" if kept else "no checkpoint yet"
-    return f"{where}: {ended.cause}; {saved}; no later stage was started; to go on: {again}"
+    """Two lines about the stage in the directory `stage`: `again`, the command that goes on, and a short verdict."""
+    step, kept = last_step(stage), newest_checkpoint(stage)
+    where = f"at step {step}" if step else "before its first step"
+    saved = f"goes on after step {int(kept.name[5:])}" if kept else "begins again, without a checkpoint"
+    return f"to go on: {again}\n{stage.name} did not finish: {ended.cause}, {where}; it {saved}"
 
 
 def last_step(stage: Path) -> int | None:

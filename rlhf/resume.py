@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhf import checkpoint, disk, dist, logs, record
+from rlhf import checkpoint, disk, dist, logs, record, status
 from rlhf.checkpoint import CHECKPOINTS, own_digest
 from rlhf.config import UserError
 
@@ -281,6 +281,17 @@ def is_there(stage: Path) -> bool:
 def newest_manifest(stage: Path) -> Mapping[str, Any] | None:
     """What the newest checkpoint says it belongs to; no file of it is looked at."""
     return next((m for m, fault in map(_manifest, _newest_first(stage / CHECKPOINTS)) if not fault), None)
+
+
+def require_room(stage: Path, need: int) -> None:
+    """Raises: UserError if `need` bytes of checkpoints, those that are there included, do not fit on the disk."""
+    there = sum(file.stat().st_size for file in (stage / CHECKPOINTS).rglob("*") if file.is_file())
+    free = shutil.disk_usage(next(folder for folder in (stage, *stage.absolute().parents) if folder.exists())).free
+    if need > free + there:
+        raise UserError(
+            f"{stage}: {status.size(free)} are free there, expected {status.size(need - there)} for the checkpoints of "
+            "--keep and one being written; make room, or name another --output-dir"
+        )
 
 
 def sweep(stage: Path, everything: bool = False, but: int = 0) -> None:

@@ -24,7 +24,6 @@ from rlhf import (
     record,
     resume,
     spikes,
-    status,
 )
 from rlhf.config import UserError
 from rlhf.ending import CODES, Ending
@@ -129,7 +128,7 @@ class Run:
         Raises: UserError if there is no room for checkpoints.
         """
         self._state = Resumable({**state.numbers, "spikes": self._spikes}, state.tensors)
-        self._require_room()
+        resume.require_room(self.directory, (self.options.keep + 1) * self._state.size())
         self._warn_of_rates()
         if self._found is not None:
             self._found.restore(self._state, self.options.seed)
@@ -139,17 +138,6 @@ class Run:
         for name, value in self.options:
             if name.endswith("learning_rate") and value == 0:
                 record.say(f"warning: --{name.replace('_', '-')} 0: what it is for does not change")
-
-    def _require_room(self) -> None:
-        need = (self.options.keep + 1) * self._state.size()
-        saved = (self.directory / checkpoint.CHECKPOINTS).rglob("*")
-        there = sum(file.stat().st_size for file in saved if file.is_file())
-        free = shutil.disk_usage(self.directory).free
-        if need > free + there:
-            raise UserError(
-                f"{self.directory}: {status.size(free)} are free there, expected {status.size(need - there)} for "
-                f"{self.options.keep} checkpoints and one being written; make room, or name another --output-dir"
-            )
 
     def exporting(self, steps: Iterable[Metrics], save: Callable[[Path], None]) -> Iterator[Metrics]:
         """Pass `steps` on; after each `export_every`th of them `save` writes a model into EXPORTS. All ranks together.

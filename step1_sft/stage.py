@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,13 +25,14 @@ from rlhf.models.load import load_causal_lm
 from rlhf.names import resolve
 from rlhf.nonfinite import NonFiniteError
 from rlhf.progress import find
-from rlhf.resume import Resumable
+from rlhf.resume import Resumable, require_room
 from rlhf.run import open_run
 from rlhf.splitting import check_split, shares
 from rlhf.status import status
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import Metrics, length_groups
 from step1_sft.config import SFTConfig
+from step1_sft.plan import needs
 
 STAGE = "step1_sft"
 PHASE: Phase = "sft"
@@ -116,6 +118,7 @@ def check(
     place = start or model_place(config.model, *FOLDERS)
     check_start(place, config.chat_template, config.max_length, config.convert_template)
     check_split(config, place)
+    require_room(Path(config.output_dir) / STAGE, needs(config, "cpu", {"model": place}).checkpoints)
     tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
     batches_of(data.train.sides, config, config.seed, (0, ranks))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ from rlhf.models.export import save_scalar
 from rlhf.models.scalar import ScoreStatistics, apart, can_join, new_scalar_model, together
 from rlhf.names import resolve
 from rlhf.progress import find
-from rlhf.resume import Resumable
+from rlhf.resume import Resumable, require_room
 from rlhf.run import open_run
 from rlhf.splitting import check_split, shares
 from rlhf.status import status
 from rlhf.text import load_tokenizer, prepare_tokenizer
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
 from step2_reward.config import RewardConfig
+from step2_reward.plan import needs
 
 STAGE = "step2_reward"
 PHASE: Phase = "reward"
@@ -157,6 +159,7 @@ def check(
     place = start or model_place(config.model, *FOLDERS)
     check_start(place, config.chat_template, config.max_length, config.convert_template)
     check_split(config, place)
+    require_room(Path(config.output_dir) / STAGE, needs(config, "cpu", {"model": place}).checkpoints)
     tokenizer, data = open_data(config, place)
     require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
     batches_for(data.train, config, (0, ranks))

@@ -19,9 +19,11 @@ from rlhf.generation.loop import Generate
 from rlhf.models.scalar import read_head
 from rlhf.names import resolve
 from rlhf.options import OwnEngineOptions
+from rlhf.resume import require_room
 from rlhf.splitting import check_split, shares
 from rlhf.text import load_tokenizer, prepare_tokenizer, same_ids
 from step3_ppo.config import Step3Config
+from step3_ppo.plan import needs, needs_critic
 
 PHASE: Phase = "ppo"
 MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
@@ -40,11 +42,6 @@ def inputs(config: Step3Config) -> dict[str, str]:
     if not asked and "learned" not in scored_by:
         del places["reward_model"]  # nobody asks it
     return places
-
-
-def needs_critic(config: Step3Config) -> bool:
-    """Whether the algorithm trains a critic."""
-    return bool(plugins.find("step3_ppo.algorithms", config.algorithm).build(config).needs_critic)
 
 
 def with_inputs(config: Step3Config) -> Step3Config:
@@ -93,6 +90,8 @@ def check(
     if "critic_model" in starts:
         _check_tokenizers(models)
     _check_sources(models)
+    needed = needs(models, "cpu", {"reward_model": ""}).checkpoints
+    require_room(Path(config.output_dir) / "step3_ppo", needed)
     tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
     mixed = open_ptx(config, tokenizer)

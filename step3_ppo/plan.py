@@ -6,7 +6,11 @@ from rlhf import plugins, rewards
 from rlhf.plan.activations import Passes
 from rlhf.plan.stage import Needs, Player, Rollout, dtype_on
 from step3_ppo.config import Step3Config
-from step3_ppo.inputs import needs_critic
+
+
+def needs_critic(config: Step3Config) -> bool:
+    """Whether the algorithm trains a critic."""
+    return bool(plugins.find("step3_ppo.algorithms", config.algorithm).build(config).needs_critic)
 
 
 def needs(config: Step3Config, device: str, starts: dict[str, str]) -> Needs:

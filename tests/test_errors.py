@@ -281,11 +281,10 @@ def test_a_crash_names_the_stage_and_starts_no_later_one(tmp_path: Path) -> None
     )
     done = chain(tmp_path, "--data-path", f"{source},rows=2000")
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        "step1_sft before its first step: rank 0: exit code 1; no checkpoint yet; no later stage was"
-    )
-    assert last.endswith(f"train.py --output-dir {tmp_path}/out --max-eval-rows 8 --data-path {source},rows=2000")
+    command, last = done.stderr.splitlines()[-2:]
+    assert last.startswith("step1_sft did not finish: rank 0: exit code 1, before its first step; it begins again")
+    assert command.startswith("to go on: ")
+    assert command.endswith(f"train.py --output-dir {tmp_path}/out --max-eval-rows 8 --data-path {source},rows=2000")
     assert unfinished(tmp_path)
 
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 import train
 from rlhf import checkpoint, disk, plugins, progress, resume
 from rlhf.config import UserError
+from step1_sft import stage as step1
 from step1_sft.config import SFTConfig
 from tests import killing, saving
 from tests.killing import Killed, dying, left, ppo_options, require_same, run, sft_options, undisturbed
@@ -145,16 +146,19 @@ def test_too_little_room_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [path for path in (SFT / "checkpoints").rglob("*") if path.is_file()]
     there, need = sum(path.stat().st_size for path in files), 3 * tensor_bytes(SFT / "checkpoints/step-00000002")
     assert need < 1.5 * there < 1.1 * need  # what lies there are two
+    opened: list[int] = []
+    read = step1.open_data
     for free, enough in ((need - there - 1, False), (need - there, True)):
         usage = SimpleNamespace(free=free)
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+            patched.setattr(step1, "open_data", lambda *given: opened.append(1) or read(*given))
             if enough:
                 dying(patched, sft, "train", 4)
             else:
-                with pytest.raises(UserError, match=r" are free there, expected .* 2 checkpoints and one being writ"):
+                with pytest.raises(UserError, match=r" are free there, expected .* of --keep and one being writ"):
                     sft()
-                assert killing.steps_of(SFT) == [1, 2]
+                assert killing.steps_of(SFT) == [1, 2] and not opened, "before the data is read"
 
 
 def tensor_bytes(folder: Path) -> int:

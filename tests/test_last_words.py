@@ -20,15 +20,17 @@ def test_where_why_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
     rows = ['{"kind": "train", "step": 15}', '{"kind": "train", "step": 16}', '{"kind": "warning", "step": 17}']
     (stage / "metrics.jsonl").write_text("\n".join([*rows, '{"kind": "tr']))
     assert last_words(stage, Ended(-9, "rank 1 on b: SIGKILL"), "python train.py --seed 1") == (
-        f"step2_reward at step 16: rank 1 on b: SIGKILL; last checkpoint {stage}/checkpoints/step-00000012; "
-        "no later stage was started; to go on: python train.py --seed 1"
+        "to go on: python train.py --seed 1\n"
+        "step2_reward did not finish: rank 1 on b: SIGKILL, at step 16; it goes on after step 12"
     )
 
 
 def test_nothing_was_done_yet(tmp_path: Path) -> None:
     assert last_step(tmp_path) is None and newest_checkpoint(tmp_path) is None
     said = last_words(tmp_path / "step1_sft", Ended(1, "rank 0: exit code 1"), "X")
-    assert said.startswith("step1_sft before its first step: rank 0: exit code 1; no checkpoint yet;")
+    assert said.endswith(
+        "\nstep1_sft did not finish: rank 0: exit code 1, before its first step; it begins again, without a checkpoint"
+    )
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,13 @@ class Needs:
     def trained(self) -> list[Player]:
         return [player for player in self.players if player.trained]
 
+    @property
+    def checkpoints(self) -> int:
+        """Bytes of those that stay and of one being written: weights and two moments, and averages, in fp32."""
+        sizes = [player.size() for player in self.trained()]
+        one = 3 * sum(size.trained for size in sizes) + self.averages * sizes[0].trained
+        return MASTER * one * (self.keep + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Line:

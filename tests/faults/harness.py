@@ -185,8 +185,8 @@ def alone(out: Path, whole: Path, step: int) -> list[str]:
 
 
 def printed_command(ended: Ended) -> list[str]:
-    """What the last line says to type."""
-    return shlex.split(ended.last_line.partition("to go on: ")[2])
+    """What the line before the last one says to type."""
+    return shlex.split(ended.said.splitlines()[-2].removeprefix("to go on: "))
 
 
 def after_stages(whole: Path, out: Path, step: int) -> Path:

@@ -61,9 +61,9 @@ def test_a_chain_that_was_asked_to_end_goes_on(hosts: World, tmp_path: Path) -> 
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 143
-    last = said.strip().splitlines()[-1]
-    assert last.startswith("step1_sft at step ") and "SIGTERM; last checkpoint" in last
-    assert last.endswith(" ".join(["--sft.num-train-epochs", "30"])) and "train.py" in last
+    command_line, last = said.strip().splitlines()[-2:]
+    assert last.startswith("step1_sft did not finish: ") and "SIGTERM, at step " in last and "goes on after" in last
+    assert command_line.endswith(" ".join(["--sft.num-train-epochs", "30"])) and "train.py" in command_line
     nothing_left(hosts)
     again = hosts.run(*command)
     assert again.returncode == 0, again.stderr
