@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf import config, launch, status, streams
-from rlhf.chain.options import SECTIONS, SHORT_HELP, STAGES, ChainConfig, chain_config, resolve
+from rlhf.chain.options import SECTIONS, SHORT_HELP, STAGES, ChainConfig, chain_config, changed, resolve
 from rlhf.config import UserError
 from rlhf.help import short_help
 from rlhf.hosts import Deployment, LaunchOptions, open_deployment
@@ -150,10 +150,10 @@ def leave(step: int, ended: launch.Ended, todo: dict[int, Any]) -> NoReturn:
 
 def main() -> None:
     argv, note = _with_base(sys.argv[1:])
-    shown = "--print-config" in argv
+    shown = config.SHOWN & {*argv} if "--print-config" in argv else set()
     streams.outlive_readers(tell=not shown and not TEXTS & {*argv})
-    argv = [word for word in argv if word != "--print-config"]
-    status.loading("train.py", argv, shown)
+    argv = [word for word in argv if word not in shown]
+    status.loading("train.py", argv, bool(shown))
     options, about = chain_config(argv), (__doc__ or "").split("\n")[0]
     if {"--help", "-h"} & {*argv}:
         print(short_help(options, "python train.py", about, SHORT_HELP))
@@ -161,7 +161,7 @@ def main() -> None:
     chain = config.parse(options, argv, "python train.py", about)
     chain = resolve(chain, argv)
     if shown:
-        print(config.to_yaml(chain), end="")
+        print(config.tree_to_yaml(changed(chain)) if "--changed" in shown else config.to_yaml(chain), end="")
         return
     launch.require_alone()
     launch.require_open_files()

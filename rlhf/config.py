@@ -270,22 +270,25 @@ def peek(argv: Sequence[str], option: str, default: str) -> str:
     return str(value)
 
 
+SHOWN = {"--print-config", "--changed"}
+
+
 def parse(cls: type[C], argv: Sequence[str], prog: str, description: str) -> C:
     """The config of one program: `--config` files, then the options of the command line over them.
 
-    `--print-config` prints the resolved tree and ends the program.
+    `--print-config` prints the resolved tree, with `--changed` what is no default, and ends the program.
     """
     files, rest = split_config_files(argv)
     default = compose(cls, files)
-    show = "--print-config" in rest
-    rest = ["--help" if word == "--help-all" else word for word in rest if word != "--print-config"]
+    show = SHOWN & {*rest} if "--print-config" in rest else set()
+    rest = ["--help" if word == "--help-all" else word for word in rest if word not in show]
     _refuse_unknown(cls, rest)
     config = _run_tyro(cls, default, rest, prog, description)
     from rlhf.secrecy import refuse_secrets  # which needs UserError of here
 
     refuse_secrets(config.model_dump(mode="json"))
     if show:
-        print(to_yaml(config), end="")
+        print(tree_to_yaml(changed(config, cls())) if "--changed" in show else to_yaml(config), end="")
         raise SystemExit(0)
     return config
 
@@ -336,7 +339,26 @@ def _unbox(text: str) -> str:
 
 def to_yaml(config: Config) -> str:
     """The whole resolved tree; `--config` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return tree_to_yaml(config.model_dump(mode="json"))
+
+
+def tree_to_yaml(tree: dict[str, Any]) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def changed(config: Config, default: Config) -> dict[str, Any]:
+    """What differs from `default`; `--config` reads it back as the whole."""
+    return _difference(config.model_dump(mode="json"), default.model_dump(mode="json"))
+
+
+def _difference(tree: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in tree.items():
+        both = isinstance(value, dict) and isinstance(default.get(name), dict)
+        own = _difference(value, default[name]) if both else value
+        if own != ({} if both else default.get(name)):
+            found[name] = own
+    return found
 
 
 def of_the_system(error: OSError) -> str | None:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rlhf import config, slurm, status, streams
 from rlhf.config import UserError
+from rlhf.help import OF_STAGES, Groups, short_help
 from rlhf.hosts import Deployment
 from rlhf.net import LOOPBACK, interface_of
 from rlhf.nodes import Nodes
@@ -164,9 +165,16 @@ def requeued_when_asked() -> Iterator[None]:
 
 
 def stage_main(
-    options_of: Callable[[list[str]], type[C]], stage: str, description: str, run: Callable[[C], object]
+    options_of: Callable[[list[str]], type[C]],
+    stage: str,
+    description: str,
+    groups: Groups,
+    run: Callable[[C], object],
 ) -> int:
-    """The command line of one stage: the class of its options, parse, run. A user's mistake is one line and code 2."""
+    """The command line of one stage: the class of its options, parse, run. A user's mistake is one line and code 2.
+
+    `groups`: what `--help` lists beside what every stage has.
+    """
     _end_with_launcher()
     streams.outlive_readers()
     # The deepspeed launcher adds --local_rank; the environment says it too.
@@ -176,6 +184,9 @@ def stage_main(
             require_open_files()
             slurm.adopt(os.environ)
             status.loading(stage, argv)
+            if {"--help", "-h"} & {*argv}:
+                print(short_help(options_of(argv), f"python -m {stage}", description, {**groups, **OF_STAGES}))
+                return 0
             options = config.parse(options_of(argv), argv, f"python -m {stage}", description)
             from rlhf import checkpoint, record, rendezvous
 

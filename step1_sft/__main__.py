@@ -3,6 +3,8 @@
 from rlhf.launch import stage_main
 from step1_sft.config import SFTConfig
 
+GROUPS = {"fine-tuning": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective", "loss-on")}
+
 
 def main() -> int:
     def run(options: SFTConfig) -> None:
@@ -11,7 +13,7 @@ def main() -> int:
 
         stage.run(settle_alone(options, plan.needs))
 
-    return stage_main(lambda argv: SFTConfig, "step1_sft", "Supervised fine-tuning on responses.", run)
+    return stage_main(lambda argv: SFTConfig, "step1_sft", "Supervised fine-tuning on responses.", GROUPS, run)
 
 
 if __name__ == "__main__":

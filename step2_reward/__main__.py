@@ -3,6 +3,8 @@
 from rlhf.launch import stage_main
 from step2_reward.config import RewardConfig
 
+GROUPS = {"the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "centering")}
+
 
 def main() -> int:
     def run(options: RewardConfig) -> None:
@@ -11,7 +13,7 @@ def main() -> int:
 
         stage.run(settle_alone(options, plan.needs))
 
-    return stage_main(lambda argv: RewardConfig, "step2_reward", "A pairwise reward model on preferences.", run)
+    return stage_main(lambda argv: RewardConfig, "step2_reward", "A pairwise reward model on preferences.", GROUPS, run)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,13 @@ from rlhf import config, plugins
 from rlhf.launch import stage_main
 from step3_ppo.config import Step3Config
 
+GROUPS = {
+    "reinforcement learning": (
+        "actor-model", "reward-model", "algorithm", "reward", "judge", "response-length", "total-episodes",
+        "batch-size", "kl-coef", "learning-rate", "critic-learning-rate", "eval-every",
+    ),
+}  # fmt: skip
+
 
 def main() -> int:
     def run(options: Step3Config) -> None:
@@ -16,7 +23,7 @@ def main() -> int:
         name = config.peek(argv, "algorithm", "ppo")
         return plugins.find("step3_ppo.algorithms", name).Config
 
-    return stage_main(options_of_the_algorithm, "step3_ppo", "Reinforcement learning from scores.", run)
+    return stage_main(options_of_the_algorithm, "step3_ppo", "Reinforcement learning from scores.", GROUPS, run)
 
 
 if __name__ == "__main__":

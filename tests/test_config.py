@@ -213,6 +213,10 @@ def test_print_config_prints_the_whole_tree_and_ends(tmp_path: Path, capsys: pyt
     assert ended.value.code == 0
     printed = write(tmp_path / "printed.yaml", capsys.readouterr().out)
     assert parse("--config", printed) == Root(inner=Inner(steps=7))
+    with pytest.raises(SystemExit):
+        parse("--inner.steps", "7", "--print-config", "--changed")
+    assert capsys.readouterr().out == "inner:\n  steps: 7\n"
+    assert "no option '--changed'" in mistake("--changed")
 
 
 @pytest.mark.parametrize(

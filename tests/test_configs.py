@@ -1,5 +1,6 @@
 """Every YAML file under configs/ loads, and composes with the others as its comment says."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 
 import train
 from rlhf import config, plugins
-from rlhf.chain.options import SHORT_HELP
+from rlhf.chain.options import SHORT_HELP, changed
 from rlhf.config import UserError, read_yaml
+from rlhf.help import OF_STAGES
 from rlhf.models.load import load_config
 from rlhf.text import load_tokenizer
 from step1_sft.config import SFTConfig
@@ -136,6 +138,39 @@ def test_the_resolved_tree_reads_back_and_still_follows_the_top(tmp_path: Path) 
     assert {tree[section]["output_dir"] for section in ("sft", "reward", "ppo")} == {"elsewhere"}
     over = resolved("--config", str(file), str(CONFIGS / "overlays" / "zero3.yaml"))
     assert [over[section]["zero_stage"] for section in ("sft", "reward", "ppo")] == [3, 3, 3]
+
+
+def test_what_is_no_default_is_little_and_reads_back(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("from step3_ppo.algorithms.ppo import *\nclass Config(Config):\n    max_grad_norm: float = 0.5\n")
+    file = tmp_path / "changed.yaml"
+    for argv, expected in (
+        ([], {}),
+        (["--max-length", "40", "--sft.max-length", "512"], {"max_length": 40, "sft": {"max_length": 512}}),
+        (["--ppo.algorithm", "rloo", "--ppo.actor.zero-stage", "3"],
+         {"ppo": {"algorithm": "rloo", "actor": {"zero_stage": 3}}}),
+        (["--ppo.algorithm", str(mine), "--max-grad-norm", "1.0"],
+         {"ppo": {"algorithm": str(mine), "max_grad_norm": 1.0}}),
+        (["--config", str(CONFIGS / "demo.yaml")], None),
+    ):  # fmt: skip
+        chain = train.resolve(config.parse(train.chain_config(argv), argv, "", ""), argv)
+        tree = changed(chain)
+        assert expected in (None, tree)
+        file.write_text(config.tree_to_yaml(tree))
+        assert resolved("--config", str(file)) == chain.model_dump(mode="json"), argv
+
+
+@pytest.mark.parametrize("stage", ["step1_sft", "step2_reward", "step3_ppo"])
+def test_a_stage_has_a_short_help(
+    stage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module(f"{stage}.__main__")
+    monkeypatch.setattr("sys.argv", [stage, "--help"])
+    assert main.main() == 0
+    said = capsys.readouterr().out
+    listed = [*main.GROUPS.values(), *OF_STAGES.values()]
+    assert said.count("\n  --") == sum(map(len, listed)) < 30 and "--help-all" in said
+    assert f"usage: python -m {stage} " in said and max(map(len, said.splitlines())) <= 100
 
 
 def test_a_section_has_no_directory_of_its_own() -> None:

@@ -135,6 +135,21 @@ def resolve(chain: Any, argv: list[str]) -> Any:
     return chain.model_copy(update=sections)
 
 
+def changed(chain: Any) -> dict[str, Any]:
+    """What differs from the defaults: of a section also from what it follows at the top. `--config` reads it back."""
+    tree = config.changed(chain, type(chain)())
+    for section in SECTIONS.values():
+        own = getattr(chain, section)
+        follows = {
+            name: getattr(chain, top)
+            for name, top in followed(section).items()
+            if top in tree or not _differs(own, name, top)
+        }
+        found = config.changed(own, type(own)().model_copy(update=follows))
+        tree = {name: value for name, value in tree.items() if name != section} | ({section: found} if found else {})
+    return tree
+
+
 def _differs(section: Config, name: str, top: str) -> bool:
     """Whether a shared option has another default in the section than at the top."""
     if name != top or name == "output_dir":
