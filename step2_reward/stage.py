@@ -1,5 +1,6 @@
 """The reward model: the chosen response of each pair shall score higher (InstructGPT, arXiv 2203.02155, eq. 1)."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from rlhf.models import sequence_parallel
 from rlhf.models.export import save_scalar
 from rlhf.models.scalar import ScoreStatistics, apart, can_join, new_scalar_model, together
 from rlhf.names import resolve
+from rlhf.nonfinite import NonFiniteError
 from rlhf.progress import find
 from rlhf.resume import Resumable, require_room
 from rlhf.run import open_run
@@ -36,6 +38,8 @@ STAGE = "step2_reward"
 PHASE: Phase = "reward"
 FOLDERS = ("model", "actor")
 """Models among what stages leave whose backbone may become the reward model's."""
+DIVERGED = 10
+"""times the loss of guessing, log 2; runs that overfit end at one to three times"""
 
 
 PairScores = Callable[[Any, Pairs], tuple[Tensor, Sequence[Sequences | JoinedPairs]]]
@@ -110,6 +114,7 @@ def evaluate(
             found += [[*pair, weights[mine[i]]] for pair, i in zip(scores, rows, strict=True)]
     *sides, weight = torch.tensor([pair for part in dist.gather_shares(found) for pair in part]).unbind(1)
     pairs = torch.stack(sides, dim=1)
+    require_finite(pairs, config.learning_rate)
     count = float(dataset.batch_elements)
     loss, metrics = losses.pairwise_logistic(*sides, count=count, weight=weight)
     record.say(score_histogram(pairs))
@@ -120,6 +125,28 @@ def evaluate(
         "eval_score_mean": pairs.mean().item(),
         "eval_score_std": pairs.std(correction=0).item(),
     }
+
+
+def require_finite(pairs: Tensor, learning_rate: float) -> None:
+    """Raises: NonFiniteError if a score of a held-out pair is not finite. pairs [N, 2]."""
+    wrong = int((~pairs.isfinite()).any(1).sum())
+    if wrong:
+        raise NonFiniteError(
+            f"the run has diverged: scores of {wrong} of {len(pairs)} held-out pairs are not finite; nothing was "
+            f"exported; lower --learning-rate (now {learning_rate:g}) and add --overwrite"
+        )
+
+
+def require_converged(metrics: Metrics, pairs: int, learning_rate: float) -> None:
+    """Raises: NonFiniteError if the held-out loss is DIVERGED times that of guessing, with as many pairs right as by
+    guessing (95 %). A higher loss alone is overfitting, and scores far apart in the right order are of use."""
+    chance = abs(metrics["eval_accuracy"] - 0.5) < 1.96 * 0.5 / math.sqrt(pairs)
+    if chance and metrics["eval_loss"] > DIVERGED * math.log(2):
+        raise NonFiniteError(
+            f"the run has diverged: eval_loss is {metrics['eval_loss']:.4g} and eval_accuracy "
+            f"{metrics['eval_accuracy']:.2f}, where guessing has 0.69 and 0.50; nothing was exported; lower "
+            f"--learning-rate (now {learning_rate:g}) and add --overwrite"
+        )
 
 
 def score_histogram(pairs: Tensor, bins: int = 30) -> str:
@@ -194,5 +221,6 @@ def run(config: RewardConfig) -> None:
         stage.follow(steps, total, shown=("loss", "accuracy", "margin"))
         metrics = evaluate(reward, evaluation, config, pad_id, pair_scores)
         stage.evaluated(metrics)
+        require_converged(metrics, evaluation.batch_elements, config.learning_rate)
         statistics = ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
         stage.finish({"model": partial(export, scores=statistics)}, metrics)

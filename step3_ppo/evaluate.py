@@ -67,6 +67,16 @@ def _question(prompt: Sequence[Message]) -> str:
     return next((message.content for message in reversed(prompt) if message.role == "user"), "")
 
 
+def collapse(before: Evaluation, after: Evaluation) -> str | None:
+    """What to say of a policy whose held-out responses have lost nine tenths of their distinct pairs of tokens."""
+    if 10 * after.distinct_2 >= before.distinct_2:
+        return None
+    return (
+        f"the policy has collapsed: its held-out responses are all alike (eval_distinct_2 was {before.distinct_2:.3g}, "
+        f"now {after.distinct_2:.3g}; eval_kl {after.kl.mean().item():.3g}); lower --learning-rate or raise --kl-coef"
+    )
+
+
 def flaw(seen: Evaluation) -> str | None:
     """What is not a finite number for which held-out response, the same on every rank; None where all are."""
     for what, values in {"score": seen.scores, "judge": seen.judged, **seen.by_source}.items():

@@ -31,6 +31,7 @@ from step3_ppo.evaluate import (
     Evaluation,
     Turns,
     at_start,
+    collapse,
     compare,
     flaw,
     look,
@@ -210,6 +211,9 @@ def run(config: Step3Config) -> None:
         steps = looked_at(steps, Turns(config.eval_every, total, stage.done), look_at, best)
         stage.follow(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(before, after, config.sample_rows)
+        alike = collapse(before, after)
+        if alike is not None:  # no error: the scores, which may be what the user asked for, are as good as they say
+            record.say(f"warning: {alike}")
         made: dict[str, Callable[[Path], None]] = {"actor": actor}
         if players.critic is not None:
             made["critic"] = partial(save_scalar, players.critic, config.adapter, tokenizer)

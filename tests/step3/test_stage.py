@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from rlhf import checkpoint, config, launch, plugins
 from rlhf.config import UserError
 from rlhf.generation import vllm as served
 from rlhf.models.scalar import apart, load_scalar_model
+from rlhf.nonfinite import NonFiniteError
 from rlhf.responding import policy_place
 from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
 from step2_reward import stage as reward
 from step2_reward.config import RewardConfig
 from step3_ppo import __main__ as ppo_program
-from step3_ppo import stage
+from step3_ppo import evaluate, stage
 from tests import programs
 from tests.small_demo import SMALL
 
@@ -53,22 +55,48 @@ def rows(out: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [row for row in all_rows(out) if row["kind"] == kind]
 
 
-def test_a_run_that_diverges_is_said_so_and_exports_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("run", "options_of", "number"),
+    [(sft.run, SFTConfig, "eval_perplexity was"), (reward.run, RewardConfig, "eval_loss is")],
+)
+def test_a_run_that_diverges_is_said_so_and_exports_nothing(
+    run: Any, options_of: Any, number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     high = {"learning_rate": 50.0, "num_train_epochs": 2, "max_train_rows": 96}
     with pytest.raises(SystemExit) as leaving:
-        sft.run(SFTConfig(**SMALL, **high, model="demo-llama", output_dir=str(tmp_path)))
+        run(options_of(**SMALL, **high, model="demo-llama", output_dir=str(tmp_path)))
     said = capsys.readouterr()
     last = said.err.strip().splitlines()[-1]
+    [folder] = tmp_path.iterdir()
     assert leaving.value.code == launch.NON_FINITE and "warning, step 2: loss_spike" in said.out
-    assert last.startswith("error: step1_sft: the run has diverged: eval_perplexity was ")
+    assert last.startswith(f"error: {folder.name}: the run has diverged: {number} ")
     assert "lower --learning-rate (now 50) and add --overwrite" in last
-    assert not (tmp_path / "step1_sft/model").exists()
+    assert not (folder / "model").exists()
+
+
+def test_a_reward_model_that_overfits_has_not_diverged() -> None:
+    """A loss of 7 and more with half the pairs right has; not a loss of 2, nor scores far apart in the right order."""
+    for accuracy, loss, pairs in ((0.5, 6.9, 100), (0.7, 50.0, 100)):
+        reward.require_converged({"eval_accuracy": accuracy, "eval_loss": loss}, pairs, 1.0)
+    with pytest.raises(NonFiniteError, match=r"eval_loss is 7 and eval_accuracy 0\.55"):
+        reward.require_converged({"eval_accuracy": 0.55, "eval_loss": 7.0}, 100, 1.0)
+    with pytest.raises(NonFiniteError, match="1 of 2 held-out pairs are not finite"):
+        reward.require_finite(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]), 1.0)
 
 
 def test_a_learning_rate_of_0_is_said(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     still = {"learning_rate": 0.0, "total_episodes": 32, "num_ppo_epochs": 1}
     stage.run(options(models, tmp_path, "rloo", **still))
     assert "warning: --learning-rate 0: what it is for does not change" in capsys.readouterr().out
+
+
+def test_a_policy_that_has_collapsed_is_said() -> None:
+    """Below a tenth of the distinct pairs of tokens that it had."""
+    one = torch.ones(1)
+    before = evaluate.Evaluation(("a",), ("b",), one, None, 50 * one, one, one, one, distinct_2=0.5)
+    assert evaluate.collapse(before, replace(before, distinct_2=0.05)) is None
+    said = evaluate.collapse(before, replace(before, distinct_2=0.0499))
+    assert said is not None and "eval_distinct_2 was 0.5, now 0.0499; eval_kl 50" in said and "--kl-coef" in said
 
 
 def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> None:
