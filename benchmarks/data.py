@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from rlhf import config
-from rlhf.launch import cores
+from rlhf import errors
+from rlhf.config import parser
+from rlhf.launch.launcher import cores
 
 TOKENS = 129
 RESULTS = Path(__file__).parent / "results" / "data.json"
@@ -41,7 +42,7 @@ DEEPSPEED_CHAT = {"bytes_a_row": 22_600, "rows_a_second": 2048}
 """DeepSpeed-Chat's cache of padded tensors on 2 cores, for texts of 129 tokens: quoted, not measured here."""
 
 
-class Options(config.Config):
+class Options(parser.Config):
     """What to measure, and where to write it."""
 
     rows: int = Field(100_000, ge=1000)
@@ -102,7 +103,7 @@ def second_start(place: str, tokenizer: str, workers: int, cache: str) -> dict[s
 def padding(tokens: np.ndarray) -> dict[str, float]:
     """The share of padding at batch 16 in micro-batches of 8, by length and in random order. tokens [N, k]"""
     from data.batches import Batches
-    from data.show import padding_share
+    from data.preview.show import padding_share
 
     return {
         "rows": len(tokens),
@@ -129,7 +130,7 @@ def drawn_lengths() -> np.ndarray:
 def prepare(folder: str, rows: int, vocabulary: int, tokenizer: str | None) -> dict[str, Any]:
     """Write the rows, and train the tokenizer unless there is one; (its place, its size)."""
     from benchmarks import corpus
-    from rlhf.text import Template
+    from rlhf.text.tokenizer import Template
 
     place = tokenizer or f"{folder}/tokenizer"
     if tokenizer is None:
@@ -142,8 +143,8 @@ def prepare(folder: str, rows: int, vocabulary: int, tokenizer: str | None) -> d
 
 
 def _tokenizer(place: str) -> Any:
-    from rlhf.record import quiet_libraries
-    from rlhf.text import load_tokenizer, prepare_tokenizer
+    from rlhf.console import quiet_libraries
+    from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
     quiet_libraries()
     return prepare_tokenizer(load_tokenizer(place), "human_assistant")
@@ -270,7 +271,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def main() -> int:
-    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.data", "What tokenised data costs.")
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.data", "What tokenised data costs.")
     results = measure(options)
     output = Path(options.output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -280,4 +281,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

@@ -23,8 +23,9 @@ from typing import Any
 
 from pydantic import Field
 
-from rlhf import config
-from rlhf.config import UserError
+from rlhf import errors
+from rlhf.config import parser
+from rlhf.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = "warm-up"
@@ -37,7 +38,7 @@ Rows = dict[str, dict[str, list[Row]]]
 """By contender and by what it was asked for"""
 
 
-class Options(config.Config):
+class Options(parser.Config):
     """What all comparisons have."""
 
     model: str = "models/smollm2-135m-instruct"
@@ -224,4 +225,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Options
-from rlhf.config import UserError
+from rlhf.errors import UserError
 
 SPLIT = {"sft": (1, 0, 0), "reward": (0, 1, 0), "ppo": (0, 0, 1)}
 
@@ -80,7 +80,7 @@ def _open(config: dict[str, Any], model: str, phase: str) -> Any:
 
 def tokenizer(model: str) -> Any:
     """As every stage prepares it."""
-    from rlhf.text import load_tokenizer, prepare_tokenizer
+    from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
     return prepare_tokenizer(load_tokenizer(model), "auto")
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
-from rlhf import config
+from rlhf.config import parser
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 ROOT = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-class Options(config.Config):
+class Options(parser.Config):
     """What to measure, and where to write it."""
 
     stages: tuple[Literal["step1_sft", "step3_ppo"], ...] = ("step1_sft",)
@@ -187,7 +187,7 @@ def rank(stage: str, folder: str) -> None:
     """`python -m STAGE`, which tells where it is when it loads a model, makes an engine, takes a step."""
     import importlib
 
-    from rlhf.engine import Engine
+    from rlhf.engine.training import Engine
     from rlhf.models import load
 
     marks = _Marks(Path(folder) / f"marks-{os.environ['RANK']}.json")
@@ -238,7 +238,7 @@ def hardware() -> str:
 def main() -> int:
     if sys.argv[1:2] == ["--rank-of"]:
         rank(*sys.argv[2:])
-    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.memory", "Memory against the plan.")
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.memory", "Memory against the plan.")
     runs = []
     for stage in options.stages:
         for malloc in options.malloc:

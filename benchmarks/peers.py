@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf import config
-from rlhf.config import UserError
+from rlhf import errors
+from rlhf.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "peers"
@@ -48,4 +48,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

@@ -24,7 +24,8 @@ from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers, sft
 from benchmarks.harness import MACHINE, OURS, Wire
-from rlhf import config
+from rlhf import errors
+from rlhf.config import parser
 
 PEER = "TRL"
 TARGETS = {(PEER, "all"): (1.4, 2.0)}
@@ -66,7 +67,7 @@ def settings(options: Options, folder: Path) -> dict[str, Any]:
     more |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}
     count = options.batch_size * (options.repeats + 1)
     stage, opened = inputs.first_rows(options, "ppo", count, folder, **more)
-    from step3_ppo.course import Course
+    from step3_ppo.schedule import Course
 
     order = [indices for _, indices in itertools.islice(Course(count, _config(stage)), options.repeats + 1)]
     return {
@@ -90,15 +91,15 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     """Step 3 without evaluation, checkpoints and files."""
     from dataclasses import replace
 
-    from rlhf import dist
+    from rlhf.distributed import collectives
     from rlhf.generation import loop
     from step3_ppo import stage
-    from step3_ppo.course import Course
     from step3_ppo.inputs import open_data, with_inputs
-    from step3_ppo.players import set_up
+    from step3_ppo.models import set_up
+    from step3_ppo.schedule import Course
 
     given = with_inputs(_config(settings["stage"]))
-    with dist.process_group(given.timeout_s):
+    with collectives.process_group(given.timeout_s):
         wire.loading()
         tokenizer, data = open_data(given, str(given.actor_model))
         players = set_up(given, tokenizer)
@@ -233,7 +234,7 @@ def measure(options: Options) -> dict[str, Any]:
 def main() -> int:
     if sys.argv[1:2] == ["--contender"]:
         return harness.contend(CONTENDERS, sys.argv[2:])
-    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.ppo", "Iterations of PPO here and in TRL.")
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.ppo", "Iterations of PPO here and in TRL.")
     found = measure(options)
     outcome.write(found, options)
     said = ", ".join(f"{name} {s['median']:.2f} s" for name, s in found["seconds_of_parts"].items())
@@ -242,4 +243,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

@@ -26,8 +26,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf import config
-from rlhf.config import UserError
+from rlhf import errors
+from rlhf.config import parser
+from rlhf.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "configs" / "recipes" / "smollm2-135m-sentiment-cpu.yaml"
@@ -39,7 +40,7 @@ SHARED = (
 """Options that TRL gets as they are here."""
 
 
-class Options(config.Config):
+class Options(parser.Config):
     """What to run, and where."""
 
     parts: tuple[Literal["base", "ours", "trl", "evaluate", "report"], ...] = (
@@ -91,12 +92,12 @@ def base_command(options: Options) -> list[str]:
 
 def ppo_options(options: Options, seed: int) -> Any:
     """Step 3 of the recipe, from the base's models, with the judge as a score source that counts for nothing."""
-    import train
+    from rlhf.chain import command as train
 
     argv = ["--config", options.recipe]
     if options.data_path:
         argv += ["--data-path", *options.data_path]
-    ppo = train.resolve(config.parse(train.chain_config(argv), argv, "ppo_quality", ""), argv).ppo
+    ppo = train.resolve(parser.parse(train.chain_config(argv), argv, "ppo_quality", ""), argv).ppo
     if ppo.judge is None or ppo.algorithm != "ppo" or ppo.num_generations != 1:
         raise UserError(f"{options.recipe}: expected PPO with a judge, one response a prompt")
     changed = {
@@ -133,7 +134,7 @@ def run_ours(options: Options, seed: int) -> None:
     ppo = ppo_options(options, seed)
     path = options.run_dir("ours", seed) / "ppo.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(config.to_yaml(ppo), encoding="utf-8")
+    path.write_text(parser.to_yaml(ppo), encoding="utf-8")
     run([sys.executable, "-m", "step3_ppo", "--config", str(path)])
 
 
@@ -164,7 +165,7 @@ def run_trl(options: Options, seed: int) -> None:
 
 def trl_settings(ppo: Any, folder: Path, dtype: str, plan: Any) -> dict[str, Any]:
     """What TRL's half reads; `plan` has the prompts' token ids and the learning rate of every iteration."""
-    from rlhf.checkpoint import model_place
+    from rlhf.storage.manifests import model_place
 
     return {name: getattr(ppo, name) for name in SHARED} | {
         "actor_model": str(Path(model_place(ppo.actor_model, "model")).resolve()),
@@ -191,7 +192,7 @@ def evaluate_command(ppo: Any, places: list[str], prompts: Path, output: Path) -
     words = ["--policies", str(ppo.actor_model), *places, "--prompts", str(prompts), "--reward", str(ppo.judge)]
     words += ["--response-length", str(ppo.response_length), "--temperature", str(ppo.temperature)]
     words += ["--micro-batch-size", str(ppo.micro_batch_size), "--rollout-batch-size", str(ppo.rollout_batch_size)]
-    return [sys.executable, "-m", "rlhf.evaluate", *words, "--output", str(output), "--overwrite"]
+    return [sys.executable, "-m", "rlhf", "evaluate", *words, "--output", str(output), "--overwrite"]
 
 
 def evaluate(options: Options) -> None:
@@ -212,7 +213,7 @@ def evaluate(options: Options) -> None:
 
 
 def main() -> int:
-    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.ppo_quality", "PPO here and in TRL.")
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.ppo_quality", "PPO here and in TRL.")
     if "base" in options.parts:
         make_base(options)
     for seed in options.seeds:
@@ -235,4 +236,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

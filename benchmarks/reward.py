@@ -20,7 +20,8 @@ from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers, sft
 from benchmarks.harness import MACHINE, OURS, Wire
-from rlhf import config
+from rlhf import errors
+from rlhf.config import parser
 
 PEER = "TRL"
 TARGETS = {(PEER, "all"): (4.0, 7.0)}
@@ -48,17 +49,18 @@ def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
 
 def ours(settings: dict[str, Any], wire: Wire) -> None:
     """Step 2 without evaluation, checkpoints and files."""
-    from rlhf import adapters, dist
-    from rlhf.engine import Engine, compute_dtype, shards_of
+    from rlhf import adapters
+    from rlhf.distributed import collectives
+    from rlhf.engine.training import Engine, compute_dtype, shards_of
     from rlhf.models.scalar import new_scalar_model
     from step2_reward import stage
     from step2_reward.config import RewardConfig
 
     given = RewardConfig(**settings["stage"])
-    with dist.process_group(given.timeout_s):
+    with collectives.process_group(given.timeout_s):
         wire.loading()
         tokenizer, data = stage.open_data(given, given.model)
-        dtype = compute_dtype(given, dist.local_device())
+        dtype = compute_dtype(given, collectives.local_device())
         model = new_scalar_model(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
         model.backbone = adapters.wrap(model.backbone, given.adapter)
         reward = Engine(model, given, given, sft.ENDLESS)
@@ -132,10 +134,10 @@ def measure(options: Options) -> dict[str, Any]:
 def main() -> int:
     if sys.argv[1:2] == ["--contender"]:
         return harness.contend(CONTENDERS, sys.argv[2:])
-    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.reward", "The reward model here and in TRL.")
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.reward", "The reward model here and in TRL.")
     outcome.write(measure(options), options)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

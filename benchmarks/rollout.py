@@ -23,7 +23,8 @@ from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome
 from benchmarks.harness import MACHINE, OURS, WARM_UP, Wire
-from rlhf import config
+from rlhf import errors
+from rlhf.config import parser
 
 PEER = "HF generate"
 LEAST, AIM = 2.2, 3.5
@@ -74,12 +75,12 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     """The rollout backend on a model as step 3 loads it."""
     import torch
 
-    from rlhf.draws import uniforms
-    from rlhf.engine import keep_freed_memory
+    from rlhf.config.options import SamplingOptions
+    from rlhf.engine.training import keep_freed_memory
     from rlhf.generation import loop
-    from rlhf.models import compiling
+    from rlhf.maths.uniforms import uniforms
+    from rlhf.models.cpu import compiling
     from rlhf.models.load import load_causal_lm
-    from rlhf.options import SamplingOptions
     from rlhf.types import Prompts, Row
 
     wire.loading()
@@ -201,7 +202,7 @@ def measure(options: Options) -> dict[str, Any]:
 def main() -> int:
     if sys.argv[1:2] == ["--contender"]:
         return harness.contend(CONTENDERS, sys.argv[2:])
-    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.rollout", "Sampling here and in transformers.")
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.rollout", "Sampling here and in transformers.")
     found = measure(options)
     outcome.write(found, options)
     for who, works in found["ms_a_decode_step"].items():
@@ -210,4 +211,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

@@ -26,8 +26,9 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import harness, outcome
-from rlhf import config
-from rlhf.config import UserError
+from rlhf import errors
+from rlhf.config import parser
+from rlhf.errors import UserError
 
 STAGES = (0, 1, 2, 3)
 WAYS = ((1, 1), (1, 2), (2, 1))
@@ -42,7 +43,7 @@ COLLECTIVES = {
 """How often (n - 1) / n of the bytes of which argument is sent"""
 
 
-class Options(config.Config):
+class Options(parser.Config):
     """What to measure, and where to write it."""
 
     parts: tuple[str, ...] = ("ranks", "growth")
@@ -81,7 +82,7 @@ def items(rows: int, prompt: int, response: int) -> list[Any]:
     """Demonstrations of random ids."""
     import torch
 
-    from data.encode import Demonstration
+    from data.build.encode import Demonstration
 
     ids = torch.randint(VOCABULARY, (rows, prompt + response), generator=torch.Generator().manual_seed(SEEDS))
     return [Demonstration(tuple(row), ((prompt, prompt + response),)) for row in ids.tolist()]
@@ -93,7 +94,7 @@ class Trainer:
     def __init__(self, model: str, stage: int, dtype: str) -> None:
         import torch
 
-        from rlhf.engine import Engine, shards_of
+        from rlhf.engine.training import Engine, shards_of
         from rlhf.models.load import load_causal_lm
         from rlhf.models.policy import Policy
         from step1_sft.config import SFTConfig
@@ -106,10 +107,10 @@ class Trainer:
     def step(self, rows: list[Any]) -> None:
         """One optimizer step on these rows, over all ranks."""
         from data.batches import Batches
-        from rlhf import dist
+        from rlhf.distributed import collectives
         from step1_sft import stage
 
-        batches = Batches(len(rows), len(rows), SEEDS, (dist.rank(), dist.world_size()))
+        batches = Batches(len(rows), len(rows), SEEDS, (collectives.rank(), collectives.world_size()))
         for _ in stage.train(self.policy, rows, batches, self.config, 0):  # type: ignore[arg-type]
             pass
 
@@ -158,10 +159,10 @@ def rank(path: str) -> int:
     """One process of `ranks`: every ZeRO stage, with each number of rows; rank 0 writes what it measured."""
     settings = json.loads(Path(path).read_text(encoding="utf-8"))
     counted = Counted()
-    from rlhf import dist
+    from rlhf.distributed import collectives
 
     found = []
-    with dist.process_group(600):
+    with collectives.process_group(600):
         for stage in STAGES:
             trainer = Trainer(settings["model"], stage, "fp32")
             for rows in settings["rows"]:
@@ -172,9 +173,9 @@ def rank(path: str) -> int:
                 sent = dict(counted.sent)
                 seconds = timed(lambda trainer=trainer, given=given: trainer.step(given), settings["repeats"])
                 found.append({"stage": stage, "rows": rows, "seconds": seconds, "sent": sent})
-        if dist.is_main():
+        if collectives.is_main():
             Path(settings["output"]).write_text(json.dumps(found), encoding="utf-8")
-        dist.barrier()
+        collectives.barrier()
     return 0
 
 
@@ -282,10 +283,10 @@ def series() -> dict[str, list[dict[str, int]]]:
 
 def growth(options: Options, folder: Path) -> list[dict[str, Any]]:
     """Of each series: what changed, seconds of a step and of a rollout, and the exponents."""
-    from rlhf import dist
+    from rlhf.distributed import collectives
 
     made = []
-    with dist.process_group(600):
+    with collectives.process_group(600):
         for name, sizes in series().items():
             points = [point(size, options.repeats, folder) for size in sizes]
             xs = [float(one["weights"] if name == "weights" else one[name.split()[0]]) for one in points]
@@ -302,9 +303,9 @@ def point(size: dict[str, int], repeats: int, folder: Path) -> dict[str, Any]:
     """Seconds of one optimizer step, and of generating responses, at one size of everything."""
     import torch
 
-    from rlhf.draws import uniforms
+    from rlhf.config.options import SamplingOptions
     from rlhf.generation import loop
-    from rlhf.options import SamplingOptions
+    from rlhf.maths.uniforms import uniforms
     from rlhf.types import Prompts, Row
 
     trainer = Trainer(write_model(folder, size["width"], size["layers"]), 0, "fp32")
@@ -376,7 +377,7 @@ def measure(options: Options) -> dict[str, Any]:
 def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
         return rank(sys.argv[2])
-    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.scaling", "How cost grows.")
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.scaling", "How cost grows.")
     found = measure(options)
     print(table(found))
     default = outcome.RESULTS / "scaling.json" if len(options.parts) == 2 else None
@@ -385,4 +386,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

@@ -23,7 +23,8 @@ from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers
 from benchmarks.harness import MACHINE, OURS, WARM_UP, Wire
-from rlhf import config
+from rlhf import errors
+from rlhf.config import parser
 
 PADDED, PACKED = "TRL padded", "TRL packed"
 TARGETS = {(PADDED, "all"): (3.0, 5.0), (PACKED, "all"): (2.5, 5.0)}
@@ -64,18 +65,19 @@ def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
 
 def ours(settings: dict[str, Any], wire: Wire) -> None:
     """Step 1 without evaluation, checkpoints and files."""
-    from rlhf import adapters, dist
-    from rlhf.engine import Engine, compute_dtype, shards_of
+    from rlhf import adapters
+    from rlhf.distributed import collectives
+    from rlhf.engine.training import Engine, compute_dtype, shards_of
     from rlhf.models.load import load_causal_lm
     from rlhf.models.policy import Policy
     from step1_sft import stage
     from step1_sft.config import SFTConfig
 
     given = SFTConfig(**settings["stage"])
-    with dist.process_group(given.timeout_s):
+    with collectives.process_group(given.timeout_s):
         wire.loading()
         tokenizer, data = stage.open_data(given, given.model)
-        dtype = compute_dtype(given, dist.local_device())
+        dtype = compute_dtype(given, collectives.local_device())
         lm = load_causal_lm(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
         policy = Engine(Policy(adapters.wrap(lm, given.adapter)), given, given, ENDLESS)
         wire.ready()
@@ -265,10 +267,10 @@ def shares(rows: harness.Rows, flop: float, dtype: str) -> dict[str, Any]:
 def main() -> int:
     if sys.argv[1:2] == ["--contender"]:
         return harness.contend(CONTENDERS, sys.argv[2:])
-    options = config.parse(Options, sys.argv[1:], "python -m benchmarks.sft", "Fine-tuning here and in TRL.")
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.sft", "Fine-tuning here and in TRL.")
     outcome.write(measure(options), options)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(config.run_as_user(main))
+    raise SystemExit(errors.run_as_user(main))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import outcome
-from rlhf.options import EngineOptions
+from rlhf.config.options import EngineOptions
 from rlhf.plan import zero
 from rlhf.plan.sizes import Size
 

@@ -10,13 +10,14 @@ import torch
 
 from data.batches import Batches, prompt_batch
 from data.dataset import PromptDataset
-from rlhf import dist, rewards
-from rlhf.engine import compute_dtype, schedule
-from rlhf.record import quiet_libraries
+from rlhf import rewards
+from rlhf.console import quiet_libraries
+from rlhf.distributed import collectives
+from rlhf.engine.training import compute_dtype, schedule
 from rlhf.types import Rollout, Samples
-from step3_ppo.course import iterations
 from step3_ppo.inputs import check, with_inputs
-from step3_ppo.players import reward_context
+from step3_ppo.models import reward_context
+from step3_ppo.schedule import iterations
 
 SCORES_AGREE = {"fp32": 0.01, "bf16": 0.5}
 """TRL's reward model says the same of a response as ours in fp32, but for rounding; scores are about 4 at most."""
@@ -50,11 +51,11 @@ def plan(ppo: Any) -> Plan:
 
 def dtype(ppo: Any) -> str:
     """The name of what step 3 computes in on this machine."""
-    return "fp32" if compute_dtype(ppo, dist.local_device()) == torch.float32 else "bf16"
+    return "fp32" if compute_dtype(ppo, collectives.local_device()) == torch.float32 else "bf16"
 
 
 def write_heldout(ppo: Any, path: Path) -> None:
-    """The prompts that no stage trains on, as rlhf.evaluate reads them."""
+    """The prompts that no stage trains on, as `rlhf evaluate` reads them."""
     quiet_libraries()
     _, data = check(ppo)
     with path.open("w", encoding="utf-8") as file:
@@ -107,7 +108,7 @@ def _samples(part: list[dict[str, Any]], indices: list[int], plan: Plan) -> Samp
         ended=ended,
         rows=prompts.rows,
     )
-    return rewards.as_samples(rollout.to(dist.local_device()), plan.tokenizer)
+    return rewards.as_samples(rollout.to(collectives.local_device()), plan.tokenizer)
 
 
 def _require_same_scores(ours: list[float], part: list[dict[str, Any]], limit: float) -> None:

@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from data.build.encode import Demonstration, Preference, Prompt, Spans
 from data.config import BatchOptions
-from data.encode import Demonstration, Preference, Prompt, Spans
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.types import JoinedPairs, Pairs, Prompts, Sequences
 
 SORTED = 50

@@ -13,19 +13,19 @@ import pyarrow
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
-from data import cache
+from data.build import cache
+from data.build.encode import Item
+from data.build.gather import to_text
+from data.build.making import Recipe, make
+from data.build.mixture import Origin, origins, places_of_others
+from data.build.report import dropped, notes, require_usable
+from data.build.split import PHASES
+from data.build.store import read_items, to_item
 from data.config import DataOptions
-from data.encode import Item
-from data.gather import to_text
-from data.making import Recipe, make
-from data.mixture import Origin, origins, places_of_others
-from data.reading import Phase, Skipped
-from data.report import dropped, notes, require_usable
-from data.split import PHASES
-from data.store import read_items, to_item
-from rlhf import checkpoint, disk
-from rlhf.config import UserError
-from rlhf.text import Template
+from data.read.records import Phase, Skipped
+from rlhf.errors import UserError
+from rlhf.storage import disk, manifests
+from rlhf.text.tokenizer import Template
 
 UNCACHED = {"data_workers", "data_cache", "max_dropped", "chat_template"}
 """Options that do not change what is made; the template's text is known with the tokenizer."""
@@ -145,8 +145,8 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
             report = make(staging, found, options, recipe, Template(tokenizer))
             for place, digest in zip(report["places"], content, strict=True):
                 place["fingerprint"] = digest
-            report["files"] = {file.name: checkpoint.digest(file) for file in sorted(staging.iterdir())}
-            checkpoint.write_manifest(staging / cache.REPORT, report)
+            report["files"] = {file.name: manifests.digest(file) for file in sorted(staging.iterdir())}
+            manifests.write_manifest(staging / cache.REPORT, report)
             disk.complete(staging)
     opened = _read(folder, recipe.phase)
     require_usable(opened.report, recipe.phase, options)
@@ -156,14 +156,14 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
 def _read(folder: Path, phase: Phase) -> Opened:
     with _sound(folder / cache.REPORT) as path:
         report = disk.read_json(path)
-        if report.pop("sha256") != checkpoint.own_digest(report):
+        if report.pop("sha256") != manifests.own_digest(report):
             raise ValueError("it differs from its own sha256")
         files = report.pop("files")
         why = {"train": dropped(report), "evaluation": report["evaluation"]["dropped"]}
         shortened = {name: report[name]["shortened"] for name in why}
     for name, entry in files.items():
         with _sound(folder / name) as path:
-            if checkpoint.digest(path) != entry:
+            if manifests.digest(path) != entry:
                 raise ValueError(f"its content differs from {cache.REPORT}")
     with _sound(folder / "items.arrow"):
         table = read_items(folder)

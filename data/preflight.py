@@ -1,9 +1,9 @@
 """Whether the data can fill one batch, asked before anything is trained."""
 
+from data.build.report import NEEDS, fates
 from data.config import DataOptions
 from data.dataset import Opened
-from data.report import NEEDS, fates
-from rlhf.config import UserError
+from rlhf.errors import UserError
 
 
 def require_rows(opened: Opened, options: DataOptions, batch_size: int, ranks: int = 1) -> None:

@@ -15,8 +15,9 @@ from typing import Any, Self
 
 import yaml
 
-from rlhf import memory
-from rlhf.config import UserError, suggest, validate
+from rlhf import errors
+from rlhf.config import suggest, validate
+from rlhf.errors import UserError
 
 Spec = str | dict[str, Any]
 
@@ -115,7 +116,7 @@ class Blame:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, UserError) or memory.ran_out(error):
+        if not isinstance(error, Exception) or isinstance(error, UserError) or errors.ran_out(error):
             return False
         self.error = error
         return True

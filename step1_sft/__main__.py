@@ -1,6 +1,6 @@
 """`python -m step1_sft`: supervised fine-tuning alone."""
 
-from rlhf.launch import stage_main
+from rlhf.launch.launcher import stage_main
 from step1_sft.config import SFTConfig
 
 GROUPS = {"fine-tuning": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective", "loss-on")}

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from data.config import BatchOptions, DataOptions
-from rlhf.options import EngineOptions, OptimizerOptions, RunOptions
+from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
 
 
 class SFTConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):

@@ -10,26 +10,28 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, batches_of, padding, sft_batch
+from data.build.pack import ACROSS
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
-from data.pack import ACROSS
 from data.preflight import require_rows
-from data.reading import Phase
-from rlhf import adapters, dist, losses, record
-from rlhf.checkpoint import model_place, planned_start
-from rlhf.checks import check_engine, check_ranks, check_start
-from rlhf.encoder import id_count
-from rlhf.engine import Engine, compute_dtype, shards_of
+from data.read.records import Phase
+from rlhf import adapters, console
+from rlhf.console import status
+from rlhf.distributed import collectives
+from rlhf.engine.export import save_policy
+from rlhf.engine.nonfinite import NonFiniteError
+from rlhf.engine.training import Engine, compute_dtype, shards_of
+from rlhf.hub.short_names import resolve
+from rlhf.maths import losses
 from rlhf.models import sequence_parallel
-from rlhf.models.export import save_policy
 from rlhf.models.load import load_causal_lm
-from rlhf.names import resolve
-from rlhf.nonfinite import NonFiniteError
-from rlhf.progress import find
-from rlhf.resume import Resumable, require_room
-from rlhf.run import open_run
-from rlhf.splitting import check_split, shares
-from rlhf.status import status
-from rlhf.text import load_tokenizer, prepare_tokenizer
+from rlhf.models.splitting import check_split, shares
+from rlhf.storage.manifests import model_place, planned_start
+from rlhf.text.encoder import id_count
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+from rlhf.training.checkpoints import Resumable, require_room
+from rlhf.training.checks import check_engine, check_ranks, check_start
+from rlhf.training.progress import find
+from rlhf.training.run import open_run
 from rlhf.types import Metrics, length_groups
 from step1_sft.config import SFTConfig
 from step1_sft.plan import needs
@@ -46,7 +48,7 @@ def train(
     """The method: each batch's mean token loss, one optimizer step."""
     for indices in batches.take(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id).to(policy.device)
-        count = dist.sum_over_ranks(batch.loss_mask.sum())
+        count = collectives.sum_over_ranks(batch.loss_mask.sum())
         groups = length_groups(batch.lengths, config.micro_batch_size)
         micros = [batch[rows].trimmed() for rows in groups]
         metrics = policy.step(
@@ -58,7 +60,7 @@ def train(
 
 
 def _batches(dataset: PromptDataset, config: SFTConfig) -> Batches:
-    return batches_of(dataset.sides, config, config.seed, (dist.data_rank(), dist.data_world_size()))
+    return batches_of(dataset.sides, config, config.seed, (collectives.data_rank(), collectives.data_world_size()))
 
 
 def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
@@ -70,14 +72,14 @@ def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, O
 def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> float:
     """exp of the mean loss over the response tokens of `dataset`, each token counting the same over all ranks; infinite
     where no float holds it."""
-    mine = range(dist.data_rank(), len(dataset), dist.data_world_size())
+    mine = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
     totals = torch.zeros(2, dtype=torch.float64, device=policy.device)
     with policy.inference() as model:
         for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
             batch = sft_batch([dataset[mine[i]] for i in rows], pad_id).to(policy.device)
             logprobs, _ = model(batch)
             totals += torch.stack([-logprobs.sum().double(), batch.loss_mask.sum()])
-    nll, count = dist.sum_over_ranks(totals).tolist()
+    nll, count = collectives.sum_over_ranks(totals).tolist()
     mean = nll / count
     return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
 
@@ -131,21 +133,21 @@ def run(config: SFTConfig) -> None:
     if found == "finished":
         return
     status(f"{STAGE}: reading the data")
-    tokenizer, data = check(config, ranks=dist.world_size())
-    dist.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
+    tokenizer, data = check(config, ranks=collectives.world_size())
+    collectives.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
     place = model_place(config.model, *FOLDERS)
     dataset, evaluation = data.train, data.evaluation
     batches = _batches(dataset, config)
     total = batches.steps(config.num_train_epochs)
     with open_run(STAGE, config, found, {"model": place}) as stage:
         status(f"{STAGE}: loading the model")
-        dtype = compute_dtype(config, dist.local_device())
+        dtype = compute_dtype(config, collectives.local_device())
         lm = load_causal_lm(place, dtype, id_count(tokenizer), config.seed, shards_of(config))
         model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)
         policy = Engine(model, config, config, total)
         stage.describe(data, tokenizer)
         if config.objective == "text":
-            record.say(f"{STAGE}: {ACROSS}")
+            console.say(f"{STAGE}: {ACROSS}")
         before = perplexity(policy, evaluation, config, tokenizer.pad_token_id)
         stage.go_on(Resumable({"policy": policy, "batches": batches}, {"policy": policy}))
         if not stage.done:

@@ -1,6 +1,6 @@
 """`python -m step2_reward`: the reward model alone."""
 
-from rlhf.launch import stage_main
+from rlhf.launch.launcher import stage_main
 from step2_reward.config import RewardConfig
 
 GROUPS = {"the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "centering")}

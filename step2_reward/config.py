@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from data.config import BatchOptions, DataOptions
-from rlhf.options import EngineOptions, OptimizerOptions, RunOptions
+from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
 
 
 class RewardConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):

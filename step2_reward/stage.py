@@ -13,23 +13,25 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import Batches, batches_of, counted, padding, pair_batch
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
-from data.reading import Phase
-from rlhf import adapters, dist, losses, record
-from rlhf.checkpoint import model_place, planned_start
-from rlhf.checks import check_engine, check_ranks, check_start
-from rlhf.encoder import id_count
-from rlhf.engine import Engine, compute_dtype, shards_of
+from data.read.records import Phase
+from rlhf import adapters, console
+from rlhf.console import status
+from rlhf.distributed import collectives
+from rlhf.engine.export import save_scalar
+from rlhf.engine.nonfinite import NonFiniteError
+from rlhf.engine.training import Engine, compute_dtype, shards_of
+from rlhf.hub.short_names import resolve
+from rlhf.maths import losses
 from rlhf.models import sequence_parallel
-from rlhf.models.export import save_scalar
 from rlhf.models.scalar import ScoreStatistics, apart, can_join, new_scalar_model, together
-from rlhf.names import resolve
-from rlhf.nonfinite import NonFiniteError
-from rlhf.progress import find
-from rlhf.resume import Resumable, require_room
-from rlhf.run import open_run
-from rlhf.splitting import check_split, shares
-from rlhf.status import status
-from rlhf.text import load_tokenizer, prepare_tokenizer
+from rlhf.models.splitting import check_split, shares
+from rlhf.storage.manifests import model_place, planned_start
+from rlhf.text.encoder import id_count
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+from rlhf.training.checkpoints import Resumable, require_room
+from rlhf.training.checks import check_engine, check_ranks, check_start
+from rlhf.training.progress import find
+from rlhf.training.run import open_run
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
 from step2_reward.config import RewardConfig
 from step2_reward.plan import needs
@@ -62,7 +64,7 @@ def train(
     for indices in batches.take(config.num_train_epochs):
         weights = weight_of[indices] * counted(indices)
         batch = pair_batch([dataset[i] for i in indices], pad_id, weights).to(reward.device)
-        count = dist.sum_over_ranks(torch.tensor(weights.sum()))
+        count = collectives.sum_over_ranks(torch.tensor(weights.sum()))
         ran: list[Sequences | JoinedPairs] = []
 
         def loss(pairs: Pairs, count: Tensor = count, ran: list[Any] = ran) -> losses.Loss:
@@ -94,9 +96,9 @@ def scoring(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id
     longest = tokens[:, 0].argsort(kind="stable")[-min(4, config.micro_batch_size) :]
     with reward.inference() as model:
         able = can_join(model, pair_batch([dataset[int(i)] for i in longest], pad_id).to(reward.device))
-    if all(dist.gather_objects(able)):
+    if all(collectives.gather_objects(able)):
         return together
-    record.say("both sides of a pair are computed in full: this model cannot keep them apart in one row")
+    console.say("both sides of a pair are computed in full: this model cannot keep them apart in one row")
     return apart
 
 
@@ -104,7 +106,7 @@ def evaluate(
     reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int, pair_scores: PairScores = apart
 ) -> Metrics:
     """Accuracy, loss and scores on held-out pairs, over all ranks; those of one ranked list weigh as one pair."""
-    mine = range(dist.data_rank(), len(dataset), dist.data_world_size())
+    mine = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
     weights = dataset.weights.tolist()
     found: list[list[float]] = []
     with reward.inference() as model:
@@ -112,12 +114,12 @@ def evaluate(
             batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
             scores = pair_scores(model, batch)[0].tolist()
             found += [[*pair, weights[mine[i]]] for pair, i in zip(scores, rows, strict=True)]
-    *sides, weight = torch.tensor([pair for part in dist.gather_shares(found) for pair in part]).unbind(1)
+    *sides, weight = torch.tensor([pair for part in collectives.gather_shares(found) for pair in part]).unbind(1)
     pairs = torch.stack(sides, dim=1)
     require_finite(pairs, config.learning_rate)
     count = float(dataset.batch_elements)
     loss, metrics = losses.pairwise_logistic(*sides, count=count, weight=weight)
-    record.say(score_histogram(pairs))
+    console.say(score_histogram(pairs))
     return {
         "eval_accuracy": metrics["accuracy"].item(),
         "eval_loss": loss.item(),
@@ -199,16 +201,16 @@ def run(config: RewardConfig) -> None:
     if found == "finished":
         return
     status(f"{STAGE}: reading the data")
-    tokenizer, data = check(config, ranks=dist.world_size())
-    dist.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
+    tokenizer, data = check(config, ranks=collectives.world_size())
+    collectives.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
     place = model_place(config.model, *FOLDERS)
     dataset, evaluation = data.train, data.evaluation
-    batches = batches_for(dataset, config, (dist.data_rank(), dist.data_world_size()))
+    batches = batches_for(dataset, config, (collectives.data_rank(), collectives.data_world_size()))
     total = batches.steps(config.num_train_epochs)
     pad_id = tokenizer.pad_token_id
     with open_run(STAGE, config, found, {"model": place}) as stage:
         status(f"{STAGE}: loading the model")
-        dtype = compute_dtype(config, dist.local_device())
+        dtype = compute_dtype(config, collectives.local_device())
         model = new_scalar_model(place, dtype, id_count(tokenizer), config.seed, shards_of(config))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)

@@ -1,7 +1,8 @@
 """`python -m step3_ppo`: reinforcement learning alone."""
 
-from rlhf import config, plugins
-from rlhf.launch import stage_main
+from rlhf import plugins
+from rlhf.config import parser
+from rlhf.launch.launcher import stage_main
 from step3_ppo.config import Step3Config
 
 GROUPS = {
@@ -20,7 +21,7 @@ def main() -> int:
         stage.run(settle_alone(options, plan.needs))
 
     def options_of_the_algorithm(argv: list[str]) -> type[Step3Config]:
-        name = config.peek(argv, "algorithm", "ppo")
+        name = parser.peek(argv, "algorithm", "ppo")
         return plugins.find("step3_ppo.algorithms", name).Config
 
     return stage_main(options_of_the_algorithm, "step3_ppo", "Reinforcement learning from scores.", GROUPS, run)

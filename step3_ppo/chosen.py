@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf import dist
-from rlhf.prompt_file import written_prompt
+from rlhf.distributed import collectives
+from rlhf.text.prompt_file import written_prompt
 from rlhf.types import Rollout, Samples
 
 
@@ -17,8 +17,8 @@ def append_chosen(path: Path, iteration: int, chosen: Rollout, samples: Samples)
     there. Rank 0 writes; every rank must call.
     """
     mine = [row for row, ended in zip(_rows(iteration, chosen, samples), chosen.ended.tolist(), strict=True) if ended]
-    parts = dist.gather_shares(mine)
-    if dist.is_main():
+    parts = collectives.gather_shares(mine)
+    if collectives.is_main():
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for part in parts for row in part)
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
-from rlhf.options import (
+from rlhf.config.options import (
     EngineOptions,
     FrozenOptions,
     OptimizerOptions,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from rlhf.nonfinite import NonFiniteError
+from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.types import Metrics
 
 

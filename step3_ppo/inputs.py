@@ -6,22 +6,22 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from data.build.mixture import open_origin, places_of_others
+from data.build.pack import ACROSS
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
-from data.mixture import open_origin, places_of_others
-from data.pack import ACROSS
 from data.preflight import require_rows
-from data.reading import Phase
+from data.read.records import Phase
 from rlhf import plugins, rewards
-from rlhf.checkpoint import model_place, planned_start
-from rlhf.checks import check_engine, check_plugin, check_ranks, check_start
-from rlhf.config import UserError
+from rlhf.config.options import OwnEngineOptions
+from rlhf.errors import UserError
 from rlhf.generation.loop import Generate
+from rlhf.hub.short_names import resolve
 from rlhf.models.scalar import read_head
-from rlhf.names import resolve
-from rlhf.options import OwnEngineOptions
-from rlhf.resume import require_room
-from rlhf.splitting import check_split, shares
-from rlhf.text import load_tokenizer, prepare_tokenizer, same_ids
+from rlhf.models.splitting import check_split, shares
+from rlhf.storage.manifests import model_place, planned_start
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
+from rlhf.training.checkpoints import require_room
+from rlhf.training.checks import check_engine, check_plugin, check_ranks, check_start
 from step3_ppo.config import Step3Config
 from step3_ppo.plan import needs, needs_critic
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlhf import dist, ops
+from rlhf.distributed import collectives
+from rlhf.maths import ops
 from rlhf.types import Credit, Metrics, Rollout
 
 ID_BASE = 1 << 31
@@ -44,7 +45,7 @@ def rollout_metrics(
     }
     if score_clip is not None:
         each["score_at_clip"] = rollout.scores.abs() >= score_clip * (1 - 1e-6)
-    totals = dist.sum_over_ranks(torch.stack([value.double().sum().cpu() for value in each.values()]))
+    totals = collectives.sum_over_ranks(torch.stack([value.double().sum().cpu() for value in each.values()]))
     sums = dict(zip(each, totals.tolist(), strict=True))
     rows, repeated_grams, all_grams = (sums.pop(name) for name in ("rows", "repeated", "grams"))
     means = {name: total / max(rows, 1.0) for name, total in sums.items()}
@@ -88,7 +89,7 @@ def credit_metrics(rollout: Rollout, credit: Credit) -> Metrics:
     if rollout.values is not None:
         values = rollout.values.double()
         parts |= {"value": values, "raw_advantage": parts["return"] - values}
-    moments = dist.sum_over_ranks(torch.stack([ops.moments(part, mask) for part in parts.values()]))
+    moments = collectives.sum_over_ranks(torch.stack([ops.moments(part, mask) for part in parts.values()]))
     found: Metrics = {}
     variances: Metrics = {}
     for name, (count, total, squares) in zip(parts, moments.tolist(), strict=True):
@@ -139,7 +140,7 @@ def _distinct(rollout: Rollout, n: int) -> float:
     assert n in (1, 2), f"_distinct: {n=}, expected 1 or 2"
     grams, _ = _grams(rollout, n)
     keys = grams[:, 0] if n == 1 else grams[:, 0] * ID_BASE + grams[:, 1]
-    parts = dist.gather_shares((keys.unique().cpu(), len(keys)))
+    parts = collectives.gather_shares((keys.unique().cpu(), len(keys)))
     different = len(torch.cat([found for found, _ in parts]).unique())
     return different / max(1, sum(count for _, count in parts))
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from data.batches import Batches, sft_batch
 from data.dataset import PromptDataset
-from rlhf import dist, losses
-from rlhf.engine import Engine
+from rlhf.distributed import collectives
+from rlhf.engine.training import Engine
+from rlhf.maths import losses
 from rlhf.types import Sequences, length_groups
 from step3_ppo.config import Step3Config
 
@@ -24,7 +25,7 @@ class Ptx:
 
     def __init__(self, dataset: PromptDataset, config: Step3Config, pad_id: int, device: torch.device) -> None:
         self._dataset, self._config, self._pad_id, self._device = dataset, config, pad_id, device
-        shares = (dist.data_rank(), dist.data_world_size())
+        shares = (collectives.data_rank(), collectives.data_world_size())
         self.batches = Batches(len(dataset), config.ptx_batch_size, config.seed, shares)
         self._stream = self._endless()
         self._tokens: Tensor = torch.ones(())
@@ -36,7 +37,7 @@ class Ptx:
     def micro_batches(self) -> list[Sequences]:
         """This rank's part of the next batch; the same number of micro-batches on every rank."""
         batch = sft_batch([self._dataset[i] for i in next(self._stream)], self._pad_id).to(self._device)
-        self._tokens = dist.sum_over_ranks(batch.loss_mask.sum())
+        self._tokens = collectives.sum_over_ranks(batch.loss_mask.sum())
         return [batch[rows].trimmed() for rows in length_groups(batch.lengths, self._config.micro_batch_size)]
 
     def loss(self, actor: Engine, micro: Sequences) -> losses.Loss:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import dist
-from rlhf.engine import Engine
-from rlhf.frozen import FrozenEngine
+from rlhf.config.options import SamplingOptions
+from rlhf.distributed import collectives
+from rlhf.engine.frozen import FrozenEngine
+from rlhf.engine.training import Engine
 from rlhf.generation.loop import Generate
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, state_values
-from rlhf.options import SamplingOptions
 from rlhf.rewards import Sources, as_samples
 from rlhf.types import Prompts, Rollout, Sequences, length_groups
 
@@ -100,7 +100,7 @@ def score(rollout: Rollout, actor: Engine, critic: Engine | None, scorer: Scorer
         with critic.inference() as model:
             values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
     # A source may be random, or dear: ranks that share a model must not learn from different answers.
-    scores, by_source = dist.of_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
+    scores, by_source = collectives.of_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
     scores = scores.to(old.device)
     source_scores = torch.stack([each.to(old.device) for each in by_source.values()], dim=1)
     if scorer.missing_eos_penalty is not None:

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf import dist, ops
+from rlhf.distributed import collectives
+from rlhf.maths import ops
 from step3_ppo.config import Step3Config
 
 
@@ -27,7 +28,7 @@ class ScoreScaling:
         c = self._config
         if c.use_score_scaling:
             everything = torch.ones_like(scores, dtype=torch.bool)
-            self._moments += dist.sum_over_ranks(ops.moments(scores, everything)).cpu()
+            self._moments += collectives.sum_over_ranks(ops.moments(scores, everything)).cpu()
             mean, var = ops.mean_var(self._moments)
             if var > 0:  # else all scores so far are equal: there is nothing to divide by
                 scores = ((scores.double() - (mean if c.use_score_norm else 0.0)) / var.sqrt()).to(scores.dtype)

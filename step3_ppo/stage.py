@@ -12,21 +12,23 @@ from torch import Tensor
 
 from data.batches import prompt_batch
 from data.dataset import PromptDataset
-from rlhf import dist, record, rewards
-from rlhf.config import UserError
-from rlhf.draws import uniforms
-from rlhf.engine import compute_dtype
-from rlhf.models.export import save_policy, save_scalar
-from rlhf.nonfinite import Tolerance
-from rlhf.progress import find
-from rlhf.resume import Resumable
-from rlhf.run import open_run
-from rlhf.status import status
+from rlhf import console, rewards
+from rlhf.console import status
+from rlhf.distributed import collectives
+from rlhf.engine.export import save_policy, save_scalar
+from rlhf.engine.nonfinite import Tolerance
+from rlhf.engine.training import compute_dtype
+from rlhf.errors import UserError
+from rlhf.maths.uniforms import uniforms
+from rlhf.training.checkpoints import Resumable
+from rlhf.training.progress import find
+from rlhf.training.run import open_run
 from rlhf.types import Metrics, Rollout
 from step3_ppo.chosen import append_chosen
 from step3_ppo.config import Step3Config
-from step3_ppo.course import Course, iterations
-from step3_ppo.evaluate import (
+from step3_ppo.global_rollout import Part, of_all_ranks
+from step3_ppo.guard import KLGuard
+from step3_ppo.heldout import (
     Best,
     Evaluation,
     Turns,
@@ -40,12 +42,11 @@ from step3_ppo.evaluate import (
     write_rollout,
     write_samples,
 )
-from step3_ppo.guard import KLGuard
 from step3_ppo.inputs import check, content, inputs, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
-from step3_ppo.players import Players, reward_context, set_up
+from step3_ppo.models import Players, reward_context, set_up
 from step3_ppo.rollout import by_source, flaws, generate, score
-from step3_ppo.sharing import Part, of_all_ranks
+from step3_ppo.schedule import Course, iterations
 from step3_ppo.update import Learners, update
 from step3_ppo.warnings import Limits, Watch
 
@@ -70,7 +71,7 @@ def train(players: Players, prompts: PromptDataset, course: Course, config: Step
         credit = players.algorithm.credit(scaled)
         metrics = learn(players, (scaled, credit), indices, config, iteration)
         clock.lap("update")
-        if config.export_rollouts and dist.leads_share():
+        if config.export_rollouts and collectives.leads_share():
             samples = rewards.as_samples(rollout, players.scorer.tokenizer)
             write_rollout(rollouts_file(config), iteration + 1, rollout, players.scorer.sources.names, samples)
         said = rollout_metrics(scaled, heard, config.score_clip)
@@ -104,7 +105,7 @@ def _is_flawed(
     Raises: NonFiniteError after `max_bad_steps` such iterations in a row.
     """
     found = flaws(rollout, heard)
-    if not any(dist.gather_objects(bool(found))):
+    if not any(collectives.gather_objects(bool(found))):
         tolerance.passed()
         return False
     rows = sorted({indices[row] for part in found.values() for row in part})
@@ -119,7 +120,7 @@ def chosen_file(config: Step3Config) -> Path:
 
 def rollouts_file(config: Step3Config) -> Path:
     """Where this share of the rollouts is exported to."""
-    return Path(config.output_dir) / STAGE / f"rollouts-{dist.data_rank()}.jsonl"
+    return Path(config.output_dir) / STAGE / f"rollouts-{collectives.data_rank()}.jsonl"
 
 
 def sample(players: Players, prompts: PromptDataset, indices: list[int], config: Step3Config, draw: int) -> Rollout:
@@ -146,7 +147,9 @@ def evaluate(
     players: Players, evaluation: PromptDataset, judge: rewards.Source | None, config: Step3Config
 ) -> Evaluation:
     """Sampled responses to the held-out prompts, always from the same random stream, which no iteration has."""
-    rows = list(range(dist.data_rank(), min(len(evaluation), config.eval_samples), dist.data_world_size()))
+    rows = list(
+        range(collectives.data_rank(), min(len(evaluation), config.eval_samples), collectives.data_world_size())
+    )
     rollout = sample(players, evaluation, rows, config, draw=HELD_OUT)
     rollout = score(rollout, players.actor, None, replace(players.scorer, missing_eos_penalty=None))
     return look(rollout, judge, players.scorer.tokenizer, by_source(players.scorer, rollout))
@@ -167,8 +170,8 @@ def run(config: Step3Config) -> None:
     if found == "finished":
         return
     status(f"{STAGE}: reading the data")
-    tokenizer, data = check(config, ranks=dist.world_size())
-    dist.work_alike(config.tensor_parallel_size)
+    tokenizer, data = check(config, ranks=collectives.world_size())
+    collectives.work_alike(config.tensor_parallel_size)
     given, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
     with open_run(STAGE, given, found, {name: str(getattr(config, name)) for name in inputs(given)}) as stage:
@@ -189,7 +192,7 @@ def run(config: Step3Config) -> None:
             after = evaluate(players, evaluation, judge, config)
             flawed = flaw(after)
             if flawed is not None:  # a long run must not end by it
-                record.say(f"warning, iteration {iteration}: {flawed}")
+                console.say(f"warning, iteration {iteration}: {flawed}")
             write_samples(stage.directory / "samples.jsonl", iteration, before, after)
             return compare(before, after)
 
@@ -213,7 +216,7 @@ def run(config: Step3Config) -> None:
         show_samples(before, after, config.sample_rows)
         alike = collapse(before, after)
         if alike is not None:  # no error: the scores, which may be what the user asked for, are as good as they say
-            record.say(f"warning: {alike}")
+            console.say(f"warning: {alike}")
         made: dict[str, Callable[[Path], None]] = {"actor": actor}
         if players.critic is not None:
             made["critic"] = partial(save_scalar, players.critic, config.adapter, tokenizer)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf import losses, ops
-from rlhf.engine import Engine
-from rlhf.models.ema import EMA
+from rlhf.engine.ema import EMA
+from rlhf.engine.training import Engine
+from rlhf.maths import losses, ops
 from rlhf.types import Credit, Metrics, Sequences, length_groups
 from step3_ppo.config import Step3Config
+from step3_ppo.global_rollout import Part, dealt
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import critic_values
-from step3_ppo.sharing import Part, dealt
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf import adapters, dist, losses, plugins
-from rlhf.engine import Engine
+from rlhf import adapters, plugins
+from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
+from rlhf.distributed import collectives
+from rlhf.engine.ema import EMA
+from rlhf.engine.nonfinite import NonFiniteError
+from rlhf.engine.training import Engine
+from rlhf.maths import losses
 from rlhf.models import sequence_parallel
-from rlhf.models.ema import EMA
 from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, scores
-from rlhf.nonfinite import NonFiniteError
-from rlhf.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.types import Sequences, length_groups
 from tests import tiny
 
@@ -76,8 +78,8 @@ def engine(options: dict[str, Any], optimizer: OptimizerOptions = OPTIMIZER, ada
 
 def step(trained: Engine, rows: Sequences, size: int = 8) -> dict[str, float]:
     """One step on this rank's share of `rows`, in micro-batches of at most `size`."""
-    mine = rows[torch.arange(dist.data_rank(), len(rows), dist.data_world_size())]
-    count = dist.sum_over_ranks(mine.loss_mask.sum())
+    mine = rows[torch.arange(collectives.data_rank(), len(rows), collectives.data_world_size())]
+    count = collectives.sum_over_ranks(mine.loss_mask.sum())
     return trained.step(
         micro_batches(mine, size), lambda micro: losses.token_nll(trained(micro)[0], micro.loss_mask, count)
     )
@@ -95,7 +97,7 @@ def run(options: dict[str, Any], size: int = 8, adapter: str | None = None, gene
     metrics, tokens = [], []
     for rows in batches():
         if generating:
-            tokens.append(generate(trained, 3 + 8 * dist.rank()))
+            tokens.append(generate(trained, 3 + 8 * collectives.rank()))
         metrics.append(step(trained, rows, size))
     return {"metrics": metrics, "weights": weights(trained), "tokens": tokens}
 
@@ -144,7 +146,7 @@ def scored_in_bf16(options: dict[str, Any]) -> dict[str, Tensor]:
     trained = Engine(model, EngineOptions(**{"dtype": "bf16", **options}), OPTIMIZER, STEPS)
     first, rows = master(trained)["score.weight"], batches(1)[0]
     for _ in range(2):
-        trained.step([rows], lambda micro: (-scores(trained(micro), micro.mask).mean() / dist.world_size(), {}))
+        trained.step([rows], lambda micro: (-scores(trained(micro), micro.mask).mean() / collectives.world_size(), {}))
     seen: list[tuple[Tensor, Tensor]] = []
     hook = trained.module.score.register_forward_hook(
         lambda _, given, found: seen.append((given[0].detach().flatten(0, -2), found.detach().flatten()))
@@ -160,7 +162,7 @@ def scored_in_bf16(options: dict[str, Any]) -> dict[str, Tensor]:
 def gathered(part: Any) -> dict[str, Tensor]:
     """The tensors that all ranks keep, as a checkpoint brings them back."""
     mine = {name: tensor.clone() for name, tensor in part.tensors()}
-    return {name: tensor for share in dist.gather_objects(mine) for name, tensor in share.items()}
+    return {name: tensor for share in collectives.gather_objects(mine) for name, tensor in share.items()}
 
 
 def generate(trained: Engine, length: int) -> Tensor:
@@ -197,13 +199,13 @@ def run_into_nan(options: dict[str, Any], bad_rank: int) -> dict[str, Any]:
             said = str(error)
     unchanged = unchanged and equal(before, weights(trained))
     checksum = sum(value.double().sum().item() for value in before.values())
-    return {"ranks": dist.gather_objects((metrics, unchanged, as_without, said, left_out, checksum))}
+    return {"ranks": collectives.gather_objects((metrics, unchanged, as_without, said, left_out, checksum))}
 
 
 def bad_step(trained: Engine, rows: Sequences, bad_rank: int, traceless: bool = False) -> dict[str, float]:
     """The loss of the last micro-batch is NaN, or (`traceless`) a metric beside it."""
-    poison = torch.tensor(float("nan") if dist.rank() == bad_rank else 1.0)
-    numbers = torch.arange(dist.rank(), 8, dist.world_size())
+    poison = torch.tensor(float("nan") if collectives.rank() == bad_rank else 1.0)
+    numbers = torch.arange(collectives.rank(), 8, collectives.world_size())
     mine = micro_batches(rows[numbers], 3)
 
     def loss(micro: Sequences) -> losses.Loss:

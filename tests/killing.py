@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from rlhf import checkpoint, plugins, record, resume
+from rlhf import plugins
+from rlhf.storage import manifests
+from rlhf.training import checkpoints, record
 from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
 from step2_reward import stage as reward
@@ -83,7 +85,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], kind: str,
 
     with monkeypatch.context() as patched:
         if kind == "end":
-            patched.setattr(checkpoint, "file_digests", no_digests)
+            patched.setattr(manifests, "file_digests", no_digests)
         patched.setattr(record.Recorder, "write", last)
         with pytest.raises(Killed):
             run()
@@ -91,7 +93,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], kind: str,
 
 def steps_of(stage: Path) -> list[int]:
     """The checkpoints that lie there."""
-    return sorted(int(path.name[5:]) for path in (stage / resume.CHECKPOINTS).glob("step-*"))
+    return sorted(int(path.name[5:]) for path in (stage / checkpoints.CHECKPOINTS).glob("step-*"))
 
 
 def left(stage: Path) -> dict[str, Any]:

@@ -7,23 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.encode import Demonstration, Prompt
-from rlhf import dist, plugins
-from rlhf.draws import uniforms
-from rlhf.engine import Engine
-from rlhf.frozen import FrozenEngine
-from rlhf.models.ema import EMA
+from data.build.encode import Demonstration, Prompt
+from rlhf import plugins
+from rlhf.distributed import collectives
+from rlhf.engine.ema import EMA
+from rlhf.engine.frozen import FrozenEngine
+from rlhf.engine.training import Engine
+from rlhf.maths.uniforms import uniforms
 from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.rewards import Part, Source, Sources
 from rlhf.types import Credit, Metrics, Prompts, Rollout, Samples
 from step3_ppo import stage
-from step3_ppo.course import Course
+from step3_ppo.global_rollout import of_all_ranks
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
-from step3_ppo.sharing import of_all_ranks
+from step3_ppo.schedule import Course
 from step3_ppo.stage import chosen_file
 from step3_ppo.update import Learners, update
 from tests import tiny
@@ -170,7 +171,7 @@ def with_a_bad_score(rank: int) -> dict[str, Any]:
 
     def source(samples: Samples) -> Tensor:
         scores = count_of_words(samples)
-        if next(calls) and dist.rank() == rank:
+        if next(calls) and collectives.rank() == rank:
             scores[1] = torch.nan
         return scores
 
@@ -180,7 +181,7 @@ def with_a_bad_score(rank: int) -> dict[str, Any]:
     unchanged = all(torch.equal(before[name], value) for name, value in game.weights().items())
     second = next(steps)
     checksum = sum(value.double().sum().item() for value in game.weights().values())
-    return {"ranks": dist.gather_objects((first, unchanged, "policy_loss" in second, checksum))}
+    return {"ranks": collectives.gather_objects((first, unchanged, "policy_loss" in second, checksum))}
 
 
 def demonstrations(count: int) -> list[Demonstration]:
@@ -194,13 +195,13 @@ def a_step_of_everything() -> dict[str, Any]:
     """best_of_n with ptx, entropy and scaled scores on this rank's share of equal responses: what all ranks make."""
     options = {"ptx_coef": 0.5, "ptx_batch_size": 4, "num_mini_batches": 1, "entropy_coef": 0.1, "adam_epsilon": 1e-3}
     game = players("best_of_n", **options)
-    mine = torch.arange(8).reshape(4, 2)[dist.rank() :: dist.world_size()].flatten()
+    mine = torch.arange(8).reshape(4, 2)[collectives.rank() :: collectives.world_size()].flatten()
     rollout = game.score(game.sample(twice_each())[mine])
     rows, credit = game.algorithm.select(rollout), game.algorithm.credit(rollout)
     ptx = Ptx(demonstrations(8), game.config, tiny.PAD, torch.device("cpu"))  # type: ignore[arg-type]
     assert rollout.scores is not None
     scale = ScoreScaling(config_of("ppo", use_score_scaling=True, use_score_norm=True))
-    scaled_scores = [score for part in dist.gather_objects(scale(rollout.scores).tolist()) for score in part]
+    scaled_scores = [score for part in collectives.gather_objects(scale(rollout.scores).tolist()) for score in part]
     learners = Learners(game.actor, None, game.algorithm, ptx)
     scored, _ = of_all_ranks((rollout[rows], credit[rows]), rows.tolist(), 1)
     metrics = update(learners, scored, game.config, torch.Generator().manual_seed(0))

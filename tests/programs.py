@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rlhf import config, record
+from rlhf import console, errors
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -24,12 +24,12 @@ def runner(
     name: str, main: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
     """`run(*argv)` calls the program: (exit code, what it printed, what it said on stderr)."""
-    monkeypatch.setattr(record, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(console, "quiet_libraries", lambda: None)
 
     def call(*argv: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *argv])
         try:
-            code = config.run_as_user(main)
+            code = errors.run_as_user(main)
         except SystemExit as leaving:
             code = int(str(leaving.code))
         said = capsys.readouterr()

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf import resume
-from rlhf.engine import Engine
+from rlhf.config.options import EngineOptions
+from rlhf.engine.training import Engine
 from rlhf.models.policy import Policy
-from rlhf.options import EngineOptions
-from rlhf.resume import Resumable
+from rlhf.training import checkpoints
+from rlhf.training.checkpoints import Resumable
 from tests import engine_runs, tiny
 
 HALF = 3
@@ -43,7 +43,7 @@ def save_half(folder: Path, options: dict[str, Any], adapter: str | None = None)
     rows = engine_runs.batches()
     for batch in rows[:HALF]:
         engine_runs.step(engine, batch, 3)
-    assert resume.save(folder, HALF, state_of(engine), ABOUT, 2) is None
+    assert checkpoints.save(folder, HALF, state_of(engine), ABOUT, 2) is None
     metrics = [engine_runs.step(engine, batch, 3) for batch in rows[HALF:]]
     return {"metrics": metrics, "state": everything(engine)}
 
@@ -52,7 +52,7 @@ def go_on(folder: Path, options: dict[str, Any], adapter: str | None = None) -> 
     """The rest of the steps in a fresh engine, from the checkpoint."""
     torch.manual_seed(99)  # as a fresh process would not be where the other was
     engine = with_dropout(options, adapter)
-    found = resume.newest(folder)
+    found = checkpoints.newest(folder)
     assert found is not None and found.step == HALF
     found.restore(state_of(engine), seed=0)
     metrics = [engine_runs.step(engine, batch, 3) for batch in engine_runs.batches()[HALF:]]

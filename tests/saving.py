@@ -19,9 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf import disk, dist, launch, resume
-from rlhf.config import UserError
-from rlhf.resume import Resumable
+from rlhf.distributed import collectives
+from rlhf.errors import UserError
+from rlhf.launch import launcher
+from rlhf.storage import disk
+from rlhf.training import checkpoints
+from rlhf.training.checkpoints import Resumable
 from tests.killing import Killed
 
 ABOUT: dict[str, Any] = {"stage": "step1_sft", "config": {"seed": 0}, "inputs": {}, "models": []}
@@ -45,7 +48,7 @@ class Memory:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for i, (name, tensor) in enumerate(sorted(self.held.items())):
-            if i % dist.world_size() == dist.rank():
+            if i % collectives.world_size() == collectives.rank():
                 yield name, tensor
 
     def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
@@ -61,14 +64,14 @@ def save(
     about: Mapping[str, Any] = ABOUT,
 ) -> str | None:
     parts = parts or {"weights": Memory({"w": WEIGHTS.clone()})}
-    return resume.save(stage, step, Resumable(parts, parts), about, keep)
+    return checkpoints.save(stage, step, Resumable(parts, parts), about, keep)
 
 
 def whole(stage: Path) -> int:
     """The step of the newest checkpoint, after it was read."""
-    found = resume.newest(stage)
+    found = checkpoints.newest(stage)
     assert found is not None
-    names = [name for name in ("w", "x") if name == "w" or dist.world_size() > 1]
+    names = [name for name in ("w", "x") if name == "w" or collectives.world_size() > 1]
     memory = Memory({name: torch.zeros(3) for name in names})
     found.restore(Resumable({"weights": memory}, {"weights": memory}), seed=0)
     assert all(torch.equal(tensor, WEIGHTS) for tensor in memory.held.values())
@@ -119,7 +122,7 @@ def whole_ones(path: Path, *_: Any) -> bool:
 
 
 POINTS: dict[str, tuple[Any, str, Callable[..., bool], bool, bool]] = {
-    "before any write": (resume, "_write", always, False, False),
+    "before any write": (checkpoints, "_write", always, False, False),
     "before a shard": (disk, "save_tensors", always, False, False),
     "after a shard": (disk, "save_tensors", always, True, False),
     "before the manifest": (disk, "write_json", manifests, False, False),
@@ -172,11 +175,11 @@ def counted_renames(stage: Path) -> list[str]:
 def full_on_one(stage: Path, rank: int) -> dict[str, Any]:
     """A save that cannot write on `rank` alone, and one after it."""
     assert save(stage, 1, shared()) is None
-    with files_up_to(10) if dist.rank() == rank else contextlib.nullcontext():
+    with files_up_to(10) if collectives.rank() == rank else contextlib.nullcontext():
         failure = save(stage, 2, shared())
-    dist.barrier()
-    between = sorted(path.name for path in (stage / resume.CHECKPOINTS).iterdir())
-    dist.barrier()  # the next one may begin
+    collectives.barrier()
+    between = sorted(path.name for path in (stage / checkpoints.CHECKPOINTS).iterdir())
+    collectives.barrier()  # the next one may begin
     return {"failure": failure, "between": between, "after": save(stage, 3, shared()), "newest": whole(stage)}
 
 
@@ -185,10 +188,10 @@ def harmed(stage: Path, kind: str, name: str) -> dict[str, Any]:
     assert [save(stage, step, shared()) for step in (1, 2)] == [None] * 2
     found: dict[str, Any] = {"whole": whole(stage)}
     for step in (2, 1):
-        dist.barrier()
-        if dist.is_main():
-            harm(resume.folder_of(stage, step) / name, kind)
-        dist.barrier()
+        collectives.barrier()
+        if collectives.is_main():
+            harm(checkpoints.folder_of(stage, step) / name, kind)
+        collectives.barrier()
         try:
             found[f"without {step}"] = whole(stage)
         except UserError as error:
@@ -208,8 +211,8 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    with dist.process_group(timeout_s=60):
-        both = dist.gather_objects(on_two_ranks(place))
-        if dist.is_main():
+    with collectives.process_group(timeout_s=60):
+        both = collectives.gather_objects(on_two_ranks(place))
+        if collectives.is_main():
             (place / "seen.json").write_text(json.dumps(both), encoding="utf-8")
-    launch.end_well()
+    launcher.end_well()

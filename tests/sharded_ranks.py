@@ -17,17 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf import adapters, dist, launch
-from rlhf.engine import Engine, shards_of
-from rlhf.frozen import FrozenEngine
-from rlhf.frozen import shards_of as frozen_shards_of
-from rlhf.models.export import save_policy, save_scalar
+from rlhf import adapters
+from rlhf.config.options import EngineOptions, FrozenOptions
+from rlhf.distributed import collectives
+from rlhf.distributed.zero3 import whole_shape
+from rlhf.engine.export import save_policy, save_scalar
+from rlhf.engine.frozen import FrozenEngine
+from rlhf.engine.frozen import shards_of as frozen_shards_of
+from rlhf.engine.training import Engine, shards_of
+from rlhf.launch import launcher
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
-from rlhf.options import EngineOptions, FrozenOptions
-from rlhf.sharding import whole_shape
 from tests import tiny
 from tests.engine_runs import OPTIMIZER, STEPS, batches, generate, step
 
@@ -79,7 +81,7 @@ def trained(folder: Path, family: str, kind: str, adapter: str | None = None) ->
     engine = policy(folder / family, kind, adapter)
     first, tokens, metrics = saved(engine, adapter, folder), [], []
     for rows in batches(3):
-        tokens.append(generate(engine, 3 + 8 * dist.rank()))
+        tokens.append(generate(engine, 3 + 8 * collectives.rank()))
         metrics.append(step(engine, rows, 3))
     return {"first": first, "tokens": tokens, "metrics": metrics, "last": saved(engine, adapter, folder)}
 
@@ -89,9 +91,9 @@ def saved(engine: Engine, adapter: str | None, folder: Path) -> dict[str, Tensor
     from safetensors.torch import load_file
 
     save_policy(engine, adapter, tiny.tokenizer(), folder / "saved")
-    dist.barrier()
+    collectives.barrier()
     found = load_file(folder / "saved" / "model.safetensors")
-    dist.barrier()
+    collectives.barrier()
     return found
 
 
@@ -103,11 +105,11 @@ def scores(folder: Path, kind: str) -> list[list[float]]:
     model = load_scalar_model(str(folder / "reward"), torch.float32, tiny.VOCAB, shards)
     engine = FrozenEngine(model, options, torch.float32)
     heard: list[float] = []
-    for parts in (1 + 2 * dist.rank(), 2, 3 - 2 * dist.rank()):
+    for parts in (1 + 2 * collectives.rank(), 2, 3 - 2 * collectives.rank()):
         with engine.inference() as scalar:
             for index in torch.arange(6).tensor_split(parts):
                 heard += scalar(FROZEN_ROWS[index])[:, 3].tolist()
-    return dist.gather_objects(heard)
+    return collectives.gather_objects(heard)
 
 
 def unequal_passes(folder: Path, kind: str) -> list[float]:
@@ -117,8 +119,8 @@ def unequal_passes(folder: Path, kind: str) -> list[float]:
     found = []
     for count in (3, 4):
         with engine.inference() as model:
-            total = sum(model(rows[[i]])[0].sum().item() for i in range(dist.rank(), count, 2))
-        found.append(dist.sum_over_ranks(torch.tensor(total)).item())
+            total = sum(model(rows[[i]])[0].sum().item() for i in range(collectives.rank(), count, 2))
+        found.append(collectives.sum_over_ranks(torch.tensor(total)).item())
     return [*found, step(engine, rows)["loss"]]
 
 
@@ -162,7 +164,7 @@ def memory(folder: Path) -> dict[str, Any]:
 
         asking, _ = peak(ask)
         size = 2 * sum(whole_shape(weight).numel() for weight in lm.parameters())
-        found[kind] = dist.gather_objects((loading / size, asking / size))
+        found[kind] = collectives.gather_objects((loading / size, asking / size))
     return found
 
 
@@ -182,8 +184,8 @@ def runs(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    with dist.process_group(timeout_s=60):
+    with collectives.process_group(timeout_s=60):
         seen = runs(place)
-        if dist.is_main():
+        if collectives.is_main():
             torch.save(seen, place / "seen.pt")
-    launch.end_well()
+    launcher.end_well()

@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
-from rlhf import dist, launch, losses, resume
-from rlhf.engine import Engine
+from rlhf.config.options import EngineOptions
+from rlhf.distributed import collectives
+from rlhf.engine.ema import EMA
+from rlhf.engine.export import save_policy
+from rlhf.engine.training import Engine
+from rlhf.launch import launcher
+from rlhf.maths import losses
 from rlhf.models import sequence_parallel
-from rlhf.models.ema import EMA
-from rlhf.models.export import save_policy
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.scalar import ScalarModel, scores
-from rlhf.options import EngineOptions
-from rlhf.resume import Resumable
-from rlhf.splitting import SEQUENCE, TENSOR
+from rlhf.models.splitting import SEQUENCE, TENSOR
+from rlhf.training.checkpoints import Resumable, newest, save
 from tests import tiny
 from tests.engine_runs import DECAY, OPTIMIZER, STEPS, batches, gathered, generate, step
 from tests.resuming import ABOUT, HALF
@@ -55,11 +57,11 @@ def trained(
     for number, rows in enumerate(batches()):
         if number == HALF:
             kept = gathered(engine), gathered(average)
-            assert resume.save(checkpoints(folder, family, options), HALF, state_of(engine, average), ABOUT, 2) is None
+            assert save(checkpoint_folder(folder, family, options), HALF, state_of(engine, average), ABOUT, 2) is None
             if begun is not None:
                 engine = engine_of(folder / family, options)
                 average = EMA(engine, DECAY)
-                found = resume.newest(begun)
+                found = newest(begun)
                 assert found is not None and found.step == HALF
                 found.restore(state_of(engine, average), seed=0)
         if generating:
@@ -68,7 +70,7 @@ def trained(
         average.update()
     last = saved(engine, None, folder)
     save_policy(engine, None, tiny.tokenizer(), folder / "average", average)
-    dist.barrier()
+    collectives.barrier()
     from safetensors.torch import load_file
 
     averaged = load_file(folder / "average" / "model.safetensors")
@@ -83,7 +85,7 @@ def trained(
         "unspoilt": unspoilt,
         "size": engine.size(),
         "kept": kept,
-        "copies": dist.gather_objects(copies(engine)),
+        "copies": collectives.gather_objects(copies(engine)),
     }
 
 
@@ -91,7 +93,7 @@ def state_of(engine: Engine, average: EMA) -> Resumable:
     return Resumable({"policy": engine}, {"policy": engine, "ema": average})
 
 
-def checkpoints(folder: Path, family: str, options: dict[str, Any]) -> Path:
+def checkpoint_folder(folder: Path, family: str, options: dict[str, Any]) -> Path:
     """Where a run leaves them."""
     return folder / "checkpoints" / family / "-".join(map(str, sorted(options.items())))
 
@@ -109,7 +111,7 @@ def scored(size: int) -> list[list[float]]:
     model = sequence_parallel.scalar_model(ScalarModel(tiny.backbone(std=0.05), head), size)
     engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
     rows = tiny.sequences([5, 9, 7, 8, 6, 4, 5, 6], [1] * 8)
-    mine = rows[torch.arange(dist.data_rank(), len(rows), dist.data_world_size())]
+    mine = rows[torch.arange(collectives.data_rank(), len(rows), collectives.data_world_size())]
     found = []
     for _ in range(3):
         with engine.inference() as scalar:
@@ -124,7 +126,7 @@ def one_sided(size: int) -> list[float]:
     engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
     rows = tiny.sequences([12, 9, 11, 7], [2] * 4)
     rows.loss_mask[:, 5:] = False
-    mine = rows[torch.arange(dist.data_rank(), len(rows), dist.data_world_size())]
+    mine = rows[torch.arange(collectives.data_rank(), len(rows), collectives.data_world_size())]
     count = rows.loss_mask.sum()
     return [
         engine.step([mine], lambda part: losses.token_nll(engine(part)[0], part.loss_mask, count))["loss"]
@@ -135,33 +137,33 @@ def one_sided(size: int) -> list[float]:
 def runs(folder: Path, everything: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"alone": {}, "tensor": {}, "sequence": {}}
     stages = (0, 1, 2, 3) if everything else (3,)
-    dist.work_alike(1)
+    collectives.work_alike(1)
     found["scores alone"], found["losses alone"] = scored(1), one_sided(1)
-    dist.work_alike(2)
+    collectives.work_alike(2)
     found["scores sequence"], found["losses sequence"] = scored(2), one_sided(2)
-    dist.work_alike(1)
+    collectives.work_alike(1)
     for family in sorted({*TENSOR, *SEQUENCE}) if everything else ("llama",):
         found["alone"][family] = trained(folder, family, {}, generating=True)
-    dist.work_alike(2)
+    collectives.work_alike(2)
     # Once a model is split, DeepSpeed holds every other in the process for split too.
     for kind, families in (("sequence", SEQUENCE), ("tensor", TENSOR)):
         for family in families if everything else ("llama",):
             for stage in stages if family == "llama" else (1,):
                 options = {"zero_stage": stage, f"{kind}_parallel_size": 2}
-                others = checkpoints(folder, family, {})
+                others = checkpoint_folder(folder, family, {})
                 found[kind][f"{family} {stage}"] = trained(folder, family, options, kind == "tensor", others)
         if not everything:
             continue
         options = {"zero_stage": 3, f"{kind}_parallel_size": 2}
         found[kind]["whole"] = trained(folder, "llama", options)
-        found[kind]["gone on"] = trained(folder, "llama", options, begun=checkpoints(folder, "llama", options))
+        found[kind]["gone on"] = trained(folder, "llama", options, begun=checkpoint_folder(folder, "llama", options))
     return found
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    with dist.process_group(timeout_s=60):
+    with collectives.process_group(timeout_s=60):
         seen = runs(place, "all" in sys.argv[2:])
-        if dist.is_main():
+        if collectives.is_main():
             torch.save(seen, place / "seen.pt")
-    launch.end_well()
+    launcher.end_well()

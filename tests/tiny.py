@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf import dist
+from rlhf.distributed import collectives
 from rlhf.models import packing
-from rlhf.templates import BUILT_IN
+from rlhf.text.templates import BUILT_IN
 from rlhf.types import Message, Prompts, Row, Sequences
 
 VOCAB, WIDTH, CONTEXT = 97, 32, 64
@@ -182,7 +182,7 @@ def one_rank() -> Iterator[None]:
     """A process group of this process alone; the environment is as before when it ends, and it can be had again."""
     before = dict(os.environ)
     try:
-        with dist.process_group():
+        with collectives.process_group():
             yield
     finally:
         os.environ.clear()

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rlhf import dist, launch
+from rlhf.distributed import collectives
+from rlhf.launch import launcher
 from tests import reward_runs
 from tests.engine_runs import accumulated, run, run_averaged, run_into_nan, scored_in_bf16
 from tests.players import PARITY, a_step_of_everything, two_iterations, with_a_bad_score
@@ -28,7 +29,7 @@ def runs() -> dict[str, Any]:
         found[f"averaged {stage}"] = run_averaged({"zero_stage": stage})
     found["averaged bf16"] = run_averaged({"zero_stage": 3, "dtype": "bf16"})
     found["everything"] = a_step_of_everything()
-    found["ranked lists"] = reward_runs.run(Path(sys.argv[1]).parent / f"rank{dist.rank()}", **RANKED)
+    found["ranked lists"] = reward_runs.run(Path(sys.argv[1]).parent / f"rank{collectives.rank()}", **RANKED)
     found["skipped iteration"] = with_a_bad_score(rank=1)
     for stage in (1, 2, 3):
         found[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})
@@ -46,8 +47,8 @@ def runs() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with dist.process_group(timeout_s=60):
+    with collectives.process_group(timeout_s=60):
         seen = runs()
-        if dist.is_main():
+        if collectives.is_main():
             torch.save(seen, sys.argv[1])
-    launch.end_well()
+    launcher.end_well()

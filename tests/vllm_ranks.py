@@ -9,8 +9,10 @@ import sys
 
 import torch
 
-from rlhf import dist, launch, plugins
-from rlhf.options import SamplingOptions
+from rlhf import plugins
+from rlhf.config.options import SamplingOptions
+from rlhf.distributed import collectives
+from rlhf.launch import launcher
 from tests import engine_runs, stand_in_vllm, tiny
 
 
@@ -22,7 +24,7 @@ def mismatches(adapter: str | None) -> list[float]:
     found = []
     for rows in engine_runs.batches(3):
         with trained.inference() as policy:
-            sampling = SamplingOptions(response_length=3 + 8 * dist.rank())
+            sampling = SamplingOptions(response_length=3 + 8 * collectives.rank())
             rollout = backend(policy.lm, tiny.prompts([3, 9, 8]), sampling, None)
         with trained.inference() as policy:
             scored = policy(rollout.sequences)[0][:, rollout.prompt_ids.shape[1] :]
@@ -33,8 +35,8 @@ def mismatches(adapter: str | None) -> list[float]:
 
 if __name__ == "__main__":
     sys.modules["vllm"] = stand_in_vllm.module()
-    with dist.process_group(timeout_s=60):
-        seen = {adapter: dist.gather_objects(mismatches(adapter)) for adapter in (None, "lora")}
-        if dist.is_main():
+    with collectives.process_group(timeout_s=60):
+        seen = {adapter: collectives.gather_objects(mismatches(adapter)) for adapter in (None, "lora")}
+        if collectives.is_main():
             torch.save(seen, sys.argv[1])
-    launch.end_well()
+    launcher.end_well()

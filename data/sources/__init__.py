@@ -1,1 +1,1 @@
-"""One dataset a file: `Config`, and `build(config, place)` that returns a `data.reading.Source`."""
+"""One dataset a file: `Config`, and `build(config, place)` that returns a `data.read.records.Source`."""

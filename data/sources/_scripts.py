@@ -1,7 +1,7 @@
 """Datasets whose hub page is a loading script."""
 
-from data.places import CONVERTED, Place, open_place
-from rlhf.config import UserError
+from data.read.places import CONVERTED, Place, open_place
+from rlhf.errors import UserError
 
 
 def open_download(source: str, place: str, hub_ids: tuple[str, ...]) -> Place:

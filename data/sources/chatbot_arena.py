@@ -4,10 +4,10 @@ The voted side is preferred, and is the demonstration; ties are left out. After 
 its own conversation, so a pair is taken only where all before the last responses is the same. Only a split train.
 """
 
-from data.columns import before_response, kept, messages, one_of, opening
-from data.places import TableConfig, open_place
-from data.reading import Record, Unusable
-from data.table import Table
+from data.read.columns import before_response, kept, messages, one_of, opening
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, Unusable
+from data.read.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("lmsys/chatbot_arena_conversations",)

@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import Field
 
-from data.reading import Phase
+from data.read.records import Phase
 from rlhf.config import Config as BaseConfig
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 COLOURS = ("red", "blue", "green", "white", "black", "brown", "grey", "golden", "silver", "yellow", "orange", "pink")

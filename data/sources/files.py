@@ -12,11 +12,12 @@ from functools import partial
 
 from pydantic import field_validator
 
-from data.places import TableConfig, open_place
-from data.reading import Record, names
-from data.shapes import SHAPES, fit
-from data.table import Parsed, Table
-from rlhf.config import UserError, suggest
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, names
+from data.read.shapes import SHAPES, fit
+from data.read.table import Parsed, Table
+from rlhf.config import suggest
+from rlhf.errors import UserError
 
 
 class Config(TableConfig):

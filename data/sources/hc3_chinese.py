@@ -4,11 +4,11 @@ The first human answer is the demonstration; there are no preferences. The hub p
 file, such as all.jsonl. The English Hello-SimpleAI/HC3 has the same columns.
 """
 
-from data.columns import asked, items, kept
-from data.places import TableConfig
-from data.reading import Record, Unusable, checked, text
+from data.read.columns import asked, items, kept
+from data.read.places import TableConfig
+from data.read.records import Record, Unusable, checked, text
+from data.read.table import Table
 from data.sources._scripts import open_download
-from data.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("Hello-SimpleAI/HC3-Chinese", "Hello-SimpleAI/HC3")

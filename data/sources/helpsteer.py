@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from data.columns import before_response, dialogue, number, opening
-from data.places import TableConfig, open_place
-from data.reading import Phase, Record, Skipped, text
-from data.table import Ranked, Table, in_phase
-from rlhf.config import UserError
+from data.read.columns import before_response, dialogue, number, opening
+from data.read.places import TableConfig, open_place
+from data.read.records import Phase, Record, Skipped, text
+from data.read.table import Ranked, Table, in_phase
+from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 HUB_IDS = ("nvidia/HelpSteer", "nvidia/HelpSteer2")

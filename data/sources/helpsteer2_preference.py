@@ -6,11 +6,11 @@ holds both splits: rows whose column `split` is not the option `split` (train; v
 
 from functools import partial
 
-from data.columns import before_response, kept, number, one_of, opening
-from data.places import TableConfig, is_hub_id, open_place
-from data.reading import Record, Unusable, text
+from data.read.columns import before_response, kept, number, one_of, opening
+from data.read.places import TableConfig, is_hub_id, open_place
+from data.read.records import Record, Unusable, text
+from data.read.table import Ranked, Table
 from data.sources.helpsteer import parse_turns
-from data.table import Ranked, Table
 
 HUB_ID = "nvidia/HelpSteer2"
 HUB_IDS: tuple[str, ...] = ()  # the bare hub id means the ratings, which are the source helpsteer

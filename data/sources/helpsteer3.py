@@ -4,10 +4,10 @@ overall_preference runs from -3 to 3: below 0 response1 is preferred, above 0 re
 side is the demonstration. On the hub the subset preference is read. Splits: train, validation.
 """
 
-from data.columns import before_response, kept, messages, number, opening
-from data.places import TableConfig, is_hub_id, open_place
-from data.reading import Record, text
-from data.table import Ranked, Table
+from data.read.columns import before_response, kept, messages, number, opening
+from data.read.places import TableConfig, is_hub_id, open_place
+from data.read.records import Record, text
+from data.read.table import Ranked, Table
 
 HUB_IDS = ("nvidia/HelpSteer3",)
 

@@ -5,11 +5,11 @@ harmless-base, helpful-base, helpful-online or helpful-rejection-sampled, and al
 has no pairs and is refused. Splits: train, test.
 """
 
-from data.dialogues import parse_dialogue
-from data.places import TableConfig, open_place
-from data.reading import Record, text
-from data.table import Table
-from rlhf.config import UserError
+from data.read.dialogues import parse_dialogue
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, text
+from data.read.table import Table
+from rlhf.errors import UserError
 from rlhf.types import Row
 
 HUB_IDS = ("Anthropic/hh-rlhf",)

@@ -5,10 +5,10 @@ positive passage is preferred over the first negative one, and is the demonstrat
 positive passage the row is left out, without a negative one it makes no pair.
 """
 
-from data.columns import asked, kept, structs
-from data.places import TableConfig, open_place
-from data.reading import Record, Unusable, text
-from data.table import Ranked, Table
+from data.read.columns import asked, kept, structs
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, Unusable, text
+from data.read.table import Ranked, Table
 
 HUB_IDS = ("Cohere/miracl-zh-queries-22-12", "Cohere/miracl-ja-queries-22-12")
 

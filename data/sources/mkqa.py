@@ -8,11 +8,11 @@ too long to answer) are left out; there are no preferences. All accepted answers
 from functools import partial
 from typing import Literal
 
-from data.columns import asked, items, kept, struct, structs, value
-from data.places import TableConfig
-from data.reading import Record, Unusable, checked, text
+from data.read.columns import asked, items, kept, struct, structs, value
+from data.read.places import TableConfig
+from data.read.records import Record, Unusable, checked, text
+from data.read.table import Table
 from data.sources._scripts import open_download
-from data.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("apple/mkqa",)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from data.columns import flag, number, one_of, opening, struct, structs, value
-from data.places import TableConfig, open_place
-from data.reading import Phase, Record, Skipped, text
-from data.table import Ranked, Table, ranked_rows
+from data.read.columns import flag, number, one_of, opening, struct, structs, value
+from data.read.places import TableConfig, open_place
+from data.read.records import Phase, Record, Skipped, text
+from data.read.table import Ranked, Table, ranked_rows
 from rlhf.types import Message, Row
 
 HUB_IDS = ("OpenAssistant/oasst1", "OpenAssistant/oasst2")

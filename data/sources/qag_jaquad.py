@@ -4,11 +4,11 @@ The prompt is the first question and the paragraph the demonstration; there are 
 loading script: give a local file. Splits: train, validation, test.
 """
 
-from data.columns import asked, items
-from data.places import TableConfig
-from data.reading import Record, Unusable, checked, text
+from data.read.columns import asked, items
+from data.read.places import TableConfig
+from data.read.records import Record, Unusable, checked, text
+from data.read.table import Table
 from data.sources._scripts import open_download
-from data.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("lmqg/qag_jaquad",)

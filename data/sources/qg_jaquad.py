@@ -4,11 +4,11 @@ The sentence is the demonstration; there are no preferences. Questions on one pa
 is a loading script: give a local file. Splits: train, validation, test.
 """
 
-from data.columns import asked, kept
-from data.places import TableConfig
-from data.reading import Record, text
+from data.read.columns import asked, kept
+from data.read.places import TableConfig
+from data.read.records import Record, text
+from data.read.table import Table
 from data.sources._scripts import open_download
-from data.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("lmqg/qg_jaquad",)

@@ -4,12 +4,12 @@ The prompt is a dialogue that begins `\\n\\nHuman:` and ends in the human's turn
 marker `Assistant:`, which is dropped. The chosen side is the demonstration. Splits: train, test.
 """
 
-from data.columns import before_response, opening
-from data.dialogues import parse_dialogue
-from data.places import TableConfig, open_place
-from data.reading import Record, text
-from data.table import Table
-from rlhf.config import UserError
+from data.read.columns import before_response, opening
+from data.read.dialogues import parse_dialogue
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, text
+from data.read.table import Table
+from rlhf.errors import UserError
 from rlhf.types import Row
 
 HUB_IDS = ("yitingxie/rlhf-reward-datasets",)

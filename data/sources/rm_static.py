@@ -4,11 +4,11 @@ The prompt is a dialogue `\\n\\nHuman: ...\\n\\nAssistant:` and becomes turns; t
 column response repeats it). Spaces around the responses are dropped. Splits: train, test.
 """
 
-from data.columns import before_response, opening
-from data.dialogues import parse_dialogue
-from data.places import TableConfig, open_place
-from data.reading import Record, text
-from data.table import Table
+from data.read.columns import before_response, opening
+from data.read.dialogues import parse_dialogue
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, text
+from data.read.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("Dahoas/rm-static", "Dahoas/full-hh-rlhf")

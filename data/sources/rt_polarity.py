@@ -15,10 +15,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from data.columns import one_of
-from data.places import TableConfig, open_place
-from data.reading import Phase, Skipped, text
-from rlhf.config import UserError
+from data.read.columns import one_of
+from data.read.places import TableConfig, open_place
+from data.read.records import Phase, Skipped, text
+from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 HUB_IDS = ("cornell-movie-review-data/rotten_tomatoes",)

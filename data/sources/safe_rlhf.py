@@ -8,10 +8,10 @@ PKU-Alignment/PKU-SafeRLHF; `subset` picks alpaca-7b, alpaca2-7b or alpaca3-8b. 
 from functools import partial
 from typing import Literal
 
-from data.columns import asked, kept, one_of
-from data.places import TableConfig, open_place
-from data.reading import Record, text
-from data.table import Table
+from data.read.columns import asked, kept, one_of
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, text
+from data.read.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("PKU-Alignment/PKU-SafeRLHF",)

@@ -6,11 +6,11 @@ preferences. Rows whose prompt or label is null are left out. Splits: train, tes
 
 import re
 
-from data.columns import before_response, dialogue, opening, value
-from data.places import TableConfig, open_place
-from data.reading import Record, Unusable, text
-from data.table import Table
-from rlhf.config import UserError
+from data.read.columns import before_response, dialogue, opening, value
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, Unusable, text
+from data.read.table import Table
+from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 HUB_IDS = ("pvduy/sharegpt_alpaca_oa_vicuna_format",)

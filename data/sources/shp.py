@@ -9,10 +9,10 @@ from functools import partial
 
 from pydantic import Field
 
-from data.columns import asked, kept, number, one_of
-from data.places import TableConfig, open_place
-from data.reading import Record, Unusable, text
-from data.table import Table
+from data.read.columns import asked, kept, number, one_of
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, Unusable, text
+from data.read.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("stanfordnlp/SHP",)

@@ -13,11 +13,11 @@ from html.parser import HTMLParser
 
 from pydantic import Field
 
-from data.columns import asked, kept, number, structs
-from data.places import TableConfig, open_place
-from data.reading import Record, Unusable, text
-from data.table import Ranked, Table
-from rlhf.config import UserError
+from data.read.columns import asked, kept, number, structs
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, Unusable, text
+from data.read.table import Ranked, Table
+from rlhf.errors import UserError
 
 HUB_IDS = ("HuggingFaceH4/stack-exchange-preferences",)
 BLOCKS = (

@@ -4,10 +4,10 @@ response_j is preferred over response_k and is the demonstration. `data_dir` pic
 data/rl, data/evaluation.
 """
 
-from data.columns import asked, kept
-from data.places import TableConfig, open_place
-from data.reading import Record, text
-from data.table import Table
+from data.read.columns import asked, kept
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, text
+from data.read.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("lvwerra/stack-exchange-paired",)

@@ -3,10 +3,10 @@
 Plain text in the columns prompt, chosen, rejected; the chosen side is the demonstration. Only a split train.
 """
 
-from data.columns import asked
-from data.places import TableConfig, open_place
-from data.reading import Record, text
-from data.table import Table
+from data.read.columns import asked
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, text
+from data.read.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("Dahoas/synthetic-instruct-gptj-pairwise",)

@@ -5,10 +5,10 @@ scores are a tie. Each phase has its own split: train_sft, train_prefs, train_ge
 (test_sft, test_prefs, test_gen too).
 """
 
-from data.columns import before_response, kept, messages, number, opening
-from data.places import TableConfig, open_place
-from data.reading import Phase, Record, Unusable
-from data.table import Ranked, Table
+from data.read.columns import before_response, kept, messages, number, opening
+from data.read.places import TableConfig, open_place
+from data.read.records import Phase, Record, Unusable
+from data.read.table import Ranked, Table
 
 HUB_IDS = ("HuggingFaceH4/ultrafeedback_binarized",)
 SPLITS: dict[Phase, str] = {"sft": "train_sft", "reward": "train_prefs", "ppo": "train_gen"}

@@ -6,11 +6,11 @@ are taken out, since what they cite is not in the prompt. The hub page is a load
 
 import re
 
-from data.columns import asked, number, struct
-from data.places import TableConfig
-from data.reading import Record, text
+from data.read.columns import asked, number, struct
+from data.read.places import TableConfig
+from data.read.records import Record, text
+from data.read.table import Ranked, Table
 from data.sources._scripts import open_download
-from data.table import Ranked, Table
 
 HUB_IDS = ("openai/webgpt_comparisons",)
 CITATION = re.compile(r"[ \t]*\[\d+(?:[,\s]+\d+)*\]")

@@ -4,10 +4,10 @@ A row is a demonstration or a prompt; there are no preferences. METADATA, JSON t
 Only a split train.
 """
 
-from data.columns import asked, kept
-from data.places import TableConfig, open_place
-from data.reading import Record, text
-from data.table import Table
+from data.read.columns import asked, kept
+from data.read.places import TableConfig, open_place
+from data.read.records import Record, text
+from data.read.table import Table
 from rlhf.types import Row
 
 HUB_IDS = ("wangrui6/Zhihu-KOL",)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.config import Config as Base
-from rlhf.sharding import whole
+from rlhf.distributed.zero3 import whole
 
 
 class Config(Base):

@@ -8,10 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, create_model
 
 from data.config import DataOptions
-from rlhf import config, plugins
-from rlhf.config import Config, UserError
-from rlhf.hosts import LaunchOptions
-from rlhf.options import EngineOptions, RunOptions, SharedOptimizerOptions
+from rlhf import plugins
+from rlhf.config import Config, parser
+from rlhf.config.options import EngineOptions, RunOptions, SharedOptimizerOptions
+from rlhf.errors import UserError
+from rlhf.launch.hosts import LaunchOptions
 from rlhf.plan.options import PlanOptions
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -65,7 +66,7 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
 
 def chain_config(argv: list[str]) -> type[ChainConfig]:
     """ChainConfig with the options of the chosen algorithm as its `ppo` section."""
-    algorithm = config.peek(argv, "ppo.algorithm", "ppo")
+    algorithm = parser.peek(argv, "ppo.algorithm", "ppo")
     options = plugins.find("step3_ppo.algorithms", algorithm).Config
     described = Field(options(algorithm=algorithm), description="step 3, PPO; what is not set here is as at the top")
     return create_model("ChainConfig", __base__=ChainConfig, ppo=(options, described))
@@ -106,8 +107,8 @@ def given(argv: list[str]) -> set[str]:
 
 
 def _trees(argv: list[str]) -> list[dict[str, Any]]:
-    files, _ = config.split_config_files(argv)
-    return [config.read_yaml(file) for file in files]
+    files, _ = parser.split_config_files(argv)
+    return [parser.read_yaml(file) for file in files]
 
 
 def resolve(chain: Any, argv: list[str]) -> Any:
@@ -137,7 +138,7 @@ def resolve(chain: Any, argv: list[str]) -> Any:
 
 def changed(chain: Any) -> dict[str, Any]:
     """What differs from the defaults: of a section also from what it follows at the top. `--config` reads it back."""
-    tree = config.changed(chain, type(chain)())
+    tree = parser.changed(chain, type(chain)())
     for section in SECTIONS.values():
         own = getattr(chain, section)
         follows = {
@@ -145,7 +146,7 @@ def changed(chain: Any) -> dict[str, Any]:
             for name, top in followed(section).items()
             if top in tree or not _differs(own, name, top)
         }
-        found = config.changed(own, type(own)().model_copy(update=follows))
+        found = parser.changed(own, type(own)().model_copy(update=follows))
         tree = {name: value for name, value in tree.items() if name != section} | ({section: found} if found else {})
     return tree
 
@@ -170,9 +171,9 @@ def _inputs_named_above(chain: Any, argv: list[str]) -> Iterator[tuple[str, str]
         if not made.is_dir():
             yield name, place
             continue
-        from rlhf import checkpoint
+        from rlhf.storage import manifests
 
-        start = checkpoint.read_manifest(made)["config"]["model"]
+        start = manifests.read_manifest(made)["config"]["model"]
         if start != place:
             option = name.replace("_", "-")
             raise UserError(

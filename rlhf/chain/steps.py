@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.chain.options import STAGES
-from rlhf.checkpoint import MANIFEST, planned_start
+from rlhf.storage.manifests import MANIFEST, planned_start
 from step3_ppo.inputs import inputs
 
 

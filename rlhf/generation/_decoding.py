@@ -1,5 +1,5 @@
 """What makes one token a row cheap on a CPU: weights in the order that its products read, and, where layers are
-compiled, one graph for the whole step, with products and attention of our own (rlhf/models/kernels.py).
+compiled, one graph for the whole step, with products and attention of our own (rlhf/models/cpu/kernels.py).
 
 Measured with a model of 135M in bf16, two cores, 16 rows: the products of a step take half the time (Zen 4), because
 oneDNN otherwise sorts every weight anew for each product; the graph takes half off the step (Xeon with AMX).
@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf.generation._cache import WholeRoom
-from rlhf.models import attention, compiling, kernels, traits
+from rlhf.models import traits
+from rlhf.models.cpu import attention, compiling, kernels
 from rlhf.models.packing import packs
 
 Step = Callable[[PreTrainedModel, Tensor, Tensor, Tensor, DynamicCache], Tensor]

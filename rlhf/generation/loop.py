@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf import ops
 from rlhf.config import Config as Base
-from rlhf.config import UserError
+from rlhf.config.options import SamplingOptions
+from rlhf.errors import UserError
 from rlhf.generation._cache import Room, Rooms
 from rlhf.generation._decoding import decoding
-from rlhf.models import compiling
+from rlhf.maths import ops
+from rlhf.models.cpu import compiling
 from rlhf.models.packing import States, packs, reading
 from rlhf.models.policy import only
 from rlhf.models.traits import keeps_all, takes
-from rlhf.options import SamplingOptions
 from rlhf.types import Prompts, Rollout, token_groups
 
 Generate = Callable[[PreTrainedModel, Prompts, SamplingOptions, Tensor | None], Rollout]

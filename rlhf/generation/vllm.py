@@ -19,12 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf.config import UserError
+from rlhf.config.options import EngineOptions, SamplingOptions
+from rlhf.engine import export
+from rlhf.errors import UserError
 from rlhf.generation import loop
-from rlhf.models import export, traits
+from rlhf.models import traits
 from rlhf.models.load import known_ids
 from rlhf.models.policy import Policy
-from rlhf.options import EngineOptions, SamplingOptions
 from rlhf.types import Prompts, Rollout
 
 COLDEST = 0.01

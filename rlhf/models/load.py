@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rlhf import dist, record
-from rlhf.config import UserError, read_yaml
-from rlhf.encoder import id_count
-from rlhf.models import attention, packing
-from rlhf.names import resolve
-from rlhf.sharding import Shards, whole, whole_shape
-from rlhf.text import load_tokenizer
-from rlhf.untrusted import LOAD_ERRORS, reason, refuse_adapter, refuse_model, refuse_whole_numbers
+from rlhf import console
+from rlhf.config import read_yaml
+from rlhf.distributed import collectives
+from rlhf.distributed.zero3 import Shards, whole, whole_shape
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
+from rlhf.hub.untrusted import LOAD_ERRORS, reason, refuse_adapter, refuse_model, refuse_whole_numbers
+from rlhf.models import packing
+from rlhf.models.cpu import attention
+from rlhf.text.encoder import id_count
+from rlhf.text.tokenizer import load_tokenizer
 
 HEADS = re.compile(r"(lm_head|embed_out|score)\.")
 """Weights that a model without a head has no place for."""
@@ -197,7 +200,7 @@ def _load(
     _refuse_other_tokenizer(place, rows, tokenizer_size)
     if rows < tokenizer_size:
         if rows < tokenizer_size - 1:  # one is for padding
-            record.say(
+            console.say(
                 f"note: model '{place}': {tokenizer_size - rows} rows are added to the {rows} of its embedding for ids "
                 "that only its tokenizer has; each is the mean of the others"
             )
@@ -205,7 +208,7 @@ def _load(
             _add_rows(model, rows, tokenizer_size)
     refuse_non_finite(model, place)
     model.eval()
-    if dist.local_device().type == "cpu":
+    if collectives.local_device().type == "cpu":
         _align(model)
         attention.use(model)
         packing.allow(model, shards is None)

@@ -1,6 +1,6 @@
 """Rows of unequal length one after the other, [1, N], with no padding between: only attention tells them apart.
 
-Whatever else a transformer computes it computes of each token alone. Attention of ours (rlhf/models/attention.py)
+Whatever else a transformer computes it computes of each token alone. Attention of ours (rlhf/models/cpu/attention.py)
 gathers rows of similar length, so that little is padding even there.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf import ops
-from rlhf.models import attention, compiling, kernels
+from rlhf.maths import ops
+from rlhf.models.cpu import attention, compiling, kernels
 from rlhf.models.traits import base, keeps_all, takes
 from rlhf.types import JoinedPairs
 

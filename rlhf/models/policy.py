@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf import ops
+from rlhf.maths import ops
 from rlhf.models import packing
 from rlhf.types import Sequences
 

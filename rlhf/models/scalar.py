@@ -10,15 +10,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf import ops
-from rlhf.config import UserError
+from rlhf.distributed.zero3 import Shards
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
+from rlhf.maths import ops
 from rlhf.models import packing
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_backbone, readable
 from rlhf.models.traits import keeps_all, takes
-from rlhf.names import resolve
-from rlhf.sharding import Shards
-from rlhf.text import require_hub
+from rlhf.text.tokenizer import require_hub
 from rlhf.types import JoinedPairs, Pairs, Sequences, length_groups
 
 HEAD = "score.weight"

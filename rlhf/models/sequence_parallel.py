@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rlhf import dist, ops
+from rlhf.distributed import collectives
+from rlhf.maths import ops
 from rlhf.models import traits
 from rlhf.models.policy import Entropy, Policy
 from rlhf.models.scalar import ScalarModel
@@ -76,8 +77,8 @@ class Stretch:
     """This rank's stretch of each row, and the model's attention over all of them. Every rank makes this together."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._group = dist.alike_group()
-        self._size, self._number = dist.alike(), dist.rank() % dist.alike()
+        self._group = collectives.alike_group()
+        self._size, self._number = collectives.alike(), collectives.rank() % collectives.alike()
         AttentionInterface.register(ATTENTION, self._attend)
         traits.base(model).set_attn_implementation(ATTENTION)
 

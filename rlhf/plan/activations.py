@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhf import ops
+from rlhf.maths import ops
 from rlhf.plan import sizes
 from rlhf.plan.sizes import Head
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from rlhf.config import UserError
-from rlhf.options import EngineOptions
+from rlhf.config.options import EngineOptions
+from rlhf.errors import UserError
 from rlhf.plan.machine import Machine
 from rlhf.plan.stage import Forecast, Needs, forecast
 

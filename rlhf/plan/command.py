@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf import dist, record
-from rlhf.config import UserError
+from rlhf import console
+from rlhf.distributed import collectives
+from rlhf.errors import UserError
 from rlhf.plan.choose import AUTO, choose, said, settled
 from rlhf.plan.machine import Machine, machine
 from rlhf.plan.options import PlanOptions
@@ -47,9 +48,11 @@ def settle(options: Any, needs: NeedsOf, plan: PlanOptions, processes: int, star
 def settle_alone(options: Any, needs: NeedsOf) -> Any:
     """The same for a stage that was started without a chain; says what it chose."""
     made = starts(options.output_dir, "", "")
-    held, line = settle(options, needs, PlanOptions(), dist.world_size(), {name: p for name, p in made.items() if p})
+    held, line = settle(
+        options, needs, PlanOptions(), collectives.world_size(), {name: p for name, p in made.items() if p}
+    )
     if line:
-        record.say(line)
+        console.say(line)
     return held
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from rlhf.options import EngineOptions
+from rlhf.config.options import EngineOptions
 from rlhf.plan import zero
 from rlhf.plan.sizes import Size
 from rlhf.plan.stage import Forecast, Line, micro_batches

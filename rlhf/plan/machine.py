@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from rlhf.config import UserError, suggest
+from rlhf.config import suggest
+from rlhf.errors import UserError
 from rlhf.plan.options import PlanOptions, number_of_bytes
 
 USABLE = 0.9

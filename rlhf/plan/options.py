@@ -1,4 +1,4 @@
-"""What a plan is asked about. Torch-free, like rlhf.options."""
+"""What a plan is asked about. Torch-free, like rlhf.config.options."""
 
 import re
 from typing import Any

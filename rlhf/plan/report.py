@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rlhf.options import EngineOptions
+from rlhf.config.options import EngineOptions
 from rlhf.plan.choose import missing
 from rlhf.plan.cost import cost
 from rlhf.plan.stage import Forecast, Line, micro_batches

@@ -10,17 +10,20 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from rlhf import adapters, names
-from rlhf.config import UserError, read_yaml
-from rlhf.encoder import id_count
+from rlhf import adapters
+from rlhf.config import read_yaml
+from rlhf.errors import UserError
+from rlhf.hub import short_names
 from rlhf.models import load
 from rlhf.models.head import ScoreHead
 from rlhf.models.scalar import hidden_width
-from rlhf.text import load_tokenizer
+from rlhf.shipped import CONFIGS
+from rlhf.text.encoder import id_count
+from rlhf.text.tokenizer import load_tokenizer
 
 Head = Literal["lm", "scalar"]
 """A language model, or a backbone under one scalar."""
-SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
+SHAPES = CONFIGS / "shapes"
 """Configs of known models, by short name, for plans where no model hub can be reached."""
 
 
@@ -52,7 +55,7 @@ def read(place: str) -> PreTrainedConfig:
     Raises: UserError if there is none, or it cannot be had.
     """
     known = SHAPES / f"{place.lower()}.yaml"
-    path = str(known) if known.is_file() and not Path(place).exists() else names.resolve(place)
+    path = str(known) if known.is_file() and not Path(place).exists() else short_names.resolve(place)
     if path.endswith((".yaml", ".yml")) and "tokenizer" not in read_yaml(path):
         return _shape(path)
     try:
@@ -77,7 +80,7 @@ def _shape(path: str) -> PreTrainedConfig:
 @functools.cache
 def tokens(place: str) -> int | None:
     """Tokens of the tokenizer at `place`, which the embeddings grow to; None where the config alone is there."""
-    path = Path(names.resolve(place))
+    path = Path(short_names.resolve(place))
     described = path.is_file() and "tokenizer" in read_yaml(path)
     saved = any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
     return id_count(load_tokenizer(str(path))) if described or saved else None

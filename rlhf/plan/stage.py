@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rlhf.engine import compute_dtype
-from rlhf.options import EngineOptions, FrozenOptions, effective_stage
+from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
+from rlhf.engine.training import compute_dtype
 from rlhf.plan import zero
 from rlhf.plan.activations import Activations, Passes, activations, inference
 from rlhf.plan.machine import PROGRAM, Machine

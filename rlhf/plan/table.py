@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from rlhf.options import EngineOptions, FrozenOptions
+from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.plan.activations import Passes
 from rlhf.plan.choose import choose, said
 from rlhf.plan.cost import Cost, cost

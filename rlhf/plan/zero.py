@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rlhf.options import EngineOptions, FrozenOptions, effective_stage
+from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.plan.sizes import Size
 
 MASTER = 4

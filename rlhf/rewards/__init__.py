@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import plugins
-from rlhf.config import UserError
-from rlhf.options import FrozenOptions
-from rlhf.text import Template
+from rlhf.config.options import FrozenOptions
+from rlhf.errors import UserError
+from rlhf.text.tokenizer import Template
 from rlhf.types import Rollout, Samples
 
 Source = Callable[[Samples], Tensor]

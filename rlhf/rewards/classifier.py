@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config import Config as Base
-from rlhf.config import UserError, suggest
+from rlhf.config import suggest
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
 from rlhf.models.load import context_length, load_config, readable, refuse_non_finite
-from rlhf.names import resolve
 from rlhf.rewards import Context, Source
 from rlhf.types import Samples, length_groups
 

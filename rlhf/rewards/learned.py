@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import frozen
-from rlhf.checkpoint import model_place
 from rlhf.config import Config as Base
-from rlhf.config import UserError
-from rlhf.encoder import id_count
-from rlhf.frozen import FrozenEngine
+from rlhf.engine import frozen
+from rlhf.engine.frozen import FrozenEngine
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
 from rlhf.models.load import context_length
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_statistics, scores
-from rlhf.names import resolve
 from rlhf.rewards import Context, Source
-from rlhf.text import Template, load_tokenizer, prepare_tokenizer, same_ids
+from rlhf.storage.manifests import model_place
+from rlhf.text.encoder import id_count
+from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Rollout, Samples, Sequences, length_groups
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from rlhf.config import Config as Base
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.rewards import REFERENCE, Context, Source, columns_of
 from rlhf.types import Samples
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf import plugins
 from rlhf.config import Config as Base
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.rewards import Context, Source, columns_of
 from rlhf.types import Samples
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config import Config as Base
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.rewards import Context, Source
 from rlhf.types import Samples
 

@@ -5,8 +5,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rlhf import credit as crediting
-from rlhf import dist, losses, ops
+from rlhf.distributed import collectives
+from rlhf.maths import credit as crediting
+from rlhf.maths import losses, ops
 from rlhf.types import Credit, Rollout
 from step3_ppo.config import Step3Config
 
@@ -87,7 +88,7 @@ def gae_credit(rollout: Rollout, config: GAEConfig, kl_coef: float) -> Credit:
 
 def whitened(advantages: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and variance 1 over all tokens of the mask on all ranks. [B, T]"""
-    mean, var = ops.mean_var(dist.sum_over_ranks(ops.moments(advantages, mask)))
+    mean, var = ops.mean_var(collectives.sum_over_ranks(ops.moments(advantages, mask)))
     return ops.whiten(advantages, mask, mean, var)
 
 

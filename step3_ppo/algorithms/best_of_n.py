@@ -10,8 +10,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rlhf import credit as crediting
-from rlhf import losses
+from rlhf.maths import credit as crediting
+from rlhf.maths import losses
 from rlhf.types import Credit, Rollout
 from step3_ppo.config import Step3Config
 

@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from rlhf import credit as crediting
-from rlhf import losses
+from rlhf.maths import credit as crediting
+from rlhf.maths import losses
 from rlhf.types import Credit, Rollout
 from step3_ppo.algorithms._common import ClippedConfig, KLController, KLOptions, clipped_loss
 

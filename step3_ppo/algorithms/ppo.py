@@ -3,7 +3,7 @@
 from pydantic import Field
 from torch import Tensor
 
-from rlhf import losses
+from rlhf.maths import losses
 from rlhf.types import Credit, Rollout
 from step3_ppo.algorithms._common import ClippedConfig, GAEConfig, KLController, clipped_loss, gae_credit
 

@@ -3,8 +3,8 @@
 from pydantic import Field
 from torch import Tensor
 
-from rlhf import credit as crediting
-from rlhf import losses
+from rlhf.maths import credit as crediting
+from rlhf.maths import losses
 from rlhf.types import Credit, Rollout
 from step3_ppo.algorithms._common import ClippedConfig, KLController, KLRewardConfig, clipped_loss, rewards_of, whitened
 

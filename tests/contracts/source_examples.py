@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.reading import Phase
+from data.read.records import Phase
 
 Record = dict[str, Any]
 Make = Callable[[str, str, str], list[Record]]

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rlhf import adapters, losses, plugins
-from rlhf.engine import Engine
-from rlhf.frozen import FrozenEngine
-from rlhf.models.export import full_state, save_policy, save_scalar
+from rlhf import adapters, plugins
+from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions
+from rlhf.engine.export import full_state, save_policy, save_scalar
+from rlhf.engine.frozen import FrozenEngine
+from rlhf.engine.training import Engine
+from rlhf.maths import losses
 from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
-from rlhf.options import EngineOptions, FrozenOptions, OptimizerOptions
 from rlhf.types import Sequences
 from step3_ppo.rollout import Reference
 from tests import tiny

@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf import plugins
-from rlhf.config import UserError
-from rlhf.draws import uniforms
+from rlhf.config.options import SamplingOptions
+from rlhf.errors import UserError
+from rlhf.maths.uniforms import uniforms
 from rlhf.models.policy import Policy
-from rlhf.options import SamplingOptions
 from rlhf.types import Prompts, Rollout
 from tests import tiny
 

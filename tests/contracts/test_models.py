@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from rlhf.engine import Engine
-from rlhf.models.export import save_policy
+from rlhf.config.options import EngineOptions, OptimizerOptions
+from rlhf.engine.export import save_policy
+from rlhf.engine.training import Engine
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
-from rlhf.options import EngineOptions, OptimizerOptions
 from rlhf.types import Sequences
 from tests import tiny
 

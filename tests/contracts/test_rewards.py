@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf import plugins, rewards
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.types import Message, Samples
 from tests import tiny
-from tests.rewards.responses import context, other_tokenizer, padded, reward_model, rollout, samples
+from tests.rlhf.rewards.responses import context, other_tokenizer, padded, reward_model, rollout, samples
 
 SOURCES = [*plugins.names("rlhf.rewards"), "learned (other tokenizer)"]
 OPTIONS = {"length": ",target=3,penalty=0.5", "repetition": ",n=2", "classifier": ",model={folder},label=1"}

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from data.build.split import group_of, share_of
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
-from data.reading import Phase, Skipped, Source
+from data.read.records import Phase, Skipped, Source
 from data.sources.demo import words
-from data.split import group_of, share_of
-from rlhf.config import Config, UserError
+from rlhf.config import Config
+from rlhf.errors import UserError
 from rlhf.plugins import build, find, names
-from rlhf.text import Template, load_tokenizer, prepare_tokenizer
+from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
 from tests.contracts.source_examples import (
     COUNT,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from data.batches import Batches, counted, padding, pair_batch, prompt_batch, sft_batch
-from data.encode import Demonstration, Preference, Prompt
-from rlhf.config import UserError
+from data.build.encode import Demonstration, Preference, Prompt
+from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 PAD = 9

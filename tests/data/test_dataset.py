@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from data.build.encode import Demonstration, Item, Preference, Prompt
+from data.build.split import PHASES, group_of, share_of
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
-from data.encode import Demonstration, Item, Preference, Prompt
-from data.split import PHASES, group_of, share_of
-from rlhf.config import UserError
-from rlhf.text import load_tokenizer, prepare_tokenizer
+from rlhf.errors import UserError
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
 
 BOS, EOS, FIRST = 1, 2, 4

@@ -2,23 +2,23 @@
 
 The parts are tested where they are:
 
-    each bad row and file               data/test_bad_rows.py::test_a_bad_line_is_one_row
-    BOM, CRLF, U+2028, NUL              data/test_formats.py::test_every_kind_reads_the_same_rows
-    a line of 10 MB                     data/test_formats.py::test_a_line_of_ten_megabytes
+    each bad row and file               data/read/test_bad_rows.py::test_a_bad_line_is_one_row
+    BOM, CRLF, U+2028, NUL              data/read/test_formats.py::test_every_kind_reads_the_same_rows
+    a line of 10 MB                     data/read/test_formats.py::test_a_line_of_ten_megabytes
     equal sides                         data/test_dataset.py::test_what_is_dropped_is_counted
-    turns and tokens that give way      data/test_encode.py::test_turns_that_are_left_are_learned
-    no room for PPO's response          test_errors.py::test_the_chain_refuses_before_anything_starts
+    turns and tokens that give way      data/build/test_encode.py::test_turns_that_are_left_are_learned
+    no room for PPO's response          rlhf/chain/test_errors.py::test_the_chain_refuses_before_anything_starts
     equally many steps on every rank    data/test_batches.py::test_ranks_share_the_batches_of_one_rank
-    texts too long, empty or odd        data/test_odd_texts.py::test_special_tokens_that_texts_spell
-    special tokens that texts spell     test_text.py::test_special_tokens_in_a_message_are_text
-    a script is not run                 data/test_places.py::test_a_loading_script_is_refused_and_not_run
-    a hub that is dead or silent        test_errors.py::test_the_hub_does_not_answer
-    prompts of an evaluation file       data/test_mixing.py::test_a_place_for_evaluation_and_no_prompt_of_it_in_training
+    texts too long, empty or odd        data/read/test_odd_texts.py::test_special_tokens_that_texts_spell
+    special tokens that texts spell     rlhf/text/test_text.py::test_special_tokens_in_a_message_are_text
+    a script is not run                 data/read/test_places.py::test_a_loading_script_is_refused_and_not_run
+    a hub that is dead or silent        rlhf/chain/test_errors.py::test_the_hub_does_not_answer
+    prompts of an evaluation file       data/build/test_mixing.py::test_no_prompt_of_an_evaluation_place_is_trained_on
     a tokenizer of the same size        contracts/test_rewards.py::test_a_swapped_pair_of_ids_makes_another_tokenizer
-    a source of the user's own          data/test_contract.py::test_a_row_that_is_none
-    padding that is EOS, or none        test_text.py::test_padding_is_neither_eos_nor_in_use
-    one BOS                             test_text.py::test_one_bos_and_at_the_start
-    no chat template                    test_templates.py::test_templates_by_name_and_by_file
+    a source of the user's own          data/read/test_contract.py::test_a_row_that_is_none
+    padding that is EOS, or none        rlhf/text/test_text.py::test_padding_is_neither_eos_nor_in_use
+    one BOS                             rlhf/text/test_text.py::test_one_bos_and_at_the_start
+    no chat template                    rlhf/text/test_templates.py::test_templates_by_name_and_by_file
 """
 
 import json
@@ -32,9 +32,10 @@ from typing import Any
 import pytest
 import torch
 
-import train
 from data.batches import Batches
-from rlhf import config, launch, record
+from rlhf import console, errors
+from rlhf.chain import command as train
+from rlhf.launch import launcher
 from step1_sft import __main__ as sft
 from step1_sft import stage as sft_stage
 from step2_reward import __main__ as reward
@@ -42,7 +43,7 @@ from step2_reward import stage as reward_stage
 from tests.programs import without_status
 from tests.texts import byte_tokenizer
 
-ROOT = Path(train.__file__).parent
+ROOT = Path(train.__file__).parents[2]
 LIMIT_S = 15
 SMALL = ["--model", "demo-llama", "--batch-size", "2", "--max-length", "48", "--max-prompt-length", "24"]
 ONE_SHARE = ["--data-split", "1,0,0", "--eval-fraction", "0.2"]
@@ -65,7 +66,7 @@ def lines(count: int, **columns: Any) -> str:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(record, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(console, "quiet_libraries", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return tmp_path
 
@@ -80,11 +81,11 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     def run(main: Callable[[], Any], *argv: str) -> str:
         monkeypatch.setattr(sft_stage, "load_causal_lm", too_late)
         monkeypatch.setattr(reward_stage, "new_scalar_model", too_late)
-        monkeypatch.setattr(launch, "run", too_late)
+        monkeypatch.setattr(launcher, "run", too_late)
         monkeypatch.setattr(sys, "argv", ["program", *argv, "--output-dir", "out"])
         before, start = sorted(home.rglob("*")), time.process_time()
         try:
-            code = config.run_as_user(main)
+            code = errors.run_as_user(main)
         except SystemExit as leaving:
             code = int(str(leaving.code))
         said = capsys.readouterr()

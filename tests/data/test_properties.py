@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from data import json_rows
-from data.formats import records
-from data.reading import Phase, Skipped, Unusable
-from data.shapes import SHAPES
+from data.read import json_rows
+from data.read.formats import records
+from data.read.records import Phase, Skipped, Unusable
+from data.read.shapes import SHAPES
 from data.sources.files import Config, build, parse
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.types import Row
 
 COLUMNS = sorted({column for shape in SHAPES for column in (*shape.columns, *shape.also)})

@@ -2,18 +2,18 @@
 
 import sys
 
-from rlhf import launch
-from rlhf.options import RunOptions
+from rlhf.config.options import RunOptions
+from rlhf.launch import launcher
 
 
 def run(options: RunOptions) -> None:
-    from rlhf import dist
+    from rlhf.distributed import collectives
     from tests import engine_runs
 
-    with dist.process_group(options.timeout_s):
+    with collectives.process_group(options.timeout_s):
         engine = engine_runs.engine({"zero_stage": 1})
         engine_runs.step(engine, engine_runs.batches()[0])
 
 
 if __name__ == "__main__":
-    sys.exit(launch.stage_main(lambda _: RunOptions, "tests.faults.one_step", "one step", run))
+    sys.exit(launcher.stage_main(lambda _: RunOptions, "tests.faults.one_step", "one step", {}, run))

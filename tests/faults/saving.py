@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf import disk, resume
-from rlhf.resume import Resumable
+from rlhf.storage import disk
+from rlhf.training import checkpoints
+from rlhf.training.checkpoints import Resumable
 from tests.processes import until
 
 STAGE = {"stage": "step1_sft", "config": {}, "inputs": {}, "models": []}
@@ -54,7 +55,7 @@ def save_without_end(folder: Path, rank: int) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     weights = Weights(rank)
     for weights.step in count(1):
-        assert resume.save(folder / "stage", weights.step, state_of(weights), STAGE, keep=2) is None
+        assert checkpoints.save(folder / "stage", weights.step, state_of(weights), STAGE, keep=2) is None
 
 
 def kill(folder: Path, victims: list[int], delay_s: float) -> None:
@@ -62,7 +63,7 @@ def kill(folder: Path, victims: list[int], delay_s: float) -> None:
     (folder / "stage").mkdir()
     ranks = [_forked(folder, rank) for rank in (0, 1)]
     try:
-        until(lambda: resume.newest_manifest(folder / "stage"), 120)
+        until(lambda: checkpoints.newest_manifest(folder / "stage"), 120)
         time.sleep(delay_s)
         for rank in victims:
             os.kill(ranks[rank], signal.SIGKILL)
@@ -89,13 +90,13 @@ def _forked(folder: Path, rank: int) -> int:
 def require_usable(folder: Path) -> None:
     """The newest checkpoint is whole and of one step, and saving goes on beside what was left behind."""
     stage = folder / "stage"
-    found = resume.newest(stage)
+    found = checkpoints.newest(stage)
     assert found is not None
-    assert found.step == max(int(path.name[5:]) for path in (stage / resume.CHECKPOINTS).glob("step-*"))
+    assert found.step == max(int(path.name[5:]) for path in (stage / checkpoints.CHECKPOINTS).glob("step-*"))
     weights = Weights()
-    weights.load_state_dict(disk.read_json(found.folder / resume.STATE)["weights"])
+    weights.load_state_dict(disk.read_json(found.folder / checkpoints.STATE)["weights"])
     weights.load_tensors(found._tensors("weights"))
     assert weights.seen == [float(found.step)] and weights.step == found.step
-    resume.sweep(stage)
-    assert not list((stage / resume.CHECKPOINTS).glob(".tmp-*"))
-    assert resume.save(stage, found.step + 1, state_of(weights), STAGE, keep=2) is None
+    checkpoints.sweep(stage)
+    assert not list((stage / checkpoints.CHECKPOINTS).glob(".tmp-*"))
+    assert checkpoints.save(stage, found.step + 1, state_of(weights), STAGE, keep=2) is None

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.test_fault_table import ROWS_A, ROWS_B, ROWS_C
+from tests.docs.test_fault_table import ROWS_A, ROWS_B, ROWS_C
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 HEAD = "| # | fault | tests in `tests/`, seconds |\n|---|---|---|\n"

@@ -79,6 +79,6 @@ def test_a_second_run_in_one_directory_is_refused(whole: harness.Whole, tmp_path
 @pytest.mark.parametrize("trial", range(10))
 def test_a_run_of_two_ends_with_code_0(trial: int) -> None:
     """Left open, the process group made 11 of 15 good runs exit non-zero."""
-    code = "import sys; from rlhf import launch; sys.exit(launch.run('tests.faults.one_step', [], 2) % 256)"
+    code = "import sys; from rlhf.launch import launcher; sys.exit(launcher.run('tests.faults.one_step', [], 2) % 256)"
     done = subprocess.run([sys.executable, "-c", code], cwd=harness.ROOT, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")

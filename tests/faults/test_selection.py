@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import checkpoint
+from rlhf.storage import manifests
 from tests.faults import harness
 
 
@@ -35,7 +35,7 @@ def test_killed_and_asked_to_end_and_it_is_the_same(whole: Path, tmp_path: Path)
 
 def test_a_directory_in_use_is_refused(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "step1_sft").mkdir(parents=True)
-    with checkpoint.held(tmp_path / "out" / "step1_sft"):
+    with manifests.held(tmp_path / "out" / "step1_sft"):
         refused = harness.run(tmp_path / "out", harness.alone(tmp_path / "out", whole, 1))
     refused.require(2, f"in use by process {os.getpid()} on {socket.gethostname()}", "--output-dir")
     assert not harness.files(tmp_path / "out" / "step1_sft")

@@ -29,13 +29,13 @@ def chain(hosts: World, tmp_path: Path) -> Callable[..., list[str]]:
         given = {"hostfile": hosts.hostfile(*lines), "rendezvous_timeout_s": 60.0, **options}
         code = (
             "import os, signal, sys; signal.signal(2, signal.default_int_handler)\n"
-            "from rlhf import config, hosts, launch\n"
+            "from rlhf import errors\nfrom rlhf.launch import hosts, launcher\n"
             f"os.environ['PYTHONPATH'] = {str(tmp_path)!r}\n"
             "def main():\n"
             f"    where = hosts.open_deployment(hosts.LaunchOptions(**{given!r}))\n"
-            f"    ended = launch.run({name!r}, [{body!r}], where)\n"
+            f"    ended = launcher.run({name!r}, [{body!r}], where)\n"
             "    print(ended.cause, file=sys.stderr); return ended if ended >= 0 else 128 - ended\n"
-            "sys.exit(config.run_as_user(main))"
+            "sys.exit(errors.run_as_user(main))"
         )
         return [sys.executable, "-c", code]
 
@@ -170,7 +170,7 @@ def test_a_port_that_is_taken_is_named_with_another(
 def test_ranks_of_two_hosts_meet(hosts: World, chain: Callable[..., list[str]], tmp_path: Path) -> None:
     """By the interface between them, although each host takes its name for 127.0.1.1; nothing listens elsewhere."""
     body = (
-        "import torch\nfrom rlhf import dist\n"
+        "import torch\nfrom rlhf.distributed import collectives as dist\n"
         "with dist.process_group(timeout_s=60):\n"
         "    total = dist.sum_over_ranks(torch.tensor([rank + 1.0])).item()\n"
         "    lines = [l.split() for l in open('/proc/net/tcp').readlines()[1:]]\n"

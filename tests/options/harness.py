@@ -15,11 +15,12 @@ from unittest import mock
 
 from torch import Tensor
 
-from rlhf import dist, launch
-from rlhf import run as stage_run
-from rlhf.engine import Engine
+from rlhf.distributed import collectives
+from rlhf.engine.training import Engine
+from rlhf.launch import launcher
 from rlhf.models import load
-from rlhf.run import Run
+from rlhf.training import run as stage_run
+from rlhf.training.run import Run
 from rlhf.types import Metrics, Rollout
 from step1_sft import stage as sft
 from step2_reward import stage as reward
@@ -67,21 +68,21 @@ class InMemory(Run):
         self._observed.final = metrics
         for title, engine in self._state.tensors.items():
             mine = engine.fp32_weights() if isinstance(engine, Engine) else engine.tensors()
-            for share in dist.gather_objects({f"{title}.{name}": weight.clone() for name, weight in mine}):
+            for share in collectives.gather_objects({f"{title}.{name}": weight.clone() for name, weight in mine}):
                 self._observed.weights |= share
 
 
 def run(stage: str, config: Any) -> Observed:
     """The stage's own `run` of this config, in the process group there is; every rank calls it together."""
-    observed = Observed(ranks=dist.world_size())
+    observed = Observed(ranks=collectives.world_size())
 
     def give_up(message: str, code: int) -> NoReturn:
         raise SystemExit(message)
 
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
-            (dist, "process_group", lambda timeout_s: contextlib.nullcontext()),
-            (launch, "give_up", give_up),
+            (collectives, "process_group", lambda timeout_s: contextlib.nullcontext()),
+            (launcher, "give_up", give_up),
             (stage_run, "Run", functools.partial(InMemory, observed)),
             (load, "_load", read_once(load._load)),
             (Engine, "step", noting_batches(observed)),
@@ -97,7 +98,7 @@ def run(stage: str, config: Any) -> Observed:
 
 def joined(observed: Observed) -> Observed:
     """With the rows of all ranks."""
-    shares = dist.gather_objects((observed.rollouts, observed.batches))
+    shares = collectives.gather_objects((observed.rollouts, observed.batches))
     rollouts = [[row for part in parts for row in part] for parts in zip(*(share[0] for share in shares), strict=True)]
     batches = [
         (parts[0][0], [rows for _, micros in parts for rows in micros])

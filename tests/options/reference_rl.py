@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.batches import Batches
-from rlhf.draws import uniforms
+from rlhf.maths.uniforms import uniforms
 from tests import tiny
 from tests.options import reference
 from tests.options.comparison import Comparison

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from data.encode import Demonstration, Preference, Prompt
-from rlhf.config import UserError
+from data.build.encode import Demonstration, Preference, Prompt
+from rlhf.errors import UserError
 from step1_sft import stage as sft
 from step2_reward import stage as reward
 from step3_ppo import inputs as ppo

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import progress
-from rlhf.config import UserError
+from rlhf.errors import UserError
+from rlhf.training import progress
 from tests.options import cases, harness
 from tests.options.cases import ALGORITHMS, Bundle, Case
 from tests.options.comparison import Comparison
@@ -33,7 +33,7 @@ TESTED_ELSEWHERE = {
 }  # fmt: skip
 """test_data_options.py, test_thresholds.py"""
 HELD = {"dtype", "adapter", "rollout_backend"}
-"""how numbers are held, and plug-ins: tests/test_engine.py, tests/contracts"""
+"""how numbers are held, and plug-ins: tests/rlhf/engine/test_engine.py, tests/contracts"""
 REPORTED = {"export_rollouts"}
 SPEED_ALONE = {"micro_batch_size", "rollout_batch_size"}
 """options that change no number: their runs are as predicted of any value"""

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import torch
 
-from rlhf import dist, launch
+from rlhf.distributed import collectives
+from rlhf.launch import launcher
 from tests.options import cases, harness
 
 if __name__ == "__main__":
     folder, out = map(Path, sys.argv[1:])
-    with dist.process_group(timeout_s=60):
+    with collectives.process_group(timeout_s=60):
         observed = [
             asdict(harness.run(bundle.stage, cases.config_of(folder, bundle.stage, bundle.algorithm, **bundle.changes)))
             for bundle in cases.bundles()
         ]
-        if dist.is_main():
+        if collectives.is_main():
             torch.save(observed, out)
-    launch.end_well()
+    launcher.end_well()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GPT2Config
 
-from rlhf.templates import BUILT_IN
+from rlhf.text.templates import BUILT_IN
 from tests import tiny
 
 WIDTH, HEADS = 8, 2

@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from data.sources.demo import COLOURS, SUBJECTS, WORTH, Config, build, true_score
-from rlhf.config import UserError
+from rlhf.errors import UserError
 
 PROMPT = "tell me about the red fox in the forest"
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from data.places import TableConfig
-from data.reading import Phase, Skipped
-from data.shapes import SHAPES
+from data.read.places import TableConfig
+from data.read.records import Phase, Skipped
+from data.read.shapes import SHAPES
+from data.read.table import NO_COUNTERPART, Labelled, Parsed
 from data.sources.files import Config, parse, wanted_of
-from data.table import NO_COUNTERPART, Labelled, Parsed
-from rlhf.config import UserError, validate
+from rlhf.config import validate
+from rlhf.errors import UserError
 from rlhf.plugins import build
 from rlhf.types import Message, Row
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from data.dialogues import parse_dialogue
-from data.mixture import open_origin
+from data.build.mixture import open_origin
+from data.read.dialogues import parse_dialogue
 from data.sources.hh_rlhf import parse_pair
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 SHARED = Path(__file__).parents[4] / "shared/data/hh-rlhf"

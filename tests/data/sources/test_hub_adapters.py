@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from data.reading import Phase, Skipped, Unusable
+from data.read.records import Phase, Skipped, Unusable
+from data.read.table import Ranked
 from data.sources import (
     chatbot_arena,
     helpsteer,
@@ -21,8 +22,7 @@ from data.sources import (
     ultrafeedback,
     webgpt,
 )
-from data.table import Ranked
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.plugins import build
 from rlhf.types import Message, Row
 

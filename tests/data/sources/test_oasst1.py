@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data.reading import Phase, Skipped
+from data.read.records import Phase, Skipped
 from rlhf.plugins import build
 from rlhf.types import Message, Row
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from data.mixture import open_origin
-from data.reading import Skipped
+from data.build.mixture import open_origin
+from data.read.records import Skipped
 from data.sources.rt_polarity import detokenize
-from rlhf.config import UserError
+from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 SHARED = Path(__file__).parents[4] / "shared/data/rt-polarity"

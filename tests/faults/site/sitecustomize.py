@@ -17,15 +17,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 POINTS = {
-    "step": ("rlhf.engine", "Engine.step", "before"),
-    "forward": ("rlhf.engine", "Engine.__call__", "before"),
+    "step": ("rlhf.engine.training", "Engine.step", "before"),
+    "forward": ("rlhf.engine.training", "Engine.__call__", "before"),
     "generate": ("step3_ppo.rollout", "generate", "before"),
-    "write": ("rlhf.resume", "_Writer._guarded", "before"),
-    "rename": ("rlhf.resume", "os.rename", "before"),
-    "renamed": ("rlhf.resume", "os.rename", "after"),
-    "load": ("rlhf.resume", "Checkpoint.restore", "before"),
-    "export": ("rlhf.run", "Run.save", "before"),
-    "finished": ("rlhf.run", "Run.finish", "after"),
+    "write": ("rlhf.training.checkpoints", "_Writer._guarded", "before"),
+    "rename": ("rlhf.training.checkpoints", "os.rename", "before"),
+    "renamed": ("rlhf.training.checkpoints", "os.rename", "after"),
+    "load": ("rlhf.training.checkpoints", "Checkpoint.restore", "before"),
+    "export": ("rlhf.training.run", "Run.save", "before"),
+    "finished": ("rlhf.training.run", "Run.finish", "after"),
 }
 """where a fault can happen: a module, something in it, and on which side of the call"""
 MARK = "RLHF_TEST_ID"

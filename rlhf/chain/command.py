@@ -1,0 +1,226 @@
+"""The chain: supervised fine-tuning, reward model, PPO, each a process (or a group of them) of its own.
+
+python train.py                                                      the demo
+python train.py --actor-model opt-1.3b --reward-model opt-350m --deployment-type single_node
+"""
+
+import importlib
+import os
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlhf import console, streams
+from rlhf.chain.options import SECTIONS, SHORT_HELP, STAGES, ChainConfig, chain_config, changed, resolve
+from rlhf.config import parser
+from rlhf.config.options import require_trackers
+from rlhf.config.short_help import short_help
+from rlhf.errors import UserError
+from rlhf.launch import launcher
+from rlhf.launch.failure_summary import command_again, last_words
+from rlhf.launch.hosts import Deployment, LaunchOptions, open_deployment
+from rlhf.plan.options import PlanOptions
+from rlhf.shipped import CONFIGS
+
+TEXTS = {"--help", "-h", "--help-all", "--plan"}
+"""options that make the chain print a text and end"""
+DEMO = CONFIGS / "demo.yaml"
+
+
+def deployment(chain: ChainConfig) -> Deployment:
+    """Where a stage runs, and in how many processes. Raises: UserError if the hosts or devices are not there."""
+    import torch
+
+    own = LaunchOptions(**{name: getattr(chain, name) for name in LaunchOptions.model_fields})
+    if chain.deployment_type == "multi_node":
+        if chain.num_processes is not None:
+            raise UserError(
+                f"--num-processes {chain.num_processes}: got it with multi_node, expected slots= in the hostfile"
+            )
+        return open_deployment(own)
+    for name in ("hostfile", "include", "exclude", "num_nodes", "master_addr", "master_port", "ssh_port"):
+        if getattr(own, name) is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} {getattr(own, name)}: got --deployment-type {chain.deployment_type}, "
+                "expected multi_node"
+            )
+    if chain.deployment_type == "single_gpu":
+        if (chain.num_processes or 1) > 1:
+            raise UserError(
+                f"--num-processes {chain.num_processes}: one GPU has one; add --deployment-type single_node"
+            )
+        return Deployment(1, options=own)
+    gpus = torch.cuda.device_count()
+    wanted = chain.num_processes or max(1, gpus)
+    most = gpus or max(2, launcher.cores())
+    if wanted > most:
+        there = f"{gpus} GPUs are visible" if gpus else f"this machine has no GPU and {launcher.cores()} cores"
+        raise UserError(f"--num-processes {wanted}: {there}, expected at most {most}")
+    return Deployment(wanted, options=own)
+
+
+def _needs(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
+    """The chosen stages' sections and what they need, the devices asked about, the models step 3 will start from."""
+    from rlhf.chain.steps import chosen
+    from rlhf.plan.command import starts
+
+    asked = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
+    stages = {
+        SECTIONS[step]: (getattr(chain, SECTIONS[step]), importlib.import_module(f"{STAGES[step]}.plan").needs)
+        for step in chosen(chain)
+    }
+    return stages, asked, starts(chain.output_dir, chain.sft.model, chain.reward.model)
+
+
+def forecast(chain: Any) -> str:
+    """What `--plan` prints: memory, time and disk of every stage."""
+    from rlhf.plan.command import show
+
+    stages, asked, made = _needs(chain)
+    return show(stages, asked, 1 if chain.devices else deployment(chain).processes, made)
+
+
+def settle(chain: Any, count: int) -> Any:
+    """The chain with `--zero-stage auto` replaced by what fits; says by what. Raises: UserError if nothing does."""
+    from rlhf.plan.command import settle
+
+    stages, asked, made = _needs(chain)
+    for section, (options, needs) in stages.items():
+        held, line = settle(options, needs, asked, count, made)
+        print(line, end="\n" if line else "", flush=True)
+        chain = chain.model_copy(update={section: held})
+    return chain
+
+
+def plan(chain: Any, count: int) -> dict[int, Any]:
+    """The stages to run, by step, with their options; says which of the others are finished, or not needed.
+
+    Every stage is checked before any is started. Raises: UserError.
+    """
+    from rlhf.chain.steps import chosen, left_out
+    from rlhf.storage import manifests
+    from rlhf.training import progress
+
+    planned: dict[str, str] = {}
+    todo: dict[int, Any] = {}
+    finished = []
+    for step in chosen(chain):
+        options, name = getattr(chain, SECTIONS[step]), STAGES[step]
+        manifests.require_writable(chain.output_dir, name)
+        stage = importlib.import_module(f"{name}.stage")
+        state = progress.standing(name, options, stage.inputs(options), partial(stage.content, options), planned)
+        if state == "finished":
+            finished.append(name)
+            continue
+        try:
+            require_trackers(options.report_to)
+            stage.check(options, planned, count)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        todo[step] = options
+        if step < 3:
+            planned[name] = manifests.planned_start(options.model, chain.output_dir, planned) or options.model
+    for line in left_out(chain):
+        print(line, flush=True)
+    for name in finished:
+        progress.sweep_finished(Path(chain.output_dir) / name)
+        print(f"{name}: already complete in {chain.output_dir}, skipped", flush=True)
+    return todo
+
+
+def run_stage(step: int, options: Any, where: Deployment) -> launcher.Ended:
+    """Start one stage and wait: how it ended."""
+    from rlhf.storage import disk
+
+    path = Path(options.output_dir).absolute() / f".{STAGES[step]}-{os.getpid()}.yaml"  # which every host must see
+    try:
+        disk.write_text(path, parser.to_yaml(options))
+        return launcher.run(STAGES[step], ["--config", str(path)], where)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def leave(step: int, ended: launcher.Ended, todo: dict[int, Any]) -> NoReturn:
+    """End the chain with the code of a stage that failed, and with a line about it unless it has said one."""
+    if ended not in launcher.SAID:
+        made = {SECTIONS[s]: Path(o.output_dir) / STAGES[s] / "manifest.json" for s, o in todo.items() if o.overwrite}
+        words = last_words(Path(todo[step].output_dir) / STAGES[step], ended, command_again(made))
+        print(f"\n{words}", file=sys.stderr)
+    raise SystemExit(int(ended) if ended > 0 else 128 - ended)
+
+
+def main() -> None:
+    argv, note = _with_base(sys.argv[1:])
+    shown = parser.SHOWN & {*argv} if "--print-config" in argv else set()
+    streams.outlive_readers(tell=not shown and not TEXTS & {*argv})
+    argv = [word for word in argv if word not in shown]
+    console.loading("train.py", argv, bool(shown))
+    options, about = chain_config(argv), (__doc__ or "").split("\n")[0]
+    if {"--help", "-h"} & {*argv}:
+        print(short_help(options, "python train.py", about, SHORT_HELP))
+        return
+    chain = parser.parse(options, argv, "python train.py", about)
+    chain = resolve(chain, argv)
+    if shown:
+        print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")
+        return
+    launcher.require_alone()
+    launcher.require_open_files()
+    from rlhf.console import quiet_libraries
+
+    quiet_libraries()
+    if chain.plan:
+        print(forecast(chain))
+        return
+    from rlhf.storage import manifests
+
+    manifests.require_writable(chain.output_dir)
+    console.status("checking options, models and data")
+    with launcher.requeued_when_asked(), manifests.held(Path(chain.output_dir)):
+        sweep(Path(chain.output_dir))
+        where = deployment(chain)
+        chain = settle(chain, where.processes)
+        todo = plan(chain, where.processes)
+        if todo:
+            print(note, end="", flush=True)
+            save(chain)
+        for step, options in todo.items():
+            ended = run_stage(step, options, where)
+            if ended != 0:
+                leave(step, ended, todo)
+    from rlhf.chain.steps import next_step
+
+    print(next_step(chain))
+
+
+def save(chain: Any) -> None:
+    """The whole tree into the run's directory, from where --config takes it. `overwrite` and `steps` are for once."""
+    once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
+    from rlhf.storage import disk
+
+    text = parser.to_yaml(chain.model_copy(update={**once, "overwrite": False, "steps": None}))
+    disk.write_text(Path(chain.output_dir) / "config.yaml", text)
+
+
+def sweep(directory: Path) -> None:
+    """Remove the stages' options that a chain which was killed has left."""
+    for stage in STAGES.values():
+        for left in directory.glob(f".{stage}-*.yaml"):
+            left.unlink(missing_ok=True)
+
+
+def _with_base(argv: list[str]) -> tuple[list[str], str]:
+    """The command line over what it is laid on when it names neither files nor models, and a line that says so.
+
+    That is the run in the output directory, else the demo.
+    """
+    if any(re.match(r"--(config|actor[-_]model|help)|-h$", word) for word in argv):
+        return argv, ""
+    before = Path(parser.peek(argv, "output-dir", "runs/demo")) / "config.yaml"
+    if before.is_file():
+        return [f"--config={before}", *argv], f"options that are not given: as in {before}\n"
+    known = parser.peek(argv, "data-path", "demo").startswith("demo")
+    note = "" if known else "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"
+    return [f"--config={DEMO}", *argv], note

@@ -1,0 +1,34 @@
+"""Options: typed records, their YAML files and command lines. Torch-free.
+
+A plug-in declares its options as a subclass of `Config`.
+"""
+
+from rlhf.config.parser import (
+    Config,
+    compose,
+    merge,
+    option_names,
+    parse,
+    peek,
+    read_yaml,
+    split_config_files,
+    suggest,
+    suggest_options,
+    to_yaml,
+    validate,
+)
+
+__all__ = [
+    "Config",
+    "compose",
+    "merge",
+    "option_names",
+    "parse",
+    "peek",
+    "read_yaml",
+    "split_config_files",
+    "suggest",
+    "suggest_options",
+    "to_yaml",
+    "validate",
+]

@@ -1,0 +1,91 @@
+"""Addresses, interfaces and ports of this machine. Torch-free."""
+
+import contextlib
+import errno
+import fcntl
+import socket
+import struct
+import sys
+from collections.abc import Iterable
+
+from rlhf.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915
+"""the ioctl of Linux that tells the IPv4 address of an interface"""
+
+
+def address_towards(host: str) -> str | None:
+    """Our own address on the way to `host`; None if it has no IPv4 address, or no way leads there. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((host, 9))
+        except OSError:
+            return None
+        return str(asking.getsockname()[0])
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is a name or an address of this machine."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trying:
+        try:
+            trying.bind((host, 0))
+        except OSError:
+            return False
+        return True
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface whose address this is; None if it cannot be told."""
+    names = [name for _, name in socket.if_nameindex()]
+    if address.startswith("127."):
+        return next((name for name in ("lo", "lo0") if name in names), None)
+    return next((name for name in names if _address_of(name) == address), None)
+
+
+def _address_of(interface: str) -> str | None:
+    if sys.platform != "linux":
+        return None
+    question = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(asking.fileno(), SIOCGIFADDR, question)[20:24])
+        except OSError:  # it has no IPv4 address
+            return None
+
+
+def first_address(peers: Iterable[str], reached_by: str = "") -> str | None:
+    """An address of ours that the `peers` reach: ours on the way to the first that has one, else the one by which ssh
+    came in (`reached_by` is its SSH_CONNECTION)."""
+    for peer in peers:
+        address = address_towards(peer)
+        if address is not None:
+            return address
+    came_in = reached_by.split()
+    return came_in[2] if len(came_in) == 4 else None
+
+
+def listen(address: str, port: int, option: str) -> socket.socket:
+    """A socket that listens at `address` alone; port 0 takes any that is free. `option` is what the user fixed it with.
+
+    Raises: UserError if the port is taken, with one that is free, or the address is not ours.
+    """
+    try:
+        return socket.create_server((address, port))
+    except OSError as error:
+        where = f"{option} {port}" if error.errno in (errno.EADDRINUSE, errno.EACCES) else f"{address}:{port}"
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"{where}: is taken on {socket.gethostname()} ({address}); free now: {_free_port(address)}"
+            ) from None
+        raise UserError(
+            f"{where}: cannot listen on {socket.gethostname()} ({error.strerror or error}); "
+            "expected an address of the first host and a port above 1023"
+        ) from None
+
+
+def _free_port(address: str) -> int:
+    with contextlib.closing(socket.create_server((address, 0))) as free:
+        return int(free.getsockname()[1])

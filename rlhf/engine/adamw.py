@@ -1,0 +1,90 @@
+"""AdamW with its weights, moments and products in fp32, however narrow the weights are that a model computes with."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from rlhf.distributed.zero3 import whole_shape
+
+MASTER = "weight"
+"""the fp32 weight beside a narrower one, among the state of that one"""
+
+
+def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, Any]]:
+    """AdamW's parameter groups of weights by name: matrices decay; norms and biases do not, as in transformers.
+
+    A bias may be a matrix too: gpt-oss has one row of it for each expert. So biases are known by their names.
+    """
+    if decay == 0:
+        return [{"params": list(weights.values()), "weight_decay": 0.0}]
+    decays = {name: len(whole_shape(w)) > 1 and not name.endswith("bias") for name, w in weights.items()}
+    groups = [
+        {"params": [w for name, w in weights.items() if decays[name] == decaying], "weight_decay": decay * decaying}
+        for decaying in (True, False)
+    ]
+    return [group for group in groups if group["params"]]
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW (I. Loshchilov and F. Hutter, arXiv 1711.05101) with master weights (P. Micikevicius et al., 1710.03740).
+
+    One weight after the other, so that no more than one has its gradient in fp32 too.
+    """
+
+    scale = 1.0
+    """what the gradients of the next step are multiplied by: a clipped norm costs no pass of its own"""
+
+    def __init__(self, weights: Iterable[Any], **options: Any) -> None:
+        """`weights`: tensors, or groups of them as torch has them."""
+        super().__init__(list(weights), fused=True, **options)
+
+    def master(self, weight: Tensor) -> Tensor:
+        """The fp32 weight that steps change: `weight` itself, or what is kept beside it from the first call on."""
+        if weight.dtype == torch.float32:
+            return weight.detach()
+        state = self.state[weight]
+        if MASTER not in state:
+            state[MASTER] = weight.detach().float()
+        master: Tensor = state[MASTER]
+        return master
+
+    def sum_gradients_in(self, dtype: torch.dtype | None) -> None:
+        """How the gradients of the coming passes are added up; None = as narrow as the weights."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad_dtype = dtype or weight.dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of every weight that has a gradient, which is changed."""
+        assert closure is None, "a step is taken once"
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state, master = self.state[weight], self.master(weight)
+                if "step" not in state:
+                    state |= {"step": torch.zeros((), device=weight.device), "exp_avg": torch.zeros_like(master)}
+                    state["exp_avg_sq"] = torch.zeros_like(master)
+                adamw(
+                    [master],
+                    [weight.grad.float().mul_(self.scale)],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [state["step"]],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+                if MASTER in state:
+                    weight.copy_(master)

@@ -1,0 +1,109 @@
+"""Models out of an engine into Hugging Face directories that transformers loads without us."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedTokenizerBase
+
+from rlhf import plugins
+from rlhf.distributed import collectives
+from rlhf.distributed.tensor_parallel import joined
+from rlhf.distributed.zero3 import is_sharded, whole
+from rlhf.engine.ema import EMA
+from rlhf.engine.training import Engine
+from rlhf.models import traits
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
+from rlhf.storage import disk
+
+
+def save_policy(
+    engine: Engine,
+    adapter: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    average: EMA | None = None,
+) -> None:
+    """Write the language model of a Policy engine, adapters merged, with tokenizer, template and generation config.
+
+    With `average`, the engine's averaged weights in the place of its last ones.
+    """
+    policy = engine.module
+    assert isinstance(policy, Policy)
+    with average.inside(policy) if average is not None else contextlib.nullcontext():
+        state = full_state(policy.lm, adapter)
+        if collectives.is_main():  # the state may be the model's own memory
+            lm = traits.base(policy.lm)
+            try:
+                lm.generation_config.validate(strict=True)
+            except ValueError:  # sampling settings that contradict each other would stop the saving, after all the work
+                lm.generation_config = GenerationConfig(bos_token_id=lm.config.bos_token_id)
+            lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
+            lm.config.pad_token_id = lm.generation_config.pad_token_id = tokenizer.pad_token_id
+            lm.save_pretrained(directory, state_dict=state)
+            tokenizer.save_pretrained(directory)
+    collectives.barrier()
+
+
+def save_scalar(
+    engine: Engine,
+    adapter: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    scores: ScoreStatistics | None = None,
+) -> None:
+    """Write a ScalarModel engine in the form that `AutoModelForSequenceClassification(num_labels=1)` reads.
+
+    The head is fp32 in the file, whatever the other weights are. Its pad token is not EOS, because that class pools at
+    the last token that is not padding. `scores` goes into its config.
+    """
+    model = engine.module
+    assert isinstance(model, ScalarModel)
+    backbone = traits.base(model.backbone)
+    prefix = backbone.base_model_prefix
+    state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
+    with whole([model.score.weight]):
+        head = model.score.exact.detach().to("cpu")
+    if collectives.is_main():
+        state[HEAD] = head
+        config = backbone.config
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        classifiers: Any = AutoModelForSequenceClassification._model_mapping
+        if type(config) in classifiers.keys():  # noqa: SIM118  (a lazy mapping)
+            config.architectures = [classifiers[type(config)].__name__]
+        config.dtype = model.score.weight.dtype
+        config.score_mean, config.score_std = (None, None) if scores is None else (scores.mean, scores.std)
+        config.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        contiguous = {name: weight.contiguous() for name, weight in state.items()}
+        disk.save_tensors(contiguous, directory / "model.safetensors", {"format": "pt"})
+    collectives.barrier()
+
+
+def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
+    """Weights by their transformers names on the CPU of rank 0, adapters merged; tied weights stay one tensor.
+
+    Every rank takes part and the others get nothing: of a sharded model one weight at a time is whole on all.
+    """
+    copies: dict[int, Tensor] = {}
+    state = {}
+    for name, weight in traits.base(model).state_dict(keep_vars=True).items():
+        with whole([weight]):
+            value = joined(weight, weight.detach())
+            if collectives.is_main():
+                if id(weight) not in copies:
+                    copies[id(weight)] = value.to("cpu", copy=is_sharded(weight))
+                state[name] = copies[id(weight)]
+    return merged(model, state, adapter)
+
+
+def merged(model: nn.Module, state: dict[str, Tensor], adapter: str | None) -> dict[str, Tensor]:
+    """`state`, the weights of the model under `adapter` (None: under none), with the adapter merged in."""
+    if adapter is None:
+        return state
+    name, _ = plugins.parse_spec(adapter)
+    found: dict[str, Tensor] = plugins.find("rlhf.adapters", name).merged_state(model, state)
+    return found

@@ -1,0 +1,396 @@
+"""Training under DeepSpeed: ZeRO, offload, precision, batch arithmetic, the optimizer step."""
+
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
+from rlhf.distributed import collectives, tensor_parallel
+from rlhf.distributed.zero3 import InStep, Shards, deepspeed_settings, gathered, zero3
+from rlhf.engine import optimizer_state
+from rlhf.engine.adamw import MasterAdamW, decay_groups
+from rlhf.engine.nonfinite import Tolerance
+from rlhf.errors import UserError
+from rlhf.models.cpu import compiling
+from rlhf.models.head import ScoreHead
+from rlhf.types import Metrics
+
+FP16_SEARCH = 24
+"""steps in a row that fp16 may leave out while DeepSpeed looks for its loss scale, from 2^16 down"""
+
+
+def compute_dtype(options: EngineOptions, device: torch.device) -> torch.dtype:
+    """The torch dtype that `options.dtype` means on `device`.
+
+    Raises: UserError for fp16 on a CPU.
+    """
+    if options.dtype == "fp16" and device.type == "cpu":
+        raise UserError("--dtype fp16: the device is a CPU, expected bf16 or fp32 there")
+    if options.dtype == "auto":
+        return torch.bfloat16 if _bf16_is_fast(device) else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+
+
+def _bf16_is_fast(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+class Engine:
+    """One trained model under DeepSpeed.
+
+    `total_steps` is the number of optimizer steps, for the learning-rate schedule. Batch sizes are the
+    caller's: a step takes any number of micro-batches, the same number on every rank. `title` is what the model is
+    called in messages, where a stage trains several.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: EngineOptions,
+        optimizer_options: OptimizerOptions,
+        total_steps: int,
+        title: str = "",
+    ) -> None:
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what it leaves out, we say
+        self.device = collectives.local_device()
+        dtype = compute_dtype(options, self.device)
+        if options.gradient_checkpointing:
+            _checkpoint_activations(model)
+        if options.torch_compile:
+            compiling.compile_layers(model)
+        o = optimizer_options
+        split = options.tensor_parallel_size > 1
+        if split:
+            tensor_parallel.show_plan(model)
+        # ZeRO leaves gradient norm, clipping and bad steps to us where it divides nothing.
+        self._plain = effective_stage(options, dtype.itemsize, collectives.world_size()) == 0
+        self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
+        heads = [head.exact.detach().to(self.device) for head in self._heads]
+        trained = {name: p for name, p in model.to(self.device).named_parameters() if p.requires_grad}
+        optimizer = _adamw(trained, options, o, self._plain)
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, total_steps)),
+            config=deepspeed_config(options, o, dtype),
+        )
+        if split:
+            tensor_parallel.require_even(self._engine.module)
+            self._engine.first_dataloader_check.remove()  # it compares tensors only
+        if self._plain and collectives.world_size() == 1:
+            self._engine.enable_backward_allreduce = False  # it copies every gradient twice, to nobody
+        _let_it_search(self._engine.optimizer)
+        self._options = options
+        self._averaged = (
+            collectives.world_size() // options.tensor_parallel_size
+        )  # ranks over which DeepSpeed takes the mean
+        self._max_norm = o.max_grad_norm
+        self._steps = 0
+        self._title = title
+        self._overflows = 0
+        self.tolerance = Tolerance(o.max_bad_steps)
+        for head, exact in zip(self._heads, heads, strict=True):  # DeepSpeed made its own from the narrow weight
+            optimizer_state.set_master(self._engine, head.weight, exact)
+        self.forward_s = 0.0  # of this rank's training passes; whoever reads it sets it back
+
+    @property
+    def module(self) -> Any:
+        """The model itself, for generation."""
+        return self._engine.module
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The model's forward pass, with gradients."""
+        self._engine.train()
+        return self._engine(*args, **options)
+
+    def step(
+        self,
+        micro_batches: Iterable[Any],
+        loss: Callable[[Any], tuple[Tensor, dict[str, Tensor]]],
+        rows: Sequence[Sequence[int]] = (),
+    ) -> Metrics:
+        """One optimizer step over `micro_batches`.
+
+        `loss(micro)` gives the micro-batch's share of the step's loss (normalised by the token or row count
+        of the whole step over all ranks) and metrics of the same kind. Returns the metrics added up over
+        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping), `skipped` 0.
+        Where a number is not finite no rank changes its weights, and only `learning_rate` and `skipped` 1 come back;
+        `rows`, the numbers of each micro-batch's rows in the data, tell where it comes from. Where fp16
+        overflows, DeepSpeed leaves the step out and lowers its loss scale: `skipped` 1 beside the others, and only more
+        than FP16_SEARCH of them in a row count as bad.
+        Raises: NonFiniteError, on every rank, after `max_bad_steps` such steps in a row.
+        """
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        micros = list(micro_batches)
+        if self._plain:  # parts rounded one by one would weigh more the more parts there are
+            self._engine.optimizer.sum_gradients_in(torch.float32 if len(micros) > 1 else None)
+        totals: dict[str, Tensor] = {}
+        sound = []
+        for i, micro in enumerate(micros):
+            began = time.perf_counter()
+            value, metrics = loss(micro)
+            self.forward_s += time.perf_counter() - began
+            for name, metric in {"loss": value, **metrics}.items():
+                totals[name] = totals.get(name, torch.zeros((), device=self.device)) + metric.detach().float()
+            sound.append(torch.stack([x.detach().float() for x in (value, *metrics.values())]).isfinite().all())
+            # Even when the loss is NaN: every rank takes part in the collectives of backward.
+            self._engine.set_gradient_accumulation_boundary(i == len(micros) - 1)
+            self._engine.backward(value * self._averaged)
+            if i < len(micros) - 1:
+                self._engine.step()
+        summed = dict(zip(totals, collectives.sum_over_ranks(torch.stack(list(totals.values()))).tolist(), strict=True))
+        rate = self._engine.get_lr()[0]
+        bad = [f"{name} is {value}" for name, value in summed.items() if not math.isfinite(value)]
+        if bad:
+            self._spoil_gradient()
+        norm, applied = self._apply()
+        self._steps += 1
+        self._overflows = 0 if applied else self._overflows + 1
+        if not bad and (applied or (self._options.dtype == "fp16" and self._overflows <= FP16_SEARCH)):
+            if applied:
+                self.tolerance.passed()
+                self._refine_heads()
+            return {**summed, "learning_rate": rate, "grad_norm": norm, "skipped": float(not applied)}
+        assert not applied, f"step {self._steps}: DeepSpeed changed the weights by {bad}"
+        good = torch.stack(sound).tolist()
+        suspects = [part for part, fine in zip(rows, good, strict=bool(rows)) if not (bad and fine)]
+        self.tolerance.left_out(
+            f"{self._title} step {self._steps}".strip(),
+            bad or [f"grad_norm is {norm}"],
+            [row for part in suspects for row in part],
+            micros,
+        )
+        return {"learning_rate": rate, "skipped": 1.0}
+
+    def _apply(self) -> tuple[float, bool]:
+        """Change the weights: the norm of the gradient before clipping, and whether it was finite and they did."""
+        if not self._plain:
+            self._engine.step()
+            return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
+        norm = tensor_parallel.gradient_norm(p for _, p in self._trained())
+        if math.isfinite(norm):
+            self._engine.optimizer.scale = min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm else 1.0
+            self._engine.step()
+        else:
+            self._engine.optimizer.zero_grad()
+        return norm, math.isfinite(norm)
+
+    def _spoil_gradient(self) -> None:
+        """A number that is not finite need not have left a trace in the gradient; with one, no step is applied."""
+        from deepspeed.utils import safe_set_full_grad
+
+        sums: list[Tensor] = getattr(self._engine.optimizer, "fp32_groups_gradients_flat", [])  # under ZeRO-1 in bf16
+        for gradient in sums:
+            gradient.fill_(torch.nan)
+        for _, parameter in self._trained() if not sums else ():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            safe_set_full_grad(parameter, torch.full(shape, torch.nan, device=self.device))
+        # With the optimizer offloaded, DeepSpeed took the norms when the gradients went over.
+        norms = getattr(self._engine.optimizer, "norm_for_param_grads", {})
+        norms.update(dict.fromkeys(norms, torch.tensor(torch.nan, device=self.device)))
+
+    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trained weight, whole and in fp32, one after the other, the same on every rank; not to be changed.
+
+        Every rank goes through all of them, because the parts of each come from where ZeRO keeps them.
+        """
+        for name, parameter in self._trained():
+            yield name, optimizer_state.master(self._engine, parameter)
+
+    def state_dict(self) -> dict[str, float]:
+        """Step counts and fp16's loss scale: all that the engine goes on from beside `tensors`."""
+        counts = {"steps": self._steps, "overflows": self._overflows, "bad_in_a_row": self.tolerance.in_a_row}
+        return {**counts, **optimizer_state.numbers(self._engine)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from there; before `load_tensors`."""
+        self._steps, self._overflows = int(state["steps"]), int(state["overflows"])
+        self.tolerance.in_a_row = int(state["bad_in_a_row"])
+        optimizer_state.restore_numbers(self._engine, state)
+
+    def size(self) -> int:
+        """Bytes of what `tensors` gives on all ranks."""
+        return 12 * sum(tensor_parallel.numel(p) for _, p in self._trained())
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and AdamW's moments, whole and in fp32, of every `world_size`th trained weight: this rank's share.
+
+        Every rank goes through its own together with the others.
+        """
+        for i, (name, tensor) in enumerate(optimizer_state.tensors(self._engine, list(self._trained()))):
+            if i % collectives.world_size() == collectives.rank():
+                yield name, tensor
+
+    def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
+        """Go on from the tensors of all ranks, under any ZeRO stage and number of ranks."""
+        optimizer_state.restore_tensors(self._engine, list(self._trained()), saved)
+        self._refine_heads()
+
+    def _refine_heads(self) -> None:
+        for head in self._heads:
+            if head.weight.dtype != torch.float32:
+                head.refine(optimizer_state.master(self._engine, head.weight))
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._engine.module.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """The model in eval mode without gradients. Under ZeRO-3 its weights are gathered once, or (`gather_whole` off)
+        layer by layer in step with the other ranks."""
+        self._engine.eval()
+        with torch.no_grad(), self._at_hand():
+            yield self._engine.module
+
+    @contextlib.contextmanager
+    def _at_hand(self) -> Iterator[None]:
+        if self._options.zero_stage != 3:
+            yield
+            return
+        offload = self._engine.optimizer.parameter_offload
+        with gathered(offload) if self._options.gather_whole else InStep(offload):
+            yield
+
+
+def _let_it_search(optimizer: Any) -> None:
+    """fp16: overflows at the least loss scale are ours to count; DeepSpeed would raise a bare Exception."""
+    if hasattr(optimizer, "loss_scaler") and hasattr(optimizer.loss_scaler, "raise_error_at_min_scale"):
+        optimizer.loss_scaler.raise_error_at_min_scale = False
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Tell glibc to use the memory of freed tensors again, and not to return it to the system.
+
+    Otherwise most tensors are new pages, which the system clears, and for which a virtual machine may have to ask its
+    host: a third of a training step of a model of 135M there. Not before training: what loading a model leaves free in
+    between would stay with this process. Whoever sets a MALLOC_ variable has it his way.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, top_pad, mmap_max = -1, -2, -4  # M_... of malloc.h
+        for parameter, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
+            mallopt(parameter, value)
+
+
+def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype) -> dict[str, Any]:
+    """What DeepSpeed is told. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3.
+
+    Where ZeRO divides nothing DeepSpeed is told of no dtype and no clipping: the optimizer keeps master weights, and
+    clips. DeepSpeed's own way copies every gradient three times, and the first step of its stage 0 is a dummy.
+    """
+    stage = effective_stage(options, dtype.itemsize, collectives.world_size())
+    plain = stage == 0
+    zero: dict[str, Any] = zero3(_kept(options)) if stage == 3 else {"stage": stage}
+    if options.offload_optimizer:
+        zero["offload_optimizer"] = _off(options)
+    return deepspeed_settings(torch.float32 if plain else dtype, optimizer.micro_batch_size) | {
+        "gradient_clipping": 0.0 if plain else optimizer.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **tensor_parallel.settings(options.tensor_parallel_size),
+    }
+
+
+def _adamw(weights: dict[str, nn.Parameter], options: EngineOptions, o: OptimizerOptions, plain: bool) -> Any:
+    settings: dict[str, Any] = {
+        "lr": o.learning_rate,
+        "betas": (o.adam_beta1, o.adam_beta2),
+        "eps": o.adam_epsilon,
+    }
+    groups = decay_groups(weights, o.weight_decay)
+    if plain:
+        return MasterAdamW(groups, **settings)
+    return torch.optim.AdamW(groups, **settings, fused=not options.offload_optimizer)
+
+
+def shards_of(options: EngineOptions) -> Shards | None:
+    """How a model for such an engine is loaded, None = whole: so too where DeepSpeed has yet to split its matrices."""
+    if options.zero_stage != 3 or options.tensor_parallel_size > 1:
+        return None
+    return Shards(compute_dtype(options, collectives.local_device()), _kept(options))
+
+
+def _kept(options: EngineOptions) -> dict[str, Any] | None:
+    return _off(options) if options.offload_param else None
+
+
+def _off(options: EngineOptions) -> dict[str, Any]:
+    return {"device": "cpu"} if options.offload_nvme is None else {"device": "nvme", "nvme_path": options.offload_nvme}
+
+
+def require_possible(options: EngineOptions, device: torch.device) -> None:
+    """Raises: UserError for options that do not go together, or not on this device."""
+    dtype, stage = compute_dtype(options, device), options.zero_stage
+    if stage == "auto":
+        raise UserError("--zero-stage auto: chosen by the commands before a stage begins, expected 0, 1, 2 or 3 here")
+    if options.offload_param and stage < 3:
+        raise UserError(f"--offload-param: needs --zero-stage 3, got {stage}")
+    if options.offload_optimizer and stage == 0 and dtype == torch.float32:
+        raise UserError("--offload-optimizer: needs --zero-stage 1, 2 or 3, got 0")
+    if options.torch_compile:
+        if stage == 3 or options.tensor_parallel_size > 1 or options.sequence_parallel_size > 1:
+            raise UserError(
+                "--torch-compile: expected --zero-stage 0, 1 or 2, and devices that share neither layers nor tokens"
+            )
+        compiling.require_compiler(device)
+    folder = options.offload_nvme
+    if folder is None:
+        return
+    if not (options.offload_optimizer or options.offload_param):
+        raise UserError(f"--offload-nvme {folder}: expected --offload-optimizer or --offload-param, which go there")
+    if stage < 3:
+        raise UserError(f"--offload-nvme {folder}: needs --zero-stage 3, got {stage}")
+    if not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        raise UserError(f"--offload-nvme {folder}: expected a folder that can be written to")
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
+        raise UserError(
+            f"--offload-nvme {folder}: DeepSpeed cannot build its asynchronous reads and writes here; install libaio "
+            "with its headers (libaio-dev) and a C++ compiler, or leave the option out to offload to CPU memory"
+        )
+
+
+def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:
+    """The factor on the learning rate at each optimizer step, from 0: warm-up, then the named shape down to 0."""
+    warmup = max(1, round(options.warmup_ratio * total_steps)) if options.warmup_ratio > 0 else 0
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
+            options.lr_scheduler_type
+        ]
+
+    return factor
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    parts: list[Any] = list(model.children())
+    for part in parts:
+        if hasattr(part, "gradient_checkpointing_enable"):
+            part.gradient_checkpointing_enable({"use_reentrant": False})
+            if hasattr(part, "enable_input_require_grads"):
+                part.enable_input_require_grads()

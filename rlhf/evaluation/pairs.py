@@ -1,0 +1,36 @@
+"""`rlhf pairs`: pairs of a policy's own responses, labelled by a score source or for a person to fill in."""
+
+import sys
+
+from rlhf import console
+from rlhf.config import parser
+from rlhf.errors import UserError
+from rlhf.evaluation.options import PairsConfig
+
+NAME = "python -m rlhf pairs"
+
+
+def require_all(options: PairsConfig) -> None:
+    """Raises: UserError if an option that has no default was not given, or one makes no sense beside another."""
+    if len(options.policies) not in (1, 2):
+        raise UserError(f"--policies: got {len(options.policies)}, expected one or two")
+    if options.prompts is None:
+        raise UserError("--prompts: not given, expected a .jsonl or .txt file")
+    if options.output is None or not options.output.endswith(".jsonl"):
+        raise UserError(f"--output: got {options.output}, expected a .jsonl file")
+    if options.reward is None and (options.tie or options.margin):
+        raise UserError("--tie and --margin speak of scores; expected a score source: --reward SOURCE")
+
+
+def main() -> int:
+    """Exit code 2 for a user's mistake, one line on stderr."""
+    options = parser.parse(PairsConfig, sys.argv[1:], NAME, "Pairs of responses to compare, for a reward model.")
+    require_all(options)
+    console.loading(NAME, sys.argv)
+    from rlhf.console import quiet_libraries
+
+    quiet_libraries()
+    from rlhf.evaluation import label_pairs
+
+    label_pairs.run(options)
+    return 0

@@ -1,0 +1,50 @@
+"""Short model names, as people type them, to the ids under which model hubs keep them."""
+
+from pathlib import Path
+
+from rlhf.config import suggest
+from rlhf.shipped import CONFIGS
+
+FAMILIES = {
+    "facebook/opt-{}": "125m 350m 1.3b 2.7b 6.7b 13b 30b 66b",
+    "openai-community/{}": "gpt2 gpt2-medium gpt2-large gpt2-xl",
+    "EleutherAI/pythia-{}": "14m 31m 70m 160m 410m 1b 1.4b 2.8b 6.9b 12b",
+    "EleutherAI/{}": "gpt-neo-125m gpt-neo-1.3B gpt-neo-2.7B gpt-j-6b gpt-neox-20b",
+    "bigscience/{}": "bloom bloom-560m bloom-1b1 bloom-1b7 bloom-3b bloom-7b1 bloomz-560m bloomz-1b1 bloomz-7b1",
+    "HuggingFaceTB/SmolLM2-{}": "135M 360M 1.7B 135M-Instruct 360M-Instruct 1.7B-Instruct",
+    "meta-llama/Llama-2-{}-hf": "7b 13b 70b 7b-chat 13b-chat 70b-chat",
+    "meta-llama/Llama-3.2-{}": "1B 3B 1B-Instruct 3B-Instruct",
+    "meta-llama/Llama-3.1-{}": "8B 70B 8B-Instruct 70B-Instruct",
+    "TinyLlama/{}": "TinyLlama-1.1B-Chat-v1.0",
+    "Qwen/Qwen2.5-{}": "0.5B 1.5B 3B 7B 14B 32B 72B 0.5B-Instruct 1.5B-Instruct 3B-Instruct 7B-Instruct",
+    "Qwen/Qwen3-{}": "0.6B 1.7B 4B 8B 14B 32B 0.6B-Base 1.7B-Base 4B-Base 8B-Base",
+    "mistralai/Mistral-7B-{}": "v0.1 v0.3 Instruct-v0.3",
+    "google/gemma-2-{}": "2b 9b 27b 2b-it 9b-it 27b-it",
+}
+"""Hub ids by family. The short name is what follows the owner, in any case."""
+
+PRESETS = {"demo-llama": CONFIGS / "models/demo-llama.yaml"}
+"""Models described by a YAML file of this repository instead of trained weights."""
+
+
+def table() -> dict[str, str]:
+    """Every known short name, lower case, and its place."""
+    ids = [pattern.format(size) for pattern, sizes in FAMILIES.items() for size in sizes.split()]
+    names = {place.split("/")[1].lower(): place for place in ids}
+    # Llama names are also typed without their '-hf'.
+    names |= {name.removesuffix("-hf"): place for name, place in names.items()}
+    return names | {name: str(path) for name, path in PRESETS.items()}
+
+
+def suggestion(place: str) -> str:
+    """` (did you mean 'opt-1.3b'?)` where a short name is near, else an empty string."""
+    return "" if "/" in place else suggest(place.lower(), list(table()), cutoff=0.8)
+
+
+def resolve(name: str) -> str:
+    """The place of a model: a path stays a path, a known short name becomes its hub id, anything else is a hub id.
+
+    >>> resolve("opt-1.3b")
+    'facebook/opt-1.3b'
+    """
+    return name if Path(name).exists() else table().get(name.lower(), name)

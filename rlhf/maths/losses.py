@@ -1,0 +1,136 @@
+"""The losses of the three stages: pure functions that return (loss, metrics).
+
+`count` is the number of elements (tokens, or pairs) of the whole optimizer step, over all its
+micro-batches and ranks. Loss and metrics are sums divided by it, so the loss and every metric of a step
+is the plain sum of its parts, however it was split. An engine that averages gradients over ranks or
+accumulated micro-batches must multiply the loss by their number first.
+Metrics are detached scalars. Values off a mask reach neither loss, metrics nor gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf.maths.ops import Count, KLEstimator, at_least_fp32, at_least_one, kl_estimate, masked_mean, zero_off_mask
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+LOG_RATIO = 20.0
+"""bound of the log of a policy's ratio, either way"""
+
+
+def token_nll(logprobs: Tensor, mask: Tensor, count: Count) -> Loss:
+    """Negative log-likelihood: loss = -sum_mask logprobs / count. logprobs, mask [B, S].
+
+    Metrics: nll, nats per token (perplexity is exp of its sum over the parts).
+    """
+    loss = masked_mean(-at_least_fp32(logprobs), mask, count)
+    return loss, {"nll": loss.detach()}
+
+
+def pairwise_logistic(
+    chosen: Tensor,
+    rejected: Tensor,
+    margin: Tensor | None = None,
+    centering: float = 0.0,
+    count: Count | None = None,
+    weight: Tensor | None = None,
+) -> Loss:
+    """Bradley-Terry loss of B pairs of sequence scores. chosen, rejected, margin, weight [B].
+
+        loss = sum_b weight * [-log sigmoid(r_c - r_r - margin) + centering * (r_c + r_r)^2] / count
+
+    InstructGPT (arXiv 2203.02155, eq. 1): the pairs of K ranked responses have the weight 1 / C(K, 2), and count is
+    that of prompts. margin: Llama 2 (arXiv 2307.09288, eq. 2); centering: Eisenstein et al. 2023 (arXiv 2312.09244),
+    0.01 is usual. By default weights are 1 and count is B.
+    Metrics, of the same weights: accuracy (a tie counts one half), margin (mean r_c - r_r).
+    """
+    chosen, rejected = at_least_fp32(chosen), at_least_fp32(rejected)
+    count = at_least_one(float(chosen.numel()) if count is None else count)
+    gap = chosen - rejected
+    losses = -F.logsigmoid(gap if margin is None else gap - margin)
+    losses = losses + centering * (chosen + rejected).square()
+    weight = torch.ones_like(gap) if weight is None else weight
+    gap = gap.detach()
+    return (weight * losses).sum() / count, {
+        "accuracy": (weight * (1 + gap.sign()) / 2).sum() / count,
+        "margin": (weight * gap).sum() / count,
+    }
+
+
+def clipped_policy(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cliprange: float,
+    count: Count,
+    dual_clip: float | None = None,
+) -> Loss:
+    """PPO's clipped surrogate, negated. All tensors [B, T]; only `logprobs` carries a gradient.
+
+        loss = sum_mask max(-A * ratio, -A * clip(ratio, 1 - cliprange, 1 + cliprange)) / count
+
+    with ratio = exp(logprobs - old_logprobs): arXiv 1707.06347, eq. 7. `dual_clip` c > 1 bounds the loss
+    of a token with A < 0 by -c * A (Ye et al., arXiv 1912.09729, eq. 5).
+    Metrics, means over tokens: approx_kl, the k3 estimate of KL(old || new), never negative;
+    clip_fraction, tokens on which the clip of eq. 7 binds; ratio_mean; ratio_square, the mean of (ratio - 1)^2.
+    """
+    assert dual_clip is None or dual_clip > 1, f"clipped_policy: {dual_clip=}, expected > 1"
+    logprobs, old_logprobs, advantages = _kept(mask, logprobs, old_logprobs, advantages)
+    # A ratio of inf, far beyond any clip, would have a gradient of 0 * inf = NaN.
+    logprobs = torch.clamp(logprobs, old_logprobs - LOG_RATIO, old_logprobs + LOG_RATIO)
+    ratio = torch.exp(logprobs - old_logprobs)
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    losses = torch.maximum(free, clipped)
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
+    with torch.no_grad():
+        metrics = {
+            "approx_kl": masked_mean(kl_estimate(old_logprobs, logprobs, "k3"), mask, count),
+            "clip_fraction": masked_mean((clipped > free).to(ratio.dtype), mask, count),
+            "ratio_mean": masked_mean(ratio, mask, count),
+            # ratio^2 itself would cancel in fp32 against the square of its mean
+            "ratio_square": masked_mean(torch.expm1(logprobs - old_logprobs).square(), mask, count),
+        }
+    return masked_mean(losses, mask, count), metrics
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: KLEstimator, count: Count) -> Tensor:
+    """The mean over tokens of an estimate of the KL to the reference, as a loss: sum_mask kl_t / count. All [B, T].
+
+    k2 = (logprobs - ref_logprobs)^2 / 2: on samples of the policy its gradient is that of the KL; k3's is not
+    (Schulman 2020; arXiv 2506.09477).
+    """
+    logprobs, ref_logprobs = _kept(mask, logprobs, ref_logprobs)
+    return masked_mean(kl_estimate(logprobs, ref_logprobs, estimator), mask, count)
+
+
+def clipped_value(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    cliprange: float,
+    count: Count,
+) -> Loss:
+    """The critic's loss, clipped around the old values. All tensors [B, T]; only `values` carries a gradient.
+
+        loss = sum_mask 0.5 * max((V - R)^2, (clip(V, V_old - cliprange, V_old + cliprange) - R)^2) / count
+
+    As in the PPO of OpenAI baselines (the papers do not give it); cliprange inf turns the clip off.
+    Metrics: value_clip_fraction, tokens on which the clip binds.
+    """
+    values, old_values, returns = _kept(mask, values, old_values, returns)
+    # Clamping V itself, not V - V_old: the sum back would round, and count tokens as clipped that are not.
+    clipped = torch.clamp(values, old_values - cliprange, old_values + cliprange)
+    free_error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    binds = (clipped_error > free_error).to(values.dtype)
+    loss = masked_mean(0.5 * torch.maximum(free_error, clipped_error), mask, count)
+    return loss, {"value_clip_fraction": masked_mean(binds, mask, count)}
+
+
+def _kept(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each tensor in float32 at least, with zeros off the mask before any exp can overflow there."""
+    return tuple(zero_off_mask(at_least_fp32(x), mask) for x in tensors)

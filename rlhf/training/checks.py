@@ -1,0 +1,57 @@
+"""What must be true of options and models before a stage begins, so that a mistake costs no training."""
+
+from rlhf import plugins
+from rlhf.config import parser
+from rlhf.config.options import EngineOptions
+from rlhf.distributed import collectives
+from rlhf.engine.training import require_possible
+from rlhf.errors import UserError
+from rlhf.hub import short_names
+from rlhf.models.load import require_context, require_vocabulary
+from rlhf.storage import manifests
+from rlhf.text.encoder import id_count
+from rlhf.text.templates import template_name
+from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_tokenizer
+
+
+def check_engine(options: EngineOptions) -> None:
+    """Raises: UserError for options that do not go together on this device, or a mistake in the adapter's."""
+    require_possible(options, collectives.local_device())
+    if options.adapter is not None:
+        check_plugin("rlhf.adapters", options.adapter)
+
+
+def check_plugin(folder: str, spec: str) -> None:
+    """Raises: UserError for an unknown name or option of a plug-in that is built later."""
+    name, options = plugins.parse_spec(spec)
+    parser.validate(plugins.find(folder, name).Config, options, f"{folder}.{name}")
+
+
+def check_start(place: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:
+    """Refuse a place that cannot be started from; with `convert_template`, one made with another template will do.
+
+    Raises: UserError if there is no model or no tokenizer, it has no room for `tokens`, its tokenizer is another
+    model's, or another stage made it with another chat template or end token.
+    """
+    found = load_tokenizer(short_names.resolve(place))
+    asked = prepare_tokenizer(found, chat_template)
+    if chat_template != "auto" and not convert_template and manifests.stage_of(place) is not None:
+        made, now = describe_template(found), describe_template(asked)
+        if made != now:
+            name = template_name(made["chat_template"]) or "of its own"
+            raise UserError(
+                f"{place}: made with chat template {name} and end token {made['eos_token']}, but --chat-template "
+                f"{chat_template} (end token {now['eos_token']}) is asked for; leave --chat-template auto, or add "
+                "--convert-template to go on with the new one"
+            )
+    require_context(place, tokens)
+    require_vocabulary(place, id_count(asked))
+
+
+def check_ranks(batch_size: int, ranks: int, parts: int = 1, name: str = "batch_size") -> None:
+    """Raises: UserError unless every rank gets the same share of a batch, and of each of its `parts`."""
+    if batch_size % (ranks * parts):
+        share = f"{ranks} processes" + (f" x --num-mini-batches {parts}" if parts > 1 else "")
+        near = max(1, round(batch_size / (ranks * parts))) * ranks * parts
+        option = f"--{name.replace('_', '-')}"
+        raise UserError(f"{option} {batch_size}: expected a multiple of {ranks * parts} ({share}); try {near}")

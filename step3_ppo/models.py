@@ -1,0 +1,120 @@
+"""Who takes part in step 3: the models, and the algorithm."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf import adapters, console, plugins, rewards
+from rlhf.distributed import collectives
+from rlhf.engine import frozen, training
+from rlhf.engine.ema import EMA
+from rlhf.engine.frozen import FrozenEngine
+from rlhf.engine.training import Engine, compute_dtype
+from rlhf.generation.loop import Generate
+from rlhf.models.cpu import compiling
+from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import load_scalar_model
+from rlhf.text.encoder import id_count
+from step3_ppo.config import Step3Config
+from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
+from step3_ppo.ptx import Ptx
+from step3_ppo.rollout import Reference, Scorer
+from step3_ppo.scaling import ScoreScaling
+from step3_ppo.schedule import iterations
+
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """Who takes part: the trained models (not every algorithm has a critic), the scorer that holds the frozen ones, and
+    the algorithm."""
+
+    actor: Engine
+    critic: Engine | None
+    scorer: Scorer
+    algorithm: Any
+    backend: Generate
+    scaling: ScoreScaling
+    ptx: Ptx | None
+    ema: EMA | None
+    first_kl_coef: float
+    """the KL coefficient that the options ask for, before any controller moved it"""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is learned beside the weights: the KL coefficient, and the statistics of the scores."""
+        coefficients = {"kl_coef": self.algorithm.kl.coef, "first_kl_coef": self.first_kl_coef}
+        return coefficients | {"scores": self.scaling.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from there; a KL coefficient that the options have changed since then holds from now on."""
+        if state["first_kl_coef"] == self.first_kl_coef:
+            self.algorithm.kl.coef = state["kl_coef"]
+        self.scaling.load_state_dict(state["scores"])
+
+
+def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
+    """Load every model and build the engines."""
+    if config.torch_compile:
+        compiling.round_alike()  # else the first ratio is not 1, nor the first KL 0
+    context = reward_context(config, tokenizer)
+    an_iteration = config.num_ppo_epochs * config.num_mini_batches
+    steps = iterations(config) * an_iteration
+    learning = (iterations(config) - config.critic_warmup_iterations) * an_iteration
+    held = config.actor.over(config)
+    ids = id_count(tokenizer)
+    lm = load_causal_lm(str(config.actor_model), context.dtype, ids, config.seed, training.shards_of(held))
+    actor = Engine(Policy(adapters.wrap(lm, config.adapter)), held, config, learning, "actor")
+    reference = _reference(config, context, ids) if config.adapter is None else None
+    algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
+    critic = _critic(config, context, ids, steps) if algorithm.needs_critic else None
+    scorer = Scorer(
+        Reference(reference),
+        rewards.open_sources(config.reward, context, config.reward_combine),
+        tokenizer,
+        config,
+        config.micro_batch_size,
+        config.missing_eos_penalty,
+    )
+    mixed = open_ptx(config, tokenizer)
+    if mixed is not None:
+        console.say(describe_ptx(config, mixed))
+    return Players(
+        actor,
+        critic,
+        scorer,
+        algorithm,
+        open_backend(config, tokenizer.eos_token_id, tokenizer.pad_token_id),
+        ScoreScaling(config),
+        None if mixed is None else Ptx(mixed, config, tokenizer.pad_token_id, context.device),
+        None if config.ema_decay is None else EMA(actor, config.ema_decay),
+        algorithm.kl.coef,
+    )
+
+
+def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -> FrozenEngine:
+    options = config.reference.beside(config.actor.over(config))
+    shards = frozen.shards_of(options, context.dtype)
+    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
+    return FrozenEngine(Policy(lm), options, context.dtype)
+
+
+def _critic(config: Step3Config, context: rewards.Context, vocabulary: int, steps: int) -> Engine:
+    held = config.critic.over(config)
+    model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, training.shards_of(held))
+    model.backbone = adapters.wrap(model.backbone, config.adapter)
+    own = config.model_copy(update={"learning_rate": config.critic_learning_rate})
+    return Engine(model, held, own, steps, "critic")
+
+
+def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:
+    """What the score sources of this run, judge included, are opened with."""
+    device = collectives.local_device()
+    return rewards.Context(
+        tokenizer,
+        device,
+        compute_dtype(config, device),
+        str(config.reward_model),
+        config.rollout_batch_size,
+        config.reward_models.beside(config.critic.over(config)),
+    )

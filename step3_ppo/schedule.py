@@ -1,0 +1,40 @@
+"""Where a run of step 3 is: which iteration, and which prompts come next."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from data.batches import Batches
+from rlhf.distributed import collectives
+from rlhf.engine.nonfinite import Tolerance
+from step3_ppo.config import Step3Config
+
+
+def iterations(config: Step3Config) -> int:
+    """Rollout-update cycles of the whole run."""
+    return config.total_episodes // config.batch_size
+
+
+class Course:
+    """The iterations that are left, each with the prompts of this rank; and how many in a row were left out."""
+
+    def __init__(self, prompts: int, config: Step3Config) -> None:
+        self._total, self._copies = iterations(config), config.num_generations
+        size = config.batch_size // config.num_generations
+        self._batches = Batches(prompts, size, config.seed, (collectives.data_rank(), collectives.data_world_size()))
+        self.done = 0
+        self.tolerance = Tolerance(config.max_bad_steps)
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        """Each iteration's number, from 0, and its prompts, every one of them `num_generations` times in a row."""
+        for indices in islice(self._batches.take(self._total), max(0, self._total - self.done)):
+            self.done += 1
+            yield self.done - 1, [i for i in indices for _ in range(self._copies)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iterations done, and the position in the prompts."""
+        return {"done": self.done, "prompts": self._batches.state_dict(), "bad_in_a_row": self.tolerance.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done, self.tolerance.in_a_row = state["done"], state["bad_in_a_row"]
+        self._batches.load_state_dict(state["prompts"])

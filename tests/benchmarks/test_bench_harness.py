@@ -1,0 +1,135 @@
+"""benchmarks/harness.py and its outcome on contenders that only count: no model, no peer, no clock that decides."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import harness, limits, outcome, scaling
+from benchmarks.harness import MACHINE, OURS, WARM_UP, Contender, Options
+from rlhf.errors import UserError
+
+FAKE = """
+import sys, json
+from pathlib import Path
+from benchmarks.harness import Wire
+wire = Wire()
+print("what a library prints is no answer")
+wire.loading()
+wire.ready()
+log = Path(sys.argv[1])
+while (work := wire.asked()):
+    if work == "fail":
+        sys.exit("out of luck")
+    with log.open("a") as file:
+        file.write(f"{sys.argv[2]} {work}\\n")
+    wire.tell(seconds=float(sys.argv[3]), tokens=100)
+"""
+
+
+def contender(name: str, folder: Path, seconds: float = 1.0) -> Contender:
+    command = [sys.executable, "-c", FAKE, str(folder / "order"), name, str(seconds)]
+    return Contender(name, command, {}, folder)
+
+
+def test_contenders_take_turns_and_end(tmp_path: Path) -> None:
+    both = {name: contender(name, tmp_path, seconds) for name, seconds in ((OURS, 2.0), ("peer", 4.0))}
+    rows = harness.alternate(both, 2, ("a", "b"))
+    assert (tmp_path / "order").read_text().splitlines() == [
+        f"{name} {work}" for work in (WARM_UP, "a", "b", "a", "b") for name in (OURS, "peer")
+    ]
+    for each in both.values():
+        each.close()
+        assert each._process.returncode == 0
+    made = outcome.summary(both["peer"], rows["peer"], "tokens")
+    assert made["tokens_per_s"]["a"]["each"] == [25.0, 25.0] and made["peak_mb"] > 0
+    assert made["peak_over_imports_mb"] < made["peak_mb"]
+
+
+def test_a_contender_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+    one = contender("peer", tmp_path)
+    with pytest.raises(UserError, match=r"contender 'peer' ended with code 1: (.|\n)*out of luck"):
+        one.ask("fail")
+    one.close()
+
+
+def rows_of(seconds: dict[str, list[float]]) -> harness.Rows:
+    row = {"tokens": 10, "peak_bytes": 1}
+    return {name: {WARM_UP: [], "all": [row | {"seconds": s} for s in each]} for name, each in seconds.items()}
+
+
+def test_ratios_are_taken_pair_by_pair() -> None:
+    rows = rows_of({OURS: [1.0, 2.0, 1.0], "peer": [4.0, 4.0, 3.0], MACHINE: [1.0, 1.0, 1.0]})
+    found = outcome.ratios(rows, "tokens", {("peer", "all"): (2.5, 5.0)})
+    assert found == {
+        "tokens a second, ours / peer": {
+            "median": 3.0, "min": 2.0, "max": 4.0, "each": [4.0, 2.0, 3.0], "at_least": 2.5, "aim": 5.0,
+        }
+    }  # fmt: skip
+    assert outcome.ratios(rows_of({"peer": [1.0]}), "tokens", {}) == {}
+
+
+def result(ratio: float, share: float) -> dict[str, Any]:
+    return {
+        "ratios": {"r": {"median": ratio, "min": ratio, "max": ratio, "at_least": 2.0, "aim": 3.0}},
+        "shares": {"s": {"median": share, "min": share, "max": share, "at_least": None, "aim": None}},
+        "contenders": {OURS: {"start_up_s": 1.0, "warm_up_s": 1.0, "peak_mb": 5, "peak_over_imports_mb": 3}},
+        "limits": {},
+        "peak_memory_ours_over": {"peer": 1.2},
+    }
+
+
+def test_the_table_says_what_is_met() -> None:
+    said = outcome.table(result(2.5, 0.5))
+    assert "| r | 2.5 (2.5 to 2.5) | 2.0 | 3.0 | met |" in said
+    assert "| s | 0.5 (0.5 to 0.5) |  |  |  |" in said
+    assert "| peak memory over imports, ours / peer | 1.2 | at most 1 | | not met |" in said
+
+
+def test_only_a_ratio_that_fell_is_a_regression(tmp_path: Path) -> None:
+    old = result(3.0, 0.6)
+    assert outcome.fallen(old, result(2.6, 0.52)) == []
+    assert outcome.fallen(old, result(2.5, 0.6)) == ["r: 2.5, it was 3"]
+    assert outcome.fallen(old, {"ratios": old["ratios"]}) == ["s: missing, it was 0.6"]
+    assert outcome.fallen(old, result(2.5, 0.6), share=0.2) == []
+
+
+@pytest.mark.parametrize(("ratio", "words", "code"), [(2.9, [], 0), (2.0, [], 1), (2.0, ["0.5"], 0)])
+def test_the_check_as_a_command(ratio: float, words: list[str], code: int, tmp_path: Path) -> None:
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, one in zip(paths, (result(3.0, 0.6), result(ratio, 0.6)), strict=True):
+        path.write_text(json.dumps(one))
+    command = [sys.executable, "-m", "benchmarks.harness", "--check", *map(str, paths), *words]
+    ended = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr
+
+
+def test_paths_of_this_machine_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--data", "/somewhere/on/this/machine.gz", "--threads", "2"])
+    assert outcome.command_line().endswith("--data machine.gz --threads 2")
+    assert outcome.shown(Options(model="/some/model"))["model"] == "model"
+
+
+def test_only_known_contenders_are_chosen() -> None:
+    envs: dict[str, dict[str, str]] = {OURS: {}, "peer": {}, MACHINE: {}}
+    assert list(harness.chosen(envs, Options(only=("peer",)))) == ["peer", MACHINE]
+    assert list(harness.chosen(envs, Options())) == [OURS, "peer", MACHINE]
+    with pytest.raises(UserError, match="--only others: expected some of 'ours', 'peer', 'machine'"):
+        harness.chosen(envs, Options(only=("others",)))
+
+
+def test_work_by_hand() -> None:
+    """Two rows of 3 and 2 tokens, of which 2 are predicted; each sees itself and those before: 6 + 3 pairs."""
+    work = limits.Work(linear=10, head=100, attention=4, cache=6)
+    assert limits.seen_by([3, 2]) == 9 and limits.seen_by([2], before=3) == 9
+    assert work.forward(5, 2, 9) == 2 * 10 * 5 + 2 * 100 * 2 + 4 * 4 * 9
+    assert work.training(5, 2, 9) == 3 * work.forward(5, 2, 9)
+    assert work.decoding_bytes(cached=7, width=2) == 2 * (10 + 100 + 6 * 7)
+
+
+def test_the_exponent_of_a_power_law() -> None:
+    xs = [1.0, 2.0, 4.0, 8.0]
+    assert scaling.exponent(xs, [3 * x**1.5 for x in xs]) == pytest.approx(1.5)

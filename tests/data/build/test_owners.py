@@ -1,0 +1,138 @@
+"""Rows that only some phases can use belong to those, and no prompt to two."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from data.build.encode import Preference
+from data.build.split import PHASES, group_digest
+from data.config import DataOptions
+from data.dataset import PromptDataset, Recipe, open_datasets
+from data.read.records import Phase
+from rlhf.errors import UserError
+from rlhf.text.tokenizer import prepare_tokenizer
+from rlhf.types import Message, Row
+from tests import tiny
+
+COUNT = 80
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return prepare_tokenizer(tiny.tokenizer(), "plain")
+
+
+def rows(kind: str, numbers: range) -> list[dict[str, Any]]:
+    """Of the n-th prompt 'wN': what `kind` names."""
+    columns = {"text": (), "prompt": (), "demonstration": ("response",), "pair": ("chosen", "rejected")}[kind]
+    if kind == "text":
+        return [{"text": f"w{n} w{n}"} for n in numbers]
+    return [{"prompt": f"w{n}"} | {column: f"w{n + 1 + i}" for i, column in enumerate(columns)} for n in numbers]
+
+
+def write(name: str, *kinds: tuple[str, range]) -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for kind in kinds for row in rows(*kind)))
+    return name
+
+
+def first_words(data: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    every = [item.chosen if isinstance(item, Preference) else item.ids for item in data]
+    return {tokenizer.decode(ids, skip_special_tokens=True).split()[0] for ids in every}
+
+
+def trained(tokenizer: PreTrainedTokenizerBase, phase: Phase, **options: Any) -> set[str]:
+    """First words of what a phase trains on; empty if that is nothing."""
+    given = DataOptions(data_cache="cache", eval_fraction=0.0, max_dropped=1.0, **options)
+    try:
+        return first_words(open_datasets(given, Recipe(phase), tokenizer).train, tokenizer)
+    except UserError as nothing:
+        assert "0 usable rows" in str(nothing)
+        return set()
+
+
+def owner(prompt: str, shares: tuple[float, float, float]) -> str:
+    """The phase into whose part of [0, 1) the prompt's second number falls."""
+    point = group_digest(Row((Message("user", prompt),)), 0)[1] / 2**64 * sum(shares)
+    return PHASES[sum(point >= sum(shares[: i + 1]) for i in range(2))]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "shares"),
+    [
+        (("text",), (1, 0, 0)),
+        (("prompt",), (0, 0, 1)),
+        (("demonstration",), (2, 0, 4)),
+        (("pair",), (2, 4, 4)),
+        (("prompt", "demonstration"), (2, 0, 4)),
+        (("demonstration", "pair"), (2, 4, 4)),  # of one prompt a demonstration and a pair: all three can use it
+    ],
+)
+def test_a_phase_that_cannot_use_a_prompt_leaves_its_share_to_the_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer: PreTrainedTokenizerBase,
+    kinds: tuple[str, ...],
+    shares: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = tuple(write(f"{kind}.jsonl", (kind, range(4, 4 + COUNT))) for kind in kinds)
+    for phase in PHASES:
+        expected = {f"w{n}" for n in range(4, 4 + COUNT) if owner(f"w{n}", shares) == phase}
+        if kinds == ("text",):
+            expected = {f"w{n}" for n in range(4, 4 + COUNT)} if phase == "sft" else set()
+        assert trained(tokenizer, phase, data_path=places) == expected, phase
+
+
+SOURCE = """
+from rlhf.types import Message, Row
+from rlhf.config import Config
+class Sentences:  # demonstrations, pairs without a prompt, prompts: of one sentence one of each
+    def rows(self, phase):
+        for n in range(4, 84):
+            prompt = () if phase == "reward" else (Message("user", f"w{n}"),)
+            sides = {"sft": ("w5", None), "reward": (f"w{n}", "w3"), "ppo": (None, None)}[phase]
+            yield Row(prompt, *sides, f"w{n}")
+def build(config, place): return Sentences()
+"""
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_rows_that_differ_from_phase_to_phase_decide_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase, only: bool
+) -> None:
+    """Beside demonstrations of the same prompts, shared or PPO's own."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SOURCE)
+    more = write("more.jsonl", ("demonstration", range(50, 90)))
+    places: dict[str, Any] = {"data_path": ("mine.py", *(() if only else (more,)))}
+    if only:
+        places["ppo_only_data_path"] = (more,)
+    found = {phase: trained(tokenizer, phase, **places) for phase in PHASES}
+    expected = {n: owner(f"w{n}", (2, 4, 4)) for n in range(4, 84)}
+    expected |= {n: "ppo" if only else owner(f"w{n}", (2, 0, 4)) for n in range(84, 90)}
+    assert found == {phase: {f"w{n}" for n, one in expected.items() if one == phase} for phase in PHASES}
+
+
+def test_a_stream_is_divided_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = write("stream.jsonl", ("demonstration", range(4, 84)))
+    found = trained(tokenizer, "sft", data_path=(f"files,streaming=true:{place}",), max_train_rows=80)
+    assert found == {f"w{n}" for n in range(4, 84) if owner(f"w{n}", (2, 4, 4)) == "sft"}
+
+
+def test_the_set_is_made_again_when_what_other_phases_read_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SOURCE.replace('f"w{n}", "w3"', 'f"w{n}", open("side.txt").read() or None'))
+    owned = []
+    for side, shares in (("", (2, 0, 4)), ("w3", (2, 4, 4))):
+        Path("side.txt").write_text(side)
+        owned.append(trained(tokenizer, "sft", data_path=("mine.py",)))
+        assert owned[-1] == {f"w{n}" for n in range(4, 84) if owner(f"w{n}", shares) == "sft"}
+    assert owned[0] != owned[1]

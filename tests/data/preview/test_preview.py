@@ -1,0 +1,319 @@
+"""What the preview prints is what the stages train on, and every row that was read is in its account."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from data.batches import Batches, padding, pair_batch, sft_batch
+from data.build.encode import Demonstration, Preference
+from data.config import DataOptions
+from data.dataset import Opened, Recipe, open_datasets
+from data.preview import command, show
+from rlhf import console, errors
+from rlhf.models.scalar import apart
+from rlhf.shipped import ROOT
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+from rlhf.types import Pairs, Sequences, length_groups
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import Step3Config
+
+EOS = "<|end|>"
+OPEN = ("--eval-fraction", "0", "--chat-template", "plain")
+TURNS = "{{ bos_token }}{% for m in messages %} w9 {{ m.content }}{% endfor %}{{ ' w9' if add_generation_prompt }}"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer of the words w0 to w99, between <s> and </s>."""
+    file = tmp_path_factory.mktemp("model") / "words.yaml"
+    file.write_text("tokenizer:\n  words: [" + ", ".join(f"w{i}" for i in range(100)) + "]\n")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer that makes every byte a token, so that any text can be told from any other."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({**{c: i for i, c in enumerate(alphabet)}, EOS: len(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("letters")
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS).save_pretrained(folder)
+    return str(folder)
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def tokenizer_of(place: str) -> PreTrainedTokenizerBase:
+    return prepare_tokenizer(load_tokenizer(place), "plain")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The program in this process: (exit code, what it printed, what it said on stderr)."""
+    monkeypatch.setattr(console, "quiet_libraries", lambda: None)
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["preview", *argv])
+        code = errors.run_as_user(command.main)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def numbers(printed: str, name: str) -> list[str]:
+    """What stands after `name` in the table that has it."""
+    found = re.search(rf"^{re.escape(name)} +(.*?) *$", printed, re.MULTILINE)
+    assert found, f"no line '{name}' in:\n{printed}"
+    return found[1].split()
+
+
+# --- the program
+
+
+def shown(run: Any, place: str, words: str, phase: str, *more: str) -> str:
+    """What is printed of a phase that gets all rows."""
+    shares = ",".join(str(int(name == phase)) for name in ("sft", "reward", "ppo"))
+    argv = ["--data-path", place, "--model", words, "--phases", phase, "--data-split", shares, *OPEN, *more]
+    code, printed, said = run(*argv)
+    assert (code, said) == (0, "")
+    return str(printed)
+
+
+def test_rows_as_the_model_sees_them(run: Any, tmp_path: Path, words: str) -> None:
+    row = {"prompt": "w1 w2", "chosen": "w3 </s> w4", "rejected": "w5", "margin": 1.5}
+    place = write(tmp_path / "x.jsonl", row)
+    # the </s> that a response spells out is two unknown words, and no end
+    assert "sft row 1: 8 tokens, 5 learned\n<s> w1 w2⟦ w3 <unk> <unk> w4 </s>⟧\n" in shown(run, place, words, "sft")
+    printed = shown(run, place, words, "reward")
+    assert "reward row 1: prompt, 3 tokens\n<s> w1 w2\n" in printed
+    assert "chosen, 5 tokens, margin 1.5\n⟦ w3 <unk> <unk> w4 </s>⟧\n" in printed
+    assert "rejected, 2 tokens\n⟦ w5 </s>⟧\n" in printed
+    assert "ppo row 1: 3 tokens, 0 learned\n<s> w1 w2\n" in shown(run, place, words, "ppo")
+
+
+def test_every_row_that_was_read_is_in_the_account(
+    run: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = write(
+        Path("x.jsonl"),
+        *({"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w3"} for i in range(10)),
+        *({"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w1 w2"} for i in range(20, 23)),
+        {"prompt": "w31", "chosen": " ".join(["w1"] * 20), "rejected": "w2"},
+        {"prompt": "w32", "chosen": None, "rejected": "w2"},
+    )
+    printed = shown(run, place, words, "reward", "--max-length", "16", "--skip-bad-rows", "1")
+    expected = {"train": 10, "equal sides": 3, "response too long": 1, "malformed": 1}
+    table = printed.partition("what became of the rows")[2].partition("read in all")[0]
+    table = table.partition("\n")[2]
+    counts = {name.strip(): int(count) for name, count in re.findall(r"^(\D+?) +(\d+) +[\d.]+%", table, re.MULTILINE)}
+    assert counts == expected
+    assert numbers(printed, "read in all") == ["15"] == [str(sum(expected.values()))]
+    assert numbers(printed, "x.jsonl")[:3] == ["15", "10", "100.0%"]
+
+
+def test_lengths_and_steps(run: Any, tmp_path: Path, words: str) -> None:
+    """100 rows whose prompts have 1 to 100 words and <s>, and whose responses have one word and </s>."""
+    rows = [{"prompt": " ".join(f"w{i}" for i in range(n)), "response": "w1"} for n in range(1, 101)]
+    printed = shown(run, write(tmp_path / "x.jsonl", *rows), words, "sft")
+    assert numbers(printed, "prompt") == ["6", "51", "96", "101"]
+    assert numbers(printed, "whole") == ["8", "53", "98", "103"]
+    assert "batches of 16: 6 optimizer steps an epoch" in printed
+
+
+def test_each_place_has_its_share(run: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = write(Path("one.jsonl"), *({"prompt": f"w{i}", "response": "w1"} for i in range(30)))
+    two = write(Path("two.jsonl"), *({"prompt": f"w{i}", "response": "w1 w1"} for i in range(30, 40)))
+    code, printed, _ = run("--data-path", one, two, "--model", words, "--phases", "sft", "--data-split", "1,0,0", *OPEN)
+    assert code == 0
+    assert numbers(printed, one) == ["30", "30", "75.0%", "120", "70.6%"]  # of 30 * 4 + 10 * 5 tokens
+    assert numbers(printed, two) == ["10", "10", "25.0%", "50", "29.4%"]
+
+
+def test_a_phase_without_rows_is_said_after_the_others(run: Any, tmp_path: Path, words: str) -> None:
+    place = write(tmp_path / "x.jsonl", *({"prompt": f"w{i}", "response": "w1"} for i in range(100)))
+    code, printed, said = run("--data-path", place, "--model", words, "--rows", "1")
+    assert code == 2
+    assert [line.partition(":")[0] for line in printed.splitlines() if "to train on," in line] == ["sft", "ppo"]
+    assert said.startswith(f"error: {place}: 0 usable rows for training in reward") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["--data-path", "./not-there"], ["--modle", "x"], ["--model", "./not-there"]])
+def test_a_mistake_is_one_line(run: Any, tmp_path: Path, words: str, argv: list[str]) -> None:
+    code, printed, said = run("--data-path", "demo", "--model", words, *argv)
+    assert (code, printed, said.count("\n")) == (2, "", 1)
+    assert said.startswith("error: ")
+
+
+def test_the_demo(run: Any) -> None:
+    code, printed, _ = run("--data-path", "demo,rows=600", "--model", "demo-llama", "--rows", "1")
+    assert code == 0
+    assert "<s> Human: tell me about the" in printed
+    assert printed.count("read in all") == 3
+
+
+def test_it_starts_without_torch_and_agrees_with_the_stages() -> None:
+    program = "import sys, data.preview.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+    ours, stages = command.PreviewConfig(), (SFTConfig(), RewardConfig(), Step3Config())
+    for stage in stages:
+        names = (set(type(ours).model_fields) & set(type(stage).model_fields)) - {"model"}
+        assert {name: getattr(ours, name) for name in names} == {name: getattr(stage, name) for name in names}
+    assert ours.model == stages[0].model
+    together = (stages[0].micro_batch_size, stages[1].micro_batch_size, stages[2].rollout_batch_size)
+    assert tuple(show.BATCHES.values()) == tuple(zip((stage.batch_size for stage in stages), together, strict=True))
+
+
+# --- text on a terminal
+
+
+def painted(letters: str, opened: Opened, rows: int = 1, **terminal: Any) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=200, markup=False, highlight=False, emoji=False, **terminal)
+    show.Screen(console, tokenizer_of(letters)).show(opened, Recipe(opened.train.phase), rows)
+    return stream.getvalue()
+
+
+def opened_letters(tmp_path: Path, letters: str, prompt: str, response: str) -> Opened:
+    place = write(tmp_path / "x.jsonl", {"prompt": prompt, "response": response})
+    options = DataOptions(data_path=(place,), data_split=(1, 0, 0), eval_fraction=0)
+    return open_datasets(options, Recipe("sft"), tokenizer_of(letters))
+
+
+def test_text_is_neither_markup_nor_a_command(tmp_path: Path, letters: str) -> None:
+    opened = opened_letters(tmp_path, letters, "[red]a[/red] :smile: b", "\x1b[31mc\nd\u202e é日 \x07")
+    expected = f"{EOS}[red]a[/red] :smile: b⟦\\x1b[31mc\nd\\u202e é日 \\x07{EOS}⟧"
+    assert expected in painted(letters, opened)
+
+
+def test_learned_is_in_colour_where_there_is_colour(tmp_path: Path, letters: str) -> None:
+    opened = opened_letters(tmp_path, letters, "before", "after")
+    coloured: dict[str, Any] = {"force_terminal": True, "color_system": "truecolor"}
+    said = painted(letters, opened, **coloured)
+    assert "⟦" not in said
+    assert "\x1b[36mbefore" in said and "\x1b[32mafter" in said and f"\x1b[1;32m{EOS}" in said
+    assert "before⟦after" in painted(letters, opened, no_color=True, **coloured).replace("\x1b[0m", "")
+
+
+def test_long_texts_lose_their_middle() -> None:
+    text = show.visible("a" * 700 + "b" * 1300)
+    assert text == "a" * 500 + " [... 1000 more characters ...] " + "b" * 500
+
+
+def test_stretches_join_to_the_whole_text(letters: str) -> None:
+    tokenizer = tokenizer_of(letters)
+    end = tokenizer.eos_token_id
+    ids = [end, *tokenizer.encode("é日b"), *tokenizer.encode(" c日"), end]  # of 1 + 6 + 5 + 1 tokens
+    parts = show.stretches(tokenizer, ids, ((7, 13),))
+    assert [(part.text, part.learned, part.special) for part in parts] == [
+        (EOS, False, True),
+        ("é日b", False, False),
+        (" c日", True, False),
+        (EOS, True, True),
+    ]
+
+
+# --- numbers
+
+
+def test_padding_by_hand() -> None:
+    lengths = np.array([[3], [1], [2], [2]])
+    assert show.padding_share(lengths, [[0, 1, 2, 3]], 2) == pytest.approx(1 - 8 / (3 * 2 + 2 * 2))
+    assert show.padding_share(np.array([[3, 1], [2, 4]]), [[0, 1]], 2) == pytest.approx(1 - 10 / (2 * 4 + 2 * 2))
+
+
+def rows_of(pairs: Pairs) -> list[Sequences]:
+    return apart(lambda rows: torch.zeros(rows.ids.shape), pairs)[1]
+
+
+def test_padding_is_that_of_the_tensors() -> None:
+    random = np.random.default_rng(0)
+    sizes = random.integers(2, 30, size=(64, 2))
+    batches = list(Batches(sizes.max(1), 16))
+    texts = [Demonstration((1,) * size, ((1, size),)) for size in sizes[:, 0].tolist()]
+    pairs = [Preference((1,) * one, (1,) * other, 1) for one, other in sizes.tolist()]
+    for tokens, items, collate in ((sizes[:, :1], texts, sft_batch), (sizes, pairs, pair_batch)):
+        micros = []
+        for rows in batches:
+            batch: Any = collate([items[i] for i in rows], 0)  # type: ignore[misc]
+            groups = [
+                batch[group].trimmed() if collate is sft_batch else batch[group]
+                for group in length_groups(batch.lengths, 8)
+            ]
+            micros += [part for micro in groups for part in (rows_of(micro) if collate is pair_batch else [micro])]
+        assert show.padding_share(tokens, batches, 8) == pytest.approx(padding(micros))
+
+
+@pytest.mark.parametrize(("loss_on", "spans"), [("last", ((8, 10),)), ("every", ((4, 5), (8, 10)))])
+def test_the_prompt_ends_where_the_response_begins(tmp_path: Path, words: str, loss_on: Any, spans: Any) -> None:
+    roles = ("user", "assistant", "user", "assistant")
+    turns = [{"role": role, "content": f"w{i}"} for i, role in enumerate(roles)]
+    template = tmp_path / "turns.jinja"
+    template.write_text(TURNS)
+    options = DataOptions(
+        data_path=(write(tmp_path / "x.jsonl", {"messages": turns}),), data_split=(1, 0, 0), eval_fraction=0
+    )
+    tokenizer = prepare_tokenizer(load_tokenizer(words), str(template))
+    train = open_datasets(options, Recipe("sft", loss_on), tokenizer).train
+    item = train[0]
+    assert isinstance(item, Demonstration)
+    assert item.spans == spans  # of <s> w9 w0 w9 w1 w9 w2 w9, and then w3 </s>
+    assert train.prompt_lengths.tolist() == [8]
+
+
+# --- the directory it writes
+
+
+def test_what_is_written_is_what_was_opened(run: Any, tmp_path: Path, words: str) -> None:
+    rows = [{"prompt": f"w{i}", "chosen": f"w{i} w2", "rejected": "w3", "margin": i / 2} for i in range(60)]
+    place, out = write(tmp_path / "x.jsonl", *rows), tmp_path / "out"
+    argv = ["--data-path", place, "--model", words, "--chat-template", "plain", "--output", str(out), "--rows", "0"]
+    for _ in range(2):  # a second call takes the place of the first
+        assert run(*argv)[0] == 0
+    opened = open_datasets(
+        DataOptions(data_path=(place,), chat_template="plain"), Recipe("reward"), tokenizer_of(words)
+    )
+    assert sorted(path.name for path in out.iterdir()) == ["ppo", "reward", "sft"]
+    assert json.loads((out / "reward" / "report.json").read_text()) == opened.report
+    for name, side in (("train", opened.train), ("evaluation", opened.evaluation)):
+        table = pyarrow.parquet.read_table(out / "reward" / f"{name}.parquet")
+        found = [
+            Preference(
+                (*row["prompt"], *row["chosen"]), (*row["prompt"], *row["rejected"]), len(row["prompt"]), row["margin"]
+            )
+            for row in table.to_pylist()
+        ]
+        assert tuple(found) == side[:] != ()
+    for phase, own in {"sft": "spans", "ppo": "row"}.items():
+        columns = pyarrow.parquet.read_schema(out / phase / "train.parquet").names
+        assert columns == ["ids", own, "length", "prompt_cut", "response_cut"]
+
+
+def test_other_directories_are_left_alone(run: Any, tmp_path: Path, words: str) -> None:
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "mine.txt").write_text("mine")
+    argv = ["--data-path", "demo,rows=600", "--model", words, "--phases", "sft", "--rows", "0"]
+    code, _, said = run(*argv, "--output", str(tmp_path))
+    assert code == 2 and "is there and holds no report.json; name another directory" in said
+    assert (tmp_path / "sft" / "mine.txt").read_text() == "mine"
+    code, _, said = run(*argv, "--output", str(tmp_path / "sft" / "mine.txt"))
+    assert code == 2 and "cannot be written" in said and said.count("\n") == 1

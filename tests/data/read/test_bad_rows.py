@@ -1,0 +1,258 @@
+"""What is said of a row or a file that cannot be read, word for word: where, what, expected, cure.
+
+A bad row costs only itself; a file that is broken as a whole is refused.
+"""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from data.read.formats import records
+from data.read.records import Skipped
+from rlhf.errors import UserError
+from rlhf.plugins import build
+
+LINE = "mend or remove the line"
+OBJECT = "expected an object with named columns"
+UTF8 = "expected UTF-8; convert the file, e.g. with iconv"
+CELL = 'write a cell with quotes or line breaks as "...", each quote inside it twice'
+
+LINES = (
+    (b'{"a": 2', f":2: not valid JSON: Expecting ',' delimiter at column 8; {LINE}"),
+    (b'{"a" 2}', f":2: not valid JSON: Expecting ':' delimiter at column 6; {LINE}"),
+    (b"  {'a': 2}", f":2: not valid JSON: Expecting property name enclosed in double quotes at column 4; {LINE}"),
+    (b'{"a": "b', f":2: not valid JSON: Unterminated string starting at column 7; {LINE}"),
+    (b'{"a": 1} {"a": 2}', f":2: not valid JSON: Extra data at column 10; {LINE}"),
+    (b'{"a": "x\ty"}', f":2: not valid JSON: Invalid control character at column 9; {LINE}"),
+    (b'{"a": "\\x"}', f":2: not valid JSON: Invalid \\escape at column 8; {LINE}"),
+    (b"\0\0\0", f":2: not valid JSON: Expecting value at column 1; {LINE}"),
+    (b'{"a": 1, "a": 1}', f':2: not valid JSON: the key "a" is there twice; {LINE}'),
+    (b'{"b": [{"a": 1, "\\n": 2, "\\n": 3}]}', f':2: not valid JSON: the key "\\n" is there twice; {LINE}'),
+    (b'{"a": NaN}', f":2: not valid JSON: got NaN, expected a finite number or null; {LINE}"),
+    (b'{"a": [-Infinity]}', f":2: not valid JSON: got -Infinity, expected a finite number or null; {LINE}"),
+    (b'{"a": ' + b"1" * 5000 + b"}", f":2: not valid JSON: a number has too many digits; {LINE}"),
+    (b'{"a": ' + b"[" * 100_000, f":2: not valid JSON: nested too deeply; {LINE}"),
+    (b"[1]", f":2: got an array, {OBJECT}"),
+    (b"3", f":2: got a number, {OBJECT}"),
+    (b'"x"', f":2: got text, {OBJECT}"),
+    (b"null", f":2: got null, {OBJECT}"),
+    (b"true", f":2: got true or false, {OBJECT}"),
+    (b'{"a": "\xff\xfe"}', f":2: got byte 0xff at offset 7 of the line, {UTF8}"),
+    (b'{"a": "\xe4\xb8"}', f":2: got byte 0xe4 at offset 7 of the line, {UTF8}"),
+    (b'{"a": "\xc3\xa9\xed\xa0\x80"}', f":2: got byte 0xed at offset 9 of the line, {UTF8}"),
+)
+CELLS = (
+    (b"3", ":2: cells: got 1, expected 2 as in the header; quote those that hold ','"),
+    (b"3,4,5", ":2: cells: got 3, expected 2 as in the header; quote those that hold ','"),
+    (b'3,"4"5', f":2: not valid CSV: ',' expected after '\"'; {CELL}"),
+    (b"3,\xff", f":2: got byte 0xff at offset 2 of the line, {UTF8}"),
+    (b'"3\n\xe9",4', f":3: got byte 0xe9 at offset 0 of the line, {UTF8}"),
+)
+
+
+def read(file: Path) -> list[object]:
+    return [found.reason if isinstance(found, Skipped) and found.bad else found for _, found in records(file)]
+
+
+@pytest.mark.parametrize(("line", "said"), LINES, ids=[said[:40] for _, said in LINES])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson.gz", "x.json"])
+def test_a_bad_line_is_one_row(tmp_path: Path, name: str, line: bytes, said: str) -> None:
+    file = tmp_path / name
+    content = b'{"a": 1}\n' + line + b'\n{"a": 3}\n'
+    file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert read(file) == [{"a": 1}, f"{file}{said}", {"a": 3}]
+
+
+@pytest.mark.parametrize(("line", "said"), CELLS)
+def test_a_bad_csv_row_is_one_row(tmp_path: Path, line: bytes, said: str) -> None:
+    file = tmp_path / "x.csv"
+    file.write_bytes(b"a,b\n" + line + b'\n6,"7\n8"\n')
+    assert read(file) == [f"{file}{said}", {"a": "6", "b": "7\n8"}]
+
+
+def test_a_quote_that_is_never_closed(tmp_path: Path) -> None:
+    file = tmp_path / "x.tsv"
+    file.write_bytes(b'a\tb\n1\t2\n3\t"4\n5\t6\n')
+    said = f"{file}:3: not valid TSV: unexpected end of data at line 4; {CELL}"
+    assert read(file) == [{"a": "1", "b": "2"}, said]
+
+
+def test_bad_elements_of_an_array(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text('[{"a": 1}, 3,\n{"a": NaN}, {"b": 1, "b": 2}, {"a": ' + "1" * 5000 + '},\n"]", {"a": 2}]')
+    assert read(file) == [
+        {"a": 1},
+        f"{file}:1: row 2: got a number, {OBJECT}",
+        f"{file}:2: row 3: not valid JSON: got NaN, expected a finite number or null; mend or remove the row",
+        f'{file}:2: row 4: not valid JSON: the key "b" is there twice; mend or remove the row',
+        f"{file}:2: row 5: not valid JSON: a number has too many digits; mend or remove the row",
+        f"{file}:3: row 6: got text, {OBJECT}",
+        {"a": 2},
+    ]
+
+
+def test_a_bad_document(tmp_path: Path) -> None:
+    file = tmp_path / "x.txt"
+    file.write_bytes(b"one\n\ntwo\nth\xffree\n\nfour")
+    assert read(file) == [{"text": "one"}, f"{file}:4: got byte 0xff at offset 2 of the line, {UTF8}", {"text": "four"}]
+
+
+def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = tmp_path / "x.parquet"
+    cells = pyarrow.array([b"one", b"t\xffwo", b"three"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"a": cells}), file)
+    said = f"{file}:2: got byte 0xff at offset 1 of a text, expected UTF-8"
+    assert read(file) == [{"a": "one"}, said, {"a": "three"}]
+
+
+ARRAY = "expected one array of objects"
+BROKEN = (
+    ("x.json", b'[{"a": 1},\n{"a" 2}]', f":2: not valid JSON: Expecting ':' delimiter at column 6; {ARRAY}"),
+    ("x.json", b'[{"a": 1},\n', f":2: not valid JSON: Expecting value at column 1; {ARRAY}"),
+    ("x.json", b'[{"a": "b', f":1: not valid JSON: Unterminated string starting at column 8; {ARRAY}"),
+    (
+        "x.json",
+        b'[{"a": 1}\n',
+        f":2: not valid JSON: got the end of the file (is it cut off?), expected ',' or ']' at column 1; {ARRAY}",
+    ),
+    ("x.json", b'[{"a": 1}] 2', f":1: not valid JSON: something follows the array at column 12; {ARRAY}"),
+    ("x.json", b"[" * 100_000, f":1: not valid JSON: nested too deeply at column 2; {ARRAY}"),
+    ("x.json", b'\xef\xbb\xbf[\n{"a": "\xff"}]', f":2: got byte 0xff at offset 12 of the file, {UTF8}"),
+    (
+        "x.json",
+        b'{\n "a": 1\n}',
+        ":1: got an object over several lines, expected one row a line (jq -c . FILE writes it so), "
+        "or one array of rows in a .json file",
+    ),
+    ("x.jsonl", b'\n[{"a": 1}]', ":2: got an array, expected one object a line; name a file of one array .json"),
+    ("x.csv", b"a,b,a\n1,2,3\n", ":1: got the columns a, b, a, expected a once"),
+    ("x.csv", b"a;b\n1;2\n", ":1: got one column 'a;b', expected columns parted by commas (.csv)"),
+    ("x.tsv", b"a,b\n1,2\n", ":1: got one column 'a,b', expected columns parted by tabs (.tsv)"),
+    ("x.csv", b"\xff,b\n1,2\n", f":1: got byte 0xff at offset 0 of the line, {UTF8}"),
+    ("x.csv", b'"a\n', f":1: not valid CSV: unexpected end of data; {CELL}"),
+    (
+        "x.jsonl.gz",
+        b'{"a": 1}',
+        ": not a whole gzip file (Not a gzipped file (b'{\"')); take .gz off its name",
+    ),
+    (
+        "x.jsonl.gz",
+        gzip.compress(b'{"a": 1}\n' * 9999, mtime=0)[:-20],
+        ": not a whole gzip file (Compressed file ended before the end-of-stream marker was reached); "
+        "fetch or compress it again",
+    ),
+    ("x.jsonl", gzip.compress(b'{"a": 1}', mtime=0), ": got a gzip file, expected .jsonl; add .gz to its name"),
+    ("x.csv", b"PK\x03\x04\x14", ": got a zip archive or a spreadsheet, expected .csv; unpack it, or save it as CSV"),
+    ("x.json", b"PAR1\x15", ": got a parquet file, expected .json; name it .parquet"),
+    ("x.json", b"<!DOCTYPE html>\n", ": got a web page, expected .json; download the file itself"),
+    (
+        "x.parquet",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        ": got the pointer that Git LFS keeps in place of a file, expected .parquet; fetch the file: git lfs pull",
+    ),
+    *(
+        (
+            "x.jsonl",
+            '{"a": "é"}'.encode(encoding),
+            ": got UTF-16 or UTF-32, expected UTF-8; write it anew: iconv -f UTF-16 -t UTF-8",
+        )
+        for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")
+    ),
+)
+
+
+@pytest.mark.parametrize(("name", "content", "said"), BROKEN)
+def test_a_broken_file_is_refused(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        list(records(file))
+    assert str(error.value) == f"{file}{said}"
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 no", b"no parquet at all", b"PAR1" + b"\0" * 100 + b"PAR1"])
+def test_a_broken_parquet_file(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "x.parquet"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        list(records(file))
+    assert str(error.value).startswith(f"{file}: not a readable parquet file after row 0: ")
+    assert "\n" not in str(error.value)
+
+
+def test_rows_before_the_damage_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl.gz"
+    file.write_bytes(gzip.compress(b"".join(b'{"a": %d}\n' % (i * 7919) for i in range(99_999)), mtime=0)[:-9])
+    found = []
+    with pytest.raises(UserError, match="not a whole gzip file"):
+        for _, record in records(file):
+            found.append(record)
+    assert found[:2] == [{"a": 0}, {"a": 7919}]
+
+
+def test_a_file_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        list(records(tmp_path / "x.jsonl"))
+    assert str(error.value) == f"{tmp_path}/x.jsonl: cannot be read: No such file or directory"
+
+
+ROWS = (
+    ('{"prompt": null, "response": "x"}', "prompt: got null, expected text"),
+    ('{"prompt": 3, "response": "x"}', "prompt: got 3, expected text"),
+    ('{"prompt": "x", "response": ["y"]}', 'response[0]: got "y", expected a message {role, content}'),
+    (
+        '{"prompt": "x", "response": "y\\ud800"}',
+        "response: got half a surrogate pair at character 1, expected text",
+    ),
+    ('{"messages": []}', "messages: got [], expected a list of messages {role, content}"),
+    ('{"messages": null}', "messages: got null, expected a list of messages {role, content}"),
+    ('{"messages": [{"role": "user"}]}', "messages[0].content: got null, expected text"),
+    (
+        '{"messages": [{"content": "x"}]}',
+        'messages[0]: got {"content": "x"}, expected a message with a role',
+    ),
+    (
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}',
+        'messages[1]: got the role "tool", expected system, user or assistant (or human, gpt); calls of tools cannot '
+        "be used",
+    ),
+    (
+        '{"chosen": "x", "rejected": "y"}',
+        "chosen: got no prompt before it, and there is no column 'prompt'; say where the prompt is: "
+        "files,prompt=COLUMN:PLACE",
+    ),
+    (
+        '{"chosen": "\\n\\nHuman: x\\n\\nAssistant: y", "rejected": "z"}',
+        "chosen: got no prompt before it, and there is no column 'prompt'; dialogues written '\\n\\nHuman: ...' are "
+        "read by hh_rlhf:PLACE",
+    ),
+    (
+        '{"prompt": "x", "response": "y", "label": "rude"}',
+        'label: got "rude", expected true or false (good or bad); if it says something else, write '
+        "files,shape=prompt-response:PLACE",
+    ),
+    (
+        '{"prompt": "x", "response": "y", "messages": []}',
+        "the columns fit prompt-response and messages; say which, as in files,shape=prompt-response:PLACE",
+    ),
+    (
+        '{"question": "x"}',
+        "got the columns question; expected one of: prompt/instruction/question/conversations/context, chosen, "
+        "rejected; prompt, response_a, response_b, preference; prompt/instruction/question, responses; prompt, "
+        "completion; prompt/instruction/question, response; instruction, output; question, answer; "
+        "messages/conversations/text/prompt; or say which is which: files,prompt=COLUMN,response=COLUMN:PLACE",
+    ),
+)
+
+
+@pytest.mark.parametrize(("line", "said"), ROWS)
+def test_a_bad_record_is_one_row(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text(f'{{"prompt": "one"}}\n{line}\n{{"prompt": "three"}}\n')
+    one, two, three = build("data.sources", "files", str(file)).rows("sft")
+    assert two == Skipped(f"{file}:2: {said}", bad=True)
+    assert (one.prompt[0].content, three.prompt[0].content) == ("one", "three")

@@ -1,0 +1,170 @@
+"""A source of the user's own is held to what a source must give; a mistake names it, the row and what is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from data.build.split import PHASES
+from data.config import DataOptions
+from data.dataset import Opened, Recipe, open_datasets
+from rlhf.errors import UserError
+from rlhf.text.tokenizer import prepare_tokenizer
+from tests.texts import words_tokenizer
+
+MINE = """
+import datetime, decimal
+from data.read.records import Skipped
+from rlhf.config import Config
+from rlhf.types import Message, Row
+class Mine:
+    def rows(self, phase):
+        for i in range(3):
+            yield Row((Message("user", f"w{i}"),), "w3", "w4")
+        EXPRESSION
+FINGERPRINT
+def build(config, place): return Mine()
+"""
+FINGERPRINTS = ("", "    def fingerprint(self, phase): return None", "    def fingerprint(self, phase): return 'one'")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = tmp_path_factory.mktemp("words")
+    return prepare_tokenizer(words_tokenizer(folder, *(f"w{i}" for i in range(9))), "plain")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def opened(tokenizer: PreTrainedTokenizerBase, phase: Any) -> Opened:
+    shares = tuple(float(name == phase) for name in PHASES)
+    options = DataOptions(data_path=("mine.py",), data_split=shares, eval_fraction=0.0, data_cache="cache")
+    return open_datasets(options, Recipe(phase), tokenizer)
+
+
+def write(expression: str, fingerprint: str = "") -> None:
+    code = MINE.replace("EXPRESSION", expression).replace("FINGERPRINT", fingerprint)
+    Path("mine.py").write_text(code, encoding="utf-8")
+
+
+ASK = 'Row((Message("user", "w5"),), "w6", "w7"'
+TYPES = "expected text, numbers, lists and mappings with names that are text"
+ROLES = "expected system, user or assistant"
+HALF = "got half a surrogate pair at character"
+BROKEN = (
+    ('yield {"prompt": "x"}', 'got {"prompt": "x"}, expected rlhf.types.Row'),
+    ("yield", "got null, expected rlhf.types.Row"),
+    ("yield self", "got a value of type Mine, expected rlhf.types.Row"),
+    ('yield Row("x", "w6")', 'prompt: got "x", expected a tuple of messages'),
+    ("yield Row(None)", "prompt: got null, expected a tuple of messages"),
+    ('yield Row(({"role": "user"},))', 'prompt[0]: got {"role": "user"}, expected rlhf.types.Message'),
+    ('yield Row((Message("user", None),))', "prompt[0].content: got null, expected text"),
+    ('yield Row((Message("user", "x"), Message("tool", "y")))', f'prompt[1]: got the role "tool", {ROLES}'),
+    ("yield Row((), 5)", "response: got 5, expected text"),
+    ('yield Row((), "x", ["y"])', 'rejected: got ["y"], expected text'),
+    ('yield Row((), "é\\ud800")', f"response: {HALF} 1, expected text"),
+    (f"yield {ASK}, group=7)", "group: got 7, expected text"),
+    (f'yield {ASK}, group="\\ud800")', f"group: {HALF} 0, expected text"),
+    (f"yield {ASK}, columns=None)", "columns: got null, expected a dict"),
+    (f'yield {ASK}, columns={{"a": [0, {{1}}]}})', f"columns.a[1]: got a value of type set; {TYPES}"),
+    (f'yield {ASK}, columns={{"a": {{3: 4}}}})', f"columns.a: got the name 3; {TYPES}"),
+    (f'a = {{}}; a["a"] = a; yield {ASK}, columns=a)', f"columns: nested too deeply; {TYPES}"),
+    (f'yield {ASK}, columns={{"margin": float("nan")}})', "columns: margin: got NaN, expected a number"),
+    ("yield Skipped(3)", "reason: got 3, expected text"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fingerprint", FINGERPRINTS, ids=["none", "nothing said", "said"])
+@pytest.mark.parametrize(("expression", "said"), BROKEN, ids=[said[:40] for _, said in BROKEN])
+def test_a_row_that_is_none(expression: str, said: str, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    write(expression, fingerprint)
+    for phase in PHASES:
+        with pytest.raises(UserError) as error:
+            opened(tokenizer, phase)
+        assert str(error.value) == f"mine.py: row 4 of rows('{phase}'): {said}"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("rows = lambda self, phase: None", "rows('sft') gave null, expected an iterator of rows"),
+        ("rows = lambda self, phase: 5", "rows('sft') gave 5, expected an iterator of rows"),
+        ("rows = []", "build(config, place) gave a value of type Mine, expected one with rows(phase)"),
+        ("pass", "build(config, place) gave a value of type Mine, expected one with rows(phase)"),
+    ],
+)
+def test_a_source_that_is_none(body: str, said: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    Path("mine.py").write_text(
+        f"from rlhf.config import Config\nclass Mine:\n    {body}\ndef build(config, place): return Mine()\n"
+    )
+    with pytest.raises(UserError) as error:
+        opened(tokenizer, "sft")
+    assert str(error.value) == f"mine.py: {said}"
+
+
+@pytest.mark.parametrize("fingerprint", FINGERPRINTS, ids=["none", "nothing said", "said"])
+@pytest.mark.parametrize(
+    ("expression", "kind"),
+    [("1 / 0", ZeroDivisionError), ("open('absent')", FileNotFoundError), ("[][1]", IndexError)],
+)
+def test_an_error_inside_a_source_stays_what_it_is(
+    expression: str, kind: type[Exception], fingerprint: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    write(expression, fingerprint)
+    with pytest.raises(kind) as error:
+        opened(tokenizer, "sft")
+    assert error.traceback[-1].path.name == "mine.py"
+    assert error.value.__notes__ == ["mine.py: rows('sft') failed after 3 rows"]
+
+
+def test_a_mistake_that_a_source_tells_itself(tokenizer: PreTrainedTokenizerBase) -> None:
+    write("from rlhf.errors import UserError; raise UserError('the archive is locked; unlock it')")
+    with pytest.raises(UserError, match=r"^the archive is locked; unlock it$") as error:
+        opened(tokenizer, "sft")
+    assert not hasattr(error.value, "__notes__")
+
+
+def test_what_a_source_may_give(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A list for a tuple, rows skipped, and columns of all sorts, which reward functions get as JSON has them."""
+    columns = '{"day": datetime.date(2024, 1, 2), "price": decimal.Decimal("1.50"), "x": b"x", "y": [{"a": (1, None)}]}'
+    write(f'yield Row([Message("user", "w5")], "w6", columns={columns}); yield Skipped("tie"); yield Row((), "w7")')
+    data = opened(tokenizer, "ppo")
+    [place] = data.report["places"]
+    assert place["fates"] == {"train": 4, "tie": 1, "empty prompt": 1}
+    found = [item.row.columns for item in data.train if item.row.columns]  # type: ignore[union-attr]
+    assert found == [{"day": "2024-01-02", "price": "1.50", "x": None, "y": [{"a": [1, None]}]}]
+
+
+def test_what_a_source_says_of_its_rows_decides_whether_they_are_read_again(tokenizer: PreTrainedTokenizerBase) -> None:
+    for fingerprint, seen in zip(FINGERPRINTS, ([4, 5], [4, 5], [4, 4]), strict=True):
+        write("for word in open('words.txt'): yield Row((Message('user', word),), 'w6', 'w7')", fingerprint)
+        found = []
+        for words in ("w5\n", "w5\nw6\n"):
+            Path("words.txt").write_text(words)
+            found.append(opened(tokenizer, "sft").report["places"][0]["rows"])
+        assert found == seen
+
+
+def test_another_code_is_another_source(tokenizer: PreTrainedTokenizerBase) -> None:
+    for count, expression in ((3, "pass"), (4, f"yield {ASK})")):
+        write(expression, FINGERPRINTS[-1])
+        assert opened(tokenizer, "sft").report["places"][0]["rows"] == count
+
+
+def test_a_table_of_ones_own_is_held_to_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
+    Path("mine.py").write_text(
+        "from data.read.places import TableConfig as Config, open_place\n"
+        "from data.read.table import Table\n"
+        "from rlhf.types import Message, Row\n"
+        "def parse(record, where): return Row((Message('user', record['q']),), record['a'])\n"
+        "def build(config, place): return Table(open_place(place), config, parse)\n"
+    )
+    Path("x.jsonl").write_text('{"q": "w1", "a": "w2"}\n{"q": "w1", "a": 5}\n')
+    options = DataOptions(data_path=("mine.py:x.jsonl",), data_split=(1, 0, 0), eval_fraction=0.0, data_cache="cache")
+    with pytest.raises(UserError) as error:
+        open_datasets(options, Recipe("sft"), tokenizer)
+    assert str(error.value) == "mine.py:x.jsonl: row 2 of rows('sft'): response: got 5, expected text"

@@ -1,0 +1,295 @@
+"""Files, patterns, directories, saved datasets and the hub; what is not there is told with the way out.
+
+No hub is asked: a directory stands for it, read by `datasets` itself.
+"""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from data.read.places import TableConfig, data_files, is_hub_id, open_place, refuse_loading_script
+from rlhf.errors import UserError
+from rlhf.hub import offline
+
+KINDS = ".json, .jsonl, .ndjson, .csv, .tsv, .parquet, .txt (.gz too)"
+ROWS = [{"prompt": f"p{i}", "messages": [{"role": "user", "content": "é"}] * i, "n": i} for i in range(600)]
+PLAIN = TableConfig()
+
+
+def read(place: str, split: str = "train", config: TableConfig = PLAIN) -> list[Any]:
+    return [record for _, record in open_place(place).records(split, config)]
+
+
+def mistake(place: str, split: str = "train", config: TableConfig = PLAIN) -> str:
+    with pytest.raises(UserError) as error:
+        read(place, split, config)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def make(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"text": name}) + "\n")
+
+
+# --- files
+
+
+def test_a_file_a_pattern_or_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(
+        tmp_path, "data/b.jsonl", "data/a.json", "data/deep/c.jsonl", "data/README.md", "data/.cache/d.jsonl", "e.jsonl"
+    )
+    (tmp_path / "data/x.csv.gz").write_bytes(gzip.compress(b"text\nx\n"))
+    assert data_files("e.jsonl") == [Path("e.jsonl")]
+    assert [str(f) for f in data_files("data")] == ["data/a.json", "data/b.jsonl", "data/deep/c.jsonl", "data/x.csv.gz"]
+    assert [str(f) for f in data_files("data/*")] == [str(f) for f in data_files("data")]
+    assert [str(f) for f in data_files("data/*.json*")] == ["data/a.json", "data/b.jsonl"]
+    assert [str(f) for f in data_files("data/**/[bc].jsonl")] == ["data/b.jsonl", "data/deep/c.jsonl"]
+    assert [record["text"] for record in read("data/*.json*")] == ["data/a.json", "data/b.jsonl"]
+
+
+def test_text_files_beside_data_are_no_data(tmp_path: Path) -> None:
+    make(tmp_path, "LICENSE.txt", "sub/note.txt")
+    assert len(data_files(str(tmp_path))) == 2
+    make(tmp_path, "train.jsonl", "dataset_infos.json")
+    assert data_files(str(tmp_path)) == [tmp_path / "train.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("", f"got no place, expected a file ({KINDS}), a directory, or OWNER/NAME on the hub"),
+        ("data/trian.jsonl", f"no such file or directory (did you mean 'data/train.jsonl'?); expected {KINDS}"),
+        ("dta/train.jsonl", f"no such file or directory (did you mean 'data/train.jsonl'?); expected {KINDS}"),
+        ("./dat", f"no such file or directory (did you mean 'data'?); expected {KINDS}"),
+        ("nothing.like.it", f"no such file or directory; expected {KINDS}"),
+        ("/no/such/x.jsonl", f"no such file or directory; expected {KINDS}"),
+        ("data/readme.md", f"got a '.md' file, expected {KINDS}"),
+        ("data/*.csv", f"the pattern matches no data file; expected {KINDS}"),
+        ("empty", f"a directory without data files; expected {KINDS}"),
+    ],
+)
+def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path, "data/train.jsonl", "data/readme.md", "empty/.hidden.jsonl")
+    assert mistake(place) == (f"{place}: {said}" if place else said)
+
+
+def test_what_can_only_be_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a/b").mkdir(parents=True)
+    for place in ("owner/name", "owner/na.me-2_x", "a/c", "owner/name@main", "owner/name@refs/convert/parquet"):
+        assert is_hub_id(place)
+    for place in (
+        "a/b",
+        "a/b@main",
+        "./x",
+        "../x",
+        "/x",
+        "x/y/z",
+        "x/y.jsonl",
+        "x/y.csv.gz",
+        "x",
+        "~/x",
+        "x/*",
+        "",
+        "x/",
+    ):
+        assert not is_hub_id(place)
+
+
+def test_files_have_no_parts(tmp_path: Path) -> None:
+    make(tmp_path, "x.jsonl")
+    said = mistake(str(tmp_path), config=TableConfig(split="test"))
+    assert said.startswith(f"{tmp_path}: got split=test, expected none: files on disk have no parts")
+    assert "got data_dir=x" in mistake(str(tmp_path), config=TableConfig(data_dir="x"))
+
+
+def test_a_loading_script_is_refused_and_not_run(tmp_path: Path) -> None:
+    script = tmp_path / "squad.py"
+    script.write_text("import datasets\nraise SystemExit\nclass Squad(datasets.GeneratorBasedBuilder):\n    pass\n")
+    with pytest.raises(UserError) as error:
+        refuse_loading_script(str(script))
+    assert str(error.value) == mistake(str(script))
+    assert "got a loading script of `datasets`, which is code and no longer run" in str(error.value)
+    assert "OWNER/NAME@refs/convert/parquet" in str(error.value)
+    own = tmp_path / "mine.py"
+    own.write_text("def build(config, place): ...\n")
+    refuse_loading_script(str(own))
+    refuse_loading_script(str(tmp_path / "absent.py"))
+    assert mistake(str(own)) == f"{own}: got a '.py' file, expected {KINDS}"
+
+
+# --- fingerprints
+
+
+def fingerprint(place: Path, split: str = "train", **options: Any) -> str:
+    return open_place(str(place)).fingerprint(split, TableConfig(**options))
+
+
+def test_a_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    make(tmp_path / "one", "a.jsonl", "b.jsonl")
+    make(tmp_path / "two", "a.jsonl", "b.jsonl")
+    first = fingerprint(tmp_path / "one")
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two") == first
+    assert fingerprint(tmp_path / "one", streaming=True) != first
+    (tmp_path / "two/b.jsonl").write_text('{"text": "b.jsonk"}\n')
+    assert fingerprint(tmp_path / "two") != first
+    (tmp_path / "one/b.jsonl").rename(tmp_path / "one/b.ndjson")
+    assert fingerprint(tmp_path / "one") != first
+    make(tmp_path / "one", "b.jsonl")
+    assert fingerprint(tmp_path / "one") != first
+
+
+def test_content_does_not_move_between_files_unseen(tmp_path: Path) -> None:
+    for name, parts in (("one", ("xx", "y")), ("two", ("x", "xy"))):
+        (tmp_path / name).mkdir()
+        for i, part in enumerate(parts):
+            (tmp_path / name / f"{i}.txt").write_text(part)
+    assert fingerprint(tmp_path / "one") != fingerprint(tmp_path / "two")
+
+
+# --- saved by `datasets`
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    datasets.disable_progress_bars()
+    whole = datasets.Dataset.from_list(ROWS)
+    whole.save_to_disk(str(folder / "one"), num_shards=3)
+    datasets.DatasetDict(train=whole, test=whole.select(range(5, 8))).save_to_disk(str(folder / "splits"))
+    whole.with_format("numpy").save_to_disk(str(folder / "arrays"))
+    return folder
+
+
+def test_a_saved_dataset(saved: Path) -> None:
+    for name in ("one", "arrays"):
+        found = list(open_place(f"{saved}/{name}").records("train", PLAIN))
+        assert [record for _, record in found] == ROWS
+        assert [where for where, _ in found] == [f"{saved}/{name}:{i + 1}" for i in range(600)]
+    said = mistake(f"{saved}/one", "test", TableConfig(split="test"))
+    assert said == f"{saved}/one: got split=test, expected none: it was saved without splits"
+
+
+def test_a_saved_dataset_with_splits(saved: Path) -> None:
+    assert "got subset=x, expected none" in mistake(f"{saved}/splits", config=TableConfig(subset="x"))
+    assert read(f"{saved}/splits") == ROWS
+    assert read(f"{saved}/splits", "test") == ROWS[5:8]
+    said = mistake(f"{saved}/splits", "tets")
+    assert said == (f"{saved}/splits: no split 'tets'; have train, test (did you mean 'test'?); choose with split=NAME")
+    assert fingerprint(saved / "splits") == fingerprint(saved / "splits")
+    assert fingerprint(saved / "splits") != fingerprint(saved / "splits", "test")
+
+
+def test_the_fingerprint_of_a_saved_dataset_is_of_its_content(tmp_path: Path) -> None:
+    for name, word in (("one", "a"), ("two", "b")):
+        datasets.Dataset.from_list([{"text": word}]).save_to_disk(str(tmp_path / name))
+    (tmp_path / "two/state.json").write_bytes((tmp_path / "one/state.json").read_bytes())
+    assert fingerprint(tmp_path / "one") != fingerprint(tmp_path / "two")
+
+
+def test_a_damaged_saved_dataset(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "x"))
+    next((tmp_path / "x").glob("*.arrow")).write_bytes(b"no arrow")
+    assert mistake(str(tmp_path / "x")).startswith(f"{tmp_path}/x: cannot be read: ")
+
+
+# --- the hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that stands for the hub: `owner/name` is its directory `name`."""
+    monkeypatch.setattr("data.read.places.require_hub", lambda what: None)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+    for name in ("load_dataset", "load_dataset_builder", "get_dataset_config_names"):
+        real = getattr(datasets, name)
+
+        def local(hub_id: str, *, real: Any = real, **options: Any) -> Any:
+            asked.append((hub_id, options))
+            return real(str(tmp_path / hub_id.partition("/")[2]), **options)
+
+        monkeypatch.setattr(datasets, name, local)
+    asked: list[tuple[str, dict[str, Any]]] = []
+    lines = [json.dumps({"prompt": str(i)}) + "\n" for i in range(5)]
+    for file, count in (("parts/a/train.jsonl", 3), ("parts/a/test.jsonl", 1), ("parts/b/train.jsonl", 2)):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("".join(lines[:count]))
+    parts = [{"config_name": name, "data_dir": name} for name in ("a", "b")]
+    (tmp_path / "parts/README.md").write_text(f"---\nconfigs: {json.dumps(parts)}\n---\n")
+    make(tmp_path, "one/train.jsonl", "flat/deep/train.jsonl", "flat/other/train.jsonl", "script/script.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_dataset(hub: Path, streaming: bool) -> None:
+    config = TableConfig(subset="a", streaming=streaming)
+    found = list(open_place("owner/parts").records("train", config))
+    assert found == [(f"owner/parts/train:{i + 1}", {"prompt": str(i)}) for i in range(3)]
+    assert read("owner/parts", "test", config) == [{"prompt": "0"}]
+    deep = TableConfig(data_dir="deep", streaming=streaming)
+    assert read("owner/flat", "train", deep) == [{"text": "flat/deep/train.jsonl"}]
+    assert list((hub / "cache").rglob("*.arrow")) == [] or not streaming
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "said"),
+    [
+        ("owner/parts", PLAIN, "has several subsets; choose one of a, b with subset=NAME"),
+        ("owner/parts", TableConfig(subset="aa"), "no subset 'aa'; have a, b (did you mean 'a'?)"),
+        ("owner/parts", TableConfig(subset="b", split="test"), "no split 'test'; have train; choose with split=NAME"),
+        (
+            "owner/script",
+            PLAIN,
+            "got a loading script of `datasets`, which is code and no longer run; read the hub's conversion, "
+            "owner/script@refs/convert/parquet, or download its files",
+        ),
+    ],
+)
+def test_what_the_hub_does_not_have(hub: Path, place: str, config: TableConfig, said: str) -> None:
+    assert mistake(place, config.split or "train", config) == f"{place}: {said}"
+
+
+def test_a_hub_dataset_that_is_not_there(hub: Path) -> None:
+    assert mistake("owner/absent").startswith("owner/absent: cannot be loaded: Couldn't find any data file at")
+    assert "cannot be loaded: The directory at" in mistake("owner/one", config=TableConfig(data_dir="absent"))
+
+
+def test_the_revision_is_asked_for(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda hub_id, **options: asked.append((hub_id, options)) or {"train": []}
+    )
+    assert read("owner/one@refs/convert/parquet", config=TableConfig(streaming=True)) == []
+    assert asked[0][0] == "owner/one"
+    assert asked[0][1]["revision"] == "refs/convert/parquet"
+
+
+def test_the_fingerprint_of_a_hub_dataset_changes_with_it(hub: Path) -> None:
+    place = open_place("owner/one")
+    first = place.fingerprint("train", PLAIN)
+    assert place.fingerprint("train", PLAIN) == first
+    assert place.fingerprint("test", PLAIN) != first
+    assert place.fingerprint("train", TableConfig(streaming=True)) != first
+    (hub / "one/train.jsonl").write_text('{"text": "another"}\n')
+    assert place.fingerprint("train", PLAIN) != first
+
+
+def test_a_hub_that_does_not_answer_is_told_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path, "data/train/x.jsonl")
+    monkeypatch.setattr(offline.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(offline.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s to try again"))
+    said = mistake("data/trian")
+    assert said.startswith("data/trian: no such local path, and the hub at http://127.0.0.1:9 does not answer")
+    assert "HF_HUB_OFFLINE=1" in said
+    assert said.endswith(" (did you mean 'data/train'?)")

@@ -1,0 +1,308 @@
+"""Every shape of columns that users bring, and what becomes of it: the rows were worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from data.read.records import Unusable
+from data.read.shapes import SHAPES, Fit, Shape, fit
+from data.read.table import Labelled, Ranked
+from data.sources.files import Wanted, parse
+from rlhf.errors import UserError
+from rlhf.types import Message, Row
+
+ASK = {"role": "user", "content": "q"}
+ONE = {"role": "assistant", "content": "good"}
+TWO = {"role": "assistant", "content": "bad"}
+SYSTEM = {"role": "system", "content": "s"}
+MORE = [ASK, ONE, {"role": "user", "content": "and then?"}]
+
+
+def said(*turns: str) -> tuple[Message, ...]:
+    """`u: text`, `a: text`, `s: text` as messages."""
+    roles = {"u": "user", "a": "assistant", "s": "system"}
+    return tuple(Message(roles[turn[0]], turn[3:]) for turn in turns)
+
+
+def shared(values: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Messages as ShareGPT writes them."""
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    return [{"from": names[value["role"]], "value": value["content"]} for value in values]
+
+
+Q = said("u: q")
+LONG = said("u: q", "a: good", "u: and then?")
+PAIR = Row(Q, "good", "bad", "q")
+
+RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
+    "a pair of strings": ({"prompt": "q", "chosen": "good", "rejected": "bad"}, PAIR),
+    "a pair of messages": ({"prompt": [ASK], "chosen": [ONE], "rejected": [TWO]}, PAIR),
+    "the prompt repeated in both": ({"prompt": "q", "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, PAIR),
+    "the prompt repeated as messages": ({"prompt": [ASK], "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, PAIR),
+    "a system prompt, the rest in both": (
+        {"prompt": [SYSTEM, ASK], "chosen": [ONE], "rejected": [TWO]},
+        Row(said("s: s", "u: q"), "good", "bad", "q"),
+    ),
+    "a pair without a prompt": ({"chosen": [*MORE, ONE], "rejected": [*MORE, TWO]}, Row(LONG, "good", "bad", "q")),
+    "a pair after a conversation": (
+        {"conversations": shared(MORE), "chosen": shared([ONE])[0], "rejected": shared([TWO])[0]},
+        Row(LONG, "good", "bad", "q"),
+    ),
+    "a vote for the first": (
+        {"prompt": "q", "response_a": "good", "response_b": "bad", "preference": "a"},
+        PAIR,
+    ),
+    "a vote for the second": (
+        {"prompt": [SYSTEM, ASK], "response_a": "bad", "response_b": [ONE], "preference": " B ", "id": 7},
+        Row(said("s: s", "u: q"), "good", "bad", "q", {"id": 7}),
+    ),
+    "a pair after messages": ({"messages": MORE, "chosen": "good", "rejected": TWO}, Row(LONG, "good", "bad", "q")),
+    "a pair after messages that repeat it": (
+        {"prompt": "q", "chosen": [ASK, ONE], "rejected": [ASK, TWO], "messages": [ASK, ONE]},
+        Row(Q, "good", "bad", "q", {"messages": [ASK, ONE]}),
+    ),
+    "a pair after a context": (
+        {
+            "context": [{"from": "user", "content": "q"}],
+            "chosen": [{"from": "assistant", "content": "good"}],
+            "rejected": [{"from": "assistant", "content": "bad"}],
+        },
+        PAIR,
+    ),
+    "a pair for an instruction": (
+        {"instruction": "do", "input": "this", "chosen": "good", "rejected": "bad"},
+        Row(said("u: do\nthis"), "good", "bad", "do\nthis"),
+    ),
+    "a pair for a question, with a system message": (
+        {"system": "s", "question": "q", "chosen": "good", "rejected": "bad"},
+        Row(said("s: s", "u: q"), "good", "bad", "q"),
+    ),
+    "a pair with a response that repeats it": (
+        {"prompt": "q", "response": "good", "chosen": "good", "rejected": "bad"},
+        Row(PAIR.prompt, "good", "bad", "q", {"response": "good"}),
+    ),
+    "a dialogue as prompt": (
+        {"prompt": "\n\nHuman: q\n\nAssistant: a\n\nHuman: b\n\nAssistant:", "chosen": " good ", "rejected": " bad"},
+        Row(said("u: q", "a: a", "u: b"), "good", "bad", "q"),
+    ),
+    "a dialogue whose responses name the speaker": (
+        {"prompt": "\n\nHuman: q\n\n", "chosen": "Assistant: good", "rejected": "Assistant: bad"},
+        PAIR,
+    ),
+    "a dialogue on one line": (
+        {"prompt": " Human: q Assistant: a\n\nb Human: c Assistant:", "chosen": " good", "rejected": " bad"},
+        Row(said("u: q", "a: a\n\nb", "u: c"), "good", "bad", "q"),
+    ),
+    "a prompt that only mentions speakers": (
+        {"prompt": "Human: a species. Assistant: a job.", "response": " good"},
+        Row(said("u: Human: a species. Assistant: a job."), " good", None, "Human: a species. Assistant: a job."),
+    ),
+    "prompt and completion": (
+        {"prompt": "q\n\nTL;DR:", "completion": " good"},
+        Row(said("u: q\n\nTL;DR:"), " good", None, "q\n\nTL;DR:"),
+    ),
+    "prompt and completion as messages": ({"prompt": [ASK], "completion": [ONE]}, Row(Q, "good", None, "q")),
+    "prompt and response": ({"prompt": "q", "response": "good"}, Row(Q, "good", None, "q")),
+    "question and answer": ({"question": "q", "answer": "good"}, Row(Q, "good", None, "q")),
+    "messages": ({"messages": [SYSTEM, *MORE, ONE]}, Row(said("s: s") + LONG, "good", None, "q")),
+    "messages beside their prompt and rendering": (
+        {"prompt": "q", "messages": [ASK, ONE], "text": "Q: q A: good"},
+        Row(Q, "good", None, "q", {"prompt": "q", "text": "Q: q A: good"}),
+    ),
+    "messages that end with the user": ({"messages": MORE}, Row(LONG, None, None, "q")),
+    "messages of an assistant alone": ({"messages": [ONE]}, Row((), "good")),
+    "messages with {from, content}": (
+        {"messages": [{"from": "user", "content": "q"}, {"from": "assistant", "content": "good"}]},
+        Row(Q, "good", None, "q"),
+    ),
+    "messages of one speaker in a row": (
+        {"messages": [ASK, {"role": "user", "content": "more"}, ONE]},
+        Row(said("u: q\n\nmore"), "good", None, "q\n\nmore"),
+    ),
+    "conversations": ({"conversations": shared([*MORE, ONE])}, Row(LONG, "good", None, "q")),
+    "conversations with a system column": (
+        {"conversations": shared([ASK, ONE]), "system": "s"},
+        Row(said("s: s", "u: q"), "good", None, "q"),
+    ),
+    "other names of roles": (
+        {
+            "conversations": [
+                {"role": "Human", "content": "q"},
+                {"from": "bot", "value": "a"},
+                {"from": "prompter", "value": "b"},
+                {"from": "model", "value": "good"},
+            ]
+        },
+        Row(said("u: q", "a: a", "u: b"), "good", None, "q"),
+    ),
+    "instruction and output": (
+        {"instruction": "do", "input": "", "output": "good"},
+        Row(said("u: do"), "good", None, "do"),
+    ),
+    "instruction, input, output": (
+        {"instruction": "do", "input": "this", "output": "good", "text": "all of it"},
+        Row(said("u: do\nthis"), "good", None, "do\nthis", {"text": "all of it"}),
+    ),
+    "instruction with a history": (
+        {"instruction": "b", "input": None, "output": "good", "system": "s", "history": [["q", "a"]]},
+        Row(said("s: s", "u: q", "a: a", "u: b"), "good", None, "q"),
+    ),
+    "instruction, context, response": (
+        {"instruction": "do", "context": "this", "response": "good", "category": "x"},
+        Row(said("u: do\nthis"), "good", None, "do\nthis", {"category": "x"}),
+    ),
+    "text": ({"text": "words", "label": 1}, Row((), "words", None, "", {"label": 1})),
+    "a prompt": ({"prompt": "q", "solution": 4}, Row(Q, None, None, "q", {"solution": 4})),
+    "a prompt of messages": ({"prompt": MORE}, Row(LONG, None, None, "q")),
+    "a prompt that opens the response": (
+        {"prompt": [ASK, {"role": "assistant", "content": ""}]},
+        Row(Q, None, None, "q"),
+    ),
+    "an empty prompt and response": ({"prompt": "", "response": ""}, Row(said("u: "), "", None, "")),
+    "responses, best first": (
+        {"prompt": "q", "responses": ["good", [ONE], "bad"], "id": 3},
+        Ranked(Q, (("good", 0.0), ("good", -1.0), ("bad", -2.0)), "q", {"id": 3}),
+    ),
+    "responses with scores": (
+        {"prompt": [ASK], "responses": ["bad", "good"], "scores": [1, 2.5]},
+        Ranked(Q, (("bad", 1.0), ("good", 2.5)), "q"),
+    ),
+    "responses with ranks": (
+        {"question": "q", "responses": ["bad", "good"], "ranks": [2, 1], "scores": None},
+        Ranked(Q, (("bad", -2.0), ("good", -1.0)), "q"),
+    ),
+    "an instruction and outputs, best first": (
+        {"instruction": "b", "input": "", "output": ["good", "bad"], "history": [["q", "a"]]},
+        Ranked(said("u: q", "a: a", "u: b"), (("good", 0.0), ("bad", -1.0)), "q"),
+    ),
+    "labelled good": (
+        {"prompt": [ASK], "completion": [ONE], "label": True, "id": 1},
+        Labelled(Q, "good", True, "q", {"id": 1}),
+    ),
+    "labelled bad": ({"prompt": "q", "response": "bad", "label": 0}, Labelled(Q, "bad", False, "q")),
+    "labelled in a CSV file": ({"prompt": "q", "response": "bad", "label": "False"}, Labelled(Q, "bad", False, "q")),
+    "labelled messages": ({"messages": [*MORE, TWO], "label": False}, Labelled(LONG, "bad", False, "q")),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_shapes(name: str) -> None:
+    record, row = RECORDS[name]
+    before = repr(record)
+    assert parse(record, "f:1") == row
+    assert repr(record) == before
+
+
+VALUES: dict[str, Any] = {
+    **dict.fromkeys(("prompt", "instruction", "question", "text"), "q"),
+    **dict.fromkeys(("response", "completion", "output", "answer"), "good"),
+    "messages": [ASK, ONE],
+    "conversations": [ASK, ONE],
+    "context": [ASK],
+    "chosen": [ASK, ONE],
+    "rejected": [ASK, TWO],
+    "response_a": "good",
+    "response_b": "bad",
+    "preference": "a",
+    "responses": ["good", "bad"],
+    "label": "true",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=[shape.name for shape in SHAPES])
+def test_a_shape_is_seen_from_its_columns(shape: Shape) -> None:
+    record = {column: VALUES[column] for column in shape.columns}
+    if "chosen" in record and "conversations" in record:
+        record["conversations"] = [ASK]
+    for columns in (tuple(record), tuple(reversed(record)), (*record, "id")):
+        found = fit(columns, None, frozenset())
+        assert isinstance(found, Fit)
+        assert (found.shape, found.rest) == (shape, tuple(set(columns) - set(record)))
+    row = parse(record, "f:1")
+    assert isinstance(row, {"label": Labelled, "responses": Ranked}.get(shape.columns[-1], Row))
+    assert row.prompt == (() if shape.name == "text" else Q)
+
+
+def test_a_conversation_and_its_continuation_are_one_group() -> None:
+    groups = {parse({"messages": turns}, "f:1").group for turns in ([ASK, ONE], MORE, [SYSTEM, *MORE, TWO])}  # type: ignore[union-attr]
+    assert groups == {"q"}
+
+
+UNUSABLE = (
+    ({"prompt": [ASK, ONE], "response": "x"}, "prompt does not end in the user's turn"),
+    ({"prompt": "\n\nHuman: q\n\nAssistant: a", "response": "x"}, "prompt does not end in the user's turn"),
+    ({"prompt": "q", "responses": []}, "no response"),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": ""}, "no preference filled in"),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": None}, "no preference filled in"),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "Tie"}, "tie"),
+)
+
+
+@pytest.mark.parametrize(("record", "said"), UNUSABLE)
+def test_sound_records_of_no_use(record: dict[str, Any], said: str) -> None:
+    with pytest.raises(Unusable, match=said):
+        parse(record, "f:1")
+
+
+MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "got the columns none; expected one of: prompt/"),
+    ({"prompt": "q", "chosen": "x", "rejected": None}, "rejected: got null, expected text"),
+    ({"chosen": [ONE], "rejected": [TWO]}, "chosen: got no prompt before it, and there is no column"),
+    ({"chosen": [ASK, ONE], "rejected": [TWO, TWO]}, "chosen and rejected differ before their last message"),
+    ({"prompt": "q", "chosen": [ASK], "rejected": [TWO]}, "last message of role 'user', expected 'assistant'"),
+    ({"prompt": {"a": 1}, "response": "x"}, 'prompt: got {"a": 1}, expected text'),
+    ({"messages": "x\ny"}, r'messages: got "x\ny", expected a list of messages'),
+    ({"messages": [3]}, "messages[0]: got 3, expected a message {role, content}"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0]: got {"),
+    ({"messages": [{"role": "narrator", "content": "x"}]}, 'messages[0]: got the role "narrator", expected system'),
+    ({"messages": [{"role": "function", "content": "x"}]}, 'messages[0]: got the role "function", expected system'),
+    ({"instruction": "x", "output": "y", "input": 3}, "input: got 3, expected text"),
+    ({"instruction": "x", "output": "y", "system": {}}, "system: got {}, expected text"),
+    ({"instruction": "x", "output": "y", "history": "z"}, 'history: got "z", expected a list of pairs'),
+    ({"instruction": "x", "output": "y", "history": [["q"]]}, 'history[0]: got ["q"], expected [what the user said'),
+    ({"instruction": "x", "output": "y", "history": [["q", None]]}, "history[0]: got null, expected text"),
+    ({"instruction": "x", "output": ["y", 3]}, "output[1]: got 3, expected text"),
+    ({"prompt": "q", "responses": "x"}, 'responses: got "x", expected a list of responses'),
+    ({"prompt": "q", "responses": ["x"], "scores": [1, 2]}, "scores: got [1, 2], expected 1 numbers"),
+    ({"prompt": "q", "responses": ["x"], "scores": [float("nan")]}, "scores[0]: got NaN, expected a number"),
+    ({"prompt": "q", "responses": ["x"], "ranks": [True]}, "ranks[0]: got true, expected a number"),
+    ({"prompt": "q", "chosen": "x"}, "no column 'rejected' beside 'chosen'; have prompt, chosen; where it is meant"),
+    ({"prompt": "q", "rejected": "x", "n": 1}, "no column 'chosen' beside 'rejected'; have prompt, rejected, n;"),
+    ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "much"}, 'margin: got "much", expected a number'),
+    ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "inf"}, "margin: got Infinity, expected a number"),
+    ({"chosen": [ASK, ONE], "rejected": [ASK, TWO], "margin": [1]}, "margin: got [1], expected a number"),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "yes"}, 'preference: got "yes", expected a'),
+    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": 1}, "preference: got 1, expected text"),
+    ({"prompt": "q", "response_a": "x", "response_b": None, "preference": "a"}, "response_b: got null, expected text"),
+    ({"prompt": "q", "response": "x", "label": None}, "label: got null, expected true or false"),
+    ({"prompt": "q", "response": "x", "label": [1]}, "label: got [1], expected true or false"),
+    ({"messages": [ASK], "label": True}, "got a label but no single response"),
+    ({"instruction": "x", "output": ["y"], "label": True}, "got a label but no single response"),
+    ({"text": "a", "prompt": "b"}, "the columns fit text and prompt; say which, as in files,shape=text:PLACE"),
+    ({"prompt": "a", "response": "b", "completion": "c"}, "the columns fit prompt-completion and prompt-response;"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b", "responses": []}, "fit prompt-chosen-rejected and"),
+    ({"instruction": "x", "output": "y", "response": "z"}, "fit instruction-output and instruction-response;"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "said"), MISTAKES)
+def test_mistaken_records(record: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse(record, "f:1")
+    assert str(error.value).startswith("f:1: ")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("margin", "kept"), [(2, 2.0), (0.5, 0.5), ("-1.5", -1.5), ("3", 3.0), (None, None), ("", "")])
+def test_a_margin_is_a_number_also_where_files_have_text_only(margin: Any, kept: Any) -> None:
+    row = parse({"prompt": "q", "chosen": "x", "rejected": "y", "margin": margin, "n": "1"}, "f:1")
+    assert isinstance(row, Row)
+    assert row.columns == {"margin": kept, "n": "1"}
+
+
+def test_one_side_of_a_pair_may_be_meant_so() -> None:
+    record = {"prompt": "q", "chosen": "x"}
+    assert parse(record, "f:1", Wanted("prompt")) == Row((Message("user", "q"),), None, None, "q", {"chosen": "x"})
+    mapped = Wanted(None, (("response", "chosen"),), frozenset({"response"}))
+    assert parse(record, "f:1", mapped) == Row((Message("user", "q"),), "x", None, "q")

@@ -1,0 +1,172 @@
+"""Records become rows through an adapter's `parse`; every record is accounted for."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from data.read.places import TableConfig
+from data.read.records import Phase, Record, Skipped, Unusable
+from data.read.table import NO_COUNTERPART, Labelled, Parsed, Ranked, Table, in_phase, ranked_rows
+from rlhf.errors import UserError
+from rlhf.types import Message, Row
+
+PROMPT = (Message("user", "q"),)
+OTHER = (Message("user", "other"),)
+PHASES: tuple[Phase, ...] = ("sft", "reward", "ppo")
+
+
+@dataclass
+class Listed:
+    """A place that is a list; it notes the splits that it was asked for."""
+
+    found: list[Any]
+    splits: list[str] = field(default_factory=list)
+
+    def records(self, split: str, config: TableConfig) -> Iterator[tuple[str, Record | Skipped]]:
+        self.splits.append(split)
+        return ((f"f:{i + 1}", record) for i, record in enumerate(self.found))
+
+    def fingerprint(self, split: str, config: TableConfig) -> str:
+        return f"{split} {config.streaming}"
+
+
+def parse(record: Record, where: str) -> Parsed:
+    if record["kind"] == "bad":
+        raise UserError(f"{where}: bad")
+    if record["kind"] == "tie":
+        raise Unusable("tie")
+    if record["kind"] == "many":
+        return [Row(PROMPT, "1"), Row(PROMPT, "2")]
+    return [] if record["kind"] == "none" else Row(PROMPT, record["kind"])
+
+
+def test_every_record_gives_a_row_or_why_there_is_none() -> None:
+    found = [{"kind": "a"}, {"kind": "bad"}, Skipped("f:3: broken", bad=True), {"kind": "tie"}, {"kind": "none"}]
+    table = Table(Listed([*found, {"kind": "many"}]), TableConfig(), parse)
+    for phase in PHASES:
+        assert list(table.rows(phase)) == [
+            Row(PROMPT, "a"),
+            Skipped("f:2: bad", bad=True),
+            Skipped("f:3: broken", bad=True),
+            Skipped("tie"),
+            Skipped("no row in it"),
+            Row(PROMPT, "1"),
+            Row(PROMPT, "2"),
+        ]
+
+
+def test_rows_come_while_records_are_read() -> None:
+    def endless() -> Iterator[Any]:
+        while True:
+            yield {"kind": "a"}
+
+    table = Table(Listed(endless()), TableConfig(streaming=True), parse)  # type: ignore[arg-type]
+    assert table.streaming
+    assert next(table.rows("reward")) == Row(PROMPT, "a")
+
+
+def test_each_phase_has_its_split_unless_the_user_names_one() -> None:
+    place = Listed([])
+    table = Table(place, TableConfig(), parse, splits={"sft": "train_sft"})
+    for phase in PHASES:
+        list(table.rows(phase))
+    assert place.splits == ["train_sft", "train", "train"]
+    assert table.fingerprint("sft") == "train_sft False"
+    named = Table(place, TableConfig(split="test"), parse, splits={"sft": "train_sft"})
+    list(named.rows("sft"))
+    assert place.splits[-1] == "test"
+
+
+def test_combine_sees_every_item() -> None:
+    def last_two(items: Iterator[Any], phase: Phase) -> Iterator[Row | Skipped]:
+        return iter(list(items)[-2:])
+
+    found = [{"kind": "a"}, {"kind": "b"}, {"kind": "bad"}]
+    rows = list(Table(Listed(found), TableConfig(), parse, combine=last_two).rows("sft"))
+    assert rows == [Row(PROMPT, "b"), Skipped("f:3: bad", bad=True)]
+
+
+def test_ranked_responses() -> None:
+    ranked = Ranked(PROMPT, (("worst", -1.0), ("best", 2.5), ("good", 1.0), ("as good", 1.0)), "g", {"x": 1})
+    assert list(ranked_rows(ranked, "sft", "7")) == [Row(PROMPT, "best", None, "g", {"x": 1})]
+    assert list(ranked_rows(ranked, "ppo", "7")) == [Row(PROMPT, None, None, "g", {"x": 1})]
+    pairs = [
+        ("as good", "worst"),
+        ("best", "as good"),
+        ("best", "good"),
+        ("best", "worst"),
+        ("good", "worst"),
+    ]
+    rows = [Row(PROMPT, *pair, "g", {"x": 1}, "7") for pair in pairs]
+    assert sorted(ranked_rows(ranked, "reward", "7"), key=str) == sorted(rows, key=str)
+
+
+def test_each_ranked_list_has_a_name_of_its_own_and_a_single_pair_none() -> None:
+    three, two = (Ranked(PROMPT, tuple((str(i), float(i)) for i in range(count))) for count in (3, 2))
+    rows = list(in_phase([three, Skipped("tie"), two, three], "reward"))
+    names = [row.ranking for row in rows if isinstance(row, Row)]
+    assert [bool(name) for name in names] == [True] * 3 + [False] + [True] * 3
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    ("responses", "reasons"),
+    [
+        ((), ("no response", "no response")),
+        ((("one", 1.0),), (None, "only one response")),
+        ((("one", 1.0), ("two", 1.0)), (None, "tie")),
+    ],
+)
+def test_ranked_responses_that_make_no_pair(responses: Any, reasons: tuple[str | None, str]) -> None:
+    for phase, reason in zip(("sft", "reward"), reasons, strict=True):
+        (row,) = ranked_rows(Ranked(PROMPT, responses), phase, "0")  # type: ignore[arg-type]
+        assert (row.reason if isinstance(row, Skipped) else None) == reason
+
+
+def labelled(text: str, prompt: tuple[Message, ...] = PROMPT) -> Labelled:
+    return Labelled(prompt, text, text.startswith("good"), "g", {"of": text})
+
+
+def test_labelled_responses() -> None:
+    items = [labelled("good 1"), labelled("bad 1", OTHER), labelled("bad 2"), Skipped("tie"), labelled("good 2")]
+    assert list(in_phase(items, "sft")) == [
+        Row(PROMPT, "good 1", None, "g", {"of": "good 1"}),
+        Skipped("labelled bad"),
+        Skipped("labelled bad"),
+        Skipped("tie"),
+        Row(PROMPT, "good 2", None, "g", {"of": "good 2"}),
+    ]
+    assert [row.prompt for row in in_phase(items, "ppo") if isinstance(row, Row)] == [PROMPT, OTHER, PROMPT, PROMPT]
+    assert list(in_phase(items, "reward")) == [
+        Row(PROMPT, "good 1", "bad 2", "g", {"of": "good 1"}),
+        Skipped("tie"),
+        Row(PROMPT, "good 2", "bad 2", "g", {"of": "good 2"}),  # after all have been read
+        Skipped(NO_COUNTERPART),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_labelled_response_is_in_a_pair_or_told(seed: int) -> None:
+    """In any order: each serves at least once where the other label is there, no oftener than its label is short."""
+    draw = random.Random(seed)
+    prompts = [(Message("user", str(i)),) for i in range(4)]
+    items = [labelled(f"{draw.choice(['good', 'bad'])} {i}", draw.choice(prompts)) for i in range(draw.randrange(25))]
+    rows = list(in_phase(items, "reward"))
+    for prompt in prompts:
+        good = [item.response for item in items if item.prompt == prompt and item.good]
+        bad = [item.response for item in items if item.prompt == prompt and not item.good]
+        pairs = [(row.response, row.rejected) for row in rows if isinstance(row, Row) and row.prompt == prompt]
+        if good and bad:
+            assert len(set(pairs)) == len(pairs) == max(len(good), len(bad))
+            assert {chosen for chosen, _ in pairs} == set(good)
+            assert {rejected for _, rejected in pairs} == set(bad)
+        else:
+            assert not pairs
+    alone = sum(
+        1 for item in items if not any(other.prompt == item.prompt and other.good != item.good for other in items)
+    )
+    assert Counter(row.reason for row in rows if isinstance(row, Skipped)) == Counter({NO_COUNTERPART: alone})

@@ -1,0 +1,124 @@
+"""docs/data.md: its files are what it says they are, and its commands do what they are printed for."""
+
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.build.mixture import FOLDER
+from data.build.pack import ACROSS
+from data.preview import command as preview
+from rlhf import errors, plugins
+from rlhf.chain import command as train
+
+ROOT = Path(train.__file__).parents[2]
+PAGE = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COPIES = 150
+
+
+def files() -> dict[str, str]:
+    """The files of the page by name; each is shown in a block after its name."""
+    return dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def numbered(value: Any, number: int) -> Any:
+    """The same value about something else: `number` after what people say in it."""
+    if isinstance(value, dict):
+        return {key: item if key in ("role", "from") else numbered(item, number) for key, item in value.items()}
+    if isinstance(value, list):
+        return [numbered(item, number) for item in value]
+    return f"{value} ({number})" if isinstance(value, str) and value and not value.isdecimal() else value
+
+
+def enlarged(name: str, text: str) -> str:
+    """Some hundred rows like those of a file on the page, which shows two."""
+    numbers = range(COPIES)
+    if name.endswith(".jsonl"):
+        rows = [json.loads(line) for line in text.splitlines()]
+        return "".join(json.dumps(numbered(row, i)) + "\n" for i in numbers for row in rows)
+    if name.endswith(".json"):
+        return json.dumps([numbered(row, i) for i in numbers for row in json.loads(text)])
+    if name.endswith(".csv"):
+        table = list(csv.DictReader(io.StringIO(text)))
+        out = io.StringIO()
+        writer = csv.DictWriter(out, table[0])
+        writer.writeheader()
+        writer.writerows(numbered(row, i) for i in numbers for row in table)
+        return out.getvalue()
+    if name.endswith(".txt"):
+        return "\n\n".join(f"{paragraph} {i}" for i in numbers for paragraph in text.split("\n\n"))
+    return text
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in files().items():
+        (tmp_path / name).write_text(enlarged(name, text), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_there_is_something_to_test() -> None:
+    assert set(files()) == {"pairs.jsonl", "answers.csv", "chat.jsonl", "alpaca.json", "my_dataset.py", "notes.txt"}
+    assert len(commands()) >= 14
+    assert all(line.startswith(("python -m data.preview ", "python -m step")) for line in commands())
+
+
+PREVIEWS = [line for line in commands() if "data.preview" in line]
+
+
+@pytest.mark.parametrize("command", PREVIEWS)
+def test_a_preview(
+    command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
+    assert errors.run_as_user(preview.main) == 0, capsys.readouterr().err
+    said = capsys.readouterr()
+    named = re.search(r"--phases ((?:sft|reward|ppo| )+)", command)
+    for phase in named[1].split() if named else ["sft"]:
+        assert re.search(rf"\b{phase}\b", said.out), said.err
+
+
+@pytest.mark.parametrize("command", [line for line in commands() if "data.preview" not in line])
+def test_a_training(command: str, home: Path) -> None:
+    words = shlex.split(command)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *words[1:]], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (ACROSS in done.stdout) == ("--objective text" in command)
+    out = home / words[words.index("--output-dir") + 1] / words[2]
+    account = json.loads((out / "data.json").read_text())
+    assert all(sum(place["fates"].values()) == place["rows"] > 0 for place in account["places"])
+
+
+def test_rows_of_every_file_of_the_page_are_all_used(home: Path) -> None:
+    read: Callable[[str], list[Any]] = lambda place: list(plugins.build(FOLDER, "files", place).rows("reward"))  # noqa: E731
+    for name, text in files().items():
+        if name.endswith((".jsonl", ".json", ".txt")):
+            shown = len(text.splitlines()) if name.endswith(".jsonl") else 2
+            assert len(read(name)) == COPIES * shown, name
+
+
+def test_the_table_of_datasets_is_whole() -> None:
+    listed = set(re.findall(r"^\| [^|]* \| `(\w+)`", README, re.MULTILINE))
+    sources = set(plugins.names(FOLDER))
+    assert listed - {"files"} <= sources
+    assert sources - listed <= {"demo", "files"}
+    for name in sources:
+        for hub_id in getattr(plugins.find(FOLDER, name), "HUB_IDS", ()):
+            assert hub_id.split("/")[1] in README, f"{hub_id} ({name}) is not in README"

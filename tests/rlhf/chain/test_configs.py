@@ -1,0 +1,198 @@
+"""Every YAML file under configs/ loads, and composes with the others as its comment says."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf import plugins
+from rlhf.chain import command as train
+from rlhf.chain.options import SHORT_HELP, changed
+from rlhf.config import parser, read_yaml
+from rlhf.config.short_help import OF_STAGES
+from rlhf.errors import UserError
+from rlhf.models.load import load_config
+from rlhf.text.tokenizer import load_tokenizer
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+
+CONFIGS = Path(train.__file__).parents[2] / "configs"
+CHAINS = [CONFIGS / "demo.yaml", *sorted(CONFIGS.glob("recipes/*.yaml"))]
+OVERLAYS = sorted(CONFIGS.glob("overlays/*.yaml"))
+ALGORITHMS = sorted(CONFIGS.glob("algorithms/*.yaml"))
+MODELS = sorted(CONFIGS.glob("models/*.yaml"))
+SHAPES = sorted(CONFIGS.glob("shapes/*.yaml"))  # for plans: tests/rlhf/plan/test_plan.py
+
+
+def resolved(*argv: str) -> dict[str, Any]:
+    words = list(argv)
+    chain = parser.parse(train.chain_config(words), words, "train.py", "")
+    tree: dict[str, Any] = train.resolve(chain, words).model_dump(mode="json")
+    return tree
+
+
+def leaves(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    found = {}
+    for name, value in tree.items():
+        found |= leaves(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
+    return found
+
+
+def test_every_file_is_of_a_known_kind() -> None:
+    assert sorted(CONFIGS.rglob("*.yaml")) == sorted([*CHAINS, *OVERLAYS, *ALGORITHMS, *MODELS, *SHAPES])
+    assert OVERLAYS and ALGORITHMS and MODELS and len(CHAINS) > 1
+
+
+@pytest.mark.parametrize("path", CHAINS, ids=lambda path: path.stem)
+def test_a_chain_resolves_and_names_its_models_and_data(path: Path) -> None:
+    tree = resolved("--config", str(path))
+    given = read_yaml(path)
+    assert {"actor_model", "reward_model", "data_path", "output_dir"} <= set(given)
+    assert tree["sft"]["model"] == given["actor_model"] and tree["reward"]["model"] == given["reward_model"]
+    for section in ("sft", "reward", "ppo"):
+        for name in ("data_path", "output_dir", "max_length"):
+            assert tree[section][name] == given.get(section, {}).get(name, tree[name])
+    assert tree["ppo"]["max_prompt_length"] + tree["ppo"]["response_length"] <= tree["ppo"]["max_length"]
+    assert tree["ppo"]["batch_size"] % tree["ppo"]["num_mini_batches"] == 0
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("base", CHAINS, ids=lambda path: path.stem)
+def test_an_overlay_changes_what_it_names_and_no_more(base: Path, overlay: Path) -> None:
+    before, after = (leaves(resolved("--config", *map(str, files))) for files in ([base], [base, overlay]))
+    named = leaves(read_yaml(overlay))
+    assert {name: after[name] for name in named} == named
+    wide = {f"{section}.{name}" for name in named for section in ("sft", "reward", "ppo") if "." not in name}
+    assert {name for name in after if after[name] != before[name]} <= set(named) | wide
+    for name in wide & set(after):
+        assert after[name] == named.get(name, after[name.split(".")[1]]), "an overlay holds for all three stages"
+
+
+@pytest.mark.parametrize("file", ALGORITHMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("base", CHAINS, ids=lambda path: path.stem)
+def test_an_algorithms_file_takes_ppos_place_and_leaves_the_rest_of_the_chain(base: Path, file: Path) -> None:
+    given, named = leaves(read_yaml(base)), leaves(read_yaml(file))
+    tree = resolved("--config", str(base), str(file))
+    after = leaves(tree)
+    assert tree["ppo"]["algorithm"] == file.stem and all(name.startswith("ppo.") for name in named)
+    assert {name: after[name] for name in named} == named
+    assert {name: after[name] for name in given if name not in named} == {
+        name: value for name, value in given.items() if name not in named
+    }
+    options = plugins.find("step3_ppo.algorithms", file.stem).Config(**tree["ppo"])
+    assert options.batch_size % (options.num_generations * options.num_mini_batches) == 0
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_model_file_describes_a_model_and_its_tokenizer(path: Path) -> None:
+    model, tokenizer = load_config(str(path)), load_tokenizer(str(path))
+    assert model.vocab_size == len(tokenizer)
+    assert model.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_what_is_given_at_the_top_holds_for_the_stages_that_set_nothing() -> None:
+    tree = resolved("--max-length", "100", "--sft.max-length", "512", "--actor-model", "a", "--reward.model", "b")
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [512, 100, 100]
+    assert (tree["sft"]["model"], tree["reward"]["model"], tree["ppo"]["actor_model"]) == ("a", "b", None)
+
+
+@pytest.mark.parametrize("option", ["--max_length=100", "--max-length=100"])
+def test_the_top_of_the_command_line_is_over_the_sections_of_a_file(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("max_length: 300\nsft: {max_length: 200}\nppo: {micro_batch_size: 3, gradient_checkpointing: true}")
+    tree = resolved("--config", str(file))
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [200, 300, 300]
+    tree = resolved("--config", str(file), option, "--ppo.no-gradient-checkpointing", "--gradient-checkpointing")
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [100, 100, 100]
+    assert [tree[s]["gradient_checkpointing"] for s in ("sft", "reward", "ppo")] == [True, True, False]
+    for option, values in ({"--micro-batch-size=2": [2, 2, 2], "--reward.micro-batch-size=2": [8, 2, 3]}).items():
+        tree = resolved("--config", str(file), option)
+        assert [tree[section]["micro_batch_size"] for section in ("sft", "reward", "ppo")] == values
+
+
+def test_what_all_stages_have_with_one_default_stands_at_the_top() -> None:
+    """README: an option at the top holds for all three stages."""
+    sections = (SFTConfig, RewardConfig, plugins.find("step3_ppo.algorithms", "ppo").Config)
+    common = set.intersection(*(set(options.model_fields) for options in sections))
+    alike = {name for name in common if len({str(options.model_fields[name].default) for options in sections}) == 1}
+    top = {name for name in train.chain_config([]).model_fields if name in common}
+    assert top == alike and common - alike == {"learning_rate", "adam_epsilon", "batch_size"}
+
+
+def test_an_algorithm_of_ones_own_keeps_its_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from step3_ppo.algorithms.ppo import *\nclass Config(Config):\n    max_grad_norm: float = 0.5\n")
+    mine = ["--ppo.algorithm", str(file)]
+    assert [resolved(*mine)[section]["max_grad_norm"] for section in ("reward", "ppo")] == [1.0, 0.5]
+    assert resolved(*mine, "--max-grad-norm", "1.0")["ppo"]["max_grad_norm"] == 1.0
+
+
+def test_the_resolved_tree_reads_back_and_still_follows_the_top(tmp_path: Path) -> None:
+    argv = ["--config", str(CONFIGS / "demo.yaml"), "--sft.max-length", "40", "--ppo.kl-coef", "0.3", "--seed", "4"]
+    file = tmp_path / "tree.yaml"
+    file.write_text(parser.to_yaml(train.resolve(parser.parse(train.chain_config(argv), argv, "", ""), argv)))
+    assert resolved("--config", str(file)) == resolved(*argv)
+    tree = resolved("--config", str(file), "--max-prompt-length", "20", "--output-dir", "elsewhere")
+    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [40, 48, 48]
+    assert [tree[section]["max_prompt_length"] for section in ("sft", "reward", "ppo")] == [20, 20, 20]
+    assert {tree[section]["output_dir"] for section in ("sft", "reward", "ppo")} == {"elsewhere"}
+    over = resolved("--config", str(file), str(CONFIGS / "overlays" / "zero3.yaml"))
+    assert [over[section]["zero_stage"] for section in ("sft", "reward", "ppo")] == [3, 3, 3]
+
+
+def test_what_is_no_default_is_little_and_reads_back(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("from step3_ppo.algorithms.ppo import *\nclass Config(Config):\n    max_grad_norm: float = 0.5\n")
+    file = tmp_path / "changed.yaml"
+    for argv, expected in (
+        ([], {}),
+        (["--max-length", "40", "--sft.max-length", "512"], {"max_length": 40, "sft": {"max_length": 512}}),
+        (["--ppo.algorithm", "rloo", "--ppo.actor.zero-stage", "3"],
+         {"ppo": {"algorithm": "rloo", "actor": {"zero_stage": 3}}}),
+        (["--ppo.algorithm", str(mine), "--max-grad-norm", "1.0"],
+         {"ppo": {"algorithm": str(mine), "max_grad_norm": 1.0}}),
+        (["--config", str(CONFIGS / "demo.yaml")], None),
+    ):  # fmt: skip
+        chain = train.resolve(parser.parse(train.chain_config(argv), argv, "", ""), argv)
+        tree = changed(chain)
+        assert expected in (None, tree)
+        file.write_text(parser.tree_to_yaml(tree))
+        words = ["--config", str(file)]
+        again = train.resolve(parser.compose(train.chain_config(words), [file]), words)
+        assert again.model_dump() == chain.model_dump(), argv
+
+
+@pytest.mark.parametrize("stage", ["step1_sft", "step2_reward", "step3_ppo"])
+def test_a_stage_has_a_short_help(
+    stage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module(f"{stage}.__main__")
+    monkeypatch.setattr("sys.argv", [stage, "--help"])
+    assert main.main() == 0
+    said = capsys.readouterr().out
+    listed = [*main.GROUPS.values(), *OF_STAGES.values()]
+    assert said.count("\n  --") == sum(map(len, listed)) < 30 and "--help-all" in said
+    assert f"usage: python -m {stage} " in said and max(map(len, said.splitlines())) <= 100
+
+
+def test_a_section_has_no_directory_of_its_own() -> None:
+    with pytest.raises(UserError, match=r"sft\.output_dir.*--output-dir"):
+        resolved("--sft.output-dir", "elsewhere")
+
+
+def test_the_short_help_fits_a_page_and_has_the_defaults_of_no_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
+    train.main()
+    said = capsys.readouterr().out
+    assert said.count("\n  --") == sum(map(len, SHORT_HELP.values())) < 45 and said.count("\n") < 110
+    assert "--help-all" in said and max(map(len, said.splitlines())) <= 100
+    lines = " ".join(said.split())
+    assert "peak learning rate of AdamW (default: 2e-05)" in lines and "0.003" not in lines
+    monkeypatch.setattr("sys.argv", ["train.py", "--help-all"])
+    with pytest.raises(SystemExit):
+        train.main()
+    said = capsys.readouterr().out
+    assert all(f"--{option}" in said for option in parser.option_names(train.chain_config([]))) and "0.003" not in said

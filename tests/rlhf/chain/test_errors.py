@@ -1,0 +1,301 @@
+"""A user's mistake is one line, exit code 2, in time, and leaves nothing behind."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+from rlhf import console, errors
+from rlhf.chain import command as train
+from rlhf.config import options
+from rlhf.launch import launcher
+from rlhf.storage import manifests
+from step1_sft import __main__ as sft
+from step2_reward import __main__ as reward
+from step3_ppo import __main__ as ppo
+from tests.programs import without_status
+
+ROOT = Path(train.__file__).parents[2]
+DEMO = ["--max-length", "48", "--max-prompt-length", "24", "--data-path", "demo,rows=2000"]
+LIMIT_S = 15
+
+
+@pytest.fixture(autouse=True)
+def libraries_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs run in this process: what they do to its libraries stays out of other tests."""
+    monkeypatch.setattr(console, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.fixture
+def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
+    """Run a program that must refuse; the line it says."""
+
+    def run(main: Callable[[], Any], *argv: str, out: str | None = None) -> str:
+        def refuse(*_: Any) -> int:
+            raise AssertionError("a stage was started")
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(launcher, "run", refuse)
+        monkeypatch.setattr(sys, "argv", ["program", *argv, "--output-dir", out or "out"])
+        before, start = sorted(tmp_path.rglob("*")), time.process_time()
+        try:
+            code = errors.run_as_user(main)
+        except SystemExit as leaving:
+            code = int(str(leaving.code))
+        said = capsys.readouterr()
+        assert (code, said.out) == (2, ""), said
+        line = without_status(said.err)
+        assert line.startswith("error: ") and line.count("\n") == 1, said.err
+        assert time.process_time() - start < LIMIT_S
+        assert sorted(tmp_path.rglob("*")) == before, "something was left behind"
+        return line
+
+    return run
+
+
+CHAIN: dict[str, tuple[list[str], list[str]]] = {
+    "no model": (["--actor-model", "/no/model"], ["step1_sft", "/no/model", "no such directory"]),
+    "no reward model": (["--config", "DEMO", "--reward-model", "./no"], ["step2_reward", "./no", "no such directory"]),
+    "no data": (["--data-path", "no.jsonl"], ["no.jsonl", "no such file"]),
+    "no source": (["--data-path", "dmeo"], ["dmeo", "did you mean 'demo'"]),
+    "context": (["--max-length", "129"], ["context is 128", "129", "--max-length"]),
+    "context of ppo": (
+        ["--ppo.max-length", "200", "--ppo.response-length", "120"],
+        ["step3_ppo", "context is 128", "144", "--response-length"],
+    ),
+    "no room for the response": (["--ppo.response-length", "25"], ["got 49 tokens", "--max-length 48"]),
+    "unknown option": (["--ppo.temprature", "1"], ["'--ppo.temprature' (did you mean '--ppo.temperature'?)"]),
+    "unknown section": (["--pop.kl-coef", "1"], ["'--pop.kl-coef'", "'--ppo.kl-coef'"]),
+    "initials": (["--lr", "1"], ["'--sft.learning-rate' or '--reward.learning-rate' or '--ppo.learning-rate'"]),
+    "a word of it": (["--sft.epochs", "3"], ["'--sft.epochs' (did you mean '--sft.num-train-epochs'?)"]),
+    "an empty directory": (["--actor-model", "."], [".: the directory has no config.json and no tokenizer.json"]),
+    "bad number": (["--ppo.kl-coef", "much"], ["--ppo.kl-coef", "'much'"]),
+    "bad choice": (["--deployment-type", "cloud"], ["cloud", "single_gpu", "single_node"]),
+    "temperature 0": (["--ppo.temperature", "0"], ["--ppo.temperature", "greater than 0", "got 0"]),
+    "no epochs": (["--sft.num-train-epochs", "0"], ["--sft.num-train-epochs", "greater than or equal to 1"]),
+    "no steps": (["--steps"], ["--steps", "at least 1"]),
+    "step 4": (["--steps", "4"], ["'4'", "--steps"]),
+    "step 3 alone": (
+        ["--steps", "3"],
+        ["actor_model not found at out/step1_sft", "run step1_sft first", "--actor-model"],
+    ),
+    "batch over processes": (
+        ["--deployment-type", "single_node", "--num-processes", "2", "--sft.batch-size", "33"],
+        ["step1_sft", "--batch-size 33", "multiple of 2", "2 processes", "try 32"],
+    ),
+    "batch over minibatches": (["--ppo.num-mini-batches", "3"], ["step3_ppo", "--batch-size 128", "multiple of 3"]),
+    "too many processes": (
+        ["--deployment-type", "single_node", "--num-processes", "4096"],
+        ["--num-processes 4096", "cores", "at most"],
+    ),
+    "processes of one GPU": (["--num-processes", "2"], ["--num-processes 2", "--deployment-type single_node"]),
+    "no processes": (["--num-processes", "0"], ["--num-processes", "greater than or equal to 1"]),
+    "many nodes": (["--deployment-type", "multi_node", "--hostfile", "h"], ["multi_node", "h", "single_node"]),
+    "hosts of one node": (["--hostfile", "h"], ["--hostfile h", "multi_node"]),
+    "too few rows": (["--data-path", "demo,rows=60"], ["demo,rows=60", "of 60 rows", "at least 32 (one batch)"]),
+    "limit below a batch": (["--max-train-rows", "3"], ["--max-train-rows 3", "at least 32"]),
+    "nothing held out": (["--max-eval-rows", "0"], ["--max-eval-rows 0", "at least 1"]),
+    "no algorithm": (["--ppo.algorithm", "poo"], ["no 'poo'", "have a2c, best_of_n, grpo, ppo", "did you mean 'ppo'"]),
+    "no reward": (["--ppo.reward", "vadr"], ["no 'vadr'", "did you mean 'vader'"]),
+    "no reward function": (["--ppo.reward", "no.py:score"], ["no.py", "no such Python file"]),
+    "no adapter": (["--adapter", "lroa"], ["no 'lroa'", "did you mean 'lora'"]),
+    "adapter option": (["--adapter", "lora,rank=8"], ["no option 'rank'", "have lora_alpha, r"]),
+    "no template": (["--chat-template", "chatlm"], ["no chat template 'chatlm'", "did you mean 'chatml'"]),
+    "fp16 on a CPU": (["--dtype", "fp16"], ["--dtype fp16", "bf16 or fp32"]),
+    "offload without ZeRO 3": (["--offload-param"], ["--offload-param", "--zero-stage 3", "got 1"]),
+    "two directories": (["--ppo.output-dir", "x"], ["ppo.output_dir", "--output-dir"]),
+    "stray word": (["stray"], ["stray", "see --help"]),
+    "no file": (["--config", "no.yaml"], ["--config no.yaml", "cannot be read"]),
+}
+
+
+@pytest.mark.parametrize("case", CHAIN, ids=str)
+def test_the_chain_refuses_before_anything_starts(case: str, mistake: Callable[..., str]) -> None:
+    argv, parts = CHAIN[case]
+    said = mistake(train.main, *(word.replace("DEMO", str(train.DEMO)) for word in argv))
+    for part in parts:
+        assert part in said
+
+
+def test_a_mistake_in_a_file_names_the_file(mistake: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("ppo: {kl_cof: 1}")
+    said = mistake(train.main, "--config", "bad.yaml")
+    assert "bad.yaml: no option 'ppo.kl_cof' (did you mean 'kl_coef'?)" in said
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+@pytest.mark.parametrize("main", [train.main, sft.main], ids=["train", "step1_sft"])
+def test_a_directory_that_cannot_be_made(
+    main: Callable[[], Any], place: str, mistake: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert f"--output-dir {place}: cannot write there" in mistake(main, out=place)
+
+
+@pytest.mark.parametrize(
+    ("row", "source", "parts"),
+    [
+        (
+            {"picture": "a"},
+            "",
+            ["data.jsonl:1", "got the columns picture", "chosen, rejected", "none of the first 1000"],
+        ),
+        ({"prompt": "a", "chosen": "b"}, "hh_rlhf:", ["data.jsonl:1", "Human"]),
+        (
+            {"chosen": "\n\nHuman: a\n\nAssistant: b"},
+            "hh_rlhf:",
+            ["data.jsonl:1", "no column 'rejected'", "have chosen"],
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, "", ["data.jsonl:1", "rejected", "got 3, expected text"]),
+        (
+            {"prompt": "a", "response": "b"},
+            "",
+            ["step2_reward", "data.jsonl", "0 usable rows", "no rejected side"],
+        ),
+    ],
+)
+def test_data_without_what_a_stage_needs(
+    row: dict[str, Any], source: str, parts: list[str], mistake: Callable[..., str], tmp_path: Path
+) -> None:
+    rows = [row | {"prompt": f"a{i}"} if "prompt" in row else row for i in range(2000)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    said = mistake(train.main, "--data-path", f"{source}data.jsonl")
+    for part in parts:
+        assert part in said
+
+
+@pytest.fixture(params=["refuses", "is silent"])
+def dead_hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A hub that cannot be reached, in both ways that happens."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        if request.param == "refuses":
+            silent.close()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "name"),
+    [
+        (train.main, ["--actor-model", "opt-125m", "--reward-model", "opt-125m"], "facebook/opt-125m"),
+        (train.main, ["--actor-model", "opt1.3b", "--reward-model", "gpt2"], "(did you mean 'opt-1.3b'?)"),
+        (train.main, ["--data-path", "hh_rlhf:Anthropic/hh-rlhf"], "Anthropic/hh-rlhf"),
+        (train.main, ["--data-path", "someone/pairs"], "someone/pairs"),
+        (sft.main, ["--model", "someone/model", "--data-path", "demo"], "someone/model"),
+    ],
+    ids=["model", "near a model", "data by source", "data", "stage"],
+)
+def test_the_hub_does_not_answer(
+    main: Callable[[], Any], argv: list[str], name: str, mistake: Callable[..., str], dead_hub: None
+) -> None:
+    said = mistake(main, *argv)
+    assert name in said and "hub" in said and "local path" in said
+
+
+# --- stages alone
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "parts"),
+    [
+        (sft.main, ["--model", "/no"], ["/no: no such directory"]),
+        (sft.main, ["--modle", "/no"], ["no option '--modle' (did you mean '--model'?)"]),
+        (reward.main, ["--model", "demo-llama", *DEMO, "--batch-size", "9999"], ["reward", "at least 9999"]),
+        (ppo.main, DEMO, ["actor_model not found at out/step1_sft", "--actor-model"]),
+        (
+            ppo.main,
+            ["--actor-model", "demo-llama", *DEMO],
+            ["reward_model not found", "step2_reward", "--reward-model"],
+        ),
+        (
+            ppo.main,
+            ["--actor-model", "demo-llama", "--reward-model", "demo-llama", *DEMO, "--response-length", "16"],
+            ["reward model", "no trained head", "score.weight", "step2_reward"],
+        ),
+        (ppo.main, ["--temperature", "0"], ["--temperature", "greater than 0"]),
+    ],
+)
+def test_a_stage_alone_refuses_too(
+    main: Callable[[], Any], argv: list[str], parts: list[str], mistake: Callable[..., str]
+) -> None:
+    said = mistake(main, *argv)
+    for part in parts:
+        assert part in said
+
+
+def test_an_unfinished_or_damaged_stage_is_no_input(mistake: Callable[..., str], tmp_path: Path) -> None:
+    stage = tmp_path / "earlier" / "step1_sft"
+    (stage / "model").mkdir(parents=True)
+    save_file({"w": torch.zeros(3)}, stage / "model" / "model.safetensors")
+    (stage / "config.yaml").write_text("seed: 0")
+    (stage / "metrics.jsonl").write_text("")
+    for place in ("earlier/step1_sft", "earlier/step1_sft/model"):
+        assert "earlier/step1_sft: unfinished stage" in mistake(reward.main, "--model", place, *DEMO)
+    assert "unfinished stage" in mistake(train.main, "--actor-model", "earlier/step1_sft", *DEMO)
+    content = {"stage": "step1_sft", "inputs": {}, "models": ["model"], "metrics": {}, "config": {}}
+    files = manifests.file_digests(stage, ["model"])
+    manifests.write_manifest(stage / "manifest.json", content | {"files": files})
+    save_file({"w": torch.ones(3)}, stage / "model" / "model.safetensors")
+    critic = ["--reward-model", "demo-llama"]
+    for main, argv in ((reward.main, ["--model"]), (ppo.main, [*critic, "--actor-model"])):
+        said = mistake(main, *argv, "earlier/step1_sft", *DEMO)
+        assert "model.safetensors: damaged, its content differs" in said
+
+
+def test_a_tracker_that_is_not_installed(mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    assert "pip install tensorboard" in mistake(train.main, "--report-to", "tensorboard")
+
+
+# --- what goes wrong inside a stage
+
+
+def chain(tmp_path: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "train.py", "--output-dir", str(tmp_path / "out"), "--max-eval-rows", "8", *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def unfinished(tmp_path: Path) -> bool:
+    out = tmp_path / "out"
+    return not list(out.rglob("manifest.json")) and not (out / "step2_reward").exists()
+
+
+def test_a_crash_names_the_stage_and_starts_no_later_one(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text(
+        "import os\nfrom data.sources.demo import *\nbuild_demo = build\n"
+        "class Crash:\n    def __init__(self, demo): self.demo = demo\n"
+        "    def rows(self, phase):\n"
+        f"        if '{launcher.LAUNCHER}' in os.environ: 1 / 0\n"
+        "        yield from self.demo.rows(phase)\n"
+        "def build(config, place): return Crash(build_demo(config, place))\n"
+    )
+    done = chain(tmp_path, "--data-path", f"{source},rows=2000")
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    command, last = done.stderr.splitlines()[-2:]
+    assert last.startswith("step1_sft did not finish: rank 0: exit code 1, before its first step; it begins again")
+    assert command.startswith("to go on: ")
+    assert command.endswith(f"train.py --output-dir {tmp_path}/out --max-eval-rows 8 --data-path {source},rows=2000")
+    assert unfinished(tmp_path)
+
+
+def test_a_number_that_is_not_finite_is_one_line(tmp_path: Path) -> None:
+    node = ["--deployment-type", "single_node", "--num-processes", "2"]
+    done = chain(tmp_path, *node, "--data-path", "demo,rows=1500", "--sft.learning-rate", "1e30")
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert [line for line in lines if "error" in line] == [lines[-1]]
+    assert lines[-1].startswith("error: step1_sft: step ") and "--learning-rate" in lines[-1]
+    assert unfinished(tmp_path)

@@ -1,0 +1,211 @@
+"""docs/online_preferences.md: its commands, run in their order on the demo world, make a better reward model."""
+
+import json
+import random
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from data.build.mixture import open_origin
+from data.sources.demo import SUBJECTS, Demo
+from data.sources.demo import Config as World
+from rlhf import console, errors, plugins
+from rlhf.chain import command as train
+from rlhf.config import parser
+from rlhf.evaluation import evaluate, pairs
+from rlhf.models.scalar import load_scalar_model, scores
+from rlhf.text.tokenizer import Template, load_tokenizer
+from rlhf.types import Message, Row, Sequences
+from step1_sft import __main__ as sft
+from step2_reward import __main__ as reward
+from step3_ppo import __main__ as ppo
+
+PAGE = (Path(train.__file__).parents[2] / "docs/online_preferences.md").read_text(encoding="utf-8")
+JUDGE = r"""
+import re
+from data.sources.demo import WORTH
+
+
+def score(prompts, responses):
+    found = [re.fullmatch(r"the \w+ \w+ is (\w+) and (\w+) and (\w+) \.", response) for response in responses]
+    words = [said.groups() if said and WORTH.keys() >= set(said.groups()) else () for said in found]
+    return [sum(map(WORTH.get, three)) / 3 if three else -1.0 for three in words]
+"""
+"""The demo's true score, whoever is spoken of: models as small as these do not learn to repeat the animal."""
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
+LENGTHS = ["--max-prompt-length", "24", "--max-length", "48", "--dtype", "fp32", "--micro-batch-size", "64"]
+SHORT = ["--response-length", "16", "--sample-rows", "1"]
+SMALL: dict[str, list[str]] = {
+    "step1_sft": [*LENGTHS, "--learning-rate", "3e-3", "--batch-size", "32", "--num-train-epochs", "10"],
+    "step2_reward": [*LENGTHS, "--learning-rate", "2e-3", "--batch-size", "32"],
+    "step3_ppo": [
+        *LENGTHS, *SHORT, "--learning-rate", "5e-4", "--critic-learning-rate", "1e-3", "--batch-size", "64",
+        "--total-episodes", "640", "--num-ppo-epochs", "2", "--num-mini-batches", "2", "--kl-coef", "0.6",
+        "--eval-samples", "32", "--rollout-batch-size", "64",
+    ],
+    "rlhf pairs": [*SHORT, "--dtype", "fp32"],
+    "rlhf evaluate": [*SHORT, "--dtype", "fp32"],
+}  # fmt: skip
+MAINS = {
+    "step1_sft": sft.main,
+    "step2_reward": reward.main,
+    "step3_ppo": ppo.main,
+    "rlhf pairs": pairs.main,
+    "rlhf evaluate": evaluate.main,
+}
+
+
+def commands() -> list[str]:
+    return [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+
+
+def write_world(folder: Path, seed: int) -> None:
+    """Old pairs, all of whole sentences, so that they do not say what else is worth; new prompts; held-out ones."""
+    asked = [subject.prompt for subject in SUBJECTS]
+    random.Random(seed).shuffle(asked)
+    old = set(asked[:700])
+    rows = Demo(World(rows=4000, seed=seed, malformed=0.0)).rows("reward")
+    known = [
+        {"prompt": row.prompt[0].content, "chosen": row.response, "rejected": row.rejected}
+        for row in rows
+        if row.prompt[0].content in old
+    ]
+    new: dict[str, list[dict[str, Any]]] = {
+        "old.jsonl": known,
+        "prompts.jsonl": [{"prompt": prompt} for prompt in asked[700:1000]],
+        "held_out.jsonl": [{"prompt": prompt} for prompt in asked[1000:]],
+    }
+    for name, lines in new.items():
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "judge.py").write_text(JUDGE)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The commands of the page in a folder of their own."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+
+    def run(self, command: str, *more: str) -> None:
+        """`python -m MODULE ...` in this process, at a small size."""
+        words = shlex.split(command)
+        assert words[:2] == ["python", "-m"]
+        self.patch.chdir(self.folder)
+        start = 4 if words[2] == "rlhf" else 3
+        program = " ".join(words[2:start])
+        self.patch.setattr(sys, "argv", [program, *words[start:], *SMALL[program], *more])
+        assert errors.run_as_user(MAINS[program]) == 0, command
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+
+def agreement(place: Path, labelled: list[dict[str, Any]]) -> float:
+    """Share of the pairs of which a reward model scores the chosen side higher."""
+    tokenizer = load_tokenizer(str(place))
+    template, model = Template(tokenizer), load_scalar_model(str(place), torch.float32, len(tokenizer))
+    right = 0
+    for row in labelled:
+        prompt = template.prompt_ids([Message("user", row["prompt"])])
+        found = []
+        for side in ("chosen", "rejected"):
+            ids = torch.tensor([prompt + template.response_ids(row[side])])
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            with torch.no_grad():
+                found.append(scores(model(Sequences(ids, mask, mask)), mask).item())
+        right += found[0] > found[1]
+    return right / len(labelled)
+
+
+@pytest.fixture
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    monkeypatch.setattr(console, "quiet_libraries", lambda: None)
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield Loop(tmp_path, monkeypatch)
+    transformers.logging.enable_progress_bar()
+    transformers.logging.set_verbosity(before)
+
+
+def play(loop: Loop, seed: int) -> tuple[float, float, float]:
+    """The whole page: (the policy's gain by the judge; how often the old and the new reward model agree with it)."""
+    write_world(loop.folder, seed)
+    first, warm, tune, label, by_model, by_person, again, go_on, compare = commands()
+    stage = ["--seed", str(seed)]
+    loop.run(first, *stage)
+    loop.run(warm, *stage)
+    loop.run(tune, *stage)
+    loop.run(label)
+    judge = loop.folder / "runs/judge"
+    judge.mkdir()
+    (judge / "step2_reward").symlink_to(loop.folder / "runs/round0/step2_reward")
+    loop.run(by_model)
+    loop.run(by_person)
+    vote(loop)
+    loop.run(again, *stage)
+    loop.run(go_on, *stage)
+    loop.run(compare)
+    loop.run(label.replace("prompts.jsonl", "held_out.jsonl").replace("pairs1", "unseen"), "--seed", "7")
+    unseen = loop.rows("unseen.jsonl")
+    old, new = (agreement(loop.folder / f"runs/round{i}/step2_reward/model", unseen) for i in (0, 1))
+    found = json.loads((loop.folder / "runs/compared/results.json").read_text())["policies"][1]
+    return found["gain"]["mean"], old, new
+
+
+def judged(loop: Loop, *responses: str) -> list[float]:
+    found: list[float] = plugins.load_file(str(loop.folder / "judge.py")).score([""] * len(responses), responses)
+    return found
+
+
+def vote(loop: Loop) -> None:
+    """A person fills in half of the rows."""
+    rows = loop.rows("votes1.jsonl")
+    for row in rows[::2]:
+        one, other = judged(loop, row["response_a"], row["response_b"])
+        row["preference"] = "tie" if one == other else "a" if one > other else "b"
+    (loop.folder / "votes1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_loop(seed: int, loop: Loop) -> None:
+    gain, old, new = play(loop, seed)
+    labelled = loop.rows("pairs1.jsonl")
+    assert len(labelled) > 100
+    for row in labelled:
+        high, low = judged(loop, row["chosen"], row["rejected"])
+        assert high > low and (row["score_chosen"], row["score_rejected"]) == pytest.approx((high, low))
+    account = json.loads((loop.folder / "runs/round1/step2_reward/data.json").read_text())
+    fates = {Path(place["place"]).name: place["fates"] for place in account["places"]}
+    assert sum(fates["pairs1.jsonl"].values()) == len(labelled)
+    assert fates["votes1.jsonl"]["no preference filled in"] == len(loop.rows("votes1.jsonl")) // 2
+    assert new > old + 0.02 and gain > 0
+
+
+def test_the_files_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
+    blocks = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 3
+    for number, text in enumerate(blocks):
+        (tmp_path / f"{number}.jsonl").write_text(text)
+        phase = "ppo" if number == 1 else "reward"
+        rows = list(open_origin(f"{tmp_path}/{number}.jsonl").rows(phase))  # type: ignore[arg-type]
+        assert len(rows) == len(text.splitlines()) and all(isinstance(row, Row) for row in rows)
+
+
+def test_the_page_names_options_that_there_are() -> None:
+    configs = (pairs.PairsConfig, evaluate.EvaluateConfig)
+    known = {name for cls in configs for name in parser.option_names(cls)} | {
+        "reward-only-data-path",
+        "data-path",
+        "actor-model",
+    }
+    assert set(re.findall(r"`--([a-z][a-z-]*)", PAGE)) <= known

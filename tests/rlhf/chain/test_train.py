@@ -1,0 +1,323 @@
+"""The chain as a user meets it: one command, three stages, and what the same command does again."""
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf import console, errors
+from rlhf.chain import command as train
+from rlhf.config import parser
+from rlhf.launch import launcher
+from rlhf.storage import manifests
+from tests.programs import STATUS, without_status
+
+ROOT = Path(train.__file__).parents[2]
+SMALL = [
+    *("--data-path", "demo,rows=1500", "--max-eval-rows", "24", "--sample-rows", "2"),
+    *("--sft.num-train-epochs", "3", "--reward.num-train-epochs", "1"),
+    *("--ppo.total-episodes", "64", "--ppo.batch-size", "32", "--ppo.eval-samples", "16"),
+]
+MODELS = ("step1_sft/model", "step2_reward/model", "step3_ppo/actor", "step3_ppo/critic")
+STAGES = ("step1_sft", "step2_reward", "step3_ppo")
+
+
+def start(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "train.py", *SMALL, *argv]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, encoding="utf-8", check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The one run of this file, on a terminal that knows ASCII only."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    done = start("--output-dir", str(out), PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+@pytest.fixture
+def out(finished: tuple[Path, Any]) -> Path:
+    return finished[0]
+
+
+@pytest.fixture
+def again(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, list[str]]]:
+    """The chain in this process, its stages noted instead of started: (exit code, what it says, stages)."""
+
+    def run(*argv: str, copied_from: Path | None = None) -> tuple[int, str, list[str]]:
+        started: list[str] = []
+
+        def stage(module: str, words: list[str], where: Any) -> int:
+            started.append(module)
+            if copied_from is not None:
+                directory = Path(parser.read_yaml(words[1])["output_dir"])
+                shutil.copytree(copied_from / module, directory / module)
+            return 0
+
+        monkeypatch.setattr(console, "quiet_libraries", lambda: None)
+        monkeypatch.setattr(launcher, "run", stage)
+        if copied_from is None:
+            monkeypatch.setattr(train, "save", lambda chain: None)
+        monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+        monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *argv])
+        code = errors.run_as_user(train.main)
+        said = capsys.readouterr()
+        return code, said.out + without_status(said.err), started
+
+    return run
+
+
+def manifest(out: Path, stage: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / stage / "manifest.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_every_stage_leaves_what_it_promises(out: Path) -> None:
+    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", *STAGES]
+    for stage in STAGES:
+        assert {"config.yaml", "metrics.jsonl", "manifest.json"} <= {path.name for path in (out / stage).iterdir()}
+        assert not list((out / stage).glob(".tmp-*"))
+        assert manifests.read_manifest(out / stage)["stage"] == stage
+        written = (out / stage / "manifest.json").stat().st_mtime_ns
+        assert all(path.stat().st_mtime_ns <= written for path in (out / stage).rglob("*.safetensors"))
+    assert sorted(f"{s}/{m}" for s in STAGES for m in manifest(out, s)["models"]) == sorted(MODELS)
+
+
+def test_the_numbers_are_there_and_are_numbers(out: Path) -> None:
+    promised = {
+        "step1_sft": {"eval_perplexity_before", "eval_perplexity"},
+        "step2_reward": {"eval_accuracy", "eval_loss"},
+        "step3_ppo": {"eval_score_before", "eval_score", "eval_kl", "eval_response_length", "eval_judge"},
+    }
+    for stage, names in promised.items():
+        metrics = manifest(out, stage)["metrics"]
+        assert names <= set(metrics) and all(math.isfinite(value) for value in metrics.values())
+    sft = manifest(out, "step1_sft")["metrics"]
+    # At first every one of the 69 words is about as likely as another; three passes teach which come when.
+    assert 55 < sft["eval_perplexity_before"] < 90 and sft["eval_perplexity"] < 15
+
+
+def test_metrics_have_one_line_a_step(out: Path) -> None:
+    account = {stage: json.loads((out / stage / "data.json").read_text()) for stage in STAGES}
+    trained_on = {stage: account[stage]["train"]["rows"] for stage in STAGES}
+    steps = {
+        "step1_sft": 3 * (trained_on["step1_sft"] // 32),
+        "step2_reward": trained_on["step2_reward"] // 32,
+        "step3_ppo": 2,
+    }
+    for stage, count in steps.items():
+        [place] = account[stage]["places"]
+        assert sum(place["fates"].values()) == place["rows"]
+        rows = [json.loads(line) for line in (out / stage / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, count + 1))
+        before = [] if stage == "step2_reward" else [0]
+        assert [row["step"] for row in rows if row["kind"] == "eval"] == [*before, count]
+        seconds = [row["seconds"] for row in rows]
+        assert seconds == sorted(seconds)
+    first = json.loads((out / "step3_ppo" / "metrics.jsonl").read_text().splitlines()[1])
+    assert abs(first["first_approx_kl"]) < 1e-6, "on the first minibatch the policy is the one that sampled"
+    assert abs(first["kl"]) < 1e-3, "and the reference is the policy"
+
+
+def test_transformers_loads_what_comes_out(out: Path) -> None:
+    ids = torch.tensor([[1, 5, 6, 7]])
+    for place in MODELS:
+        auto = AutoModelForCausalLM if place.endswith(("sft/model", "actor")) else AutoModelForSequenceClassification
+        model, info = auto.from_pretrained(out / place, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert torch.isfinite(model(ids).logits).all()
+        tokenizer = AutoTokenizer.from_pretrained(out / place)
+        assert tokenizer.chat_template and tokenizer.eos_token_id == model.config.eos_token_id
+
+
+def test_each_stage_names_what_it_started_from(out: Path) -> None:
+    inputs = manifest(out, "step3_ppo")["inputs"]
+    for name, maker in (("actor_model", STAGES[0]), ("reward_model", STAGES[1]), ("critic_model", STAGES[1])):
+        assert inputs[name] == {
+            "place": str(out / maker / "model"),
+            "manifest_sha256": manifests.manifest_digest(str(out / maker)),
+        }
+    assert manifest(out, "step1_sft")["inputs"]["model"] == {"place": "demo-llama", "manifest_sha256": None}
+
+
+def test_nothing_is_said_but_our_lines(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    _, done = finished
+    assert without_status(done.stderr) == "", "a log has whole lines, each with its time"
+    said = STATUS.findall(done.stderr)
+    assert said[:2] == ["train.py: loading libraries", "checking options, models and data"]
+    for stage, steps in zip(STAGES, ("24", "17", "2"), strict=True):
+        own = [line.removeprefix(f"{stage}: ") for line in said if line.startswith(stage)]
+        assert own[0] == "loading libraries" and own[1] == "reading the data" and own[2].startswith("loading the model")
+        assert own[-1].startswith(f"{steps} of {steps} (100 %), ") and own[-1].count("=") == 0
+    ours = re.compile(r"step\d_\w+: |chosen |rejected |held-out prompts|[+|-]|The tuned policy|Numbers: |  python |$")
+    assert all(ours.match(line) for line in done.stdout.splitlines()), done.stdout
+    assert done.stdout.isascii() and "|" in done.stdout
+    for stage in STAGES:
+        assert f"{stage}: wrote " in done.stdout
+
+
+# --- the same command again
+
+
+def test_finished_stages_are_skipped(again: Callable[..., Any], out: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    for argv in ([*SMALL, "--output-dir", str(out)], ["--config", f"{out}/config.yaml"]):
+        code, said, started = again(*argv)
+        assert (code, started) == (0, [])
+        for stage in STAGES:
+            assert f"{stage}: already complete in {out}, skipped" in said
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+
+
+def test_the_saved_options_are_the_resolved_ones(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    for argv in ([*SMALL, "--output-dir", str(out)], ["--config", f"{out}/config.yaml"]):
+        monkeypatch.setattr(sys, "argv", ["train.py", *argv, "--print-config"])
+        train.main()
+        printed.append(yaml.safe_load(capsys.readouterr().out))
+    assert printed[0] == printed[1] == yaml.safe_load((out / "config.yaml").read_text(encoding="utf-8"))
+    for section, stage in zip(("sft", "reward", "ppo"), STAGES, strict=True):
+        assert printed[0][section] == yaml.safe_load((out / stage / "config.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "difference"),
+    [
+        (["--ppo.kl-coef", "0.7"], "step3_ppo: finished with other options (kl_coef was 0.5, now 0.7)"),
+        (["--sft.seed", "3"], "step1_sft: finished with other options (seed was 0, now 3)"),
+        (["--reward-model", "gpt2"], "step2_reward: finished with other options (model was 'demo-llama', now 'gpt2')"),
+    ],
+)
+def test_changed_options_are_refused(again: Callable[..., Any], out: Path, argv: list[str], difference: str) -> None:
+    code, said, started = again(*SMALL, *argv, "--output-dir", str(out))
+    assert (code, started) == (2, []) and difference in said and "--overwrite" in said
+
+
+def test_what_changes_no_result_may_change(again: Callable[..., Any], out: Path) -> None:
+    free = ["--sample-rows", "0", "--sft.micro-batch-size", "1", "--zero-stage", "2"]
+    assert again(*SMALL, *free, "--output-dir", str(out))[::2] == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("argv", "stages"),
+    [
+        (["--overwrite"], STAGES),
+        (["--ppo.overwrite"], STAGES[2:]),
+        (["--sft.overwrite", "--ppo.overwrite"], (STAGES[0], STAGES[2])),
+        (["--steps", "2", "--overwrite"], STAGES[1:2]),
+        (["--ppo.overwrite", "--ppo.kl-coef", "0.7"], STAGES[2:]),
+        (["--reward.overwrite", "--ppo.overwrite", "--reward.seed", "5"], STAGES[1:]),
+    ],
+)
+def test_overwriting_runs_a_stage_and_those_that_start_from_it(
+    again: Callable[..., Any], out: Path, argv: list[str], stages: tuple[str, ...]
+) -> None:
+    code, _, started = again(*SMALL, *argv, "--output-dir", str(out))
+    assert (code, tuple(started)) == (0, stages)
+
+
+def test_a_finished_stage_is_not_overwritten_with_its_input(again: Callable[..., Any], out: Path) -> None:
+    code, said, started = again(*SMALL, "--sft.overwrite", "--output-dir", str(out))
+    assert (code, started) == (2, []) and "step3_ppo" in said and "--overwrite" in said
+
+
+def test_a_command_without_config_and_model_takes_the_options_of_the_directory(
+    again: Callable[..., Any], out: Path
+) -> None:
+    """Whichever steps it names."""
+    for steps in ([], ["--steps", "3"], ["--steps", "1", "2", "3"]):
+        code, said, started = again(*steps, "--output-dir", str(out))
+        assert (code, started) == (0, []) and "step3_ppo: already complete" in said
+        code, said, started = again(*steps, "--ppo.kl-coef", "0.7", "--ppo.overwrite", "--output-dir", str(out))
+        assert (code, started) == (0, ["step3_ppo"]) and f"options that are not given: as in {out}/config.yaml" in said
+
+
+NAMED = {1: ("--actor-model", STAGES[0]), 2: ("--reward-model", STAGES[1])}
+
+
+@pytest.mark.parametrize("steps", [steps for n in (1, 2, 3) for steps in combinations((1, 2, 3), n)], ids=str)
+def test_every_next_command_that_is_printed_can_be_typed(
+    steps: tuple[int, ...], again: Callable[..., Any], out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that is started leaves what the stage of the finished run has left."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(out / STAGES[0] / "model", "base")  # by a relative path
+    given = [word for step in {1, 2} - {*steps} for word in (NAMED[step][0], f"{out}/{NAMED[step][1]}") if 3 in steps]
+    models = ["--actor-model", "demo-llama", "--reward-model", "./base"] if 3 not in steps else []
+    command = [*SMALL, "--config", str(train.DEMO), *models, *given, "--steps", *map(str, steps)]
+    command += ["--output-dir", "a run"]
+    ran: list[str] = []
+    while command:
+        code, said, started = again(*command, copied_from=out)
+        assert code == 0, said
+        ran += started
+        command = shlex.split(said.partition("next: python train.py")[2])
+    whole = {STAGES[step - 1] for step in (steps if 3 in steps else (1, 2, 3))}
+    assert sorted(ran) == sorted(whole) and "The tuned policy is" in said
+
+
+def test_a_chain_that_asks_no_reward_model_makes_none(again: Callable[..., Any], out: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
+    own = ["--config", str(train.DEMO), *SMALL, "--ppo.reward", f"{tmp_path}/mine.py:score"]
+    own += ["--output-dir", str(tmp_path / "new")]
+    code, said, started = again(*own, "--ppo.algorithm", "rloo")
+    assert (code, started) == (0, [STAGES[0], STAGES[2]]) and "step2_reward: left out" in said
+    assert again(*own, "--ppo.algorithm", "rloo", "--steps", "1", "2", "3")[::2] == (0, list(STAGES))
+    assert again(*own)[::2] == (0, list(STAGES))  # the critic starts from the reward model
+    code, said, started = again(*own, "--ppo.algorithm", "rloo", "--ppo.actor-model", f"{out}/step1_sft")
+    assert (code, started) == (0, [STAGES[2]]) and "step1_sft: left out" in said
+    said = again(*own, "--ppo.algorithm", "rloo", "--steps", "1", copied_from=out)[1]
+    assert said.endswith(f"next: python train.py --steps 3 --output-dir {tmp_path}/new\n")
+
+
+def test_a_part_elsewhere_starts_from_named_models(again: Callable[..., Any], out: Path, tmp_path: Path) -> None:
+    named = ["--actor-model", f"{out}/step1_sft", "--reward-model", f"{out}/step2_reward/model"]
+    other = ["--config", str(train.DEMO), *SMALL, "--steps", "3", "--output-dir", str(tmp_path / "other")]
+    assert again(*other, *named)[::2] == (0, ["step3_ppo"])
+    code, said, started = again(*other, *named[:2])
+    assert (code, started) == (2, []) and "reward_model not found" in said and "--reward-model" in said
+
+
+def test_a_named_model_that_is_not_what_the_run_started_from(again: Callable[..., Any], out: Path) -> None:
+    here = ["--config", f"{out}/config.yaml", "--steps", "3"]
+    assert again(*here, "--actor-model", "demo-llama")[::2] == (0, [])
+    code, said, started = again(*here, "--actor-model", "gpt2")
+    assert (code, started) == (2, []) and "made from 'demo-llama'" in said and "--ppo.actor-model" in said
+
+
+def test_the_reward_model_may_start_from_step_1(again: Callable[..., Any], tmp_path: Path) -> None:
+    place = str(tmp_path / "new")
+    argv = ["--config", str(train.DEMO), *SMALL, "--reward-model", f"{place}/step1_sft", "--output-dir", place]
+    assert again(*argv)[::2] == (0, list(STAGES))
+
+
+def test_a_damaged_stage_is_neither_skipped_nor_used(again: Callable[..., Any], out: Path) -> None:
+    file = out / "step2_reward" / "model" / "model.safetensors"
+    whole = file.read_bytes()
+    try:
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        for steps in (["1", "2", "3"], ["3", "--ppo.overwrite"]):
+            code, said, started = again("--config", f"{out}/config.yaml", "--steps", *steps)
+            assert (code, started) == (2, []) and "model.safetensors: damaged" in said
+    finally:
+        file.write_bytes(whole)

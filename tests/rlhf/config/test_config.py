@@ -1,0 +1,288 @@
+"""Configuration: what overrides what, and that every mistake is one line with its place and its cure."""
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import Field, ValidationError, model_validator
+
+from rlhf import errors
+from rlhf.config import Config, parser
+from rlhf.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+
+
+class Inner(Config):
+    kl_coef: float = Field(0.05, ge=0)
+    """weight of the KL penalty"""
+    steps: int = 4
+    """of the loop"""
+    adapter: str | None = None
+    """a plug-in"""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "Inner":
+        if self.steps > 10:
+            raise ValueError(f"steps is {self.steps}, expected 10 or fewer")
+        return self
+
+
+class Root(Config):
+    inner: Inner = Inner()
+    name: Literal["ppo", "rloo"] = "ppo"
+    """which one"""
+    shuffle: bool = True
+    """or not"""
+    sizes: tuple[int, ...] = (1, 2)
+    """some"""
+    every: int = Field(1, ge=1)
+    """how often"""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Root":
+        if self.every > 1 and not self.shuffle:
+            raise ValueError(f"every is {self.every}, but nothing is shuffled")
+        return self
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def parse(*argv: str) -> Root:
+    return parser.parse(Root, argv, prog="program", description="what it does")
+
+
+def mistake(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(*argv)
+    message = str(caught.value)
+    assert "\n" not in message and "│" not in message
+    return message
+
+
+def test_files_compose_left_to_right_and_the_command_line_wins(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.yaml", "inner: {kl_coef: 0.1, steps: 5}\nsizes: [7, 8, 9]\nname: rloo")
+    second = write(tmp_path / "b.yaml", "inner: {kl_coef: 0.2}\nsizes: [3]")
+    both = parse("--config", first, second)
+    assert (both.inner.kl_coef, both.inner.steps, both.sizes, both.name) == (0.2, 5, (3,), "rloo")
+    assert parse("--config", second, first).inner.kl_coef == 0.1
+    assert parse(f"--config={first}", f"--config={second}") == both
+    over = parse("--config", first, second, "--inner.kl-coef", "0.3")
+    assert (over.inner.kl_coef, over.inner.steps) == (0.3, 5)
+    assert parse("--inner.kl-coef", "0.3", "--config", first, second) == over
+    assert parse() == Root()
+
+
+def test_hyphen_and_underscore_are_one(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "inner:\n  kl-coef: 0.5")
+    expected = Root(inner=Inner(kl_coef=0.5))
+    assert parse("--config", file) == parse("--inner.kl-coef=0.5") == parse("--inner.kl_coef", "0.5") == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--no-shuffle"], Root(shuffle=False)),
+        (["--sizes", "4", "5"], Root(sizes=(4, 5))),
+        (["--inner.kl-coef", "1e-3"], Root(inner=Inner(kl_coef=0.001))),
+        (["--inner.adapter", "lora,r=8"], Root(inner=Inner(adapter="lora,r=8"))),
+    ],
+)
+def test_values_of_the_command_line(argv: list[str], expected: Root) -> None:
+    assert parse(*argv) == expected
+
+
+def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
+    assert parse("--config", write(tmp_path / "a.yaml", "inner: {kl_coef: 1e-3}")).inner.kl_coef == 0.001
+
+
+@pytest.mark.parametrize(
+    ("yaml", "parts"),
+    [
+        ("inner: {kl_cof: 1}", ["no option 'inner.kl_cof' (did you mean 'kl_coef'?)", "have adapter, kl_coef, steps"]),
+        ("inner: {zzz: 1}", ["no option 'inner.zzz';", "have adapter, kl_coef, steps"]),
+        ("inner: {kl_coef: much}", ["inner.kl_coef", "valid number", "'much'"]),
+        ("inner: {kl_coef: -1}", ["inner.kl_coef", "greater than or equal to 0", "got -1"]),
+        ("inner: {steps: 11}", ["inner: steps is 11, expected 10 or fewer"]),
+        ("inner: 3", ["inner", "got 3"]),
+        ("name: grpo", ["name", "'ppo' or 'rloo'", "got 'grpo'"]),
+        ("- a\n- b", ["got a list, expected a mapping"]),
+        ("inner: {}\ninner: {}", [":2:", "key 'inner' comes twice"]),
+        ("inner:\n  kl-coef: 1\n  kl_coef: 2", [":3:", "key 'kl_coef' comes twice"]),
+        ("inner:\n  steps: 1\n steps: 2", [":3:", "not valid YAML"]),
+        ("name: a\0b", ["not valid YAML", "special characters"]),
+        ("inner: " + "[" * 5000, ["not valid YAML", "nested too deeply"]),
+        ("inner: 2020-13-45", ["not valid YAML", "month must be in 1..12"]),
+        ("a: &a [*a]", [":1:", "not valid YAML", "more than 100000 values"]),
+        (
+            "a: &a [0, 0]\n" + "".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefgh")),
+            [":1:", "not valid YAML", "with its aliases written out it has more than 100000 values"],
+        ),
+        ("name: !!python/object/apply:os.getcwd []", [":1:", "not valid YAML", "python/object"]),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file_and_the_place(tmp_path: Path, yaml: str, parts: list[str]) -> None:
+    good = write(tmp_path / "good.yaml", "inner: {steps: 9}")
+    bad = write(tmp_path / "bad.yaml", yaml)
+    message = mistake("--config", good, bad)
+    assert message.startswith(bad)
+    for part in parts:
+        assert part in message
+
+
+def test_a_later_file_may_mend_what_an_earlier_one_gives(tmp_path: Path) -> None:
+    high = write(tmp_path / "high.yaml", "inner: {steps: 11, kl_coef: 0.3}")
+    low = write(tmp_path / "low.yaml", "inner: {steps: 2}")
+    assert parse("--config", high, low).inner == Inner(steps=2, kl_coef=0.3)
+    assert mistake("--config", low, high).startswith(f"{high}: inner: steps is 11")
+    wrong = write(tmp_path / "wrong.yaml", "inner: {steps: 3, kl_cof: 1}")
+    assert mistake("--config", high, wrong, low).startswith(f"{wrong}: no option 'inner.kl_cof'")
+
+
+def test_the_nearest_option_of_a_list_of_sections() -> None:
+    class Outer(Config):
+        roots: tuple[Root, ...] = ()
+        maybe: Inner | None = None
+
+    with pytest.raises(UserError, match=r"^here: no option 'roots\.1\.inner\.stps' \(did you mean 'steps'\?\)"):
+        parser.validate(Outer, {"roots": [{}, {"inner": {"stps": 1}}]}, "here")
+    with pytest.raises(UserError, match=r"no option 'maybe\.stps' \(did you mean 'steps'\?\)"):
+        parser.validate(Outer, {"maybe": {"stps": 1}}, "here")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    absent = tmp_path / "absent.yaml"
+    assert mistake("--config", str(absent)).startswith(f"--config {absent}: cannot be read (No such file")
+    assert "cannot be read" in mistake("--config", str(tmp_path))
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"name: caf\xe9")
+    assert "utf-8" in mistake("--config", str(latin))
+
+
+@pytest.mark.parametrize("argv", [["--config"], ["--config", "--no-shuffle"], ["--no-shuffle", "--config"]])
+def test_config_without_a_file_is_refused(argv: list[str]) -> None:
+    assert mistake(*argv).startswith("--config: got no file")
+
+
+def test_a_word_that_is_no_utf8_is_refused() -> None:
+    said = mistake("--output-dir", "runs/\udcff")  # as Python reads the byte 0xff
+    assert said == r"'runs/\udcff': got bytes that are no UTF-8, expected an option or a path in UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--inner.kl-cof", "1"], ["no option '--inner.kl-cof' (did you mean '--inner.kl-coef'?)"]),
+        (["--kl-coef", "1"], ["no option '--kl-coef' (did you mean '--inner.kl-coef'?)"]),
+        (["--zzz=1"], ["no option '--zzz'; see --help"]),
+        (["--inner.kc", "1"], ["no option '--inner.kc' (did you mean '--inner.kl-coef'?)"]),
+        (["--kl", "1"], ["no option '--kl' (did you mean '--inner.kl-coef'?)"]),
+        (["--coef", "1"], ["no option '--coef' (did you mean '--inner.kl-coef'?)"]),
+        (["--inner.kl-coef", "much"], ["--inner.kl-coef", "'much'"]),
+        (["--inner.kl-coef", "-1"], ["--inner.kl-coef: ", "greater than or equal to 0", "got -1.0"]),
+        (["--inner.steps", "11"], ["--inner: steps is 11, expected 10 or fewer"]),
+        (["--inner.steps"], ["--inner.steps", "Missing value"]),
+        (["--every", "0"], ["--every: ", "greater than or equal to 1", "got 0"]),
+        (["--every", "9", "--no-shuffle"], ["every is 9, but nothing is shuffled"]),
+        (["--name", "grpo"], ["'grpo'", "--name", "ppo", "rloo"]),
+        (["stray"], ["stray"]),
+    ],
+)
+def test_a_mistake_on_the_command_line_names_the_option(argv: list[str], parts: list[str]) -> None:
+    message = mistake(*argv)
+    for part in parts:
+        assert part in message
+    assert message.endswith("see --help")
+
+
+def test_the_tree_reads_back_as_itself(tmp_path: Path) -> None:
+    argv = ["--inner.kl-coef", "1e-05", "--sizes", "--no-shuffle", "--name", "rloo", "--inner.adapter", "ünï: [#"]
+    before = parse(*argv)
+    after = parser.compose(Root, [write(tmp_path / "tree.yaml", parser.to_yaml(before))])
+    assert after == before
+
+
+def test_print_config_prints_the_whole_tree_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse("--inner.steps", "7", "--print-config")
+    assert ended.value.code == 0
+    printed = write(tmp_path / "printed.yaml", capsys.readouterr().out)
+    assert parse("--config", printed) == Root(inner=Inner(steps=7))
+    with pytest.raises(SystemExit):
+        parse("--inner.steps", "7", "--print-config", "--changed")
+    assert capsys.readouterr().out == "inner:\n  steps: 7\n"
+    assert "no option '--changed'" in mistake("--changed")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "default"),
+        (["--config", "FILE"], "from_file"),
+        (["--config", "FILE", "--inner.adapter", "from_line"], "from_line"),
+        (["--inner.adapter=a_b=c"], "a_b=c"),
+        (["--inner.adapter", "first", "--inner.adapter", "last"], "last"),
+        (["--inner.adapter"], "default"),
+    ],
+)
+def test_peek_sees_what_parse_will_make_of_one_option(tmp_path: Path, argv: list[str], expected: str) -> None:
+    file = write(tmp_path / "a.yaml", "inner: {adapter: from_file}")
+    argv = [word.replace("FILE", file) for word in argv]
+    assert parser.peek(argv, "inner.adapter", "default") == expected
+    if "default" not in expected:
+        assert parse(*argv).inner.adapter == expected
+
+
+def test_peek_takes_hyphen_and_underscore_as_one(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "output_dir: a_b")
+    for argv in (["--config", file], ["--output_dir", "a_b"], ["--output-dir=a_b"]):
+        assert parser.peek(argv, "output-dir", "") == "a_b"
+
+
+def test_help_names_every_option_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse("--help")
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for option in parser.option_names(Root):
+        assert f"--{option}" in text
+    assert "weight of the KL penalty" in text and "what it does" in text
+
+
+def test_a_config_is_frozen() -> None:
+    root = Root()
+    with pytest.raises(ValidationError, match="frozen"):
+        root.inner.steps = 5  # type: ignore[misc]
+
+
+def test_no_option_is_near_when_none_is() -> None:
+    assert parser.suggest("xyzzy", ["kl_coef", "steps"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("return 143", 143, ""),
+        ("raise errors.UserError('a.yaml: no option x')", 2, "error: a.yaml: no option x\n"),
+        ("raise KeyboardInterrupt", 130, "interrupted\n"),
+    ],
+)
+def test_a_user_sees_one_line_and_an_exit_code(body: str, code: int, said: str) -> None:
+    program = f"import sys\nfrom rlhf import errors\ndef main():\n    {body}\nsys.exit(errors.run_as_user(main))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_our_own_mistakes_keep_their_traceback() -> None:
+    def main() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        errors.run_as_user(main)

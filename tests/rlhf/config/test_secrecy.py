@@ -1,0 +1,47 @@
+"""A token or a password among options is refused before anything is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import parser
+from rlhf.config.secrets import refuse_secrets
+from rlhf.errors import UserError
+from step1_sft.config import SFTConfig
+
+HF = "hf_" + "aB3" * 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        (["--model", HF], "--model"),
+        (["--data-path", "https://me:pass@host/x.jsonl"], "--data-path"),
+        (["--data-path", "x.jsonl", f"mine.py,api_key={HF}:y"], "--data-path"),
+        (["--data-path", "mine.py,api_key=abcd1234"], "--data-path"),
+        (["--output-dir", "runs/hf_test123"], "--output-dir"),
+        (["--model", "Bearer abcdefgh1"], "--model"),
+        (["--adapter", "sk-" + "a1" * 12], "--adapter"),
+    ],
+)
+def test_a_secret_is_no_option(argv: list[str], option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_test123")
+    with pytest.raises(UserError, match="environment variable") as caught:
+        parser.parse(SFTConfig, argv, "sft", "")
+    assert str(caught.value).startswith(f"{option}: ")
+    assert not any(word in str(caught.value) for word in (HF, "test123", "pass@", "abcd"))
+    file = tmp_path / "x.yaml"
+    file.write_text(json.dumps({argv[0][2:]: argv[1:] if option == "--data-path" else argv[1]}))
+    with pytest.raises(UserError, match="environment variable"):
+        parser.parse(SFTConfig, ["--config", str(file)], "sft", "")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["opt-1.3b", "meta-llama/Llama-3.2-1B", "hf_model", "sk-learn", "runs/token", "x.jsonl@refs/convert/parquet", "1"],
+)
+def test_what_is_no_secret(value: str) -> None:
+    specs = ["lora,r=8,target_modules=[q_proj,v_proj]", "match,pattern='#### (.+)'", "hh_rlhf:Anthropic/hh-rlhf"]
+    environment = {"HF_TOKEN": "hf_test123", "TOKENIZERS_PARALLELISM": "false", "SSH_KEY": "1", "HOME": "opt-1.3b"}
+    refuse_secrets({"a": {"b": [value, *specs]}}, environment)

@@ -1,0 +1,78 @@
+"""AdamW with master weights, beside torch's own on fp32 copies."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf.engine.adamw import MASTER, MasterAdamW, decay_groups
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def weights(dtype: torch.dtype) -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((7, 5), (3,), ())]
+
+
+def gradients(step: int, dtype: torch.dtype) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1 + step)
+    return [torch.randn(shape, generator=draw).to(dtype) for shape in ((7, 5), (3,), ())]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_it_is_torchs_adamw_in_fp32_whatever_the_weights_are(dtype: torch.dtype, scale: float) -> None:
+    ours, theirs = weights(dtype), [nn.Parameter(w.detach().float().clone()) for w in weights(dtype)]
+    mine, oracle = MasterAdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, foreach=False, fused=False, **OPTIONS)
+    for step in range(4):
+        for own, other, gradient in zip(ours, theirs, gradients(step, dtype), strict=True):
+            own.grad, other.grad = gradient.clone(), gradient.float() * scale
+        mine.scale = scale
+        mine.step()
+        oracle.step()
+    for own, other in zip(ours, theirs, strict=True):
+        master = mine.state[own].get(MASTER, own)
+        assert master.dtype == torch.float32
+        torch.testing.assert_close(master, other, rtol=1e-6, atol=1e-7)
+        assert torch.equal(own, master.to(dtype))
+        for moment in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(mine.state[own][moment], oracle.state[other][moment], rtol=1e-6, atol=1e-9)
+
+
+def test_matrices_decay_but_for_those_of_biases() -> None:
+    """Experts of gpt-oss have a bias each, the rows of one matrix."""
+    shapes = {"experts.down_proj": (4, 3, 2), "experts.down_proj_bias": (4, 3), "norm.weight": (3,), "q.bias": (3,)}
+    given = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    decay = {id(w): group["weight_decay"] for group in decay_groups(given, 0.1) for w in group["params"]}
+    assert [decay[id(weight)] for weight in given.values()] == [0.1, 0, 0, 0]
+
+
+def test_steps_too_small_for_bf16_add_up() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([weight], lr=1e-4, weight_decay=0.0)
+    for _ in range(100):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert weight.float().tolist() == pytest.approx([0.99] * 4, abs=4e-3)  # each step is a 40th of what bf16 can tell
+
+
+def test_a_weight_without_a_gradient_stays() -> None:
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = MasterAdamW([used, unused], **OPTIONS)
+    used.grad = torch.ones(2)
+    optimizer.step()
+    assert unused.tolist() == [1, 1] and used.tolist() != [1, 1]
+    assert "step" not in optimizer.state[unused]
+
+
+def test_parts_of_a_gradient_are_added_up_in_fp32() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([weight], **OPTIONS)
+    sums = {}
+    for dtype in (torch.float32, None):
+        optimizer.sum_gradients_in(dtype)
+        for part in (1.0, *[2.0**-9] * 256):  # in bf16 each is lost beside the 1
+            (weight * part).sum().backward()
+        sums[dtype] = weight.grad.tolist() if weight.grad is not None else []
+        optimizer.zero_grad()
+    assert sums == {torch.float32: [1.5] * 4, None: [1.0] * 4}

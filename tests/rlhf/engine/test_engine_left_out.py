@@ -1,0 +1,114 @@
+"""Optimizer steps whose numbers are not finite: left out without a trace, named, and after too many the end."""
+
+import math
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.engine.nonfinite import NonFiniteError
+from rlhf.engine.training import FP16_SEARCH, _let_it_search
+from tests import engine_runs, tiny
+from tests.engine_runs import apart, batches, require_left_out, step, weights
+
+alone = pytest.mark.parametrize("stage", engine_runs.ALONE)
+OFFLOADED: dict[str, Any] = {"offload_optimizer": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+@alone
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_loss_of_nan_is_left_out_without_a_trace_and_five_end_the_run(stage: int, dtype: str) -> None:
+    (found,) = engine_runs.run_into_nan({"zero_stage": stage, "dtype": dtype}, bad_rank=0)["ranks"]
+    shortest = batches(2)[1].lengths.argsort(descending=True, stable=True)[6:]
+    require_left_out(found, ", ".join(map(str, sorted(shortest.tolist()))))
+
+
+@alone
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_gradient_of_nan_under_a_finite_loss_is_left_out_too(
+    stage: int, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = engine_runs.engine({"zero_stage": stage, "dtype": dtype})
+    rows = batches(1)[0]
+    step(engine, rows)
+    before = weights(engine)
+
+    def loss(micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = engine(micro)[0]
+        return logprobs.mean() + 0.0 * (logprobs - logprobs).sum().sqrt(), {}  # d sqrt(x) at 0 is infinite
+
+    assert engine.step([rows], loss)["skipped"] == 1
+    assert apart(weights(engine), before) == 0
+    assert re.search(r"warning, step 2: grad_norm is (nan|inf); left out", capsys.readouterr().out)
+
+
+def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few steps without effect are DeepSpeed's search for a loss scale; it does not go on for ever."""
+    engine = engine_runs.engine({"zero_stage": 3, "dtype": "bf16"})
+    monkeypatch.setattr(engine, "_options", engine._options.model_copy(update={"dtype": "fp16"}))
+    rows, before = batches(1)[0], weights(engine)
+
+    def loss(micro: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = engine(micro)[0]
+        return logprobs.mean() + 0.0 * (logprobs - logprobs).sum().sqrt(), {}
+
+    seen = [engine.step([rows], loss) for _ in range(FP16_SEARCH)]
+    assert all(metrics["skipped"] == 1 and math.isfinite(metrics["loss"]) for metrics in seen)
+    with pytest.raises(NonFiniteError, match=rf"step {FP16_SEARCH + 5}: grad_norm is inf, 5 times in a row"):
+        for _ in range(9):
+            engine.step([rows], loss)
+    assert apart(weights(engine), before) == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        *((stage, {"dtype": dtype}) for stage in engine_runs.ALONE for dtype in ("fp32", "bf16")),
+        *((stage, OFFLOADED) for stage in (1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_a_number_without_a_trace_in_the_gradient_is_enough(
+    stage: int, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A metric of NaN beside a loss that is finite; a loss of NaN whose gradient is 0. Each leaves no trace either."""
+    engine, undisturbed = (engine_runs.engine({"zero_stage": stage, **options}) for _ in range(2))
+    first, second = batches(2)
+    parts = engine_runs.micro_batches(first, 3)
+    nan = torch.tensor(torch.nan)
+    engine.step(parts, lambda micro: (engine(micro)[0].mean(), {"entropy": nan}))
+    engine.step(parts, lambda micro: (engine(micro)[0].mean().clamp(nan, nan), {}))
+    said = capsys.readouterr().out
+    assert "entropy is nan" in said and "step 2: loss is nan" in said
+    assert apart(weights(engine), weights(undisturbed)) == 0
+    for each in (engine, undisturbed):
+        step(each, second, 3)
+    assert apart(weights(engine), weights(undisturbed)) == 0
+
+
+def test_the_search_for_a_loss_scale_raises_nothing_of_its_own() -> None:
+    """DeepSpeed's scaler gives up by a bare Exception after 17 overflows, before we have counted to the end."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def overflow(scaler: Any) -> None:
+        for _ in range(FP16_SEARCH + 9):
+            scaler.update_scale(True)
+
+    made = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
+    made |= {"consecutive_hysteresis": False, "raise_error_at_min_scale": True}
+    own, ours = (DynamicLossScaler(**made) for _ in range(2))
+    with pytest.raises(Exception, match="minimum"):
+        overflow(own)
+    _let_it_search(SimpleNamespace(loss_scaler=ours))
+    overflow(ours)
+    assert ours.cur_scale == 1

@@ -1,0 +1,152 @@
+"""Which options of an engine go together on which device, and how each model of step 3 gets its own."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.chain import command as train
+from rlhf.config import parser
+from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions, OwnEngineOptions
+from rlhf.engine.training import deepspeed_config, require_possible, shards_of
+from rlhf.errors import UserError
+from step3_ppo.algorithms.ppo import Config as PPOConfig
+from step3_ppo.inputs import check
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+GOES: list[tuple[torch.device, dict[str, Any]]] = [
+    *((CPU, {"dtype": dtype, "zero_stage": stage}) for dtype in ("auto", "fp32", "bf16") for stage in (0, 1, 2, 3)),
+    *((CPU, {"dtype": "fp32", "zero_stage": stage, "offload_optimizer": True}) for stage in (1, 2, 3)),
+    (CPU, {"dtype": "bf16", "zero_stage": 0, "offload_optimizer": True}),  # ZeRO 1 in truth
+    (CPU, {"zero_stage": 3, "offload_optimizer": True, "offload_param": True}),
+    (CPU, {"zero_stage": 3, "gather_whole": False, "gradient_checkpointing": True}),
+    *((GPU, {"dtype": "fp16", "zero_stage": stage}) for stage in (0, 1, 2, 3)),
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": "fp16"}, "--dtype fp16: the device is a CPU, expected bf16 or fp32 there"),
+    *(
+        ({"offload_param": True, "zero_stage": stage}, f"--offload-param: needs --zero-stage 3, got {stage}")
+        for stage in (0, 1, 2)
+    ),
+    (
+        {"dtype": "fp32", "offload_optimizer": True, "zero_stage": 0},
+        "--offload-optimizer: needs --zero-stage 1, 2 or 3, got 0",
+    ),
+    ({"offload_nvme": "HERE"}, "--offload-nvme HERE: expected --offload-optimizer or --offload-param, which go there"),
+    (
+        {"offload_nvme": "HERE", "offload_optimizer": True, "zero_stage": 2},
+        "--offload-nvme HERE: needs --zero-stage 3, got 2",
+    ),
+    (
+        {"offload_nvme": "HERE/none", "offload_param": True, "zero_stage": 3},
+        "--offload-nvme HERE/none: expected a folder that can be written to",
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "options"), GOES, ids=str)
+def test_what_goes(device: torch.device, options: dict[str, Any]) -> None:
+    require_possible(EngineOptions(**options), device)
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
+def test_what_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    here = {name: value.replace("HERE", str(tmp_path)) for name, value in options.items() if name == "offload_nvme"}
+    with pytest.raises(UserError) as refusal:
+        require_possible(EngineOptions(**options | here), CPU)
+    assert str(refusal.value) == said.replace("HERE", str(tmp_path))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_nvme_folder_needs_asynchronous_reads(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    class Builder:
+        def is_compatible(self, verbose: bool) -> bool:
+            return there
+
+    monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda name: Builder() if "IO" in name else None)
+    options = EngineOptions(zero_stage=3, offload_param=True, offload_optimizer=True, offload_nvme=str(tmp_path))
+    if not there:
+        with pytest.raises(UserError, match=r"install libaio with its headers \(libaio-dev\)"):
+            require_possible(options, CPU)
+        return
+    require_possible(options, CPU)
+    told = deepspeed_config(options, OptimizerOptions(), torch.float32)["zero_optimization"]
+    assert told["offload_param"] == told["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path)}
+    shards = shards_of(options.model_copy(update={"dtype": "fp32"}))
+    assert shards is not None and shards.offload == told["offload_param"]
+
+
+# --- each model its own
+
+
+def parsed(*argv: str) -> Any:
+    chain = parser.parse(train.chain_config([*argv]), argv, "train.py", "")
+    return train.resolve(chain, [*argv]).ppo
+
+
+def test_models_of_step_3_are_held_each_its_own_way() -> None:
+    ppo = parsed(
+        "--zero-stage", "2", "--gradient-checkpointing", "--ppo.actor.zero-stage", "3", "--ppo.actor.offload-param",
+        "--ppo.critic.no-gradient-checkpointing", "--ppo.reference.offload",
+    )  # fmt: skip
+    actor, critic = ppo.actor.over(ppo), ppo.critic.over(ppo)
+    assert (actor.zero_stage, actor.offload_param, actor.gradient_checkpointing) == (3, True, True)
+    assert (critic.zero_stage, critic.offload_param, critic.gradient_checkpointing) == (2, False, False)
+    assert type(actor) is type(ppo) and actor.learning_rate == ppo.learning_rate
+    assert ppo.reference.beside(actor) == FrozenOptions(
+        zero_stage=3, offload=True, gather_whole=True, torch_compile=False
+    )
+    assert ppo.reward_models.beside(critic) == FrozenOptions(
+        zero_stage=0, offload=False, gather_whole=True, torch_compile=False
+    )
+
+
+def test_what_is_set_for_a_frozen_model_stands() -> None:
+    trained = EngineOptions(zero_stage=3, gather_whole=False)
+    assert FrozenOptions().beside(trained) == FrozenOptions(zero_stage=3, gather_whole=False, torch_compile=False)
+    assert FrozenOptions(zero_stage=0).beside(trained).zero_stage == 0
+    assert FrozenOptions(zero_stage=3).beside(EngineOptions(zero_stage=1)).zero_stage == 3
+    assert OwnEngineOptions().over(trained) == trained
+
+
+def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "zero-stage: 1\nppo:\n  critic: {zero-stage: 3, offload-optimizer: false}\n  reference: {offload: on}\n"
+    )
+    ppo = parsed("--config", str(own), "--offload-optimizer", "--ppo.critic.zero-stage", "2")
+    assert ppo.critic == OwnEngineOptions(zero_stage=2, offload_optimizer=False)
+    assert ppo.critic.over(ppo).offload_optimizer is False and ppo.actor.over(ppo).offload_optimizer is True
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(parser.to_yaml(ppo))
+    assert parser.compose(PPOConfig, [saved]) == ppo
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--actor.zero-stage", "4"], "zero-stage"),
+        (["--reference.zero-stage", "2"], "invalid choice '2' for argument '--reference.zero-stage'"),
+        (
+            ["--critic.offload"],
+            "no option '--critic.offload' (did you mean '--critic.offload-optimizer' or '--critic.offload-param'?)",
+        ),
+        (["--reference.offload-param"], "no option '--reference.offload-param'"),
+    ],
+)
+def test_a_mistake_in_a_section_is_named(argv: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        parser.parse(PPOConfig, argv, "step3_ppo", "")
+
+
+def test_what_does_not_go_together_names_the_model() -> None:
+    options = PPOConfig(
+        actor_model="configs/models/demo-llama.yaml", reward=("length",), critic={"offload_param": True}
+    )
+    with pytest.raises(UserError, match="critic: --offload-param: needs --zero-stage 3, got 1"):
+        check(options.model_copy(update={"critic_model": "configs/models/demo-llama.yaml"}))

@@ -1,0 +1,234 @@
+"""Pairs of a policy's own responses: who stands against whom, what is labelled, dropped, written and refused."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from data.build.mixture import open_origin
+from data.read.records import Skipped
+from rlhf.evaluation import pairs
+from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, rows_of
+from rlhf.evaluation.options import PairsConfig
+from rlhf.types import Message, Row
+from tests import tiny
+from tests.programs import Run, runner
+
+Options = Callable[..., list[str]]
+
+EVEN = (
+    "def score(prompts, responses, **columns):\n"
+    "    return [float(sum(int(w[1:]) % 2 == 0 for w in r.split() if w[1:].isdigit())) for r in responses]\n"
+)
+ROOT = Path(pairs.__file__).parents[1]
+
+
+def even(response: str) -> float:
+    return float(sum(int(word[1:]) % 2 == 0 for word in response.split() if word[1:].isdigit()))
+
+
+# --- what becomes of a pair
+
+
+def pair(one: Side, other: Side) -> Pair:
+    return Pair((Message("user", "q"),), (one, other))
+
+
+def options_of(**changes: Any) -> PairsConfig:
+    return PairsConfig(**{"policies": ("p",), "reward": "length", "output": "x.jsonl", **changes})
+
+
+GOOD, BAD = Side("good", True, 2.0), Side("bad", True, -1.0)
+
+
+@pytest.mark.parametrize("sides", [(GOOD, BAD), (BAD, GOOD)])
+def test_the_higher_score_is_chosen(sides: tuple[Side, Side]) -> None:
+    expected = {"prompt": "q", "chosen": "good", "rejected": "bad", "score_chosen": 2.0, "score_rejected": -1.0}
+    assert rows_of([pair(*sides)], options_of()) == ([expected], Counter())
+    assert rows_of([pair(*sides)], options_of(margin=True)) == ([expected | {"margin": 3.0}], Counter())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "tie", "reason"),
+    [
+        (GOOD, Side("bad", False, -1.0), 0.0, CUT),
+        (Side("good", False, 2.0), Side("good", False, 2.0), 0.0, CUT),
+        (GOOD, Side("good", True, 1.9), 0.0, EQUAL),  # a score rounded otherwise
+        (GOOD, Side("fine", True, 2.0), 0.0, TIE),
+        (GOOD, Side("fine", True, 1.5), 0.5, TIE),
+        (GOOD, Side("fine", True, 1.5), 0.4, ""),
+        (Side("a", True, None), Side("b", True, None), 0.0, ""),
+        (Side("a", True, None), Side("a", True, None), 0.0, EQUAL),
+    ],
+)
+def test_what_is_dropped_and_why(one: Side, other: Side, tie: float, reason: str) -> None:
+    reward = None if one.score is None else "length"
+    for sides in ((one, other), (other, one)):
+        kept, dropped = rows_of([pair(*sides)], options_of(tie=tie, reward=reward))
+        assert (len(kept), dropped) == ((0, Counter([reason])) if reason else (1, Counter()))
+
+
+def test_without_scores_the_order_is_random_and_the_preference_empty() -> None:
+    found = [pair(Side(f"first {i}", True, None), Side(f"second {i}", True, None)) for i in range(200)]
+    rows, _ = rows_of(found, options_of(reward=None))
+    firsts = 0
+    for i, row in enumerate(rows):
+        assert list(row) == ["prompt", "response_a", "response_b", "preference"] and row["preference"] == ""
+        assert {row["response_a"], row["response_b"]} == {f"first {i}", f"second {i}"}
+        firsts += row["response_a"].startswith("first")
+    assert 70 < firsts < 130
+    assert rows_of(found, options_of(reward=None))[0] == rows
+
+
+# --- the program
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The program in this process."""
+    transformers.utils.logging.disable_progress_bar()
+    return runner("pairs", pairs.main, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base; even, which says words with even numbers more often; prompts, some of several turns; a judge."""
+    folder = tmp_path_factory.mktemp("world")
+    model = tiny.causal_lm()
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        head[tiny.EOS] *= 3
+    for name, gain in (("base", 1.0), ("even", 1.2)):
+        with torch.no_grad():
+            head[4::2] *= gain
+        model.save_pretrained(folder / name)
+        tiny.tokenizer().save_pretrained(folder / name)
+    rows: list[dict[str, Any]] = [{"prompt": f"w{i} w{i + 3}", "kind": i} for i in range(4, 60)]
+    turns = (("system", "w5"), ("user", "w6"), ("assistant", "w7"), ("user", "w8"))
+    rows.append({"prompt": [{"role": role, "content": content} for role, content in turns]})
+    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "judge.py").write_text(EVEN)
+    return folder
+
+
+@pytest.fixture
+def options(world: Path, tmp_path: Path) -> Options:
+    def given(*policies: str, output: str = "pairs.jsonl") -> list[str]:
+        places = ["--policies", *(str(world / name) for name in policies)]
+        files = ["--prompts", f"{world}/p.jsonl", "--output", str(tmp_path / output)]
+        return [*places, *files, "--response-length", "30", "--dtype", "fp32", "--rollout-batch-size", "24"]
+
+    return given
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+
+
+def count(said: str) -> tuple[int, int]:
+    """(pairs written, pairs dropped) as the last line tells."""
+    line = said.strip().splitlines()[-1]
+    kept, dropped = line.partition("; dropped ")[::2]
+    return int(re.findall(r"wrote (\d+) pairs", kept)[0]), sum(map(int, re.findall(r"\d+(?= [ect])", dropped)))
+
+
+def test_labels_are_those_of_the_judge(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
+    words = [*options("base"), "--reward", f"{world}/judge.py:score", "--margin"]
+    code, printed, said = run(*words)
+    assert (code, said) == (0, "")
+    rows = read(tmp_path / "pairs.jsonl")
+    assert sum(count(printed)) == 57 and count(printed)[0] == len(rows) > 20
+    for row in rows:
+        assert row["score_chosen"] == even(row["chosen"]) > even(row["rejected"]) == row["score_rejected"]
+        assert row["margin"] == row["score_chosen"] - row["score_rejected"]
+    found = list(open_origin(str(tmp_path / "pairs.jsonl")).rows("reward"))
+    assert len(found) == len(rows) and all(isinstance(row, Row) and row.rejected is not None for row in found)
+    code, _, said = run(*words)
+    assert code == 2 and "--overwrite" in said
+    assert run(*words, "--overwrite")[0] == 0 and read(tmp_path / "pairs.jsonl") == rows
+    assert run(*words, "--overwrite", "--seed", "1")[0] == 0 and read(tmp_path / "pairs.jsonl") != rows
+
+
+def test_a_person_fills_the_rows_in(run: Run, options: Options, tmp_path: Path) -> None:
+    code, printed, said = run(*options("base"))
+    assert (code, said) == (0, "") and "to fill in" in printed
+    file = tmp_path / "pairs.jsonl"
+    rows = read(file)
+    assert list(open_origin(str(file)).rows("reward")) == [Skipped("no preference filled in")] * len(rows)
+    for row, vote in zip(rows, ["a", "b", "tie"], strict=False):
+        row["preference"] = vote
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second, third, *rest = open_origin(str(file)).rows("reward")
+    assert isinstance(first, Row) and (first.response, first.rejected) == (rows[0]["response_a"], rows[0]["response_b"])
+    assert isinstance(second, Row) and second.response == rows[1]["response_b"]
+    assert third == Skipped("tie") and set(rest) == {Skipped("no preference filled in")}
+
+
+def test_two_policies_stand_against_each_other(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
+    """Each draws from a stream of its own: a policy beside itself gives two different responses."""
+    judge = ["--reward", f"{world}/judge.py"]
+    code, _, said = run(*options("base", "base"), *judge)
+    assert (code, said) == (0, "")
+    assert len(read(tmp_path / "pairs.jsonl")) > 20
+    code, printed, said = run(*options("base", "even", output="both.jsonl"))
+    assert (code, said) == (0, "") and sum(count(printed)) == 57
+    texts = [(row["response_a"], row["response_b"]) for row in read(tmp_path / "both.jsonl")]
+    # One of them is the better one, and it stands on either side.
+    gaps = [even(one) - even(other) for one, other in texts]
+    assert max(gaps) > 0 > min(gaps)
+
+
+def test_prompts_are_written_as_they_were(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
+    assert run(*options("base"), "--rollout-batch-size", "64")[0] == 0
+    asked = [row["prompt"] for row in read(world / "p.jsonl")]
+    written = [row["prompt"] for row in read(tmp_path / "pairs.jsonl")]
+    assert [prompt for prompt in asked if prompt in written] == written
+    assert any(isinstance(prompt, list) for prompt in asked)
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "no policy": (["--policies"], ["--policies"]),
+    "three policies": (["--policies", "base", "even", "base"], ["--policies: got 3", "one or two"]),
+    "no policy there": (["--policies", "./no"], ["./no", "no such directory"]),
+    "a file of another kind": (["--output", "x.csv"], ["--output", "x.csv", ".jsonl"]),
+    "no directory to write": (["--output", "judge.py/x.jsonl"], ["--output judge.py/x.jsonl", "cannot write"]),
+    "no prompt": (["--prompts", "none.txt"], ["--prompts none.txt", "got no prompt"]),
+    "no reward": (["--reward", "vadr"], ["no 'vadr'", "did you mean 'vader'"]),
+    "no reward model": (["--reward", "learned"], ["--reward learned", "learned,model=DIR"]),
+    "another tokenizer": (["--policies", "base", "demo-llama"], ["demo-llama", "gives other ids"]),
+    "all cut": (["--response-length", "1"], ["no pair is left", CUT]),
+    "all ties": (["--tie", "1000"], ["no pair is left", "tie"]),
+    "unknown option": (["--samples", "3"], ["no option '--samples'"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_code_2(name: str, run: Run, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(world)
+    (world / "none.txt").write_text("\n")
+    argv, words = MISTAKES[name]
+    base = ["--policies", "base", "--prompts", "p.jsonl", "--reward", "judge.py", "--output", "x.jsonl"]
+    code, printed, said = run(*base, "--response-length", "10", *argv)
+    assert (code, printed) == (2, ""), said
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    assert all(word in said for word in words), said
+    assert not (world / "x.jsonl").exists()
+
+
+def test_what_goes_with_a_score_needs_one(run: Run, options: Options) -> None:
+    for words in (["--margin"], ["--tie", "1"]):
+        code, _, said = run(*options("base"), *words)
+        assert code == 2 and "--reward SOURCE" in said
+
+
+def test_help_needs_no_torch() -> None:
+    program = "import sys, rlhf.evaluation.pairs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,308 @@
+"""The vLLM backend against a stand-in on a CPU (tests/stand_in_vllm.py), and where there is vLLM, against vLLM."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhf import adapters, plugins
+from rlhf.config.options import EngineOptions, SamplingOptions
+from rlhf.engine.export import save_policy
+from rlhf.errors import UserError
+from rlhf.generation import vllm as backend
+from rlhf.maths.uniforms import uniforms
+from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
+from rlhf.types import Rollout
+from step3_ppo.rollout import generate
+from tests import stand_in_vllm, tiny
+from tests.players import PROMPTS as FOUR
+from tests.players import players
+
+PROMPTS = tiny.prompts([3, 9, 8])
+SAMPLING = SamplingOptions(response_length=12)
+ROOT = Path(__file__).parents[3]
+ENDS = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
+REAL = importlib.util.find_spec("vllm") is not None
+families = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+def built(**options: Any) -> Any:
+    return plugins.build("rlhf.generation", {"name": "vllm", **ENDS, **options})
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+def draws(seed: int = 0, rows: int = 3) -> Tensor:
+    return uniforms([(seed, row) for row in range(rows)], SAMPLING.response_length)
+
+
+@torch.no_grad()
+def mismatch(model: Any, rollout: Rollout) -> float:
+    """How far the log-probs of sampling are from those of a forward pass of `model`, at most."""
+    scored = Policy(model)(rollout.sequences)[0][:, rollout.prompt_ids.shape[1] :]
+    return float((rollout.sampled_logprobs - scored).abs().max())
+
+
+# --- the interface
+
+
+def test_the_stand_in_has_the_interface_that_was_read() -> None:
+    for name in ("generate", "collective_rpc", "reset_prefix_cache", "sleep", "wake_up"):
+        assert stand_in_vllm.arguments(getattr(stand_in_vllm.LLM, name)) == stand_in_vllm.INTERFACE[f"LLM.{name}"]
+    assert stand_in_vllm.arguments(stand_in_vllm.LLM) == stand_in_vllm.INTERFACE["LLM.__init__"]
+    assert {field.name for field in fields(stand_in_vllm.SamplingParams)} == stand_in_vllm.INTERFACE["SamplingParams"]
+    assert {field.name for field in fields(stand_in_vllm.Output)} == stand_in_vllm.INTERFACE["CompletionOutput"]
+
+
+@pytest.mark.skipif(not REAL, reason="vLLM is not installed")
+def test_vllm_has_the_interface_that_was_read() -> None:
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    facts = stand_in_vllm.INTERFACE
+    for name in ("generate", "collective_rpc", "reset_prefix_cache", "sleep", "wake_up"):
+        assert stand_in_vllm.arguments(getattr(vllm.LLM, name)) == facts[f"LLM.{name}"]
+    assert facts["LLM.__init__"] <= stand_in_vllm.arguments(vllm.LLM)
+    assert facts["EngineArgs"] <= {field.name for field in fields(EngineArgs)}
+    assert facts["SamplingParams"] <= set(vllm.SamplingParams.__struct_fields__)
+    assert facts["CompletionOutput"] <= {field.name for field in fields(CompletionOutput)}
+    assert facts["Worker.reload_weights"] <= stand_in_vllm.arguments(GPUModelRunner.reload_weights)
+
+
+@pytest.mark.skipif(not (REAL and torch.cuda.is_available()), reason="needs vLLM and a CUDA GPU")
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("adapter", [None, "lora,r=4"])
+def test_the_contract_on_vllm_itself(level: int, adapter: str | None) -> None:
+    """Run it alone, once for each case: a process has room for one engine. DS_ACCELERATOR=cuda pytest ... -k"""
+    shape = {"head_dim": 64, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = adapters.wrap(tiny.causal_lm("qwen3", std=0.1, **shape), adapter).to("cuda", torch.bfloat16)
+    prompts, given = FOUR.to("cuda"), draws(rows=4).to("cuda")
+    with tiny.one_rank():
+        drawing = built(memory_share=0.1, sleep_level=level, max_tokens=40, adapter=adapter)
+        for _ in range(3):
+            rollout = drawing(model, prompts, SAMPLING, given)
+            assert mismatch(model, rollout) < 0.2
+            assert torch.equal(drawing(model, prompts, SAMPLING, given).response_ids, rollout.response_ids)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight += 0.05 * torch.randn_like(weight)
+        alike = drawing(model, prompts, SAMPLING, None)
+        loop = plugins.build("rlhf.generation", {"name": "loop", **ENDS})(model, prompts, SAMPLING, None)
+        assert torch.equal(alike.response_ids[:, 0], loop.response_ids[:, 0])
+
+
+# --- what is sampled
+
+
+@pytest.mark.usefixtures("vllm")
+@families
+def test_greedy_is_as_in_the_loop(family: str) -> None:
+    model = tiny.causal_lm(family)
+    loop = plugins.build("rlhf.generation", {"name": "loop", **ENDS})
+    mine, other = built()(model, PROMPTS, SAMPLING, None), loop(model, PROMPTS, SAMPLING, None)
+    for name in ("prompt_ids", "prompt_mask", "response_ids", "mask", "ended"):
+        assert torch.equal(getattr(mine, name), getattr(other, name))
+        assert getattr(mine, name).dtype == getattr(other, name).dtype
+    torch.testing.assert_close(mine.sampled_logprobs, other.sampled_logprobs, rtol=0, atol=1e-5)
+    assert mine.rows is other.rows
+
+
+def test_another_engine_samples_the_same_from_the_same_draws(vllm: Any) -> None:
+    """As after a restart; and each row on its own."""
+    model = tiny.causal_lm()
+    first = built()(model, PROMPTS, SAMPLING, draws())
+    again = built()(model, PROMPTS, SAMPLING, draws())
+    alone = built()(model, PROMPTS[1:2], SAMPLING, draws()[1:2])
+    assert len(vllm.made) == 3 and torch.equal(first.response_ids, again.response_ids)
+    assert alone.response_tokens() == first[1:2].response_tokens()
+    twice = built()(model, PROMPTS[torch.tensor([0, 0])], SAMPLING, draws()[:2])
+    assert twice.response_tokens()[0] != twice.response_tokens()[1]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_only_the_chosen_token_ends_a_response() -> None:
+    """That of the model's config does not."""
+    model = tiny.causal_lm()
+    usual = built()(model, PROMPTS, SamplingOptions(response_length=40), draws())
+    end = int(usual.response_ids[0, 4])
+    assert end != tiny.EOS == model.config.eos_token_id
+    other = built(eos_token_id=end)(model, PROMPTS, SamplingOptions(response_length=40), draws())
+    assert other.response_tokens()[0] == usual.response_tokens()[0][:5] and other.ended[0]
+
+
+# --- weights
+
+
+@families
+def test_the_weights_are_those_of_a_checkpoint(family: str, tmp_path: Path) -> None:
+    """As transformers writes them: names, values, tied ones once."""
+    model = tiny.causal_lm(family)
+    model.save_pretrained(tmp_path)
+    expected, found = load_file(tmp_path / "model.safetensors"), backend.weights(model, backend.Config(**ENDS))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_rows_of_no_token_stay_behind(family: str, tmp_path: Path) -> None:
+    tiny.causal_lm(family).save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), torch.float32, 12)
+    given = {name: len(weight) for name, weight in backend.weights(model, backend.Config(**ENDS)).items()}
+    ends = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if family == "llama" else set())
+    assert {name for name in given if name.startswith(("model.embed", "lm_head"))} == ends
+    assert {given[name] for name in ends} == {12}
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("level", [1, 2])
+def test_every_rollout_has_the_weights_of_its_moment(level: int) -> None:
+    model, drawing = tiny.causal_lm("qwen2"), built(sleep_level=level)
+    before = drawing(model, PROMPTS, SAMPLING, draws())
+    step = torch.optim.AdamW(model.parameters(), lr=0.03)
+    Policy(model)(before.sequences)[0].sum().backward()
+    step.step()
+    assert mismatch(model, before) > 0.1
+    assert mismatch(model, drawing(model, PROMPTS, SAMPLING, draws())) < 1e-5
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral"])
+def test_an_adapter_is_merged_for_vllm_alone(family: str) -> None:
+    spec = "lora,r=4" if family != "mixtral" else "lora,r=4,target_modules=[q_proj,v_proj]"
+    model = adapters.wrap(tiny.causal_lm(family), spec)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, 0.0, 0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rollout = built(adapter=spec)(model, PROMPTS, SAMPLING, draws())
+    assert mismatch(model, rollout) < 1e-5
+    with model.disable_adapter():
+        assert mismatch(model, rollout) > 1e-2
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.usefixtures("vllm", "ranks")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_actor_of_an_engine(stage: int, tmp_path: Path) -> None:
+    """Under ZeRO-3 the weights are gathered for the rollout; what vLLM got is what the stage would save."""
+    game = players("ppo", zero_stage=stage)
+    game.update(game.score(game.sample(FOUR, backend="vllm")))
+    rollout = game.score(game.sample(FOUR, seed=2, backend="vllm"))
+    assert rollout.logprobs is not None
+    assert float((rollout.logprobs - rollout.sampled_logprobs).abs().max()) < 1e-5
+    save_policy(game.actor, None, tiny.tokenizer(), tmp_path)
+    held = stand_in_vllm.LLM.made[-1].model.state_dict()
+    assert any(float((held[name] - value).abs().max()) > 0 for name, value in tiny.causal_lm().state_dict().items())
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(held[name], value)
+
+
+def test_two_ranks_under_zero_3(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*program, "-m", "tests.vllm_ranks", str(tmp_path / "seen.pt")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = torch.load(tmp_path / "seen.pt")
+    assert set(seen) == {None, "lora"}
+    for each in seen.values():
+        assert torch.tensor(each).shape == (2, 3) and float(torch.tensor(each).max()) < 1e-5
+
+
+# --- awake and asleep
+
+ROLLOUT = ["wake_up ['weights']", "reload_weights", "wake_up ['kv_cache']", "reset_prefix_cache", "generate", "sleep 1"]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_one_rollout_takes_the_weights_once(vllm: Any) -> None:
+    game, drawing = players("ppo", rollout_batch_size=3), built()
+    for seed in range(2):
+        generate(game.actor, drawing, FOUR, game.config, draws(seed, 4), game.config.rollout_batch_size)
+    assert len(vllm.made) == 1 and vllm.made[0].calls == ["sleep 1", *ROLLOUT, *ROLLOUT]
+
+
+@pytest.mark.parametrize("call", ["reload_weights", "generate"])
+def test_asleep_after_an_error_too(vllm: Any, call: str) -> None:
+    model, drawing = tiny.causal_lm(), built()
+    drawing(model, PROMPTS, SAMPLING, draws())
+    engine = vllm.made[0]
+    assert engine.asleep == {"weights", "kv_cache"}
+    engine.fail = {call}
+    with pytest.raises(RuntimeError, match=f"{call} failed"):
+        drawing(model, PROMPTS, SAMPLING, draws())
+    assert engine.asleep == {"weights", "kv_cache"} and engine.calls[-1] == "sleep 1"
+
+
+@pytest.mark.usefixtures("vllm")
+def test_making_an_engine_draws_no_random_number() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    built()(tiny.causal_lm(), PROMPTS, SAMPLING, draws())
+    assert torch.equal(torch.rand(3), expected)
+
+
+# --- refusals
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for refused in (built, lambda: backend.check(EngineOptions(), SAMPLING)):
+        with pytest.raises(UserError, match=r"'vllm': the package is not installed; pip install 'rlhf-pipe.*\[vllm\]'"):
+            refused()
+
+
+@pytest.mark.usefixtures("vllm")
+def test_what_vllm_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="without a CUDA GPU, expected one; use --rollout-backend loop"):
+        backend.check(EngineOptions(), SAMPLING)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    backend.check(EngineOptions(), SAMPLING)
+    backend.check(EngineOptions(zero_stage=3), SAMPLING)
+    with pytest.raises(UserError, match="got --tensor-parallel-size 2, expected 1"):
+        backend.check(EngineOptions(tensor_parallel_size=2), SAMPLING)
+    with pytest.raises(UserError, match="got --no-gather-whole, expected"):
+        backend.check(EngineOptions(zero_stage=3, gather_whole=False), SAMPLING)
+    with pytest.raises(UserError, match=r"--temperature 0.001: expected at least 0.01"):
+        backend.check(EngineOptions(), SamplingOptions(temperature=0.001))
+
+
+def test_an_engine_that_does_not_start(vllm: Any) -> None:
+    vllm.refuses = "Free memory on device cuda:0 (3.1/79.1 GiB)\nis less than desired"
+    with pytest.raises(UserError, match=r"memory_share 0.4: vLLM does not start: Free .* is less than desired; change"):
+        built()(tiny.causal_lm(), PROMPTS, SAMPLING, draws())
+
+
+def test_a_model_that_vllm_takes_for_another(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that leaves its weights as they were at the start is seen before anything is learned from it."""
+
+    def leave(engine: Any, weights: Any) -> None:
+        engine.model = tiny.causal_lm(std=0.02)
+
+    monkeypatch.setattr(vllm, "_reload", leave)
+    with pytest.raises(UserError, match=r"'llama': its log-probs are [\d.]+ nats a token from those of the actor"):
+        built()(tiny.causal_lm(std=0.5), PROMPTS, SAMPLING, draws())
+
+
+def test_nobody_imports_vllm_before_it_samples() -> None:
+    program = (
+        "import sys, rlhf.generation.vllm, step3_ppo.stage, step3_ppo.plan; "
+        "sys.exit(any(name.split('.')[0] == 'vllm' for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

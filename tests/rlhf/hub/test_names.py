@@ -1,0 +1,51 @@
+"""Short names of models, as people type them."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.hub import short_names
+
+
+@pytest.mark.parametrize(
+    ("typed", "place"),
+    [
+        ("opt-1.3b", "facebook/opt-1.3b"),
+        ("opt-350m", "facebook/opt-350m"),
+        ("OPT-66B", "facebook/opt-66b"),
+        ("gpt2", "openai-community/gpt2"),
+        ("gpt2-xl", "openai-community/gpt2-xl"),
+        ("pythia-160m", "EleutherAI/pythia-160m"),
+        ("bloom-560m", "bigscience/bloom-560m"),
+        ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M"),
+        ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
+        ("Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
+        ("llama-3.2-1b", "meta-llama/Llama-3.2-1B"),
+        ("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B"),
+        ("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_a_short_name_is_a_hub_id(typed: str, place: str) -> None:
+    assert short_names.resolve(typed) == place
+
+
+@pytest.mark.parametrize("name", ["someone/opt-1.3b", "no-such-model", "a/b/c", ""])
+def test_anything_else_stays_as_it_is(name: str) -> None:
+    assert short_names.resolve(name) == name
+
+
+def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert short_names.resolve("gpt2") == "gpt2"
+    assert short_names.resolve("gpt2-medium") == "openai-community/gpt2-medium"
+
+
+def test_every_name_means_one_place_and_every_preset_is_there() -> None:
+    ids = [pattern.format(size) for pattern, sizes in short_names.FAMILIES.items() for size in sizes.split()]
+    short = [place.split("/")[1].lower() for place in ids]
+    assert len(set(short)) == len(short), "two models share a short name"
+    assert all(place.count("/") == 1 and not set("{} ") & set(place) for place in ids)
+    assert all(short_names.resolve(name) == place for name, place in zip(short, ids, strict=True))
+    assert short_names.PRESETS and all(path.is_file() for path in short_names.PRESETS.values())

@@ -1,0 +1,368 @@
+"""Inputs of strangers: nothing in them runs, what cannot be used is one line that names it, and the exit code is 2.
+
+Whether something ran is told by a directory that the planted code makes. The rest of the fault tables' rows on
+security is in rlhf/chain/test_security_run.py (sockets, secrets) and rules/test_security_source.py (what no module may
+call).
+"""
+
+import io
+import json
+import pickle
+import resource
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from rlhf.errors import UserError
+from rlhf.hub import offline
+from rlhf.models.load import load_backbone, load_causal_lm, load_config
+from rlhf.models.scalar import load_scalar_model
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+from step1_sft import __main__ as sft
+from tests import payloads, tiny
+from tests.fault_names import require_collected
+from tests.programs import Run, runner
+
+CARELESS: dict[str, Any] = {"weights_only": bool(0)}  # so that no module has it where rules look for it
+
+ROWS: dict[int, tuple[str, ...]] = {
+    # pickles in every file of ours and of a model's directory
+    28: (
+        "rlhf/hub/test_security.py::test_no_payload_in_a_model_directory_runs",
+        "rlhf/hub/test_security.py::test_an_adapter_is_no_model",
+        "rlhf/hub/test_security.py::test_code_beside_a_tokenizer_never_runs",
+        "data/test_security_data.py::test_no_payload_in_the_cache_runs",
+        "data/test_security_data.py::test_no_payload_in_a_data_file_runs",
+        "rlhf/training/test_security_checkpoints.py::test_strays_in_a_checkpoint_are_ignored",
+        "rlhf/training/test_security_checkpoints.py::test_a_file_that_became_a_pickle_is_not_read",
+        "rlhf/training/test_security_checkpoints.py::test_a_pickle_that_the_manifest_vouches_for_does_not_run",
+    ),
+    # a data set that is a script
+    58: (
+        "data/test_faults.py::test_a_loading_script",
+        "data/read/test_places.py::test_a_loading_script_is_refused_and_not_run",
+    ),
+    # a hub that cannot be reached
+    59: (
+        "rlhf/chain/test_errors.py::test_the_hub_does_not_answer",
+        "rlhf/text/test_text.py::test_an_unreachable_hub_is_told_at_once",
+        "data/read/test_places.py::test_a_hub_that_does_not_answer_is_told_fast",
+        "rlhf/hub/test_security.py::test_a_name_server_that_is_silent_holds_nobody_up",
+    ),
+    # secrets
+    94: ("rlhf/chain/test_security_run.py::test_no_secret_is_written",),
+    # a terminal without Unicode
+    95: (
+        "rlhf/chain/test_security_run.py::test_a_terminal_that_knows_ascii_only",
+        "rlhf/chain/test_train.py::test_nothing_is_said_but_our_lines",
+    ),
+}
+
+
+def test_every_fault_has_tests_and_they_exist() -> None:
+    require_collected(ROWS)
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Path:
+    """A directory that is there if a payload ran."""
+    return tmp_path / "ran"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A good Llama with its tokenizer."""
+    tiny.causal_lm("llama").save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def load(place: Path) -> PreTrainedModel:
+    return load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, ran: Path
+) -> Callable[[Path], str]:
+    """`python -m step1_sft --model PLACE`, which must end with code 2 and one line; that line."""
+    run: Run = runner("step1_sft", sft.main, monkeypatch, capsys)
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"prompt": "w{i}", "response": "w{i} w5"}}\n' for i in range(4, 60)))
+    data = ["--data-path", str(tmp_path / "x.jsonl"), "--data-split", "1,0,0", "--max-eval-rows", "4"]
+    sizes = ["--batch-size", "4", "--max-length", "32", "--max-prompt-length", "16", "--dtype", "fp32"]
+
+    def call(place: Path) -> str:
+        code, _, said = run("--model", str(place), "--output-dir", str(tmp_path / "out"), *data, *sizes)
+        assert not ran.exists(), "the payload ran"
+        assert code == 2, said
+        [line] = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert "Traceback" not in said and str(place) in line
+        return line
+
+    return call
+
+
+@pytest.mark.parametrize("kind", payloads.WRITERS)
+def test_the_payloads_are_live(kind: str, tmp_path: Path, ran: Path) -> None:
+    """Each runs when it is read without care; otherwise the tests below would show nothing."""
+    path = tmp_path / "file"
+    payloads.WRITERS[kind](path, {}, ran)
+    if kind == "a plain pickle":
+        pickle.Unpickler(io.BytesIO(path.read_bytes())).load()
+    else:
+        torch.load(path, **CARELESS)
+    assert ran.is_dir()
+
+
+# --- weights
+
+
+@pytest.mark.parametrize("kind", payloads.WRITERS)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_no_payload_in_a_model_directory_runs(
+    place: Path, ran: Path, kind: str, name: str, refused: Callable[[Path], str]
+) -> None:
+    state = payloads.weights_of(place / "model.safetensors")
+    (place / "model.safetensors").unlink()
+    payloads.WRITERS[kind](place / name, state, ran)
+    said = refused(place)
+    assert f"{name}: " in said
+    if name.endswith(".bin"):
+        assert "nothing of it was run" in said and "safetensors" in said and "weights_only" not in said
+        code = {
+            "a zipped pickle": "mkdir",
+            "torch's old format": "mkdir",
+            "torch's bytes inside a pickle": "from_bytes",
+        }
+        assert code.get(kind, "") in said
+
+
+def test_a_shard_among_good_ones(place: Path, ran: Path, refused: Callable[[Path], str]) -> None:
+    state = payloads.weights_of(place / "model.safetensors")
+    (place / "model.safetensors").unlink()
+    names = sorted(state)
+    torch.save({name: state[name] for name in names[:5]}, place / "pytorch_model-00001-of-00002.bin")
+    second = "pytorch_model-00002-of-00002.bin"
+    payloads.write_zipped(place / second, {name: state[name] for name in names[5:]}, ran)
+    shards = {name: "pytorch_model-00001-of-00002.bin" if name in names[:5] else second for name in names}
+    (place / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    assert f"{second}: this pickle asks for code" in refused(place)
+
+
+def test_safetensors_go_before_pickles(place: Path, ran: Path) -> None:
+    """Whatever else lies beside good weights, nobody opens it."""
+    before = load(place)
+    names = ("pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "consolidated.00.pth", "training_args.bin")
+    states = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "state.pkl", "flax_model.msgpack", ".metadata")
+    for name in (*names, *states):
+        payloads.write_plain(place / name, {}, ran)
+    (place / "custom_generate").mkdir()
+    for name in ("modeling_llama.py", "custom_generate/generate.py", "__init__.py", "conftest.py"):
+        (place / name).write_text(payloads.evil_module(ran))
+    after = load(place)
+    load_backbone(str(place), torch.float32, tiny.VOCAB)
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("kind", payloads.WRITERS)
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
+def test_an_adapter_is_no_model(place: Path, ran: Path, kind: str, name: str, refused: Callable[[Path], str]) -> None:
+    """transformers lays it over the model in silence, and fetches the base model that it names."""
+    payloads.WRITERS[kind](place / name, {}, ran)
+    adapter = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "base_model_name_or_path": "someone/else"}
+    (place / "adapter_config.json").write_text(json.dumps(adapter))
+    assert "got an adapter (adapter_config.json), expected whole weights" in refused(place)
+
+
+def test_an_index_stays_in_its_directory(place: Path, tmp_path: Path, refused: Callable[[Path], str]) -> None:
+    shutil.move(place / "model.safetensors", tmp_path / "outside.safetensors")
+    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "..", 3):
+        shards = dict.fromkeys(payloads.weights_of(tmp_path / "outside.safetensors"), name)
+        (place / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+        assert f"model.safetensors.index.json names {name!r}" in refused(place)
+    (place / "model.safetensors.index.json").unlink()
+    payloads.edit_json(place / "config.json", transformers_weights="../outside.safetensors")
+    assert "must reference a file inside the model directory" in refused(place)
+
+
+def test_a_reward_model_is_read_with_the_same_care(place: Path, ran: Path) -> None:
+    state = {f"model.{name}": weight for name, weight in payloads.weights_of(place / "model.safetensors").items()}
+    for kind in payloads.WRITERS:
+        payloads.WRITERS[kind](place / "model.safetensors", state, ran)
+        with pytest.raises(UserError, match=r"model\.safetensors: "):
+            load_scalar_model(str(place), torch.float32, tiny.VOCAB)
+    (place / "model.safetensors").unlink()
+    payloads.write_zipped(place / "pytorch_model.bin", state, ran)
+    with pytest.raises(UserError, match="no trained head"):  # the head is looked for in safetensors only
+        load_scalar_model(str(place), torch.float32, tiny.VOCAB)
+    save_file({"score.weight": torch.ones(1, tiny.WIDTH)}, place / "model-extra.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: this pickle asks for code"):
+        load_scalar_model(str(place), torch.float32, tiny.VOCAB)
+    assert not ran.exists()
+
+
+# --- config.json
+
+
+@pytest.mark.parametrize("where", ["evil.C", "someone/else--evil.C"])
+@pytest.mark.parametrize("known", [True, False])
+def test_an_auto_map_never_runs(
+    place: Path, ran: Path, where: str, known: bool, refused: Callable[[Path], str]
+) -> None:
+    """Of an architecture that transformers has itself the map is not looked at; any other is refused."""
+    (place / "evil.py").write_text(payloads.evil_module(ran))
+    kinds = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoTokenizer")
+    payloads.edit_json(place / "config.json", auto_map=dict.fromkeys(kinds, where))
+    if known:
+        load(place)
+        load_tokenizer(str(place))
+    else:
+        payloads.edit_json(place / "config.json", model_type="evil")
+        assert "custom code" in refused(place)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "value", ["someone/kernel", "flash|someone/kernel@main:fn", "paged|someone/kernel", {"": "someone/kernel"}]
+)
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_kernels_of_strangers_are_refused(place: Path, key: str, value: Any) -> None:
+    payloads.edit_json(place / "config.json", **{key: value})
+    with pytest.raises(UserError, match=r"config\.json wants code from the hub .*someone/kernel"):
+        load_config(str(place))
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation_internal", "_experts_implementation_internal"])
+def test_a_kernel_under_another_name_is_not_asked_for(place: Path, key: str) -> None:
+    payloads.edit_json(place / "config.json", **{key: "someone/kernel"})
+    assert "someone/kernel" not in (load(place).config._attn_implementation, load(place).config._experts_implementation)
+
+
+# --- tokenizers
+
+
+@pytest.mark.parametrize("where", ["evil.C", "someone/else--evil.C"])
+@pytest.mark.parametrize("kind", [None, "C", "PreTrainedTokenizerFast"])
+def test_code_beside_a_tokenizer_never_runs(place: Path, ran: Path, where: str, kind: str | None) -> None:
+    for name in ("evil.py", "tokenization_evil.py", "C.py"):
+        (place / name).write_text(payloads.evil_module(ran))
+    own = {} if kind is None else {"tokenizer_class": kind}
+    payloads.edit_json(place / "tokenizer_config.json", auto_map={"AutoTokenizer": [where, where]}, **own)
+    if kind == "C":
+        with pytest.raises(UserError, match="custom code"):
+            load_tokenizer(str(place))
+    else:
+        assert load_tokenizer(str(place)).encode("w4 w5") == [4, 5]
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_pickle_in_place_of_a_tokenizers_file(
+    place: Path, ran: Path, name: str, refused: Callable[[Path], str]
+) -> None:
+    payloads.write_plain(place / name, {}, ran)
+    assert name in refused(place)
+
+
+def test_pickles_in_place_of_a_slow_tokenizers_files(place: Path, ran: Path, refused: Callable[[Path], str]) -> None:
+    (place / "tokenizer.json").unlink()
+    for name in ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "merges.txt", "vocab.pkl"):
+        payloads.write_plain(place / name, {}, ran)
+    for kind in ("LlamaTokenizer", "T5Tokenizer", "TransfoXLTokenizer", "BertTokenizer", "RagTokenizer"):
+        payloads.edit_json(place / "tokenizer_config.json", tokenizer_class=kind)
+        refused(place)
+
+
+DOUBLES = "{{% set n = namespace(x={0}) %}}{{% for i in range(60) %}}{{% set n.x = n.x {1} n.x %}}{{% endfor %}}"
+BOMBS = {
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "a power of names": "{% set n = 9 %}{{ n ** (n ** n) }}",
+    "a long text": "{{ 'a' * 10000000000 }}",
+    "a text that doubles": DOUBLES.format("'a' * 99", "~"),
+    "a number that is squared": DOUBLES.format("9", "*"),
+    "a wide format": "{{ '%09999999999d' % 1 }}",
+    "a wide filter": "{{ 'a' | center(10000000000) }}",
+    "a wide method": "{{ 'a'.ljust(10000000000) }}",
+    "a wide text in lines": "{{ ('ab ' * 30000000) | wordwrap(1) }}",
+    "words without end": "{{ lipsum(n=1000000000) }}",
+    "a filter that loops": "{{ 'a' | slice(1000000000) | list }}",
+    "a filter that fills": "{{ 'a' | batch(1000000000, 'x') | list }}",
+    "a macro that calls itself": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "a deep nesting": "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
+    "many brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "a long template": " " * 200_000,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_template_that_takes_too_much_is_refused(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it comes with a stranger's tokenizer. Unlimited, most of these take minutes or all memory."""
+    monkeypatch.setattr("rlhf.text.rendering.MAX_SECONDS", 0.3)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}" + BOMBS[bomb]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with pytest.raises(UserError, match="chat template") as caught:
+        prepare_tokenizer(tokenizer, "auto")
+    assert "\n" not in str(caught.value)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5  # the kernel's limit is 1 s here
+
+
+def test_a_template_that_is_no_text_is_refused() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = 5
+    with pytest.raises(UserError, match="--chat-template auto: got a int"):
+        prepare_tokenizer(tokenizer, "auto")
+
+
+# --- YAML and names of models
+
+
+def test_yaml_makes_plain_values_only(tmp_path: Path, ran: Path) -> None:
+    (tmp_path / "model.yaml").write_text(f"model: !!python/object/apply:os.mkdir ['{ran}']\n")
+    for read in (load_config, load_tokenizer):
+        with pytest.raises(UserError, match=r"model\.yaml:1: not valid YAML"):
+            read(str(tmp_path / "model.yaml"))
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["..", "a/..", "../a", "owner/../name", "a/b/../../c", "~/a", "a\0b"])
+@pytest.mark.parametrize("url", ["", "file:///", "https://example.org/", "hf://"])
+def test_a_model_is_a_directory_or_a_name_on_the_hub(
+    name: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for read in (load_config, load_tokenizer):
+        with pytest.raises(UserError) as caught:
+            read(url + name)
+        assert str(caught.value).splitlines() == [str(caught.value)]
+
+
+# --- the hub
+
+
+def test_a_name_server_that_is_silent_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, answers = threading.Event(), []
+
+    def wait(*_: Any, **__: Any) -> None:
+        answers.append(over.wait(60))
+        raise socket.gaierror("no answer")
+
+    assert offline.HUB_TIMEOUT <= 5
+    monkeypatch.setattr(offline, "HUB_TIMEOUT", 0.5)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    with pytest.raises(UserError, match=r"owner/name.*does not answer.*HF_HUB_OFFLINE=1"):
+        load_tokenizer("owner/name")
+    assert not answers
+    over.set()

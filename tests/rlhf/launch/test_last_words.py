@@ -1,0 +1,55 @@
+"""The last line of a chain that ends early."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.launch.failure_summary import command_again, last_step, last_words, newest_checkpoint
+from rlhf.launch.supervisor import Ended
+
+
+def test_where_why_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
+    stage = tmp_path / "step2_reward"
+    (stage / "checkpoints" / "step-00000008").mkdir(parents=True)
+    (stage / "checkpoints" / "step-00000012").mkdir()
+    for step in (8, 12):
+        (stage / "checkpoints" / f"step-000000{step:02}" / "manifest.json").touch()
+    (stage / "checkpoints" / ".tmp-step-00000016").mkdir()
+    (stage / "checkpoints" / "step-00000020").mkdir()  # no manifest: not whole
+    rows = ['{"kind": "train", "step": 15}', '{"kind": "train", "step": 16}', '{"kind": "warning", "step": 17}']
+    (stage / "metrics.jsonl").write_text("\n".join([*rows, '{"kind": "tr']))
+    assert last_words(stage, Ended(-9, "rank 1 on b: SIGKILL"), "python train.py --seed 1") == (
+        "to go on: python train.py --seed 1\n"
+        "step2_reward did not finish: rank 1 on b: SIGKILL, at step 16; it goes on after step 12"
+    )
+
+
+def test_nothing_was_done_yet(tmp_path: Path) -> None:
+    assert last_step(tmp_path) is None and newest_checkpoint(tmp_path) is None
+    said = last_words(tmp_path / "step1_sft", Ended(1, "rank 0: exit code 1"), "X")
+    assert said.endswith(
+        "\nstep1_sft did not finish: rank 0: exit code 1, before its first step; it begins again, without a checkpoint"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "sections", "again"),
+    [
+        (["--data-path", "a b"], {}, ["--data-path", "'a b'"]),
+        (["--overwrite", "--seed", "1"], {"sft": False, "ppo": True}, ["--seed", "1", "--ppo.overwrite"]),
+        (["--sft.overwrite=True"], {"sft": False}, []),
+        (["--overwrite"], {"sft": True}, ["--sft.overwrite"]),
+    ],
+)
+def test_the_command_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str], sections: dict[str, bool], again: list[str]
+) -> None:
+    """To overwrite what was already begun again would begin it once more."""
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *typed])
+    manifests = {}
+    for section, there in sections.items():
+        manifests[section] = tmp_path / section
+        if there:
+            manifests[section].touch()
+    assert command_again(manifests) == " ".join(["python", "train.py", *again])

@@ -1,0 +1,340 @@
+"""Processes that start together and end together: exit codes, signals, no orphan, one voice."""
+
+import ast
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.options import RunOptions
+from rlhf.errors import UserError
+from rlhf.launch import launcher
+from tests.processes import alive, until
+
+ROOT = Path(__file__).parents[3]
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an importable program that does as its first argument says, in every rank."""
+    name = f"program_{tmp_path.name}_{os.getpid()}"
+    (tmp_path / f"{name}.py").write_text(
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "rank = int(os.environ.get('RANK', 0))\n"
+        f"here = pathlib.Path({str(tmp_path)!r})\n"
+        "def ready(): (here / f'ready-{rank}').write_text(str(os.getpid()))\n"
+        "exec(sys.argv[1])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return name
+
+
+@pytest.mark.parametrize(("body", "code"), [("", 0), ("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_exit_code_is_the_stages(program: str, body: str, code: int, processes: int) -> None:
+    assert launcher.run(program, [body], processes) == code
+
+
+def test_a_process_alone_has_no_rank_and_two_have_their_own(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "5")  # left over from another launcher
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    write = "(here / f'env-{rank}').write_text(repr(dict(os.environ)))"
+    assert launcher.run(program, [write]) == 0
+    alone = environment_in(tmp_path / "env-0")
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & set(alone)
+    assert launcher.run(program, [write], 2) == 0
+    first, second = (environment_in(tmp_path / f"env-{rank}") for rank in (0, 1))
+    assert [first[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["0", "0", "2"]
+    assert [second[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "1", "2"]
+    assert first["MASTER_ADDR"] == "127.0.0.1" and first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert int(first["OMP_NUM_THREADS"]) == max(1, launcher.cores() // 2)
+    assert str(ROOT) in first["PYTHONPATH"].split(os.pathsep)
+
+
+def environment_in(path: Path) -> dict[str, str]:
+    found: dict[str, str] = ast.literal_eval(path.read_text())
+    return found
+
+
+def test_ranks_meet_and_listen_to_this_machine_only(program: str, tmp_path: Path) -> None:
+    body = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([rank + 1.0]); dist.all_reduce(total)\n"
+        "(here / f'sum-{rank}').write_text(str(total.item()))\n"
+        "port = f':{int(os.environ[\"MASTER_PORT\"]):04X} '\n"
+        "lines = [l for f in ('tcp', 'tcp6') if (t := pathlib.Path('/proc/net', f)).exists() for l in t.open()]\n"
+        "(here / f'listen-{rank}').write_text(''.join(l for l in lines if port in l and ' 0A ' in l))\n"
+        "dist.barrier(); dist.destroy_process_group()"
+    )
+    assert launcher.run(program, [body], 2) == 0
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in (0, 1)] == ["3.0", "3.0"]
+    listening = (tmp_path / "listen-0").read_text().splitlines()
+    assert all(" 0100007F:" in line for line in listening) and (listening or sys.platform != "linux")
+
+
+@LINUX
+@pytest.mark.parametrize("body", ["sys.exit(7) if rank else time.sleep(99)", "time.sleep(99) if rank else sys.exit(7)"])
+def test_the_first_to_fail_ends_the_others(program: str, body: str) -> None:
+    start = time.monotonic()
+    assert launcher.run(program, [body], 2) == 7
+    assert time.monotonic() - start < 99 and not alive(program)
+
+
+@LINUX
+def test_what_a_stage_leaves_running_is_ended_too(program: str) -> None:
+    body = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{program}'])"
+    assert launcher.run(program, [body]) == 0
+    until(lambda: not alive(program))
+
+
+@contextlib.contextmanager
+def launched(
+    program: str, body: str, processes: int, tmp_path: Path, grace_s: float = 30.0
+) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own that runs `program`, once every rank is ready; killed at the end if it is still there."""
+    code = "import signal, sys; signal.signal(1, signal.SIG_DFL); signal.signal(2, signal.default_int_handler)\n"
+    code += "from rlhf.launch import launcher; from rlhf.launch.hosts import Deployment, LaunchOptions\n"
+    code += f"where = Deployment({processes}, options=LaunchOptions(grace_s={grace_s}))\n"
+    code += f"sys.exit(launcher.run({program!r}, [{body!r}], where) % 256)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.DEVNULL, text=True) as process:
+        try:
+            until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(processes)))
+            yield process
+        finally:
+            process.kill()
+
+
+@LINUX
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_ends_every_process(program: str, tmp_path: Path, number: int, processes: int) -> None:
+    nested = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{program}']); "
+    with launched(program, nested + "ready(); time.sleep(99)", processes, tmp_path) as process:
+        assert len(alive(program)) >= 2 * processes
+        process.send_signal(number)
+        assert process.wait(60) == (-number) % 256
+    until(lambda: not alive(program))
+
+
+@LINUX
+def test_a_second_signal_kills(program: str, tmp_path: Path) -> None:
+    stubborn = "signal.signal(15, lambda *_: (here / 'asked').write_text('')); ready()\nwhile 1: time.sleep(0.1)"
+    with launched(program, stubborn, 1, tmp_path) as process:
+        process.send_signal(signal.SIGTERM)
+        until((tmp_path / "asked").exists)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == (-signal.SIGTERM) % 256
+    until(lambda: not alive(program))
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("handler", "code"),
+    [
+        ("sys.exit(143)", 256 - signal.SIGTERM),  # it has saved
+        ("sys.exit(1)", 1),  # it failed to
+        ("time.sleep(99)", 256 - signal.SIGKILL),  # it takes longer than it may
+    ],
+)
+def test_the_code_after_a_signal_tells_whether_the_stage_ended_in_order(
+    program: str, tmp_path: Path, handler: str, code: int
+) -> None:
+    body = f"signal.signal(15, lambda *_: {handler}); ready(); time.sleep(99)"
+    with launched(program, body, 1, tmp_path, grace_s=2.0) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == code
+    until(lambda: not alive(program))
+
+
+@LINUX
+@pytest.mark.parametrize("handler", ["signal.signal(10, lambda *_: (time.sleep(3), sys.exit(75)))", "pass"])
+def test_usr1_is_passed_on_and_waited_for(program: str, tmp_path: Path, handler: str) -> None:
+    """Longer than the grace time; a rank that knows no handler yet has nothing to save."""
+    with launched(program, f"{handler}; ready(); time.sleep(99)", 2, tmp_path, grace_s=1.0) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == launcher.REQUEUE
+    until(lambda: not alive(program))
+
+
+def test_one_that_ends_well_although_asked_to_be_started_again(program: str, tmp_path: Path) -> None:
+    with launched(
+        program, "signal.signal(10, lambda *_: sys.exit(0)); ready(); time.sleep(99)", 1, tmp_path
+    ) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == launcher.REQUEUE, "the next stage must not begin"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "cause"),
+    [
+        ("sys.exit(7) if rank else time.sleep(99)", 7, "rank 1: exit code 7"),
+        ("os.kill(os.getpid(), 9) if rank == 0 else time.sleep(99)", -9, "rank 0: SIGKILL (often: the machine is out"),
+        (
+            "os.kill(os.getpid(), 19) if rank else (time.sleep(1), sys.exit(1))",
+            1,
+            "rank 0: exit code 1; rank 1 did not answer: it is stopped",
+        ),
+        (
+            "signal.signal(15, lambda *_: 0); sys.exit(1) if rank else [time.sleep(99) for _ in range(9)]",
+            1,
+            "rank 1: exit code 1; rank 0 did not answer: stopped or hung",
+        ),
+        ("time.sleep(99) if rank else sys.exit(143)", 143, "SIGTERM"),
+        ("", 0, ""),
+    ],
+)
+def test_what_ended_it_is_named(program: str, body: str, code: int, cause: str) -> None:
+    ended = launcher.run(program, [body], 2)
+    assert ended == code and ended.cause.startswith(cause)
+    if sys.platform == "linux":
+        assert not alive(program)
+
+
+@LINUX
+def test_a_stage_that_does_not_hear_the_end_of_its_launcher_is_killed(program: str, tmp_path: Path) -> None:
+    stage = "from rlhf.launch.launcher import *; sys.argv = ['x']; from rlhf.config.options import RunOptions as O\n"
+    stage += "def run(_):\n    signal.signal(15, lambda *_: 0); ready()\n    while 1: time.sleep(0.1)\n"
+    stage += f"stage_main(lambda _: O, 'x', '', {{}}, run)  # {program}"
+    with launched(program, stage, 1, tmp_path, grace_s=1.0) as process:
+        process.kill()
+    until(lambda: not alive(program))
+
+
+@pytest.mark.faults
+def test_two_ranks_end_well_every_time(program: str) -> None:
+    body = "from rlhf.distributed.collectives import barrier, process_group\n"
+    body += "from rlhf.launch.launcher import end_well\n"
+    body += "with process_group(60): barrier()\nend_well()"
+    assert [int(launcher.run(program, [body], 2)) for _ in range(10)] == [0] * 10
+
+
+@LINUX
+def test_a_stage_ends_with_a_launcher_that_was_killed(program: str, tmp_path: Path) -> None:
+    stage = "from rlhf.launch.launcher import *; sys.argv = ['x']; from rlhf.config.options import RunOptions as O\n"
+    stage += f"stage_main(lambda _: O, 'x', '', {{}}, lambda _: (ready(), time.sleep(99)))  # {program}"
+    with launched(program, stage, 2, tmp_path) as process:
+        process.kill()
+    until(lambda: not alive(program))
+
+
+def test_codes_have_names() -> None:
+    assert launcher.name_of(1) == "exit code 1"
+    assert launcher.name_of(-signal.SIGTERM) == "SIGTERM"
+    assert launcher.name_of(-signal.SIGKILL).startswith("SIGKILL (") and "memory" in launcher.name_of(-signal.SIGKILL)
+
+
+# --- the side of the process begun
+
+
+def stage_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None, *argv: str) -> RunOptions:
+    seen: list[RunOptions] = []
+
+    def run(options: RunOptions) -> None:
+        seen.append(options)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(sys, "argv", ["x", "--output-dir", str(tmp_path / "out"), *argv])
+    assert launcher.stage_main(lambda _: RunOptions, "x", "", {}, run) == 0
+    return seen[0]
+
+
+def test_a_chain_is_no_rank_of_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher.require_alone()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="started as rank 1 of 2, expected one process"):
+        launcher.require_alone()
+
+
+def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher.resource, "getrlimit", lambda _: (16, 16))
+    with pytest.raises(UserError, match=r"got a limit of 16 open files, expected 256 or more"):
+        launcher.require_open_files()
+    allowed: list[Any] = []
+    monkeypatch.setattr(launcher.resource, "getrlimit", lambda _: (16, 4096))
+    monkeypatch.setattr(launcher.resource, "setrlimit", lambda *words: allowed.append(words))
+    launcher.require_open_files()
+    assert allowed == [(launcher.resource.RLIMIT_NOFILE, (256, 4096))]
+
+
+def test_between_stages_usr1_asks_to_be_started_again() -> None:
+    with pytest.raises(SystemExit) as ended, launcher.requeued_when_asked():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1)
+    assert ended.value.code == launcher.REQUEUE
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_the_deepspeed_launchers_extra_word_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert stage_main(monkeypatch, tmp_path, None, "--local_rank=1", "--seed", "3").seed == 3
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_mistake_is_one_line_and_rank_0_says_it_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: str
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        stage_main(monkeypatch, tmp_path, UserError("a: got b, expected c"))
+    assert ended.value.code == 2 and capsys.readouterr().err == "error: a: got b, expected c\n"
+    assert waited == ([] if rank == "0" else [launcher.PATIENCE_S])
+    assert "error: a: got b, expected c" in (tmp_path / "error.json").read_text()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "waits"),
+    [
+        ("0", ZeroDivisionError("ours"), False),
+        ("1", ZeroDivisionError("ours"), True),
+        ("0", RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:5"), True),
+    ],
+)
+def test_who_lost_its_peer_lets_the_peer_speak(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, error: Exception, waits: bool
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(type(error)):
+        stage_main(monkeypatch, tmp_path, error)
+    assert bool(waited) == waits
+
+
+def test_torchrun_shows_the_mistake_first_and_last(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "step1_sft", "--modle", "x", "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.strip("=-")]
+    said = "error: no option '--modle' (did you mean '--model'?); see --help"
+    assert done.returncode != 0 and done.stdout == ""
+    assert [line for line in lines if line.startswith("error:")] == [said]
+    assert lines[-1].endswith(said)
+
+
+def test_nothing_of_the_current_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would look for every module there first; an empty part of PYTHONPATH means it too."""
+    (tmp_path / "data").mkdir()
+    for name in ("yaml.py", "torch.py", "step1_sft.py", "sitecustomize.py", "data/__init__.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'absent'}:")
+    assert launcher.run("step1_sft", ["--help"]) == 0
+    assert not (tmp_path / "ran").exists()

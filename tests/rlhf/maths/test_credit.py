@@ -1,0 +1,233 @@
+"""Rewards and advantages against numbers worked by hand, a float64 double sum, and invariants."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.maths import credit, ops
+
+GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ragged(width: int) -> Tensor:
+    """One row of each length 1 .. width: bool [width, width]."""
+    return torch.ones(width, width).tril().bool()
+
+
+def whitened(x: Tensor, mask: Tensor) -> Tensor:
+    return ops.whiten(x, mask, *ops.mean_var(ops.moments(x, mask)))
+
+
+# Rewards
+
+
+def test_kl_rewards_by_hand() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0, -9.0], [-0.5, -9.0, -9.0, -9.0], [-9.0] * 4, [-1.0] * 4])
+    ref_logprobs = torch.tensor([[-2.0, -1.0, -3.5, -1.0], [-0.5, -1.0, -1.0, -1.0], [-1.0] * 4, [-3.0] * 4])
+    rewards = credit.kl_rewards(torch.tensor([5.0, -2.0, 7.0, 1.0]), logprobs, ref_logprobs, MASK, kl_coef=0.1)
+    expected = [[-0.1, 0.1, 4.95, 0.0], [-2.0, 0.0, 0.0, 0.0], [0.0] * 4, [-0.2, -0.2, -0.2, 0.8]]
+    torch.testing.assert_close(rewards, torch.tensor(expected))
+
+
+def test_an_empty_response_earns_exactly_nothing() -> None:
+    rewards = credit.kl_rewards(torch.tensor([7.0] * 4), normal(4, 4), normal(4, 4, seed=1), MASK, 0.1)
+    advantages, returns = credit.gae(rewards, normal(4, 4, seed=2), MASK, 1.0, 0.95)
+    for row in (rewards[2], advantages[2], returns[2]):
+        assert torch.equal(row, torch.zeros(4))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_rewards_of_a_row_sum_to_score_less_kl(estimator: ops.KLEstimator) -> None:
+    mask = ragged(6)
+    scores, logprobs, ref_logprobs = normal(6), normal(6, 6, seed=1), normal(6, 6, seed=2)
+    rewards = credit.kl_rewards(scores, logprobs, ref_logprobs, mask, 0.3, estimator)
+    for row in range(6):
+        kl = 0.0
+        for t in range(row + 1):
+            d = float(logprobs[row, t].double() - ref_logprobs[row, t].double())
+            kl += {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+        assert math.isclose(float(rewards[row].sum()), float(scores[row]) - 0.3 * kl, abs_tol=1e-5)
+
+
+def test_the_score_is_paid_once_at_the_last_token() -> None:
+    same = normal(4, 4)
+    rewards = credit.kl_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]), same, same, MASK, 0.1)
+    paid = [[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0] * 4, [0.0, 0.0, 0.0, 4.0]]
+    assert torch.equal(rewards, torch.tensor(paid))
+
+
+# Advantages
+
+
+def double_sum(rewards: Tensor, values: Tensor, length: int, gamma: float, lam: float) -> list[float]:
+    """advantage_t = sum_l (gamma lam)^l delta_{t+l}, term by term in float64; V = 0 past the end."""
+    r, v = rewards.double().tolist()[:length], [*values.double().tolist()[:length], 0.0]
+    deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(length)]
+    return [sum((gamma * lam) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.97, 0.0)])
+def test_gae_equals_the_double_sum(gamma: float, lam: float) -> None:
+    width = 40
+    rewards, values, mask = normal(width, width), normal(width, width, seed=1), ragged(width)
+    advantages, returns = credit.gae(rewards, values, mask, gamma, lam)
+    for row in range(width):
+        expected = double_sum(rewards[row], values[row], row + 1, gamma, lam)
+        assert advantages[row, : row + 1].tolist() == pytest.approx(expected, abs=1e-5)
+        targets = [a + v for a, v in zip(expected, values[row].tolist(), strict=False)]
+        assert returns[row, : row + 1].tolist() == pytest.approx(targets, abs=1e-5)
+        assert not advantages[row, row + 1 :].any() and not returns[row, row + 1 :].any()
+
+
+def test_gae_by_hand() -> None:
+    # deltas: 1 + .5 * 4 - 2 = 1;  0 + .5 * 6 - 4 = -1;  3 + 0 - 6 = -3.  Discount of advantages: .5 * .5.
+    rewards, values = torch.tensor([[1.0, 0.0, 3.0, 100.0]]), torch.tensor([[2.0, 4.0, 6.0, 100.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    advantages, returns = credit.gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [[0.5625, -1.75, -3.0, 0.0]]
+    assert returns.tolist() == [[2.5625, 2.25, 3.0, 0.0]]
+
+
+def test_at_lambda_one_returns_are_discounted_rewards() -> None:
+    rewards, values, mask = normal(9, 9), normal(9, 9, seed=1), ragged(9)
+    advantages, returns = credit.gae(rewards, values, mask, gamma=0.9, lam=1.0)
+    for row in range(9):
+        togo = [sum(0.9 ** (k - t) * float(rewards[row, k]) for k in range(t, row + 1)) for t in range(row + 1)]
+        assert returns[row, : row + 1].tolist() == pytest.approx(togo, abs=1e-5)
+    torch.testing.assert_close(advantages, (returns - values) * mask, atol=1e-6, rtol=0)
+
+
+def test_a_cut_response_is_not_bootstrapped() -> None:
+    # The last token of a full row has no successor: its advantage is reward - value, nothing of V beyond.
+    advantages, _ = credit.gae(torch.tensor([[1.0, 1.0]]), torch.tensor([[0.5, 0.25]]), ragged(2)[1:], 1.0, 0.95)
+    assert float(advantages[0, 1]) == 0.75
+
+
+def test_padding_on_either_side_and_holes_change_no_bit() -> None:
+    rewards, values, mask = normal(5, 5), normal(5, 5, seed=1), ragged(5)
+    clean = credit.gae(rewards, values, mask, 0.99, 0.95)
+    for columns in ([2, 3, 4, 5, 6], [0, 1, 2, 3, 4], [0, 2, 3, 6, 7]):
+        wide_rewards, wide_values = torch.full((5, 8), math.nan), torch.full((5, 8), math.inf)
+        wide_mask = torch.zeros(5, 8, dtype=torch.bool)
+        wide_rewards[:, columns], wide_values[:, columns], wide_mask[:, columns] = rewards, values, mask
+        for wide, narrow in zip(credit.gae(wide_rewards, wide_values, wide_mask, 0.99, 0.95), clean, strict=True):
+            assert torch.equal(wide[:, columns], narrow)
+            assert not wide[~wide_mask].any()
+
+
+def _credited(garbage: float) -> tuple[Tensor, ...]:
+    """Everything from scores to whitened advantages, with `garbage` wherever the mask is False."""
+    soiled = [normal(4, 4, seed=seed).masked_fill(~MASK, garbage) for seed in range(3)]
+    rewards = credit.kl_rewards(normal(4), soiled[0], soiled[1], MASK, 0.1, "k3")
+    advantages, returns = credit.gae(rewards, soiled[2], MASK, 0.99, 0.95)
+    return rewards, advantages, returns, whitened(advantages, MASK)
+
+
+def test_garbage_after_the_end_changes_no_bit() -> None:
+    clean = _credited(0.0)
+    for garbage in GARBAGE:
+        assert all(torch.equal(a, b) for a, b in zip(clean, _credited(garbage), strict=True))
+
+
+def test_low_precision_input_gives_float32_credit() -> None:
+    half = normal(4, 4).bfloat16()
+    rewards = credit.kl_rewards(normal(4).bfloat16(), half, half, MASK, 0.1)
+    assert {x.dtype for x in (rewards, *credit.gae(rewards, half, MASK, 1.0, 0.95))} == {torch.float32}
+
+
+# Invariants of the whole road from score to whitened advantage
+
+
+@pytest.mark.parametrize("shift", [-3.0, 0.5, 100.0])
+def test_shifting_all_scores_leaves_whitened_advantages(shift: float) -> None:
+    single = torch.ones(16, 1, dtype=torch.bool)
+    for mask, seed in ((single, 0), (ragged(8), 3)):  # without discount the shift reaches every token whole
+        scores, values = normal(len(mask), seed=seed), normal(*mask.shape, seed=seed + 1)
+        logprobs, ref_logprobs = normal(*mask.shape, seed=seed + 2), normal(*mask.shape, seed=seed + 3)
+        results = []
+        for moved in (scores, scores + shift):
+            rewards = credit.kl_rewards(moved, logprobs, ref_logprobs, mask, 0.1)
+            results.append(whitened(credit.gae(rewards, values, mask, 1.0, 1.0)[0], mask))
+        torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=0)
+
+
+def test_equal_rewards_give_zero_advantages() -> None:
+    mask = torch.ones(8, 1, dtype=torch.bool)
+    same = normal(8, 1)
+    rewards = credit.kl_rewards(torch.full((8,), 0.7), same, same, mask, 0.1)
+    advantages, _ = credit.gae(rewards, torch.full((8, 1), 0.2), mask, 1.0, 0.95)
+    assert torch.equal(whitened(advantages, mask), torch.zeros(8, 1))
+
+
+def test_a_batch_of_one_token_is_finite() -> None:
+    mask = torch.zeros(3, 4, dtype=torch.bool)
+    mask[1, 0] = True
+    rewards = credit.kl_rewards(normal(3), normal(3, 4), normal(3, 4, seed=1), mask, 0.1)
+    advantages, returns = credit.gae(rewards, normal(3, 4, seed=2), mask, 1.0, 0.95)
+    assert torch.equal(whitened(advantages, mask), torch.zeros(3, 4)) and bool(returns.isfinite().all())
+
+
+# The controller of the KL coefficient
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [(6.0, 0.2), (6.6, 0.2 * 1.01), (5.4, 0.2 * 0.99), (60.0, 0.2 * 1.02), (0.0, 0.2 * 0.98), (-3.0, 0.2 * 0.98)],
+)
+def test_adaptive_kl_by_hand(kl: float, expected: float) -> None:
+    # error = kl / 6 - 1 within +-0.2, and 64 / 640 = 0.1 of it is applied.
+    assert math.isclose(credit.adapt_kl_coef(0.2, kl, target=6.0, episodes=64, horizon=640), expected, rel_tol=1e-12)
+
+
+def test_adaptive_kl_refuses_nan_and_a_horizon_that_flips_the_sign() -> None:
+    with pytest.raises(AssertionError, match="nan"):
+        credit.adapt_kl_coef(0.2, math.nan, target=6.0, episodes=64, horizon=10_000)
+    with pytest.raises(AssertionError, match="horizon"):
+        credit.adapt_kl_coef(0.2, 1.0, target=6.0, episodes=50, horizon=10)
+
+
+# --- groups of responses to one prompt
+
+
+def test_leave_one_out_by_hand() -> None:
+    values = torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 3.0])
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; the second group likewise
+    expected = torch.tensor([-3.0, -1.5, 4.5, -1.5, -1.5, 3.0])
+    torch.testing.assert_close(credit.leave_one_out(values, 3), expected)
+    with pytest.raises(AssertionError, match="6 responses in groups of 4"):
+        credit.leave_one_out(values, 4)
+
+
+def test_against_group_by_hand() -> None:
+    values = torch.tensor([1.0, 3.0, 5.0, 5.0, 7.0, 1.0])
+    centred = torch.tensor([-1.0, 1.0, 0.0, 0.0, 3.0, -3.0])
+    torch.testing.assert_close(credit.against_group(values, 2, scale=False), centred)
+    # deviations sqrt(2), 0 and sqrt(18), unbiased: of two numbers their distance over sqrt(2)
+    scaled = centred / (torch.tensor([2.0, 2.0, 0.0, 0.0, 18.0, 18.0]).sqrt() + 1e-4)
+    torch.testing.assert_close(credit.against_group(values, 2, scale=True), scaled)
+
+
+@pytest.mark.parametrize("value", [1000.1, -0.1, 1 / 3])
+@pytest.mark.parametrize("group", [2, 3, 7])
+def test_equal_values_that_fp32_cannot_hold_are_equal_to_their_mean(value: float, group: int) -> None:
+    """Their mean rounds in fp32; over a deviation of 1e-4 that would be a third of an advantage."""
+    values = torch.full((2 * group,), value)
+    for found in (
+        credit.against_group(values, group, scale=True),
+        credit.against_group(values, group, scale=False),
+        credit.leave_one_out(values, group),
+    ):
+        assert torch.equal(found, torch.zeros(2 * group)) and found.dtype == torch.float32
+
+
+def test_the_number_of_a_response_is_on_all_its_tokens() -> None:
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    expected = torch.tensor([[2.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, -1.0, -1.0]])
+    assert torch.equal(credit.on_every_token(torch.tensor([2.0, 5.0, -1.0]), mask), expected)

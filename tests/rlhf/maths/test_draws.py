@@ -1,0 +1,79 @@
+"""Random streams: every response of every rollout has its own, which nothing beside it moves."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from rlhf.config.options import SamplingOptions
+from rlhf.generation import loop
+from rlhf.maths.uniforms import uniforms
+from step3_ppo import stage
+from tests import tiny
+
+
+def drawn(seed: int, draw: int, indices: list[int]) -> Tensor:
+    """The numbers that the responses to the prompts at `indices` are drawn with."""
+    found: list[Tensor] = []
+
+    def generate(actor: Any, backend: Any, prompts: Any, sampling: Any, draws: Tensor, *_: Any) -> None:
+        found.append(draws)
+
+    scorer = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=tiny.PAD), sampling=None)
+    players: Any = SimpleNamespace(actor=SimpleNamespace(device=torch.device("cpu")), backend=None, scorer=scorer)
+    config: Any = SimpleNamespace(seed=seed, rollout_batch_size=1, response_length=4)
+    prompts: Any = [SimpleNamespace(ids=[tiny.BOS], row=None)] * 100
+    with mock.patch.object(stage, "generate", generate):
+        stage.sample(players, prompts, indices, config, draw)
+    return found[0]
+
+
+def test_every_seed_iteration_prompt_and_copy_has_its_own_stream() -> None:
+    rows = [
+        tuple(row.tolist())
+        for seed in (0, 1, 7)
+        for draw in (0, 1, 2, 999, stage.HELD_OUT)
+        for row in drawn(seed, draw, [0, 0, 1, 1, 63, 63])
+    ]
+    assert len(set(rows)) == len(rows) == 90
+
+
+def test_whoever_draws_and_beside_what() -> None:
+    whole = drawn(3, 2, [5, 5, 9, 9, 4, 4])
+    assert torch.equal(drawn(3, 2, [9, 9]), whole[2:4])  # of another rank, say
+    assert torch.equal(uniforms([(3, 2, 9, 1)], 9)[0, :4], whole[3])  # longer responses begin alike
+
+
+def test_uniform() -> None:
+    """Mean and deviation of 200,000 numbers of 2,000 streams, within 4 standard errors."""
+    numbers = uniforms([(0, i) for i in range(2000)], 100).flatten()
+    assert abs(float(numbers.mean()) - 0.5) < 4 * 12**-0.5 / 200_000**0.5
+    assert abs(float(numbers.var()) - 1 / 12) < 4 * 180**-0.5 / 200_000**0.5
+    assert float(numbers.min()) >= 0 and float(numbers.max()) < 1
+
+
+def test_the_tokens_of_a_response_have_numbers_of_their_own() -> None:
+    """Neighbours in a stream are uncorrelated: the mean of products of variance 1 / 144, within 4 standard errors.
+
+    One number for all tokens of a response would make it 1 / 12.
+    """
+    numbers = uniforms([(0, i) for i in range(2000)], 100) - 0.5
+    for apart in (1, 2):
+        products = numbers[:, apart:] * numbers[:, :-apart]
+        assert abs(float(products.mean())) < 4 / 12 / products.numel() ** 0.5
+
+
+def test_a_response_is_the_same_alone_and_beside_others() -> None:
+    """And nothing that draws from torch's own stream in between moves it."""
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    model, prompts, sampling = tiny.causal_lm(), tiny.prompts([3, 9, 8]), SamplingOptions(response_length=8)
+
+    def sampled(seed: int, kept: slice = slice(None)) -> list[list[int]]:
+        torch.rand(3)
+        draws = uniforms([(seed, i) for i in range(3)], 8)
+        return backend(model, prompts[kept], sampling, draws[kept]).response_tokens()
+
+    assert sampled(0) == sampled(0) != sampled(1)
+    assert [row for i in range(3) for row in sampled(0, slice(i, i + 1))] == sampled(0)

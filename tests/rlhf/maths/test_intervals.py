@@ -1,0 +1,98 @@
+"""Intervals against tables, by hand, and by how often they cover a truth that is known."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.maths.intervals import mean_interval, student_t, win_fractions, win_rate_interval
+
+
+def test_students_t_is_that_of_the_tables() -> None:
+    for freedom, expected in {2: 4.303, 3: 3.182, 5: 2.571, 9: 2.262, 30: 2.042, 10**9: 1.960}.items():
+        assert student_t(freedom) == pytest.approx(expected, rel=0.01 if freedom < 5 else 3e-4)
+
+
+def test_the_interval_of_a_mean_by_hand() -> None:
+    found = mean_interval(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    half = 2.571 * math.sqrt(3.5) / math.sqrt(6)
+    assert found.mean == 3.5
+    assert (found.low, found.high) == pytest.approx((3.5 - half, 3.5 + half), abs=1e-3)
+
+
+def test_the_interval_of_a_win_rate_by_hand() -> None:
+    found = win_rate_interval(torch.tensor([1.0, 1.0, 0.5, 0.0]))
+    values = [1, 1, 0.5, 0, 0, 1]
+    center = sum(values) / 6
+    half = 2.571 * math.sqrt(sum((v - center) ** 2 for v in values) / 5 / 6)
+    assert found.mean == 0.625
+    assert (found.low, found.high) == pytest.approx((center - half, min(1.0, center + half)), abs=1e-3)
+
+
+def test_a_win_rate_never_has_an_interval_without_width_or_its_mean() -> None:
+    for wins in ([1.0] * 30, [0.0] * 30, [0.5] * 30, [0.5] * 29 + [1.0], [1.0, 1.0]):
+        found = win_rate_interval(torch.tensor(wins))
+        assert 0 <= found.low <= found.mean <= found.high <= 1
+        assert found.high - found.low > 0.02
+
+
+def fractions(kind: str, shape: tuple[int, int], draw: torch.Generator) -> tuple[Tensor, float]:
+    """Prompts' wins [repetitions, prompts] of a policy whose win rate is known, and that rate."""
+    u = torch.rand(shape, generator=draw, dtype=torch.float64)
+    if kind == "even":
+        return (u < 0.5).double(), 0.5
+    if kind == "nearly all":
+        return (u < 0.95).double(), 0.95
+    if kind == "mostly ties":
+        return torch.where(u < 0.1, 1.0, torch.where(u < 0.15, 0.0, 0.5)).double(), 0.525
+    assert kind == "two draws"  # two pairs a prompt, of prompts with different odds: uniform ones have the mean 1/2
+    pairs = torch.rand((2, *shape), generator=draw, dtype=torch.float64)
+    return (pairs < u).double().mean(0), 0.5
+
+
+@pytest.mark.parametrize("prompts", [20, 100, 400])
+@pytest.mark.parametrize("kind", ["even", "nearly all", "mostly ties", "two draws"])
+def test_the_win_rates_interval_covers_the_truth_95_times_in_100(kind: str, prompts: int) -> None:
+    repetitions = 2000
+    wins, truth = fractions(kind, (repetitions, prompts), torch.Generator().manual_seed(prompts))
+    found = [win_rate_interval(row) for row in wins]
+    covered = sum(f.low <= truth <= f.high for f in found) / repetitions
+    # three standard errors of 2000 repetitions are 0.015; few prompts may cover more, never less
+    assert covered >= 0.935
+    assert covered <= 0.965 or prompts < 400
+    if prompts == 400:  # and it is no wider than the normal interval of what was drawn
+        width = sum(f.high - f.low for f in found) / repetitions
+        assert width == pytest.approx(2 * 1.96 * wins.std(1).mean().item() / 20, rel=0.05)
+
+
+@pytest.mark.parametrize("prompts", [10, 100])
+def test_the_means_interval_covers_the_truth_95_times_in_100(prompts: int) -> None:
+    draws = torch.randn((2000, prompts), generator=torch.Generator().manual_seed(1)) * 3 + 7
+    found = [mean_interval(row) for row in draws]
+    assert sum(f.low <= 7 <= f.high for f in found) / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_wins_are_counted_over_pairs_of_different_draws() -> None:
+    none = torch.zeros(2, 2, 2, dtype=torch.bool)
+    own, other = torch.tensor([[3.0, 0.0], [1.0, 1.0]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]])
+    # prompt 1: 3 against 2 won, 0 against 1 lost; prompt 2: 1 against 0 won, 1 against 1 tied
+    assert win_fractions(own, other, none).tolist() == [0.5, 0.75]
+    one_same = none.clone()
+    one_same[0, 0, 1] = True
+    assert win_fractions(own, other, one_same).tolist() == [0.25, 0.75]
+
+
+def test_wins_and_losses_add_up_to_one() -> None:
+    own, other = torch.randn(50, 3).round(), torch.randn(50, 3).round()
+    none = torch.zeros(50, 3, 3, dtype=torch.bool)
+    both = win_fractions(own, other, none) + win_fractions(other, own, none)
+    torch.testing.assert_close(both, torch.ones(50, dtype=torch.float64))
+    assert win_fractions(own, own, none).tolist() == [0.5] * 50
+
+
+def test_a_hair_shared_by_all_draws_is_no_victory() -> None:
+    """Draws from one random stream: compared with its own twin, the better one would win every pair."""
+    own = torch.randn(2000, 2, generator=torch.Generator().manual_seed(3))
+    rate = win_fractions(own + 1e-3, own, torch.zeros(2000, 2, 2, dtype=torch.bool)).mean().item()
+    assert rate == pytest.approx(0.5, abs=0.01)

@@ -1,0 +1,400 @@
+"""The losses against plain Python in float64, finite differences, hand-worked numbers and invariants."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from rlhf.maths import losses, ops
+
+GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
+LENGTHS = torch.tensor([5, 1, 2, 4, 1, 3, 0, 5])
+MASK = torch.arange(5) < LENGTHS.unsqueeze(1)
+COUNT = float(LENGTHS.sum())
+SHAPE = (8, 5)
+
+Result = tuple[Tensor, dict[str, Tensor]]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def nll(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
+    return losses.token_nll(x, mask, COUNT)
+
+
+def policy(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
+    return losses.clipped_policy(x, data[0], data[1], mask, 0.2, COUNT)
+
+
+def dual(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
+    return losses.clipped_policy(x, data[0], data[1], mask, 0.2, COUNT, dual_clip=1.5)
+
+
+def value(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
+    return losses.clipped_value(x, data[0], data[1], mask, 0.2, COUNT)
+
+
+def kl(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
+    return losses.kl_penalty(x, data[0], mask, "k3", COUNT), {}
+
+
+Loss = Callable[[Tensor, list[Tensor], Tensor], Result]
+TOKEN_LOSSES: list[Loss] = [nll, policy, dual, value, kl]
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+    """x near the first of the data tensors, so that ratios lie in and out of the clip range."""
+    old = normal(*SHAPE, dtype=dtype)
+    x = (old + 0.4 * normal(*SHAPE, seed=1, dtype=dtype)).requires_grad_()
+    return x, [old, normal(*SHAPE, seed=2, dtype=dtype)]
+
+
+# Worth of each loss, in plain Python
+
+
+def clamp(x: float, low: float, high: float) -> float:
+    return low if x < low else min(x, high)
+
+
+def test_policy_loss_matches_float64() -> None:
+    x, (old, advantages) = inputs()
+    loss, metrics = losses.clipped_policy(x, old, advantages, MASK, 0.2, COUNT)
+    total = kl = clipped = ratios = 0.0
+    gradient = torch.zeros(SHAPE, dtype=torch.float64)
+    for b, t in MASK.nonzero().tolist():
+        a, d = float(advantages[b, t]), float(x.detach()[b, t].double() - old[b, t].double())
+        ratio = math.exp(d)
+        # Eq. 7 case by case: gain is capped above for A > 0 and below for A < 0.
+        binds = (a > 0 and ratio > 1.2) or (a < 0 and ratio < 0.8)
+        total -= a * (clamp(ratio, 0.8, 1.2) if binds else ratio)
+        gradient[b, t] = 0.0 if binds else -a * ratio / COUNT
+        kl, clipped, ratios = kl + ratio - 1 - d, clipped + binds, ratios + ratio
+    assert float(loss.detach()) == pytest.approx(total / COUNT, abs=1e-6)
+    assert 0 < clipped < COUNT
+    for name, expected in {"approx_kl": kl, "clip_fraction": clipped, "ratio_mean": ratios}.items():
+        assert float(metrics[name]) == pytest.approx(expected / COUNT, abs=1e-6), name
+    (found,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(found.double(), gradient, atol=1e-7, rtol=0)
+
+
+def test_policy_loss_by_hand() -> None:
+    # ratios 2, 2, 1/2, 1/2 with advantages 1, -1, 1, -1: gains 1.2, -2, 0.5, -0.8.
+    d = math.log(2.0)
+    ratios = torch.tensor([[d, d, -d, -d]])
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    loss, metrics = losses.clipped_policy(ratios, torch.zeros(1, 4), advantages, mask, 0.2, 4)
+    assert float(loss) == pytest.approx((-1.2 + 2 - 0.5 + 0.8) / 4)
+    assert float(metrics["clip_fraction"]) == 0.5 and float(metrics["ratio_mean"]) == pytest.approx(1.25)
+    assert float(metrics["approx_kl"]) == pytest.approx((2 * (1 - d) + 2 * (d - 0.5)) / 4)
+    assert float(metrics["ratio_square"]) == pytest.approx((2 * 1.0 + 2 * 0.25) / 4)
+
+
+def test_dual_clip_by_hand() -> None:
+    # Only A < 0 with a large ratio is bounded: a ratio of 8 at A = -2 costs 16, with dual clip 3 it costs 6.
+    far = math.log(8.0)
+    ratios = torch.tensor([[far, far, 0.0, far]]).requires_grad_()
+    advantages, mask = torch.tensor([[-2.0, 2.0, -2.0, 0.5]]), torch.ones(1, 4, dtype=torch.bool)
+    for dual_clip, expected in ((None, 16 - 2.4 + 2 - 0.6), (3.0, 6 - 2.4 + 2 - 0.6)):
+        loss, _ = losses.clipped_policy(ratios, torch.zeros(1, 4), advantages, mask, 0.2, 1, dual_clip=dual_clip)
+        assert float(loss.detach()) == pytest.approx(expected, abs=1e-5)
+    assert torch.autograd.grad(loss, ratios)[0].tolist() == [[0.0, 0.0, 2.0, 0.0]]
+
+
+def test_first_minibatch_is_the_policy_gradient() -> None:
+    _, (old, advantages) = inputs()
+    x = old.clone().requires_grad_()
+    loss, metrics = losses.clipped_policy(x, old, advantages, MASK, 0.2, COUNT)
+    assert {name: float(metric) for name, metric in metrics.items()} == {
+        "approx_kl": 0.0,
+        "clip_fraction": 0.0,
+        "ratio_mean": 1.0,
+        "ratio_square": 0.0,
+    }
+    (gradient,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(gradient, -advantages / COUNT * MASK, atol=1e-8, rtol=1e-6)
+
+
+def test_approx_kl_estimates_kl_of_old_from_new() -> None:
+    # Every token of a vocabulary once, weighted by the old policy: the exact KL(old || new).
+    old, new = normal(6).log_softmax(0), normal(6, seed=1).log_softmax(0)
+    exact = float((old.exp() * (old - new)).sum())
+    everything = torch.ones(1, 1, dtype=torch.bool)
+    estimate = sum(
+        math.exp(o)
+        * float(
+            losses.clipped_policy(torch.tensor([[n]]), torch.tensor([[o]]), torch.zeros(1, 1), everything, 0.2, 1)[1][
+                "approx_kl"
+            ]
+        )
+        for o, n in zip(old.tolist(), new.tolist(), strict=True)
+    )
+    assert estimate == pytest.approx(exact, rel=1e-5)
+
+
+def test_value_loss_matches_float64() -> None:
+    x, (old, returns) = inputs()
+    loss, metrics = losses.clipped_value(x, old, returns, MASK, 0.2, COUNT)
+    total, clipped = 0.0, 0
+    for b, t in MASK.nonzero().tolist():
+        v, o, r = float(x.detach()[b, t]), float(old[b, t]), float(returns[b, t])
+        free, held = (v - r) ** 2, (clamp(v, o - 0.2, o + 0.2) - r) ** 2
+        # The pessimistic of the two: a step beyond the range earns nothing more.
+        total += 0.5 * (held if held > free else free)
+        clipped += abs(v - o) > 0.2 and held > free
+    assert float(loss.detach()) == pytest.approx(total / COUNT, rel=1e-6)
+    assert 0 < clipped < COUNT
+    assert float(metrics["value_clip_fraction"]) == pytest.approx(clipped / COUNT, abs=1e-6)
+
+
+def test_value_loss_by_hand() -> None:
+    # V left the range towards R = 2 (held at 0.2), left it away from R, stayed inside.
+    values = torch.tensor([[1.0, -1.0, 0.1]], requires_grad=True)
+    returns, mask = torch.full((1, 3), 2.0), torch.ones(1, 3, dtype=torch.bool)
+    loss, metrics = losses.clipped_value(values, torch.zeros(1, 3), returns, mask, 0.2, 3)
+    assert float(loss.detach()) == pytest.approx(0.5 * (1.8**2 + 3.0**2 + 1.9**2) / 3)
+    assert float(metrics["value_clip_fraction"]) == pytest.approx(1 / 3)
+    torch.testing.assert_close(torch.autograd.grad(loss, values)[0], torch.tensor([[0.0, -1.0, -1.9 / 3]]))
+
+
+def test_an_infinite_value_range_is_half_the_squared_error() -> None:
+    x, (old, returns) = inputs()
+    loss, metrics = losses.clipped_value(x, old, returns, MASK, math.inf, COUNT)
+    torch.testing.assert_close(loss, 0.5 * (x - returns)[MASK].square().mean())
+    assert float(metrics["value_clip_fraction"]) == 0.0
+
+
+def test_no_token_inside_the_value_range_counts_as_clipped() -> None:
+    # Drawn apart: old + (v - old) is then often not v, by a rounding that must not count.
+    values, old, returns = (0.03 * normal(*SHAPE, seed=seed) for seed in range(3))
+    assert float((values - old).abs().max()) < 0.2
+    _, metrics = losses.clipped_value(values, old, returns, MASK, 0.2, COUNT)
+    assert float(metrics["value_clip_fraction"]) == 0.0
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_loss_matches_float64(estimator: ops.KLEstimator) -> None:
+    """With policy and reference exchanged k1 changes its sign, and k3 is another number: exp(d) - 1 - d."""
+    x, (reference, _) = inputs()
+    apart = (x.detach().double() - reference.double())[MASK].tolist()
+    total = sum({"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator] for d in apart)
+    loss = losses.kl_penalty(x, reference, MASK, estimator, COUNT)
+    # |d| < 2: exp and the sum of 21 terms round by less than 21 * 8 * eps / COUNT
+    assert float(loss.detach()) == pytest.approx(total / COUNT, abs=1e-6)
+
+
+def test_a_ratio_counts_up_to_its_bound_and_beyond_it_has_no_gradient() -> None:
+    """e^20 and e^-20: at advantage -1 the loss is the ratio itself, and no product of inf and 0 arises."""
+    x = torch.tensor([[1000.0, -1000.0]], requires_grad=True)
+    far, advantages, mask = torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    loss, metrics = losses.clipped_policy(x, far, advantages, mask, 0.2, 2)
+    assert float(loss.detach()) == pytest.approx((math.exp(20) - math.exp(-20)) / 2, rel=1e-6)
+    assert float(metrics["ratio_mean"]) == pytest.approx(math.exp(20) / 2, rel=1e-6)
+    assert torch.autograd.grad(loss, x)[0].tolist() == [[0.0, 0.0]]
+
+
+def test_token_nll_is_cross_entropy() -> None:
+    logits, ids = normal(*SHAPE, 7), torch.randint(7, SHAPE, generator=torch.Generator().manual_seed(1))
+    expected = torch.nn.functional.cross_entropy(logits.double()[MASK], ids[MASK])
+    loss, metrics = losses.token_nll(ops.token_logprobs(logits, ids), MASK, COUNT)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=0)
+    assert float(metrics["nll"]) == float(loss)
+
+
+def test_every_response_token_counts_once_and_no_other() -> None:
+    x = normal(*SHAPE).requires_grad_()
+    (gradient,) = torch.autograd.grad(losses.token_nll(x, MASK, COUNT)[0], x)
+    assert torch.equal(gradient, torch.where(MASK, -1.0 / COUNT, 0.0))
+
+
+def test_pairwise_matches_log1p_exp() -> None:
+    chosen, rejected, margin = 5 * normal(8), 5 * normal(8, seed=1), normal(8, seed=2).abs()
+    pairs = list(zip(chosen.double().tolist(), rejected.double().tolist(), margin.double().tolist(), strict=True))
+    plain = sum(math.log1p(math.exp(-(c - r))) for c, r, _ in pairs) / 8
+    assert float(losses.pairwise_logistic(chosen, rejected)[0]) == pytest.approx(plain, abs=1e-6)
+    full = sum(math.log1p(math.exp(-(c - r - m))) + 0.01 * (c + r) ** 2 for c, r, m in pairs) / 8
+    loss, metrics = losses.pairwise_logistic(chosen, rejected, margin, centering=0.01)
+    assert float(loss) == pytest.approx(full, abs=1e-6)
+    assert float(metrics["accuracy"]) == sum(c > r for c, r, _ in pairs) / 8
+    assert float(metrics["margin"]) == pytest.approx(sum(c - r for c, r, _ in pairs) / 8, abs=1e-6)
+
+
+def test_pairwise_starts_at_log_two_and_half() -> None:
+    loss, metrics = losses.pairwise_logistic(torch.zeros(4), torch.zeros(4))
+    assert float(loss) == pytest.approx(math.log(2.0))
+    assert float(metrics["accuracy"]) == 0.5 and float(metrics["margin"]) == 0.0
+
+
+def test_pairwise_stays_finite_far_out() -> None:
+    chosen = torch.tensor([-1e4, 1e4], requires_grad=True)
+    loss, _ = losses.pairwise_logistic(chosen, torch.zeros(2))
+    loss.backward()
+    assert float(loss.detach()) == 5e3 and chosen.grad is not None and chosen.grad.tolist() == [-0.5, 0.0]
+
+
+@pytest.mark.parametrize("shift", [-2.0, 0.5, 50.0])
+def test_pairwise_does_not_see_a_shift_of_all_scores(shift: float) -> None:
+    chosen, rejected = normal(8), normal(8, seed=1)
+    shifted = losses.pairwise_logistic(chosen + shift, rejected + shift)[0]
+    torch.testing.assert_close(shifted, losses.pairwise_logistic(chosen, rejected)[0], atol=1e-5, rtol=0)
+
+
+def test_centering_pulls_the_mean_of_a_pair_to_zero() -> None:
+    scores = torch.tensor([1.5, 0.5], requires_grad=True)
+    loss, _ = losses.pairwise_logistic(scores[:1], scores[1:], centering=0.01)
+    plain, _ = losses.pairwise_logistic(scores[:1], scores[1:])
+    pull = torch.autograd.grad(loss - plain, scores)[0]
+    torch.testing.assert_close(pull, torch.tensor([0.04, 0.04]))
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
+def test_token_losses_pass_gradcheck(loss: Loss) -> None:
+    x, data = inputs(torch.float64)
+    assert gradcheck(lambda x: loss(x, data, MASK)[0], x, eps=1e-6, atol=1e-6, rtol=1e-5)
+
+
+def test_pairwise_passes_gradcheck() -> None:
+    chosen, rejected, margin = (normal(8, seed=seed, dtype=torch.float64).requires_grad_() for seed in range(3))
+    for arguments in ((None, 0.0), (margin.detach(), 0.01)):
+        assert gradcheck(
+            lambda c, r, a=arguments: losses.pairwise_logistic(c, r, *a)[0],
+            (chosen, rejected),
+            eps=1e-6,
+            atol=1e-6,
+            rtol=1e-5,
+        )
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
+def test_low_precision_input_gives_a_float32_loss(loss: Loss) -> None:
+    x, data = inputs()
+    value, metrics = loss(x.detach().bfloat16(), [d.bfloat16() for d in data], MASK)
+    assert {value.dtype, *(metric.dtype for metric in metrics.values())} == {torch.float32}
+
+
+# Masks
+
+
+def masked_run(loss: Loss, garbage: float, width: int = SHAPE[1]) -> list[Tensor]:
+    """Loss, metrics and gradient with `garbage` off the mask, which also fills columns added up to `width`."""
+    x, data = inputs()
+
+    def soiled(tensor: Tensor) -> Tensor:
+        wide = torch.full((SHAPE[0], width), garbage)
+        wide[:, : SHAPE[1]] = tensor.detach().masked_fill(~MASK, garbage)
+        return wide
+
+    mask = torch.zeros(SHAPE[0], width, dtype=torch.bool)
+    mask[:, : SHAPE[1]] = MASK
+    leaf = soiled(x).requires_grad_()
+    value, metrics = loss(leaf, [soiled(d) for d in data], mask)
+    (gradient,) = torch.autograd.grad(value, leaf)
+    assert bool((gradient[~mask] == 0).all()), "gradient off the mask"
+    return [value.detach(), gradient[mask], *metrics.values()]
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
+def test_garbage_after_the_end_changes_no_bit(loss: Loss) -> None:
+    clean = masked_run(loss, 0.0)
+    for garbage in GARBAGE:
+        assert all(torch.equal(a, b) for a, b in zip(clean, masked_run(loss, garbage), strict=True)), garbage
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
+def test_more_padding_changes_nothing(loss: Loss) -> None:
+    clean, padded = masked_run(loss, 0.0), masked_run(loss, -7.0, width=12)
+    torch.testing.assert_close(padded, clean, atol=1e-7, rtol=1e-6)
+    assert torch.equal(padded[1], clean[1])
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
+def test_an_empty_micro_batch_is_zero(loss: Loss) -> None:
+    x, data = inputs()
+    value, metrics = loss(x, data, torch.zeros_like(MASK))
+    assert float(value.detach()) == 0.0 and not any(float(metric) for metric in metrics.values())
+    assert torch.equal(torch.autograd.grad(value, x)[0], torch.zeros(SHAPE))
+
+
+# Parts of an optimizer step
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
+def test_splitting_a_step_changes_no_sum_and_no_gradient(loss: Loss) -> None:
+    x, data = inputs()
+    whole, whole_metrics = loss(x, data, MASK)
+    (gradient,) = torch.autograd.grad(whole, x)
+    for size in (1, 2, 4):
+        parts = [loss(x[rows], [d[rows] for d in data], MASK[rows]) for rows in torch.arange(len(x)).split(size)]
+        total = torch.stack([part for part, _ in parts]).sum()
+        torch.testing.assert_close(total, whole, atol=1e-6, rtol=0)
+        assert torch.equal(torch.autograd.grad(total, x)[0], gradient)
+        for name, metric in whole_metrics.items():
+            added = torch.stack([metrics[name] for _, metrics in parts]).sum()
+            torch.testing.assert_close(added, metric, atol=1e-6, rtol=0, msg=name)
+
+
+def test_splitting_pairs_changes_no_sum_and_no_gradient() -> None:
+    scores, margin = normal(2, 8).requires_grad_(), normal(8, seed=2).abs()
+    whole, whole_metrics = losses.pairwise_logistic(scores[0], scores[1], margin, 0.01)
+    (gradient,) = torch.autograd.grad(whole, scores)
+    for size in (1, 2, 4):
+        rows = torch.arange(8).split(size)
+        parts = [losses.pairwise_logistic(scores[0, r], scores[1, r], margin[r], 0.01, count=8.0) for r in rows]
+        total = torch.stack([part for part, _ in parts]).sum()
+        torch.testing.assert_close(total, whole, atol=1e-6, rtol=0)
+        assert torch.equal(torch.autograd.grad(total, scores)[0], gradient)
+        for name, metric in whole_metrics.items():
+            added = torch.stack([metrics[name] for _, metrics in parts]).sum()
+            torch.testing.assert_close(added, metric, atol=1e-6, rtol=0)
+
+
+def test_a_count_may_be_a_tensor_and_metrics_are_detached() -> None:
+    x, (old, advantages) = inputs()
+    for count in (COUNT, torch.tensor(COUNT), LENGTHS.sum()):
+        loss, metrics = losses.clipped_policy(x, old, advantages, MASK, 0.2, count)
+        assert float(loss.detach()) == float(policy(x, [old, advantages], MASK)[0].detach())
+        assert not any(metric.requires_grad for metric in metrics.values())
+    value_metrics = losses.clipped_value(x, old, advantages, MASK, 0.2, COUNT)[1]
+    pair_metrics = losses.pairwise_logistic(x[:, 0], x[:, 1])[1]
+    for metric in (losses.token_nll(x, MASK, COUNT)[1] | value_metrics | pair_metrics).values():
+        assert not metric.requires_grad and metric.dim() == 0
+
+
+# Whole updates
+
+
+def test_an_update_with_learning_rate_zero_moves_no_bit() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 8)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.1)
+    _, (_, advantages) = inputs()
+    states, ids = normal(*SHAPE, 4, seed=5), torch.randint(7, SHAPE, generator=torch.Generator().manual_seed(1))
+    old = ops.token_logprobs(model(states)[..., :7], ids).detach()
+    for _ in range(3):
+        outputs = model(states)
+        actor, metrics = losses.clipped_policy(
+            ops.token_logprobs(outputs[..., :7], ids), old, advantages, MASK, 0.2, COUNT
+        )
+        critic, more = losses.clipped_value(outputs[..., 7], torch.zeros(SHAPE), advantages, MASK, 0.2, COUNT)
+        optimizer.zero_grad()
+        (actor + critic).backward()
+        optimizer.step()
+        assert all(math.isfinite(float(metric)) for metric in (metrics | more).values())
+        assert float(metrics["ratio_mean"]) == 1.0
+    assert all(torch.equal(after, before[name]) for name, after in model.state_dict().items())
+
+
+def test_zero_advantages_give_no_gradient() -> None:
+    x, (old, _) = inputs()
+    loss, _ = losses.clipped_policy(x, old, torch.zeros(SHAPE), MASK, 0.2, COUNT)
+    assert float(loss.detach()) == 0.0 and not torch.autograd.grad(loss, x)[0].any()

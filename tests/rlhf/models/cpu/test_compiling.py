@@ -1,0 +1,213 @@
+"""Compiled layers beside the same layers as they were written."""
+
+import gc
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
+from rlhf.engine.training import Engine, require_possible
+from rlhf.errors import UserError
+from rlhf.generation import loop
+from rlhf.generation._cache import WholeRoom
+from rlhf.models.cpu import compiling, kernels
+from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
+from tests import tiny
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[str]:
+    tiny.causal_lm("llama", std=0.05).save_pretrained(tmp_path / "model")
+    with tiny.one_rank():
+        yield str(tmp_path / "model")
+    torch._dynamo.reset()
+
+
+@needs_compiler
+def test_training_scoring_and_sampling_are_those_of_the_same_model(saved: str) -> None:
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    found = []
+    for compiled in (False, True):
+        lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
+        options = EngineOptions(dtype="fp32", torch_compile=compiled)
+        engine = Engine(Policy(lm), options, OptimizerOptions(learning_rate=1e-3, lr_scheduler_type="constant"), 10)
+        losses: list[float] = []
+        for step in range(4):
+            rows = tiny.sequences([9, 5 + step, 14, 3], prompts=[2, 1, 3, 1], seed=step)
+
+            def loss(given: object) -> tuple[Tensor, dict[str, Tensor]]:
+                return -engine(given)[0].mean(), {}  # noqa: B023  (called at once)
+
+            losses.append(engine.step([rows[:2], rows[2:]], loss)["loss"])
+        with engine.inference() as policy:
+            scored = policy(tiny.sequences([12, 20], prompts=[1, 1], seed=9))[0]
+            made = backend(policy.lm, tiny.prompts([3, 9]), SamplingOptions(response_length=12), None)
+        found.append((losses, scored, made.response_ids, torch._dynamo.utils.counters["frames"]["ok"]))
+    (plain, expected, tokens, before), (losses, scored, sampled, after) = found
+    assert losses == pytest.approx(plain, abs=1e-5) and losses[-1] != losses[0]
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
+    assert torch.equal(sampled, tokens)
+    # Five pieces of a layer, with gradients and without: none for another layer, another length or a longer cache.
+    assert after - before == 10
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path) -> None:
+    tiny.causal_lm(family, std=0.05).save_pretrained(tmp_path / "model")
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    draws = torch.rand(5, 12, generator=torch.Generator().manual_seed(0))
+    found, seen = [], []
+    for compiled in (False, True):
+        lm = load_causal_lm(str(tmp_path / "model"), torch.float32, tiny.VOCAB)
+        if compiled:
+            compiling.compile_layers(lm)
+        first = backend(lm, tiny.prompts([3, 9, 5, 7]), SamplingOptions(response_length=9), draws[:4])
+        seen.append(graphs())
+        with torch.no_grad():
+            for weight in lm.parameters():
+                weight.mul_(1.5)  # as an optimizer does, in place
+        second = backend(lm, tiny.prompts([2, 4, 11, 3, 6]), SamplingOptions(response_length=12), draws)
+        seen.append(graphs())
+        found.append((first, second))
+    for plain, fast in zip(*found, strict=True):
+        assert torch.equal(plain.response_ids, fast.response_ids)
+        torch.testing.assert_close(fast.sampled_logprobs, plain.sampled_logprobs, rtol=0, atol=1e-5)
+    assert not torch.equal(found[0][0].sampled_logprobs[:, 0], found[0][1].sampled_logprobs[:4, 0])
+    assert seen[0] == seen[1] and seen[2] == seen[3] == seen[1] + 5  # four pieces of a layer read prompts
+    torch._dynamo.reset()
+
+
+@needs_compiler
+def test_models_that_take_turns_keep_their_own_steps(tmp_path: Path) -> None:
+    """Within a rollout a step is not asked which graph it takes; rows end at different steps."""
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    draws = torch.rand(4, 12, generator=torch.Generator().manual_seed(0))
+    plain: list[PreTrainedModel] = []
+    for i, family in enumerate(("llama", "llama", "gpt2")):
+        lm = tiny.causal_lm(family, std=0.05 * (i + 1))
+        lm.save_pretrained(tmp_path / str(i))
+        plain.append(load_causal_lm(str(tmp_path / str(i)), torch.float32, tiny.VOCAB))
+    fast = [load_causal_lm(str(tmp_path / str(i)), torch.float32, tiny.VOCAB) for i in range(3)]
+    for lm in fast:
+        compiling.compile_layers(lm)
+    for turn in (0, 1, 0, 2, 1, 2, 0):
+        want, found = (
+            backend(models[turn], tiny.prompts([3, 9, 5, 7]), SamplingOptions(response_length=12), draws)
+            for models in (plain, fast)
+        )
+        assert torch.equal(want.response_ids, found.response_ids)
+        torch.testing.assert_close(found.sampled_logprobs, want.sampled_logprobs, rtol=0, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_the_cache_on_disk_tells_vector_widths_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph made for 16 numbers a turn leaves half of them out where vectors hold 8."""
+    keys = []
+    for capability in ("AVX2", "AVX512", "DEFAULT"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        with torch._inductor.config.patch({"cpp.simdlen": None}):
+            compiling.compile_layers(tiny.causal_lm())
+            keys.append(torch._inductor.config.save_config_portable(ignore_private_configs=False))
+    assert keys[0] != keys[1] != keys[2] != keys[0]
+
+
+@needs_compiler
+def test_the_compiler_keeps_no_cache(saved: str) -> None:
+    compiling.whole.cache_clear()
+    lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
+    compiling.compile_layers(lm)
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    gc.collect()
+    gc.disable()
+    try:
+        backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
+        assert not [x for x in gc.get_objects() if type(x) is WholeRoom]
+    finally:
+        gc.enable()
+
+
+@needs_compiler
+def test_products_of_the_same_states_are_one(saved: str) -> None:
+    lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    sampling, counts = SamplingOptions(response_length=3), []
+    for compiled in (False, True):
+        if compiled:
+            compiling.compile_layers(lm)
+            backend(lm, tiny.prompts([5, 2]), sampling, None)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            made = backend(lm, tiny.prompts([5, 2]), sampling, None)
+        own = compiled and kernels.for_one_token(torch.float32)
+        name = "rlhf::products" if own else "rlhf::sorted_products"
+        counts.append(sum(event.count for event in seen.key_averages() if event.key == name))
+    steps, layers = made.mask.shape[1] - 1, lm.config.num_hidden_layers
+    # query, key, value; output; gate, up; down; and the head once
+    assert counts == [steps * (7 * layers + 1), steps * (4 * layers + 1)]
+
+
+@needs_compiler
+def test_what_is_no_single_graph_runs_as_it_was_written(saved: str) -> None:
+    compiling.whole.cache_clear()
+    lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    plain = backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
+    compiling.compile_layers(lm)
+    lm.get_output_embeddings().register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    with pytest.warns(UserWarning, match="--torch-compile: a decode step runs uncompiled") as caught:
+        fast = backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
+    compiling.whole.cache_clear()
+    assert torch.equal(plain.response_ids, fast.response_ids)
+    assert sum("decode step" in str(warning.message) for warning in caught) == 1
+
+
+@needs_compiler
+@torch._inductor.config.patch(emulate_precision_casts=False)
+@pytest.mark.parametrize("own", [False, True])  # attention of our own, which rounds otherwise
+def test_in_bf16_training_scores_as_scoring_does(saved: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ratio of PPO is 1, and its KL from a reference of the same weights 0."""
+    policy, rows = Policy(load_causal_lm(saved, torch.bfloat16, tiny.VOCAB)), tiny.sequences([20, 9, 14], [1, 1, 1])
+    compiling.round_alike()
+    if not own:
+        monkeypatch.setattr(kernels, "for_rows", lambda _: False)
+    with torch.no_grad():
+        exact = Policy(load_causal_lm(saved, torch.float32, tiny.VOCAB))(rows)[0]
+        expected = policy(rows)[0]
+        compiling.compile_layers(policy)
+        scored = policy(rows)[0]
+    assert torch.equal(policy(rows)[0], scored)
+    torch.testing.assert_close(scored, expected, rtol=0, atol=5e-3 if own else 1e-3)
+    assert (scored - exact).norm() < 1.1 * (expected - exact).norm()
+
+
+def test_it_is_refused_where_layers_lie_in_parts() -> None:
+    cpu = torch.device("cpu")
+    for more in ({"zero_stage": 3}, {"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}):
+        with pytest.raises(UserError, match="--torch-compile: expected --zero-stage 0, 1 or 2"):
+            require_possible(EngineOptions(torch_compile=True, **more), cpu)  # type: ignore[arg-type]
+
+
+def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(UserError, match="install one"):
+        compiling.require_compiler(torch.device("cpu"))

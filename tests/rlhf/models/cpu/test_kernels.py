@@ -1,0 +1,213 @@
+"""Operations in C++ beside the formula in fp64."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor
+
+from rlhf.config.options import SamplingOptions
+from rlhf.generation import loop
+from rlhf.models import packing
+from rlhf.models.cpu import attention, compiling, kernels
+from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
+from tests import tiny
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def needed(dtype: torch.dtype, usable: Callable[[torch.dtype], bool] = kernels.for_one_token) -> None:
+    if shutil.which("g++") is None or not usable(dtype):
+        pytest.skip(f"no C++ compiler here, or no block products of {dtype}")
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def agree(found: Tensor, exact: Tensor) -> None:
+    """In bf16 as near as rounding the exact result comes."""
+    relative, absolute = (2.0**-8, 1e-4) if found.dtype == torch.bfloat16 else (1e-5, 1e-5)
+    torch.testing.assert_close(found.double(), exact, rtol=1.01 * relative, atol=absolute)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 16, 33, 70])
+@pytest.mark.parametrize(("inner", "outputs"), [(2, (1,)), (40, (50,)), (64, (32, 7, 7)), (66, (31, 100))])
+def test_products_are_those_of_each_weight_beside_each_other(
+    tokens: int, inner: int, outputs: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    needed(dtype)
+    x = drawn(tokens, 1, inner, dtype=dtype)
+    weights = [drawn(n, inner, dtype=dtype) for n in outputs]
+    biases = [drawn(n, dtype=dtype) for n in outputs]
+    exact = torch.cat([x.double() @ w.double().mT for w in weights], -1)
+    agree(kernels.products(x, weights, []), exact)
+    agree(kernels.products(x.expand(tokens, 2, inner)[:, 1:], weights, biases), exact + torch.cat(biases).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [8, 64, 80, 128])
+@pytest.mark.parametrize(("heads", "groups"), [(3, 3), (4, 2), (9, 3), (8, 1), (7, 1)])
+def test_one_token_attends_to_what_it_sees(heads: int, groups: int, size: int, dtype: torch.dtype) -> None:
+    needed(dtype)
+    rows, room = 4, 37
+    q = drawn(rows, 1, heads, size, dtype=dtype).transpose(1, 2)
+    k, v = (drawn(rows, groups, room, size + i, dtype=dtype)[..., i:].contiguous() for i in range(2))
+    seen = torch.ones(rows, 1, 1, room, dtype=torch.bool)
+    seen[0, ..., :5], seen[1, ..., 30:], seen[2, ..., 3:20:2], seen[3, ..., 1:] = False, False, False, False
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), seen, scale=0.3, enable_gqa=True
+    )
+    agree(kernels.attend(q, k, v, seen, 0.3), exact.transpose(1, 2))
+
+
+ROWS = [  # tokens of the second side, from s on, do not see the first, from c to there: c, s, length
+    (130, 200, 260), (3, 7, 90), (64, 128, 200), (1, 1, 1), (100, 100, 100), (0, 5, 9), (300, 301, 303), (5, 150, 151),
+]  # fmt: skip
+
+
+def row_by_row(q: Tensor, k: Tensor, v: Tensor, rows: list[tuple[int, ...]], scale: float) -> Tensor:
+    """The formula, with each row's own mask."""
+    found, heads, start = [], q.shape[1] // k.shape[1], 0
+    for common, second, length in rows:
+        i = torch.arange(length)
+        seen = (i[:, None] >= i) & ~((i[:, None] >= second) & (i >= common) & (i < second))
+        asked, keys, values = (x[:, :, start : start + length] for x in (q, k, v))
+        keys, values = (x.repeat_interleave(heads, 1) for x in (keys, values))
+        scores = (asked @ keys.mT * scale).masked_fill(~seen, -torch.inf)
+        found.append(scores.softmax(-1) @ values)
+        start += length
+    return torch.cat(found, 2).transpose(1, 2)
+
+
+def spans(rows: list[tuple[int, ...]]) -> Tensor:
+    made = torch.tensor(rows)
+    return torch.cat([(made[:, 2].cumsum(0) - made[:, 2])[:, None], made], 1)
+
+
+@pytest.mark.parametrize("size", [8, 64, 80])
+@pytest.mark.parametrize(("heads", "groups"), [(3, 3), (6, 2), (5, 1)])
+@pytest.mark.parametrize("beside", [False, True])  # heads beside each other, or beneath
+def test_rows_attend_and_learn_each_for_itself(heads: int, groups: int, size: int, beside: bool) -> None:
+    needed(torch.bfloat16, kernels.for_rows)
+    tokens = sum(length for *_, length in ROWS)
+    given = []
+    for i, n in enumerate((heads, groups, groups)):
+        x = drawn(1, tokens, n, size, dtype=torch.bfloat16).roll(i, 1).transpose(1, 2)
+        given.append((x if beside else x.contiguous()).requires_grad_())
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, expected = kernels.attend_rows(*given, spans(ROWS), 0.2), row_by_row(*exact, ROWS, 0.2)  # type: ignore[arg-type,call-arg]
+    outer = drawn(1, tokens, heads, size, dtype=torch.bfloat16)
+    gradients = torch.autograd.grad(found, given, outer)
+    wanted = torch.autograd.grad(expected, exact, outer.double())
+    for got, want in zip((found, *gradients), (expected, *wanted), strict=True):
+        assert got.shape == want.shape
+        # Scores' weights, their product and the result are rounded, each by 2^-9 / sqrt(3) rms: 0.002 of the norm,
+        # twice that where a gradient passes through as many again. One number is off by more where terms cancel.
+        assert float((got.double() - want).norm() / want.norm()) < 0.004
+        torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.02)
+
+
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    needed(torch.bfloat16, kernels.for_rows)
+    lengths, found = (65, 63, 64, 2), []
+    made = spans([(n, n, n) for n in lengths])
+    for bad in (False, True):
+        given = [drawn(1, sum(lengths), 1, 8, dtype=torch.bfloat16).roll(i, 1).transpose(1, 2) for i in range(3)]
+        if bad:
+            for x in given:
+                x[:, :, :65] = torch.nan
+        given = [x.requires_grad_() for x in given]
+        out = kernels.attend_rows(*given, made, 0.2)  # type: ignore[call-arg]
+        gradients = torch.autograd.grad(out, given, torch.ones_like(out))
+        found.append([out[0, 65:], *(x[0, 0, 65:] for x in gradients)])
+    for clean, beside in zip(*found, strict=True):
+        assert torch.equal(clean, beside)
+
+
+def test_rows_beyond_the_tokens_are_refused() -> None:
+    needed(torch.bfloat16, kernels.for_rows)
+    given = [drawn(1, 2, 10, 8, dtype=torch.bfloat16) for _ in range(3)]
+    for row in ([0, 11, 11, 11], [5, 6, 6, 6], [-1, 4, 4, 4], [0, 5, 4, 6], [0, 4, 7, 6]):
+        with pytest.raises(ValueError, match="attend_rows: row 0 of"):
+            kernels.attend_rows(*given, torch.tensor([row]), 0.2)  # type: ignore[call-arg]
+
+
+@torch._inductor.config.patch(emulate_precision_casts=False)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_compiled_model_scores_and_learns_with_them_as_without(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed(torch.bfloat16, kernels.for_rows)
+    lm, rows = tiny.causal_lm(family, std=0.05).bfloat16(), tiny.sequences([12, 40, 17, 31], prompts=[3, 9, 1, 8])
+    attention.use(lm)
+    packing.allow(lm, whole=True)
+    assert packing.packs(lm)
+    compiling.compile_layers(lm)
+    compiling.round_alike()
+    found = []
+    for usable in (True, False):
+        monkeypatch.setattr(kernels, "for_rows", lambda _, usable=usable: usable)
+        asked = [0]
+        monkeypatch.setattr(kernels, "attend_rows", counted(kernels.attend_rows, asked))
+        logprobs, _ = Policy(lm)(rows)
+        gradient = torch.autograd.grad(logprobs.sum(), list(lm.parameters()), allow_unused=True)
+        assert asked[0] == (lm.config.num_hidden_layers if usable else 0)
+        found.append((logprobs, torch.cat([g.flatten() for g in gradient if g is not None]).double()))
+        with torch.no_grad():
+            assert torch.equal(Policy(lm)(rows)[0], logprobs)  # scoring rounds as training does
+    torch._dynamo.reset()
+    (fast, quick), (plain, slow) = found
+    torch.testing.assert_close(fast, plain, rtol=0, atol=2e-2)
+    assert float((quick - slow).norm() / slow.norm()) < 0.02
+
+
+def counted(function: Callable[..., Tensor], calls: list[int]) -> Callable[..., Tensor]:
+    def count(*arguments: object) -> Tensor:
+        calls[0] += 1
+        return function(*arguments)
+
+    return count
+
+
+def test_other_numbers_and_odd_sizes_do_not_fit() -> None:
+    assert kernels.fits(torch.empty(3, 5), torch.empty(2, 4, dtype=torch.bfloat16))
+    assert not kernels.fits(torch.empty(3, 4), torch.empty(2, 5, dtype=torch.bfloat16))
+    assert not kernels.fits(torch.empty(3, 4, dtype=torch.float16))
+    assert not kernels.for_one_token(torch.float16)
+    assert not kernels.for_rows(torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_without_them_tokens_are_the_same(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed(torch.float32)
+    tiny.causal_lm(family, std=0.05).save_pretrained(tmp_path / "model")
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    draws = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    lm = load_causal_lm(str(tmp_path / "model"), torch.float32, tiny.VOCAB)
+    compiling.compile_layers(lm)
+    with_them = backend(lm, tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
+    monkeypatch.setattr(kernels, "for_one_token", lambda _: False)
+    without = backend(lm, tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
+    torch._dynamo.reset()
+    assert torch.equal(with_them.response_ids, without.response_ids)
+    torch.testing.assert_close(with_them.sampled_logprobs, without.sampled_logprobs, rtol=0, atol=1e-5)
+
+
+def test_where_the_source_does_not_compile_it_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler here")
+    (tmp_path / "cpp").mkdir()
+    for name in ("blocks.h", "one_token.cpp"):
+        (tmp_path / "cpp" / name).write_text("no C++")
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
+    kernels.for_one_token.cache_clear(), kernels._compiled.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="one_token.cpp does not compile, so what it does takes longer: .*error: "):
+            assert not kernels.for_one_token(torch.float32)
+        assert not kernels.for_one_token(torch.bfloat16)
+    finally:
+        kernels.for_one_token.cache_clear(), kernels._compiled.cache_clear()

@@ -1,0 +1,319 @@
+"""Models that must not be trained on are refused in one line; embeddings and tokenizer need not have one size."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf import plugins
+from rlhf.config.options import SamplingOptions
+from rlhf.errors import UserError
+from rlhf.maths.uniforms import uniforms
+from rlhf.models.load import (
+    context_length,
+    load_backbone,
+    load_causal_lm,
+    load_config,
+    require_context,
+    require_vocabulary,
+)
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import new_scalar_model
+from tests import tiny
+
+ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
+State = dict[str, Tensor]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A good Llama."""
+    tiny.causal_lm("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_weights(place: Path, change: Callable[[State], Any]) -> None:
+    state = load_file(place / "model.safetensors")
+    change(state)
+    save_file(
+        {name: value.contiguous() for name, value in state.items()}, place / "model.safetensors", {"format": "pt"}
+    )
+
+
+def edit_config(place: Path, **changes: Any) -> None:
+    path = place / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refusal(place: Path, load: Callable[..., Any] = load_causal_lm, size: int = tiny.VOCAB) -> str:
+    with pytest.raises(UserError) as caught:
+        load(str(place), torch.float32, size)
+    assert "\n" not in str(caught.value) and str(place) in str(caught.value)
+    return str(caught.value)
+
+
+def both(place: Path) -> str:
+    """The refusals as a language model and as a backbone, which must agree."""
+    said = refusal(place)
+    assert refusal(place, load_backbone) == said
+    return said
+
+
+# --- weights
+
+
+def test_missing_and_unexpected_weights_are_named(place: Path) -> None:
+    edit_weights(place, lambda state: state.update({"model.norm.wait": state.pop("model.norm.weight")}))
+    assert "1 weights are missing (model.norm.weight); 1 weights are unexpected (model.norm.wait)" in refusal(place)
+    said = refusal(place, load_backbone)
+    assert "missing" in said and "norm.weight" in said and "norm.wait" in said
+
+
+def test_a_layer_too_many_is_refused(place: Path) -> None:
+    name = "model.layers.{}.mlp.up_proj.weight"
+    edit_weights(place, lambda state: state.update({name.format(2): state[name.format(1)].clone()}))
+    assert name.format(2) in both(place)
+
+
+def test_a_reward_model_is_no_policy(place: Path) -> None:
+    edit_weights(place, lambda state: state.update({"score.weight": torch.ones(1, tiny.WIDTH)}))
+    assert "score.weight" in refusal(place)
+    load_backbone(str(place), torch.float32, tiny.VOCAB)
+
+
+def test_a_language_model_without_its_head_is_refused(place: Path) -> None:
+    edit_weights(place, lambda state: state.pop("lm_head.weight"))
+    assert "missing (lm_head.weight)" in refusal(place)
+
+
+def test_a_weight_of_another_shape_is_refused(place: Path) -> None:
+    edit_weights(place, lambda state: state.update({"model.norm.weight": torch.ones(16)}))
+    assert "1 weights have another shape (model.norm.weight: got [16], expected [32])" in refusal(place)
+    assert "got [16], expected [32]" in refusal(place, load_backbone)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_are_no_floating_point_are_refused(place: Path, dtype: torch.dtype, name: str) -> None:
+    weight = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(place, lambda state: state.update({weight: state[weight].to(dtype)}))
+    if name.endswith(".bin"):
+        torch.save(load_file(place / "model.safetensors"), place / name)
+        (place / "model.safetensors").unlink()
+    said = both(place)
+    assert f"{name}: weight {weight} holds numbers of type" in said
+    assert "expected floating point" in said
+
+
+def test_a_tokenizer_of_another_model_is_refused_and_new_rows_are_told(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "its embedding has 97 rows, but its tokenizer 107 ids"
+    assert said in refusal(place, size=107) and said in refusal(place, load_backbone, 107)
+    with pytest.raises(UserError, match=said):
+        require_vocabulary(str(place), 107)
+    for size, added in ((98, None), (106, 9)):
+        require_vocabulary(str(place), size)
+        load_causal_lm(str(place), torch.float32, size)
+        told = f"note: model '{place}': {added} rows are added to the 97 of its embedding"
+        assert (told in capsys.readouterr().out) == (added is not None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_one_bad_number_is_refused_and_named(place: Path, value: float) -> None:
+    def poison(state: State) -> None:
+        state["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+
+    edit_weights(place, poison)
+    assert "layers.1.mlp.up_proj.weight has values that are not finite" in refusal(place)
+    assert "layers.1.mlp.up_proj.weight" in refusal(place, load_backbone)
+
+
+def test_large_finite_weights_are_no_fault(place: Path) -> None:
+    edit_weights(place, lambda state: state["model.norm.weight"].fill_(3e38))
+    load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage " * 20])
+def test_a_damaged_file_is_refused(place: Path, content: bytes) -> None:
+    (place / "model.safetensors").write_bytes(content)
+    assert "cannot be loaded" in both(place)
+
+
+def test_a_truncated_file_is_refused(place: Path) -> None:
+    file = place / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "cannot be loaded" in both(place)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_an_absent_file_is_named(place: Path, name: str) -> None:
+    (place / name).unlink()
+    assert name in both(place)
+
+
+# --- code in a model directory
+
+
+class Payload:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_may_hold_tensors_but_no_code(place: Path, tmp_path: Path) -> None:
+    """Many older models, OPT among them, have nothing but such a file."""
+    state = load_file(place / "model.safetensors")
+    (place / "model.safetensors").unlink()
+    torch.save(state, place / "pytorch_model.bin")
+    load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+    torch.save({**state, "extra": Payload(tmp_path / "ran")}, place / "pytorch_model.bin")
+    assert "cannot be loaded" in both(place)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("model_type", ["unheard-of", "llama"])
+def test_code_of_a_model_directory_never_runs(place: Path, tmp_path: Path, model_type: str) -> None:
+    code = f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: pass\n"
+    (place / "modeling_x.py").write_text(code)
+    names = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer"), "modeling_x.C")
+    edit_config(place, auto_map=names, model_type=model_type)
+    if model_type == "llama":  # transformers has the architecture itself
+        load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+    else:
+        assert "custom code" in both(place)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_kernels_from_a_hub_are_refused(place: Path, key: str) -> None:
+    edit_config(place, **{key: "someone/kernel"})
+    assert "someone/kernel" in both(place)
+
+
+# --- places
+
+
+def test_a_place_that_is_no_model() -> None:
+    for place in ("some/where/else", "/nothing/here"):
+        assert "no such directory" in refusal(Path(place))
+
+
+def test_an_unknown_architecture_in_a_description(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text("model: {model_type: lama}\ntokenizer: {words: [a, b]}\n")
+    assert "lama" in both(path)
+    path.write_text("tokenizer: {words: [a, b]}\n")
+    assert "model_type" in both(path)
+
+
+def test_the_context_must_hold_the_sequences(place: Path) -> None:
+    assert context_length(load_config(str(place))) == context_length(tiny.config_of("gemma3")) == tiny.CONTEXT
+    require_context(str(place), tiny.CONTEXT)
+    with pytest.raises(UserError, match="context is 64 tokens, but sequences may have 65"):
+        require_context(str(place), tiny.CONTEXT + 1)
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NESTED])
+def test_nothing_random_is_left_in_any_config(tmp_path: Path, family: str) -> None:
+    """On disk every number named after dropout or jitter is 0.3, in nested configs too: log-probs would be nats off."""
+    tiny.causal_lm(family).save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    raised, count = re.subn(r'("\w*(?:drop|jitter)\w*": )0\.\d+', r"\g<1>0.3", config.read_text())
+    config.write_text(raised)
+    assert count
+    given = (str(tmp_path / "model"), torch.float32, tiny.VOCAB)
+    policy = Policy(load_causal_lm(*given))
+    with torch.no_grad():
+        logprobs = [policy.train(training)(ROWS)[0] for training in (True, True, False)]
+        scalar = new_scalar_model(*given, seed=0)
+        scalars = [scalar.train(training)(ROWS) for training in (True, True, False)]
+    for first, *others in (logprobs, scalars):
+        assert all(torch.equal(first, other) for other in others)
+    policy.lm.config.save_pretrained(tmp_path / "saved")
+    assert "0.3" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+# --- tokenizer and embedding of different sizes
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_new_tokens_get_average_rows_and_the_old_stay(tmp_path: Path, family: str) -> None:
+    before = tiny.causal_lm(family)
+    before.save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB + 2)
+    again = load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB + 2)
+    with torch.no_grad():
+        old, new = before(input_ids=ROWS.ids).logits, model(input_ids=ROWS.ids).logits
+    assert new.shape[-1] == model.config.vocab_size == tiny.VOCAB + 2
+    torch.testing.assert_close(new[..., : tiny.VOCAB], old)
+    # Jensen: an average logit never outweighs the average token.
+    assert (new[..., tiny.VOCAB :].exp() <= old.exp().mean(-1, keepdim=True) * (1 + 1e-5)).all()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert (
+        new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB + 2, 0).backbone.config.vocab_size == tiny.VOCAB + 2
+    )
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rows_without_a_token_are_never_sampled_and_have_no_share(tmp_path: Path, family: str) -> None:
+    """Of 97 rows the tokenizer has 12; logits over those 12 alone are the oracle."""
+    size = 12
+    plain = tiny.causal_lm(family)
+    plain.save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), torch.float32, size)
+    prompts = tiny.prompts([3, 9, 8])
+    prompts = replace(prompts, ids=prompts.ids % size)
+    backends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
+    for backend in plugins.names("rlhf.generation"):
+        generate = plugins.build("rlhf.generation", {"name": backend, **backends})
+        draws = uniforms([(0, i) for i in range(3)], 12)
+        rollout = generate(model, prompts, SamplingOptions(response_length=12), draws)
+        assert int(rollout.response_ids.max()) < size
+        rows = rollout.sequences
+        with torch.no_grad():
+            got, entropy = Policy(model)(rows, entropy="watched")
+            whole = [plain(input_ids=ids[kept][None]).logits[0] for ids, kept in zip(rows.ids, rows.mask, strict=True)]
+        for b, logits in enumerate(whole):
+            exact = logits[:-1, :size].double().log_softmax(-1)
+            counted = rows.loss_mask[b, rows.mask[b]][1:]
+            ids = rows.ids[b, rows.mask[b]][1:]
+            expected = exact[counted].gather(-1, ids[counted, None]).squeeze(-1)
+            torch.testing.assert_close(got[b, rows.loss_mask[b]].double(), expected, rtol=0, atol=1e-5)
+            spread = -(exact.exp() * exact).sum(-1)[counted]
+            torch.testing.assert_close(entropy[b, rows.loss_mask[b]].double(), spread, rtol=0, atol=1e-5)
+        assert torch.allclose(got[:, prompts.ids.shape[1] :], rollout.sampled_logprobs, atol=1e-5)
+
+
+def test_rows_without_a_token_get_no_gradient(tmp_path: Path) -> None:
+    tiny.causal_lm("llama").save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), torch.float32, 12)
+    rows = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
+    rows.ids.remainder_(12)
+    Policy(model)(rows)[0].sum().backward()
+    gradient = model.get_output_embeddings().weight.grad
+    assert gradient[12:].count_nonzero() == 0 and gradient[:12].count_nonzero() > 0
+    assert torch.isfinite(gradient).all()
+
+
+def test_weights_begin_where_a_line_of_the_cache_does(place: Path) -> None:
+    edit_weights(place, lambda state: None)
+    mapped = load_file(place / "model.safetensors")
+    assert any(x.data_ptr() % 64 for x in mapped.values()), "they do so in the file: nothing to see"
+    model = load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+    assert not any(x.data_ptr() % 64 for x in model.parameters())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, mapped.get(name, weight)), name

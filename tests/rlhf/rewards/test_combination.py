@@ -1,0 +1,123 @@
+"""Several sources as one score: weights, the sum and the minimum, the names they are logged by."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf import rewards
+from rlhf.errors import UserError
+from rlhf.rewards import Part, Sources, open_source, open_sources, split_weight
+from tests.rlhf.rewards.responses import context, reward_model, rollout, samples, tiny
+
+FUNCTIONS = """
+def ups(prompts, responses): return [1.0, 2.0, 3.0]
+def downs(prompts, responses): return [5.0, -1.0, 2.5]
+def huge(prompts, responses): return [1.0, 3e38, 1.0]
+def bad(prompts, responses): return [1.0, float('nan'), 1.0]
+score = ups
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return f"{tmp_path}/mine.py"
+
+
+def test_a_weighted_sum(mine: str, tmp_path: Path) -> None:
+    """0.5 * (1, 2, 3) - 2 * (5, -1, 2.5)"""
+    scores, each = open_sources([f"0.5*{mine}:ups", f"-2*{mine}:downs"], context(tmp_path))(samples(rollout()))
+    assert scores.tolist() == [-9.5, 3.0, -3.5]
+    assert {name: values.tolist() for name, values in each.items()} == {
+        "mine.py:ups": [1.0, 2.0, 3.0],
+        "mine.py:downs": [5.0, -1.0, 2.5],
+    }
+
+
+def test_the_minimum_of_what_is_weighted(mine: str, tmp_path: Path) -> None:
+    """(1, 2, 3) against 0.5 * (5, -1, 2.5)"""
+    scores, _ = open_sources([f"{mine}:ups", f"0.5*{mine}:downs"], context(tmp_path), "min")(samples(rollout()))
+    assert scores.tolist() == [1.0, -0.5, 1.25]
+
+
+@pytest.mark.parametrize("combine", ["sum", "min"])
+def test_one_source_alone_is_itself(combine: rewards.Combine, tmp_path: Path) -> None:
+    reward_model(tmp_path, tiny.tokenizer())
+    s = samples(rollout())
+    scores, each = open_sources(["learned"], context(tmp_path), combine)(s)
+    expected = open_source("learned", context(tmp_path))(s)
+    assert torch.equal(scores, expected) and torch.equal(each["learned"], expected)
+
+
+@pytest.mark.parametrize(("combine", "expected"), [("sum", [1.0, 2.0, 3.0]), ("min", [1.0, 2.0, 3.0])])
+def test_a_weight_of_0_watches_and_counts_for_nothing(
+    combine: rewards.Combine, expected: list[float], mine: str, tmp_path: Path
+) -> None:
+    scores, each = open_sources([mine, f"0*{mine}:downs"], context(tmp_path), combine)(samples(rollout()))
+    assert scores.tolist() == expected and each["mine.py:downs"].tolist() == [5.0, -1.0, 2.5]
+
+
+def test_the_order_of_the_sources_changes_nothing(mine: str, tmp_path: Path) -> None:
+    specs = [f"2*{mine}", f"{mine}:downs", "eos", "0.1*length,target=2"]
+    for combine in ("sum", "min"):
+        one, other = (open_sources(order, context(tmp_path), combine) for order in (specs, specs[::-1]))
+        assert torch.equal(one(samples(rollout()))[0], other(samples(rollout()))[0])
+
+
+def test_names_are_short_and_numbered_where_they_come_twice(mine: str, tmp_path: Path) -> None:
+    specs = [mine, f"{mine}:ups", "length,target=1", "2*length,target=2", "eos", f"python,function={mine}:downs"]
+    sources = open_sources(specs, context(tmp_path))
+    assert sources.names == ("mine.py", "mine.py:ups", "length#1", "length#2", "eos", "mine.py:downs")
+    assert tuple(sources(samples(rollout()))[1]) == sources.names
+
+
+def test_sources_of_one_s_own() -> None:
+    parts = (Part("one", 1.0, lambda s: torch.ones(3)), Part("two", 3.0, lambda s: torch.full((3,), 2.0)))
+    assert Sources(parts)(samples(rollout()))[0].tolist() == [7.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("learned", (1.0, "learned")),
+        ("0.7*learned", (0.7, "learned")),
+        ("-.5 * length,target=4", (-0.5, "length,target=4")),
+        ("1e-2*a/b.py:f", (0.01, "a/b.py:f")),
+        (r"match,pattern=a\s*b", (1.0, r"match,pattern=a\s*b")),
+        (r"2*match,pattern=a*", (2.0, r"match,pattern=a*")),
+    ],
+)
+def test_how_a_weight_is_written(spec: str, expected: tuple[float, str]) -> None:
+    assert split_weight(spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        (["half*eos"], "reward 'half*eos': got the weight 'half', expected a number, as in 0.7*learned"),
+        (["*eos"], "got the weight '', expected a number"),
+        (["nan*eos"], "got the weight 'nan', expected a number"),
+        (["inf*eos"], "got the weight 'inf', expected a number"),
+        (["0.5*"], "got nothing after the weight"),
+        (["eos", "0.5*lenght"], "no 'lenght' in rlhf.rewards; have classifier, eos, learned, length, match"),
+        (["2*3*eos"], "no '3*eos' in rlhf.rewards"),
+        ([], r"got [], expected at least one source"),
+        (["0*eos"], "expected at least one source whose weight is not 0"),
+        (["0.5*eos,penalti=2"], "no option 'penalti' (did you mean 'penalty'?)"),
+    ],
+)
+def test_mistakes_are_one_line(specs: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        open_sources(specs, context(tmp_path))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_not_finite_is_passed_on(mine: str, tmp_path: Path) -> None:
+    """Step 3 leaves such an iteration out, on every rank; a source that counts for nothing does not matter."""
+    bad, _ = open_sources(["eos", f"{mine}:bad"], context(tmp_path))(samples(rollout()))
+    assert not torch.isfinite(bad).all()
+    huge, _ = open_sources(["eos", f"10*{mine}:huge"], context(tmp_path))(samples(rollout()))
+    assert torch.isinf(huge).any()
+    fine, each = open_sources(["eos", f"0*{mine}:bad"], context(tmp_path))(samples(rollout()))
+    assert torch.isfinite(fine).all() and not torch.isfinite(each["mine.py:bad"]).all()

@@ -1,0 +1,109 @@
+"""The right result in a response: numbers as GSM8K writes them, or text, against a column of the data."""
+
+import json
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.sources import files
+from rlhf import rewards
+from rlhf.errors import UserError
+from rlhf.rewards.match import number, plain
+from tests.rlhf.rewards.responses import context, rollout, samples
+
+
+def scores(spec: str, responses: list[str], cells: list[Any], column: str = "answer") -> list[float]:
+    r = rollout()
+    rows = tuple(replace(row, columns={column: cell}) for row, cell in zip(r.rows, cells, strict=True))
+    s = replace(samples(replace(r, rows=rows)), responses=tuple(responses))
+    found: list[float] = rewards.open_source(spec, context(Path()))(s).tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("so 48/2 = 24 clips, 72 in all.", "72"),
+        ("It costs $1,234.50.", "1234.5"),
+        ("-5", "-5"),
+        ("-$5", "-5"),
+        ("\N{MINUS SIGN}3 degrees", "-3"),
+        ("between 3-4", "4"),
+        ("(7)-2", "2"),
+        ("one of 1,2,3", "3"),
+        ("1,000,000", "1000000"),
+        ("2,3456", "3456"),
+        ("10% of .5", "0.5"),
+        ("12.", "12"),
+        ("\N{FULLWIDTH DIGIT SEVEN}\N{FULLWIDTH DIGIT TWO}", "72"),
+        ("€ 20", "20"),
+        ("007", "7"),
+    ],
+)
+def test_the_last_number(text: str, expected: str) -> None:
+    assert number(text) == Decimal(expected)
+
+
+@pytest.mark.parametrize("text", ["", "none", "...", "- $ ,"])
+def test_no_number(text: str) -> None:
+    assert number(text) is None
+
+
+def test_gsm8k() -> None:
+    cells = ["48/2 = <<48/2=24>>24\n48+24 = <<48+24=72>>72\n#### 72", "#### 1,200", "5 - 7 = -2\n#### -2"]
+    assert scores("match", ["24 + 48 = 72", "$1200.00", "it is -2"], cells) == [1.0, 1.0, 1.0]
+    assert scores("match", ["72 and then 73", "12", "2"], cells) == [0.0, 0.0, 0.0]
+    assert scores("match,right=2,wrong=-0.5", ["72", "", "nothing"], cells) == [2.0, -0.5, -0.5]
+
+
+def test_gsm8k_as_its_file_is_read(tmp_path: Path) -> None:
+    """Its answer is the response of a demonstration, or a column where only the prompt is named."""
+    record = {"question": "48/2 + 48?", "answer": "48/2 + 48 = 72\n#### 72"}
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(record))
+    for options in ({}, {"shape": "prompt", "prompt": "question"}):
+        (row,) = files.build(files.Config(**options), str(tmp_path / "gsm8k.jsonl")).rows("ppo")
+        r = replace(rollout(), rows=(row,) * 3)  # type: ignore[arg-type]
+        s = replace(samples(r), responses=("72", "7", "#### 72"))
+        assert rewards.open_source("match", context(Path()))(s).tolist() == [1.0, 0.0, 1.0]
+
+
+def test_a_pattern_says_what_counts() -> None:
+    spec = r"match,column=gold,pattern=answer is\s*(\S+)"
+    assert scores(spec, ["the answer is 7, not 8", "7", "answer is 1; answer is 7"], [7, 7, 7.0], "gold") == [1, 0, 1]
+    assert scores("match", ["100000000000000000000", "20", "5"], [1e20, 1e20, 5.0]) == [1, 0, 1]
+    assert scores("match,pattern='#### (.+)'", ["#### 4\n5", "4", "####4"], [4] * 3) == [1, 0, 0]
+    boxed = r"match,pattern='\\boxed{([^}]*)}'"
+    assert scores(boxed, [r"\boxed{3} or 4", "3", r"\boxed{} 3"], ["3"] * 3) == [1, 0, 0]
+
+
+def test_text_but_for_case_and_space() -> None:
+    assert scores("match,compare=text", [" New  york\n", "York", "new york."], ["New York"] * 3) == [1, 0, 0]
+    either = [["Paris", "Paname"]] * 3
+    assert scores("match,compare=text", ["paname", "paris", "lutece"], either) == [1, 1, 0]
+    assert scores("match,compare=text,pattern='[A-E]'", ["A, no: B", "B or C", "none"], ["B"] * 3) == [1, 0, 0]
+    first = r"match,compare=text,column_pattern='^(\w+)'"
+    assert scores(first, ["yes", "Yes", "no"], ["yes, because"] * 3) == [1, 1, 0]
+    assert plain(" \n ") is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "cells", "parts"),
+    [
+        ("match,column=gold", ["1"] * 3, ["no row has a column 'gold'", "have answer"]),
+        ("match", ["1", "none", "1"], ["column 'answer'", "got 'none'", "no number"]),
+        ("match", ["1", None, "1"], ["got 'None'", "no number"]),
+        ("match", ["1", float("nan"), "1"], ["got 'nan'", "no number"]),
+        ("match", ["1", [], "1"], ["got '[]'"]),
+        ("match,column_pattern=x", ["1"] * 3, ["got '1'", "column_pattern"]),
+        ("match,pattern=(", ["1"] * 3, ["pattern: not a regular expression"]),
+        ("match,pattern=(a)(b)", ["1"] * 3, ["2 groups, expected one at most"]),
+        ("match,pattern=#### (.+)", ["1"] * 3, ["pattern", "valid string"]),
+    ],
+)
+def test_mistakes_are_one_line(spec: str, cells: list[Any], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        scores(spec, ["1"] * 3, cells)
+    assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)

@@ -1,0 +1,69 @@
+"""What a user's function gets of the data beside prompts and responses: the columns, and the reference response."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf import rewards
+from rlhf.errors import UserError
+from rlhf.types import Samples
+from tests.rlhf.rewards.responses import context, rollout, samples
+
+
+def with_rows(responses: list[str | None], columns: list[dict[str, Any]] | None = None) -> Samples:
+    r = rollout()
+    rows = zip(r.rows, responses, columns or [{}] * 3, strict=True)
+    changed = tuple(replace(row, response=text, columns=column) for row, text, column in rows)
+    return samples(replace(r, rows=changed))
+
+
+def scores(folder: Path, text: str, s: Samples) -> list[float]:
+    (folder / "mine.py").write_text(text)
+    found: list[float] = rewards.open_source(f"{folder}/mine.py", context(folder))(s).tolist()
+    return found
+
+
+def test_the_response_of_the_data_is_the_column_reference(tmp_path: Path) -> None:
+    s = with_rows(["a", "bb", "ccc"])
+    assert scores(tmp_path, "def score(p, r, reference): return map(len, reference)", s) == [1, 2, 3]
+    assert scores(tmp_path, "def score(p, r, **columns): return map(len, columns['reference'])", s) == [1, 2, 3]
+    assert scores(tmp_path, "def score(p, r): return [0, 0, 0]", s) == [0, 0, 0]
+
+
+def test_a_row_without_one_has_none(tmp_path: Path) -> None:
+    text = "def score(p, r, reference): return [-1 if text is None else len(text) for text in reference]"
+    assert scores(tmp_path, text, with_rows(["a", None, ""])) == [1, -1, 0]
+
+
+def test_a_column_of_that_name_is_what_the_data_says(tmp_path: Path) -> None:
+    s = with_rows(["a", "b", "c"], [{"reference": 7}, {"reference": 8}, {}])
+    assert scores(tmp_path, "def score(p, r, reference): return [n or 0 for n in reference]", s) == [7, 8, 0]
+
+
+def test_without_any_there_is_no_such_column(tmp_path: Path) -> None:
+    s = with_rows([None] * 3)
+    assert scores(tmp_path, "def score(p, r, reference=None): return [reference is None] * 3", s) == [1, 1, 1]
+    assert scores(tmp_path, "def score(p, r, **columns): return [len(columns)] * 3", s) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("signature", "columns", "said"),
+    [
+        ("p, r, reference", {}, "takes 'reference', but the rows have none; if only some rows have it"),
+        ("p, r, golden", {"gold": 1, "id": 2}, "takes 'golden', but the rows have gold, id"),
+        ("p, r, *, golden", {"gold": 1}, "takes 'golden', but the rows have gold"),
+    ],
+)
+def test_what_no_row_has_is_asked_for_by_name(
+    signature: str, columns: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        scores(tmp_path, f"def score({signature}): return [0] * 3", with_rows([None] * 3, [columns] * 3))
+    assert said in str(caught.value) and "mine.py" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("signature", ["*texts", "p, /, r, gold=0", "p, r, *rest, gold=0"])
+def test_signatures_of_all_kinds(signature: str, tmp_path: Path) -> None:
+    assert scores(tmp_path, f"def score({signature}): return [1, 2, 3]", with_rows([None] * 3)) == [1, 2, 3]

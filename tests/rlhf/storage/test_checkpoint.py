@@ -1,0 +1,332 @@
+"""What a stage leaves behind vouches for itself: unfinished, damaged and foreign directories are told apart."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.config.options import OptimizerOptions, RunOptions
+from rlhf.errors import UserError
+from rlhf.storage import disk, manifests
+from rlhf.training import progress
+from tests import saving
+
+
+class Options(OptimizerOptions, RunOptions):
+    model: str | None = None
+    kl_coef: float = 0.1
+
+
+def make(out: Path, stage: str = "step1_sft", model: str = "weights", **manifest: Any) -> Path:
+    """A finished stage as one leaves it, `model` being what its weights say."""
+    directory = out / stage
+    (directory / "model").mkdir(parents=True, exist_ok=True)
+    (directory / "model" / "config.json").write_text("{}")
+    (directory / "model" / "model.safetensors").write_text(model)
+    (directory / manifests.RUN_CONFIG).write_text("seed: 0")
+    (directory / manifests.METRICS).write_text("{}")
+    options = Options(output_dir=str(out), model="pretrained")
+    content = {
+        "stage": stage,
+        "inputs": {"model": {"place": "pretrained", "manifest_sha256": None}},
+        "models": ["model"],
+        "metrics": {},
+        "config": options.model_dump(mode="json"),
+        "data": {"x.jsonl": "one"},
+        "files": manifests.file_digests(directory, ["model"]),
+    }
+    manifests.write_manifest(directory / manifests.MANIFEST, content | manifest)
+    return directory
+
+
+def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    final = tmp_path / "model"
+    with disk.appearing(final) as staging:
+        (staging / "a").write_text("old")
+        assert not final.exists() and staging.parent == tmp_path
+    with pytest.raises(ZeroDivisionError), disk.appearing(final) as staging:
+        (staging / "a").write_text("new")
+        raise ZeroDivisionError
+    assert (final / "a").read_text() == "old" and os.listdir(tmp_path) == ["model"]
+    with disk.appearing(final) as staging:
+        (staging / "b").write_text("newer")
+    assert os.listdir(final) == ["b"]
+
+
+def test_what_an_earlier_crash_left_is_swept(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-model").mkdir()
+    (tmp_path / ".tmp-model" / "half").write_text("")
+    with disk.appearing(tmp_path / "model") as staging:
+        (staging / "whole").write_text("")
+    assert os.listdir(tmp_path / "model") == ["whole"]
+
+
+def test_json_is_replaced_whole(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    disk.write_json(file, {"ü": 1})
+    with pytest.raises(TypeError):
+        disk.write_json(file, {"b": object()})
+    assert json.loads(file.read_text(encoding="utf-8")) == {"ü": 1}
+
+
+def test_a_finished_stage_gives_its_model(tmp_path: Path) -> None:
+    stage = make(tmp_path)
+    model = str(stage / "model")
+    assert manifests.read_manifest(stage)["stage"] == "step1_sft"
+    assert manifests.model_place(str(stage), "model") == manifests.model_place(model, "model") == model
+    assert manifests.model_place(f"{stage}/", "actor", "model") == model
+    with pytest.raises(UserError, match="holds model, expected critic or actor"):
+        manifests.model_place(str(stage), "critic", "actor")
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def edit(stage: Path, **changes: Any) -> None:
+    file = stage / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a bit of the weights": (lambda stage: flip(stage / "model/model.safetensors"), "damaged, its content"),
+    "a short file": (lambda stage: os.truncate(stage / "model/model.safetensors", 3), "got 3 bytes, expected 7"),
+    "a lost file": (lambda stage: (stage / "model/config.json").unlink(), "config.json: damaged, no such file"),
+    "no manifest": (lambda stage: (stage / "manifest.json").unlink(), "unfinished stage, no manifest.json"),
+    "half a manifest": (lambda stage: os.truncate(stage / "manifest.json", 40), "damaged, not a manifest"),
+    "another manifest": (lambda stage: (stage / "manifest.json").write_text("[]"), "damaged, has no proper config"),
+    "an empty manifest": (lambda stage: (stage / "manifest.json").write_text('{"files": {}}'), "has no proper config"),
+    "a metric edited": (lambda stage: edit(stage, metrics={"score": 1}), "damaged or edited, its content differs"),
+    "files of another kind": (lambda stage: edit(stage, files={"a": 1}), "has no proper files"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+def test_a_damaged_stage_is_refused(tmp_path: Path, damage: str) -> None:
+    stage = make(tmp_path)
+    manifests.read_manifest(stage)  # so that a digest is remembered
+    harm, said = DAMAGES[damage]
+    harm(stage)
+    for place in (stage, stage / "model"):
+        with pytest.raises(UserError) as caught:
+            manifests.model_place(str(place), "model")
+        assert said in str(caught.value) and str(stage) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_bit_of_a_manifest_flips_unseen(tmp_path: Path) -> None:
+    path = make(tmp_path) / "manifest.json"
+    good, content = path.read_bytes(), manifests.read_manifest(path.parent)
+    for bit in range(0, 8 * len(good), 29):  # every bit of a byte has its turn
+        path.write_bytes(good)
+        saving.flip(path, bit // 8, bit % 8)
+        try:
+            assert manifests.read_manifest(path.parent) == content
+        except UserError as error:
+            assert "put back what it was, make that stage again with --overwrite" in str(error)
+
+
+def test_other_files_beside_the_models_do_no_harm(tmp_path: Path) -> None:
+    stage = make(tmp_path)
+    (stage / "notes.txt").write_text("mine")
+    (stage / "model" / "README.md").write_text("mine")
+    assert manifests.model_place(str(stage), "model") == str(stage / "model")
+
+
+def test_places_that_no_stage_made_stay_as_they_are(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text("{}")
+    (plain / "manifest.json").write_text("[]")  # of another program
+    (tmp_path / "config.yaml").write_text("")  # a chain's, beside it
+    for place in (str(plain), "gpt2", "someone/model", str(tmp_path / "absent"), "a.yaml"):
+        assert manifests.model_place(place, "model") == place
+        assert manifests.manifest_digest(place) is None
+
+
+def test_a_planned_stage_is_known_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    planned = {"step1_sft": "gpt2"}
+    for place in ("out/step1_sft", "out/step1_sft/model", f"{tmp_path}/out/step1_sft", "out/x/../step1_sft/"):
+        assert manifests.planned_start(place, "out", planned) == "gpt2"
+    for place in ("out", "out/step2_reward", "out/step1_sft2", "gpt2", "other/step1_sft"):
+        assert manifests.planned_start(place, "out", planned) is None
+
+
+def test_a_place_to_write_is_tried_and_left_clean(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    manifests.require_writable(str(tmp_path))
+    manifests.require_writable(str(tmp_path / "a" / "b"))
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+    for place in ("file", "file/below", "link", "link/below"):
+        with pytest.raises(UserError, match=r"--output-dir .*cannot write there .*is not a directory"):
+            manifests.require_writable(str(tmp_path / place))
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a directory that nobody can write to")
+def test_a_place_that_cannot_be_written_to() -> None:
+    with pytest.raises(UserError, match="cannot write there"):
+        manifests.require_writable("/proc/self/x")
+
+
+def test_a_directory_is_for_one_process_alone(tmp_path: Path) -> None:
+    """The last owner removes the lock's file: who waits for it must not take that for the lock."""
+    place, inside, refused = tmp_path / "a" / "b", [], []
+
+    def come_and_go() -> None:
+        for _ in range(60):
+            try:
+                with manifests.held(place):
+                    inside.append(1)
+                    assert len(inside) == 1
+                    (place / "file").touch()
+                    inside.pop()
+            except UserError as error:
+                refused.append(str(error))
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(come_and_go) for _ in range(4)]:
+            done.result()
+    assert all(said.startswith(f"{place}: in use by ") for said in refused)
+    assert os.listdir(place) == ["file"]
+    (place / "file").unlink()
+    place.rmdir()
+    with manifests.held(place):
+        assert os.listdir(place) == [".lock"]
+    assert os.listdir(tmp_path) == ["a"] and not os.listdir(tmp_path / "a")
+
+
+# --- whether a stage has to run
+
+
+def state(
+    out: Path, stage: str = "step1_sft", planned: dict[str, str] | None = None, content: Any = None, **changes: Any
+) -> str:
+    if content is None:
+        content = {}
+    options = Options(**{"output_dir": str(out), "model": "pretrained", **changes})
+    return progress.standing(stage, options, {"model": str(options.model)}, lambda: content, planned or {})
+
+
+def test_a_finished_stage_is_finished(tmp_path: Path) -> None:
+    assert state(tmp_path) == "new"
+    stage = make(tmp_path)
+    assert state(tmp_path) == "finished"
+    assert state(tmp_path, overwrite=True) == "new"
+    (stage / "manifest.json").unlink()
+    assert state(tmp_path) == "new"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sample_rows", 9), ("report_to", ("tensorboard",)), ("micro_batch_size", 1)],
+)
+def test_what_changes_no_result_is_free(tmp_path: Path, name: str, value: Any) -> None:
+    make(tmp_path)
+    assert state(tmp_path, **{name: value}) == "finished"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("kl_coef", 0.2, "kl_coef was 0.1, now 0.2"),
+        ("seed", 1, "seed was 0, now 1"),
+        ("learning_rate", 1e-3, "learning_rate was 1e-05, now 0.001"),
+        ("model", "other", "model was 'pretrained', now 'other'"),
+    ],
+)
+def test_another_result_is_refused_with_the_difference(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    make(tmp_path)
+    with pytest.raises(UserError, match=r"--output-dir.*--overwrite") as caught:
+        state(tmp_path, **{name: value})
+    assert said in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_an_option_that_came_later_is_no_difference(tmp_path: Path) -> None:
+    older = Options(output_dir=str(tmp_path), model="pretrained").model_dump(mode="json")
+    del older["kl_coef"]
+    make(tmp_path, config=older)
+    assert state(tmp_path) == "finished"
+
+
+def test_other_data_is_refused_by_name(tmp_path: Path) -> None:
+    make(tmp_path)
+    assert state(tmp_path, content={"x.jsonl": "one"}) == "finished"
+    assert state(tmp_path, content={"of a place not known then": "two"}) == "finished"
+    with pytest.raises(UserError, match=r"finished with other data: x.jsonl changed since; name another --output-dir"):
+        state(tmp_path, content={"x.jsonl": "two"})
+
+
+def test_a_moved_run_is_the_same_run(tmp_path: Path) -> None:
+    make(tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert state(tmp_path / "new") == "finished"
+
+
+def test_two_spellings_of_one_model_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Options(output_dir="out", model="opt-125m").model_dump(mode="json")
+    make(tmp_path / "out", config=config)
+    assert state(Path("out"), model="facebook/opt-125m") == "finished"
+    make(tmp_path / "out", config=config | {"model": "here/model"})
+    assert state(Path("out"), model=f"{tmp_path}/here/model") == "finished"
+
+
+def test_a_manifest_in_another_layout_is_the_same(tmp_path: Path) -> None:
+    """As jq writes it."""
+    first = make(tmp_path)
+    later(tmp_path)
+    path = first / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True, separators=(",", ":")))
+    assert state(tmp_path) == state(tmp_path, "step2_reward", model=str(first)) == "finished"
+
+
+def later(out: Path) -> Path:
+    """A second stage that started from the first."""
+    first = str(out / "step1_sft")
+    entry = {"place": f"{first}/model", "manifest_sha256": manifests.manifest_digest(first)}
+    config = Options(output_dir=str(out), model=first).model_dump(mode="json")
+    return make(out, "step2_reward", inputs={"model": entry}, config=config)
+
+
+def test_a_result_is_not_replaced_because_its_input_is_another(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    later(tmp_path)
+    assert state(tmp_path, "step2_reward", model=str(first)) == "finished"
+    assert state(tmp_path, "step2_reward", model=f"{first}/model") == "finished"
+    with pytest.raises(UserError, match=r"finished, and model .* is to be made again; no result is replaced unasked"):
+        state(tmp_path, "step2_reward", {"step1_sft": "pretrained"}, model=str(first))
+    make(tmp_path, model="weights")
+    assert state(tmp_path, "step2_reward", model=str(first)) == "finished", "the same again is the same"
+    make(tmp_path, model="others!")
+    with pytest.raises(UserError, match=r"is another now than the one it started from; .*--overwrite"):
+        state(tmp_path, "step2_reward", model=str(first))
+    assert state(tmp_path, "step2_reward", model=str(first), overwrite=True) == "new"
+
+
+def test_an_unfinished_stage_begins_anew_when_its_input_is_another(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    manifest = manifests.read_manifest(later(tmp_path))
+    shutil.rmtree(tmp_path / "step2_reward")
+    assert saving.save(tmp_path / "step2_reward", 1, about=saving.ABOUT | manifest) is None
+    assert state(tmp_path, "step2_reward", model=str(first)) == "interrupted"
+    make(tmp_path, model="others!")
+    assert state(tmp_path, "step2_reward", model=str(first)) == "stale"
+    edit(first, metrics={"score": 1})  # which says nothing of what the stage started from
+    with pytest.raises(UserError, match=r"step1_sft/manifest.json: damaged or edited"):
+        state(tmp_path, "step2_reward", model=str(first))
+
+
+def test_a_tampered_output_is_not_skipped(tmp_path: Path) -> None:
+    stage = make(tmp_path)
+    flip(stage / "model" / "model.safetensors")
+    with pytest.raises(UserError, match="--overwrite"):
+        state(tmp_path)
+    assert state(tmp_path, overwrite=True) == "new"

@@ -1,0 +1,142 @@
+"""Plug-ins: a folder is the registry, only what is named is imported, and mistakes say what there is."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf import plugins
+from rlhf.errors import UserError
+
+MODULE = """
+from rlhf.config import Config as Base
+
+class Config(Base):
+    rank: int = 4
+    targets: tuple[str, ...] = ()
+
+def build(config, *args):
+    return (__name__, config, *args)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package with plug-ins lora and ia3, one that cannot be imported, and a private module."""
+    package = f"methods_of_{tmp_path.name}"  # a name of its own, since sys.modules outlives a test
+    root = tmp_path / package
+    root.mkdir()
+    for name in ("__init__", "_private"):
+        (root / f"{name}.py").write_text("")
+    for name in ("lora", "ia3"):
+        (root / f"{name}.py").write_text(MODULE)
+    (root / "broken.py").write_text("raise AssertionError('imported without being named')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return package
+
+
+def user_file(tmp_path: Path, text: str, name: str = "mine.py") -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def mistake(folder: str, spec: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        plugins.build(folder, spec)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_names_are_the_public_modules(folder: str) -> None:
+    assert plugins.names(folder) == ["broken", "ia3", "lora"]
+    assert f"{folder}.lora" not in sys.modules
+
+
+def test_only_the_named_module_is_imported(folder: str) -> None:
+    module, built, *rest = plugins.build(folder, "lora,rank=8", "a model", 3)
+    assert (module, built.rank, rest) == (f"{folder}.lora", 8, ["a model", 3])
+    assert {name for name in sys.modules if name.startswith(f"{folder}.")} == {f"{folder}.lora"}
+
+
+@pytest.mark.parametrize("name", ["lroa", "lora.py.txt", "../lora", "_private", ""])
+def test_an_unknown_name_lists_what_there_is(folder: str, name: str) -> None:
+    assert mistake(folder, name).startswith(f"no '{name}' in {folder}; have broken, ia3, lora")
+
+
+def test_the_nearest_name_is_suggested(folder: str) -> None:
+    assert mistake(folder, "lroa").endswith(" (did you mean 'lora'?)")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("lora", ("lora", {})),
+        (" lora , rank = 8 ", ("lora", {"rank": 8})),
+        (
+            "lora,rank=8,alpha=0.5,bias=true,kind=text",
+            ("lora", {"rank": 8, "alpha": 0.5, "bias": True, "kind": "text"}),
+        ),
+        ("lora,lora-alpha=1", ("lora", {"lora_alpha": 1})),
+        ("lora,targets=[q, v],rank=2", ("lora", {"targets": ["q", "v"], "rank": 2})),
+        ("lora,text=a=b", ("lora", {"text": "a=b"})),
+        ("my/lora.py,rank=2", ("my/lora.py", {"rank": 2})),
+        ({"name": "lora"}, ("lora", {})),
+        ({"name": "lora", "rank": 8, "lora-alpha": 1}, ("lora", {"rank": 8, "lora_alpha": 1})),
+    ],
+)
+def test_both_ways_to_write_a_plug_in(spec: plugins.Spec, expected: tuple[str, dict[str, Any]]) -> None:
+    before = dict(spec) if isinstance(spec, dict) else spec
+    assert plugins.parse_spec(spec) == expected
+    assert spec == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("lora,8", ["'lora,8'", "got '8'", "option=value"]),
+        ("lora,rank=[8", ["'lora,rank=[8'", "got '[8'"]),
+        ({"rank": 8}, ["needs a 'name'", "{'rank': 8}"]),
+        ({"name": 3}, ["needs a 'name'"]),
+        ("lora,rnk=8", [".lora: no option 'rnk' (did you mean 'rank'?); have rank, targets"]),
+        ("lora,rank=big", [".lora: rank: ", "valid integer", "got 'big'"]),
+        ({"name": "lora", "rank": None}, [".lora: rank: ", "got None"]),
+    ],
+)
+def test_a_mistake_in_the_options_is_one_line(folder: str, spec: plugins.Spec, parts: list[str]) -> None:
+    message = mistake(folder, spec)
+    for part in parts:
+        assert part in message
+
+
+def test_a_users_file_is_a_plug_in(folder: str, tmp_path: Path) -> None:
+    path = user_file(tmp_path, MODULE)
+    _, built = plugins.build(folder, f"{path},rank=2")
+    assert built.rank == 2
+    assert mistake(folder, f"{path},rnk=2").startswith(f"{path}: no option 'rnk' (did you mean 'rank'?)")
+    assert plugins.build(folder, {"name": path, "rank": 3})[1].rank == 3
+
+
+def test_a_users_file_may_use_late_annotations_and_any_name(folder: str, tmp_path: Path) -> None:
+    """Dataclasses and pydantic look such annotations up in the module's entry of sys.modules."""
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass, KW_ONLY\n" + MODULE
+    text += "\n@dataclass(frozen=True, slots=True)\nclass Part:\n    x: int\n    _: KW_ONLY\n    y: str = ''\n"
+    json_before = sys.modules["json"]
+    plugins.build(folder, user_file(tmp_path, text, "json.py"))
+    assert sys.modules["json"] is json_before
+
+
+def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
+    assert mistake(folder, f"{tmp_path}/absent.py") == f"{tmp_path}/absent.py: no such Python file"
+    empty = user_file(tmp_path, "", "empty.py")
+    assert mistake(folder, empty).startswith(f"{empty}: has no Config and no build;")
+    half = user_file(tmp_path, "from rlhf.config import Config", "half.py")
+    assert mistake(folder, half).startswith(f"{half}: has no build;")
+
+
+def test_an_error_inside_a_users_file_stays_what_it_is(folder: str, tmp_path: Path) -> None:
+    path = user_file(tmp_path, "1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        plugins.build(folder, path)
+    assert path not in sys.modules

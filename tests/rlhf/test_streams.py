@@ -1,0 +1,34 @@
+"""stdout that breaks: a text that is printed ends early, a run goes on."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MANY = "[print('x' * 80) for i in range(5000)]"
+TEXT = f"from rlhf import errors; raise SystemExit(errors.run_as_user(lambda: {MANY} and 0))"
+RUN = f"from rlhf import streams; streams.outlive_readers(); {MANY}; print('done', file=open(%r, 'w'))"
+GOES_ON = "nothing more is written there, and the run goes on\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "shell", "code", "told"),
+    [
+        (TEXT, "| head -n 1 > /dev/null", 0, ""),
+        (TEXT, "> /dev/full", 2, "error: stdout: No space left on device; not all of it is there\n"),
+        (TEXT, ">&-", 0, ""),
+        (RUN, "| head -n 1 > /dev/null", 0, f"stdout: Broken pipe; {GOES_ON}"),
+        (RUN, "> /dev/full", 0, f"stdout: No space left on device; {GOES_ON}"),
+        (RUN, ">&-", 0, ""),
+        (RUN, "2>&1 > /dev/full | head -n 0 > /dev/null", 0, ""),
+    ],
+)
+def test_a_text_ends_and_a_run_goes_on(program: str, shell: str, code: int, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(program.replace("%r", repr(str(tmp_path / "end"))))
+    command = f"set -o pipefail; {sys.executable} {file} {shell}"
+    ended = subprocess.run(["bash", "-c", command], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (code, told)
+    assert program is TEXT or (tmp_path / "end").read_text() == "done\n"

@@ -1,0 +1,54 @@
+"""Files of prompts: what they say, and the line that is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf import errors
+from rlhf.text.prompt_file import read_prompts
+from rlhf.types import Message
+
+
+def test_prompts_of_json_lines(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    dialogue = [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
+    file.write_text(json.dumps({"prompt": "a", "answer": 4}) + "\r\n\n" + json.dumps({"prompt": dialogue}))
+    (first, a), (second, b) = read_prompts(str(file))
+    assert (first, second) == (f"{file}:1", f"{file}:3")
+    assert (a.prompt, a.columns) == ((Message("user", "a"),), {"answer": 4})
+    assert b.prompt == (Message("system", "s"), Message("user", "b"))
+
+
+def test_prompts_of_plain_text(tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"\xef\xbb\xbftell me\r\n\n  \n" + "über\u2028alles".encode())
+    assert [row.prompt[0].content for _, row in read_prompts(str(file))] == ["tell me", "über\u2028alles"]
+
+
+BAD_LINES = {
+    "no JSON": (b"{'prompt': 1}", ["not JSON"]),
+    "no object": (b'["a"]', ["got a list"]),
+    "no prompt": (b'{"promt": "a"}', ["no column 'prompt'", "promt"]),
+    "a number": (b'{"prompt": 3}', ["prompt: got 3"]),
+    "null": (b'{"prompt": null}', ["prompt: got None"]),
+    "blank": (b'{"prompt": " "}', ["prompt: got ' '"]),
+    "no messages": (b'{"prompt": []}', ["prompt: got []"]),
+    "another role": (b'{"prompt": [{"role": "tool", "content": "a"}]}', ["prompt[0]", "system or user"]),
+    "no content": (b'{"prompt": [{"role": "user"}]}', ["prompt[0].content: got None"]),
+    "the assistant's turn": (b'{"prompt": [{"role": "assistant", "content": "a"}]}', ["role 'assistant'"]),
+    "other bytes": (b'{"prompt": "\xe9"}', ["byte 0xe9 at offset 12", "UTF-8"]),
+    "half a letter": (b'{"prompt": "\\ud800"}', ["surrogate"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named(name: str, tmp_path: Path) -> None:
+    line, words = BAD_LINES[name]
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'{"prompt": "good"}\n' + line + b"\n")
+    with pytest.raises(errors.UserError) as mistake:
+        read_prompts(str(file))
+    said = str(mistake.value)
+    assert said.startswith(f"{file}:2: ") and "\n" not in said
+    assert all(word in said for word in words), said

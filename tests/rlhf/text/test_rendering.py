@@ -1,0 +1,233 @@
+"""Where in a prompt an assistant speaks: read back from the tokens that are marked."""
+
+import gzip
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf.errors import UserError
+from rlhf.text.rendering import pieces
+from rlhf.text.templates import BUILT_IN
+from rlhf.text.tokenizer import Template, prepare_tokenizer
+from rlhf.types import Message
+from tests.texts import (
+    DIALOGUE,
+    HORRIBLE,
+    MAKERS,
+    byte_tokenizer,
+    slow_tokenizer,
+    user,
+    with_chat_tokens,
+    words_tokenizer,
+)
+
+SHARED = Path(__file__).parents[4] / "shared/data"
+TRIMMING = ("llama_2", "llama_3")
+BEFORE = {"human_assistant": " ", "llama_2": " "}
+AFTER = {"llama_2": " </s>", "alpaca": "</s>"}
+AFTER_WITH_CHAT_TOKENS = {**AFTER, "chatml": "<|im_end|>", "llama_3": "<|eot_id|>"}
+
+SAID = [
+    "ok", "ok", "", "a\nb", "</s>", "x <|im_end|>", "<|eot_id|><s>", "[INST] no [/INST]", "{{ eos_token }}",
+    "Human: no", "\n\nAssistant: ok", "### Response:\nok", "é漢👩‍👧", "\ue0000\ue001ok\ue002", "assistant", "user\n",
+]  # fmt: skip
+"""contents that look like the frames around them, or like each other"""
+
+
+def told(template: Template, messages: list[Message]) -> list[list[int]]:
+    """The ids of each stretch of marked tokens."""
+    ids, turns = template.prompt_ids_and_turns(messages)
+    assert ids == template.prompt_ids(messages)
+    stretches = itertools.groupby(zip(ids, turns, strict=True), key=lambda pair: pair[1])
+    return [[i for i, _ in pairs] for marked, pairs in stretches if marked]
+
+
+def dialogue(*contents: str) -> list[Message]:
+    """Turns by turns, the user first."""
+    return [Message(role, text) for role, text in zip(itertools.cycle(("user", "assistant")), contents, strict=False)]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chat bytes"])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_marked_tokens_spell_the_turns(kind: str, name: str) -> None:
+    template = Template(prepare_tokenizer(MAKERS[kind](), name))
+    before = BEFORE.get(name, "")
+    after = (AFTER_WITH_CHAT_TOKENS if kind == "chat bytes" else AFTER).get(name, "")
+    draw = random.Random(0)
+    for _ in range(60):
+        contents = [draw.choice(SAID) for _ in range(draw.choice((3, 4, 5, 7)))]
+        contents[::2] = [content or "?" for content in contents[::2]]  # turns stay apart
+        system = [Message("system", draw.choice(SAID[:3]))] * draw.randrange(2)
+        expected = []
+        for content in contents[1::2]:
+            content = content.strip() if name in TRIMMING else content
+            expected.append(f"{before}{content}{after}" if content else after.strip())
+        found = [template.tokenizer.decode(ids) for ids in told(template, [*system, *dialogue(*contents)])]
+        assert found == [text for text in expected if text]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_turn_is_a_response(kind: str, name: str) -> None:
+    template = Template(prepare_tokenizer(MAKERS[kind](), name))
+    said = [text for text in SAID if text and text == text.strip()]
+    asked = itertools.chain.from_iterable(("?", content) for content in said)
+    for content, ids in zip(said, told(template, dialogue(*asked, "?")), strict=True):
+        response = template.response_ids(content)
+        assert ids in (response, response[:-1])  # without EOS where the template does not close turns
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_ids_are_those_of_the_prompt(kind: str, name: str) -> None:
+    template = Template(prepare_tokenizer(MAKERS[kind](), name))
+    for messages in ([], *(dialogue(text, text, "ok") for text in HORRIBLE), *map(user, HORRIBLE)):
+        ids, turns = template.prompt_ids_and_turns(messages)
+        assert ids == template.prompt_ids(messages)
+        assert len(turns) == len(ids)
+        assert any(turns) == (len(messages) > 1)
+
+
+def test_words_of_the_assistant(tmp_path: Path) -> None:
+    tokenizer = words_tokenizer(tmp_path, "ok", "the", "fox", "Human:", "Assistant:", "[INST]", "[/INST]")
+    messages = dialogue("the fox", "ok the", "ok", "", "ok", "</s>", "ok")
+    for name, expected in {
+        "human_assistant": ["ok the", "<unk> <unk>"],
+        "llama_2": ["ok the </s>", "</s>", "<unk> <unk> </s>"],
+        "alpaca": ["ok the </s>", "</s>", "<unk> <unk> </s>"],
+    }.items():
+        template = Template(prepare_tokenizer(tokenizer, name))
+        assert [tokenizer.decode(ids) for ids in told(template, messages)] == expected
+
+
+def test_the_same_words_of_both_sides_by_hand() -> None:
+    template = Template(prepare_tokenizer(MAKERS["chat bytes"](), "chatml"))
+    ids, turns = template.prompt_ids_and_turns(dialogue("ok", "ok", "ok", "ok", "ok"))
+    frame = {"user": "<|im_start|>user\n", "assistant": "<|im_start|>assistant\n"}
+    expected: list[bool] = [False]  # <s>
+    for role in ("user", "assistant", "user", "assistant", "user"):
+        header = 1 + len(frame[role].removeprefix("<|im_start|>"))
+        expected += [False] * header + [role == "assistant"] * 3 + [False]  # o, k, <|im_end|>, line break
+    expected += [False] * (1 + len("assistant\n"))
+    assert turns == expected
+    assert len(ids) == len(turns)
+
+
+def test_a_token_across_the_border_counts(tmp_path: Path) -> None:
+    template = Template(prepare_tokenizer(byte_tokenizer(), "plain"))
+    tokens = template.tokenizer.convert_ids_to_tokens
+    assert [tokens(ids) for ids in told(template, dialogue("t", "h", "e the", "x ", "the"))] == [
+        ["the"],
+        ["x", "Ġthe"],
+    ]
+
+
+def test_an_assistant_that_spells_the_end_token_is_not_closed_by_it() -> None:
+    template = Template(prepare_tokenizer(byte_tokenizer(), "plain"))
+    assert [template.tokenizer.decode(ids) for ids in told(template, dialogue("a", "b", "</s>", "c"))] == ["b", "c"]
+
+
+# --- templates of other people
+
+
+def own(source: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Template:
+    tokenizer = tokenizer or byte_tokenizer()
+    tokenizer.chat_template = source
+    return Template(prepare_tokenizer(tokenizer, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("m.content", [" a \n</s>", "\n\n</s>", "b</s>"]),
+        ("m.content | trim", ["a</s>", "</s>", "b</s>"]),
+        ("m.content.rstrip()", [" a</s>", "</s>", "b</s>"]),
+        ("(m.content | trim if m.role == 'user' else m.content)", [" a \n</s>", "\n\n</s>", "b</s>"]),
+        ("(m.content if m.role == 'user' else m.content | trim)", ["a</s>", "</s>", "b</s>"]),
+        ("m.content | upper", [" A \n</s>", "\n\n</s>", "B</s>"]),
+        ("(m.content if m.content.strip() else '-')", [" a \n</s>", "b</s>"]),  # what it puts in nobody said
+        ("m.content + (eos_token if loop.last else '')", [" a \n</s>", "\n\n</s>", "b</s>"]),
+    ],
+)
+def test_trimming_and_letter_by_letter(content: str, found: list[str]) -> None:
+    template = own("{% for m in messages %}[{{ m.role }}]{{ " + content + " }}{{ eos_token }}\n{% endfor %}")
+    messages = dialogue(" </s> ", " a \n", "\n", "\n\n", " u", "b", "ok\n")
+    assert [template.tokenizer.decode(ids) for ids in told(template, messages)] == found
+
+
+def test_a_template_that_says_nothing_for_nothing() -> None:
+    template = own("{% for m in messages if m.content %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}")
+    messages = dialogue("a", "", "b", "c", "d")
+    assert [template.tokenizer.decode(ids) for ids in told(template, messages)] == ["c</s>"]
+
+
+def test_a_template_that_leaves_messages_out() -> None:
+    template = own("{{ messages[-1].content }}")
+    assert told(template, dialogue("a", "b", "c")) == []
+    assert [template.tokenizer.decode(ids) for ids in told(template, dialogue("a", "b"))] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "content", ["m.content.split('.')[-1]", "m.content[:3]", "m.content | title | replace(' ', '')"]
+)
+def test_a_template_that_rewrites_messages_is_refused_only_where_it_matters(content: str) -> None:
+    template = own("{% for m in messages %}{{ " + content + " }}{% endfor %}")
+    assert template.prompt_ids(dialogue("Abc", "a. b. cde", "c"))
+    with pytest.raises(UserError, match=r"rewrites messages.*another --chat-template"):
+        template.prompt_ids_and_turns(dialogue("Abc", "a. b. cde", "c"))
+    with pytest.raises(UserError, match="rewrites messages"):
+        template.prompt_ids(dialogue("Abc", "a. </s> cde", "c"))
+
+
+def test_special_tokens_in_a_text_that_is_changed_letter_by_letter() -> None:
+    template = own("{% for m in messages %}{{ m.content | lower }}{{ eos_token }}{% endfor %}")
+    tokens = template.tokenizer.convert_ids_to_tokens(template.prompt_ids(user("The </s> </S>")))
+    assert tokens == [*["the", "Ġ"], *"</s>", "Ġ", *"</s>", "</s>"]
+
+
+def test_pieces_alternate_and_join_to_the_prompt() -> None:
+    template = Template(prepare_tokenizer(byte_tokenizer(), "llama_2"))
+    messages = [Message("system", " s "), *DIALOGUE]
+    found = pieces(template.tokenizer, messages)
+    assert "".join(piece.text for piece in found) == template.prompt_text(messages)
+    assert [(piece.text, piece.message) for piece in found[1::2]] == [(" s ", 0), ("hi", 1), ("yes", 2), ("go on", 3)]
+    assert {piece.message for piece in found[::2]} == {None}
+
+
+def test_a_slow_tokenizer_does_not_know() -> None:
+    template = Template(prepare_tokenizer(slow_tokenizer(), "alpaca"))
+    with pytest.raises(UserError, match=r"fast tokenizer.*tokenizer\.json"):
+        template.prompt_ids_and_turns(DIALOGUE)
+
+
+# --- real ones
+
+
+def gpt2() -> PreTrainedTokenizerBase:
+    folder = SHARED / "gpt2-tokenizer"
+    backend = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
+@pytest.mark.parametrize("place", ["gpt2", "stories260k-hf"])
+@pytest.mark.parametrize("name", ["human_assistant", "chatml", "llama_3", "alpaca"])
+def test_real_dialogues(place: str, name: str) -> None:
+    tokenizer = gpt2() if place == "gpt2" else AutoTokenizer.from_pretrained(SHARED / place)
+    template = Template(prepare_tokenizer(with_chat_tokens(tokenizer), name))
+    with gzip.open(SHARED / "hh-rlhf/helpful-base.jsonl.gz", "rt") as file:
+        texts = [json.loads(line)["chosen"] for line in itertools.islice(file, 30)]
+    for text in texts:
+        contents = [part.strip() for part in re.split(r"\n\n(?:Human|Assistant):", text)[1:]]
+        found = [
+            template.tokenizer.decode(ids, skip_special_tokens=True) for ids in told(template, dialogue(*contents))
+        ]
+        assert [turn.strip() for turn in found] == [content for content in contents[1::2] if content]

@@ -1,0 +1,348 @@
+"""Chat templates: what they write, who may write them, and the token that ends a turn."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AddedToken, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
+
+from rlhf.errors import UserError
+from rlhf.text import rendering
+from rlhf.text.templates import BUILT_IN, MAX_TEMPLATE, find_template, template_name
+from rlhf.text.tokenizer import Template, describe_template, prepare_tokenizer
+from rlhf.training.checks import check_start
+from rlhf.types import Message
+from tests.texts import CHAT_TOKENS, DIALOGUE, MAKERS, byte_tokenizer, slow_tokenizer, user, with_chat_tokens
+
+ALPACA = (
+    "<s>Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+)  # fmt: skip
+SYSTEM = [Message("system", "Be kind."), *DIALOGUE]
+WRITTEN = {
+    "plain": ("<s>hiyesgo on", "<s>Be kind.hiyesgo on"),
+    "human_assistant": (
+        "<s>\n\nHuman: hi\n\nAssistant: yes\n\nHuman: go on\n\nAssistant:",
+        "<s>Be kind.\n\nHuman: hi\n\nAssistant: yes\n\nHuman: go on\n\nAssistant:",
+    ),
+    "chatml": (
+        "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+        "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n",
+        "<s><|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        "yes<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "llama_2": (
+        "<s>[INST] hi [/INST] yes </s><s>[INST] go on [/INST]",
+        "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nhi [/INST] yes </s><s>[INST] go on [/INST]",
+    ),
+    "llama_3": (
+        "<s><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        "yes<|eot_id|><|start_header_id|>user<|end_header_id|>\n\ngo on<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<s><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        "yes<|eot_id|><|start_header_id|>user<|end_header_id|>\n\ngo on<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "alpaca": (
+        ALPACA + "### Instruction:\nhi\n\n### Response:\nyes</s>\n\n### Instruction:\ngo on\n\n### Response:\n",
+        "<s>Be kind.\n\n### Instruction:\nhi\n\n### Response:\nyes</s>\n\n### Instruction:\ngo on\n\n### Response:\n",
+    ),
+}
+"""what each built-in template makes of the dialogue, without and with a system message"""
+
+
+def prepared(tmp_path: Path, source: str) -> PreTrainedTokenizerBase:
+    file = tmp_path / "mine.jinja"
+    file.write_text(source)
+    return prepare_tokenizer(byte_tokenizer(), str(file))
+
+
+# --- what they write
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_templates_by_hand(name: str) -> None:
+    template = Template(prepare_tokenizer(byte_tokenizer(), name))
+    assert (template.prompt_text(DIALOGUE), template.prompt_text(SYSTEM)) == WRITTEN[name]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_templates_need_no_bos(name: str) -> None:
+    text = Template(prepare_tokenizer(byte_tokenizer(eos_token="</s>"), name)).prompt_text(DIALOGUE)
+    assert text == WRITTEN[name][0].replace("<s>", "</s>" if name == "plain" else "")
+
+
+@pytest.mark.parametrize(
+    ("messages", "written"),
+    [
+        ([("system", " a ")], "<s>[INST] <<SYS>>\n a \n<</SYS>> [/INST]"),
+        ([("system", "a"), ("assistant", "b")], "<s>[INST] <<SYS>>\na\n<</SYS>> [/INST] b </s>"),
+        ([("system", "a"), ("system", "b"), ("user", " c ")],
+         "<s>[INST] <<SYS>>\na\n<</SYS>>\n\n<<SYS>>\nb\n<</SYS>>\n\n c [/INST]"),
+        ([("user", " a\n"), ("assistant", "\nb "), ("user", "c")], "<s>[INST] a [/INST] b </s><s>[INST] c [/INST]"),
+        ([("assistant", "a"), ("user", "b")], "<s> a </s><s>[INST] b [/INST]"),
+        ([("user", "a"), ("user", "b")], "<s>[INST] a [/INST]<s>[INST] b [/INST]"),
+        ([("user", "a"), ("assistant", "b"), ("system", "c"), ("user", "d")],
+         "<s>[INST] a [/INST] b </s><s>[INST] <<SYS>>\nc\n<</SYS>>\n\nd [/INST]"),
+    ],
+)  # fmt: skip
+def test_llama_2_writes_every_order_of_turns(messages: list[tuple[str, str]], written: str) -> None:
+    template = Template(prepare_tokenizer(byte_tokenizer(), "llama-2"))
+    assert template.prompt_text([Message(*message) for message in messages]) == written
+
+
+def test_llama_3_trims_as_its_reference_does() -> None:
+    template = Template(prepare_tokenizer(byte_tokenizer(), "llama-3"))
+    assert template.prompt_text(user("\n hi ")) == template.prompt_text(user("hi"))
+
+
+def test_chatml_does_not_write_a_bos_that_opens_each_turn_anyway() -> None:
+    tokenizer = byte_tokenizer(bos_token="<|im_start|>", eos_token="<|im_end|>")
+    ids = Template(prepare_tokenizer(tokenizer, "chatml")).prompt_ids(user("a"))
+    assert ids[0] == tokenizer.bos_token_id != ids[1]
+    assert ids.count(tokenizer.bos_token_id) == 2  # the user's turn and the assistant's
+
+
+# --- names and files
+
+
+def test_templates_by_name_and_by_file(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    assert prepare_tokenizer(tokenizer, "auto").chat_template == BUILT_IN["human_assistant"]
+    tokenizer.chat_template = "own{{ messages[0]['content'] }}"
+    assert prepare_tokenizer(tokenizer, "auto").chat_template == tokenizer.chat_template
+    assert Template(prepared(tmp_path, "{{ messages[0]['content'] }}!")).prompt_text(user("x")) == "x!"
+    with pytest.raises(UserError, match=r"no chat template 'chatmel'; have auto, plain.*did you mean 'chatml'"):
+        prepare_tokenizer(tokenizer, "chatmel")
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_hyphen_is_an_underscore(name: str) -> None:
+    text = find_template(name.replace("_", "-"), None)
+    assert text == find_template(name, None)
+    assert template_name(text) == name
+    assert template_name(text + " ") is None
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_templates_pass_what_files_must(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "copy.jinja"
+    file.write_text(BUILT_IN[name])
+    assert find_template(str(file), None) == BUILT_IN[name]
+
+
+SAYS = "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("\n{% for %}", r"mine\.jinja:2: not a chat template: Expected an expression"),
+        (SAYS + "{% if x %}", r"mine\.jinja:4: not a chat template: Unexpected end of template"),
+        (SAYS + "{{ 'a' | shout }}", r"mine\.jinja:4: not a chat template: No filter named 'shout'"),
+        (SAYS + "\n{{ eos_tokn }}", r"mine\.jinja:5: the chat template knows no 'eos_tokn' \(did you mean 'eos_token'"),
+        ("{% for m in mesages %}{{ m }}{% endfor %}", r"mine\.jinja:1: .* no 'mesages' \(did you mean 'messages'"),
+        ("{% for m in messages %}{{ m['contnet'] }}{% endfor %}", r"mine\.jinja: .*leaves out what a user's message"),
+        (SAYS + "{{ raise_exception('not today') }}", r"mine\.jinja: .*, line 4,.* roles \(user\): not today"),
+        (SAYS + "{{ 1 // 0 }}", r"mine\.jinja: .*, line 4,.*division"),
+        (SAYS + "{{ messages + 1 }}", r"mine\.jinja: .*, line 4,.*concatenate"),
+        (SAYS + "{{ messages.what.now }}", r"mine\.jinja: .*, line 4,.*no attribute 'what'"),
+        (SAYS + "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"mine\.jinja: .*, line 4,.*recursion"),
+        ("{{ bos_token }}<s>" + SAYS, r"mine\.jinja: .*BOS token <s> twice"),
+        ("x" * (MAX_TEMPLATE + 1), rf"mine\.jinja: got {MAX_TEMPLATE + 1} characters"),
+    ],
+)
+def test_bad_template_files(tmp_path: Path, source: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        prepared(tmp_path, source)
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(UserError, match=r"mine\.jinja: got byte 0xff, expected .* UTF-8"):
+        prepare_tokenizer(byte_tokenizer(), str(tmp_path / "mine.jinja"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if thinking is defined and thinking %}!{% endif %}",
+        "{{ date | default('') }}",
+        "{% if tools is not undefined and not tools %}!{% endif %}",
+        "{% generation %}{% endgeneration %}",
+        "{% for i in range(9) %}{% if i %}{% break %}{% endif %}{% endfor %}",
+        "{% set mine = 1 %}{{ mine }}{{ strftime_now('%Y') }}{{ messages | tojson }}",
+    ],
+)
+def test_what_hub_templates_do_is_accepted(tmp_path: Path, source: str) -> None:
+    assert "hi" in Template(prepared(tmp_path, SAYS + source)).prompt_text(DIALOGUE)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('touch owned') }}",
+        "{{ lipsum.__globals__['os'].system('touch owned') }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ self.__init__.__globals__.__builtins__.open('owned', 'w') }}",
+        "{{ ('{0.__class__}' | format)(messages) }}",
+        "{{ messages.clear() }}",
+        "{{ messages[0].update(content='owned') }}",
+        "{% include 'owned' %}",
+        "{% import 'os' as os %}{{ os.system('touch owned') }}",
+        "{% extends '../owned' %}",
+        "{{ open('owned', 'w') }}",
+        "{{ range(10 ** 9) | list }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"mine\.jinja"):
+        prepared(tmp_path, SAYS + attack)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = SAYS + attack  # as it comes with a stranger's model
+    with pytest.raises(UserError, match="auto: the chat template, line 4,"):
+        prepare_tokenizer(tokenizer, "auto")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.jinja"]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "messages[0].__class__",
+        "messages | attr('__class__')",
+        "messages[0]['content'].__len__",
+        "raise_exception.__globals__",
+        "raise_exception.__code__",
+        "dict.__base__",
+        "cycler.mro",
+        "'{0.__class__}'.format(messages)",
+    ],
+)
+def test_what_a_template_may_not_know_is_nothing(tmp_path: Path, question: str) -> None:
+    assert Template(prepared(tmp_path, f"{SAYS}[{{{{ {question} }}}}]")).prompt_text(user("hi")) == "hi\n[]"
+
+
+@pytest.mark.parametrize("only", ["user", "assistant", "system"])
+def test_a_template_that_loops_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: str) -> None:
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match=r"mine\.jinja: the chat template, line 5, still runs after 0.2 seconds"):
+        prepared(tmp_path, SAYS + f"{{% if messages[0]['role'] == '{only}' or messages[1] %}}\n{loop}\n{{% endif %}}")
+
+
+def test_roles_that_a_template_refuses(tmp_path: Path) -> None:
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\nsystem') }}{% endif %}"
+    template = Template(prepared(tmp_path, refusal + SAYS))
+    with pytest.raises(UserError, match=r"roles \(system, user\): no system"):
+        template.prompt_ids([Message("system", "s"), *user("x")])
+    with pytest.raises(UserError, match=r"roles \(system, user\): no system"):
+        template.prompt_ids_many([user("x"), [Message("system", "s"), *user("x")]])
+
+
+# --- one end token
+
+
+@pytest.mark.parametrize(
+    ("name", "eos"),
+    [
+        ("plain", "</s>"),
+        ("human_assistant", "</s>"),
+        ("chatml", "<|im_end|>"),
+        ("llama_2", "</s>"),
+        ("llama_3", "<|eot_id|>"),
+        ("alpaca", "</s>"),
+    ],
+)
+def test_the_token_that_closes_a_turn_ends_responses(tmp_path: Path, name: str, eos: str) -> None:
+    tokenizer = with_chat_tokens(byte_tokenizer())
+    ready = prepare_tokenizer(tokenizer, name)
+    assert (ready.eos_token, tokenizer.eos_token) == (eos, "</s>")
+    assert ready.pad_token not in ("</s>", eos)  # the one that was EOS may still be sampled
+    assert prepare_tokenizer(byte_tokenizer(), name).eos_token == "</s>"  # there it is so much text
+    ready.save_pretrained(tmp_path)
+    again = prepare_tokenizer(AutoTokenizer.from_pretrained(tmp_path), "auto")
+    assert describe_template(again) == describe_template(ready) == {"chat_template": BUILT_IN[name], "eos_token": eos}
+    assert (again.pad_token_id, again.eos_token_id, len(again)) == (ready.pad_token_id, ready.eos_token_id, len(ready))
+    ids = Template(again).response_ids(eos)
+    assert ids.count(again.eos_token_id) == 1
+    assert ids[-1] == again.eos_token_id
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_response_has_the_ids_of_an_earlier_turn(kind: str, name: str) -> None:
+    template = Template(prepare_tokenizer(MAKERS[kind](), name))
+    eos, said = template.tokenizer.eos_token, Message("assistant", "so be it")
+    ids = template.prompt_ids([Message("user", "a"), said, Message("user", "\n")])
+    response = template.response_ids(said.content)
+    if f"{eos}" not in template.prompt_text(DIALOGUE):
+        response.pop()  # nothing closes a turn there
+    assert any(ids[i : i + len(response)] == response for i in range(len(ids)))
+
+
+def test_an_end_token_keeps_its_ways(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|end|>", rstrip=True, normalized=False)])  # as Phi 3's, but not marked special
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|spare|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>\n' }}{% endfor %}"
+    ready = prepare_tokenizer(tokenizer, "auto")
+    assert (ready.eos_token, ready.pad_token) == ("<|end|>", "<|spare|>")  # the roles' tokens are in use
+    assert ready.encode("<|end|>\n\na") == tokenizer.encode("<|end|>\n\na")
+    assert ready.eos_token_id not in Template(ready).response_ids("<|end|>")[:-1]
+
+
+def test_a_template_for_single_prompts_changes_no_end(tmp_path: Path) -> None:
+    strict = "{% if messages[1] %}{{ raise_exception('one message') }}{% endif %}{{ messages[0]['content'] }}"
+    assert prepared(tmp_path, strict).eos_token == "</s>"
+
+
+def test_slow_tokenizers_have_one_end_too() -> None:
+    template = Template(prepare_tokenizer(slow_tokenizer(), "alpaca"))
+    end = template.tokenizer.eos_token_id
+    assert template.prompt_ids([Message("user", "</s>"), Message("assistant", "</s>")]).count(end) == 1
+    assert template.response_ids("</s>").count(end) == 1
+
+
+# --- starting from another stage
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    """What a stage leaves, as far as the start of the next one looks: a model with a chatml tokenizer."""
+    model = tmp_path / "step1_sft/model"
+    prepare_tokenizer(with_chat_tokens(byte_tokenizer()), "chatml").save_pretrained(model)
+    LlamaConfig(max_position_embeddings=64).save_pretrained(model)
+    for name in ("config.yaml", "metrics.jsonl"):
+        (model.parent / name).touch()
+    return model
+
+
+@pytest.mark.parametrize("name", ["auto", "chatml"])
+def test_a_stage_goes_on_with_its_own_template(stage: Path, name: str) -> None:
+    check_start(str(stage), name, 64)
+
+
+def test_another_template_than_the_stages_is_refused(stage: Path) -> None:
+    said = r"chatml and end token <\|im_end\|>, but .* llama-3 \(end token <\|eot_id\|>\).*--chat-template auto.*"
+    with pytest.raises(UserError, match=said + "--convert-template"):
+        check_start(str(stage), "llama-3", 64)
+    check_start(str(stage), "llama-3", 64, convert_template=True)
+    (stage.parent / "config.yaml").unlink()  # a model from elsewhere may get any template
+    check_start(str(stage), "llama-3", 64)
+
+
+def test_another_end_token_than_the_stages_is_refused(stage: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stage)
+    tokenizer.eos_token = "</s>"
+    tokenizer.save_pretrained(stage)
+    with pytest.raises(UserError, match=r"end token </s>, but --chat-template chatml \(end token <\|im_end\|>\)"):
+        check_start(str(stage), "chatml", 64)
+    check_start(str(stage), "auto", 64)
+
+
+def test_chat_tokens_are_what_the_built_in_templates_write() -> None:
+    for token in CHAT_TOKENS:
+        assert any(token in text for text in BUILT_IN.values())

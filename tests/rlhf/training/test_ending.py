@@ -1,0 +1,55 @@
+"""Signals while a loop runs, and what Ctrl-C shows on a real terminal."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
+import time
+
+from rlhf import console
+from rlhf.training.signals import CODES, Ending
+
+
+def test_a_terminal_that_is_gone_asks_to_end_as_sigterm_does() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Ending() as ending:
+            for _ in range(2):  # from the kernel and from the shell
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert ending.heard(due=False) == (signal.SIGHUP, False)
+        assert CODES[signal.SIGHUP] == 129 and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with Ending() as ending:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert ending.heard(due=False) == (None, False)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_has_lines_of_its_own_beside_the_bar() -> None:
+    """A pseudo-terminal, which echoes ^C behind the bar, and sends SIGINT to the process in front."""
+    child, terminal = pty.fork()
+    if child == 0:
+        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("4H", 40, 100, 0, 0))
+        sys.stderr = os.fdopen(2, "w")  # pytest has put another one in its place
+        with Ending() as ending, console.bar("step", 100) as bar:
+            while not ending._asked:
+                time.sleep(0.01)
+                bar.advance(0)
+            bar.advance(1)
+        os.write(2, b"after the bar\n")
+        os._exit(0)
+    shown, asked = b"", False
+    while b"after the bar" not in shown:
+        piece = os.read(terminal, 4096)
+        shown += piece
+        if b"0/100" in shown and not asked:
+            asked = bool(os.write(terminal, b"\x03"))
+    assert os.waitpid(child, 0)[1] == 0
+    lines = re.split("[\r\n]+", shown.decode())
+    where = lines.index(Ending.SAID.decode().strip())
+    assert lines[where - 1].endswith("]^C") and "1/100" in lines[where + 1] and lines[-2:] == ["after the bar", ""]

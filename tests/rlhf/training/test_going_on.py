@@ -1,0 +1,154 @@
+"""Step 3, whatever is switched on, that died after any iteration goes on to the bytes of one that did not."""
+
+import contextlib
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.training import checkpoints
+from step3_ppo.schedule import Course
+from tests import killing, saving
+from tests.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path) -> Iterator[Path]:
+    """The working directory: every run's --output-dir is `out`, so that what it leaves can be compared to the byte."""
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where step 3 starts from: nothing died while these were made."""
+    place = tmp_path_factory.mktemp("models")
+    with contextlib.chdir(place):
+        run(sft_options())
+        run(reward_options())
+    return {"actor_model": str(place / "out/step1_sft"), "reward_model": str(place / "out/step2_reward")}
+
+
+# --- step 3 with everything that has a state
+
+
+DEMONSTRATIONS = [{"prompt": f"tell me about {i}", "response": f"the {i} is kind"} for i in range(20)]
+EVERYTHING: dict[str, Any] = {
+    "total_episodes": 40,  # 5 iterations
+    "num_mini_batches": 2,
+    **{"kl_target": 1.0, "kl_horizon": 100, "use_score_scaling": True, "score_clip": 3.0, "abort_kl": 1e4},
+    **{"ema_decay": 0.5, "ptx_coef": 0.5, "ptx_batch_size": 8, "entropy_coef": 0.01, "critic_warmup_iterations": 1},
+    **{"eval_every": 1, "keep_best": "eval_score", "patience": 9, "export_rollouts": True},
+}
+"""20 demonstrations in batches of 8: the 16 optimizer steps of the actor go through them 8 times."""
+
+
+@pytest.fixture(scope="module")
+def everything(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
+    """Options, and what the undisturbed run leaves."""
+    place = tmp_path_factory.mktemp("everything")
+    own = place / "own.jsonl"
+    own.write_text("".join(json.dumps(row) + "\n" for row in DEMONSTRATIONS), encoding="utf-8")
+    options = ppo_options(**models, **EVERYTHING, ptx_data_path=[str(own)])
+    return options, undisturbed(place / "whole", options)
+
+
+def test_everything_leaves_what_it_has(everything: tuple[Any, dict[str, Any]]) -> None:
+    """Else the tests below would compare nothing."""
+    _, whole = everything
+    weights = {str(Path(name).parent) for name in whole if name.endswith("model.safetensors")}
+    assert weights == {"actor", "critic", "best", "ema"}
+    assert {"samples.jsonl", "rollouts-0.jsonl", "metrics.jsonl", "state.json", "manifest.json"} <= set(whole)
+    rows = [row for row in whole["metrics.jsonl"] if row["kind"] == "train"]
+    assert len(rows) == 5 and len({row["kl_coef"] for row in rows}) > 2
+    assert len(whole["rollouts-0.jsonl"].splitlines()) == 40 and len(whole["samples.jsonl"].splitlines()) == 20
+    assert whole["actor/model.safetensors"] != whole["ema/model.safetensors"]
+
+
+def test_step_3_goes_on_to_the_same_bytes(
+    everything: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, whole = everything
+    dying(monkeypatch, lambda: run(options), "train", 4)
+    stage = Path("out/step3_ppo")
+    assert killing.steps_of(stage) == [2, 3]
+    assert len((stage / "rollouts-0.jsonl").read_text(encoding="utf-8").splitlines()) == 32  # lines to be taken back
+    run(options)
+    require_same(left(stage), whole)
+    assert not (stage / "checkpoints").exists()
+
+
+@pytest.mark.faults
+def test_step_3_goes_on_from_every_iteration(
+    everything: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies after each iteration in turn, at its checkpoint's expense, and in the end."""
+    options, whole = everything
+    for step in range(1, 6):
+        dying(monkeypatch, lambda: run(options), "train", step)
+        assert killing.steps_of(Path("out/step3_ppo"))[-1:] == [step - 1][: step - 1]
+    dying(monkeypatch, lambda: run(options), "end", 0)
+    run(options)
+    require_same(left(Path("out/step3_ppo")), whole)
+
+
+@pytest.mark.faults
+def test_step_3_goes_on_from_any_iteration_alone(
+    everything: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with checkpoints every two iterations, the last of which may be lost."""
+    options, whole = everything
+    for step in range(2, 6):
+        shutil.rmtree("out", ignore_errors=True)
+        rare = options.model_copy(update={"save_every": 2})
+        dying(monkeypatch, lambda rare=rare: run(rare), "train", step)
+        if step == 5:
+            saving.flip(checkpoints.folder_of(Path("out/step3_ppo"), 4) / "state.json", 9)
+        run(options)
+        require_same(left(Path("out/step3_ppo")), whole)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "best_of_n": {"algorithm": "best_of_n", "num_generations": 4},
+    "adapter": {"adapter": "lora,r=4", "ema_decay": 0.5, "zero_stage": 2},
+    "grpo": {"algorithm": "grpo", "num_generations": 4, "zero_stage": 0},
+}
+
+
+@pytest.mark.parametrize("kind", ["best_of_n", "adapter", pytest.param("grpo", marks=pytest.mark.faults)])
+def test_other_runs_of_step_3_go_on(
+    kind: str, models: dict[str, str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ppo_options(**models, **OTHERS[kind])
+    whole = undisturbed(here / "whole", options)
+    assert ("chosen.jsonl" in whole) == (kind == "best_of_n")
+    dying(monkeypatch, lambda: run(options), "train", 3)
+    run(options)
+    require_same(left(Path("out/step3_ppo")), whole)
+
+
+def test_a_run_that_patience_ended_stays_ended(
+    models: dict[str, str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is learned, so that the second look is no better than the first."""
+    still = {"learning_rate": 0.0, "eval_every": 1, "keep_best": "eval_score", "patience": 1, "num_ppo_epochs": 1}
+    options = ppo_options(**models, **still)
+    whole = undisturbed(here / "whole", options)
+    assert [row["kind"] for row in whole["metrics.jsonl"]].count("train") == 2
+    dying(monkeypatch, lambda: run(options), "end", 0)
+    run(options)
+    require_same(left(Path("out/step3_ppo")), whole)
+
+
+def test_fewer_iterations_than_are_done_end_the_run() -> None:
+    """A run may go on with a smaller total: with what it has, if that is more."""
+    course = Course(40, ppo_options())
+    assert [iteration for iteration, _ in itertools.islice(course, 3)] == [0, 1, 2]
+    for episodes, rest in ((8, []), (24, []), (40, [3, 4])):
+        again = Course(40, ppo_options(total_episodes=episodes))
+        again.load_state_dict(course.state_dict())
+        assert [iteration for iteration, _ in again] == rest

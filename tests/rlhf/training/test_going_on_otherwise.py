@@ -1,0 +1,340 @@
+"""What an interrupted stage, or chain, makes of it that something is not as it was: the process, the disk, its options,
+data, libraries, or the stages before it."""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from rlhf import plugins
+from rlhf.chain import command as train
+from rlhf.errors import UserError
+from rlhf.storage import disk, manifests
+from rlhf.training import checkpoints, progress
+from step1_sft import stage as step1
+from step1_sft.config import SFTConfig
+from tests import killing, saving
+from tests.killing import Killed, dying, left, ppo_options, require_same, run, sft_options, undisturbed
+
+SFT = Path("out/step1_sft")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path) -> Iterator[Path]:
+    """The working directory: every run's --output-dir is `out`, so that what it leaves can be compared to the byte."""
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What step 1 leaves if nothing happens to it."""
+    place = tmp_path_factory.mktemp("whole")
+    with contextlib.chdir(place):
+        return undisturbed(place / "run", sft_options(num_train_epochs=4))
+
+
+def sft() -> None:
+    run(sft_options(num_train_epochs=4))
+
+
+# --- a process that dies while it saves
+
+
+def dying_in_its_second_save(monkeypatch: pytest.MonkeyPatch, point: str) -> list[int]:
+    """Run step 1 until then; the steps that it saved."""
+    real, steps = checkpoints.save, []
+
+    def save(stage: Path, step: int, *rest: Any) -> str | None:
+        steps.append(step)
+        with monkeypatch.context() as patched:
+            if len(steps) == 2:
+                saving.killed_by(patched, *saving.POINTS[point][:-1])
+            return real(stage, step, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "save", save)
+        with pytest.raises(Killed):
+            sft()
+    return steps
+
+
+@pytest.mark.parametrize(
+    "points", [["after a shard", "after the rename"], pytest.param(list(saving.POINTS), marks=pytest.mark.faults)]
+)
+def test_a_save_that_was_cut_off_costs_nothing(
+    points: list[str], whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = 0
+    for point in points:
+        steps = dying_in_its_second_save(monkeypatch, point)
+        assert steps == [newest + 1, newest + 2], point
+        newest += 2 if saving.POINTS[point][-1] else 1
+        found = checkpoints.newest(SFT)
+        assert found is not None and found.step == newest, point
+    sft()
+    require_same(left(SFT), whole)
+
+
+ENDS: dict[str, tuple[Any, str, Callable[..., bool], bool]] = {
+    "the model half written": (disk.os, "rename", lambda _, to: to.name == "model", False),
+    "the model written": (disk.os, "rename", lambda _, to: to.name == "model", True),
+    "before the manifest": (disk, "write_json", lambda to, _: to == SFT / "manifest.json", False),
+    "after the manifest": (disk, "write_json", lambda to, _: to == SFT / "manifest.json", True),
+}
+
+
+@pytest.mark.parametrize("point", ENDS)
+def test_a_process_that_dies_at_the_end_is_finished_or_not(
+    point: str, here: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        saving.killed_by(patched, *ENDS[point])
+        sft()
+    assert (SFT / "manifest.json").is_file() == (point == "after the manifest")
+    capsys.readouterr()
+    sft()
+    assert ("already complete" in capsys.readouterr().out) == (point == "after the manifest")
+    assert left(SFT)["model/model.safetensors"] == whole["model/model.safetensors"]
+    manifests.read_manifest(SFT)
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying(monkeypatch, sft, "train", 3)
+    kept = [(SFT / "checkpoints" / name / "manifest.json") for name in ("step-00000001", "step-00000002")]
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(UserError, match=r"no checkpoint there is whole .* add --overwrite"):
+        sft()
+    assert all(path.is_file() for path in kept) and steps(SFT) == [1, 2, 3]
+
+
+# --- the disk
+
+
+def test_a_run_outlives_a_full_disk(
+    whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = checkpoints.save
+
+    def save(stage: Path, step: int, *rest: Any) -> str | None:
+        with saving.files_up_to(10_000) if step in (3, 4) else contextlib.nullcontext():
+            return real(stage, step, *rest)
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    dying(monkeypatch, sft, "train", 5)
+    said = capsys.readouterr().out
+    warnings = [line for line in said.splitlines() if "no checkpoint" in line]
+    assert len(warnings) == 2
+    for step, line in zip((3, 4), warnings, strict=True):
+        assert line.startswith(f"warning, step {step}: no checkpoint, rank 0 cannot write {SFT}/checkpoints/.tmp-step-")
+        assert re.search(rf"[\d,]+ MB are free there; the last checkpoint is {SFT}/checkpoints/step-00000002$", line)
+    assert killing.steps_of(SFT) == [1, 2] and not list((SFT / "checkpoints").glob(".*"))
+    sft()
+    require_same(left(SFT), whole)
+
+
+def test_too_little_room_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkpoints are kept, and a third is there while it is written: the tensors of one, thrice."""
+    dying(monkeypatch, sft, "train", 3)
+    files = [path for path in (SFT / "checkpoints").rglob("*") if path.is_file()]
+    there, need = sum(path.stat().st_size for path in files), 3 * tensor_bytes(SFT / "checkpoints/step-00000002")
+    assert need < 1.5 * there < 1.1 * need  # what lies there are two
+    opened: list[int] = []
+    read = step1.open_data
+    for free, enough in ((need - there - 1, False), (need - there, True)):
+        usage = SimpleNamespace(free=free)
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+            patched.setattr(step1, "open_data", lambda *given: opened.append(1) or read(*given))
+            if enough:
+                dying(patched, sft, "train", 4)
+            else:
+                with pytest.raises(UserError, match=r" are free there, expected .* of --keep and one being writ"):
+                    sft()
+                assert killing.steps_of(SFT) == [1, 2] and not opened, "before the data is read"
+
+
+def tensor_bytes(folder: Path) -> int:
+    found = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as saved:
+            found += sum(4 * saved.get_tensor(name).numel() for name in saved.keys())  # noqa: SIM118
+    return found
+
+
+# --- options
+
+
+OPTIONS = ppo_options(eval_every=2, keep_best="eval_score", actor_model="a", reward_model="b")
+FREE = {
+    **{"sample_rows": 9, "report_to": ("tensorboard",), "save_every": 7, "save_minutes": 1.0, "keep": 5},
+    "keep_last_checkpoint": True,
+    **{"micro_batch_size": 2, "zero_stage": 3, "offload_optimizer": True, "gradient_checkpointing": True},
+    **{
+        "timeout_s": 60.0,
+        "data_workers": 3,
+        "max_bad_steps": 9,
+        "abort_kl": 20.0,
+        "rollout_batch_size": 3,
+        "actor": {"zero_stage": 2},
+    },
+}
+NOTED = {"total_episodes": 64, "eval_every": 3, "patience": 4, "export_rollouts": True}
+REFUSED = {
+    **{"actor_model": "c", "reward_model": "c", "critic_model": "c", "algorithm": "grpo", "adapter": "lora"},
+    **{"data_path": ("x.jsonl",), "eval_fraction": 0.5, "max_train_rows": 7, "seed": 5, "dtype": "bf16"},
+    **{"learning_rate": 0.5, "lr_scheduler_type": "cosine", "warmup_ratio": 0.5, "adam_beta2": 0.5, "batch_size": 16},
+    **{"num_mini_batches": 2, "num_ppo_epochs": 9, "kl_coef": 0.9, "reward": ("length",), "ema_decay": 0.5},
+    **{"temperature": 0.5, "response_length": 4, "chat_template": "chatml", "keep_best": None},
+}
+
+
+@pytest.fixture
+def interrupted() -> Path:
+    """Of OPTIONS, with a checkpoint."""
+    about = {"stage": "step3_ppo", "inputs": {}, "models": [], "logs": {}, "data": {"x.jsonl": "one"}}
+    about |= {"config": OPTIONS.model_dump(mode="json"), "versions": manifests.versions()}
+    assert checkpoints.save(Path("out/step3_ppo"), 2, checkpoints.Resumable({}, {}), about, 2) is None
+    return Path("out/step3_ppo")
+
+
+def standing(changes: dict[str, Any], data: str = "one") -> str:
+    options = type(OPTIONS).model_validate(OPTIONS.model_dump() | changes)
+    return progress.standing("step3_ppo", options, {}, lambda: {"x.jsonl": data}, {})
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_changes_no_result_changes_freely(
+    interrupted: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert standing({}) == "interrupted"
+    assert standing({name: FREE[name]}) == "interrupted" and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_how_long_and_what_is_looked_at_changes_with_a_note(
+    interrupted: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert standing({name: NOTED[name]}) == "interrupted"
+    said = f"note: {interrupted} goes on with another option: {name} was {getattr(OPTIONS, name)}, now {NOTED[name]}\n"
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_changes_the_result_is_refused_unless_asked_for(
+    interrupted: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {name: REFUSED[name]}
+    with pytest.raises(UserError, match=r"--output-dir.*--overwrite.*--allow-config-change") as caught:
+        standing(changes)
+    said = f"{name} was {as_json(getattr(OPTIONS, name))!r}, now {as_json(REFUSED[name])!r}"
+    assert said in str(caught.value) and str(interrupted) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="total_episodes was 32, now 64"):  # what would pass alone is shown beside it
+        standing(changes | {"total_episodes": 64})
+    assert standing(changes | {"allow_config_change": True}) == "interrupted"
+    assert said in capsys.readouterr().out
+    assert standing(changes | {"overwrite": True}) == "new"
+
+
+def as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_the_classes_name_options_that_there_are() -> None:
+    """And an option that nobody has put in a class is refused, which loses nothing."""
+    classes = [train.chain_config([]), SFTConfig, killing.RewardConfig]
+    classes += [plugins.find("step3_ppo.algorithms", name).Config for name in plugins.names("step3_ppo.algorithms")]
+    known = {name for options in classes for name in options.model_fields}
+    assert known >= progress.FREE and known >= progress.NOTED and not progress.FREE & progress.NOTED
+    assert set(FREE) <= progress.FREE and set(NOTED) <= progress.NOTED
+    assert not (progress.FREE | progress.NOTED) & set(REFUSED)
+
+
+def test_more_epochs_and_fewer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    dying(monkeypatch, lambda: run(sft_options(num_train_epochs=2)), "train", 7)
+    shutil.copytree("out", "more")
+    run(sft_options(num_train_epochs=1))  # 6 of 8 steps are done; 4 are asked for
+    assert steps(SFT) == [1, 2, 3, 4, 5, 6]
+    run(sft_options(num_train_epochs=3, output_dir="more"))
+    assert steps(Path("more/step1_sft")) == list(range(1, 13))
+    said = capsys.readouterr().out
+    assert "num_train_epochs was 2, now 1" in said and "num_train_epochs was 2, now 3" in said
+
+
+def steps(stage: Path) -> list[int]:
+    rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row["step"] for row in rows if row["kind"] == "train"]
+
+
+# --- data and libraries
+
+
+def test_data_that_changed_is_refused_by_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = here / "own.jsonl"
+    lines = [json.dumps({"prompt": f"tell me about {i}", "response": f"the {i} is kind"}) + "\n" for i in range(99)]
+    own.write_text("".join(lines), encoding="utf-8")
+    options = sft_options(data_path=[str(own)], data_split=(1.0, 0.0, 0.0))
+    dying(monkeypatch, lambda: run(options), "train", 3)
+    own.write_text("".join([*lines, lines[0]]), encoding="utf-8")
+    for asked in (options, options.model_copy(update={"allow_config_change": True})):
+        with pytest.raises(UserError, match=rf"checkpoint of a run with other data: {own} changed since") as caught:
+            run(asked)
+        assert "--allow-config-change" not in str(caught.value)
+    own.write_text("".join(lines), encoding="utf-8")
+    run(options)
+    assert steps(SFT) == [1, 2, 3, 4]
+
+
+def test_another_version_of_a_library_is_said(
+    whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dying(monkeypatch, sft, "train", 3)
+    folder = SFT / "checkpoints/step-00000002"
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    now = manifest["versions"]["torch"]
+    manifest["versions"]["torch"] = "1.0"
+    manifest["sha256"] = manifests.own_digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    capsys.readouterr()
+    sft()
+    [note] = [line for line in capsys.readouterr().out.splitlines() if "another version" in line]
+    assert note == f"note: {folder} was written with another version: torch 1.0 -> {now}"
+    require_same(left(SFT), whole)
+
+
+# --- a finished stage that is extended
+
+
+@pytest.mark.parametrize(("make", "total"), [(sft_options, "num_train_epochs"), (ppo_options, "total_episodes")])
+def test_an_extended_stage_makes_what_a_longer_one_makes(
+    make: Callable[..., Any], total: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a constant learning rate; else the schedule is that of the larger total from there on."""
+    if make is ppo_options:
+        make = partial(ppo_options, "rloo", actor_model="demo-llama", reward=("length,target=4",))
+    short = {"num_train_epochs": 1, "total_episodes": 16}[total]
+    options = {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "save_every": None}
+    longer = {**options, total: 2 * short}
+    stage, model = ("step1_sft", "model") if make is sft_options else ("step3_ppo", "actor")
+    run(make(**longer, output_dir="long"))
+    run(make(**options, **{total: short}))
+    with pytest.raises(UserError, match=f"no checkpoint to be extended from .{total} {short} to {2 * short}.*--keep-"):
+        run(make(**longer))
+    run(make(**options, **{total: short}, overwrite=True, keep_last_checkpoint=True))
+    run(make(**options, **{total: short}))
+    assert "already complete" in capsys.readouterr().out and len(killing.steps_of(Path("out") / stage)) == 1
+    with pytest.raises(UserError, match=r"other options .*learning_rate was"):
+        run(make(**longer, learning_rate=0.5))
+    run(make(**longer))
+    assert f"{total} was {short}, now {2 * short}" in capsys.readouterr().out
+    both = [Path(place) / stage / model / "model.safetensors" for place in ("long", "out")]
+    assert both[0].read_bytes() == both[1].read_bytes() and not killing.steps_of(Path("out") / stage)

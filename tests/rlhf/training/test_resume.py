@@ -1,0 +1,155 @@
+"""A run that goes on from a checkpoint is the run that was not interrupted, to the bit."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.distributed import collectives
+from rlhf.engine.training import Engine
+from rlhf.launch import launcher
+from rlhf.training import checkpoints
+from tests import engine_runs, resuming, tiny
+from tests.engine_runs import ROUNDING
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+KINDS = {
+    f"zero {stage}, {dtype}{', offloaded' if offload else ''}": {
+        "zero_stage": stage,
+        "dtype": dtype,
+        "offload_optimizer": offload,
+    }
+    for offload, stages in ((False, engine_runs.ALONE), (True, (1, 2, 3)))
+    for stage in stages
+    for dtype in ("fp32", "bf16")
+}
+
+
+def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["metrics"] == other["metrics"]
+    assert set(one["state"]) == set(other["state"])
+    assert all(torch.equal(value, other["state"][name]) for name, value in one["state"].items())
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_with_dropout_it_goes_on_to_the_bit(options: dict[str, Any], tmp_path: Path) -> None:
+    require_same(resuming.save_half(tmp_path, options), resuming.go_on(tmp_path, options))
+
+
+@pytest.mark.parametrize("stage", engine_runs.ALONE)
+def test_an_adapter_goes_on_to_the_bit(stage: int, tmp_path: Path) -> None:
+    adapter = "lora,r=4"
+    options = {"zero_stage": stage}
+    require_same(resuming.save_half(tmp_path, options, adapter), resuming.go_on(tmp_path, options, adapter))
+    names = {name for name, _ in checkpoints.newest(tmp_path)._tensors("policy")}  # type: ignore[union-attr]
+    assert names and all("lora" in name for name in names)  # not the weights that do not learn
+
+
+def test_without_the_random_sources_it_would_be_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = resuming.save_half(tmp_path, {"zero_stage": 1})
+    monkeypatch.setattr(checkpoints, "_set_random_state", lambda saved: None)
+    other = resuming.go_on(tmp_path, {"zero_stage": 1})
+    assert engine_runs.apart(whole["state"], other["state"]) > 1e-4  # a tenth of the learning rate
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 0)])
+def test_another_zero_stage_goes_on_from_it(before: int, after: int, tmp_path: Path) -> None:
+    """Of one process; stages 0 to 2 are one there. `test_more_ranks_and_fewer_go_on` has each on two."""
+    whole = resuming.save_half(tmp_path, {"zero_stage": before})
+    other = resuming.go_on(tmp_path, {"zero_stage": after})
+    assert engine_runs.apart(whole["state"], other["state"]) < ROUNDING
+
+
+def test_an_engine_that_has_not_stepped_goes_on(tmp_path: Path) -> None:
+    """The actor of a critic's warm-up."""
+    waiting = resuming.with_dropout({"zero_stage": 1})
+    assert checkpoints.save(tmp_path, 3, resuming.state_of(waiting), resuming.ABOUT, 2) is None
+    fresh = resuming.with_dropout({"zero_stage": 1})
+    found = checkpoints.newest(tmp_path)
+    assert found is not None
+    found.restore(resuming.state_of(fresh), seed=0)
+    seen = []
+    for engine in (waiting, fresh):
+        torch.manual_seed(5)
+        engine_runs.step(engine, engine_runs.batches()[0])
+        seen.append(resuming.everything(engine))
+    assert all(torch.equal(value, seen[1][name]) for name, value in seen[0].items())
+
+
+def test_more_ranks_and_fewer_go_on(tmp_path: Path) -> None:
+    """Saved by two, gone on with two (to the bit, in that process; under the next stage to rounding) and with one (to
+    rounding), and saved by one, gone on with two. Without dropout: its draws are each rank's own."""
+    for stage in (0, 3):
+        save_without_dropout(tmp_path / f"one {stage}", {"zero_stage": stage})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.rlhf.training.test_resume", str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = torch.load(tmp_path / "seen.pt", weights_only=True)
+    for stage in (0, 1, 2, 3):
+        one = torch.load(tmp_path / f"one {stage // 3 * 3}" / "whole.pt", weights_only=True)
+        assert seen[f"to the bit {stage}"]
+        assert engine_runs.apart(one, seen[f"from one {stage}"]) < ROUNDING
+        assert engine_runs.apart(one, seen[f"next stage {stage}"]) < ROUNDING
+        engine = engine_runs.engine({"zero_stage": stage})
+        rest(engine, tmp_path / f"two {stage}")
+        assert engine_runs.apart(one, engine_runs.weights(engine)) < ROUNDING
+
+
+def save_without_dropout(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    engine = engine_runs.engine(options)
+    for batch in engine_runs.batches()[: resuming.HALF]:
+        engine_runs.step(engine, batch, 3)
+    assert checkpoints.save(folder, resuming.HALF, resuming.state_of(engine), resuming.ABOUT, 2) is None
+    for batch in engine_runs.batches()[resuming.HALF :]:
+        engine_runs.step(engine, batch, 3)
+    whole = engine_runs.weights(engine)
+    if not (folder / "whole.pt").exists():
+        torch.save(whole, folder / "whole.pt")
+    return whole
+
+
+def rest(engine: Engine, folder: Path) -> None:
+    found = checkpoints.newest(folder)
+    assert found is not None
+    found.restore(resuming.state_of(engine), seed=0)
+    for batch in engine_runs.batches()[resuming.HALF :]:
+        engine_runs.step(engine, batch, 3)
+
+
+def two_ranks(folder: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for stage in (0, 1, 2, 3):
+        options = {"zero_stage": stage}
+        whole = resuming.save_half(folder / f"dropout {stage}", options)
+        again = resuming.go_on(folder / f"dropout {stage}", options)
+        mine = all(torch.equal(value, again["state"][name]) for name, value in whole["state"].items())
+        seen[f"to the bit {stage}"] = all(collectives.gather_objects(mine)) and whole["metrics"] == again["metrics"]
+        save_without_dropout(folder / f"two {stage}", options)
+        for name, number, saved in (
+            (f"from one {stage}", stage, f"one {stage // 3 * 3}"),
+            (f"next stage {stage}", (stage + 1) % 4, f"two {stage}"),
+        ):
+            engine = engine_runs.engine({"zero_stage": number})
+            rest(engine, folder / saved)
+            seen[name] = engine_runs.weights(engine)
+    return seen
+
+
+if __name__ == "__main__":
+    with collectives.process_group(timeout_s=60):
+        found = two_ranks(Path(sys.argv[1]))
+        if collectives.is_main():
+            torch.save(found, Path(sys.argv[1]) / "seen.pt")
+    launcher.end_well()

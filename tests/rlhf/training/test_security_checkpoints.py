@@ -1,0 +1,122 @@
+"""Checkpoints that somebody has changed: nothing in them runs, and what is not as it was written is not read."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from rlhf.errors import UserError
+from rlhf.storage import manifests
+from rlhf.training import checkpoints
+from tests import engine_runs, payloads, resuming, tiny
+
+WEIGHTS = "policy.rank-0.part-0.safetensors"  # with AdamW's moments
+FILES = (WEIGHTS, "rng.rank-0.json", "state.json")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stage's directory with a checkpoint of one optimizer step."""
+    stage = tmp_path_factory.mktemp("stage")
+    engine = resuming.with_dropout({"zero_stage": 1})
+    engine_runs.step(engine, engine_runs.batches()[0])
+    assert checkpoints.save(stage, 1, resuming.state_of(engine), resuming.ABOUT, 2) is None
+    return stage
+
+
+@pytest.fixture
+def stage(written: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoiled."""
+    shutil.copytree(written, tmp_path / "stage")
+    return tmp_path / "stage"
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Path:
+    """A directory that is there if a payload ran."""
+    return tmp_path / "ran"
+
+
+def folder_of(stage: Path) -> Path:
+    folder = checkpoints.folder_of(stage, 1)
+    assert set(FILES) < {path.name for path in folder.iterdir()}
+    return folder
+
+
+def restore(stage: Path) -> None:
+    found = checkpoints.newest(stage)
+    assert found is not None
+    found.restore(resuming.state_of(resuming.with_dropout({"zero_stage": 1})), seed=0)
+
+
+def test_strays_in_a_checkpoint_are_ignored(stage: Path, ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(stage)
+    names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "pytorch_model.bin", "rng.pkl")
+    for name in (*names, "policy.rank-1.part-0.safetensors", "rng.rank-1.json", ".metadata", "latest"):
+        payloads.write_plain(folder / name, {}, ran)
+    (folder / "__init__.py").write_text(payloads.evil_module(ran))
+    (folder.parent / "latest").write_text("../../evil")
+    restore(stage)
+    assert not ran.exists()
+    assert f"{folder}: ignored" in (said := capsys.readouterr().out) and "rng.pkl" in said
+
+
+@pytest.mark.parametrize("kind", payloads.WRITERS)
+@pytest.mark.parametrize("name", [*FILES, manifests.MANIFEST])
+def test_a_file_that_became_a_pickle_is_not_read(
+    stage: Path, ran: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    payloads.WRITERS[kind](folder_of(stage) / name, {}, ran)
+    with pytest.raises(UserError, match="no checkpoint there is whole"):
+        restore(stage)
+    assert name in capsys.readouterr().out and not ran.exists()
+
+
+@pytest.mark.parametrize("kind", payloads.WRITERS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_that_the_manifest_vouches_for_does_not_run(stage: Path, ran: Path, name: str, kind: str) -> None:
+    """Who can write there can write the manifest too: sha256 tells accidents, and the formats keep code out."""
+    folder = folder_of(stage)
+    payloads.WRITERS[kind](folder / name, {}, ran)
+    manifest = json.loads((folder / manifests.MANIFEST).read_text())
+    manifest["files"][name] = manifests.digest(folder / name)
+    manifest["sha256"] = manifests.own_digest(manifest)
+    (folder / manifests.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises((UserError, SafetensorError, ValueError)):
+        restore(stage)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["../../evil.safetensors", "/etc/passwd", "..", "evil.pkl", "evil.pt", ""])
+def test_a_manifest_names_files_of_its_directory_only(
+    stage: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder_of(stage) / manifests.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = {"size": 1, "sha256": "0" * 64}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="no checkpoint there is whole"):
+        restore(stage)
+    assert repr(name) in capsys.readouterr().out
+
+
+def test_a_checkpoint_holds_no_pickle(written: Path) -> None:
+    """Every file is JSON, or what its own first bytes say: the length of a JSON header, the header, and numbers."""
+    for file in folder_of(written).iterdir():
+        content = file.read_bytes()
+        if file.suffix == ".json":
+            json.loads(content)
+            continue
+        assert file.suffix == ".safetensors"
+        end = 8 + int.from_bytes(content[:8], "little")
+        ends = [entry["data_offsets"][1] for name, entry in json.loads(content[8:end]).items() if name[0] != "_"]
+        assert max(ends) == len(content) - end

@@ -1,0 +1,164 @@
+"""Credit and losses of every algorithm against the equations, token by token in plain Python floats (float64)."""
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.config import validate
+from rlhf.distributed import collectives
+from rlhf.errors import UserError
+from rlhf.maths import ops
+from rlhf.types import Rollout
+from step3_ppo.algorithms import _common, a2c
+from tests.contracts.test_algorithms import built, moved, rollout
+
+GROUP = 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ppo": {"gamma": 0.9, "lam": 0.5, "cliprange": 0.1, "cliprange_value": 0.3, "dual_clip": 1.2},
+    "a2c": {"gamma": 0.9, "lam": 0.5},
+    "reinforce": {"gamma": 0.9, "cliprange": 0.1},
+    "rloo": {"num_generations": GROUP, "cliprange": 0.1},
+    "grpo": {"num_generations": GROUP, "cliprange": 0.1},
+}
+KL_COEF = 0.3
+"""what the controller has made of the option, which is another"""
+
+Table = list[list[float]]
+each = pytest.mark.parametrize("name", OPTIONS)
+
+
+def algorithm(name: str, **changes: Any) -> Any:
+    made = built(name, **{**OPTIONS[name], **changes})
+    made.kl.coef = KL_COEF
+    return made
+
+
+def table(x: Tensor | None, mask: Tensor) -> Table:
+    """The numbers on the mask, a list for each response."""
+    assert x is not None
+    return [row[kept].tolist() for row, kept in zip(x.detach().double(), mask, strict=True)]
+
+
+def rewards(r: Rollout) -> Table:
+    assert r.scores is not None
+    old, ref = table(r.logprobs, r.mask), table(r.ref_logprobs, r.mask)
+    found = [[-KL_COEF * (p - q) for p, q in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)]
+    for row, score in zip(found, r.scores.double().tolist(), strict=True):
+        row[-1] += score
+    return found
+
+
+def gae(r: Rollout, gamma: float, lam: float) -> tuple[Table, Table]:
+    """Advantages as the sum of (gamma lam)^l delta_{t+l}, and returns."""
+    advantages, returns = [], []
+    for reward, value in zip(rewards(r), table(r.values, r.mask), strict=True):
+        following = [*value[1:], 0.0]
+        delta = [a + gamma * b - c for a, b, c in zip(reward, following, value, strict=True)]
+        sums = [sum((gamma * lam) ** i * d for i, d in enumerate(delta[t:])) for t in range(len(delta))]
+        advantages.append(sums)
+        returns.append([a + v for a, v in zip(sums, value, strict=True)])
+    return advantages, returns
+
+
+def white(rows: Table) -> Table:
+    every = [x for row in rows for x in row]
+    mean = sum(every) / len(every)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every))
+    return [[(x - mean) / deviation for x in row] for row in rows]
+
+
+def on_tokens(numbers: list[float], r: Rollout) -> Table:
+    return [[x] * int(length) for x, length in zip(numbers, r.lengths, strict=True)]
+
+
+def credit_by_hand(name: str, r: Rollout) -> tuple[Table, Table]:
+    assert r.scores is not None
+    options, scores = OPTIONS[name], r.scores.double().tolist()
+    if name in ("ppo", "a2c"):
+        advantages, returns = gae(r, options["gamma"], options["lam"])
+        return (white(advantages) if name == "ppo" else advantages), returns
+    if name == "reinforce":
+        returns = [[sum(0.9**i * x for i, x in enumerate(row[t:])) for t in range(len(row))] for row in rewards(r)]
+        return white(returns), returns
+    groups = [list(range(i - i % GROUP, i - i % GROUP + GROUP)) for i in range(len(r))]
+    if name == "rloo":
+        totals = [sum(row) for row in rewards(r)]
+        others = [sum(totals[j] for j in group if j != i) / (GROUP - 1) for i, group in enumerate(groups)]
+        return on_tokens([t - o for t, o in zip(totals, others, strict=True)], r), on_tokens(totals, r)
+    means = [sum(scores[j] for j in group) / GROUP for group in groups]
+    stds = [math.sqrt(sum((scores[j] - m) ** 2 for j in g) / (GROUP - 1)) for g, m in zip(groups, means, strict=True)]
+    centred = [(s - m) / (std + 1e-4) for s, m, std in zip(scores, means, stds, strict=True)]
+    return on_tokens(centred, r), on_tokens(scores, r)
+
+
+@each
+def test_credit(name: str) -> None:
+    r = rollout()
+    found = algorithm(name).credit(r)
+    for values, expected in zip((found.advantages, found.returns), credit_by_hand(name, r), strict=True):
+        for row, other in zip(table(values, r.mask), expected, strict=True):
+            assert row == pytest.approx(other, abs=1e-5)
+
+
+def policy_loss_of_a_token(name: str, new: float, old: float, ref: float, advantage: float) -> float:
+    ratio = math.exp(new - old)
+    if name == "a2c":
+        return -advantage * ratio
+    loss = -min(advantage * ratio, advantage * min(max(ratio, 0.9), 1.1))
+    if name == "ppo" and advantage < 0:
+        loss = min(loss, -1.2 * advantage)
+    return loss + KL_COEF * (new - ref) ** 2 / 2 if name == "grpo" else loss
+
+
+@each
+def test_policy_loss(name: str) -> None:
+    r = rollout()
+    player, (logprobs, _) = algorithm(name), moved(rollout())
+    credit = player.credit(r)
+    rows = zip(*(table(x, r.mask) for x in (logprobs, r.logprobs, r.ref_logprobs, credit.advantages)), strict=True)
+    tokens = [policy_loss_of_a_token(name, *token) for row in rows for token in zip(*row, strict=True)]
+    # A part of a step: `count` is that of the whole.
+    found, _ = player.policy_loss(logprobs, r, credit, torch.tensor(100))
+    assert found.item() == pytest.approx(sum(tokens) / 100, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ppo", "a2c"])
+def test_value_loss(name: str) -> None:
+    r = rollout()
+    player, (_, values) = algorithm(name), moved(rollout())
+    credit = player.credit(r)
+    rows = zip(*(table(x, r.mask) for x in (values, r.values, credit.returns)), strict=True)
+    total = 0.0
+    for new, old, target in (token for row in rows for token in zip(*row, strict=True)):
+        near = min(max(new, old - 0.3), old + 0.3) if name == "ppo" else new
+        total += 0.5 * max((new - target) ** 2, (near - target) ** 2)
+    found, _ = player.value_loss(values, r, credit, torch.tensor(100))
+    assert found.item() == pytest.approx(total / 100, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce"])
+def test_whitening_is_over_all_ranks(name: str) -> None:
+    """Two ranks with shares of unequal size, scores and lengths have what one rank has of the whole."""
+    r, player = rollout(), algorithm(name)
+    whole = player.credit(r).advantages
+    shares = [torch.tensor([0, 3, 4, 5, 6, 7]), torch.tensor([1, 2])]
+
+    def raw(share: Tensor) -> Tensor:
+        with mock.patch.object(_common.ops, "whiten", lambda x, *_: x):
+            return ops.moments(player.credit(r[share]).advantages, r.mask[share])
+
+    for mine, others in (shares, shares[::-1]):
+        elsewhere = raw(others)
+        with mock.patch.object(collectives, "sum_over_ranks", lambda here, elsewhere=elsewhere: here + elsewhere):
+            found = player.credit(r[mine]).advantages
+        torch.testing.assert_close(found, whole[mine], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["cliprange", "cliprange_value", "dual_clip"])
+def test_an_algorithm_that_clips_nothing_has_no_such_option(option: str) -> None:
+    with pytest.raises(UserError, match=f"{option}"):
+        validate(a2c.Config, {option: 1.5}, "x")

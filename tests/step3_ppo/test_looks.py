@@ -1,0 +1,203 @@
+"""Looks at the held-out prompts between iterations, and the samples they leave."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.types import Metrics, Rollout, Samples
+from step3_ppo import heldout
+from step3_ppo.heldout import (
+    Best,
+    Evaluation,
+    Turns,
+    compare,
+    look,
+    looked_at,
+    show_samples,
+    write_rollout,
+    write_samples,
+)
+from tests import tiny
+
+
+def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluation:
+    count = len(scores)
+    return Evaluation(
+        prompts=tuple(f"p{i}" for i in range(count)),
+        responses=tuple(f"{words} {i}" for i in range(count)),
+        scores=torch.tensor(scores),
+        judged=None if judged is None else torch.tensor(judged),
+        kl=torch.tensor([0.5] * count),
+        ref_nll=torch.tensor([2.0] * count),
+        lengths=torch.tensor([4.0] * count),
+        ended=torch.ones(count),
+        distinct_2=0.5,
+    )
+
+
+def test_a_look_has_the_responses_of_all_ranks_in_the_order_of_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts 0 to 4 are dealt out to two ranks: 0, 2, 4 and 1, 3."""
+    tokenizer = tiny.tokenizer()
+    whole = scored([5, 6, 7, 8, 9])
+
+    def of_rank(rank: int) -> list[Any]:
+        alone: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(heldout.collectives, "gather_shares", lambda mine: alone.append(mine) or [mine])
+            look(whole[torch.arange(rank, 5, 2)], judge, tokenizer, {})
+        return alone
+
+    def judge(samples: Samples) -> torch.Tensor:
+        return torch.tensor([float(text.removeprefix("w")) for text in samples.responses])
+
+    other = iter(of_rank(1))
+    monkeypatch.setattr(heldout.collectives, "gather_shares", lambda mine: [mine, next(other)])
+    found = look(whole[torch.arange(0, 5, 2)], judge, tokenizer, {})
+    monkeypatch.undo()
+    alone = look(whole, judge, tokenizer, {})
+    assert found.prompts == alone.prompts and found.questions == alone.questions
+    assert found.responses == alone.responses == ("w5", "w6", "w7", "w8", "w9")
+    for name in ("scores", "judged", "kl", "ref_nll", "lengths", "ended"):
+        assert torch.equal(getattr(found, name), getattr(alone, name)), name
+    assert found.scores.tolist() == [50.0, 60.0, 70.0, 80.0, 90.0] and found.distinct_2 == alone.distinct_2
+
+
+def test_the_table_shows_what_users_say_and_no_template(capsys: pytest.CaptureFixture[str]) -> None:
+    found = look(scored([5, 6, 7]), None, tiny.tokenizer(), {})
+    assert found.prompts[0].startswith("<s>")
+    show_samples(found, found, 2)
+    printed = capsys.readouterr().out
+    assert [question in printed for question in found.questions] == [True, True, False]
+    assert "<s>" not in printed
+
+
+def scored(words: list[int]) -> Rollout:
+    """A response of one word to each of as many prompts."""
+    prompts, count = tiny.prompts([3] * len(words)), len(words)
+    ids, mask = torch.tensor([[word, tiny.EOS] for word in words]), torch.ones(count, 2, dtype=torch.bool)
+    logprobs = -torch.arange(2.0 * count).view(count, 2)
+    return Rollout(
+        prompts.ids, prompts.mask, ids, mask, logprobs, mask[:, 0], prompts.rows,
+        logprobs, 2 * logprobs, None, 10.0 * ids[:, 0], 10.0 * ids[:, :1],
+    )  # fmt: skip
+
+
+def test_rounding_makes_no_kl_negative() -> None:
+    """Samples in the proportions of pi_s, which is the reference: KL 0, where the second pass's pi_t gave less."""
+    sampler, second = torch.tensor([0.5, 0.25, 0.25]).log(), torch.tensor([0.45, 0.3, 0.25]).log()
+    drawn = torch.tensor([0, 0, 1, 2])
+    rollout = scored([5, 6, 7, 8])
+    here = rollout.mask.float() * torch.tensor([1.0, 0.0])
+    logs = {name: here * of[drawn][:, None] for name, of in (("sampled_logprobs", sampler), ("logprobs", second))}
+    found = look(replace(rollout, **logs, ref_logprobs=logs["sampled_logprobs"]), None, tiny.tokenizer(), {})
+    assert found.kl.tolist() == [0.0] * 4
+    assert (logs["logprobs"] - logs["sampled_logprobs"]).sum(1).mean() < -0.005  # what was reported
+    floor = replace(found, kl=torch.tensor([0.01, 0.03, 0.02, 0.02]))
+    assert compare(floor, found)["eval_kl_floor"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("every", "at"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
+def test_every_so_many_iterations_and_the_last_have_held_out_numbers(every: int, at: list[int]) -> None:
+    looks: list[int] = []
+
+    def look(iteration: int) -> Metrics:
+        looks.append(iteration)
+        return {"eval_score": float(iteration)}
+
+    rows = list(looked_at(({"score": float(i)} for i in range(1, 6)), Turns(every, 5), look))
+    assert [row["score"] for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert looks == at
+    assert [row["eval_score"] for row in rows if "eval_score" in row] == at
+
+
+def test_several_sources_each_have_their_number() -> None:
+    one = seen([1.0, 2.0], None, "a")
+    before, after = (replace(one, by_source={"mine": torch.tensor(x)}) for x in ([0.0, 1.0], [3.0, 4.0]))
+    found = compare(before, after)
+    assert (found["eval_score_mine_before"], found["eval_score_mine"]) == (0.5, 3.5)
+
+
+def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
+    before, after = seen([1.0, 2.0], [0.0, 0.5], "old"), seen([3.0, 4.0], [1.0, 1.5], "né\u2028w")
+    for iteration in (5, 10):
+        write_samples(tmp_path / "samples.jsonl", iteration, before, after)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    assert [row["iteration"] for row in rows] == [5, 5, 10, 10]
+    assert rows[1] == {
+        "iteration": 5, "prompt": "p1", "before": "old 1", "after": "né\u2028w 1", "score_before": 2.0, "score": 4.0,
+        "kl": 0.5, "judge_before": 0.5, "judge": 1.5,
+    }  # fmt: skip
+
+
+def test_intervals_by_hand() -> None:
+    scores = [1.0, 2.0, 3.0, 4.0]  # s = 1.29099, and t of three degrees of freedom is 3.18245
+    found = compare(seen([1.0] * 4, None, "a"), seen(scores, None, "b"))
+    assert found["eval_score"] == 2.5
+    assert found["eval_score_ci95"] == pytest.approx(3.18245 * 1.29099 / 2, rel=0.01)
+    assert "eval_judge" not in found
+
+
+@pytest.mark.parametrize(
+    ("patience", "kept", "iterations"),
+    [(None, [0.1, 0.4, 0.5], 8), (1, [0.1, 0.4], 3), (2, [0.1, 0.4], 4), (3, [0.1, 0.4, 0.5], 8)],
+)
+def test_the_best_is_kept_and_patience_ends(patience: int | None, kept: list[float], iterations: int) -> None:
+    values = [0.1, 0.4, 0.4, 0.3, 0.5, 0.2, 0.5, 0.1]
+    found: list[float] = []
+    now = 0.0
+
+    def look(iteration: int) -> Metrics:
+        nonlocal now
+        now = values[iteration - 1]
+        return {"eval_score": now}
+
+    best = Best("eval_score", patience, lambda: found.append(now))
+    rows = list(looked_at(({"score": 0.0} for _ in values), Turns(1, len(values)), look, best))
+    assert len(rows) == iterations
+    assert found == kept
+
+
+def test_a_rollout_is_written_as_it_was(tmp_path: Path) -> None:
+    rollout = Rollout(
+        prompt_ids=torch.zeros(2, 1, dtype=torch.long),
+        prompt_mask=torch.ones(2, 1, dtype=torch.bool),
+        response_ids=torch.tensor([[5, 6], [7, 0]]),
+        mask=torch.tensor([[True, True], [True, False]]),
+        sampled_logprobs=torch.zeros(2, 2),
+        ended=torch.tensor([False, True]),
+        rows=(),
+        logprobs=torch.tensor([[-1.0, -2.0], [-0.5, 0.0]]),
+        ref_logprobs=torch.tensor([[-1.5, -2.0], [-1.0, 0.0]]),
+        scores=torch.tensor([1.5, -2.0]),
+        source_scores=torch.tensor([[2.0, -5.0], [-1.0, -10.0]]),
+    )
+    samples = Samples(("p", "q"), ("a b", "c"), rollout)
+    write_rollout(tmp_path / "rollouts-0.jsonl", 3, rollout, ("learned", "length"), samples)
+    rows = [json.loads(line) for line in (tmp_path / "rollouts-0.jsonl").read_text().splitlines()]
+    common = {"iteration": 3, "kl": 0.5}
+    assert rows == [
+        {
+            **common,
+            "prompt": "p",
+            "response": "a b",
+            "score": 1.5,
+            "tokens": 2,
+            "ended": False,
+            "learned": 2.0,
+            "length": -5.0,
+        },
+        {
+            **common,
+            "prompt": "q",
+            "response": "c",
+            "score": -2.0,
+            "tokens": 1,
+            "ended": True,
+            "learned": -1.0,
+            "length": -10.0,
+        },
+    ]

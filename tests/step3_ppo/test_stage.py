@@ -1,0 +1,333 @@
+"""The whole stage on the demo world, with what is off by default switched on, and with scores that are no numbers."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from data.batches import pair_batch
+from rlhf import plugins
+from rlhf.config import parser
+from rlhf.engine.nonfinite import NonFiniteError
+from rlhf.errors import UserError
+from rlhf.evaluation.batch_generation import policy_place
+from rlhf.generation import vllm as served
+from rlhf.launch import launcher
+from rlhf.models.scalar import apart, load_scalar_model
+from rlhf.storage import manifests
+from step1_sft import stage as sft
+from step1_sft.config import SFTConfig
+from step2_reward import stage as reward
+from step2_reward.config import RewardConfig
+from step3_ppo import __main__ as ppo_program
+from step3_ppo import heldout, stage
+from tests import programs
+from tests.small_demo import SMALL
+
+SHORT: dict[str, Any] = {"response_length": 16, "total_episodes": 96, "eval_samples": 8, "learning_rate": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    out = tmp_path_factory.mktemp("models")
+    sft.run(SFTConfig(**SMALL, num_train_epochs=1, model="demo-llama", output_dir=str(out)))
+    reward.run(RewardConfig(**SMALL, num_train_epochs=1, model="demo-llama", output_dir=str(out)))
+    yield out
+
+
+def options(models: Path, out: Path, algorithm: str = "ppo", **changes: Any) -> Any:
+    places = {"actor_model": str(models / "step1_sft"), "reward_model": str(models / "step2_reward")}
+    changed = {**SMALL, **SHORT, **places, "algorithm": algorithm, "output_dir": str(out), **changes}
+    return plugins.find("step3_ppo.algorithms", algorithm).Config(**changed)
+
+
+def all_rows(out: Path) -> list[dict[str, Any]]:
+    lines = (out / "step3_ppo/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] != "warning"]
+
+
+def rows(out: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [row for row in all_rows(out) if row["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("run", "options_of", "number"),
+    [(sft.run, SFTConfig, "eval_perplexity was"), (reward.run, RewardConfig, "eval_loss is")],
+)
+def test_a_run_that_diverges_is_said_so_and_exports_nothing(
+    run: Any, options_of: Any, number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    high = {"learning_rate": 50.0, "num_train_epochs": 2, "max_train_rows": 96}
+    with pytest.raises(SystemExit) as leaving:
+        run(options_of(**SMALL, **high, model="demo-llama", output_dir=str(tmp_path)))
+    said = capsys.readouterr()
+    last = said.err.strip().splitlines()[-1]
+    [folder] = tmp_path.iterdir()
+    assert leaving.value.code == launcher.NON_FINITE and "warning, step 2: loss_spike" in said.out
+    assert last.startswith(f"error: {folder.name}: the run has diverged: {number} ")
+    assert "lower --learning-rate (now 50) and add --overwrite" in last
+    assert not (folder / "model").exists()
+
+
+def test_a_reward_model_that_overfits_has_not_diverged() -> None:
+    """A loss of 7 and more with half the pairs right has; not a loss of 2, nor scores far apart in the right order."""
+    for accuracy, loss, pairs in ((0.5, 6.9, 100), (0.7, 50.0, 100)):
+        reward.require_converged({"eval_accuracy": accuracy, "eval_loss": loss}, pairs, 1.0)
+    with pytest.raises(NonFiniteError, match=r"eval_loss is 7 and eval_accuracy 0\.55"):
+        reward.require_converged({"eval_accuracy": 0.55, "eval_loss": 7.0}, 100, 1.0)
+    with pytest.raises(NonFiniteError, match="1 of 2 held-out pairs are not finite"):
+        reward.require_finite(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]), 1.0)
+
+
+def test_a_learning_rate_of_0_is_said(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    still = {"learning_rate": 0.0, "total_episodes": 32, "num_ppo_epochs": 1}
+    stage.run(options(models, tmp_path, "rloo", **still))
+    assert "warning: --learning-rate 0: what it is for does not change" in capsys.readouterr().out
+
+
+def test_a_policy_that_has_collapsed_is_said() -> None:
+    """Below a tenth of the distinct pairs of tokens that it had."""
+    one = torch.ones(1)
+    before = heldout.Evaluation(("a",), ("b",), one, None, 50 * one, one, one, one, distinct_2=0.5)
+    assert heldout.collapse(before, replace(before, distinct_2=0.05)) is None
+    said = heldout.collapse(before, replace(before, distinct_2=0.0499))
+    assert said is not None and "eval_distinct_2 was 0.5, now 0.0499; eval_kl 50" in said and "--kl-coef" in said
+
+
+def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> None:
+    extras = {"ptx_coef": 0.5, "ptx_batch_size": 8, "ema_decay": 0.5, "entropy_coef": 0.01, "use_score_scaling": True}
+    extras |= {"score_clip": 2.0, "reward": "learned,normalize=true", "kl_target": 1.0, "kl_horizon": 1000}
+    stage.run(options(models, tmp_path, **extras))
+    out = tmp_path / "step3_ppo"
+    found = rows(tmp_path)
+    assert len(found) == 3 and all(row["ptx_nll"] > 0 for row in found)
+    # The first scores over their own deviation, but for the clip.
+    assert found[0]["score_std"] == pytest.approx(1.0, abs=0.1) and abs(found[0]["score_learned_std"] - 1) > 0.2
+    state = json.loads((out / "state.json").read_text(encoding="utf-8"))
+    assert state["scores"]["moments"][0] == 96
+    heard = sum(row["score_learned"] for row in found) * 32
+    assert state["scores"]["moments"][1] == pytest.approx(heard, rel=1e-4, abs=1e-3)
+    assert state["kl_coef"] not in (found[0]["kl_coef"], found[-1]["kl_coef"])  # it has moved on after the last one
+    weights = {
+        name: AutoModelForCausalLM.from_pretrained(place).state_dict()
+        for name, place in (("sft", models / "step1_sft/model"), ("actor", out / "actor"), ("ema", out / "ema"))
+    }
+    apart = {name: distance(weights[name], weights["sft"]) for name in ("actor", "ema")}
+    assert 0 < apart["ema"] < apart["actor"]
+    assert {"actor", "critic", "ema"} <= set(json.loads((out / "manifest.json").read_text(encoding="utf-8"))["models"])
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([(value - other[name]).norm() for name, value in one.items()]).norm())
+
+
+def test_vllm_samples_in_the_place_of_the_loop(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: Any
+) -> None:
+    """A stand-in for it, on a CPU: one engine takes the weights before each rollout, those of the last look too."""
+    monkeypatch.setattr(served, "check", lambda *_: None)
+    changes = {"adapter": "lora,r=4", "rollout_backend": "vllm,memory_share=0.3"}
+    chosen = options(models, tmp_path, **changes)
+    stage.run(chosen)
+    found = rows(tmp_path)
+    assert len(found) == 3 and all(row["sampling_mismatch"] < 1e-5 for row in found)
+    (engine,) = vllm.made
+    assert engine.share == 0.3 and engine.max_model_len == chosen.max_prompt_length + chosen.response_length
+    assert engine.calls.count("generate") == engine.calls.count("reload_weights") == 3 + 2
+    assert engine.asleep
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "step3_ppo/actor").state_dict()
+    assert distance(engine.model.state_dict(), last) == 0
+
+
+def test_vllm_is_refused_before_anything_is_written(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="rollout backend 'vllm'"):
+        stage.run(options(models, tmp_path, rollout_backend="vllm"))
+    with pytest.raises(UserError, match=r"no 'vlm' in rlhf.generation; have loop, vllm \(did you mean 'vllm'\?\)"):
+        stage.run(options(models, tmp_path, rollout_backend="vlm"))
+    with pytest.raises(UserError, match=r"rlhf.generation.loop: .*memory_share"):
+        stage.run(options(models, tmp_path, rollout_backend="loop,memory_share=0.3"))
+    assert not (tmp_path / "step3_ppo").exists()
+
+
+def test_the_reward_model_knows_its_scores(models: Path) -> None:
+    config = json.loads((models / "step2_reward/model/config.json").read_text(encoding="utf-8"))
+    metrics = json.loads((models / "step2_reward/manifest.json").read_text(encoding="utf-8"))["metrics"]
+    assert (config["score_mean"], config["score_std"]) == (metrics["eval_score_mean"], metrics["eval_score_std"])
+    tokenizer, data = reward.open_data(RewardConfig(**SMALL), "demo-llama")
+    model = load_scalar_model(str(models / "step2_reward/model"), torch.float32, len(tokenizer))
+    with torch.no_grad():
+        scores, _ = apart(model, pair_batch(data.evaluation[:], tokenizer.pad_token_id))  # type: ignore[arg-type]
+    assert metrics["eval_score_mean"] == pytest.approx(scores.mean().item(), abs=1e-5)
+    assert metrics["eval_accuracy"] == (scores[:, 0] > scores[:, 1]).float().mean().item()
+
+
+def test_the_seed_of_the_run_is_that_of_the_head(tmp_path: Path) -> None:
+    small = {**SMALL, "data_path": ["demo,rows=120"], "learning_rate": 0.0, "model": "demo-llama"}
+    reward.run(RewardConfig(**small, seed=5, output_dir=str(tmp_path)))
+    model = load_scalar_model(str(tmp_path / "step2_reward/model"), torch.float32, 0)
+    width = model.score.weight.shape[1]
+    drawn = torch.empty(1, width).normal_(0.0, (width + 1) ** -0.5, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(model.score.weight, drawn)
+
+
+def test_scores_that_are_no_numbers_end_the_run_with_code_3(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "calls = []\n"
+        "def score(prompts, responses):\n"
+        "    calls.append(1)\n"
+        "    scores = [float(len(r)) for r in responses]\n"
+        "    if len(calls) > 2: scores[5] = float('nan')\n"  # one look at the held-out prompts, one good iteration
+        "    return scores\n"
+    )
+    changes = {"reward": f"{source}:score", "max_bad_steps": 2}
+    with pytest.raises(SystemExit) as leaving:
+        stage.run(options(models, tmp_path / "out", "rloo", **changes))
+    said = capsys.readouterr()
+    assert leaving.value.code == launcher.NON_FINITE
+    assert "warning, iteration 2: score is nan, score of mine.py:score is nan (training rows " in said.out
+    assert said.err.strip().splitlines()[-1].startswith("error: step3_ppo: iteration 3: score is nan")
+    out = tmp_path / "out/step3_ppo"
+    assert str(out / "bad_batch") in said.err and not (out / "manifest.json").exists()
+    kept = load_file(out / "bad_batch/rank-0.safetensors")
+    assert torch.isnan(kept["scores"]).nonzero().flatten().tolist() == [5]
+    texts = json.loads((out / "bad_batch/rank-0.json").read_text(encoding="utf-8"))["texts"]
+    assert len(texts) == 32 and all("tell me" in text for text in texts)
+    assert [row.get("skipped_iteration") for row in rows(tmp_path / "out")] == [None, 1.0]
+
+
+def test_an_exception_of_a_reward_function_is_one_line_with_its_row(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text("def score(prompts, responses):\n    return map(one, prompts)\n\n\ndef one(prompt):\n")
+    with source.open("a") as file:
+        file.write("    if 'fox' in prompt:\n        return {}['fox']\n    return 1.0\n")
+    chosen = options(models, tmp_path / "out", "rloo", reward=f"{source}:score")
+    (tmp_path / "options.yaml").write_text(parser.to_yaml(chosen), encoding="utf-8")
+    argv = ["step3_ppo", "--config", str(tmp_path / "options.yaml"), "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as leaving:
+        ppo_program.main()
+    line = programs.without_status(capsys.readouterr().err)
+    assert leaving.value.code == 2 and line.count("\n") == 1 and "Traceback" not in line
+    assert f"{source}:7: in one: KeyError: 'fox', for prompt " in line
+    assert re.search(r"for prompt '[^']*fox[^']*', response '", line)
+    kept = Path(line.strip().partition("the traceback is in ")[2])
+    assert kept.is_relative_to(tmp_path / "out/step3_ppo") and "return {}['fox']" in kept.read_text(encoding="utf-8")
+
+
+def test_other_data_to_go_on_learning_is_noticed(models: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    lines = [{"prompt": f"tell me about {i}", "response": f"the {i} is kind"} for i in range(20)]
+    own.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    made = options(models, tmp_path, "reinforce", ptx_coef=0.1, ptx_data_path=[str(own)], ptx_batch_size=4)
+    stage.run(made)
+    stage.run(made)  # finished: nothing happens
+    own.write_text("".join(json.dumps(line) + "\n" for line in lines[:15]), encoding="utf-8")
+    with pytest.raises(UserError, match=r"finished with other data: .*own\.jsonl \(ptx\)"):
+        stage.run(made)
+
+
+def test_too_few_rows_to_go_on_learning(models: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    lines = [json.dumps({"prompt": f"tell me about {i}", "response": "kind"}) for i in range(20)]
+    own.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(UserError, match=r"--ptx-batch-size 100: only 1[0-9] rows"):
+        stage.run(options(models, tmp_path, ptx_coef=0.1, ptx_data_path=[str(own)], ptx_batch_size=100))
+
+
+def test_the_critic_warms_up_alone_and_the_actors_rate_then_falls_to_its_end(models: Path, tmp_path: Path) -> None:
+    stage.run(options(models, tmp_path, critic_warmup_iterations=1, num_ppo_epochs=1, warmup_ratio=0.0))
+    found = rows(tmp_path)
+    assert "policy_loss" not in found[0] and "value_loss" in found[0]
+    assert [row["policy_learning_rate"] for row in found[1:]] == pytest.approx([1e-3, 0.5e-3])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "warmup", "said"),
+    [("rloo", 1, "expected 0, as 'rloo' has no critic"), ("ppo", 3, "expected less than the 3 iterations")],
+)
+def test_a_warm_up_in_vain_is_refused(models: Path, tmp_path: Path, algorithm: str, warmup: int, said: str) -> None:
+    with pytest.raises(UserError, match=f"--critic-warmup-iterations {warmup}: {said}"):
+        stage.run(options(models, tmp_path, algorithm, critic_warmup_iterations=warmup))
+
+
+def test_every_look_is_taken_once_and_the_last_policy_may_be_the_best(models: Path, tmp_path: Path) -> None:
+    made = options(models, tmp_path, "rloo", eval_every=2, keep_best="eval_score", export_every=1)
+    stage.run(made)
+    exports = [tmp_path / f"step3_ppo/exports/step-0000000{step}" for step in (1, 2, 3)]
+    assert sorted((tmp_path / "step3_ppo/exports").iterdir()) == exports
+    first, last, final = (
+        AutoModelForCausalLM.from_pretrained(place).state_dict()
+        for place in (exports[0], exports[2], tmp_path / "step3_ppo/actor")
+    )
+    assert distance(last, final) == 0 < distance(first, final)
+    assert policy_place(str(exports[0])) == str(exports[0]), "`rlhf evaluate` takes it"
+    lines = (tmp_path / "step3_ppo/samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [2] * 8 + [3] * 8
+    found = {row["step"]: row["eval_score"] for row in rows(tmp_path, "eval")}
+    assert list(found) == [0, 2, 3] and not any("eval_score" in row for row in rows(tmp_path))
+    final = json.loads((tmp_path / "step3_ppo/manifest.json").read_text(encoding="utf-8"))["metrics"]
+    assert [found[0], found[3]] == pytest.approx([final["eval_score_before"], final["eval_score"]], rel=1e-5)
+    assert [row["kind"] for row in all_rows(tmp_path)] == ["eval", "train", "train", "eval", "train", "eval"]
+    best, actor = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "step3_ppo" / name).state_dict() for name in ("best", "actor")
+    )
+    assert (distance(best, actor) == 0) == (found[3] > found[2])
+
+
+def test_a_judge_without_a_number_at_the_end_does_not_lose_the_run(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "judge.py"
+    source.write_text(
+        "calls = []\n"
+        "def score(prompts, responses):\n"
+        "    calls.append(1)\n"
+        "    return [float('nan') if len(calls) > BEFORE else 1.0] * len(responses)\n"
+    )
+    for before, name in ((1, "late"), (0, "early")):
+        text = source.read_text(encoding="utf-8").replace("BEFORE", str(before))
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    stage.run(options(models, tmp_path / "out", "rloo", judge=f"{tmp_path}/late.py:score"))
+    assert "warning, iteration 3: judge is not a finite number for 8 of 8 held-out responses" in capsys.readouterr().out
+    assert (tmp_path / "out/step3_ppo/manifest.json").is_file()
+    with pytest.raises(UserError, match="judge is not a finite number for 8 of 8 held-out responses"):
+        stage.run(options(models, tmp_path / "no", "rloo", judge=f"{tmp_path}/early.py:score"))
+
+
+def test_an_option_that_an_earlier_run_did_not_know(models: Path, tmp_path: Path) -> None:
+    """It had its default then; a manifest written before the option was there is not finished with another value."""
+    stage.run(options(models, tmp_path, "rloo"))
+    path = tmp_path / "step3_ppo/manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    del manifest["config"]["ema_decay"], manifest["config"]["abort_kl"]
+    manifest["sha256"] = manifests.own_digest(manifest)
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    stage.run(options(models, tmp_path, "rloo"))
+    stage.run(options(models, tmp_path, "rloo", abort_kl=50.0))  # changes nothing that is made
+    with pytest.raises(UserError, match=r"ema_decay was None, now 0\.9"):
+        stage.run(options(models, tmp_path, "rloo", ema_decay=0.9))
+
+
+def test_nothing_of_an_earlier_run_is_left(models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "step3_ppo"
+    stage.run(options(models, tmp_path, ema_decay=0.5, export_rollouts=True))
+    (out / "bad_batch").mkdir()
+    (out / "rollouts-1.jsonl").touch()
+    assert {"actor", "critic", "ema", "rollouts-0.jsonl"} <= {path.name for path in out.iterdir()}
+    stage.run(options(models, tmp_path, "rloo", overwrite=True))
+    assert {path.name for path in out.iterdir()} == {
+        "actor", "config.yaml", "data.json", "manifest.json", "metrics.jsonl", "samples.jsonl", "state.json",
+    }  # fmt: skip

@@ -1,0 +1,302 @@
+"""The two halves of an iteration: what scoring reads, and what the epochs of minibatches do with it."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf.generation import loop
+from rlhf.maths import losses
+from rlhf.maths.uniforms import uniforms
+from rlhf.rewards import Part, Sources
+from rlhf.types import Credit, Rollout, Samples
+from step3_ppo.rollout import generate, per_token
+from step3_ppo.update import Learners, update
+from tests import tiny
+from tests.players import PROMPTS, Players, config_of, count_of_words, language_model, players, twice_each
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+@pytest.fixture(scope="module")
+def game() -> Players:
+    """Nobody trains these."""
+    return players("ppo")
+
+
+@pytest.fixture
+def rollout(game: Players) -> Rollout:
+    return game.score(game.sample(twice_each()))
+
+
+# --- sampling
+
+
+def test_rollout_batches_are_joined_to_one(game: Players) -> None:
+    rollout = game.sample(PROMPTS)
+    assert len(rollout) == 4 and rollout.rows == PROMPTS.rows
+    assert torch.equal(rollout.prompt_ids, PROMPTS.ids)
+    # Responses do not depend on who shares the batch; a batch of 1 ends at its own last token.
+    tokens = []
+    draws = uniforms([(0, i) for i in range(4)], game.config.response_length)
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    for size in (1, 3, 4):
+        whole = generate(game.actor, backend, PROMPTS, game.config, draws, size)
+        tokens.append(whole.response_ids.masked_fill(~whole.mask, tiny.PAD))
+        assert torch.equal(whole.mask, whole.sampled_logprobs != 0)
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
+
+
+# --- scoring
+
+
+def test_old_and_reference_logprobs_are_those_of_plain_models(game: Players, rollout: Rollout) -> None:
+    model = language_model()
+    assert rollout.logprobs is not None and rollout.ref_logprobs is not None
+    for b in range(len(rollout)):
+        prompt, response = rollout.prompt_ids[b][rollout.prompt_mask[b]], rollout.response_ids[b][rollout.mask[b]]
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        exact = logits.double().log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
+        for found in (rollout.logprobs, rollout.ref_logprobs):
+            assert float((found[b, : len(response)] - exact).abs().max()) < 1e-5
+            assert not found[b, len(response) :].any()
+
+
+def test_values_are_those_of_the_states_before_each_token(game: Players, rollout: Rollout) -> None:
+    assert rollout.values is not None
+    critic = game.critic.module
+    for b in range(len(rollout)):
+        prompt, response = rollout.prompt_ids[b][rollout.prompt_mask[b]], rollout.response_ids[b][rollout.mask[b]]
+        for t in range(len(response)):
+            before = torch.cat([prompt, response[:t]])[None]
+            with torch.no_grad():
+                exact = critic.score(critic.backbone(input_ids=before).last_hidden_state)[0, -1].item()
+            assert rollout.values[b, t].item() == pytest.approx(exact, abs=1e-5)
+        assert not rollout.values[b, len(response) :].any()
+
+
+def test_a_response_without_end_pays_the_penalty(rollout: Rollout) -> None:
+    fined = players("ppo", missing_eos_penalty=3.0)
+    assert rollout.ended.any() and not rollout.ended.all()
+    scores = fined.score(rollout).scores
+    assert scores is not None and rollout.scores is not None
+    assert torch.equal(scores, torch.where(rollout.ended, rollout.scores, rollout.scores - 3.0))
+
+
+def test_the_source_gets_the_text_without_special_tokens(game: Players, rollout: Rollout) -> None:
+    seen: list[Samples] = []
+
+    def source(samples: Samples) -> Tensor:
+        seen.append(samples)
+        return count_of_words(samples)
+
+    replace(game, scorer=replace(game.scorer, sources=Sources((Part("heard", 1.0, source),)))).score(rollout)
+    (samples,) = seen
+    assert samples.rollout is rollout
+    for b, (prompt, response) in enumerate(zip(samples.prompts, samples.responses, strict=True)):
+        words = [f"w{i}" for i in rollout.response_ids[b][rollout.mask[b]].tolist() if i > 3]
+        assert response.split() == words and prompt == "<s>" + rollout.rows[b].prompt[0].content
+
+
+def test_scoring_does_not_depend_on_micro_batches_or_padding(game: Players, rollout: Rollout) -> None:
+    pad = nn.functional.pad
+    wider = replace(
+        rollout,
+        prompt_ids=pad(rollout.prompt_ids, (7, 0), value=tiny.EOS),
+        prompt_mask=pad(rollout.prompt_mask, (7, 0)),
+        response_ids=pad(rollout.response_ids, (0, 5), value=tiny.EOS),
+        mask=pad(rollout.mask, (0, 5)),
+        sampled_logprobs=pad(rollout.sampled_logprobs, (0, 5)),
+    )
+    one_by_one = replace(game, scorer=replace(game.scorer, micro_batch_size=1))
+    for other in (game.score(wider), one_by_one.score(rollout)):
+        for name in ("logprobs", "ref_logprobs", "values", "scores"):
+            expected = getattr(rollout, name)
+            found = getattr(other, name)[..., : expected.shape[-1]]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_every_row_gets_its_own_numbers_back(rollout: Rollout) -> None:
+    """Rows are sorted by length on the way; here the number of a row is the sum of its ids."""
+    found = per_token(
+        rollout, lambda s, prompt: (s.ids * s.mask).sum(1, keepdim=True).expand(-1, s.ids.shape[1])[:, prompt:], 3
+    )
+    sums = (rollout.sequences.ids * rollout.sequences.mask).sum(1, keepdim=True)
+    assert torch.equal(found, (sums * rollout.mask).float())
+
+
+# --- updating
+
+
+@dataclass
+class Watcher:
+    """An algorithm that counts: its loss is the share of the optimizer step's tokens that came by."""
+
+    rows: list[list[float]] = field(default_factory=list)
+
+    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+        assert logprobs.shape == rollout.mask.shape == credit.advantages.shape == credit.returns.shape
+        assert torch.equal(credit.returns[:, 0], rollout.scores)  # a row keeps its own credit
+        self.rows.append(rollout.scores.tolist())
+        share = rollout.mask.sum() / count
+        return share + 0.0 * logprobs.sum(), {"approx_kl": torch.zeros(()), "share": share}
+
+    def value_loss(self, values: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+        share = rollout.mask.sum() / count
+        return share + 0.0 * values.sum(), {}
+
+
+def numbered(rollout: Rollout) -> tuple[Rollout, Credit]:
+    """Scores 0 to 7, and credit that starts with the row's number."""
+    numbers = torch.arange(8.0)
+    credit = torch.zeros_like(rollout.sampled_logprobs)
+    credit[:, 0] = numbers
+    return replace(rollout, scores=numbers), Credit(credit, credit)
+
+
+@pytest.mark.parametrize(("minibatches", "size"), [(1, 8), (1, 3), (2, 3), (4, 1), (8, 3), (3, 2)])
+def test_each_epoch_takes_every_row_once_and_minibatches_count_their_tokens(
+    game: Players, rollout: Rollout, minibatches: int, size: int
+) -> None:
+    watcher = Watcher()
+    still = {"learning_rate": 0.0, "critic_learning_rate": 0.0}
+    config = config_of("ppo", num_ppo_epochs=3, num_mini_batches=minibatches, micro_batch_size=size, **still)
+    metrics = update(Learners(game.actor, None, watcher), numbered(rollout), config, torch.Generator().manual_seed(0))
+    # Only if every micro-batch's share was added and divided by the minibatch's own count.
+    assert metrics["share"] == pytest.approx(1.0, abs=1e-6) and metrics["policy_loss"] == pytest.approx(1.0, abs=1e-6)
+    assert not any(key.startswith("value") for key in metrics)
+    seen = [row for rows in watcher.rows for row in rows]
+    epochs = [seen[i : i + 8] for i in range(0, 24, 8)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(8))] * 3
+    assert max(len(rows) for rows in watcher.rows) <= size
+    if minibatches > 1:
+        assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_learning_rate_of_0_changes_no_bit() -> None:
+    game = players("ppo", learning_rate=0.0, critic_learning_rate=0.0)
+    before = game.weights()
+    metrics = game.update(game.score(game.sample(twice_each())))
+    after = game.weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(map(math.isfinite, metrics.values()))
+    assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6) and metrics["clip_fraction"] == 0.0
+
+
+def test_garbage_after_the_end_changes_no_bit() -> None:
+    """Ids after EOS reach neither scores, credit nor weights."""
+
+    def play(garbage: bool) -> dict[str, Tensor]:
+        game = players("ppo")
+        rollout = game.sample(twice_each())
+        if garbage:
+            noise = torch.randint(0, tiny.VOCAB, rollout.mask.shape, generator=torch.Generator().manual_seed(5))
+            rollout = replace(rollout, response_ids=torch.where(rollout.mask, rollout.response_ids, noise))
+        game.update(game.score(rollout))
+        return game.weights()
+
+    clean, dirty = play(False), play(True)
+    assert all(torch.equal(clean[name], dirty[name]) for name in clean)
+
+
+def test_the_same_iteration_twice_is_bit_exact() -> None:
+    def play() -> dict[str, Tensor]:
+        game = players("ppo")
+        game.update(game.score(game.sample(twice_each())))
+        return game.weights()
+
+    one, again = play(), play()
+    assert all(torch.equal(one[name], again[name]) for name in one)
+
+
+def test_two_epochs_equal_a_plain_ppo_loop() -> None:
+    """The whole update again with plain models, one row at a time, in a loop written from the papers' equations."""
+    options = {"num_mini_batches": 1, "num_ppo_epochs": 2, "max_grad_norm": 0.0, "weight_decay": 0.0}
+    game = players("ppo", **options)
+    rollout = game.score(game.sample(twice_each()))
+    credit = game.algorithm.credit(rollout)
+    metrics = game.update(rollout)
+    lm, critic = language_model(), players("ppo").critic.module
+    adam = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.0}
+    optimizers = [torch.optim.AdamW(model.parameters(), **adam) for model in (lm, critic)]
+    totals = []
+    for _ in range(2):
+        policy, value = plain_losses(lm, critic, rollout, credit)
+        (policy + value).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        totals.append((policy.item(), value.item()))
+    assert metrics["policy_loss"] == pytest.approx(sum(p for p, _ in totals) / 2, abs=1e-5)
+    assert metrics["value_loss"] == pytest.approx(sum(v for _, v in totals) / 2, abs=1e-5)
+    plain = {f"actor.lm.{name}": x for name, x in lm.state_dict().items()}
+    plain |= {f"critic.{name}": x for name, x in critic.state_dict().items()}
+    for name, weight in game.weights().items():
+        torch.testing.assert_close(weight, plain[name], rtol=0, atol=1e-5, msg=name)
+
+
+def plain_losses(lm: Any, critic: Any, rollout: Rollout, credit: Credit) -> tuple[Tensor, Tensor]:
+    """Clipped policy and value losses, summed token by token over unpadded rows, divided by the number of tokens."""
+    policy, value = [], []
+    assert rollout.logprobs is not None and rollout.values is not None
+    for b in range(len(rollout)):
+        prompt, response = rollout.prompt_ids[b][rollout.prompt_mask[b]], rollout.response_ids[b][rollout.mask[b]]
+        ids, states = torch.cat([prompt, response])[None], slice(len(prompt) - 1, -1)
+        logprobs = lm(input_ids=ids).logits[0, states].log_softmax(-1)
+        values = critic.score(critic.backbone(input_ids=ids).last_hidden_state)[0, states, 0]
+        for t, token in enumerate(response.tolist()):
+            ratio = (logprobs[t, token] - rollout.logprobs[b, t]).exp()
+            advantage = credit.advantages[b, t]
+            policy.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+            old, target = rollout.values[b, t], credit.returns[b, t]
+            near = old + (values[t] - old).clamp(-0.2, 0.2)
+            value.append(0.5 * torch.max((values[t] - target) ** 2, (near - target) ** 2))
+    return torch.stack(policy).mean(), torch.stack(value).mean()
+
+
+def first_kl(*, temperature: float = 1.0, dropout: float = 0.0) -> float:
+    """`first_approx_kl` of an update that divides by `temperature` and drops out, after a rollout that did neither."""
+    game = players("ppo", num_ppo_epochs=1, num_mini_batches=1)
+    rollout = game.score(game.sample(twice_each()))
+    game.actor.module.lm.model.norm.register_forward_hook(
+        lambda norm, inputs, states: nn.functional.dropout(states, dropout, norm.training)
+    )
+    other = replace(game, config=game.config.model_copy(update={"temperature": temperature}))
+    return other.update(rollout)["first_approx_kl"]
+
+
+def test_an_update_that_sees_another_policy_shows_in_the_first_kl() -> None:
+    assert abs(first_kl()) < 1e-6
+    assert first_kl(temperature=0.8) > 1e-3
+    assert first_kl(dropout=0.1) > 1e-3
+
+
+def test_the_average_follows_every_step_that_was_applied() -> None:
+    game = players("ppo", num_mini_batches=2, num_ppo_epochs=2, max_bad_steps=9)
+    moves: list[int] = []
+
+    class Average:
+        def update(self) -> None:
+            moves.append(len(moves))
+
+    def play(rollout: Rollout) -> dict[str, float]:
+        learners = Learners(game.actor, game.critic, game.algorithm, ema=Average())  # type: ignore[arg-type]
+        return update(
+            learners, (rollout, game.algorithm.credit(rollout)), game.config, torch.Generator().manual_seed(0)
+        )
+
+    rollout = game.score(game.sample(twice_each()))
+    play(rollout)
+    assert len(moves) == 4
+    assert rollout.logprobs is not None
+    bad = replace(rollout, logprobs=rollout.logprobs + torch.nan)
+    assert play(bad)["skipped_steps"] == 4 and len(moves) == 4

@@ -1,0 +1,303 @@
+"""Each warning provoked, each silent on a healthy run, each said once per onset."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.config import option_names
+from rlhf.training.record import Recorder
+from rlhf.types import Credit, Message, Rollout, Row
+from step3_ppo import warnings
+from step3_ppo.algorithms import ppo
+from step3_ppo.metrics import credit_metrics, rollout_metrics
+from step3_ppo.warnings import RULES, Limits, Watch
+
+Changes = Mapping[str, float]
+HEALTHY = {
+    "first_approx_kl": 1e-9,
+    "first_ratio_std": 3e-6,
+    "kl": 0.8,
+    "score": 1.0,
+    "score_std": 0.7,
+    "advantage_std": 1.0,
+    "raw_advantage_std": 0.4,
+    "score_at_clip": 0.02,
+    "clip_fraction": 0.05,
+    "response_length": 40.0,
+    "truncated": 0.1,
+    "score_length_correlation": 0.2,
+    "repeated_4_grams": 0.02,
+    "entropy": 2.0,
+    "skipped_steps": 0.0,
+    "optimizer_steps": 8.0,
+}
+
+
+def names(rows: Sequence[Changes], limits: Limits | None = None, dtype: str = "fp32") -> list[tuple[int, str]]:
+    """(iteration, warning) of all that is said of these changes to a healthy run, one iteration each."""
+    watch = Watch(limits or Limits(), dtype)
+    return [
+        (iteration, notice.name)
+        for iteration, changes in enumerate(rows, start=1)
+        for notice in watch.look(iteration, HEALTHY | dict(changes))
+    ]
+
+
+def test_a_healthy_run_is_silent() -> None:
+    rising = [{"score": 0.1 * i, "kl": 0.1 * i, "entropy": 2 - 0.02 * i, "eval_judge": 0.1 * i} for i in range(40)]
+    assert names(rising) == []
+
+
+QUIET: Changes = {}
+PROVOKED: dict[str, list[Changes]] = {
+    "first_ratio": [{"first_approx_kl": 2e-3}],
+    "negative_kl": [{"kl": -0.11}] * 3,
+    "kl_above_limit": [{"kl": 10.1}],
+    "equal_advantages": [{"raw_advantage_std": 0.0, "advantage_std": 0.0}],
+    "score_at_clip": [{"score_at_clip": 0.51}],
+    "clip_fraction": [{"clip_fraction": 0.31}] * 3,
+    "length_exploding": [QUIET] * 3 + [{"response_length": 81.0}],
+    "length_collapsing": [QUIET] * 3 + [{"response_length": 19.0}],
+    "truncated": [{"truncated": 0.96}],
+    "score_follows_length": [{"score_length_correlation": 0.71}] * 3,
+    "repeated_ngrams": [{"repeated_4_grams": 0.31}],
+    "entropy_collapse": [QUIET] * 3 + [{"entropy": 0.39}],
+    "over_optimisation": [
+        {"eval_judge": 0.0, "score": 0.0},
+        {"eval_judge": 1.0, "score": 2.0},
+        {"eval_judge": 0.7, "score": 3.0},
+        {"eval_judge": 0.6, "score": 4.0},
+    ],
+    "overfitting": [
+        {"eval_score": 0.0, "score": 0.0},
+        {"eval_score": -0.1, "score": 2.0},
+        {"eval_score": -0.2, "score": 3.0},
+    ],
+    "skipped_steps": [{"skipped_steps": 8.0}],
+}
+"""By warning: changes to a healthy run of which the last is the first that deserves it."""
+
+
+def test_every_warning_is_provoked() -> None:
+    assert set(PROVOKED) == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_a_warning_comes_alone_and_at_its_onset(name: str) -> None:
+    assert names(PROVOKED[name]) == [(len(PROVOKED[name]), name)]
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_a_warning_is_said_once_and_again_after_it_cleared(name: str) -> None:
+    provoked = PROVOKED[name]
+    bad = provoked[-1]
+    held_out = name in ("over_optimisation", "overfitting")
+    calm: Changes = {"eval_judge": 2.0, "eval_score": 2.0, "score": 5.0} if held_out else QUIET
+    again = [{**bad, "score": 9.0}] * 3 if held_out else [bad] * 3
+    onsets = [iteration for iteration, _ in names([*provoked, bad, bad, calm, *again])]
+    assert onsets[0] == len(provoked) and len(onsets) == 2
+    assert onsets[1] > len(provoked) + 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"first_approx_kl": 9e-4, "first_ratio_std": 9e-4}],
+        [{"kl": -0.5}, {"kl": -0.5}, {"kl": 0.1}] * 4,
+        [{"clip_fraction": 0.9}, {"clip_fraction": 0.9}, QUIET] * 4,
+        [{"score_length_correlation": 0.9}, QUIET] * 6,
+        [{"score_length_correlation": -0.9}] * 6,  # a fine for being cut is no fondness for length
+        [{"response_length": 10.0}, {"response_length": 90.0}, {"response_length": 20.0}],  # this is the start
+        [{"skipped_steps": 7.0}],
+        [{"skipped_steps": 0.0, "optimizer_steps": 0.0}],
+        # Held-out numbers that fall once, or while training falls too, or within their interval.
+        [{"eval_judge": 1.0, "score": 1.0}, {"eval_judge": 0.0, "score": 2.0}, {"eval_judge": 1.0, "score": 3.0}],
+        [{"eval_judge": 1.0 - i / 9, "score": 1.0 - i / 9} for i in range(9)],
+        [{"eval_judge": 1.0 - i / 99, "score": float(i), "eval_judge_ci95": 0.2} for i in range(9)],
+    ],
+)
+def test_what_deserves_no_warning(changes: list[Changes]) -> None:
+    assert names(changes) == []
+
+
+def test_the_spread_of_the_first_ratio_counts_and_low_precision_has_its_own_limit() -> None:
+    assert names([{"first_ratio_std": 2e-3}]) == [(1, "first_ratio")]
+    assert names([{"first_ratio_std": 2e-2}], dtype="bf16") == []
+    assert names([{"first_ratio_std": 6e-2}], dtype="bf16") == [(1, "first_ratio")]
+
+
+def test_equal_scores_are_seen_behind_a_critic_that_differs() -> None:
+    assert names([{"score_std": 0.0}]) == [(1, "equal_advantages")]
+
+
+def test_limits_are_the_callers() -> None:
+    assert names([{"kl": 5.0}], Limits(kl=4.0)) == [(1, "kl_above_limit")]
+    assert names([{"clip_fraction": 0.5}], Limits(in_a_row=1)) == [(1, "clip_fraction")]
+    assert names([QUIET, {"entropy": 0.1}], Limits(start_iterations=1)) == [(2, "entropy_collapse")]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_number_that_is_missing_or_undefined_warns_of_nothing(name: str) -> None:
+    watch = Watch(Limits())
+    for iteration in range(6):
+        lacking = {n: value for n, value in HEALTHY.items() if n != name}
+        assert watch.look(iteration, lacking) == []
+        assert watch.look(iteration, HEALTHY | {name: math.nan}) == []
+
+
+def test_evaluations_far_apart_do_not_repeat_a_warning() -> None:
+    """Between two evaluations nothing is known of the held-out score, so nothing has cleared."""
+    bad = {"eval_judge": 0.1, "score": 9.0}
+    rows: list[Changes] = [*PROVOKED["over_optimisation"], QUIET, QUIET, bad, QUIET, bad]
+    assert names(rows) == [(4, "over_optimisation")]
+
+
+def test_after_a_resume_the_start_is_still_the_start() -> None:
+    rows = [HEALTHY] * 5
+    watch = Watch(Limits())
+    for iteration, row in enumerate(rows):  # as read from the file of the run before
+        watch.look(iteration, row)
+    assert [n.name for n in watch.look(6, HEALTHY | {"response_length": 90.0})] == ["length_exploding"]
+
+
+def test_a_warm_up_of_the_critic_is_not_the_start_of_the_policy() -> None:
+    watch = Watch(Limits())
+    warm_up = {n: value for n, value in HEALTHY.items() if n != "entropy"}
+    rows = [*[warm_up] * 4, *[HEALTHY] * 3, HEALTHY | {"entropy": 0.3}]
+    said = [[n.name for n in watch.look(i, row)] for i, row in enumerate(rows)]
+    assert said == [[]] * 7 + [["entropy_collapse"]]
+
+
+# --- from real rollouts
+
+
+def rollout(lengths: list[int], scores: list[float], ids: torch.Tensor | None = None, ref: float = -2.0) -> Rollout:
+    size, width = len(lengths), max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    draw = torch.Generator().manual_seed(0)
+    return Rollout(
+        prompt_ids=torch.ones(size, 2).long(),
+        prompt_mask=torch.ones(size, 2).bool(),
+        response_ids=torch.randint(4, 10_000, (size, width), generator=draw) if ids is None else ids,
+        mask=mask,
+        sampled_logprobs=mask * -2.0,
+        ended=torch.ones(size).bool(),
+        rows=tuple(Row((Message("user", "?"),)) for _ in range(size)),
+        logprobs=mask * -2.0,
+        ref_logprobs=mask * ref,
+        scores=torch.tensor(scores),
+    )
+
+
+def of_rollout(found: Rollout, iterations: int = 3, score_clip: float | None = None) -> set[str]:
+    assert found.scores is not None
+    advantages = (found.scores - found.scores.mean())[:, None] * found.mask
+    metrics = rollout_metrics(found, score_clip=score_clip) | credit_metrics(found, Credit(advantages, advantages))
+    watch = Watch(Limits())
+    return {notice.name for i in range(iterations) for notice in watch.look(i, metrics)}
+
+
+def test_rollouts_that_provoke() -> None:
+    varied = [3.0, 1.0, 4.0, 1.5]
+    assert of_rollout(rollout([9, 5, 7, 3], [0.0, 1.0, 0.5, 0.3])) == set()
+    assert of_rollout(rollout([9, 5, 7, 3], [9.0, 5.0, 7.0, 3.0])) == {"score_follows_length"}
+    assert of_rollout(rollout([9, 5, 7, 3], [0.1] * 4)) == {"equal_advantages"}
+    assert of_rollout(rollout([9, 9, 9, 9], varied, torch.full((4, 9), 5))) == {"repeated_ngrams"}
+    assert of_rollout(rollout([9, 9, 9, 9], varied, ref=-1.0)) == {"negative_kl"}
+    assert of_rollout(rollout([9, 9, 9, 9], varied, ref=-4.0)) == {"kl_above_limit"}
+    assert of_rollout(rollout([9, 9, 9, 9], [1.0, 1.0, -1.0, 0.3]), score_clip=1.0) == {"score_at_clip"}
+    cut = rollout([9, 9, 9, 9], varied)
+    assert of_rollout(replace(cut, ended=torch.zeros(4).bool())) == {"truncated"}
+
+
+def test_what_rounding_takes_from_a_kl_is_no_warning() -> None:
+    """In bf16 ratios of two passes over the same weights have a deviation of 0.05: half its square for each token."""
+    rows = {"kl": -0.16, "response_length": 64.0}
+    for dtype, kl, expected in (("fp32", -0.16, 1), ("bf16", -0.16, 0), ("bf16", -0.2, 1)):
+        watch = Watch(Limits(), dtype)
+        assert len([n for i in range(4) for n in watch.look(i, rows | {"kl": kl})]) == expected
+
+
+# --- to the terminal and the file
+
+
+def test_warnings_follow_their_iteration_into_the_file_and_onto_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(tmp_path)
+    steps = [HEALTHY, HEALTHY | {"kl": 12.5}, HEALTHY | {"kl": 13.0}]
+    watch = Watch(Limits())
+    for step, metrics in enumerate(recorder.follow(steps, 3, "step3_ppo", ()), start=1):
+        for notice in watch.look(step, metrics):
+            recorder.warn(step, notice.name, notice.numbers, notice.advice)
+    recorder.close()
+    rows: list[dict[str, Any]] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("train", 2), ("warning", 2), ("train", 3)]
+    assert rows[2]["name"] == "kl_above_limit" and rows[2]["numbers"] == {"kl": 12.5, "limit": 10.0}
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(said) == 1
+    assert said[0].startswith("warning, step 2: kl_above_limit (kl 12.5, limit 10): ") and rows[2]["advice"] in said[0]
+
+
+def test_advice_names_options_that_are_there() -> None:
+    for rule in RULES:
+        assert "\n" not in rule.advice
+        for option in re.findall(r"--([\w-]+)", rule.advice):
+            assert option in option_names(ppo.Config), f"{rule.name}: --{option}"
+
+
+TOLERANT = {
+    "start_iterations": 9,
+    "in_a_row": 9,
+    "first_ratio": 1.0,
+    "negative_kl": -9.0,
+    "kl": 99.0,
+    "equal_advantages": 0.0,
+    "score_at_clip": 1.0,
+    "clip_fraction": 1.0,
+    "length_growth": 9.0,
+    "length_shrink": 0.01,
+    "truncated": 1.0,
+    "score_length_correlation": 1.0,
+    "repeated_4_grams": 1.0,
+    "entropy": 0.01,
+    "over_optimisation": 9.0,
+}
+"""Each limit at a value that silences something."""
+SILENCED = {
+    "start_iterations": "length_exploding",
+    "in_a_row": "negative_kl",
+    "kl": "kl_above_limit",
+    "length_growth": "length_exploding",
+    "length_shrink": "length_collapsing",
+    "score_length_correlation": "score_follows_length",
+    "repeated_4_grams": "repeated_ngrams",
+    "entropy": "entropy_collapse",
+}
+"""What it silences, where the warning has another name."""
+
+
+@pytest.mark.parametrize("limit", TOLERANT)
+def test_each_limit_decides(limit: str) -> None:
+    provoked = PROVOKED[SILENCED.get(limit, limit)]
+    if limit == "equal_advantages":
+        provoked = [{"raw_advantage_std": 1e-7}]
+    assert len(names(provoked)) == 1
+    assert names(provoked, Limits(**{limit: TOLERANT[limit]})) == []
+
+
+def test_no_limit_is_forgotten() -> None:
+    assert set(TOLERANT) | {"first_ratio_low_precision", "kl_rounding"} == set(Limits.model_fields)
+
+
+def test_the_page_has_every_warning() -> None:
+    page = (Path(warnings.__file__).parents[1] / "docs/metrics.md").read_text(encoding="utf-8")
+    table = page[page.index("## Warnings") :]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {rule.name for rule in RULES}
