@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
-from rlhf.distributed.zero3 import InStep, Shards, deepspeed_settings, gathered, zero3
+from rlhf.distributed.zero3 import InStep, Shards, deepspeed_settings, gathered, whole_shape, zero3
 from rlhf.engine import optimizer_state
 from rlhf.engine.adamw import MasterAdamW, decay_groups
 from rlhf.engine.nonfinite import Tolerance
@@ -25,6 +25,8 @@ from rlhf.models.cpu import compiling
 from rlhf.models.head import ScoreHead
 from rlhf.types import Metrics
 
+BUCKET = 500_000_000
+"""gradients that DeepSpeed reduces at once, if there are so many"""
 FP16_SEARCH = 24
 """steps in a row that fp16 may leave out while DeepSpeed looks for its loss scale, from 2^16 down"""
 
@@ -86,7 +88,7 @@ class Engine:
             model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, total_steps)),
-            config=deepspeed_config(options, o, dtype),
+            config=deepspeed_config(options, o, dtype, sum(math.prod(whole_shape(p)) for p in trained.values())),
         )
         if split:
             tensor_parallel.require_even(self._engine.module)
@@ -95,9 +97,7 @@ class Engine:
             self._engine.enable_backward_allreduce = False  # it copies every gradient twice, to nobody
         _let_it_search(self._engine.optimizer)
         self._options = options
-        self._averaged = (
-            collectives.world_size() // options.tensor_parallel_size
-        )  # ranks over which DeepSpeed takes the mean
+        self._averaged = collectives.world_size() // options.tensor_parallel_size  # ranks of DeepSpeed's mean
         self._max_norm = o.max_grad_norm
         self._steps = 0
         self._title = title
@@ -292,15 +292,19 @@ def keep_freed_memory() -> None:
             mallopt(parameter, value)
 
 
-def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype) -> dict[str, Any]:
+def deepspeed_config(
+    options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype, trained: int
+) -> dict[str, Any]:
     """What DeepSpeed is told. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3.
 
     Where ZeRO divides nothing DeepSpeed is told of no dtype and no clipping: the optimizer keeps master weights, and
     clips. DeepSpeed's own way copies every gradient three times, and the first step of its stage 0 is a dummy.
+    trained: numbers in all weights that learn. DeepSpeed's buckets hold 2 GB of them at once, however small the model.
     """
     stage = effective_stage(options, dtype.itemsize, collectives.world_size())
     plain = stage == 0
     zero: dict[str, Any] = zero3(_kept(options)) if stage == 3 else {"stage": stage}
+    zero["reduce_bucket_size"] = min(trained, BUCKET)
     if options.offload_optimizer:
         zero["offload_optimizer"] = _off(options)
     return deepspeed_settings(torch.float32 if plain else dtype, optimizer.micro_batch_size) | {

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
+from rlhf.engine.training import BUCKET
 from rlhf.plan.sizes import Size
 
 MASTER = 4
 """bytes of a number in fp32: of master weights, of each of AdamW's two moments, and of sums of gradients"""
-BUCKET = 500_000_000
-"""gradients that DeepSpeed reduces at once: zero_optimization.reduce_bucket_size"""
 LIVE = 1_000_000_000
 """weights that ZeRO-3 lets stand whole during a pass: stage3_max_live_parameters"""
 PREFETCH = 50_000_000
@@ -114,18 +113,17 @@ def _stage_1_and_2(size: Size, options: EngineOptions, b: int, site: Site, stage
         return _stage_1_in_bf16(size, b, site)
     t, p = size.trained, _share(size.trained, site.ranks)
     filled = min(t, BUCKET)
-    bucket = filled if site.on_cpu else BUCKET  # the CPU gives pages when they are written
     # stage 1 sums whole gradients and copies them to the bucket in fp32; stage 2 sends each micro-batch's in b bytes,
     # flat and then in fp32, and sums those of its own weights, p of them
     copied = MASTER if stage == 1 else b
-    exchanged = copied * (bucket + filled) + (MASTER * (t - filled) if stage == 1 else MASTER * filled) + MASTER * p
+    exchanged = copied * 2 * filled + (MASTER * (t - filled) if stage == 1 else MASTER * filled) + MASTER * p
     off = options.offload_optimizer
     return Held(
         weights=Bytes(b * size.total),
         gradients=Bytes(MASTER * (t if stage == 1 else p)),
         optimizer=Bytes(0, 4 * MASTER * p) if off else Bytes(3 * MASTER * p),  # offloaded, fp32 gradients stay too
         buffers=Bytes(b * size.largest, b * (p + size.largest)) if off else NOTHING,
-        passing=Bytes(0 if site.on_cpu else copied * bucket),
+        passing=Bytes(0 if site.on_cpu else copied * filled),
         reducing=Bytes(exchanged),
         # offloaded, AdamW without fusion makes two temporary tensors; else the norm of the largest is taken in fp64
         stepping=Bytes(MASTER * p, 2 * MASTER * p) if off else Bytes(MASTER * p + 8 * min(size.largest, p)),
@@ -151,7 +149,6 @@ def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, site: Site, stage
     t, b = size.trained, MASTER
     p = _share(t, site.ranks)
     filled = min(t, BUCKET)
-    bucket = filled if site.on_cpu else BUCKET
     flattened = filled if site.ranks > 1 else 0
     # stage 1 keeps every gradient until the last micro-batch; stage 2 those of its own weights, summed so far
     sums = t - filled if stage == 1 else (p if site.micro_batches > 1 else 0)
@@ -159,13 +156,13 @@ def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, site: Site, stage
     own = 0 if options.offload_optimizer else p  # gradients of the weights that the rank updates, copied together
     common = {
         "weights": Bytes(b * size.total),
-        "passing": Bytes(0 if site.on_cpu else b * bucket),
+        "passing": Bytes(0 if site.on_cpu else b * filled),
     }
     if not options.offload_optimizer:
         return Held(
             gradients=Bytes(b * kept),
             optimizer=Bytes(3 * b * p),
-            reducing=Bytes(b * (bucket + max(flattened, own) + sums)),
+            reducing=Bytes(b * (filled + max(flattened, own) + sums)),
             # p and its flat copy; or the norm of the largest in fp64
             stepping=Bytes(b * p + max(b * p, 8 * min(size.largest, p))),
             starting=Bytes(b * size.total + 2 * b * p),
@@ -177,7 +174,7 @@ def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, site: Site, stage
         gradients=Bytes(b * (t if stage == 1 else 0), summed),
         optimizer=Bytes(0, 4 * b * p),  # the gradient of the master copy stays
         buffers=Bytes(b * size.largest, b * (p + size.largest) + summed),
-        reducing=Bytes(b * (bucket + flattened + (t - filled if stage == 1 else 0))),
+        reducing=Bytes(b * (filled + flattened + (t - filled if stage == 1 else 0))),
         stepping=Bytes(0, 2 * b * p),  # AdamW without fusion makes two temporary tensors
         starting=Bytes(b * size.total, 3 * b * p),
         **common,
@@ -194,7 +191,7 @@ def _stage_3(size: Size, options: EngineOptions, b: int, site: Site) -> Held:
     whole = (n if options.gather_whole else live) if apart else 0
     copies = 2 if site.on_cpu else 1
     weights, master, gradients = b * share, 3 * MASTER * p, MASTER * p
-    bucket = Bytes(MASTER * (filled if site.on_cpu else BUCKET))
+    bucket = Bytes(MASTER * filled)
     # the embeddings are whole until the pass has ended
     scattered = Bytes(MASTER * filled * copies + (b * size.largest if apart else 0))
     if not options.offload_optimizer:

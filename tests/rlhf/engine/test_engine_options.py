@@ -75,7 +75,7 @@ def test_an_nvme_folder_needs_asynchronous_reads(there: bool, tmp_path: Path, mo
             require_possible(options, CPU)
         return
     require_possible(options, CPU)
-    told = deepspeed_config(options, OptimizerOptions(), torch.float32)["zero_optimization"]
+    told = deepspeed_config(options, OptimizerOptions(), torch.float32, 10)["zero_optimization"]
     assert told["offload_param"] == told["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path)}
     shards = shards_of(options.model_copy(update={"dtype": "fp32"}))
     assert shards is not None and shards.offload == told["offload_param"]
