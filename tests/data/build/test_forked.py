@@ -29,14 +29,12 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.faults  # in a process of its own: behind other test files in one process it failed once, reason not known
 def test_each_job_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     run_forked([partial(note, tmp_path, i) for i in range(3)])
     pids = {path.read_text() for path in tmp_path.iterdir()}
     assert len(pids) == 3 and str(os.getpid()) not in pids
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(("job", "error", "said"), [(mistake, UserError, "row 7"), (killed, RuntimeError, "killed")])
 def test_the_first_that_fails_ends_the_others(job: object, error: type[Exception], said: str) -> None:
     start = time.monotonic()
