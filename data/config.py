@@ -1,6 +1,6 @@
 """Options of the data, the same in all three stages. Importing this module must not import torch."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 from tyro.constructors import PrimitiveConstructorSpec
@@ -38,6 +38,8 @@ Shares = Annotated[
 
 class DataOptions(Config):
     """Which rows, how they are divided, and how they become tokens."""
+
+    FREE: ClassVar[frozenset[str]] = frozenset({"data_workers", "data_cache"})
 
     data_path: tuple[str, ...] = ("hh_rlhf:Anthropic/hh-rlhf",)
     """where the rows come from, one or more of [source[,option=value]:]place[=weight]: a local .json, .jsonl, .csv,

@@ -1,6 +1,6 @@
 """Options of supervised fine-tuning."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,8 @@ from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
 
 class SFTConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
     """Supervised fine-tuning of a causal language model on responses."""
+
+    TOTALS: ClassVar[frozenset[str]] = frozenset({"num_train_epochs"})
 
     model: str = "opt-1.3b"
     """pretrained model: directory, hub id, short name or .yaml"""

@@ -1,5 +1,7 @@
 """Options of the reward model."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from data.config import BatchOptions, DataOptions
@@ -8,6 +10,8 @@ from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
 
 class RewardConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
     """A pairwise reward model: a language model's backbone under one scalar."""
+
+    TOTALS: ClassVar[frozenset[str]] = frozenset({"num_train_epochs"})
 
     model: str = "opt-350m"
     """pretrained model, or the directory of a finished step 1: directory, hub id, short name or .yaml"""

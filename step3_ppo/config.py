@@ -1,6 +1,6 @@
 """Options of step 3 that every algorithm shares; an algorithm's own options are beside its code."""
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,6 +17,12 @@ from rlhf.config.options import (
 
 class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions, RunOptions):
     """Reinforcement learning from scores: who plays, how much, and how an iteration is cut up."""
+
+    FREE: ClassVar[frozenset[str]] = frozenset(
+        {"rollout_batch_size", "abort_kl", "abort_kl_iterations", "actor", "critic", "reference", "reward_models"}
+    )
+    TOTALS: ClassVar[frozenset[str]] = frozenset({"total_episodes"})
+    NOTED: ClassVar[frozenset[str]] = frozenset({"eval_every", "patience", "export_rollouts"})
 
     algorithm: str = "ppo"
     """a name in step3_ppo/algorithms/"""

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
 from pydantic import Field
@@ -13,6 +13,23 @@ from rlhf.errors import UserError
 
 class RunOptions(Config):
     """Where a run writes and what it draws its randomness from."""
+
+    FREE: ClassVar[frozenset[str]] = frozenset(
+        {
+            "output_dir",
+            "report_to",
+            "sample_rows",
+            "overwrite",
+            "convert_template",
+            "save_every",
+            "save_minutes",
+            "keep",
+            "keep_last_checkpoint",
+            "export_every",
+            "allow_config_change",
+            "timeout_s",
+        }
+    )
 
     output_dir: str = "runs/demo"
     """directory of the whole run; each stage writes its own folder inside"""
@@ -45,6 +62,20 @@ class RunOptions(Config):
 
 class EngineOptions(Config):
     """How a trained model is held."""
+
+    FREE: ClassVar[frozenset[str]] = frozenset(
+        {
+            "zero_stage",
+            "offload_optimizer",
+            "offload_param",
+            "offload_nvme",
+            "gather_whole",
+            "gradient_checkpointing",
+            "tensor_parallel_size",
+            "sequence_parallel_size",
+            "torch_compile",
+        }
+    )
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """compute dtype; auto = bf16 where the device multiplies it fast (AVX512-BF16, AMX, Ampere GPUs), else fp32.
@@ -129,6 +160,8 @@ class FrozenOptions(Config):
 
 class SharedOptimizerOptions(Config):
     """What all stages of a chain have in common of AdamW, its schedule, and how a batch is cut up for one device."""
+
+    FREE: ClassVar[frozenset[str]] = frozenset({"micro_batch_size", "max_bad_steps"})
 
     micro_batch_size: int = Field(8, ge=1)
     """rows in one forward and backward pass on one device; changes memory and speed, never results"""

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import tyro
 import yaml
@@ -26,6 +26,17 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
     )
+    FREE: ClassVar[frozenset[str]] = frozenset()
+    """its options that change memory, speed or what is shown, but no result: a run goes on with another value"""
+    TOTALS: ClassVar[frozenset[str]] = frozenset()
+    """its options that say how long a stage is: a run goes on, and says so, and a finished one may be extended"""
+    NOTED: ClassVar[frozenset[str]] = frozenset()
+    """its other options with which an interrupted run goes on and says so"""
+
+    @classmethod
+    def declared(cls, kind: Literal["FREE", "TOTALS", "NOTED"]) -> frozenset[str]:
+        """The options of that kind, those of the classes it is made from included."""
+        return frozenset().union(*(vars(base).get(kind, ()) for base in cls.__mro__))
 
 
 C = TypeVar("C", bound=Config)

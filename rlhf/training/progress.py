@@ -12,20 +12,6 @@ from rlhf.hub import short_names
 from rlhf.storage import manifests
 from rlhf.training import checkpoints
 
-FREE = {
-    "output_dir", "report_to", "sample_rows", "overwrite", "convert_template",
-    "save_every", "save_minutes", "keep", "keep_last_checkpoint", "export_every", "allow_config_change", "timeout_s",
-    "micro_batch_size", "rollout_batch_size", "data_workers", "data_cache",
-    "max_bad_steps", "abort_kl", "abort_kl_iterations",
-    "zero_stage", "offload_optimizer", "offload_param", "offload_nvme", "gather_whole", "gradient_checkpointing",
-    "tensor_parallel_size", "sequence_parallel_size", "torch_compile",
-    "actor", "critic", "reference", "reward_models",
-}  # fmt: skip
-"""Options that change what is shown, or memory and speed, but not what a stage makes."""
-TOTALS = {"num_train_epochs", "total_episodes"}
-"""Options that say how long a stage is; a finished one may be extended."""
-NOTED = TOTALS | {"eval_every", "patience", "export_rollouts"}
-"""Options that an interrupted stage may go on with changed: it says so."""
 AGAIN = "name another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
 """what to do where nothing can be gone on from"""
 
@@ -54,7 +40,7 @@ def standing(
     digests = {name: manifests.manifest_digest(place) for name, place in inputs.items()}
     made_from = {name: entry["manifest_sha256"] for name, entry in manifest["inputs"].items()}
     changed = _changed(manifest, options, made_from, digests)
-    longer = finished and _is_longer(directory, changed)
+    longer = finished and _is_longer(directory, changed, options)
     _require_same_options(directory, finished and not longer, changed, options)
     known = manifest.get("data", {})
     other = [place for place, digest in content().items() if known.get(place, digest) != digest]
@@ -71,10 +57,11 @@ def standing(
     return "extended" if longer else "finished" if finished else "interrupted"
 
 
-def _is_longer(directory: Path, changed: Mapping[str, tuple[Any, Any]]) -> bool:
+def _is_longer(directory: Path, changed: Mapping[str, tuple[Any, Any]], options: RunOptions) -> bool:
     """Whether a finished stage is to be extended. Raises: UserError if it kept no checkpoint to go on from."""
-    longer = [f"{name} {made} to {now}" for name, (made, now) in changed.items() if name in TOTALS and now > made]
-    if not longer or not set(changed) <= NOTED:
+    totals = options.declared("TOTALS")
+    longer = [f"{name} {made} to {now}" for name, (made, now) in changed.items() if name in totals and now > made]
+    if not longer or not set(changed) <= _noted(options):
         return False
     if not checkpoints.is_there(directory):
         raise UserError(
@@ -84,18 +71,22 @@ def _is_longer(directory: Path, changed: Mapping[str, tuple[Any, Any]]) -> bool:
     return True
 
 
+def _noted(options: RunOptions) -> frozenset[str]:
+    return options.declared("TOTALS") | options.declared("NOTED")
+
+
 def _changed(
     manifest: Mapping[str, Any],
     options: RunOptions,
     made_from: Mapping[str, str | None],
     digests: Mapping[str, str | None],
 ) -> dict[str, tuple[Any, Any]]:
-    """The options that are not as they were, FREE ones aside, and inputs that are the same under another name."""
+    """The options that are not as they were, free ones aside, and inputs that are the same under another name."""
     made = type(options)().model_dump(mode="json") | manifest["config"]  # an option it did not have was at its default
     changed = {
         name: (made[name], value)
         for name, value in options.model_dump(mode="json").items()
-        if name not in FREE and made[name] != value
+        if name not in options.declared("FREE") and made[name] != value
     }
     for name in [name for name in changed if name in digests]:
         same_made = made_from.get(name) is not None and made_from[name] == digests[name]
@@ -108,7 +99,7 @@ def _require_same_options(
     directory: Path, finished: bool, changed: Mapping[str, tuple[Any, Any]], options: RunOptions
 ) -> None:
     said = [f"{name} was {before!r}, now {now!r}" for name, (before, now) in changed.items()]
-    if not finished and (options.allow_config_change or set(changed) <= NOTED):
+    if not finished and (options.allow_config_change or set(changed) <= _noted(options)):
         for line in said:
             console.say(f"note: {directory} goes on with another option: {line}")
         return

@@ -253,10 +253,11 @@ def test_the_classes_name_options_that_there_are() -> None:
     """And an option that nobody has put in a class is refused, which loses nothing."""
     classes = [train.chain_config([]), SFTConfig, killing.RewardConfig]
     classes += [plugins.find("step3_ppo.algorithms", name).Config for name in plugins.names("step3_ppo.algorithms")]
-    known = {name for options in classes for name in options.model_fields}
-    assert known >= progress.FREE and known >= progress.NOTED and not progress.FREE & progress.NOTED
-    assert set(FREE) <= progress.FREE and set(NOTED) <= progress.NOTED
-    assert not (progress.FREE | progress.NOTED) & set(REFUSED)
+    for options in classes:
+        free, noted = options.declared("FREE"), options.declared("TOTALS") | options.declared("NOTED")
+        assert free | noted <= set(options.model_fields) and not free & noted
+        assert set(FREE) & set(options.model_fields) <= free and set(NOTED) & set(options.model_fields) <= noted
+        assert not (free | noted) & set(REFUSED)
 
 
 def test_more_epochs_and_fewer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
