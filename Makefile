@@ -49,7 +49,7 @@ mutants: $(INSTALLED)  ## whether tests fail when one operator, number or argume
 check: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy rlhf/
+	$(VENV)/bin/mypy
 
 format: $(INSTALLED)  ## mend the style
 	$(VENV)/bin/ruff check --fix

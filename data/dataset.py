@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 import datasets
 import numpy as np
@@ -27,6 +27,8 @@ from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
 from rlhf.text.tokenizer import Template
 
+T = TypeVar("T", bound=Item)
+
 UNCACHED = {"data_workers", "data_cache", "max_dropped", "chat_template"}
 """Options that do not change what is made; the template's text is known with the tokenizer."""
 WORTH_JOINING = 0.9
@@ -34,8 +36,11 @@ WORTH_JOINING = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class PromptDataset(Sequence[Item]):
-    """The items of one split for one phase; they lie in a file and are made when asked for."""
+class PromptDataset(Sequence[T]):
+    """The items of one split for one phase; they lie in a file and are made when asked for.
+
+    T: Demonstration for sft, Preference for reward, Prompt for ppo.
+    """
 
     phase: Phase
     table: datasets.Dataset | None
@@ -52,15 +57,16 @@ class PromptDataset(Sequence[Item]):
         return len(self.positions)
 
     @overload
-    def __getitem__(self, index: int) -> Item: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
-    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         position = int(self.positions[index])
         assert self.table is not None
-        return to_item(self.phase, self.table[position])
+        # The phase decides the item's type at run time, the annotation of whoever opens the data tells mypy.
+        return cast(T, to_item(self.phase, self.table[position]))
 
     @property
     def batch_elements(self) -> int:
@@ -111,17 +117,17 @@ class PromptDataset(Sequence[Item]):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Generic[T]):
     """What one stage trains on and is measured on, and the account of where every row went."""
 
-    train: PromptDataset
-    evaluation: PromptDataset
+    train: PromptDataset[T]
+    evaluation: PromptDataset[T]
     report: dict[str, Any]
     notes: tuple[str, ...] = ()
     """what a person should know before training"""
 
 
-def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Opened:
+def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Opened[Any]:
     """The data of one phase, with a tokenizer from `prepare_tokenizer`; made on the first call, read on the next ones.
 
     The rows come in an order that depends on their content and `data_seed` alone. The evaluation set is empty only
@@ -153,7 +159,7 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
     return replace(opened, notes=tuple(notes(opened.report, recipe.phase, options)))
 
 
-def _read(folder: Path, phase: Phase) -> Opened:
+def _read(folder: Path, phase: Phase) -> Opened[Any]:
     with _sound(folder / cache.REPORT) as path:
         report = disk.read_json(path)
         if report.pop("sha256") != manifests.own_digest(report):
@@ -167,7 +173,7 @@ def _read(folder: Path, phase: Phase) -> Opened:
                 raise ValueError(f"its content differs from {cache.REPORT}")
     with _sound(folder / "items.arrow"):
         table = read_items(folder)
-    sides = {}
+    sides: dict[str, PromptDataset[Any]] = {}
     for name in why:
         positions = _numbers(folder / f"{name}.npy", len(table or ()))
         elements = _numbers(folder / f"{name}_elements.npy", len(positions)) if phase == "reward" else None

@@ -46,7 +46,7 @@ class TensorRecord:
     __slots__ = ()
 
     def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]  # every subclass is a dataclass
 
     def __getitem__(self, index: Any) -> Self:
         """The rows of `index`: a slice, or a LongTensor [b] of row numbers."""
@@ -58,12 +58,12 @@ class TensorRecord:
     @classmethod
     def concatenated(cls, parts: Sequence[Self]) -> Self:
         """The rows of all parts, one part after the other; their tensors are of one width."""
-        columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}  # type: ignore[arg-type]
+        columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}  # type: ignore[arg-type]  # as above
         return cls(**{name: _concatenated(values) for name, values in columns.items()})
 
     def _map(self, change: Any) -> Self:
-        changes = {f.name: change(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
-        return replace(self, **changes)  # type: ignore[type-var]
+        changes = {f.name: change(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # as above
+        return replace(self, **changes)  # type: ignore[type-var]  # as above
 
 
 def _rows(value: Any, index: Any) -> Any:

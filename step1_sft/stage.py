@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, batches_of, padding, sft_batch
+from data.build.encode import Demonstration
 from data.build.pack import ACROSS
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
@@ -24,6 +26,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
 from rlhf.models import sequence_parallel
 from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
 from rlhf.models.splitting import check_split, shares
 from rlhf.storage.manifests import model_place, planned_start
 from rlhf.text.encoder import id_count
@@ -32,7 +35,7 @@ from rlhf.training.checkpoints import Resumable, require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start
 from rlhf.training.progress import find
 from rlhf.training.run import open_run
-from rlhf.types import Metrics, length_groups
+from rlhf.types import Metrics, Sequences, length_groups
 from step1_sft.config import SFTConfig
 from step1_sft.plan import needs
 
@@ -43,7 +46,7 @@ FOLDERS = ("model", "actor")
 
 
 def train(
-    policy: Engine, dataset: PromptDataset, batches: Batches, config: SFTConfig, pad_id: int
+    policy: Engine[Policy], dataset: PromptDataset[Demonstration], batches: Batches, config: SFTConfig, pad_id: int
 ) -> Iterator[Metrics]:
     """The method: each batch's mean token loss, one optimizer step."""
     for indices in batches.take(config.num_train_epochs):
@@ -51,25 +54,25 @@ def train(
         count = collectives.sum_over_ranks(batch.loss_mask.sum())
         groups = length_groups(batch.lengths, config.micro_batch_size)
         micros = [batch[rows].trimmed() for rows in groups]
-        metrics = policy.step(
-            micros,
-            lambda micro, count=count: losses.token_nll(policy(micro)[0], micro.loss_mask, count),
-            [[indices[i] for i in rows] for rows in groups],
-        )
+
+        def loss(micro: Sequences, count: Tensor = count) -> losses.Loss:
+            return losses.token_nll(policy(micro)[0], micro.loss_mask, count)
+
+        metrics = policy.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
         yield {**metrics, "padding": 0.0 if policy.module.packs else padding(micros)}
 
 
-def _batches(dataset: PromptDataset, config: SFTConfig) -> Batches:
+def _batches(dataset: PromptDataset[Demonstration], config: SFTConfig) -> Batches:
     return batches_of(dataset.sides, config, config.seed, (collectives.data_rank(), collectives.data_world_size()))
 
 
-def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
+def open_data(config: SFTConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened[Demonstration]]:
     """The prepared tokenizer of the model at `place`, and the data in its ids."""
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
     return tokenizer, open_datasets(config, Recipe(PHASE, config.loss_on, config.objective), tokenizer)
 
 
-def perplexity(policy: Engine, dataset: PromptDataset, config: SFTConfig, pad_id: int) -> float:
+def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], config: SFTConfig, pad_id: int) -> float:
     """exp of the mean loss over the response tokens of `dataset`, each token counting the same over all ranks; infinite
     where no float holds it."""
     mine = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
@@ -106,7 +109,7 @@ def content(config: SFTConfig) -> dict[str, str]:
 
 def check(
     config: SFTConfig, planned: Mapping[str, str] | None = None, ranks: int = 1
-) -> tuple[PreTrainedTokenizerBase, Opened]:
+) -> tuple[PreTrainedTokenizerBase, Opened[Demonstration]]:
     """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
 
     `planned`: stages that will have run by then, and the model each starts from.

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, batches_of, counted, padding, pair_batch
+from data.build.encode import Preference
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
 from data.read.records import Phase
@@ -23,7 +24,7 @@ from rlhf.engine.training import Engine, compute_dtype, shards_of
 from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
 from rlhf.models import sequence_parallel
-from rlhf.models.scalar import ScoreStatistics, apart, can_join, new_scalar_model, together
+from rlhf.models.scalar import ScalarModel, ScoreStatistics, apart, can_join, new_scalar_model, together
 from rlhf.models.splitting import check_split, shares
 from rlhf.storage.manifests import model_place, planned_start
 from rlhf.text.encoder import id_count
@@ -49,8 +50,8 @@ PairScores = Callable[[Any, Pairs], tuple[Tensor, Sequence[Sequences | JoinedPai
 
 
 def train(
-    reward: Engine,
-    dataset: PromptDataset,
+    reward: Engine[ScalarModel],
+    dataset: PromptDataset[Preference],
     batches: Batches,
     config: RewardConfig,
     pad_id: int,
@@ -70,25 +71,28 @@ def train(
         def loss(pairs: Pairs, count: Tensor = count, ran: list[Any] = ran) -> losses.Loss:
             scores, rows = pair_scores(reward, pairs)
             ran.extend(rows)
-            return losses.pairwise_logistic(*scores.unbind(1), pairs.margin, config.centering, count, pairs.weight)
+            chosen, rejected = scores.unbind(1)
+            return losses.pairwise_logistic(chosen, rejected, pairs.margin, config.centering, count, pairs.weight)
 
         groups = length_groups(lengths[indices], config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
         yield {**metrics, "padding": 0.0 if reward.module.packs else padding(ran)}
 
 
-def batches_for(dataset: PromptDataset, config: RewardConfig, ranks: tuple[int, int]) -> Batches:
+def batches_for(dataset: PromptDataset[Preference], config: RewardConfig, ranks: tuple[int, int]) -> Batches:
     """The batches of this rank's share. `ranks`: its number, and how many there are."""
     return batches_of(dataset.row_lengths, config, config.seed, ranks, dataset.elements)
 
 
-def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
+def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened[Preference]]:
     """The prepared tokenizer of the model at `place`, and the data in its ids."""
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
-def scoring(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int) -> PairScores:
+def scoring(
+    reward: Engine[ScalarModel], dataset: PromptDataset[Preference], config: RewardConfig, pad_id: int
+) -> PairScores:
     """How pairs are scored: in one row each if the model can, as the longest of them show, and that saves tokens."""
     tokens = dataset.row_lengths
     if tokens.shape[1] == 2:
@@ -103,7 +107,11 @@ def scoring(reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id
 
 
 def evaluate(
-    reward: Engine, dataset: PromptDataset, config: RewardConfig, pad_id: int, pair_scores: PairScores = apart
+    reward: Engine[ScalarModel],
+    dataset: PromptDataset[Preference],
+    config: RewardConfig,
+    pad_id: int,
+    pair_scores: PairScores = apart,
 ) -> Metrics:
     """Accuracy, loss and scores on held-out pairs, over all ranks; those of one ranked list weigh as one pair."""
     mine = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
@@ -114,11 +122,11 @@ def evaluate(
             batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
             scores = pair_scores(model, batch)[0].tolist()
             found += [[*pair, weights[mine[i]]] for pair, i in zip(scores, rows, strict=True)]
-    *sides, weight = torch.tensor([pair for part in collectives.gather_shares(found) for pair in part]).unbind(1)
-    pairs = torch.stack(sides, dim=1)
+    every = torch.tensor([pair for part in collectives.gather_shares(found) for pair in part])
+    pairs, (chosen, rejected, weight) = every[:, :2], every.unbind(1)
     require_finite(pairs, config.learning_rate)
     count = float(dataset.batch_elements)
-    loss, metrics = losses.pairwise_logistic(*sides, count=count, weight=weight)
+    loss, metrics = losses.pairwise_logistic(chosen, rejected, count=count, weight=weight)
     console.say(score_histogram(pairs))
     return {
         "eval_accuracy": metrics["accuracy"].item(),
@@ -174,7 +182,7 @@ def content(config: RewardConfig) -> dict[str, str]:
 
 def check(
     config: RewardConfig, planned: Mapping[str, str] | None = None, ranks: int = 1
-) -> tuple[PreTrainedTokenizerBase, Opened]:
+) -> tuple[PreTrainedTokenizerBase, Opened[Preference]]:
     """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
 
     `planned`: stages that will have run by then, and the model each starts from.

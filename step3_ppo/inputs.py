@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from data.build.encode import Demonstration, Prompt
 from data.build.mixture import open_origin, places_of_others
 from data.build.pack import ACROSS
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
@@ -59,7 +60,7 @@ def with_inputs(config: Step3Config) -> Step3Config:
 
 def check(
     config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1
-) -> tuple[PreTrainedTokenizerBase, Opened]:
+) -> tuple[PreTrainedTokenizerBase, Opened[Prompt]]:
     """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
 
     `planned`: stages that will have run by then, and the model each starts from, which is looked at instead of theirs.
@@ -153,7 +154,7 @@ def open_backend(config: Step3Config, eos_token_id: int, pad_token_id: int) -> G
     return backend
 
 
-def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, Opened]:
+def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, Opened[Prompt]]:
     """The prepared tokenizer of the actor at `place`, and the prompts in its ids."""
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
@@ -180,7 +181,7 @@ def check_shares(config: Step3Config, ranks: int) -> None:
         raise UserError(f"--critic-warmup-iterations {warmup}: expected less than the {count} iterations of the run")
 
 
-def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
+def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptDataset[Demonstration] | None:
     """What the actor goes on learning beside the reward, if it does."""
     if config.ptx_coef == 0:
         return None
@@ -207,7 +208,7 @@ def ptx_options(config: Step3Config) -> Step3Config:
     return config.model_copy(update={"sft_only_data_path": config.ptx_data_path, **limits})
 
 
-def describe_ptx(config: Step3Config, rows: PromptDataset) -> str:
+def describe_ptx(config: Step3Config, rows: PromptDataset[Demonstration]) -> str:
     """How many rows `open_ptx` gave, what was left out and why, and which places it could not look through."""
     dropped = ", ".join(f"{count} {reason}" for reason, count in rows.dropped.items())
     others = places_of_others(config, "sft", own_places=True) if config.ptx_data_path else []

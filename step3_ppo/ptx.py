@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from data.batches import Batches, sft_batch
+from data.build.encode import Demonstration
 from data.dataset import PromptDataset
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
@@ -23,7 +24,9 @@ class Ptx:
     arXiv 2203.02155, eq. 2, with a mean over tokens where the paper has one over texts.
     """
 
-    def __init__(self, dataset: PromptDataset, config: Step3Config, pad_id: int, device: torch.device) -> None:
+    def __init__(
+        self, dataset: PromptDataset[Demonstration], config: Step3Config, pad_id: int, device: torch.device
+    ) -> None:
         self._dataset, self._config, self._pad_id, self._device = dataset, config, pad_id, device
         shares = (collectives.data_rank(), collectives.data_world_size())
         self.batches = Batches(len(dataset), config.ptx_batch_size, config.seed, shares)

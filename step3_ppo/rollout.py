@@ -48,7 +48,7 @@ class Scorer:
 
 
 def generate(
-    actor: Engine,
+    actor: Engine[Policy],
     backend: Generate,
     prompts: Prompts,
     sampling: SamplingOptions,
@@ -81,7 +81,7 @@ def _widened(tensor: Tensor, width: int) -> Tensor:
 
 
 @torch.no_grad()
-def score(rollout: Rollout, actor: Engine, critic: Engine | None, scorer: Scorer) -> Rollout:
+def score(rollout: Rollout, actor: Engine[Policy], critic: Engine[ScalarModel] | None, scorer: Scorer) -> Rollout:
     """The rollout with scores, old and reference log-probs, and the critic's values.
 
     Old log-probs are those of the training forward, not of sampling: in bf16 the two differ (std 5e-2),

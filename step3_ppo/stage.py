@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from data.batches import prompt_batch
+from data.build.encode import Prompt
 from data.dataset import PromptDataset
 from rlhf import console, rewards
 from rlhf.console import status
@@ -55,7 +56,7 @@ HELD_OUT = 2**20 - 1
 """number of the rollout that held-out responses are drawn in; no iteration has it"""
 
 
-def train(players: Players, prompts: PromptDataset, course: Course, config: Step3Config) -> Iterator[Metrics]:
+def train(players: Players, prompts: PromptDataset[Prompt], course: Course, config: Step3Config) -> Iterator[Metrics]:
     """The method: an iteration samples responses, scores them, assigns credit, and updates actor and critic."""
     for iteration, indices in course:
         clock = Clock()
@@ -67,7 +68,8 @@ def train(players: Players, prompts: PromptDataset, course: Course, config: Step
         if _is_flawed(rollout, heard, indices, iteration, course.tolerance):
             yield {"skipped_iteration": 1.0}
             continue
-        scaled = replace(rollout, scores=players.scaling(rollout.scores))
+        scores = cast(Tensor, rollout.scores)  # None only before `score`
+        scaled = replace(rollout, scores=players.scaling(scores))
         credit = players.algorithm.credit(scaled)
         metrics = learn(players, (scaled, credit), indices, config, iteration)
         clock.lap("update")
@@ -123,7 +125,9 @@ def rollouts_file(config: Step3Config) -> Path:
     return Path(config.output_dir) / STAGE / f"rollouts-{collectives.data_rank()}.jsonl"
 
 
-def sample(players: Players, prompts: PromptDataset, indices: list[int], config: Step3Config, draw: int) -> Rollout:
+def sample(
+    players: Players, prompts: PromptDataset[Prompt], indices: list[int], config: Step3Config, draw: int
+) -> Rollout:
     """A response to the prompt at each of `indices`, one after the other of the same prompt; `draw` numbers the
     rollout. Every response of every rollout has a random stream of its own."""
     batch = prompt_batch([prompts[i] for i in indices], players.scorer.tokenizer.pad_token_id)
@@ -144,7 +148,7 @@ def sample(players: Players, prompts: PromptDataset, indices: list[int], config:
 
 
 def evaluate(
-    players: Players, evaluation: PromptDataset, judge: rewards.Source | None, config: Step3Config
+    players: Players, evaluation: PromptDataset[Prompt], judge: rewards.Source | None, config: Step3Config
 ) -> Evaluation:
     """Sampled responses to the held-out prompts, always from the same random stream, which no iteration has."""
     rows = list(

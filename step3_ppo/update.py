@@ -72,7 +72,7 @@ def update(
         minibatch = (scored[0][rows], scored[1][rows])
         groups = length_groups(lengths[rows], config.micro_batch_size)
         micros = [_part(minibatch, group) for group in groups]
-        named = [[numbers[rows[i]] for i in group] for group in groups] if numbers else []
+        named = [[numbers[row] for row in rows[group].tolist()] for group in groups] if numbers else []
         metrics: Metrics = {}
         if actor is not None:
             mixed = ptx.micro_batches() if ptx is not None else []

@@ -58,7 +58,7 @@ class MasterAdamW(torch.optim.AdamW):
                 weight.grad_dtype = dtype or weight.dtype
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch returns the loss
         """One step of every weight that has a gradient, which is changed."""
         assert closure is None, "a step is taken once"
         for group in self.param_groups:

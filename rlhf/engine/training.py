@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from rlhf.models.cpu import compiling
 from rlhf.models.head import ScoreHead
 from rlhf.types import Metrics
 
+M = TypeVar("M", bound=nn.Module)
 BUCKET = 500_000_000
 """gradients that DeepSpeed reduces at once, if there are so many"""
 FP16_SEARCH = 24
@@ -49,7 +50,7 @@ def _bf16_is_fast(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-class Engine:
+class Engine(Generic[M]):
     """One trained model under DeepSpeed.
 
     `total_steps` is the number of optimizer steps, for the learning-rate schedule. Batch sizes are the
@@ -59,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: M,
         options: EngineOptions,
         optimizer_options: OptimizerOptions,
         total_steps: int,
@@ -252,7 +253,7 @@ class Engine:
                 yield name, parameter
 
     @contextlib.contextmanager
-    def inference(self) -> Iterator[nn.Module]:
+    def inference(self) -> Iterator[M]:
         """The model in eval mode without gradients. Under ZeRO-3 its weights are gathered once, or (`gather_whole` off)
         layer by layer in step with the other ranks."""
         self._engine.eval()

@@ -100,7 +100,7 @@ def pairs(asked: Questions, places: Sequence[str], options: PairsConfig) -> list
             gc.collect()  # before the next one is loaded: modules with hooks are circles
     one, other = by_policy if len(by_policy) == 2 else (by_policy[0][::2], by_policy[0][1::2])
     prompts_once = [row.prompt for row in asked.rows[:: 2 // len(places)]]
-    return [Pair(prompt, sides) for prompt, *sides in zip(prompts_once, one, other, strict=True)]  # type: ignore[arg-type]
+    return [Pair(prompt, sides) for prompt, sides in zip(prompts_once, zip(one, other, strict=True), strict=True)]
 
 
 def rows_of(found: Sequence[Pair], options: PairsConfig) -> tuple[list[dict[str, Any]], Counter[str]]:

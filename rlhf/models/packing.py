@@ -209,7 +209,7 @@ def allow(model: PreTrainedModel, whole: bool) -> None:
         return
     lengths = torch.tensor([7, 12, 5, 11])
     mask = torch.arange(12) < lengths[:, None]
-    known = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    known = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]  # an embedding: its weight is a tensor
     ids = torch.randint(known, mask.shape, generator=torch.Generator().manual_seed(0))
     ways = (reading(model, ids, mask).inputs, {"input_ids": ids[mask][None]}, {"input_ids": ids})
     try:

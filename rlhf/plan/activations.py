@@ -206,5 +206,5 @@ def _outputs(model: Any, head: Head, ids: Tensor, passes: Passes) -> Tensor:
 def _checkpoint(model: nn.Module) -> None:
     part = next(each for each in model.modules() if hasattr(each, "gradient_checkpointing_enable"))
     with contextlib.suppress(AttributeError):
-        part.enable_input_require_grads()  # type: ignore[operator]
-    part.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        part.enable_input_require_grads()  # type: ignore[operator]  # transformers has it, `Module` does not
+    part.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # the same
