@@ -1,10 +1,13 @@
 """`rlhf VERB ...`: every program of the project behind one name. A program is imported when it is called."""
 
 import importlib
+import importlib.util
 import sys
+from pathlib import Path
 
 from rlhf.config import suggest
 from rlhf.errors import UserError, run_as_user
+from rlhf.shipped import ROOT
 
 VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("rlhf.chain.command", (), "the three stages, one after the other"),
@@ -17,6 +20,27 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
 }
 """the module whose `main` is the program, options that it always gets, and what it does"""
+
+
+OURS = ("data", "step1_sft", "step2_reward", "step3_ppo")
+"""top-level packages beside rlhf"""
+
+
+def require_ours() -> None:
+    """Other people have packages called `data` too. Putting ours first would hide theirs from a user's own reward or
+    dataset file, without a word; so a clash is refused.
+
+    Raises: UserError if Python would import one of ours from elsewhere.
+    """
+    for name in OURS:
+        spec = importlib.util.find_spec(name)
+        got = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+        expected = ROOT / name / "__init__.py"
+        if got is None or Path(got).resolve() != expected.resolve():
+            raise UserError(
+                f"package {name}: Python would import it from {got}, expected {expected}; rename or remove the other "
+                "one, take its directory out of PYTHONPATH, or start from another directory"
+            )
 
 
 def usage() -> str:
@@ -34,6 +58,7 @@ def main() -> int:
     verb = words[0]
     if verb not in VERBS:
         raise UserError(f"rlhf {verb}: no such verb{suggest(verb, list(VERBS))}; have {', '.join(VERBS)}")
+    require_ours()
     module, options, _ = VERBS[verb]
     sys.argv = [f"rlhf {verb}", *words[1:], *options]
     return int(importlib.import_module(module).main() or 0)

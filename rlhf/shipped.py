@@ -7,3 +7,11 @@ ROOT = Path(__file__).parents[1]
 INSTALLED = Path(__file__).parent / "configs"
 CONFIGS = INSTALLED if INSTALLED.is_dir() else ROOT / "configs"
 """recipes, presets of models, shapes of well-known models"""
+
+
+def config_file(path: str | Path) -> Path:
+    """The file that `path` names. One under configs/ that is not there is the shipped one: `--config
+    configs/overlays/lora.yaml` means the same in a checkout and with an installed wheel in any directory."""
+    path = Path(path)
+    own = CONFIGS.parent / path
+    return own if path.parts[:1] == (CONFIGS.name,) and not path.exists() and own.is_file() else path

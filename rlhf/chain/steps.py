@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.chain.options import STAGES
+from rlhf.chain.options import STAGES, program
 from rlhf.storage.manifests import MANIFEST, planned_start
 from step3_ppo.inputs import inputs
 
@@ -48,7 +48,7 @@ def next_step(chain: Any) -> str:
     return (
         f"\nThe tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
         f"Numbers: {chain.output_dir}/step*/metrics.jsonl and manifest.json. Your own data and models:\n"
-        "  python train.py --actor-model DIR --reward-model DIR --data-path my_pairs.jsonl --output-dir runs/mine"
+        f"  {program()} --actor-model DIR --reward-model DIR --data-path my_pairs.jsonl --output-dir runs/mine"
     )
 
 

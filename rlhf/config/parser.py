@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import UserError
+from rlhf.shipped import config_file
 
 
 class Config(BaseModel):
@@ -182,7 +183,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises: UserError with the path, and the line of a syntax mistake.
     """
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader) or {}
+        values = yaml.load(config_file(path).read_text(encoding="utf-8"), _Loader) or {}
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read ({error.strerror}); expected a YAML file") from None
     except RecursionError:

@@ -1,0 +1,10 @@
+"""What pyproject.toml cannot say: configs/ of a checkout is the package rlhf.configs of a wheel."""
+
+from setuptools import find_packages, setup
+
+OURS = ("rlhf", "data", "step1_sft", "step2_reward", "step3_ppo")
+
+setup(
+    packages=[*find_packages(include=[pattern for name in OURS for pattern in (name, f"{name}.*")]), "rlhf.configs"],
+    package_dir={"rlhf.configs": "configs"},
+)

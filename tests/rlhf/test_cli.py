@@ -1,0 +1,68 @@
+"""`rlhf VERB`: the usage, every verb's help, and the lines of what is refused."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf import cli
+from rlhf.config import parser
+from rlhf.errors import UserError
+from tests import programs
+from tests.programs import Run
+
+
+@pytest.fixture
+def rlhf(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return programs.runner("rlhf", cli.main, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_the_usage_names_every_verb(words: tuple[str, ...], rlhf: Run) -> None:
+    code, out, err = rlhf(*words)
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(cli.VERBS)
+
+
+def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
+    said = "error: rlhf rewad: no such verb (did you mean 'reward'?); have train, plan, sft, reward, ppo, preview, "
+    assert rlhf("rewad", "--seed", "1") == (2, "", said + "evaluate, pairs\n")
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    {
+        "train": "--ppo.kl-coef", "plan": "--ppo.kl-coef", "sft": "--loss-on", "reward": "--model", "ppo": "--kl-coef",
+        "preview": "--phases", "evaluate": "--prompts", "pairs": "--prompts",
+    }.items(),
+)  # fmt: skip
+def test_the_help_of_a_verb_names_its_options(verb: str, option: str, rlhf: Run) -> None:
+    code, out, err = rlhf(verb, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ") and option in out
+    if verb in ("train", "plan"):
+        assert out.startswith(f"usage: rlhf {verb} ")
+
+
+def test_another_package_of_the_same_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of data files is none; one with code is."""
+    monkeypatch.delitem(sys.modules, "data")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "data").mkdir()
+    cli.require_ours()
+    (tmp_path / "data/__init__.py").touch()
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match="package data: Python would import it from") as refused:
+        cli.require_ours()
+    assert f"from {tmp_path}/data/__init__.py, expected {cli.ROOT}/data/__init__.py; " in str(refused.value)
+
+
+def test_an_option_of_the_user_that_names_a_shipped_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path under configs/ is the shipped file in any directory, unless there is one."""
+    monkeypatch.chdir(tmp_path)
+    lora = "configs/overlays/lora.yaml"
+    assert parser.read_yaml(lora) == parser.read_yaml(cli.ROOT / lora)
+    (tmp_path / lora).parent.mkdir(parents=True)
+    (tmp_path / lora).write_text("seed: 3")
+    assert parser.read_yaml(lora) == {"seed": 3}
