@@ -16,6 +16,7 @@ import tyro
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rlhf.config import foreign_options
 from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import UserError
 from rlhf.shipped import config_file
@@ -49,21 +50,12 @@ def suggest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
-SYNONYMS = {
-    "model": "actor-model", "model-name-or-path": "actor-model", "dataset": "data-path", "data": "data-path",
-    "bs": "batch-size", "beta": "kl-coef", "kl": "kl-coef", "out": "output-dir", "max-new-tokens": "response-length",
-    "per-device-train-batch-size": "micro-batch-size", "max-seq-length": "max-length",
-}  # fmt: skip
-"""Options under the names that they have elsewhere."""
-
-
 def suggest_options(name: str, known: Sequence[str]) -> str:
-    """` (did you mean '--sft.learning-rate' or '--ppo.learning-rate'?)`: options whose last part is the same, means the
-    same elsewhere, has these initials, or contains it; else the nearest. Those of the same section come alone."""
+    """` (did you mean '--sft.learning-rate' or '--ppo.learning-rate'?)`: options whose last part is the same, has these
+    initials, or contains it; else the nearest. Those of the same section come alone."""
     section, dot, last = name.rpartition(".")
     rules: tuple[Callable[[str], bool], ...] = (
         lambda option: option == last,
-        lambda option: option == SYNONYMS.get(last),
         lambda option: "".join(word[0] for word in option.split("-") if word) == last,
         lambda option: last in option.split("-") or f"{last}s" in option.split("-"),
     )
@@ -304,7 +296,8 @@ def _refuse_unknown(cls: type[Config], argv: Sequence[str]) -> None:
         name = word[2:].split("=")[0].replace("_", "-")
         positive = re.sub(r"(^|\.)no-", r"\1", name)
         if name not in known and positive not in known:
-            raise UserError(f"no option '--{name}'{suggest_options(name, known)}; see --help")
+            cure = foreign_options.answer(name, known) or suggest_options(name, known)
+            raise UserError(f"no option '--{name}'{cure}; see --help")
 
 
 def _run_tyro(cls: type[C], default: C, argv: Sequence[str], prog: str, description: str) -> C:

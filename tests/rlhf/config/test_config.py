@@ -182,7 +182,7 @@ def test_a_word_that_is_no_utf8_is_refused() -> None:
         (["--kl-coef", "1"], ["no option '--kl-coef' (did you mean '--inner.kl-coef'?)"]),
         (["--zzz=1"], ["no option '--zzz'; see --help"]),
         (["--inner.kc", "1"], ["no option '--inner.kc' (did you mean '--inner.kl-coef'?)"]),
-        (["--kl", "1"], ["no option '--kl' (did you mean '--inner.kl-coef'?)"]),
+        (["--kl", "1"], ["no option '--kl': here --inner.kl-coef; see --help"]),
         (["--coef", "1"], ["no option '--coef' (did you mean '--inner.kl-coef'?)"]),
         (["--inner.kl-coef", "much"], ["--inner.kl-coef", "'much'"]),
         (["--inner.kl-coef", "-1"], ["--inner.kl-coef: ", "greater than or equal to 0", "got -1.0"]),

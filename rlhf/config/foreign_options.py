@@ -1,0 +1,126 @@
+"""Options of TRL, transformers, OpenRLHF and LLaMA-Factory under their names here. Torch-free."""
+
+from collections.abc import Sequence
+
+_GLOBAL = "batch sizes are global, so --batch-size is per_device x accumulation x processes"
+_ADAPTER = "for example lora,r=16,lora_alpha=32,target_modules=all-linear"
+_NO_UPLOAD = "nothing is uploaded; models there are Hugging Face directories"
+_TOKENS = "in tokens"
+
+FOREIGN: dict[str, tuple[str, str]] = {
+    # TRL and transformers
+    "model-name-or-path": ("actor-model model", "the reward model starts from --reward-model"),
+    "dataset-name": ("data-path", ""),
+    "dataset-num-proc": ("data-workers", ""),
+    "per-device-train-batch-size": ("micro-batch-size", _GLOBAL),
+    "per-device-eval-batch-size": ("micro-batch-size", "evaluation takes as many rows at once as training"),
+    "gradient-accumulation-steps": ("batch-size", "it is global: micro-batch size x accumulation x processes"),
+    "local-rollout-forward-batch-size": ("rollout-batch-size", ""),
+    "mini-batch-size": ("num-mini-batches", "--ppo.batch-size is divided by it"),
+    "ppo-epochs": ("num-ppo-epochs", ""),
+    "init-kl-coef": ("kl-coef", "--kl-target makes it adaptive"),
+    "horizon": ("kl-horizon", ""),
+    "beta": ("kl-coef", "there is no DPO here"),
+    "max-new-tokens": ("response-length", _TOKENS),
+    "max-completion-length": ("response-length", _TOKENS),
+    "max-seq-length": ("max-length", "prompt and response, in tokens"),
+    "reward-model-path": ("ppo.reward-model reward-model", "a trained reward model, with --steps 3"),
+    "sft-model-path": ("ppo.actor-model actor-model model", "a fine-tuned policy, with --steps 3"),
+    "center-rewards-coefficient": ("centering", ""),
+    "warmup-steps": ("warmup-ratio", "a share of all steps"),
+    "bf16": ("dtype", "--dtype bf16"),
+    "fp16": ("dtype", "--dtype fp16"),
+    "torch-dtype": ("dtype", "auto, fp32, bf16 or fp16"),
+    "deepspeed": ("zero-stage", "DeepSpeed's config is made from it, --offload-optimizer and --offload-param"),
+    "use-peft": ("adapter", _ADAPTER),
+    "lora-r": ("adapter", _ADAPTER),
+    "lora-alpha": ("adapter", _ADAPTER),
+    "lora-target-modules": ("adapter", _ADAPTER),
+    "use-vllm": ("rollout-backend", "--ppo.rollout-backend vllm"),
+    "logging-dir": ("output-dir", "numbers are in OUT/step*/metrics.jsonl; --report-to tensorboard adds its files"),
+    "logging-steps": ("report-to", "metrics.jsonl has every step"),
+    "save-steps": ("save-every", "optimizer steps, in step 3 iterations; --export-every leaves loadable models"),
+    "save-total-limit": ("keep", "checkpoints, at least 2"),
+    "eval-steps": ("eval-every", "iterations of step 3; steps 1 and 2 evaluate before or after training"),
+    "eval-strategy": ("eval-every", "iterations of step 3; steps 1 and 2 evaluate before or after training"),
+    "resume-from-checkpoint": ("output-dir", "the same command goes on from the newest whole checkpoint there"),
+    "overwrite-output-dir": ("overwrite", ""),
+    "push-to-hub": ("output-dir", _NO_UPLOAD),
+    "hub-model-id": ("output-dir", _NO_UPLOAD),
+    # OpenRLHF
+    "pretrain": ("actor-model model", ""),
+    "reward-pretrain": ("ppo.reward-model reward-model", "a trained reward model, with --steps 3"),
+    "critic-pretrain": ("critic-model", "by default the reward model"),
+    "prompt-data": ("data-path", ""),
+    "pretrain-data": ("ptx-data-path", "with --ppo.ptx-coef"),
+    "train-batch-size": (
+        "batch-size",
+        "global; in step 3 a step has --ppo.batch-size / --ppo.num-mini-batches",
+    ),
+    "micro-train-batch-size": ("micro-batch-size", _GLOBAL),
+    "micro-rollout-batch-size": ("rollout-batch-size", "responses generated or scored at once on one device"),
+    "rollout-batch-size": (
+        "ppo.batch-size",
+        "responses of an iteration; ours of this name are made at once",
+    ),
+    "n-samples-per-prompt": ("num-generations", "--ppo.batch-size counts responses, not prompts"),
+    "num-episodes": ("total-episodes", "responses in the whole run, not passes over the prompts"),
+    "max-epochs": ("num-train-epochs num-ppo-epochs", "in step 3 --ppo.num-ppo-epochs"),
+    "generate-max-len": ("response-length", _TOKENS),
+    "prompt-max-len": ("max-prompt-length", _TOKENS),
+    "max-len": ("max-length", "prompt and response, in tokens"),
+    "actor-learning-rate": ("ppo.learning-rate learning-rate", ""),
+    "lr-scheduler": ("lr-scheduler-type", ""),
+    "lr-warmup-ratio": ("warmup-ratio", ""),
+    "max-norm": ("max-grad-norm", ""),
+    "adam-offload": ("offload-optimizer", ""),
+    "eps-clip": ("cliprange", ""),
+    "value-clip": ("cliprange-value", ""),
+    "lambd": ("lam", ""),
+    "advantage-estimator": ("algorithm", "ppo, a2c, reinforce, rloo, grpo, best_of_n or a file of yours"),
+    "freezing-actor-steps": ("critic-warmup-iterations", ""),
+    "ema-beta": ("ema-decay", ""),
+    "enable-ema": ("ema-decay", ""),
+    "lora-rank": ("adapter", _ADAPTER),
+    "apply-chat-template": ("chat-template", "a template is always applied"),
+    # LLaMA-Factory
+    "stage": ("steps", "1 fine-tuning, 2 the reward model, 3 reinforcement learning"),
+    "dataset": ("data-path", ""),
+    "template": ("chat-template", ""),
+    "finetuning-type": ("adapter", f"without one all weights are trained; {_ADAPTER}"),
+    "lora-target": ("adapter", _ADAPTER),
+    "cutoff-len": ("max-length", "prompt and response, in tokens"),
+    "max-samples": ("max-train-rows", ""),
+    "val-size": ("eval-fraction", ""),
+    "pref-beta": ("kl-coef", "there is no DPO here"),
+    # Words that people try
+    "model": ("actor-model", "the reward model starts from --reward-model"),
+    "data": ("data-path", ""),
+    "lr": ("learning-rate", ""),
+    "kl": ("kl-coef", ""),
+    "out": ("output-dir", ""),
+}
+"""What an option is called elsewhere: what it is called here, and how it differs. Of several names the first that the
+program has is meant."""
+
+
+def answer(name: str, known: Sequence[str]) -> str:
+    """`: here --micro-batch-size; batch sizes are global ...` for an option under the name that it has elsewhere, or an
+    empty string. An option with a section, `sft.lr`, is answered with one of that section if it has it."""
+    section, _, last = name.rpartition(".")
+    if last not in FOREIGN:
+        return ""
+    names, note = FOREIGN[last]
+    own = [option for ours in names.split() if (option := f"{section}.{ours}") in known] if section else []
+    shown = own or next(filter(None, (_called(ours, known) for ours in names.split())), [])
+    first = names.split()[0]
+    elsewhere = f"--{first} of `train`" if "." in first else f"--{first} of another stage"
+    here = " or ".join(f"--{option}" for option in shown) or elsewhere
+    return f": here {here}" + (f"; {note}" if note else "")
+
+
+def _called(ours: str, known: Sequence[str]) -> list[str]:
+    """The option of this name; else those of sections."""
+    last = ours.rpartition(".")[2]
+    found = [option for option in known if option.rpartition(".")[2] == last]
+    return next(([name] for name in (ours, last) if name in found), found)

@@ -1,0 +1,61 @@
+"""Options of other libraries are refused with the name that they have here."""
+
+import re
+
+import pytest
+
+from rlhf.chain.options import chain_config
+from rlhf.config import Config, option_names, parser
+from rlhf.config.foreign_options import FOREIGN, answer
+from rlhf.errors import UserError
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.algorithms.ppo import Config as PPOConfig
+
+CHAIN = chain_config([])
+KNOWN = [*option_names(CHAIN)]
+NAMES = {name for config in (CHAIN, SFTConfig, RewardConfig, PPOConfig) for name in option_names(config)}
+
+
+def refusal(config: type[Config], option: str) -> str:
+    with pytest.raises(UserError) as refused:
+        parser.parse(config, [option, "1"], "program", "what it does")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
+    ours, note = FOREIGN[name]
+    assert set(ours.split()) <= NAMES
+    written = {option for option in re.findall(r"--([\w.-]*\w)", note) if option.startswith("ppo.")}
+    assert {*re.findall(r"--([\w.-]*\w)", note)} <= NAMES | written and written <= {*KNOWN}
+    assert name not in KNOWN
+    line = refusal(CHAIN, f"--{name.replace('-', '_')}")
+    shown = re.match(rf"no option '--{name}': here (--\S+?)(?: or --\S+?)*(?:; |$)", line)
+    assert shown and shown[1][2:] in KNOWN
+    assert line.endswith(f"{note}; see --help" if note else "; see --help")
+
+
+@pytest.mark.parametrize(
+    ("config", "option", "line"),
+    [
+        (
+            CHAIN,
+            "--per_device_train_batch_size",
+            "here --micro-batch-size; batch sizes are global, so --batch-size is per_device x accumulation x processes",
+        ),
+        (CHAIN, "--sft.cutoff-len", "here --sft.max-length; prompt and response, in tokens"),
+        (CHAIN, "--val_size", "here --eval-fraction"),
+        (CHAIN, "--lr", "here --sft.learning-rate or --reward.learning-rate or --ppo.learning-rate"),
+        (PPOConfig, "--actor-learning-rate", "here --learning-rate"),
+        (SFTConfig, "--pretrain", "here --model"),
+        (SFTConfig, "--reward_pretrain", "here --ppo.reward-model of `train`; a trained reward model, with --steps 3"),
+        (SFTConfig, "--init_kl_coef", "here --kl-coef of another stage; --kl-target makes it adaptive"),
+    ],
+)
+def test_the_answer_fits_the_program(config: type[Config], option: str, line: str) -> None:
+    assert refusal(config, option) == f"no option '{option.replace('_', '-')}': {line}; see --help"
+
+
+def test_what_no_library_has_gets_no_answer() -> None:
+    assert answer("zzz", KNOWN) == ""
