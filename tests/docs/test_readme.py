@@ -21,7 +21,7 @@ from step3_ppo import __main__ as ppo
 from step3_ppo.config import Step3Config
 
 ROOT = Path(train.__file__).parents[2]
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("step*/README.md"))]
+READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("step*/README.md"))]
 MAINS = {"step1_sft": sft.main, "step2_reward": reward.main, "step3_ppo": ppo.main}
 
 
@@ -102,5 +102,7 @@ def test_what_is_named_exists(path: Path) -> None:
     options = ours | {name.split(".")[-1] for name in option_names(train.chain_config([]))}
     for option in re.findall(r"`--([\w.-]*\w)", text):
         assert option.split(".")[-1].replace("_", "-") in options, option
-    for file in re.findall(r"(?:configs|rlhf|data|step\d_\w+|docs)/[\w/.-]*\w(?:\.yaml|\.py|\.md)", text):
+    for file in re.findall(
+        r"(?<![\w/])(?:configs|rlhf|data|step\d_\w+|docs|tests)/[\w/.-]*\w(?:\.yaml|\.py|\.md)", text
+    ):
         assert (ROOT / file).exists() or "NAME" in file, file
