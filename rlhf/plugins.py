@@ -5,13 +5,15 @@ There is nothing to register, subclass or decorate. A user's own plug-in is the 
 
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -20,6 +22,7 @@ from rlhf.config import suggest, validate
 from rlhf.errors import UserError
 
 Spec = str | dict[str, Any]
+Plugin = TypeVar("Plugin")
 
 
 def names(folder: str) -> list[str]:
@@ -31,26 +34,36 @@ def names(folder: str) -> list[str]:
 def find(folder: str, name: str) -> ModuleType:
     """The module behind a name of `folder`, or behind the path of a user's Python file.
 
-    Raises: UserError that lists what there is and the nearest name.
+    Raises: UserError that lists what there is and the nearest name, or for a file without `Config` and `build`.
     """
     if name.endswith(".py"):
-        return load_file(name)
-    known = names(folder)
-    if name not in known:
-        raise UserError(f"no '{name}' in {folder}; have {', '.join(known)}{suggest(name, known)}")
-    return importlib.import_module(f"{folder}.{name}")
+        module = load_file(name)
+    else:
+        known = names(folder)
+        if name not in known:
+            raise UserError(f"no '{name}' in {folder}; have {', '.join(known)}{suggest(name, known)}")
+        module = importlib.import_module(f"{folder}.{name}")
+    missing = [need for need in ("Config", "build") if not hasattr(module, need)]
+    if missing:
+        raise UserError(f"{name}: has no {' and no '.join(missing)}; a plug-in has Config and build(config, ...)")
+    return module
 
 
 def load_file(path: str) -> ModuleType:
     """Import a user's Python file by path, under its whole path as name, so that `json.py` hides no other module.
 
+    A process executes a file once, unless it has changed: however often it is looked up, a model in it is loaded once.
     Raises: UserError when there is no such file.
     """
     file = Path(path).resolve()
     if not file.is_file():
         raise UserError(f"{path}: no such Python file")
+    content, loaded = file.read_bytes(), sys.modules.get(str(file))
+    if loaded is not None and loaded.__spec__ is not None and loaded.__spec__.loader_state == content:
+        return loaded
     spec = importlib.util.spec_from_file_location(str(file), file)
     assert spec is not None and spec.loader is not None
+    spec.loader_state = content
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pydantic look annotations up there
     try:
@@ -96,11 +109,48 @@ def build(folder: str, spec: Spec, *args: Any) -> Any:
     """
     name, options = parse_spec(spec)
     module = find(folder, name)
-    missing = [need for need in ("Config", "build") if not hasattr(module, need)]
-    if missing:
-        raise UserError(f"{name}: has no {' and no '.join(missing)}; a plug-in has Config and build(config, ...)")
     where = name if name.endswith(".py") else f"{folder}.{name}"
     return module.build(validate(module.Config, options, where), *args)
+
+
+def conforming(plugin: Plugin, contract: type[Any], source: str) -> Plugin:
+    """`plugin`, once it has every member of the Protocol `contract`. `source`: its name or file.
+
+    The methods of a contract are required. Its other members are optional: one that the plug-in lacks is set to the
+    value that the contract gives it.
+    Raises: UserError that names a member which is missing, or which cannot be called as the contract says.
+    """
+    optional = get_type_hints(contract)
+    for name, method in vars(contract).items():
+        if name not in optional and inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
+            _require_callable(plugin, name, list(inspect.signature(method).parameters)[1:], source)
+    for name, hint in optional.items():
+        if not hasattr(plugin, name):
+            setattr(plugin, name, vars(contract)[name])
+        elif (arguments := _arguments(hint)) is not None and getattr(plugin, name) is not None:
+            _require_callable(plugin, name, arguments, source)
+    return plugin
+
+
+def _arguments(hint: Any) -> list[str] | None:
+    """The types of the arguments of `Callable[[...], ...]` or `Callable[[...], ...] | None`; None for another hint."""
+    functions = [one for one in (hint, *get_args(hint)) if get_origin(one) is Callable]
+    return [each.__name__ for each in get_args(functions[0])[0]] if functions else None
+
+
+def _require_callable(plugin: Any, name: str, arguments: list[str], source: str) -> None:
+    kind, expected = type(plugin).__name__, f"expected {name}({', '.join(arguments)})"
+    member = plugin if name == "__call__" else getattr(plugin, name, None)
+    if not callable(member):
+        raise UserError(f"{source}: build gave a value of type {kind}, which has no function {name}; {expected}")
+    try:
+        signature = inspect.signature(member)
+    except ValueError:  # of a function in C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise UserError(f"{source}: {kind}: got {name}{signature}, {expected}") from None
 
 
 class Blame:

@@ -1,6 +1,5 @@
 """`python -m step3_ppo`: reinforcement learning alone."""
 
-from rlhf import plugins
 from rlhf.config import parser
 from rlhf.launch.launcher import stage_main
 from step3_ppo.config import Step3Config
@@ -21,8 +20,9 @@ def main() -> int:
         stage.run(settle_alone(options, plan.needs))
 
     def options_of_the_algorithm(argv: list[str]) -> type[Step3Config]:
-        name = parser.peek(argv, "algorithm", "ppo")
-        return plugins.find("step3_ppo.algorithms", name).Config
+        from step3_ppo import algorithms  # here, as it imports torch
+
+        return algorithms.options(parser.peek(argv, "algorithm", "ppo"))
 
     return stage_main(options_of_the_algorithm, "step3_ppo", "Reinforcement learning from scores.", GROUPS, run)
 

@@ -23,6 +23,7 @@ from rlhf.storage.manifests import model_place, planned_start
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_plugin, check_ranks, check_start
+from step3_ppo import algorithms
 from step3_ppo.config import Step3Config
 from step3_ppo.plan import needs, needs_critic
 
@@ -165,8 +166,8 @@ def check_shares(config: Step3Config, ranks: int) -> None:
     check_ranks(config.batch_size, ranks, config.num_mini_batches)
     if config.total_episodes < config.batch_size:
         raise UserError(f"--total-episodes {config.total_episodes}: expected at least --batch-size {config.batch_size}")
-    algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
-    parts = config.num_mini_batches if hasattr(algorithm, "select") else 1
+    algorithm = algorithms.load(config)
+    parts = config.num_mini_batches if algorithm.select is not None else 1
     whole = ranks * config.num_generations * parts
     if config.batch_size % whole:
         each = f" x --num-mini-batches {parts}, each of which learns from one response of a group" if parts > 1 else ""
@@ -175,7 +176,7 @@ def check_shares(config: Step3Config, ranks: int) -> None:
             f"{config.num_generations}{each}), so that each has whole groups"
         )
     count, warmup = config.total_episodes // config.batch_size, config.critic_warmup_iterations
-    if warmup and not algorithm.needs_critic:
+    if warmup and algorithm.value_loss is None:
         raise UserError(f"--critic-warmup-iterations {warmup}: expected 0, as '{config.algorithm}' has no critic")
     if warmup >= count:
         raise UserError(f"--critic-warmup-iterations {warmup}: expected less than the {count} iterations of the run")

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import adapters, console, plugins, rewards
+from rlhf import adapters, console, rewards
 from rlhf.distributed import collectives
 from rlhf.engine import frozen, training
 from rlhf.engine.ema import EMA
@@ -17,8 +17,11 @@ from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import load_scalar_model
 from rlhf.text.encoder import id_count
+from step3_ppo import algorithms
+from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import Step3Config
 from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
+from step3_ppo.kl import KLController
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
 from step3_ppo.scaling import ScoreScaling
@@ -33,23 +36,20 @@ class Players:
     actor: Engine
     critic: Engine | None
     scorer: Scorer
-    algorithm: Any
+    algorithm: Algorithm
+    kl: KLController
     backend: Generate
     scaling: ScoreScaling
     ptx: Ptx | None
     ema: EMA | None
-    first_kl_coef: float
-    """the KL coefficient that the options ask for, before any controller moved it"""
 
     def state_dict(self) -> dict[str, Any]:
         """What is learned beside the weights: the KL coefficient, and the statistics of the scores."""
-        coefficients = {"kl_coef": self.algorithm.kl.coef, "first_kl_coef": self.first_kl_coef}
-        return coefficients | {"scores": self.scaling.state_dict()}
+        return self.kl.state_dict() | {"scores": self.scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from there; a KL coefficient that the options have changed since then holds from now on."""
-        if state["first_kl_coef"] == self.first_kl_coef:
-            self.algorithm.kl.coef = state["kl_coef"]
+        """Resume from there."""
+        self.kl.load_state_dict(state)
         self.scaling.load_state_dict(state["scores"])
 
 
@@ -66,8 +66,8 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
     lm = load_causal_lm(str(config.actor_model), context.dtype, ids, config.seed, training.shards_of(held))
     actor = Engine(Policy(adapters.wrap(lm, config.adapter)), held, config, learning, "actor")
     reference = _reference(config, context, ids) if config.adapter is None else None
-    algorithm = plugins.find("step3_ppo.algorithms", config.algorithm).build(config)
-    critic = _critic(config, context, ids, steps) if algorithm.needs_critic else None
+    algorithm = algorithms.load(config)
+    critic = _critic(config, context, ids, steps) if algorithm.value_loss is not None else None
     scorer = Scorer(
         Reference(reference),
         rewards.open_sources(config.reward, context, config.reward_combine),
@@ -84,11 +84,11 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
         critic,
         scorer,
         algorithm,
+        KLController(config),
         open_backend(config, tokenizer.eos_token_id, tokenizer.pad_token_id),
         ScoreScaling(config),
         None if mixed is None else Ptx(mixed, config, tokenizer.pad_token_id, context.device),
         None if config.ema_decay is None else EMA(actor, config.ema_decay),
-        algorithm.kl.coef,
     )
 
 

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from rlhf import plugins, rewards
 from rlhf.plan.activations import Passes
 from rlhf.plan.stage import Needs, Player, Rollout, dtype_on
+from step3_ppo import algorithms
 from step3_ppo.config import Step3Config
 
 
 def needs_critic(config: Step3Config) -> bool:
     """Whether the algorithm trains a critic."""
-    return bool(plugins.find("step3_ppo.algorithms", config.algorithm).build(config).needs_critic)
+    return algorithms.load(config).value_loss is not None
 
 
 def needs(config: Step3Config, device: str, starts: dict[str, str]) -> Needs:

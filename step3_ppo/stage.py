@@ -70,6 +70,7 @@ def train(players: Players, prompts: PromptDataset[Prompt], course: Course, conf
             continue
         scores = cast(Tensor, rollout.scores)  # None only before `score`
         scaled = replace(rollout, scores=players.scaling(scores))
+        players.algorithm.kl_coef = players.kl.coef
         credit = players.algorithm.credit(scaled)
         metrics = learn(players, (scaled, credit), indices, config, iteration)
         clock.lap("update")
@@ -77,8 +78,8 @@ def train(players: Players, prompts: PromptDataset[Prompt], course: Course, conf
             samples = rewards.as_samples(rollout, players.scorer.tokenizer)
             write_rollout(rollouts_file(config), iteration + 1, rollout, players.scorer.sources.names, samples)
         said = rollout_metrics(scaled, heard, config.score_clip)
-        said |= credit_metrics(scaled, credit) | {"kl_coef": players.algorithm.kl.coef}
-        players.algorithm.kl.observe(said["kl"], config.batch_size)
+        said |= credit_metrics(scaled, credit) | {"kl_coef": players.kl.coef}
+        players.kl.observe(said["kl"], config.batch_size)
         clock.lap("record")
         yield {**said, **metrics, **speed(said["tokens"], clock.seconds)}
 
@@ -86,7 +87,7 @@ def train(players: Players, prompts: PromptDataset[Prompt], course: Course, conf
 def learn(players: Players, scored: Part, indices: list[int], config: Step3Config, iteration: int) -> Metrics:
     """The update: of the responses of all ranks, or of those that the algorithm selects."""
     group = config.num_generations
-    if hasattr(players.algorithm, "select"):
+    if players.algorithm.select is not None:
         group = 1
         rows = players.algorithm.select(scored[0]).cpu()
         scored, indices = (scored[0][rows], scored[1][rows]), [indices[i] for i in rows]

@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.maths import losses, ops
 from rlhf.types import Credit, Metrics, Sequences, length_groups
+from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import Step3Config
 from step3_ppo.global_rollout import Part, dealt
 from step3_ppo.ptx import Ptx
@@ -26,7 +26,7 @@ class Learners:
 
     actor: Engine | None
     critic: Engine | None
-    algorithm: Any
+    algorithm: Algorithm
     ptx: Ptx | None = None
     ema: EMA | None = None
 
@@ -59,7 +59,7 @@ def update(
 
     def value_loss(part: Part) -> losses.Loss:
         rollout, credit = part
-        assert critic is not None
+        assert critic is not None and algorithm.value_loss is not None
         values = critic_values(critic)(rollout.sequences, rollout.prompt_ids.shape[1])
         return algorithm.value_loss(values, rollout, credit, count)
 

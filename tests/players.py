@@ -19,8 +19,9 @@ from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.rewards import Part, Source, Sources
 from rlhf.types import Credit, Metrics, Prompts, Rollout, Samples
-from step3_ppo import stage
+from step3_ppo import algorithms, stage
 from step3_ppo.global_rollout import of_all_ranks
+from step3_ppo.kl import KLController
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
@@ -111,8 +112,8 @@ def players(algorithm: str, **changes: Any) -> Players:
     reference = FrozenEngine(Policy(language_model(dtype)), config.reference.beside(config), dtype)
     critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     steps = 100
-    built = plugins.find("step3_ppo.algorithms", algorithm).build(config)
-    critic = ScalarModel(tiny.backbone().to(dtype), head) if built.needs_critic else None
+    built = algorithms.load(config)
+    critic = ScalarModel(tiny.backbone().to(dtype), head) if built.value_loss is not None else None
     return Players(
         config=config,
         actor=Engine(Policy(language_model(dtype)), config, config, steps),
@@ -139,11 +140,11 @@ def on_stage(game: Players) -> stage.Players:
         game.critic,
         game.scorer,
         game.algorithm,
+        KLController(c),
         backend,
         ScoreScaling(c),
         None,
         ema,
-        game.algorithm.kl.coef,
     )
 
 

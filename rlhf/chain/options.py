@@ -9,7 +9,6 @@ from typing import Any, Literal
 from pydantic import Field, create_model
 
 from data.config import DataOptions
-from rlhf import plugins
 from rlhf.config import Config, parser
 from rlhf.config.options import EngineOptions, RunOptions, SharedOptimizerOptions
 from rlhf.errors import UserError
@@ -72,8 +71,10 @@ def program() -> str:
 
 def chain_config(argv: list[str]) -> type[ChainConfig]:
     """ChainConfig with the options of the chosen algorithm as its `ppo` section."""
+    from step3_ppo import algorithms  # here, as it imports torch
+
     algorithm = parser.peek(argv, "ppo.algorithm", "ppo")
-    options = plugins.find("step3_ppo.algorithms", algorithm).Config
+    options = algorithms.options(algorithm)
     described = Field(options(algorithm=algorithm), description="step 3, PPO; what is not set here is as at the top")
     return create_model("ChainConfig", __base__=ChainConfig, ppo=(options, described))
 

@@ -1,0 +1,57 @@
+"""One algorithm a file: `Config`, its options, derived from `Step3Config`; and `build(config)`, an `Algorithm`."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from rlhf import plugins
+from rlhf.errors import UserError
+from rlhf.maths.losses import Loss
+from rlhf.types import Credit, Rollout
+from step3_ppo.config import Step3Config
+
+FOLDER = __name__
+
+
+class Algorithm(Protocol):
+    """What step 3 asks of an algorithm. Shapes: B rollouts, T response tokens.
+
+    `credit` and `policy_loss` are required. A member with a value below is optional, and has that value if it is
+    missing. In a loss, the rollout and the credit are those of one micro-batch, and `count` is the number of response
+    tokens of the whole optimizer step: the losses and metrics of all micro-batches are added.
+    """
+
+    kl_coef: float = 0.0
+    """the KL coefficient of the iteration: the stage sets it before `credit`, if Config is a `KLOptions`"""
+    value_loss: Callable[[Tensor, Rollout, Credit, Tensor], Loss] | None = None
+    """(values [B, T], rollout, credit, count) -> loss of the critic; there is a critic if there is this loss"""
+    select: Callable[[Rollout], Tensor] | None = None
+    """(scored rollout) -> the row numbers of this rank that are learned from; None: all rows"""
+
+    def credit(self, rollout: Rollout) -> Credit:
+        """Advantages and returns, [B, T] each, of a scored rollout: `scores` [B] and, each [B, T], `logprobs`,
+        `ref_logprobs`, `mask` and, with a critic, `values`."""
+
+    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> Loss:
+        """(loss [], metrics [] each) of the actor, whose log-probs of the response tokens are `logprobs` [B, T]."""
+
+
+def options(name: str) -> type[Step3Config]:
+    """The options of an algorithm, a name in this folder or the path of a Python file.
+
+    Raises: UserError for an unknown name, or a file whose Config is no `Step3Config`.
+    """
+    config = plugins.find(FOLDER, name).Config
+    if not (isinstance(config, type) and issubclass(config, Step3Config)):
+        raise UserError(f"{name}: Config: got {config}, expected a class derived from step3_ppo.config.Step3Config")
+    return config
+
+
+def load(config: Step3Config) -> Algorithm:
+    """The algorithm that the options name, with every member of the contract.
+
+    Raises: UserError that names the member which is missing or cannot be called so.
+    """
+    algorithm: Algorithm = plugins.find(FOLDER, config.algorithm).build(config)
+    return plugins.conforming(algorithm, Algorithm, config.algorithm)

@@ -1,8 +1,8 @@
 """What several algorithms share: KL in the reward, clipping around the rollout's policy, statistics over all ranks."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from rlhf.distributed import collectives
@@ -10,39 +10,7 @@ from rlhf.maths import credit as crediting
 from rlhf.maths import losses, ops
 from rlhf.types import Credit, Rollout
 from step3_ppo.config import Step3Config
-
-
-class KLOptions(Step3Config):
-    """How strongly the policy is held to the reference."""
-
-    kl_coef: float = Field(0.05, ge=0)
-    """weight of the KL to the reference, in the per-token reward or (grpo) in the loss"""
-    kl_target: float | None = Field(None, gt=0)
-    """KL of a response, nats, that kl_coef is steered to from iteration to iteration; none: kl_coef stays"""
-    kl_horizon: int = Field(10_000, ge=1)
-    """responses over which kl_coef changes by at most a fifth; above a fifth of batch_size"""
-
-    @model_validator(mode="after")
-    def _slow_enough(self) -> Self:
-        if self.kl_target is not None and self.batch_size >= 5 * self.kl_horizon:
-            raise ValueError(
-                f"kl_horizon {self.kl_horizon}: expected more than a fifth of batch_size {self.batch_size}"
-            )
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_coef 0: expected more than 0 where kl_target steers it, which multiplies")
-        return self
-
-
-class KLController:
-    """The coefficient as it is now; `observe` moves it towards the target (Ziegler et al., arXiv 1909.08593)."""
-
-    def __init__(self, config: KLOptions) -> None:
-        self.coef, self._target, self._horizon = config.kl_coef, config.kl_target, config.kl_horizon
-
-    def observe(self, kl: float, episodes: int) -> None:
-        """`kl`: mean over the `episodes` responses of an iteration of the KL summed over a response, nats."""
-        if self._target is not None:
-            self.coef = crediting.adapt_kl_coef(self.coef, kl, self._target, episodes, self._horizon)
+from step3_ppo.kl import KLOptions
 
 
 class KLRewardConfig(KLOptions):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlhf.maths import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import GAEConfig, KLController, clipped_loss, gae_credit
+from step3_ppo.algorithms._common import GAEConfig, clipped_loss, gae_credit
 
 
 class Config(GAEConfig):
@@ -24,14 +24,12 @@ class Config(GAEConfig):
 class A2C:
     """PPO's credit; the plain policy gradient, as at ratio 1 no clip binds; a squared error for the critic."""
 
-    needs_critic = True
-
     def __init__(self, config: Config) -> None:
-        self.config, self.kl = config, KLController(config)
+        self.config, self.kl_coef = config, config.kl_coef
 
     def credit(self, rollout: Rollout) -> Credit:
         """Advantages by GAE, and returns. [B, T]"""
-        return gae_credit(rollout, self.config, self.kl.coef)
+        return gae_credit(rollout, self.config, self.kl_coef)
 
     def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
         """-sum A * ratio / count, whose gradient at ratio 1 is -sum A * grad logprob / count."""

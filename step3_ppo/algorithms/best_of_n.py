@@ -31,16 +31,6 @@ class Config(Step3Config):
         return self
 
 
-class MeasuredKL:
-    """In the place of a KL controller: the KL to the reference is measured, and weighs nothing."""
-
-    def __init__(self) -> None:
-        self.coef = 0.0
-
-    def observe(self, kl: float, episodes: int) -> None:
-        """`kl`: mean over the `episodes` responses of an iteration of the KL summed over a response, nats."""
-
-
 class BestOfN:
     """Credit is 1 on every token of a chosen response and 0 elsewhere; the loss is that of fine-tuning.
 
@@ -50,10 +40,8 @@ class BestOfN:
     (arXiv 2401.01879).
     """
 
-    needs_critic = False
-
     def __init__(self, config: Config) -> None:
-        self.config, self.kl = config, MeasuredKL()
+        self.config = config
 
     def select(self, rollout: Rollout) -> Tensor:
         """Row numbers [B / K] that are learned from: the best of every K neighbours, the first of equals."""

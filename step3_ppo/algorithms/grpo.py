@@ -8,7 +8,8 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import ClippedConfig, KLController, KLOptions, clipped_loss
+from step3_ppo.algorithms._common import ClippedConfig, clipped_loss
+from step3_ppo.kl import KLOptions
 
 
 class Config(KLOptions, ClippedConfig):
@@ -27,10 +28,8 @@ class Config(KLOptions, ClippedConfig):
 class GRPO:
     """Credit is the score minus its group's mean, on every token of the response."""
 
-    needs_critic = False
-
     def __init__(self, config: Config) -> None:
-        self.config, self.kl = config, KLController(config)
+        self.config, self.kl_coef = config, config.kl_coef
 
     def credit(self, rollout: Rollout) -> Credit:
         """A_i = (score_i - mean of its group) [/ std of its group]. [B, T]"""
@@ -46,7 +45,7 @@ class GRPO:
         c = self.config
         loss, metrics = clipped_loss(logprobs, rollout, credit, count, c.cliprange)
         kl = losses.kl_penalty(logprobs, rollout.ref_logprobs, rollout.mask, c.kl_estimator, count)
-        return loss + self.kl.coef * kl, {**metrics, "kl_loss": kl.detach()}
+        return loss + self.kl_coef * kl, {**metrics, "kl_loss": kl.detach()}
 
 
 def build(config: Config) -> GRPO:

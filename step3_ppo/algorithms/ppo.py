@@ -5,7 +5,7 @@ from torch import Tensor
 
 from rlhf.maths import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import ClippedConfig, GAEConfig, KLController, clipped_loss, gae_credit
+from step3_ppo.algorithms._common import ClippedConfig, GAEConfig, clipped_loss, gae_credit
 
 
 class Config(GAEConfig, ClippedConfig):
@@ -20,14 +20,12 @@ class Config(GAEConfig, ClippedConfig):
 class PPO:
     """Credit by GAE over KL-penalised rewards; clipped losses for actor and critic."""
 
-    needs_critic = True
-
     def __init__(self, config: Config) -> None:
-        self.config, self.kl = config, KLController(config)
+        self.config, self.kl_coef = config, config.kl_coef
 
     def credit(self, rollout: Rollout) -> Credit:
         """Advantages and returns of a scored rollout, whitened over all ranks."""
-        return gae_credit(rollout, self.config, self.kl.coef)
+        return gae_credit(rollout, self.config, self.kl_coef)
 
     def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The actor's loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""

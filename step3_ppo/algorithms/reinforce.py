@@ -7,7 +7,7 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import ClippedConfig, KLController, KLRewardConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
 
 
 class Config(KLRewardConfig, ClippedConfig):
@@ -20,14 +20,12 @@ class Config(KLRewardConfig, ClippedConfig):
 class Reinforce:
     """Credit is the return from each token on, whitened over all tokens of the iteration on all ranks."""
 
-    needs_critic = False
-
     def __init__(self, config: Config) -> None:
-        self.config, self.kl = config, KLController(config)
+        self.config, self.kl_coef = config, config.kl_coef
 
     def credit(self, rollout: Rollout) -> Credit:
         """return_t = reward_t + gamma * return_{t+1}; advantages are whitened returns. [B, T]"""
-        rewards = rewards_of(rollout, self.config, self.kl.coef)
+        rewards = rewards_of(rollout, self.config, self.kl_coef)
         returns, _ = crediting.gae(rewards, torch.zeros_like(rewards), rollout.mask, self.config.gamma, lam=1.0)
         return Credit(whitened(returns, rollout.mask), returns)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, Rollout
-from step3_ppo.algorithms._common import ClippedConfig, KLController, KLRewardConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
 
 
 class Config(KLRewardConfig, ClippedConfig):
@@ -21,15 +21,13 @@ class Config(KLRewardConfig, ClippedConfig):
 class RLOO:
     """Credit is the response's reward, score and KL together, minus the mean of the others'."""
 
-    needs_critic = False
-
     def __init__(self, config: Config) -> None:
-        self.config, self.kl = config, KLController(config)
+        self.config, self.kl_coef = config, config.kl_coef
 
     def credit(self, rollout: Rollout) -> Credit:
         """R_i = sum_t reward_t; every token's advantage is R_i - mean_{j != i} R_j. [B, T]"""
         c = self.config
-        totals = rewards_of(rollout, c, self.kl.coef).sum(1)
+        totals = rewards_of(rollout, c, self.kl_coef).sum(1)
         returns = crediting.on_every_token(totals, rollout.mask)
         advantages = crediting.on_every_token(crediting.leave_one_out(totals, c.num_generations), rollout.mask)
         return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)

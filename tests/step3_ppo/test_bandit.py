@@ -78,7 +78,7 @@ def train(algorithm: Any, scores: Tensor, ref_logits: Tensor, draw: torch.Genera
         for _ in range(algorithm.config.num_ppo_epochs):
             count = rollout.mask.sum()
             loss, _ = algorithm.policy_loss(logprobs_of(logits, rollout.response_ids), rollout, credit, count)
-            if algorithm.needs_critic:
+            if algorithm.value_loss is not None:
                 loss = loss + algorithm.value_loss(baseline.expand(BATCH, 1), rollout, credit, count)[0]
             optimizer.zero_grad()
             loss.backward()

@@ -22,6 +22,7 @@ from rlhf.types import Message, Rollout, Row, Samples
 from step3_ppo import inputs
 from step3_ppo.algorithms.best_of_n import BestOfN, Config, build
 from step3_ppo.chosen import append_chosen
+from step3_ppo.kl import KLController
 from tests import tiny
 from tests.players import language_model, players, twice_each
 
@@ -159,9 +160,9 @@ def test_the_chosen_rows_alone_are_the_update() -> None:
     assert before is not None and after is not None
     gain = (after - before).sum(1)
     assert gain[rows].mean() > 0.05
-    assert game.algorithm.kl.coef == 0.0
-    game.algorithm.kl.observe(3.0, 8)
-    assert game.algorithm.kl.coef == 0.0
+    control = KLController(game.config)
+    control.observe(3.0, 8)
+    assert control.coef == game.algorithm.kl_coef == 0.0
 
 
 @pytest.mark.parametrize(

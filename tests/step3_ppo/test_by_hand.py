@@ -33,7 +33,7 @@ each = pytest.mark.parametrize("name", OPTIONS)
 
 def algorithm(name: str, **changes: Any) -> Any:
     made = built(name, **{**OPTIONS[name], **changes})
-    made.kl.coef = KL_COEF
+    made.kl_coef = KL_COEF
     return made
 
 

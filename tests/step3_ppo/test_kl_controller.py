@@ -7,8 +7,9 @@ import pytest
 from rlhf import plugins
 from rlhf.config import validate
 from rlhf.errors import UserError
-from step3_ppo.algorithms._common import KLController
+from step3_ppo import algorithms
 from step3_ppo.algorithms.ppo import Config
+from step3_ppo.kl import KLController
 from tests import tiny
 from tests.players import on_stage, players
 
@@ -57,8 +58,8 @@ STEERED = sorted(set(plugins.names("step3_ppo.algorithms")) - {"best_of_n"})  # 
 
 @pytest.mark.parametrize("name", STEERED)
 def test_every_algorithm_has_one(name: str) -> None:
-    module = plugins.find("step3_ppo.algorithms", name)
-    assert module.build(module.Config(algorithm=name, kl_coef=0.25)).kl.coef == 0.25
+    config = plugins.find("step3_ppo.algorithms", name).Config(algorithm=name, kl_coef=0.25)
+    assert algorithms.load(config).kl_coef == KLController(config).coef == 0.25
 
 
 @pytest.mark.parametrize(("asked_for", "expected"), [(0.3, 0.7), (0.1, 0.1)])
@@ -66,6 +67,6 @@ def test_a_resumed_run_keeps_its_coefficient_unless_the_options_changed_it(asked
     """Steered from 0.3 to 0.7 when the checkpoint was written."""
     with tiny.one_rank():
         before, after = (on_stage(players("rloo", kl_coef=coef)) for coef in (0.3, asked_for))
-        before.algorithm.kl.coef = 0.7
+        before.kl.coef = 0.7
         after.load_state_dict(before.state_dict())
-    assert after.algorithm.kl.coef == expected
+    assert after.kl.coef == expected

@@ -1,0 +1,130 @@
+"""What each kind of plug-in must have is written down: a plug-in that has it works, another is refused by name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.errors import UserError
+from step3_ppo import algorithms, stage
+from step3_ppo.config import Step3Config
+from tests import tiny
+from tests.players import SMALL, on_course, players
+from tests.small_demo import SMALL as DEMO
+
+COUNTED = "import sys\nsys.executed = [*getattr(sys, 'executed', []), __file__.rpartition('/')[2]]\n"
+"""In a user's file: notes that the file is executed."""
+ALGORITHM = """
+from rlhf.maths import losses
+from rlhf.types import Credit
+from step3_ppo.config import Step3Config
+
+class Config(Step3Config):
+    pass
+
+class Mine:
+    def credit(self, rollout):
+        scores = rollout.scores[:, None] * rollout.mask
+        return Credit(scores, scores)
+
+    def policy_loss(self, logprobs, rollout, credit, count):
+        return -(logprobs * credit.advantages * rollout.mask).sum() / count, {}
+
+def build(config):
+    return Mine()
+"""
+VALUE_LOSS = """
+    def value_loss(self, values, rollout, credit, count):
+        return ((values - credit.returns) ** 2 * rollout.mask).sum() / count, {}
+"""
+DATASET = """
+from rlhf.config import Config
+from rlhf.types import Message, Row
+
+class Sums:
+    def rows(self, phase):
+        return (Row((Message("user", f"What is {i} + 1 ?"),), response=str(i + 1)) for i in range(200))
+
+def build(config, place):
+    return Sums()
+"""
+
+
+def written(folder: Path, text: str, name: str = "mine.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_an_algorithm_of_what_the_readme_says_trains(critic: bool, tmp_path: Path) -> None:
+    """A credit and a policy loss, and a critic where it has a value loss; nothing else."""
+    text = ALGORITHM.replace("\ndef build", VALUE_LOSS + "\ndef build") if critic else ALGORITHM
+    with tiny.one_rank():
+        game = players(written(tmp_path, text), total_episodes=16)
+        before = game.weights()
+        steps = list(on_course(game))
+        after = game.weights()
+    assert (game.critic is not None) == critic == ("value_loss" in steps[0])
+    assert len(steps) == 2 and all(step["kl_coef"] == 0.0 for step in steps)
+    changed = {name.split(".")[0] for name, weight in before.items() if (after[name] != weight).any()}
+    assert changed == ({"actor", "critic"} if critic else {"actor"})
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (
+            "credit(self",
+            "credits(self",
+            "build gave a value of type Mine, which has no function credit; expected credit(rollout)",
+        ),
+        (
+            "policy_loss(self",
+            "loss(self",
+            "no function policy_loss; expected policy_loss(logprobs, rollout, credit, count)",
+        ),
+        (
+            "logprobs, rollout, credit, count)",
+            "logprobs, credit)",
+            "Mine: got policy_loss(logprobs, credit), expected policy_loss(",
+        ),
+        ("class Mine:", "class Mine:\n    select = 3", "no function select; expected select(Rollout)"),
+        (
+            "class Mine:",
+            "class Mine:\n    def value_loss(self): ...",
+            "got value_loss(), expected value_loss(Tensor, Rollout, Credit, Tensor)",
+        ),
+        ("return Mine()", "pass", "build gave a value of type NoneType, which has no function credit"),
+        ("Config(Step3Config)", "Config", "expected a class derived from step3_ppo.config.Step3Config"),
+        ("class Config(Step3Config)", "class Options(Step3Config)", "has no Config"),
+    ],
+)
+def test_an_algorithm_that_lacks_something_is_refused(right: str, wrong: str, message: str, tmp_path: Path) -> None:
+    assert right in ALGORITHM
+    path = written(tmp_path, ALGORITHM.replace(right, wrong))
+    with pytest.raises(UserError) as refused:
+        algorithms.options(path)
+        algorithms.load(Step3Config(**SMALL, algorithm=path))
+    assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_file_is_executed_once_in_a_whole_step_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executed", [], raising=False)
+    monkeypatch.chdir(tmp_path)
+    reward = "def score(prompts, responses): return [1.0] * len(responses)"
+    texts = {"algorithm": ALGORITHM, "dataset": DATASET, "reward": reward}
+    for name, text in texts.items():
+        written(tmp_path, COUNTED + text, f"{name}.py")
+    config = algorithms.options("algorithm.py")(
+        **{**DEMO, "data_path": ["dataset.py"]},
+        algorithm="algorithm.py",
+        reward=["reward.py:score"],
+        judge="./reward.py",
+        actor_model="demo-llama",
+        output_dir="out",
+        response_length=4,
+        total_episodes=32,
+        eval_samples=4,
+    )
+    stage.run(config)
+    assert sorted(sys.executed) == ["algorithm.py", "dataset.py", "reward.py"]
