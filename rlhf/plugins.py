@@ -107,10 +107,16 @@ def build(folder: str, spec: Spec, *args: Any) -> Any:
 
     Raises: UserError on an unknown name, an unknown or bad option, or a file without `Config` and `build`.
     """
-    name, options = parse_spec(spec)
-    module = find(folder, name)
-    where = name if name.endswith(".py") else f"{folder}.{name}"
-    return module.build(validate(module.Config, options, where), *args)
+    return find(folder, parse_spec(spec)[0]).build(options(folder, spec), *args)
+
+
+def options(folder: str, spec: Spec) -> Any:
+    """The `Config` of the plug-in that `spec` names, with the options in `spec`.
+
+    Raises: UserError on an unknown name, an unknown or bad option, or a file without `Config` and `build`.
+    """
+    name, own = parse_spec(spec)
+    return validate(find(folder, name).Config, own, name if name.endswith(".py") else f"{folder}.{name}")
 
 
 def conforming(plugin: Plugin, contract: type[Any], source: str) -> Plugin:

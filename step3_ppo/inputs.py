@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,10 +13,9 @@ from data.build.pack import ACROSS
 from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
 from data.read.records import Phase
-from rlhf import plugins, rewards
+from rlhf import generation, plugins, rewards
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
-from rlhf.generation.loop import Generate
 from rlhf.hub.short_names import resolve
 from rlhf.models.scalar import read_head
 from rlhf.models.splitting import check_split, shares
@@ -133,26 +133,25 @@ def _check_engines(config: Step3Config) -> None:
 
 def _check_backend(config: Step3Config) -> None:
     """Raises: UserError for a rollout backend that there is not, or that cannot work here."""
-    module = plugins.find("rlhf.generation", plugins.parse_spec(config.rollout_backend)[0])
-    if hasattr(module, "check"):
-        module.check(config.actor.over(config), config)
+    generation.options(config.rollout_backend, **_backend_options(config, 0, 0)).check(
+        config.actor.over(config), config
+    )
     open_backend(config, 0, 0)
 
 
-def open_backend(config: Step3Config, eos_token_id: int, pad_token_id: int) -> Generate:
-    """What samples responses. It is told what its own Config asks for of what the stage knows."""
-    name, options = plugins.parse_spec(config.rollout_backend)
-    known = {
+def open_backend(config: Step3Config, eos_token_id: int, pad_token_id: int) -> generation.Backend:
+    """What samples responses."""
+    return generation.open_backend(config.rollout_backend, **_backend_options(config, eos_token_id, pad_token_id))
+
+
+def _backend_options(config: Step3Config, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
+    """The options of every backend that the stage sets."""
+    return {
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
         "max_tokens": config.max_prompt_length + config.response_length,
         "adapter": config.adapter,
     }
-    fields = plugins.find("rlhf.generation", name).Config.model_fields
-    backend: Generate = plugins.build(
-        "rlhf.generation", {"name": name, **options, **{key: known[key] for key in known.keys() & fields.keys()}}
-    )
-    return backend
 
 
 def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, Opened[Prompt]]:

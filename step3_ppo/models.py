@@ -11,7 +11,7 @@ from rlhf.engine import frozen, training
 from rlhf.engine.ema import EMA
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine, compute_dtype
-from rlhf.generation.loop import Generate
+from rlhf.generation import Backend
 from rlhf.models.cpu import compiling
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
@@ -38,7 +38,7 @@ class Players:
     scorer: Scorer
     algorithm: Algorithm
     kl: KLController
-    backend: Generate
+    backend: Backend
     scaling: ScoreScaling
     ptx: Ptx | None
     ema: EMA | None

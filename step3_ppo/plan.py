@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rlhf import plugins, rewards
+from rlhf import generation, plugins, rewards
 from rlhf.plan.activations import Passes
 from rlhf.plan.stage import Needs, Player, Rollout, dtype_on
 from step3_ppo import algorithms
@@ -26,7 +26,7 @@ def needs(config: Step3Config, device: str, starts: dict[str, str]) -> Needs:
         config.response_length,
         config.num_ppo_epochs,
         config.num_mini_batches,
-        _share(config),
+        generation.options(config.rollout_backend, eos_token_id=0, pad_token_id=0).device_share(),
     )
     return Needs(
         "step3_ppo",
@@ -40,13 +40,6 @@ def needs(config: Step3Config, device: str, starts: dict[str, str]) -> Needs:
         averages=int(config.ema_decay is not None),
         models_written=int(config.ema_decay is not None) + int(config.keep_best is not None),
     )
-
-
-def _share(config: Step3Config) -> float:
-    """The share of a device's memory that the rollout backend takes for itself."""
-    name, options = plugins.parse_spec(config.rollout_backend)
-    field = plugins.find("rlhf.generation", name).Config.model_fields.get("memory_share")
-    return 0.0 if field is None else float(options.get("memory_share", field.default))
 
 
 def _players(config: Step3Config, starts: dict[str, str]) -> Iterator[Player]:

@@ -13,7 +13,7 @@ from rlhf.config.options import SamplingOptions
 from rlhf.distributed import collectives
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
-from rlhf.generation.loop import Generate
+from rlhf.generation import Backend
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, state_values
 from rlhf.rewards import Sources, as_samples
@@ -49,7 +49,7 @@ class Scorer:
 
 def generate(
     actor: Engine[Policy],
-    backend: Generate,
+    backend: Backend,
     prompts: Prompts,
     sampling: SamplingOptions,
     draws: Tensor,
@@ -57,7 +57,7 @@ def generate(
 ) -> Rollout:
     """Responses to `prompts`, y ~ pi_old(. | x), at most `batch_size` at once, or all if the backend `takes_all`;
     `draws` as the backend has them."""
-    if getattr(backend, "takes_all", False):
+    if backend.takes_all:
         batch_size = len(prompts)
     with actor.inference() as policy:
         parts = [

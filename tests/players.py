@@ -13,6 +13,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.ema import EMA
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
+from rlhf.generation import open_backend
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
@@ -74,7 +75,7 @@ class Players:
     def sample(self, prompts: Prompts, seed: int = 1, backend: str = "loop") -> Rollout:
         draws = uniforms([(seed, i) for i in range(len(prompts))], self.config.response_length)
         ends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
-        drawing = plugins.build("rlhf.generation", {"name": backend, **ends})
+        drawing = open_backend(backend, **ends)
         return generate(self.actor, drawing, prompts, self.config, draws, self.config.rollout_batch_size)
 
     def score(self, rollout: Rollout) -> Rollout:
@@ -133,7 +134,7 @@ def players(algorithm: str, **changes: Any) -> Players:
 def on_stage(game: Players) -> stage.Players:
     """The same players as step 3 itself has them."""
     c = game.config
-    backend = plugins.build("rlhf.generation", {"name": "loop", "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD})
+    backend = open_backend("loop", eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
     ema = None if c.ema_decay is None else EMA(game.actor, c.ema_decay)
     return stage.Players(
         game.actor,

@@ -14,7 +14,7 @@ from rlhf.config.options import EngineOptions, PromptFileOptions
 from rlhf.distributed import collectives
 from rlhf.engine.training import compute_dtype
 from rlhf.errors import UserError
-from rlhf.generation import loop
+from rlhf.generation import Backend, open_backend
 from rlhf.hub.short_names import resolve
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.load import context_length, load_causal_lm, load_config
@@ -61,9 +61,9 @@ class Respondents:
         model = load_causal_lm(place, self.dtype, id_count(q.tokenizer), q.options.seed)
         return Policy(model).to(self.device).requires_grad_(False)
 
-    def backend(self) -> loop.Generate:
+    def backend(self) -> Backend:
         t = self.questions.tokenizer
-        return loop.build(loop.Config(eos_token_id=t.eos_token_id, pad_token_id=t.pad_token_id))
+        return open_backend("loop", eos_token_id=t.eos_token_id, pad_token_id=t.pad_token_id)
 
     def source(self, micro_batch_size: int) -> rewards.Source:
         """The score source that the options name."""

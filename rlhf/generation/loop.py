@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf.config import Config as Base
 from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
+from rlhf.generation import BackendOptions
 from rlhf.generation._cache import Room, Rooms
 from rlhf.generation._decoding import decoding
 from rlhf.maths import ops
@@ -21,8 +21,6 @@ from rlhf.models.policy import only
 from rlhf.models.traits import keeps_all, takes
 from rlhf.types import Prompts, Rollout, token_groups
 
-Generate = Callable[[PreTrainedModel, Prompts, SamplingOptions, Tensor | None], Rollout]
-
 KEPT = 0.75
 """When no more than this share of the rows goes on, the others are dropped: that copies the cache."""
 TOGETHER = 2048
@@ -31,19 +29,12 @@ BLOCK = 256
 """tokens whose probabilities are first looked at as one"""
 
 
-class Config(Base):
-    eos_token_id: int
-    """the one token that ends a response"""
-    pad_token_id: int
-    """fills a response after its end"""
+class Config(BackendOptions):
+    """The loop has no options of its own."""
 
 
-def build(config: Config) -> Generate:
-    """`generate(lm, prompts, sampling, draws) -> Rollout`; `draws` are uniform numbers, one for each token that may be
-    sampled, [B, response_length]; without them it is greedy.
-
-    Raises: UserError for a recurrent model such as Mamba.
-    """
+def build(config: BackendOptions) -> Callable[[PreTrainedModel, Prompts, SamplingOptions, Tensor | None], Rollout]:
+    """The loop. Raises, when it samples: UserError for a recurrent model such as Mamba."""
 
     def generate(lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, draws: Tensor | None) -> Rollout:
         refuse_recurrent(lm)
@@ -53,7 +44,7 @@ def build(config: Config) -> Generate:
     return generate
 
 
-def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, config: Config) -> Rollout:
+def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, config: BackendOptions) -> Rollout:
     """The rollout of what was sampled, [B, T] each. A row still alive after its last column never sampled EOS."""
     ended = ((tokens == config.eos_token_id) & mask).any(1)
     return Rollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
@@ -70,7 +61,7 @@ def refuse_recurrent(lm: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _sample(
-    lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, draws: Tensor | None, config: Config
+    lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, draws: Tensor | None, config: BackendOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, log-probs and mask, each [B, T] with T at most `response_length`."""
     size, length, device = len(prompts), sampling.response_length, prompts.ids.device

@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.engine import export
 from rlhf.errors import UserError
-from rlhf.generation import loop
+from rlhf.generation import Backend, BackendOptions, loop
 from rlhf.models import traits
 from rlhf.models.load import known_ids
 from rlhf.models.policy import Policy
@@ -38,43 +38,41 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 """variables unless they are set: nothing is reported to vLLM's makers, and its log does not drown ours"""
 
 
-class Config(loop.Config):
+class Config(BackendOptions):
     memory_share: float = Field(0.4, gt=0, lt=1)
     """of the GPU's memory, taken during a rollout: vLLM's copy of the weights, its activations, its cache"""
     sleep_level: Literal[1, 2] = 1
     """between rollouts vLLM's weights go to CPU memory (1) or nowhere (2: quicker for large models, but tensors that
     are neither parameters nor buffers, such as ALiBi's slopes, are lost for good)"""
-    max_tokens: int | None = None
-    """most tokens of a prompt with its response; None: the context of the model"""
-    adapter: str | None = None
-    """what the actor is wrapped in, as a spec of rlhf/adapters"""
+
+    def check(self, engine: EngineOptions, sampling: SamplingOptions) -> None:
+        """Raises: UserError if vLLM cannot sample here from an actor that is held so."""
+        _require_installed()
+        if not torch.cuda.is_available():
+            raise UserError(
+                "rollout backend 'vllm': got a machine without a CUDA GPU, expected one; use --rollout-backend loop"
+            )
+        if engine.tensor_parallel_size > 1:
+            raise UserError(
+                f"rollout backend 'vllm': got --tensor-parallel-size {engine.tensor_parallel_size}, expected 1, as "
+                "vLLM holds the whole actor on every GPU; use --rollout-backend loop"
+            )
+        if engine.zero_stage == 3 and not engine.gather_whole:
+            raise UserError(
+                "rollout backend 'vllm': got --no-gather-whole, expected all weights at once, which vLLM holds too; "
+                "use --rollout-backend loop"
+            )
+        if sampling.temperature < COLDEST:
+            raise UserError(
+                f"--temperature {sampling.temperature}: expected at least {COLDEST} with rollout backend 'vllm'; raise "
+                "it, or use --rollout-backend loop"
+            )
+
+    def device_share(self) -> float:
+        return self.memory_share
 
 
-def check(engine: EngineOptions, sampling: SamplingOptions) -> None:
-    """Raises: UserError if vLLM cannot sample here from an actor that is held so."""
-    _require_installed()
-    if not torch.cuda.is_available():
-        raise UserError(
-            "rollout backend 'vllm': got a machine without a CUDA GPU, expected one; use --rollout-backend loop"
-        )
-    if engine.tensor_parallel_size > 1:
-        raise UserError(
-            f"rollout backend 'vllm': got --tensor-parallel-size {engine.tensor_parallel_size}, expected 1, as vLLM "
-            "holds the whole actor on every GPU; use --rollout-backend loop"
-        )
-    if engine.zero_stage == 3 and not engine.gather_whole:
-        raise UserError(
-            "rollout backend 'vllm': got --no-gather-whole, expected all weights at once, which vLLM holds too; "
-            "use --rollout-backend loop"
-        )
-    if sampling.temperature < COLDEST:
-        raise UserError(
-            f"--temperature {sampling.temperature}: expected at least {COLDEST} with rollout backend 'vllm'; raise it, "
-            "or use --rollout-backend loop"
-        )
-
-
-def build(config: Config) -> loop.Generate:
+def build(config: Config) -> Backend:
     """`generate(lm, prompts, sampling, draws) -> Rollout`, as of the loop, but for how `draws` are used: the first
     number of a row seeds its request. The same draws give the same tokens, up to the rounding of logits in another
     batch. All ranks make the first call together.

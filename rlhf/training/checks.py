@@ -1,7 +1,6 @@
 """What must be true of options and models before a stage begins, so that a mistake costs no training."""
 
 from rlhf import plugins
-from rlhf.config import parser
 from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.engine.training import require_possible
@@ -23,8 +22,7 @@ def check_engine(options: EngineOptions) -> None:
 
 def check_plugin(folder: str, spec: str) -> None:
     """Raises: UserError for an unknown name or option of a plug-in that is built later."""
-    name, options = plugins.parse_spec(spec)
-    parser.validate(plugins.find(folder, name).Config, options, f"{folder}.{name}")
+    plugins.options(folder, spec)
 
 
 def check_start(place: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:

@@ -4,16 +4,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlhf import generation
 from rlhf.errors import UserError
 from step3_ppo import algorithms, stage
 from step3_ppo.config import Step3Config
 from tests import tiny
-from tests.players import SMALL, on_course, players
+from tests.players import SMALL, on_course, players, twice_each
 from tests.small_demo import SMALL as DEMO
 
 COUNTED = "import sys\nsys.executed = [*getattr(sys, 'executed', []), __file__.rpartition('/')[2]]\n"
 """In a user's file: notes that the file is executed."""
+ENDS = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
 ALGORITHM = """
 from rlhf.maths import losses
 from rlhf.types import Credit
@@ -53,6 +56,53 @@ def build(config, place):
 def written(folder: Path, text: str, name: str = "mine.py") -> str:
     (folder / name).write_text(text)
     return str(folder / name)
+
+
+BACKEND = """
+from rlhf.config import Config as Base
+from rlhf.generation import BackendOptions, loop
+
+class Config(BackendOptions):
+    pass
+
+def build(config):
+    generate = loop.build(config)
+    return lambda lm, prompts, sampling, draws: generate(lm, prompts, sampling, draws)
+"""
+
+
+def test_a_backend_of_its_required_members_alone_samples(tmp_path: Path) -> None:
+    path = written(tmp_path, BACKEND)
+    with tiny.one_rank():
+        game = players("rloo")
+        mine, loop = (game.sample(twice_each(), backend=backend) for backend in (path, "loop"))
+    assert torch.equal(mine.response_ids, loop.response_ids)
+    assert generation.options(path, **ENDS).device_share() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (
+            "lambda lm, prompts, sampling, draws:",
+            "lambda lm, prompts:",
+            "expected __call__(lm, prompts, sampling, draws)",
+        ),
+        ("return lambda", "lambda", "NoneType, which has no function __call__; expected __call__(lm, prompts"),
+        ("Config(BackendOptions)", "Config(Base)", "expected a class derived from rlhf.generation.BackendOptions"),
+    ],
+)
+def test_a_backend_that_lacks_something_is_refused(right: str, wrong: str, message: str, tmp_path: Path) -> None:
+    assert right in BACKEND
+    path = written(tmp_path, BACKEND.replace(right, wrong))
+    with pytest.raises(UserError) as refused:
+        generation.open_backend(path, **ENDS)
+    assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_option_that_the_stage_sets_is_refused() -> None:
+    with pytest.raises(UserError, match="'loop,pad_token_id=3': got pad_token_id, expected it from the stage"):
+        generation.open_backend("loop,pad_token_id=3", **ENDS)
 
 
 @pytest.mark.parametrize("critic", [False, True])

@@ -133,7 +133,7 @@ def test_vllm_samples_in_the_place_of_the_loop(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: Any
 ) -> None:
     """A stand-in for it, on a CPU: one engine takes the weights before each rollout, those of the last look too."""
-    monkeypatch.setattr(served, "check", lambda *_: None)
+    monkeypatch.setattr(served.Config, "check", lambda *_: None)
     changes = {"adapter": "lora,r=4", "rollout_backend": "vllm,memory_share=0.3"}
     chosen = options(models, tmp_path, **changes)
     stage.run(chosen)

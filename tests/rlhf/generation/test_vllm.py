@@ -262,7 +262,7 @@ def test_making_an_engine_draws_no_random_number() -> None:
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for refused in (built, lambda: backend.check(EngineOptions(), SAMPLING)):
+    for refused in (built, lambda: backend.Config(**ENDS).check(EngineOptions(), SAMPLING)):
         with pytest.raises(UserError, match=r"'vllm': the package is not installed; pip install 'rlhf-pipe.*\[vllm\]'"):
             refused()
 
@@ -271,16 +271,16 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_vllm_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="without a CUDA GPU, expected one; use --rollout-backend loop"):
-        backend.check(EngineOptions(), SAMPLING)
+        backend.Config(**ENDS).check(EngineOptions(), SAMPLING)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    backend.check(EngineOptions(), SAMPLING)
-    backend.check(EngineOptions(zero_stage=3), SAMPLING)
+    backend.Config(**ENDS).check(EngineOptions(), SAMPLING)
+    backend.Config(**ENDS).check(EngineOptions(zero_stage=3), SAMPLING)
     with pytest.raises(UserError, match="got --tensor-parallel-size 2, expected 1"):
-        backend.check(EngineOptions(tensor_parallel_size=2), SAMPLING)
+        backend.Config(**ENDS).check(EngineOptions(tensor_parallel_size=2), SAMPLING)
     with pytest.raises(UserError, match="got --no-gather-whole, expected"):
-        backend.check(EngineOptions(zero_stage=3, gather_whole=False), SAMPLING)
+        backend.Config(**ENDS).check(EngineOptions(zero_stage=3, gather_whole=False), SAMPLING)
     with pytest.raises(UserError, match=r"--temperature 0.001: expected at least 0.01"):
-        backend.check(EngineOptions(), SamplingOptions(temperature=0.001))
+        backend.Config(**ENDS).check(EngineOptions(), SamplingOptions(temperature=0.001))
 
 
 def test_an_engine_that_does_not_start(vllm: Any) -> None:
