@@ -207,7 +207,7 @@ def fingerprints(options: DataOptions, phase: Phase, own_places: bool = False) -
     return {
         origin.location: fingerprint(origin, phase, options)
         for origin in origins(options, phase, own_places)
-        if not getattr(origin.source, "remote", False)
+        if not origin.source.remote
     }
 
 
@@ -220,9 +220,9 @@ def fingerprint(origin: Origin, phase: Phase, options: DataOptions) -> str:
     digest = blake2b(origin.code.encode(), digest_size=16)
     shares = zip(PHASES, options.data_split, strict=True)
     others = [other for other, share in shares if share and other != phase]
-    shared = origin.use == "shared" and not getattr(origin.source, "remote", False) and not origin.streaming
+    shared = origin.use == "shared" and not origin.source.remote and not origin.streaming
     for each in [phase, *(others if shared else ())]:
-        own = getattr(origin.source, "fingerprint", None)
+        own = origin.source.fingerprint
         said = None if own is None else own(each)
         if said is not None:
             digest.update(str(said).encode())

@@ -132,7 +132,10 @@ def conforming(plugin: Plugin, contract: type[Any], source: str) -> Plugin:
             _require_callable(plugin, name, list(inspect.signature(method).parameters)[1:], source)
     for name, hint in optional.items():
         if not hasattr(plugin, name):
-            setattr(plugin, name, vars(contract)[name])
+            try:
+                setattr(plugin, name, vars(contract)[name])
+            except (AttributeError, TypeError):  # of a frozen dataclass, or one with slots
+                setattr(type(plugin), name, vars(contract)[name])
         elif (arguments := _arguments(hint)) is not None and getattr(plugin, name) is not None:
             _require_callable(plugin, name, arguments, source)
     return plugin
@@ -141,14 +144,16 @@ def conforming(plugin: Plugin, contract: type[Any], source: str) -> Plugin:
 def _arguments(hint: Any) -> list[str] | None:
     """The types of the arguments of `Callable[[...], ...]` or `Callable[[...], ...] | None`; None for another hint."""
     functions = [one for one in (hint, *get_args(hint)) if get_origin(one) is Callable]
-    return [each.__name__ for each in get_args(functions[0])[0]] if functions else None
+    types = get_args(functions[0])[0] if functions else []
+    return [one.__name__ if isinstance(one, type) else inspect.formatannotation(one) for one in types] or None
 
 
 def _require_callable(plugin: Any, name: str, arguments: list[str], source: str) -> None:
     kind, expected = type(plugin).__name__, f"expected {name}({', '.join(arguments)})"
+    owner = "" if isinstance(plugin, ModuleType) else f"build gave a value of type {kind}, which "
     member = plugin if name == "__call__" else getattr(plugin, name, None)
     if not callable(member):
-        raise UserError(f"{source}: build gave a value of type {kind}, which has no function {name}; {expected}")
+        raise UserError(f"{source}: {owner}has no function {name}; {expected}")
     try:
         signature = inspect.signature(member)
     except ValueError:  # of a function in C

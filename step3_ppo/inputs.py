@@ -22,7 +22,7 @@ from rlhf.models.splitting import check_split, shares
 from rlhf.storage.manifests import model_place, planned_start
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
-from rlhf.training.checks import check_engine, check_plugin, check_ranks, check_start
+from rlhf.training.checks import check_engine, check_ranks, check_start
 from step3_ppo import algorithms
 from step3_ppo.config import Step3Config
 from step3_ppo.plan import needs, needs_critic
@@ -257,7 +257,7 @@ def _check_sources(config: Step3Config) -> None:
         if name != "learned":
             rewards.open_source(spec, context)
             continue
-        check_plugin("rlhf.rewards", spec)
+        plugins.options("rlhf.rewards", spec)
         if options.get("model"):
             read_head(resolve(model_place(options["model"], "model", "critic")))
 

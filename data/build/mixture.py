@@ -38,7 +38,7 @@ class Origin:
     @property
     def streaming(self) -> bool:
         """Whether it is read only as far as needed, as it may have no end."""
-        return bool(getattr(self.source, "streaming", False))
+        return self.source.streaming
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
         """Raises: UserError if a source of the user's own gives something else than rows."""
@@ -68,7 +68,7 @@ def source_for(place: str) -> str:
     if is_hub_id(place):
         hub_id = place.partition("@")[0].casefold()
         for name in plugins.names(FOLDER):
-            if hub_id in map(str.casefold, getattr(plugins.find(FOLDER, name), "HUB_IDS", ())):
+            if hub_id in map(str.casefold, plugins.find(FOLDER, name).HUB_IDS):
                 return name
     return "files"
 
@@ -78,10 +78,8 @@ def open_origin(location: str, use: Use = "shared") -> Origin:
     spec, place, weight = parse_location(location)
     name = spec.partition(",")[0]
     refuse_loading_script(name)
-    source = plugins.build(FOLDER, spec, place)
-    if not callable(getattr(source, "rows", None)):
-        got = type(source).__name__
-        raise UserError(f"{location}: build(config, place) gave a value of type {got}, expected one with rows(phase)")
+    built: Source = plugins.build(FOLDER, spec, place)
+    source = plugins.conforming(built, Source, location)
     code = hashlib.sha256(Path(name).read_bytes()).hexdigest() if name.endswith(".py") else ""
     return Origin(location, source, use, weight, code)
 

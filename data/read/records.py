@@ -1,7 +1,7 @@
 """What a source gives, and what one of its records must hold."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -28,7 +28,17 @@ class Skipped:
 
 
 class Source(Protocol):
-    """What `build` of a module in data/sources returns. A source with `fingerprint(phase)` is read once and cached."""
+    """What the pipeline asks of a source, which `build(config, place)` of a file in data/sources returns.
+
+    `rows` is required. A member with a value below is optional, and has that value if it is missing.
+    """
+
+    remote: bool = False
+    """whether the hub must be asked what is there"""
+    streaming: bool = False
+    """whether the rows are read only as far as needed, as they may have no end"""
+    fingerprint: Callable[[Phase], str | None] | None = None
+    """(phase) -> a text that changes whenever the rows do; None, or a result of None: the rows are read to see that"""
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
         """The rows for one phase, the same ones in the same order every time.

@@ -23,6 +23,8 @@ from rlhf.config import Config as BaseConfig
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
+HUB_IDS = ()
+
 COLOURS = ("red", "blue", "green", "white", "black", "brown", "grey", "golden", "silver", "yellow", "orange", "pink")
 ANIMALS = (
     "fox", "owl", "bear", "wolf", "cat", "dog", "horse", "mouse",

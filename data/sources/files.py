@@ -19,6 +19,8 @@ from data.read.table import Parsed, Table
 from rlhf.config import suggest
 from rlhf.errors import UserError
 
+HUB_IDS = ()
+
 
 class Config(TableConfig):
     """Which part of the dataset, and which of its columns is what."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedTokenizerBase
 
-from rlhf import plugins
+from rlhf import adapters
 from rlhf.distributed import collectives
 from rlhf.distributed.tensor_parallel import joined
 from rlhf.distributed.zero3 import is_sharded, whole
@@ -104,6 +104,4 @@ def merged(model: nn.Module, state: dict[str, Tensor], adapter: str | None) -> d
     """`state`, the weights of the model under `adapter` (None: under none), with the adapter merged in."""
     if adapter is None:
         return state
-    name, _ = plugins.parse_spec(adapter)
-    found: dict[str, Tensor] = plugins.find("rlhf.adapters", name).merged_state(model, state)
-    return found
+    return adapters.method(adapter).merged_state(model, state)

@@ -5,10 +5,10 @@ A penalty is a source whose scores are 0 or below, so that its weight is positiv
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,17 @@ from rlhf.errors import UserError
 from rlhf.text.tokenizer import Template
 from rlhf.types import Rollout, Samples
 
-Source = Callable[[Samples], Tensor]
 Combine = Literal["sum", "min"]
 
 REFERENCE = "reference"
 """The column under which reward functions find the response that the data has."""
+
+
+class Source(Protocol):
+    """What the pipeline asks of a score source, which `build(config, context)` of a file in this folder returns."""
+
+    def __call__(self, samples: Samples, /) -> Tensor:
+        """One score for each of the B responses, [B]; higher is better. `columns_of(samples)` has the other columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,8 @@ def open_unchecked(spec: str, context: Context) -> Source:
     """The same, whose numbers need not be finite."""
     name = spec.split(",")[0]
     plugin = f"python,function={spec}" if ":" in name or name.endswith(".py") else spec
-    source: Source = plugins.build("rlhf.rewards", plugin, context)
+    built: Source = plugins.build("rlhf.rewards", plugin, context)
+    source = plugins.conforming(built, Source, spec)
 
     def score(samples: Samples) -> Tensor:
         scores = source(samples)

@@ -1,6 +1,6 @@
 """What must be true of options and models before a stage begins, so that a mistake costs no training."""
 
-from rlhf import plugins
+from rlhf import adapters
 from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.engine.training import require_possible
@@ -17,12 +17,7 @@ def check_engine(options: EngineOptions) -> None:
     """Raises: UserError for options that do not go together on this device, or a mistake in the adapter's."""
     require_possible(options, collectives.local_device())
     if options.adapter is not None:
-        check_plugin("rlhf.adapters", options.adapter)
-
-
-def check_plugin(folder: str, spec: str) -> None:
-    """Raises: UserError for an unknown name or option of a plug-in that is built later."""
-    plugins.options(folder, spec)
+        adapters.method(options.adapter)
 
 
 def check_start(place: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:

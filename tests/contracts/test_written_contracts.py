@@ -1,12 +1,15 @@
 """What each kind of plug-in must have is written down: a plug-in that has it works, another is refused by name."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rlhf import generation
+from data.build.mixture import open_origin
+from rlhf import adapters, generation, plugins, rewards
 from rlhf.errors import UserError
 from step3_ppo import algorithms, stage
 from step3_ppo.config import Step3Config
@@ -158,11 +161,67 @@ def test_an_algorithm_that_lacks_something_is_refused(right: str, wrong: str, me
     assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
 
 
+FILE = """
+from rlhf.config import Config as Base
+
+class Config(Base):
+    pass
+
+class Mine:
+    pass
+
+def build(config, *args):
+    return Mine()
+"""
+WRAPPED = FILE.replace("    pass\n\ndef", "    def get_base_model(self): ...\n\ndef")
+METHOD = "def merged_state(model, state): return state\n"
+
+
+def wrap(path: str) -> Any:
+    return adapters.wrap(None, path)
+
+
+def reward(path: str) -> rewards.Source:
+    return plugins.conforming(plugins.build("rlhf.rewards", path), rewards.Source, path)
+
+
+@pytest.mark.parametrize(
+    ("text", "load", "message"),
+    [
+        (FILE, reward, "has no function __call__; expected __call__(samples)"),
+        (FILE, open_origin, "has no function rows; expected rows(phase)"),
+        (FILE, adapters.method, "has no function merged_state; expected merged_state(model, state)"),
+        (
+            FILE + METHOD,
+            wrap,
+            "no function get_base_model; expected get_base_model()",
+        ),
+        (WRAPPED + METHOD, wrap, "no function disable_adapter"),
+    ],
+    ids=["reward", "source", "adapter", "wrapped model", "wrapped model that cannot be disabled"],
+)
+def test_any_other_plugin_that_lacks_something_is_refused(
+    text: str, load: Callable[[str], Any], message: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(UserError) as refused:
+        load(path)
+    assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_frozen_source_gets_what_is_optional(tmp_path: Path) -> None:
+    frozen = DATASET.replace(
+        "class Sums", "import dataclasses\n@dataclasses.dataclass(frozen=True, slots=True)\nclass Sums"
+    )
+    source = open_origin(written(tmp_path, frozen)).source
+    assert (source.remote, source.streaming, source.fingerprint) == (False, False, None)
+
+
 def test_a_file_is_executed_once_in_a_whole_step_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executed", [], raising=False)
     monkeypatch.chdir(tmp_path)
-    reward = "def score(prompts, responses): return [1.0] * len(responses)"
-    texts = {"algorithm": ALGORITHM, "dataset": DATASET, "reward": reward}
+    scores = "def score(prompts, responses): return [1.0] * len(responses)"
+    texts = {"algorithm": ALGORITHM, "dataset": DATASET, "reward": scores}
     for name, text in texts.items():
         written(tmp_path, COUNTED + text, f"{name}.py")
     config = algorithms.options("algorithm.py")(

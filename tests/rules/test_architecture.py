@@ -22,7 +22,7 @@ ROOMS = (
     "step3_ppo", "step2_reward", "step1_sft",
     "data.preview", "data.sources", "data", "data.build", "data.read", "data.config",
     "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.rewards", "rlhf.generation",
-    "rlhf.adapters", "rlhf.engine", "rlhf.models",
+    "rlhf.engine", "rlhf.adapters", "rlhf.models",
     "rlhf.text", "rlhf.hub", "rlhf.launch", "rlhf.distributed", "rlhf.storage",
     "rlhf.maths", "rlhf.types",
     "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.errors", "rlhf.streams", "rlhf.shipped",
