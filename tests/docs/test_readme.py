@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from data.build.mixture import open_origin
-from rlhf import plugins, rewards
+from rlhf import rewards
 from rlhf.chain import command as train
 from rlhf.config import option_names
 from rlhf.launch.launcher import SAID
@@ -18,7 +18,8 @@ from rlhf.types import Rollout, Samples
 from step1_sft import __main__ as sft
 from step2_reward import __main__ as reward
 from step3_ppo import __main__ as ppo
-from step3_ppo.config import Step3Config
+from tests import tiny
+from tests.players import on_course, players, twice_each
 
 ROOT = Path(train.__file__).parents[2]
 READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("step*/README.md"))]
@@ -33,10 +34,18 @@ def commands() -> list[str]:
 
 
 def blocks() -> dict[str, str]:
-    """The Python files of the README by the name in their first line."""
+    """The Python files of the README by the name in their first line, exactly as printed."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.findall(r"```python\n# ([\w.]+)[^\n]*\n(.*?)```", text, re.DOTALL)
-    return dict(found)
+    return {code[2:].split()[0].rstrip(":"): code for code in re.findall(r"```python\n(# .*?)```", text, re.DOTALL)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with nothing but the README's Python files, in which the process works."""
+    for name, code in blocks().items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def test_there_is_something_to_test() -> None:
@@ -48,17 +57,14 @@ def test_there_is_something_to_test() -> None:
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_is_accepted(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     words = shlex.split(command)
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         assert all(re.search(rf"^{word}:", makefile, re.MULTILINE) for word in words[1:] if "=" not in word)
         return
-    for name, code in blocks().items():
-        (tmp_path / name).write_text(code)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.chdir(tmp_path)
+    (folder / "configs").symlink_to(ROOT / "configs")
     module = words[words.index("-m") + 1] if "-m" in words else ""
     rest = words[words.index(module) + 1 if module else 2 :]
     monkeypatch.setattr(sys, "argv", [words[1], *rest, "--print-config"])
@@ -70,29 +76,32 @@ def test_a_command_is_accepted(
     assert tree["output_dir"].startswith("runs/")
 
 
-def test_the_dataset(tmp_path: Path) -> None:
-    (tmp_path / "my_dataset.py").write_text(blocks()["my_dataset.py"])
-    rows = list(open_origin(f"{tmp_path}/my_dataset.py,rows=3").rows("reward"))
+@pytest.mark.usefixtures("folder")
+def test_the_dataset() -> None:
+    rows = list(open_origin("my_dataset.py,rows=3").rows("reward"))
     assert len(rows) == 3
     assert all(row.prompt and row.response and row.rejected and row.response != row.rejected for row in rows)
 
 
-def test_the_reward_function(tmp_path: Path) -> None:
-    (tmp_path / "my_reward.py").write_text(blocks()["my_reward.py"])
+@pytest.mark.usefixtures("folder")
+def test_the_reward_function() -> None:
     nothing = torch.zeros(2, 1, dtype=torch.long)
     rollout = Rollout(nothing, nothing > 0, nothing, nothing == 0, nothing.float(), nothing[:, 0] == 0, rows=())
     samples = Samples(("a", "b"), ("so cheerful", "no"), rollout)
     context = rewards.Context(None, torch.device("cpu"), torch.float32, "", 1)  # type: ignore[arg-type]
-    scores = rewards.open_source(f"{tmp_path}/my_reward.py:score", context)(samples)
-    assert scores.shape == (2,) and scores[0] > scores[1]
+    scores = rewards.open_source("my_reward.py:score", context)(samples)
+    assert scores.tolist() == pytest.approx([1 - 0.11, -0.02])  # float32 of numbers of two decimals
 
 
-def test_the_algorithm(tmp_path: Path) -> None:
-    (tmp_path / "my_algorithm.py").write_text(blocks()["my_algorithm.py"])
-    module = plugins.find("step3_ppo.algorithms", f"{tmp_path}/my_algorithm.py")
-    assert issubclass(module.Config, Step3Config)
-    algorithm = module.build(module.Config())
-    assert all(callable(getattr(algorithm, name)) for name in ("credit", "policy_loss", "value_loss"))
+@pytest.mark.usefixtures("folder")
+def test_the_algorithm() -> None:
+    """It trains, and its bound holds."""
+    with tiny.one_rank():
+        game = players("my_algorithm.py", total_episodes=8, bound=0.1)
+        credit = game.algorithm.credit(game.score(game.sample(twice_each())))
+        (metrics,) = on_course(game)
+    assert credit.advantages.abs().max() <= torch.tensor(0.1) and game.critic is not None
+    assert {"policy_loss", "value_loss"} <= metrics.keys() and metrics["optimizer_steps"] == 4
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
