@@ -5,6 +5,7 @@
 FOLDER holds what `make` wrote; FOLDER/seen.pt is what rank 0 saw.
 """
 
+import ctypes
 import os
 import sys
 import threading
@@ -54,6 +55,8 @@ FROZEN: dict[str, dict[str, Any]] = {
     "layers offloaded": {"zero_stage": 3, "gather_whole": False, "offload": True},
 }
 FROZEN_ROWS = tiny.sequences([5, 9, 7, 8, 6, 4], [1] * 6)
+M_MMAP_THRESHOLD = -3
+"""of malloc.h"""
 HEAD = torch.linspace(-1, 1, tiny.WIDTH)[None]
 
 
@@ -169,6 +172,8 @@ def memory(folder: Path) -> dict[str, Any]:
 
 
 def runs(folder: Path) -> dict[str, Any]:
+    # Tensors of 64 KiB and more have mappings of their own, which go back to the system at once.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     found: dict[str, Any] = {"memory": memory(folder)}  # first: training keeps what it has had
     for family in FAMILIES:
         for kind in ("whole", "sharded", *(("offloaded", "layers") if family == "llama" else ())):

@@ -1,36 +1,25 @@
 """The runs of test_every_option.py on two ranks: every number is what the options predict, as in one process."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import forked_ranks
 from tests.options import cases, harness
 from tests.options.cases import Bundle
 from tests.options.comparison import Comparison
 from tests.options.harness import Observed
 from tests.options.prediction import config_of, require_predicted
 
-ROOT = Path(__file__).parents[2]
 BUNDLES = cases.bundles()
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, Observed]:
     out = folder / "two.pt"
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*program, "-m", "tests.options.two_ranks", str(folder), str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    forked_ranks.run("tests.options.two_ranks", str(folder), str(out))
     return {str(bundle): Observed(**fields) for bundle, fields in zip(BUNDLES, torch.load(out), strict=True)}
 
 

@@ -1,9 +1,6 @@
 """Models loaded in parts (ZeRO-3) on two ranks: the same numbers as whole ones, never more of a model than a part."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,10 @@ from torch import Tensor
 from rlhf.distributed.zero3 import Shards, is_sharded, whole
 from rlhf.errors import UserError
 from rlhf.models.load import load_causal_lm
-from tests import tiny
+from tests import forked_ranks, tiny
 from tests.engine_runs import EPS, ROUNDING, apart
 from tests.sharded_ranks import ADDED, FAMILIES, FROZEN, FROZEN_ROWS, HEAD, make
 
-ROOT = Path(__file__).parents[3]
 LLAMA = [("llama", kind) for kind in ("sharded", "offloaded", "layers")]
 OTHERS = [(family, "sharded") for family in FAMILIES[1:]]
 ADAPTED = [("lora", kind) for kind in ("sharded", "layers")]
@@ -36,18 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, Any]:
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*program, "-m", "tests.sharded_ranks", str(folder)],
-        cwd=ROOT,
-        # Big tensors have mappings of their own, which go back to the system at once.
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    forked_ranks.run("tests.sharded_ranks", str(folder))
     found: dict[str, Any] = torch.load(folder / "seen.pt")
     return found
 

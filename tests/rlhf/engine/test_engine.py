@@ -1,8 +1,6 @@
 """The engine against a plain AdamW loop: every ZeRO stage, precision, accumulation and number of ranks."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from rlhf.engine.training import Engine, compute_dtype, schedule
 from rlhf.errors import UserError
 from rlhf.models.policy import Policy
 from step2_reward import stage as stage_of_rewards
-from tests import engine_runs, players, reward_runs, tiny
+from tests import engine_runs, forked_ranks, players, reward_runs, tiny
 from tests.engine_runs import (
     BF16_LOSS,
     BF16_WEIGHT,
@@ -37,8 +35,6 @@ from tests.engine_runs import (
 from tests.rlhf.engine import test_ema
 from tests.rlhf.engine.test_ema import require_average
 from tests.two_ranks import RANKED
-
-ROOT = Path(__file__).parents[3]
 
 alone = pytest.mark.parametrize("stage", engine_runs.ALONE)
 
@@ -249,22 +245,13 @@ def test_an_error_inside_inference_leaves_an_engine_that_trains(plain: dict[str,
     assert said == pytest.approx(plain["loss"], abs=1e-6)
 
 
-# --- two processes: one run of torchrun for all
+# --- two processes: one run for all
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("two") / "runs.pt"
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*program, "-m", "tests.two_ranks", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    forked_ranks.run("tests.two_ranks", str(out))
     found: dict[str, Any] = torch.load(out)
     return found
 

@@ -23,7 +23,7 @@ from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.types import Rollout
 from step3_ppo.rollout import generate
-from tests import stand_in_vllm, tiny
+from tests import forked_ranks, stand_in_vllm, tiny
 from tests.players import PROMPTS as FOUR
 from tests.players import players
 
@@ -213,10 +213,7 @@ def test_the_actor_of_an_engine(stage: int, tmp_path: Path) -> None:
 
 
 def test_two_ranks_under_zero_3(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*program, "-m", "tests.vllm_ranks", str(tmp_path / "seen.pt")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    forked_ranks.run("tests.vllm_ranks", str(tmp_path / "seen.pt"))
     seen = torch.load(tmp_path / "seen.pt")
     assert set(seen) == {None, "lora"}
     for each in seen.values():

@@ -1,10 +1,7 @@
 """Two ranks that share one model (tensor parallel) or the tokens of its rows (sequence parallel) against two that each
 have their own; and what is refused before anything is loaded."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,10 @@ from step1_sft.config import SFTConfig
 from step1_sft.plan import needs as sft_needs
 from step3_ppo.algorithms.ppo import Config as PPOConfig
 from step3_ppo.inputs import check as check_ppo
-from tests import tiny
+from tests import forked_ranks, tiny
 from tests.engine_runs import apart
 from tests.split_ranks import make
 
-ROOT = Path(__file__).parents[3]
 Made = Callable[[bool], dict[str, Any]]
 
 
@@ -39,18 +35,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         if everything not in seen:
             folder = tmp_path_factory.mktemp("split")
             make(folder)
-            program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-            words = ["-m", "tests.split_ranks", str(folder), *(["all"] if everything else [])]
-            done = subprocess.run(
-                [*program, *words],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                timeout=900,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr[-4000:]
+            words = [str(folder), *(["all"] if everything else [])]
+            forked_ranks.run("tests.split_ranks", *words, timeout_s=900)
             seen[everything] = torch.load(folder / "seen.pt")
         return seen[everything]
 

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from rlhf.errors import UserError
 from rlhf.storage import disk
 from rlhf.training import checkpoints
 from rlhf.training.checkpoints import Resumable
-from tests import programs, saving
+from tests import forked_ranks, programs, saving
 from tests.killing import Killed
 from tests.saving import POINTS, Memory, killed_by, save, whole
 
@@ -270,9 +268,7 @@ def test_a_directory_that_never_shows_is_not_waited_for_for_ever(stage: Path, mo
 
 
 def test_two_ranks_save_and_fall_back_together(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*command, "-m", "tests.saving", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed = forked_ranks.run("tests.saving", str(tmp_path))
     zero, one = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
 
     # Rank 0 alone gives a checkpoint its name.
@@ -291,7 +287,7 @@ def test_two_ranks_save_and_fall_back_together(tmp_path: Path) -> None:
         assert seen["whole"] == 2 and seen["without 2"] == 1, what
         assert "no checkpoint there is whole" in seen["without 1"], what
         newest = tmp_path / kind / name / "checkpoints/step-00000002"
-        [warning] = {line for line in done.stdout.splitlines() if f"warning, {newest} is passed over: " in line}
+        [warning] = {line for line in printed.splitlines() if f"warning, {newest} is passed over: " in line}
         assert name in warning
 
 

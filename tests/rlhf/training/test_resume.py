@@ -1,6 +1,5 @@
 """A run that goes on from a checkpoint is the run that was not interrupted, to the bit."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.launch import launcher
 from rlhf.training import checkpoints
-from tests import engine_runs, resuming, tiny
+from tests import engine_runs, forked_ranks, resuming, tiny
 from tests.engine_runs import ROUNDING
 
 
@@ -91,11 +90,7 @@ def test_more_ranks_and_fewer_go_on(tmp_path: Path) -> None:
     rounding), and saved by one, gone on with two. Without dropout: its draws are each rank's own."""
     for stage in (0, 3):
         save_without_dropout(tmp_path / f"one {stage}", {"zero_stage": stage})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.rlhf.training.test_resume", str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    forked_ranks.run("tests.rlhf.training.test_resume", str(tmp_path))
     seen = torch.load(tmp_path / "seen.pt", weights_only=True)
     for stage in (0, 1, 2, 3):
         one = torch.load(tmp_path / f"one {stage // 3 * 3}" / "whole.pt", weights_only=True)
