@@ -4,6 +4,7 @@
 """
 
 import atexit
+import gc
 import os
 import random
 import shutil
@@ -25,6 +26,12 @@ import torch
 
 torch.set_num_threads(1)
 atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
+
+
+def pytest_collection_finish() -> None:
+    """DeepSpeed collects garbage for every engine, and need not search all that has been imported each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
