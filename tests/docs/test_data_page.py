@@ -1,12 +1,11 @@
 """docs/data.md: its files are what it says they are, and its commands do what they are printed for."""
 
 import csv
+import importlib
 import io
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from data.build.pack import ACROSS
 from data.preview import command as preview
 from rlhf import errors, plugins
 from rlhf.chain import command as train
+from tests import programs
 
 ROOT = Path(train.__file__).parents[2]
 PAGE = (ROOT / "docs/data.md").read_text(encoding="utf-8")
@@ -95,12 +95,14 @@ def test_a_preview(
 
 
 @pytest.mark.parametrize("command", [line for line in commands() if "data.preview" not in line])
-def test_a_training(command: str, home: Path) -> None:
+def test_a_training(
+    command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = shlex.split(command)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *words[1:]], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert (ACROSS in done.stdout) == ("--objective text" in command)
+    stage = importlib.import_module(f"{words[2]}.__main__")
+    code, printed, reported = programs.runner(words[2], stage.main, monkeypatch, capsys)(*words[3:])
+    assert code == 0, reported
+    assert (ACROSS in printed) == ("--objective text" in command)
     out = home / words[words.index("--output-dir") + 1] / words[2]
     account = json.loads((out / "data.json").read_text())
     assert all(sum(place["fates"].values()) == place["rows"] > 0 for place in account["places"])
