@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from rlhf import console, errors
 from rlhf.chain import command as train
 from rlhf.config import options
+from rlhf.hub import offline
 from rlhf.launch import launcher
 from rlhf.storage import manifests
 from step1_sft import __main__ as sft
@@ -181,6 +182,7 @@ def dead_hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         port = silent.getsockname()[1]
         if request.param == "refuses":
             silent.close()
+        monkeypatch.setattr(offline, "HUB_TIMEOUT", 0.5)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
         yield
