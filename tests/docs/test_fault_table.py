@@ -6,6 +6,7 @@ from tests.fault_names import require_collected
 ROWS_A: dict[int, tuple[str, ...]] = {
     # a rank is killed in a step; while it saves; between the data and the name of a checkpoint
     1: (
+        "rlhf/chain/test_killed_chain.py::test_a_chain_killed_in_every_stage_goes_on_to_the_same_bytes",
         "faults/test_selection.py::test_killed_and_asked_to_end_and_it_is_the_same",
         "faults/test_kills.py::test_a_rank_killed_in_a_step",
     ),
@@ -254,7 +255,7 @@ ROWS_C: dict[int, tuple[str, ...]] = {
 
 
 IN_FAULTS = (
-    *(f"faults/test_{name}.py" for name in ("kills", "power_cut", "ranks", "signals")),
+    *(f"faults/test_{name}.py" for name in ("kills", "power_cut", "ranks", "selection", "signals")),
     "multi_node/test_demo_on_two_nodes.py",
     "rlhf/launch/test_launch.py::test_two_ranks_end_well_every_time",
     "rlhf/training/test_going_on.py::test_step_3_goes_on_from_every_iteration",

@@ -1,5 +1,4 @@
-"""Of each kind of fault the one that matters most, in one stage and one process; the rest is behind the marker
-`faults`."""
+"""Of each kind of fault the one that matters most, in one stage and one process: the quickest check of them all."""
 
 import os
 import socket
@@ -9,6 +8,8 @@ import pytest
 
 from rlhf.storage import manifests
 from tests.faults import harness
+
+pytestmark = pytest.mark.faults
 
 
 @pytest.fixture(scope="module")
