@@ -32,16 +32,16 @@ demo: $(INSTALLED)  ## the whole pipeline on a tiny model: minutes on a laptop
 	$(PY) train.py $(ARGS)
 
 test: $(INSTALLED)  ## the whole test suite
-	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-avx2: $(INSTALLED)  ## the numerical tests again with AVX2 at most, as on an older CPU
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PY) -m pytest -n 2 --dist loadfile $(NUMERICAL) $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NUMERICAL) $(ARGS)
 
 test-long: $(INSTALLED)  ## what takes longer: four more seeds of the demo, the other algorithms
 	$(PY) -m pytest -m long $(ARGS)
 
 test-faults: $(INSTALLED)  ## every fault of docs/reliability.md in earnest: processes killed, disks full, files damaged
-	$(PY) -m pytest -n 2 --dist loadfile -m faults $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m faults $(ARGS)
 
 mutants: $(INSTALLED)  ## whether tests fail when one operator, number or argument is wrong: an hour, goes on where it stopped
 	$(PY) -m tests.mutation $(ARGS)

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 if os.environ.setdefault("DS_ACCELERATOR", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -26,6 +27,31 @@ import torch
 
 torch.set_num_threads(1)
 atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
+
+
+FIRST = (
+    "rlhf/chain/test_demo.py",
+    "rlhf/models/cpu/test_compiling.py",
+    "rlhf/distributed/test_sharding.py",
+    "rlhf/chain/test_security_run.py",
+    "rlhf/training/test_resume.py",
+    "options/test_on_two_ranks.py",
+    "rlhf/chain/test_train.py",
+    "rlhf/generation/test_vllm.py",
+    "rlhf/chain/test_errors.py",
+    "rlhf/training/test_checkpoints.py",
+    "multi_node/test_two_nodes.py",
+    "rlhf/engine/test_engine.py",
+    "rlhf/launch/test_launch.py",
+)
+"""Files of half a minute and more, the longest first: at the end, one of them would leave a worker without work."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    rank = {tests / name: number for number, name in enumerate(FIRST)}
+    assert all(path.is_file() for path in rank), "a file of FIRST is not there"
+    items.sort(key=lambda item: rank.get(item.path, len(FIRST)))
 
 
 def pytest_collection_finish() -> None:
