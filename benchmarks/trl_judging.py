@@ -13,7 +13,8 @@ from data.dataset import PromptDataset
 from rlhf import rewards
 from rlhf.console import quiet_libraries
 from rlhf.distributed import collectives
-from rlhf.engine.training import compute_dtype, schedule
+from rlhf.engine.adamw import schedule
+from rlhf.engine.training import compute_dtype
 from rlhf.types import Rollout, Samples
 from step3_ppo.inputs import check, with_inputs
 from step3_ppo.models import reward_context

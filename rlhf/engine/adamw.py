@@ -1,5 +1,6 @@
-"""AdamW with its weights, moments and products in fp32, however narrow the weights are that a model computes with."""
+"""AdamW with its weights, moments and products in fp32, however narrow a model's own are; its learning rate."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from rlhf.config.options import OptimizerOptions
 from rlhf.distributed.zero3 import whole_shape
 
 MASTER = "weight"
@@ -88,3 +90,18 @@ class MasterAdamW(torch.optim.AdamW):
                 )
                 if MASTER in state:
                     weight.copy_(master)
+
+
+def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:
+    """The factor on the learning rate at each optimizer step, from 0: warm-up, then the named shape down to 0."""
+    warmup = max(1, round(options.warmup_ratio * total_steps)) if options.warmup_ratio > 0 else 0
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
+            options.lr_scheduler_type
+        ]
+
+    return factor

@@ -18,7 +18,7 @@ from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
 from rlhf.distributed.zero3 import InStep, Shards, deepspeed_settings, gathered, whole_shape, zero3
 from rlhf.engine import optimizer_state
-from rlhf.engine.adamw import MasterAdamW, decay_groups
+from rlhf.engine.adamw import MasterAdamW, decay_groups, schedule
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.errors import UserError
 from rlhf.models.cpu import compiling
@@ -375,21 +375,6 @@ def require_possible(options: EngineOptions, device: torch.device) -> None:
             f"--offload-nvme {folder}: DeepSpeed cannot build its asynchronous reads and writes here; install libaio "
             "with its headers (libaio-dev) and a C++ compiler, or leave the option out to offload to CPU memory"
         )
-
-
-def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate at each optimizer step, from 0: warm-up, then the named shape down to 0."""
-    warmup = max(1, round(options.warmup_ratio * total_steps)) if options.warmup_ratio > 0 else 0
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
-            options.lr_scheduler_type
-        ]
-
-    return factor
 
 
 def _checkpoint_activations(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlhf import plugins
 from rlhf.config import parser
 from rlhf.config.options import OptimizerOptions
-from rlhf.engine.training import schedule
+from rlhf.engine.adamw import schedule
 from rlhf.errors import UserError
 from rlhf.rewards import Part, Sources
 from rlhf.training import checks

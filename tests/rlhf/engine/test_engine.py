@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config.options import EngineOptions, OptimizerOptions
-from rlhf.engine.training import Engine, compute_dtype, schedule
+from rlhf.engine.adamw import schedule
+from rlhf.engine.training import Engine, compute_dtype
 from rlhf.errors import UserError
 from rlhf.models.policy import Policy
 from step2_reward import stage as stage_of_rewards
