@@ -241,6 +241,14 @@ def bundles() -> list[Bundle]:
     return [Bundle(tuple(bundle)) for bundle in made]
 
 
+def sharded() -> list[Bundle]:
+    """The first bundle of each stage: on two ranks, its models lie in parts (ZeRO-3)."""
+    first: dict[str, Bundle] = {}
+    for bundle in bundles():
+        first.setdefault(bundle.stage, bundle)
+    return list(first.values())
+
+
 def fits(case: Case, bundle: list[Case]) -> bool:
     first = bundle[0]
     if (first.stage, first.algorithm, first.alone) != (case.stage, case.algorithm, case.alone):

@@ -16,6 +16,7 @@ from unittest import mock
 from torch import Tensor
 
 from rlhf.distributed import collectives
+from rlhf.distributed.zero3 import Shards
 from rlhf.engine.training import Engine
 from rlhf.launch import launcher
 from rlhf.models import load
@@ -113,6 +114,8 @@ def read_once(load_model: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, Any] = {}
 
     def load_model_again(*arguments: Any) -> Any:
+        if any(isinstance(argument, Shards) for argument in arguments):  # a copy would have no parts
+            return load_model(*arguments)
         if arguments not in known:
             known[arguments] = load_model(*arguments)
         return copy.deepcopy(known[arguments])

@@ -1,4 +1,4 @@
-"""Every bundle of tests/options/cases.py on two ranks, all in one launch:
+"""Every bundle of tests/options/cases.py on two ranks, all in one launch, those of `cases.sharded()` under ZeRO-3:
 
     torchrun --nproc-per-node=2 -m tests.options.two_ranks FOLDER OUT.pt
 
@@ -18,10 +18,11 @@ from tests.options import cases, harness
 if __name__ == "__main__":
     folder, out = map(Path, sys.argv[1:])
     with collectives.process_group(timeout_s=60):
-        observed = [
-            asdict(harness.run(bundle.stage, cases.config_of(folder, bundle.stage, bundle.algorithm, **bundle.changes)))
-            for bundle in cases.bundles()
-        ]
+        observed = []
+        for bundle in cases.bundles():
+            changes = bundle.changes | ({"zero_stage": 3} if bundle in cases.sharded() else {})
+            config = cases.config_of(folder, bundle.stage, bundle.algorithm, **changes)
+            observed.append(asdict(harness.run(bundle.stage, config)))
         if collectives.is_main():
             torch.save(observed, out)
     launcher.end_well()
