@@ -36,6 +36,11 @@ def status(text: str) -> None:
         print(f"{stamp}{text}", file=sys.stderr, flush=True)
 
 
+def program(otherwise: str) -> str:
+    """What the user typed before the options: `rlhf VERB`, or `otherwise` where no verb was called."""
+    return sys.argv[0] if sys.argv[0].startswith("rlhf ") else otherwise
+
+
 def loading(what: str, argv: Sequence[str], silent: bool = False) -> None:
     """Say that libraries are loading, which takes seconds, unless they are there or `argv` only asks for a text."""
     if not silent and "torch" not in sys.modules and not {"--help", "-h", "--help-all", "--print-config"} & {*argv}:

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from data.config import DataOptions
+from rlhf import console
 from rlhf.config import parser
 from rlhf.errors import UserError
 
@@ -66,7 +67,9 @@ def preview(options: PreviewConfig) -> list[str]:
 
 def main() -> int:
     """Exit code 2 if some phase cannot be served; each reason is one line on stderr, said once."""
-    options = parser.parse(PreviewConfig, sys.argv[1:], NAME, "Show the data as the model will see it.")
+    options = parser.parse(
+        PreviewConfig, sys.argv[1:], console.program(NAME), "Show the data as the model will see it."
+    )
     from rlhf.console import quiet_libraries
 
     quiet_libraries()

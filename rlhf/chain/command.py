@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf import console, streams
-from rlhf.chain.options import SECTIONS, SHORT_HELP, STAGES, ChainConfig, chain_config, changed, program, resolve
+from rlhf.chain.options import SECTIONS, SHORT_HELP, STAGES, ChainConfig, chain_config, changed, resolve
 from rlhf.config import parser
 from rlhf.config.options import require_trackers
 from rlhf.config.short_help import short_help
@@ -152,16 +152,17 @@ def leave(step: int, ended: launcher.Ended, todo: dict[int, Any]) -> NoReturn:
 
 
 def main() -> None:
+    program = console.program("python train.py")
     argv, note = _with_base(sys.argv[1:])
     shown = parser.SHOWN & {*argv} if "--print-config" in argv else set()
     streams.outlive_readers(tell=not shown and not TEXTS & {*argv})
     argv = [word for word in argv if word not in shown]
-    console.loading(program().removeprefix("python "), argv, bool(shown))
+    console.loading(program.removeprefix("python "), argv, bool(shown))
     options, about = chain_config(argv), (__doc__ or "").split("\n")[0]
     if {"--help", "-h"} & {*argv}:
-        print(short_help(options, program(), about, SHORT_HELP))
+        print(short_help(options, program, about, SHORT_HELP))
         return
-    chain = parser.parse(options, argv, program(), about)
+    chain = parser.parse(options, argv, program, about)
     chain = resolve(chain, argv)
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")

@@ -1,7 +1,6 @@
 """Options of the chain: what stands at the top and what each stage sets apart. Needs no torch to be imported."""
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -62,11 +61,6 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     """step 1, supervised fine-tuning; what is not set here is as at the top"""
     reward: RewardConfig = RewardConfig()
     """step 2, the reward model; what is not set here is as at the top"""
-
-
-def program() -> str:
-    """What starts the chain, as the user typed it: `rlhf train`, `rlhf plan` or `python train.py`."""
-    return sys.argv[0] if sys.argv[0].startswith("rlhf ") else "python train.py"
 
 
 def chain_config(argv: list[str]) -> type[ChainConfig]:

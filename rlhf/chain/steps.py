@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rlhf.chain.options import STAGES, program
+from rlhf import console
+from rlhf.chain.options import STAGES
 from rlhf.storage.manifests import MANIFEST, planned_start
 from step3_ppo.inputs import inputs
 
@@ -45,10 +46,11 @@ def next_step(chain: Any) -> str:
     if 3 not in done:
         steps = [str(step) for step in needed(chain) if step not in done]
         return "next: " + shlex.join([*_program(), "--steps", *steps, "--output-dir", chain.output_dir])
+    program = console.program("python train.py")
     return (
         f"\nThe tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
         f"Numbers: {chain.output_dir}/step*/metrics.jsonl and manifest.json. Your own data and models:\n"
-        f"  {program()} --actor-model DIR --reward-model DIR --data-path my_pairs.jsonl --output-dir runs/mine"
+        f"  {program} --actor-model DIR --reward-model DIR --data-path my_pairs.jsonl --output-dir runs/mine"
     )
 
 

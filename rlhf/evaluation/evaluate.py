@@ -22,9 +22,11 @@ def require_all(options: EvaluateConfig) -> None:
 
 def main() -> int:
     """Exit code 2 for a user's mistake, 3 for a number that is not finite; each is one line on stderr."""
-    options = parser.parse(EvaluateConfig, sys.argv[1:], NAME, "Compare policies on the prompts of a file.")
+    options = parser.parse(
+        EvaluateConfig, sys.argv[1:], console.program(NAME), "Compare policies on the prompts of a file."
+    )
     require_all(options)
-    console.loading(NAME, sys.argv)
+    console.loading(console.program(NAME), sys.argv)
     from rlhf.console import quiet_libraries
 
     quiet_libraries()

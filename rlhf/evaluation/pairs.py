@@ -24,9 +24,11 @@ def require_all(options: PairsConfig) -> None:
 
 def main() -> int:
     """Exit code 2 for a user's mistake, one line on stderr."""
-    options = parser.parse(PairsConfig, sys.argv[1:], NAME, "Pairs of responses to compare, for a reward model.")
+    options = parser.parse(
+        PairsConfig, sys.argv[1:], console.program(NAME), "Pairs of responses to compare, for a reward model."
+    )
     require_all(options)
-    console.loading(NAME, sys.argv)
+    console.loading(console.program(NAME), sys.argv)
     from rlhf.console import quiet_libraries
 
     quiet_libraries()

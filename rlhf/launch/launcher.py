@@ -180,6 +180,7 @@ def stage_main(
     _end_with_launcher()
     streams.outlive_readers()
     # The deepspeed launcher adds --local_rank; the environment says it too.
+    program = console.program(f"python -m {stage}")
     argv = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank=", word)]
     try:
         with requeued_when_asked(), _Patience():
@@ -187,9 +188,9 @@ def stage_main(
             slurm.adopt(os.environ)
             console.loading(stage, argv)
             if {"--help", "-h"} & {*argv}:
-                print(short_help(options_of(argv), f"python -m {stage}", description, {**groups, **OF_STAGES}))
+                print(short_help(options_of(argv), program, description, {**groups, **OF_STAGES}))
                 return 0
-            options = parser.parse(options_of(argv), argv, f"python -m {stage}", description)
+            options = parser.parse(options_of(argv), argv, program, description)
             from rlhf.distributed import rendezvous
             from rlhf.storage import manifests
 
