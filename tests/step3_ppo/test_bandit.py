@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf import plugins
 from rlhf.maths import ops
 from rlhf.types import Message, Rollout, Row
+from step3_ppo import algorithms
 
 ACTIONS = 8
 KL_COEF = 0.5
@@ -101,5 +102,5 @@ def test_an_algorithm_reaches_the_boltzmann_optimum(name: str, seed: int) -> Non
     # Far from the start and from the greedy answer, or reaching it would prove nothing.
     assert total_variation(ref_logits.softmax(0), best) > 0.2 and float(best.max()) < 0.95
     module = plugins.find("step3_ppo.algorithms", name)
-    algorithm = module.build(module.Config(algorithm=name, kl_coef=KL_COEF, **OPTIONS[name]))
+    algorithm = algorithms.load(module.Config(algorithm=name, kl_coef=KL_COEF, **OPTIONS[name]))
     assert total_variation(train(algorithm, scores, ref_logits, draw), best) < 0.02

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf.generation import loop
+from rlhf.generation import open_backend
 from rlhf.maths import losses
 from rlhf.maths.uniforms import uniforms
 from rlhf.rewards import Part, Sources
@@ -47,7 +47,7 @@ def test_rollout_batches_are_joined_to_one(game: Players) -> None:
     # Responses do not depend on who shares the batch; a batch of 1 ends at its own last token.
     tokens = []
     draws = uniforms([(0, i) for i in range(4)], game.config.response_length)
-    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    backend = open_backend("loop", eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
     for size in (1, 3, 4):
         whole = generate(game.actor, backend, PROMPTS, game.config, draws, size)
         tokens.append(whole.response_ids.masked_fill(~whole.mask, tiny.PAD))
