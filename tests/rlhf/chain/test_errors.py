@@ -77,7 +77,7 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "no room for the response": (["--ppo.response-length", "25"], ["got 49 tokens", "--max-length 48"]),
     "unknown option": (["--ppo.temprature", "1"], ["'--ppo.temprature' (did you mean '--ppo.temperature'?)"]),
     "unknown section": (["--pop.kl-coef", "1"], ["'--pop.kl-coef'", "'--ppo.kl-coef'"]),
-    "initials": (["--lr", "1"], ["'--sft.learning-rate' or '--reward.learning-rate' or '--ppo.learning-rate'"]),
+    "initials": (["--lr", "1"], ["'--lr': here --sft.learning-rate or --reward.learning-rate or --ppo.learning-rate"]),
     "a word of it": (["--sft.epochs", "3"], ["'--sft.epochs' (did you mean '--sft.num-train-epochs'?)"]),
     "an empty directory": (["--actor-model", "."], [".: the directory has no config.json and no tokenizer.json"]),
     "bad number": (["--ppo.kl-coef", "much"], ["--ppo.kl-coef", "'much'"]),
