@@ -261,7 +261,6 @@ IN_FAULTS = (
     "rlhf/training/test_going_on.py::test_step_3_goes_on_from_every_iteration",
     "rlhf/training/test_going_on.py::test_step_3_goes_on_from_any_iteration_alone",
     "rlhf/training/test_power_cut.py::test_the_same_command_ends_with_the_same_bytes",
-    "data/build/test_forked.py::test_the_first_that_fails_ends_the_others",
 )
 """What only `make test-faults` runs; `make test` runs the other tests of the tables."""
 
