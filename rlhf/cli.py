@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf.config import suggest
 from rlhf.errors import UserError, run_as_user
-from rlhf.shipped import ROOT
+from rlhf.shipped import PACKAGES, ROOT
 
 VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("rlhf.chain.command", (), "the three stages, one after the other"),
@@ -22,17 +22,13 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
 """the module whose `main` is the program, options that it always gets, and what it does"""
 
 
-OURS = ("data", "step1_sft", "step2_reward", "step3_ppo")
-"""top-level packages beside rlhf"""
-
-
 def require_ours() -> None:
     """Other people have packages called `data` too. Putting ours first would hide theirs from a user's own reward or
     dataset file, without a word; so a clash is refused.
 
     Raises: UserError if Python would import one of ours from elsewhere.
     """
-    for name in OURS:
+    for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         got = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
         expected = ROOT / name / "__init__.py"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 """the directory that holds the packages rlhf, data and those of the three stages"""
+PACKAGES = ("rlhf", "data", "step1_sft", "step2_reward", "step3_ppo")
 INSTALLED = Path(__file__).parent / "configs"
 CONFIGS = INSTALLED if INSTALLED.is_dir() else ROOT / "configs"
 """recipes, presets of models, shapes of well-known models"""

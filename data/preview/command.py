@@ -70,9 +70,7 @@ def main() -> int:
     options = parser.parse(
         PreviewConfig, sys.argv[1:], console.program(NAME), "Show the data as the model will see it."
     )
-    from rlhf.console import quiet_libraries
-
-    quiet_libraries()
+    console.quiet_libraries()
     mistakes = preview(options)
     for mistake in mistakes:
         print(f"error: {mistake}", file=sys.stderr)

@@ -169,9 +169,7 @@ def main() -> None:
         return
     launcher.require_alone()
     launcher.require_open_files()
-    from rlhf.console import quiet_libraries
-
-    quiet_libraries()
+    console.quiet_libraries()
     if chain.plan:
         print(forecast(chain))
         return

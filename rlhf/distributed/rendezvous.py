@@ -23,7 +23,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from rlhf.config.options import RunOptions
 from rlhf.distributed import addresses
 from rlhf.errors import UserError
-from rlhf.shipped import ROOT
+from rlhf.shipped import PACKAGES, ROOT
 from rlhf.storage import manifests
 
 TIMEOUT = "RLHF_RENDEZVOUS_TIMEOUT_S"
@@ -32,7 +32,6 @@ SHARED_S = 30.0
 """in which a file that rank 0 writes must show to every other rank"""
 READING_S = 30.0
 """that a rank waits for the verdict of rank 0 after the latter has stopped waiting"""
-CODE = ("rlhf", "data", "step1_sft", "step2_reward", "step3_ppo")
 SHOWN = 4
 """differences that are named"""
 
@@ -204,7 +203,7 @@ def what_must_agree(options: RunOptions) -> dict[str, str]:
 
 
 def _code() -> Iterator[tuple[str, str]]:
-    for package in CODE:
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             yield str(path.relative_to(ROOT)), _digest(path)
 

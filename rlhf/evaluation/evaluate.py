@@ -27,9 +27,7 @@ def main() -> int:
     )
     require_all(options)
     console.loading(console.program(NAME), sys.argv)
-    from rlhf.console import quiet_libraries
-
-    quiet_libraries()
+    console.quiet_libraries()
     from rlhf.engine.nonfinite import NonFiniteError
     from rlhf.evaluation import comparison, results_table
     from rlhf.launch.launcher import NON_FINITE, give_up

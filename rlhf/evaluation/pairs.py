@@ -29,9 +29,7 @@ def main() -> int:
     )
     require_all(options)
     console.loading(console.program(NAME), sys.argv)
-    from rlhf.console import quiet_libraries
-
-    quiet_libraries()
+    console.quiet_libraries()
     from rlhf.evaluation import label_pairs
 
     label_pairs.run(options)
