@@ -65,7 +65,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@needs_compiler
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path) -> None:
     tiny.causal_lm(family, std=0.05).save_pretrained(tmp_path / "model")
@@ -92,7 +92,7 @@ def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path
     torch._dynamo.reset()
 
 
-@needs_compiler
+@pytest.mark.usefixtures("traced")
 def test_models_that_take_turns_keep_their_own_steps(tmp_path: Path) -> None:
     """Within a rollout a step is not asked which graph it takes; rows end at different steps."""
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
@@ -141,7 +141,7 @@ def test_the_compiler_keeps_no_cache(saved: str) -> None:
         gc.enable()
 
 
-@needs_compiler
+@pytest.mark.usefixtures("traced")
 def test_products_of_the_same_states_are_one(saved: str) -> None:
     lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
@@ -160,7 +160,7 @@ def test_products_of_the_same_states_are_one(saved: str) -> None:
     assert counts == [steps * (7 * layers + 1), steps * (4 * layers + 1)]
 
 
-@needs_compiler
+@pytest.mark.usefixtures("traced")
 def test_what_is_no_single_graph_runs_as_it_was_written(saved: str) -> None:
     compiling.whole.cache_clear()
     lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
@@ -173,25 +173,6 @@ def test_what_is_no_single_graph_runs_as_it_was_written(saved: str) -> None:
     compiling.whole.cache_clear()
     assert torch.equal(plain.response_ids, fast.response_ids)
     assert sum("decode step" in str(warning.message) for warning in caught) == 1
-
-
-@needs_compiler
-@torch._inductor.config.patch(emulate_precision_casts=False)
-@pytest.mark.parametrize("own", [False, True])  # attention of our own, which rounds otherwise
-def test_in_bf16_training_scores_as_scoring_does(saved: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first ratio of PPO is 1, and its KL from a reference of the same weights 0."""
-    policy, rows = Policy(load_causal_lm(saved, torch.bfloat16, tiny.VOCAB)), tiny.sequences([20, 9, 14], [1, 1, 1])
-    compiling.round_alike()
-    if not own:
-        monkeypatch.setattr(kernels, "for_rows", lambda _: False)
-    with torch.no_grad():
-        exact = Policy(load_causal_lm(saved, torch.float32, tiny.VOCAB))(rows)[0]
-        expected = policy(rows)[0]
-        compiling.compile_layers(policy)
-        scored = policy(rows)[0]
-    assert torch.equal(policy(rows)[0], scored)
-    torch.testing.assert_close(scored, expected, rtol=0, atol=5e-3 if own else 1e-3)
-    assert (scored - exact).norm() < 1.1 * (expected - exact).norm()
 
 
 def test_it_is_refused_where_layers_lie_in_parts() -> None:

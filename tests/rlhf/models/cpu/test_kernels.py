@@ -1,5 +1,6 @@
 """Operations in C++ beside the formula in fp64."""
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlhf.config.options import SamplingOptions
 from rlhf.generation import loop
@@ -15,6 +17,7 @@ from rlhf.models import packing
 from rlhf.models.cpu import attention, compiling, kernels
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
+from rlhf.types import Sequences
 from tests import tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -139,30 +142,37 @@ def test_rows_beyond_the_tokens_are_refused() -> None:
 
 
 @torch._inductor.config.patch(emulate_precision_casts=False)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_compiled_model_scores_and_learns_with_them_as_without(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed(torch.bfloat16, kernels.for_rows)
-    lm, rows = tiny.causal_lm(family, std=0.05).bfloat16(), tiny.sequences([12, 40, 17, 31], prompts=[3, 9, 1, 8])
+def test_a_compiled_model_scores_and_learns_with_them_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler here")
+    lm, rows = tiny.causal_lm("llama", std=0.05).bfloat16(), tiny.sequences([12, 40, 17, 31], prompts=[3, 9, 1, 8])
+    exact = scores_and_gradient(copy.deepcopy(lm).double(), rows)
     attention.use(lm)
     packing.allow(lm, whole=True)
     assert packing.packs(lm)
     compiling.compile_layers(lm)
     compiling.round_alike()
-    found = []
-    for usable in (True, False):
+    errors = []
+    for usable in {False, kernels.for_rows(torch.bfloat16)}:
         monkeypatch.setattr(kernels, "for_rows", lambda _, usable=usable: usable)
-        asked = [0]
-        monkeypatch.setattr(kernels, "attend_rows", counted(kernels.attend_rows, asked))
-        logprobs, _ = Policy(lm)(rows)
-        gradient = torch.autograd.grad(logprobs.sum(), list(lm.parameters()), allow_unused=True)
-        assert asked[0] == (lm.config.num_hidden_layers if usable else 0)
-        found.append((logprobs, torch.cat([g.flatten() for g in gradient if g is not None]).double()))
+        calls = [0]
+        monkeypatch.setattr(kernels, "attend_rows", counted(kernels.attend_rows, calls))
+        logprobs, gradient = scores_and_gradient(lm, rows)
+        assert calls[0] == (lm.config.num_hidden_layers if usable else 0)
         with torch.no_grad():
-            assert torch.equal(Policy(lm)(rows)[0], logprobs)  # scoring rounds as training does
+            assert torch.equal(Policy(lm)(rows)[0].double(), logprobs)  # scoring rounds as training does
+        errors.append([float((x - y).norm()) for x, y in zip((logprobs, gradient), exact, strict=True)])
     torch._dynamo.reset()
-    (fast, quick), (plain, slow) = found
-    torch.testing.assert_close(fast, plain, rtol=0, atol=2e-2)
-    assert float((quick - slow).norm() / slow.norm()) < 0.02
+    for one, other in zip(errors[0], errors[-1], strict=True):
+        # As many roundings of the same size: over n numbers the ratio of two such norms scatters by n^-1/2, here 0.1.
+        assert 0 < one < 1.5 * other and other < 1.5 * one
+
+
+def scores_and_gradient(lm: PreTrainedModel, rows: Sequences) -> tuple[Tensor, Tensor]:
+    """Log-probs of the responses, and their sum's gradient with respect to all weights, in fp64."""
+    logprobs, _ = Policy(lm)(rows)
+    gradient = torch.autograd.grad(logprobs.sum(), list(lm.parameters()), allow_unused=True)
+    return logprobs.detach().double(), torch.cat([g.flatten() for g in gradient if g is not None]).double()
 
 
 def counted(function: Callable[..., Tensor], calls: list[int]) -> Callable[..., Tensor]:
@@ -181,6 +191,7 @@ def test_other_numbers_and_odd_sizes_do_not_fit() -> None:
     assert not kernels.for_rows(torch.float32)
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_without_them_tokens_are_the_same(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed(torch.float32)
