@@ -59,7 +59,7 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     given = RewardConfig(**settings["stage"])
     with collectives.process_group(given.timeout_s):
         wire.loading()
-        tokenizer, data = stage.open_data(given, given.model)
+        tokenizer, data = stage.REWARD_MODELLING.open_data(given, given.model)
         dtype = compute_dtype(given, collectives.local_device())
         model = new_scalar_model(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
         model.backbone = adapters.wrap(model.backbone, given.adapter)

@@ -76,7 +76,7 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     given = SFTConfig(**settings["stage"])
     with collectives.process_group(given.timeout_s):
         wire.loading()
-        tokenizer, data = stage.open_data(given, given.model)
+        tokenizer, data = stage.FINE_TUNING.open_data(given, given.model)
         dtype = compute_dtype(given, collectives.local_device())
         lm = load_causal_lm(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
         policy = Engine(Policy(adapters.wrap(lm, given.adapter)), given, given, ENDLESS)

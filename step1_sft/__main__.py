@@ -1,19 +1,17 @@
 """`python -m step1_sft`: supervised fine-tuning alone."""
 
 from rlhf.launch.launcher import stage_main
-from step1_sft.config import SFTConfig
-
-GROUPS = {"fine-tuning": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective", "loss-on")}
+from step1_sft.config import STAGE, SFTConfig
 
 
 def main() -> int:
     def run(options: SFTConfig) -> None:
-        from rlhf.plan.command import settle_alone
-        from step1_sft import plan, stage
+        from rlhf.plan.command import settle_alone  # here, as it imports torch
+        from step1_sft.stage import FINE_TUNING
 
-        stage.run(settle_alone(options, plan.needs))
+        FINE_TUNING.run(settle_alone(options, FINE_TUNING.needs))
 
-    return stage_main(lambda argv: SFTConfig, "step1_sft", "Supervised fine-tuning on responses.", GROUPS, run)
+    return stage_main(lambda argv: SFTConfig, STAGE.name, STAGE.title, STAGE.help_groups, run)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,25 @@
-"""Options of supervised fine-tuning."""
+"""Options of supervised fine-tuning, and what the stage declares."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from data.config import BatchOptions, DataOptions
-from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
+from rlhf.config.declaration import Declaration, Phase
+from rlhf.supervised.options import SupervisedOptions
+
+STAGE = Declaration(
+    name="step1_sft",
+    title="Supervised fine-tuning on responses.",
+    help_groups={
+        "fine-tuning": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective", "loss-on"),
+    },
+    models=("model",),
+    phases={("step1_sft.stage", "perplexity"): Phase("evaluation")},
+)
 
 
-class SFTConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
+class SFTConfig(SupervisedOptions):
     """Supervised fine-tuning of a causal language model on responses."""
-
-    TOTALS: ClassVar[frozenset[str]] = frozenset({"num_train_epochs"})
 
     model: str = "opt-1.3b"
     """pretrained model: directory, hub id, short name or .yaml"""
@@ -20,7 +28,5 @@ class SFTConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunO
     contexts of max_length tokens, in which a token attends to the texts before its own too"""
     loss_on: Literal["last", "every", "all"] = "last"
     """what is learned of a dialogue: the last assistant turn, every assistant turn, or everything"""
-    num_train_epochs: int = Field(1, ge=1)
-    """passes over the data"""
     learning_rate: float = Field(2e-5, ge=0)
     """peak learning rate of AdamW"""

@@ -2,7 +2,7 @@
 
 from rlhf.plan.activations import Passes
 from rlhf.plan.stage import Needs, Player, dtype_on
-from step1_sft.config import SFTConfig
+from step1_sft.config import STAGE, SFTConfig
 
 
 def needs(config: SFTConfig, device: str, starts: dict[str, str]) -> Needs:
@@ -12,4 +12,4 @@ def needs(config: SFTConfig, device: str, starts: dict[str, str]) -> Needs:
     passes = Passes(config.micro_batch_size, config.max_length, config.max_length - 1)
     batch = config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // config.max_length)
     dtype = dtype_on(config, device)
-    return Needs("step1_sft", (player,), dtype, batch, config.micro_batch_size, passes, config.keep)
+    return Needs(STAGE.name, (player,), dtype, batch, config.micro_batch_size, passes, config.keep)

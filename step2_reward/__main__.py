@@ -1,19 +1,17 @@
 """`python -m step2_reward`: the reward model alone."""
 
 from rlhf.launch.launcher import stage_main
-from step2_reward.config import RewardConfig
-
-GROUPS = {"the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "centering")}
+from step2_reward.config import STAGE, RewardConfig
 
 
 def main() -> int:
     def run(options: RewardConfig) -> None:
-        from rlhf.plan.command import settle_alone
-        from step2_reward import plan, stage
+        from rlhf.plan.command import settle_alone  # here, as it imports torch
+        from step2_reward.stage import REWARD_MODELLING
 
-        stage.run(settle_alone(options, plan.needs))
+        REWARD_MODELLING.run(settle_alone(options, REWARD_MODELLING.needs))
 
-    return stage_main(lambda argv: RewardConfig, "step2_reward", "A pairwise reward model on preferences.", GROUPS, run)
+    return stage_main(lambda argv: RewardConfig, STAGE.name, STAGE.title, STAGE.help_groups, run)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""Options of the reward model."""
-
-from typing import ClassVar
+"""Options of the reward model, and what the stage declares."""
 
 from pydantic import Field
 
-from data.config import BatchOptions, DataOptions
-from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
+from rlhf.config.declaration import Declaration, Phase
+from rlhf.supervised.options import SupervisedOptions
+
+STAGE = Declaration(
+    name="step2_reward",
+    title="A pairwise reward model on preferences.",
+    help_groups={"the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "centering")},
+    models=("model",),
+    phases={("step2_reward.heldout", "evaluate"): Phase("evaluation")},
+)
 
 
-class RewardConfig(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
+class RewardConfig(SupervisedOptions):
     """A pairwise reward model: a language model's backbone under one scalar."""
-
-    TOTALS: ClassVar[frozenset[str]] = frozenset({"num_train_epochs"})
 
     model: str = "opt-350m"
     """pretrained model, or the directory of a finished step 1: directory, hub id, short name or .yaml"""

@@ -2,7 +2,7 @@
 
 from rlhf.plan.activations import Passes
 from rlhf.plan.stage import Needs, Player, dtype_on
-from step2_reward.config import RewardConfig
+from step2_reward.config import STAGE, RewardConfig
 
 RANKED = (
     "counted as one pair a batch element; a ranked list of K responses has K (K - 1) / 2 pairs: that many times the "
@@ -17,4 +17,4 @@ def needs(config: RewardConfig, device: str, starts: dict[str, str]) -> Needs:
     passes = Passes(2 * config.micro_batch_size, config.max_length, 0)
     batch = config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // (2 * config.max_length))
     dtype = dtype_on(config, device)
-    return Needs("step2_reward", (player,), dtype, batch, config.micro_batch_size, passes, config.keep, note=RANKED)
+    return Needs(STAGE.name, (player,), dtype, batch, config.micro_batch_size, passes, config.keep, note=RANKED)

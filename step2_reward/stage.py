@@ -1,8 +1,9 @@
-"""The reward model: the chosen response of each pair shall score higher (InstructGPT, arXiv 2203.02155, eq. 1)."""
+"""The reward model: the chosen response of each pair shall score higher (InstructGPT, arXiv 2203.02155, eq. 1).
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+loss = -1/N sum log sigmoid(r(x, chosen) - r(x, rejected)), over the N pairs of a batch
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +11,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, batches_of, counted, padding, pair_batch
+from data.batches import Batches, counted, padding, pair_batch
 from data.build.encode import Preference
-from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
-from data.preflight import require_rows
-from data.read.records import Phase
+from data.dataset import Opened, PromptDataset, Recipe
 from rlhf import adapters, console
-from rlhf.console import status
 from rlhf.distributed import collectives
 from rlhf.engine.export import save_scalar
-from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine, compute_dtype, shards_of
-from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
 from rlhf.models import sequence_parallel
 from rlhf.models.scalar import ScalarModel, ScoreStatistics, apart, can_join, new_scalar_model, together
-from rlhf.models.splitting import check_split, shares
-from rlhf.storage.manifests import model_place, planned_start
+from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
-from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
-from rlhf.training.checkpoints import Resumable, require_room
-from rlhf.training.checks import check_engine, check_ranks, check_start
-from rlhf.training.progress import find
-from rlhf.training.run import open_run
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
-from step2_reward.config import RewardConfig
+from step2_reward.config import STAGE, RewardConfig
+from step2_reward.heldout import PairScores, evaluate, require_converged
 from step2_reward.plan import needs
-
-STAGE = "step2_reward"
-PHASE: Phase = "reward"
-FOLDERS = ("model", "actor")
-"""Models among what stages leave whose backbone may become the reward model's."""
-DIVERGED = 10
-"""times the loss of guessing, log 2; runs that overfit end at one to three times"""
-
-
-PairScores = Callable[[Any, Pairs], tuple[Tensor, Sequence[Sequences | JoinedPairs]]]
-"""Scores of both sides, [B, 2], and the rows that the model ran for them."""
 
 
 def train(
@@ -79,17 +59,6 @@ def train(
         yield {**metrics, "padding": 0.0 if reward.module.packs else padding(ran)}
 
 
-def batches_for(dataset: PromptDataset[Preference], config: RewardConfig, ranks: tuple[int, int]) -> Batches:
-    """The batches of this rank's share. `ranks`: its number, and how many there are."""
-    return batches_of(dataset.row_lengths, config, config.seed, ranks, dataset.elements)
-
-
-def open_data(config: RewardConfig, place: str) -> tuple[PreTrainedTokenizerBase, Opened[Preference]]:
-    """The prepared tokenizer of the model at `place`, and the data in its ids."""
-    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
-    return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
-
-
 def scoring(
     reward: Engine[ScalarModel], dataset: PromptDataset[Preference], config: RewardConfig, pad_id: int
 ) -> PairScores:
@@ -106,131 +75,48 @@ def scoring(
     return apart
 
 
-def evaluate(
-    reward: Engine[ScalarModel],
-    dataset: PromptDataset[Preference],
-    config: RewardConfig,
-    pad_id: int,
-    pair_scores: PairScores = apart,
-) -> Metrics:
-    """Accuracy, loss and scores on held-out pairs, over all ranks; those of one ranked list weigh as one pair."""
-    mine = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
-    weights = dataset.weights.tolist()
-    found: list[list[float]] = []
-    with reward.inference() as model:
-        for rows in length_groups(torch.from_numpy(dataset.row_lengths[mine].max(1)), config.micro_batch_size):
-            batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
-            scores = pair_scores(model, batch)[0].tolist()
-            found += [[*pair, weights[mine[i]]] for pair, i in zip(scores, rows, strict=True)]
-    every = torch.tensor([pair for part in collectives.gather_shares(found) for pair in part])
-    pairs, (chosen, rejected, weight) = every[:, :2], every.unbind(1)
-    require_finite(pairs, config.learning_rate)
-    count = float(dataset.batch_elements)
-    loss, metrics = losses.pairwise_logistic(chosen, rejected, count=count, weight=weight)
-    console.say(score_histogram(pairs))
-    return {
-        "eval_accuracy": metrics["accuracy"].item(),
-        "eval_loss": loss.item(),
-        "eval_margin": metrics["margin"].item(),
-        "eval_score_mean": pairs.mean().item(),
-        "eval_score_std": pairs.std(correction=0).item(),
-    }
+def recipe(_: RewardConfig) -> Recipe:
+    """The data: pairs of responses, one of which was chosen."""
+    return Recipe("reward")
 
 
-def require_finite(pairs: Tensor, learning_rate: float) -> None:
-    """Raises: NonFiniteError if a score of a held-out pair is not finite. pairs [N, 2]."""
-    wrong = int((~pairs.isfinite()).any(1).sum())
-    if wrong:
-        raise NonFiniteError(
-            f"the run has diverged: scores of {wrong} of {len(pairs)} held-out pairs are not finite; nothing was "
-            f"exported; lower --learning-rate (now {learning_rate:g}) and add --overwrite"
-        )
+class RewardModelling:
+    """The reward model that learns (rlhf.supervised.runner.Learner)."""
 
+    role: str = "reward"
+    shown: tuple[str, ...] = ("loss", "accuracy", "margin")
 
-def require_converged(metrics: Metrics, pairs: int, learning_rate: float) -> None:
-    """Raises: NonFiniteError if the held-out loss is DIVERGED times that of guessing, with as many pairs right as by
-    guessing (95 %). A higher loss alone is overfitting, and scores far apart in the right order are of use."""
-    chance = abs(metrics["eval_accuracy"] - 0.5) < 1.96 * 0.5 / math.sqrt(pairs)
-    if chance and metrics["eval_loss"] > DIVERGED * math.log(2):
-        raise NonFiniteError(
-            f"the run has diverged: eval_loss is {metrics['eval_loss']:.4g} and eval_accuracy "
-            f"{metrics['eval_accuracy']:.2f}, where guessing has 0.69 and 0.50; nothing was exported; lower "
-            f"--learning-rate (now {learning_rate:g}) and add --overwrite"
-        )
-
-
-def score_histogram(pairs: Tensor, bins: int = 30) -> str:
-    """Chosen and rejected scores as two lines of bars on one axis. pairs [N, 2]."""
-    low, high = pairs.min().item(), pairs.max().item()
-    lines = []
-    for name, column in zip(("chosen  ", "rejected"), pairs.unbind(1), strict=True):
-        counts = torch.histc(column, bins, low, high)
-        heights = (counts / counts.max() * 8).ceil().long().tolist()
-        lines.append(f"{name} {low:7.2f} |{''.join(' ▁▂▃▄▅▆▇█'[h] for h in heights)}| {high:.2f}")
-    return "\n".join(lines)
-
-
-def inputs(config: RewardConfig) -> dict[str, str]:
-    """The places this stage starts from."""
-    return {"model": config.model}
-
-
-def content(config: RewardConfig) -> dict[str, str]:
-    """A digest of what is at each local place of the data."""
-    return fingerprints(config, PHASE)
-
-
-def check(
-    config: RewardConfig, planned: Mapping[str, str] | None = None, ranks: int = 1
-) -> tuple[PreTrainedTokenizerBase, Opened[Preference]]:
-    """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
-
-    `planned`: stages that will have run by then, and the model each starts from.
-    Raises: UserError.
-    """
-    ranks = shares(config, ranks)
-    if config.batch_tokens is None:
-        check_ranks(config.batch_size, ranks)
-    check_engine(config)
-    start = planned_start(config.model, config.output_dir, planned or {})
-    place = start or model_place(config.model, *FOLDERS)
-    check_start(place, config.chat_template, config.max_length, config.convert_template)
-    check_split(config, place)
-    require_room(Path(config.output_dir) / STAGE, needs(config, "cpu", {"model": place}).checkpoints)
-    tokenizer, data = open_data(config, place)
-    require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
-    batches_for(data.train, config, (0, ranks))
-    return tokenizer, data
-
-
-def run(config: RewardConfig) -> None:
-    """The stage from its inputs to OUT/step2_reward: model, metrics.jsonl, manifest.json; nothing if it is finished."""
-    found = find(STAGE, config, inputs(config), partial(content, config))
-    if found == "finished":
-        return
-    status(f"{STAGE}: reading the data")
-    tokenizer, data = check(config, ranks=collectives.world_size())
-    collectives.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
-    place = model_place(config.model, *FOLDERS)
-    dataset, evaluation = data.train, data.evaluation
-    batches = batches_for(dataset, config, (collectives.data_rank(), collectives.data_world_size()))
-    total = batches.steps(config.num_train_epochs)
-    pad_id = tokenizer.pad_token_id
-    with open_run(STAGE, config, found, {"model": place}) as stage:
-        status(f"{STAGE}: loading the model")
+    def __init__(
+        self,
+        config: RewardConfig,
+        place: str,
+        tokenizer: PreTrainedTokenizerBase,
+        data: Opened[Preference],
+        total_steps: int,
+    ) -> None:
+        self._config, self._tokenizer, self._data = config, tokenizer, data
         dtype = compute_dtype(config, collectives.local_device())
         model = new_scalar_model(place, dtype, id_count(tokenizer), config.seed, shards_of(config))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)
-        reward = Engine(model, config, config, total)
-        stage.describe(data, tokenizer)
-        pair_scores = scoring(reward, dataset, config, pad_id)
-        stage.go_on(Resumable({"reward": reward, "batches": batches}, {"reward": reward}))
-        export = partial(save_scalar, reward, config.adapter, tokenizer)
-        steps = stage.exporting(train(reward, dataset, batches, config, pad_id, pair_scores), export)
-        stage.follow(steps, total, shown=("loss", "accuracy", "margin"))
-        metrics = evaluate(reward, evaluation, config, pad_id, pair_scores)
-        stage.evaluated(metrics)
-        require_converged(metrics, evaluation.batch_elements, config.learning_rate)
-        statistics = ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
-        stage.finish({"model": partial(export, scores=statistics)}, metrics)
+        self.engine: Engine = Engine(model, config, config, total_steps)
+        self._pair_scores = scoring(self.engine, data.train, config, tokenizer.pad_token_id)
+        self.before: Metrics = {}
+
+    def train(self, batches: Batches) -> Iterator[Metrics]:
+        pad_id = self._tokenizer.pad_token_id
+        return train(self.engine, self._data.train, batches, self._config, pad_id, self._pair_scores)
+
+    def evaluate(self) -> Metrics:
+        pad_id = self._tokenizer.pad_token_id
+        return evaluate(self.engine, self._data.evaluation, self._config, pad_id, self._pair_scores)
+
+    def require_converged(self, metrics: Metrics) -> None:
+        require_converged(metrics, self._data.evaluation.batch_elements, self._config.learning_rate)
+
+    def save(self, folder: Path, metrics: Metrics | None = None) -> None:
+        scores = None if metrics is None else ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
+        save_scalar(self.engine, self._config.adapter, self._tokenizer, folder, scores)
+
+
+REWARD_MODELLING = Supervised(STAGE, needs, recipe, RewardModelling)

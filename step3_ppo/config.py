@@ -1,10 +1,11 @@
-"""Options of step 3 that every algorithm shares; an algorithm's own options are beside its code."""
+"""What step 3 declares, and the options that every algorithm shares; an algorithm's own are beside its code."""
 
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
+from rlhf.config.declaration import Declaration, Phase
 from rlhf.config.options import (
     EngineOptions,
     FrozenOptions,
@@ -13,6 +14,26 @@ from rlhf.config.options import (
     RunOptions,
     SamplingOptions,
 )
+
+STAGE = Declaration(
+    name="step3_ppo",
+    title="Reinforcement learning from scores.",
+    help_groups={
+        "reinforcement learning": (
+            "actor-model", "reward-model", "algorithm", "reward", "judge", "response-length", "total-episodes",
+            "batch-size", "kl-coef", "learning-rate", "critic-learning-rate", "eval-every",
+        ),
+    },
+    models=("actor", "critic", "best", "ema"),
+    logs=("samples.jsonl", "chosen.jsonl", "rollouts-*.jsonl"),
+    losses=("policy_loss", "value_loss"),
+    phases={
+        ("step3_ppo.rollout", "generate"): Phase("generation", "rollout_batch_size"),
+        ("step3_ppo.rollout", "score"): Phase("scoring", "rollout_batch_size"),
+    },
+)  # fmt: skip
+MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
+"""Models of this stage, and the stage that makes each."""
 
 
 class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions, RunOptions):

@@ -24,12 +24,10 @@ from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start
 from step3_ppo import algorithms
-from step3_ppo.config import Step3Config
+from step3_ppo.config import MAKERS, STAGE, Step3Config
 from step3_ppo.plan import needs, needs_critic
 
 PHASE: Phase = "ppo"
-MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
-"""Models of this stage, and the stage that makes each."""
 FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"), "critic_model": ("critic", "model")}
 """Which of a stage's models may play each role."""
 
@@ -93,12 +91,12 @@ def check(
         _check_tokenizers(models)
     _check_sources(models)
     needed = needs(models, "cpu", {"reward_model": ""}).checkpoints
-    require_room(Path(config.output_dir) / "step3_ppo", needed)
+    require_room(Path(config.output_dir) / STAGE.name, needed)
     tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
     mixed = open_ptx(config, tokenizer)
     if mixed is not None:
-        check_ranks(config.ptx_batch_size, ranks, name="ptx_batch_size")
+        check_ranks(config.ptx_batch_size, ranks, "ptx_batch_size")
         if len(mixed) < config.ptx_batch_size:
             raise UserError(f"--ptx-batch-size {config.ptx_batch_size}: only {len(mixed)} rows; lower it or add rows")
     return tokenizer, data
@@ -162,7 +160,7 @@ def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase,
 
 def check_shares(config: Step3Config, ranks: int) -> None:
     """Raises: UserError unless the run has whole iterations, and each rank whole groups in each of its minibatches."""
-    check_ranks(config.batch_size, ranks, config.num_mini_batches)
+    check_ranks(config.batch_size, ranks, "batch_size", config.num_mini_batches, "num_mini_batches")
     if config.total_episodes < config.batch_size:
         raise UserError(f"--total-episodes {config.total_episodes}: expected at least --batch-size {config.batch_size}")
     algorithm = algorithms.load(config)

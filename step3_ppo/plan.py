@@ -1,12 +1,13 @@
 """What step 3 needs, for a plan."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from rlhf import generation, plugins, rewards
 from rlhf.plan.activations import Passes
 from rlhf.plan.stage import Needs, Player, Rollout, dtype_on
 from step3_ppo import algorithms
-from step3_ppo.config import Step3Config
+from step3_ppo.config import MAKERS, STAGE, Step3Config
 
 
 def needs_critic(config: Step3Config) -> bool:
@@ -29,7 +30,7 @@ def needs(config: Step3Config, device: str, starts: dict[str, str]) -> Needs:
         generation.options(config.rollout_backend, eos_token_id=0, pad_token_id=0).device_share(),
     )
     return Needs(
-        "step3_ppo",
+        STAGE.name,
         tuple(_players(config, starts)),
         dtype_on(config, device),
         config.batch_size,
@@ -40,6 +41,13 @@ def needs(config: Step3Config, device: str, starts: dict[str, str]) -> Needs:
         averages=int(config.ema_decay is not None),
         models_written=int(config.ema_decay is not None) + int(config.keep_best is not None),
     )
+
+
+def starts(output_dir: str, planned: Mapping[str, str]) -> dict[str, str]:
+    """The models that earlier stages leave to this one: theirs where they are made, else `planned`, the models that
+    those stages will start from."""
+    made = {name: Path(output_dir) / maker / "model" for name, maker in MAKERS.items()}
+    return {**planned, **{name: str(model) for name, model in made.items() if (model / "config.json").is_file()}}
 
 
 def _players(config: Step3Config, starts: dict[str, str]) -> Iterator[Player]:

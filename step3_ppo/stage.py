@@ -26,7 +26,7 @@ from rlhf.training.progress import find
 from rlhf.training.run import open_run
 from rlhf.types import Metrics, Rollout
 from step3_ppo.chosen import append_chosen
-from step3_ppo.config import Step3Config
+from step3_ppo.config import STAGE, Step3Config
 from step3_ppo.global_rollout import Part, of_all_ranks
 from step3_ppo.guard import KLGuard
 from step3_ppo.heldout import (
@@ -46,12 +46,12 @@ from step3_ppo.heldout import (
 from step3_ppo.inputs import check, content, inputs, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
 from step3_ppo.models import Players, reward_context, set_up
+from step3_ppo.plan import needs
 from step3_ppo.rollout import by_source, flaws, generate, score
 from step3_ppo.schedule import Course, iterations
 from step3_ppo.update import Learners, update
 from step3_ppo.warnings import Limits, Watch
 
-STAGE = "step3_ppo"
 HELD_OUT = 2**20 - 1
 """number of the rollout that held-out responses are drawn in; no iteration has it"""
 
@@ -118,12 +118,12 @@ def _is_flawed(
 
 def chosen_file(config: Step3Config) -> Path:
     """Where the responses go that an algorithm selects to learn from."""
-    return Path(config.output_dir) / STAGE / "chosen.jsonl"
+    return Path(config.output_dir) / STAGE.name / "chosen.jsonl"
 
 
 def rollouts_file(config: Step3Config) -> Path:
     """Where this share of the rollouts is exported to."""
-    return Path(config.output_dir) / STAGE / f"rollouts-{collectives.data_rank()}.jsonl"
+    return Path(config.output_dir) / STAGE.name / f"rollouts-{collectives.data_rank()}.jsonl"
 
 
 def sample(
@@ -174,19 +174,19 @@ def run(config: Step3Config) -> None:
     found = find(STAGE, config, inputs(config), partial(content, config))
     if found == "finished":
         return
-    status(f"{STAGE}: reading the data")
+    status(f"{STAGE.name}: reading the data")
     tokenizer, data = check(config, ranks=collectives.world_size())
     collectives.work_alike(config.tensor_parallel_size)
     given, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
     with open_run(STAGE, given, found, {name: str(getattr(config, name)) for name in inputs(given)}) as stage:
-        status(f"{STAGE}: loading the models")
+        status(f"{STAGE.name}: loading the models")
         players = set_up(config, tokenizer)
         context = reward_context(config, tokenizer)
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, context)
         stage.describe(data, tokenizer)
         stage.manifest["data"] |= ptx_content(config)
-        status(f"{STAGE}: responding to the held-out prompts, before training")
+        status(f"{STAGE.name}: responding to the held-out prompts, before training")
         before = after = evaluate(players, evaluation, judge, config)
         flawed = flaw(before)
         if flawed is not None:
@@ -228,3 +228,13 @@ def run(config: Step3Config) -> None:
         if players.ema is not None:
             made["ema"] = partial(save_policy, players.actor, config.adapter, tokenizer, average=players.ema)
         stage.finish(made, compare(before, after), players.state_dict())
+
+
+class Reinforcement:
+    """Step 3 as the chain sees it (rlhf.chain.stages.Stage)."""
+
+    inputs, content = staticmethod(inputs), staticmethod(content)
+    needs, check = staticmethod(needs), staticmethod(check)
+
+
+REINFORCEMENT = Reinforcement()

@@ -15,10 +15,10 @@ import pytest
 from rlhf import plugins
 from rlhf.storage import manifests
 from rlhf.training import checkpoints, record
-from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
-from step2_reward import stage as reward
+from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.config import RewardConfig
+from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import stage as ppo
 from tests.small_demo import SMALL
 

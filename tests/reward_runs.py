@@ -14,8 +14,9 @@ from data.dataset import PromptDataset, Recipe, open_datasets
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.models.scalar import ScalarModel
+from rlhf.supervised.runner import batches_for
 from rlhf.text.tokenizer import prepare_tokenizer
-from step2_reward import stage
+from step2_reward import heldout, stage
 from step2_reward.config import RewardConfig
 from tests import tiny
 
@@ -90,9 +91,9 @@ def run(folder: Path, pair_scores: Any = stage.apart, **options: Any) -> dict[st
     """The metrics of every step and of the evaluation after them, and the weights then."""
     config = config_of(folder, **options)
     dataset = rows_of(config)
-    batches = stage.batches_for(dataset, config, (collectives.data_rank(), collectives.data_world_size()))
+    batches = batches_for(dataset, config, (collectives.data_rank(), collectives.data_world_size()))
     reward = Engine(scalar_model(), config, config, batches.steps(config.num_train_epochs))
-    before = stage.evaluate(reward, dataset, config, tiny.PAD, pair_scores)
+    before = heldout.evaluate(reward, dataset, config, tiny.PAD, pair_scores)
     metrics = list(stage.train(reward, dataset, batches, config, tiny.PAD, pair_scores))
     return {"before": before, "metrics": metrics, "weights": {n: w.clone() for n, w in reward.fp32_weights()}}
 

@@ -4,7 +4,6 @@ python train.py                                                      the demo
 python train.py --actor-model opt-1.3b --reward-model opt-350m --deployment-type single_node
 """
 
-import importlib
 import os
 import re
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf import console, streams
-from rlhf.chain.options import SECTIONS, SHORT_HELP, STAGES, ChainConfig, chain_config, changed, resolve
+from rlhf.chain.options import SECTIONS, SHORT_HELP, ChainConfig, chain_config, changed, resolve
+from rlhf.chain.stages import STAGES, load
 from rlhf.config import parser
 from rlhf.config.options import require_trackers
 from rlhf.config.short_help import short_help
@@ -64,14 +64,12 @@ def deployment(chain: ChainConfig) -> Deployment:
 def _needs(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
     """The chosen stages' sections and what they need, the devices asked about, the models step 3 will start from."""
     from rlhf.chain.steps import chosen
-    from rlhf.plan.command import starts
+    from step3_ppo.plan import starts
 
     asked = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
-    stages = {
-        SECTIONS[step]: (getattr(chain, SECTIONS[step]), importlib.import_module(f"{STAGES[step]}.plan").needs)
-        for step in chosen(chain)
-    }
-    return stages, asked, starts(chain.output_dir, chain.sft.model, chain.reward.model)
+    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), load(step).needs) for step in chosen(chain)}
+    made = {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
+    return stages, asked, starts(chain.output_dir, made)
 
 
 def forecast(chain: Any) -> str:
@@ -107,10 +105,10 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
     todo: dict[int, Any] = {}
     finished = []
     for step in chosen(chain):
-        options, name = getattr(chain, SECTIONS[step]), STAGES[step]
+        options, name, stage = getattr(chain, SECTIONS[step]), STAGES[step].name, load(step)
         manifests.require_writable(chain.output_dir, name)
-        stage = importlib.import_module(f"{name}.stage")
-        state = progress.standing(name, options, stage.inputs(options), partial(stage.content, options), planned)
+        content = partial(stage.content, options)
+        state = progress.standing(STAGES[step], options, stage.inputs(options), content, planned)
         if state == "finished":
             finished.append(name)
             continue
@@ -134,10 +132,10 @@ def run_stage(step: int, options: Any, where: Deployment) -> launcher.Ended:
     """Start one stage and wait: how it ended."""
     from rlhf.storage import disk
 
-    path = Path(options.output_dir).absolute() / f".{STAGES[step]}-{os.getpid()}.yaml"  # which every host must see
+    path = Path(options.output_dir).absolute() / f".{STAGES[step].name}-{os.getpid()}.yaml"  # which every host must see
     try:
         disk.write_text(path, parser.to_yaml(options))
-        return launcher.run(STAGES[step], ["--config", str(path)], where)
+        return launcher.run(STAGES[step].name, ["--config", str(path)], where)
     finally:
         path.unlink(missing_ok=True)
 
@@ -145,8 +143,10 @@ def run_stage(step: int, options: Any, where: Deployment) -> launcher.Ended:
 def leave(step: int, ended: launcher.Ended, todo: dict[int, Any]) -> NoReturn:
     """End the chain with the code of a stage that failed, and with a line about it unless it has said one."""
     if ended not in launcher.SAID:
-        made = {SECTIONS[s]: Path(o.output_dir) / STAGES[s] / "manifest.json" for s, o in todo.items() if o.overwrite}
-        words = last_words(Path(todo[step].output_dir) / STAGES[step], ended, command_again(made))
+        made = {
+            SECTIONS[s]: Path(o.output_dir) / STAGES[s].name / "manifest.json" for s, o in todo.items() if o.overwrite
+        }
+        words = last_words(Path(todo[step].output_dir) / STAGES[step].name, ended, command_again(made))
         print(f"\n{words}", file=sys.stderr)
     raise SystemExit(int(ended) if ended > 0 else 128 - ended)
 
@@ -206,7 +206,7 @@ def save(chain: Any) -> None:
 def sweep(directory: Path) -> None:
     """Remove the stages' options that a chain which was killed has left."""
     for stage in STAGES.values():
-        for left in directory.glob(f".{stage}-*.yaml"):
+        for left in directory.glob(f".{stage.name}-*.yaml"):
             left.unlink(missing_ok=True)
 
 

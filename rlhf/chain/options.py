@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, create_model
 
 from data.config import DataOptions
+from rlhf.chain.stages import STAGES
 from rlhf.config import Config, parser
 from rlhf.config.options import EngineOptions, RunOptions, SharedOptimizerOptions
 from rlhf.errors import UserError
@@ -16,7 +17,6 @@ from rlhf.plan.options import PlanOptions
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 
-STAGES = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
 SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 
 
@@ -168,7 +168,7 @@ def _inputs_named_above(chain: Any, argv: list[str]) -> Iterator[tuple[str, str]
         place = getattr(chain, name)
         if step in chain.steps or getattr(chain.ppo, name) is not None or name not in given(argv):
             continue
-        made = Path(chain.output_dir) / STAGES[step]
+        made = Path(chain.output_dir) / STAGES[step].name
         if not made.is_dir():
             yield name, place
             continue

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf import console
-from rlhf.chain.options import STAGES
+from rlhf.chain.stages import STAGES
 from rlhf.storage.manifests import MANIFEST, planned_start
 from step3_ppo.inputs import inputs
 
@@ -21,7 +21,7 @@ def needed(chain: Any) -> tuple[int, ...]:
 
 def _makes(chain: Any, step: int, place: str) -> bool:
     """Whether that step of the chain makes the model at `place`."""
-    return planned_start(place, chain.output_dir, {STAGES[step]: place}) is not None
+    return planned_start(place, chain.output_dir, {STAGES[step].name: place}) is not None
 
 
 def chosen(chain: Any) -> tuple[int, ...]:
@@ -37,12 +37,14 @@ def left_out(chain: Any) -> list[str]:
         1: "step 3 starts from the models that are named for it",
         2: "step 3 uses no reward model of this run: neither its reward nor a critic asks one",
     }
-    return [f"{STAGES[step]}: left out, as {why[step]} (--steps 1 2 3 runs it)" for step in {1, 2} - {*needed(chain)}]
+    return [
+        f"{STAGES[step].name}: left out, as {why[step]} (--steps 1 2 3 runs it)" for step in {1, 2} - {*needed(chain)}
+    ]
 
 
 def next_step(chain: Any) -> str:
     """What to do with the result: the command that goes on, or where the tuned policy is."""
-    done = [step for step, stage in STAGES.items() if (Path(chain.output_dir) / stage / MANIFEST).is_file()]
+    done = [step for step, stage in STAGES.items() if (Path(chain.output_dir) / stage.name / MANIFEST).is_file()]
     if 3 not in done:
         steps = [str(step) for step in needed(chain) if step not in done]
         return "next: " + shlex.join([*_program(), "--steps", *steps, "--output-dir", chain.output_dir])

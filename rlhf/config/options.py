@@ -48,7 +48,7 @@ class RunOptions(Config):
     keep: int = Field(2, ge=2)
     """checkpoints kept, the newest; at least 2, so that one is whole whatever happens"""
     keep_last_checkpoint: bool = False
-    """a finished stage keeps its last checkpoint, from which more epochs (step 3: total_episodes) go on"""
+    """a finished stage keeps its last checkpoint, from which a run of more epochs or episodes goes on"""
     export_every: int | None = Field(None, ge=1)
     """optimizer steps (in step 3 iterations) between exports of the model that is trained (in step 3 the actor), which
     transformers and `rlhf evaluate` load: OUT/STAGE/exports/step-00000020. All are kept"""

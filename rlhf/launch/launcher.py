@@ -131,8 +131,8 @@ def require_alone() -> None:
     if size > 1:
         raise UserError(
             f"started as rank {os.environ.get('RANK', '?')} of {size}, expected one process: the chain starts its own "
-            "(--deployment-type single_node or multi_node); under torchrun, accelerate or srun start a stage, as "
-            "-m step1_sft"
+            "(--deployment-type single_node or multi_node); under torchrun, accelerate or srun start a "
+            "stage (-m STAGE)"
         )
 
 

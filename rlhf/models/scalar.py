@@ -166,7 +166,7 @@ def read_head(place: str) -> Tensor:
     if weight is None:
         raise UserError(
             f"reward model '{place}': no trained head, expected a tensor '{HEAD}' in its *.safetensors; "
-            "train one with step2_reward, or name a one-label sequence classifier"
+            "train one (rlhf reward), or name a one-label sequence classifier"
         )
     if weight.shape[0] != 1:
         raise UserError(f"reward model '{place}': {HEAD} gives {weight.shape[0]} labels, expected 1")
@@ -197,6 +197,6 @@ def score_statistics(model: ScalarModel, place: str) -> ScoreStatistics:
     if mean is None or not std:
         raise UserError(
             f"reward model '{place}': got score_mean {mean} and score_std {std} in its config.json, expected two "
-            "numbers to normalise by; train it with step2_reward, write them there, or use --use-score-norm"
+            "numbers to normalise by; train it (rlhf reward), write them there, or leave the option norm out"
         )
     return ScoreStatistics(float(mean), float(std))

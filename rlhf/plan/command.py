@@ -1,7 +1,6 @@
 """`--plan` and `--zero-stage auto` of a chain of stages."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from rlhf import console
@@ -45,12 +44,9 @@ def settle(options: Any, needs: NeedsOf, plan: PlanOptions, processes: int, star
     return settled(options, _bound(needs, where, starts), where)
 
 
-def settle_alone(options: Any, needs: NeedsOf) -> Any:
+def settle_alone(options: Any, needs: NeedsOf, starts: Mapping[str, str] | None = None) -> Any:
     """The same for a stage that was started without a chain; says what it chose."""
-    made = starts(options.output_dir, "", "")
-    held, line = settle(
-        options, needs, PlanOptions(), collectives.world_size(), {name: p for name, p in made.items() if p}
-    )
+    held, line = settle(options, needs, PlanOptions(), collectives.world_size(), dict(starts or {}))
     if line:
         console.say(line)
     return held
@@ -70,13 +66,3 @@ def _bound(needs: NeedsOf, where: Machine, starts: dict[str, str]) -> Callable[[
             raise UserError(f"no {missing.args[0]}: name one, or run the stage before") from None
 
     return bound
-
-
-def starts(output_dir: str, sft_model: str, reward_model: str) -> dict[str, str]:
-    """The models that step 3 takes from earlier stages: theirs where they are made, else what those will start from."""
-    made = {"actor_model": ("step1_sft", sft_model), "reward_model": ("step2_reward", reward_model)}
-    return {
-        name: str(folder) if (folder / "config.json").is_file() else place
-        for name, (stage, place) in made.items()
-        for folder in [Path(output_dir) / stage / "model"]
-    }

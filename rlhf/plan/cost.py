@@ -12,7 +12,7 @@ from rlhf.plan.zero import Site
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one optimizer step, or one iteration of step 3, on each device."""
+    """Of one optimizer step, or one iteration with a rollout, on each device."""
 
     generate: float
     """seconds, as the rest"""
@@ -52,7 +52,7 @@ def training_flops(line: Line, rows: float, tokens: int, predicted: int) -> floa
 
 
 def cost(plan: Forecast) -> Cost:
-    """What an optimizer step, or an iteration of step 3, takes."""
+    """What an optimizer step, or an iteration with a rollout, takes."""
     needs, machine = plan.needs, plan.machine
     rows, flops = needs.batch / machine.count, machine.flops(needs.b)
     tokens, predicted = needs.passes.tokens, needs.passes.predicted

@@ -40,7 +40,7 @@ class Player:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What step 3 adds: responses are sampled and scored before each update."""
+    """What a stage with rollouts adds: responses are sampled and scored before each update."""
 
     at_once: int
     """rows generated together on a device"""

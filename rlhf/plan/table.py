@@ -1,6 +1,6 @@
 """The tables of docs/scaling.md: OPT from 1.3 to 175 billion weights on 1 to 1024 devices of 80 GB."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -27,12 +27,19 @@ HEAD = (
 )
 
 
-def needs(stage: str, model: str, options: EngineOptions) -> Needs:
-    """Fine-tuning, or PPO with a small reward model and critic, as the tables have it."""
-    length = PROMPT + RESPONSE
-    policy = Player("policy", model, "lm", options)
-    if stage == "step1_sft":
-        return Needs(stage, (policy,), torch.bfloat16, BATCH, MICRO, Passes(MICRO, length, length - 1), keep=2)
+LENGTH = PROMPT + RESPONSE
+NeedsOf = Callable[[str, EngineOptions], Needs]
+"""of a model held so"""
+
+
+def fine_tuning(model: str, options: EngineOptions) -> Needs:
+    """Fine-tuning as the table has it."""
+    policy, passes = Player("policy", model, "lm", options), Passes(MICRO, LENGTH, LENGTH - 1)
+    return Needs("fine-tuning", (policy,), torch.bfloat16, BATCH, MICRO, passes, keep=2)
+
+
+def ppo(model: str, options: EngineOptions) -> Needs:
+    """PPO with a small reward model and critic, as the table has it."""
     beside = FrozenOptions().beside(options)
     players = (
         Player("actor", model, "lm", options),
@@ -40,21 +47,21 @@ def needs(stage: str, model: str, options: EngineOptions) -> Needs:
         Player("critic", SCALAR, "scalar", options),
         Player("reward model", SCALAR, "scalar", beside, asked_at_once=AT_ONCE),
     )
-    passes = Passes(MICRO, length, RESPONSE, entropy=True)
+    passes = Passes(MICRO, LENGTH, RESPONSE, entropy=True)
     rollout = Rollout(AT_ONCE, PROMPT, RESPONSE, epochs=1, minibatches=1)
-    return Needs(stage, players, torch.bfloat16, BATCH, MICRO, passes, 2, rollout)
+    return Needs("PPO", players, torch.bfloat16, BATCH, MICRO, passes, 2, rollout)
 
 
-def table(stage: str) -> str:
+def table(needs: NeedsOf) -> str:
     """Markdown: for each model and number of devices what fits, what it holds, and what takes the time."""
-    return "\n".join(["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *_rows(stage)])
+    return "\n".join(["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *_rows(needs)])
 
 
-def _rows(stage: str) -> Iterator[str]:
+def _rows(needs: NeedsOf) -> Iterator[str]:
     for model in MODELS:
         for count in COUNTS:
             where = devices(count)
-            held, plan = choose(EngineOptions(dtype="bf16"), partial(needs, stage, model), where)
+            held, plan = choose(EngineOptions(dtype="bf16"), partial(needs, model), where)
             yield "| " + " | ".join([model, str(count), *_cells(held, plan)]) + " |"
 
 
@@ -81,4 +88,4 @@ def slowest(found: Cost) -> str:
 
 def page() -> str:
     """Both tables."""
-    return f"Fine-tuning:\n\n{table('step1_sft')}\n\nPPO:\n\n{table('step3_ppo')}"
+    return f"Fine-tuning:\n\n{table(fine_tuning)}\n\nPPO:\n\n{table(ppo)}"

@@ -12,7 +12,7 @@ import platform
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,8 +28,6 @@ CURE = "put back what it was, make that stage again with --overwrite, or name an
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
 KINDS: Mapping[str, type] = {"stage": str, "inputs": dict, "config": dict, "files": dict, "sha256": str}
 """what every manifest has"""
-MODELS = ("model", "actor", "critic", "best", "ema")
-"""folders that stages make"""
 
 
 def file_digests(stage: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
@@ -97,11 +95,15 @@ def require_writable(output_dir: str, stage: str = "") -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"--output-dir {output_dir}: cannot write there ({reason}); name another") from None
-    for name in MODELS if stage else ():
-        if (folder / name).is_symlink():
+
+
+def require_folders(stage: Path, names: Iterable[str]) -> None:
+    """Raises: UserError for a folder of a stage's models that is a link."""
+    for name in names:
+        if (stage / name).is_symlink():
             raise UserError(
-                f"{folder / name}: got a symbolic link, expected a directory, which is replaced as a whole; remove it "
-                f"({folder} itself may be a link)"
+                f"{stage / name}: got a symbolic link, expected a directory, which is replaced as a whole; remove it "
+                f"({stage} itself may be a link)"
             )
 
 

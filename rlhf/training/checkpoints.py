@@ -1,6 +1,6 @@
 """Checkpoints of an unfinished stage: committed as a whole or not at all, checked before they are read.
 
-    OUT/step1_sft/checkpoints/step-00000012/
+    OUT/STAGE/checkpoints/step-00000012/
         manifest.json                         what it belongs to; size and sha256 of every file; its own; written last
         state.json                            plain numbers
         NAME.rank-R.part-K.safetensors        whole tensors by name, each written by one rank
@@ -15,7 +15,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,8 +75,12 @@ class Resumable:
         return sum(part.size() for part in self.tensors.values())
 
 
-def save(stage: Path, step: int, state: Resumable, about: Mapping[str, Any], keep: int) -> str | None:
+def save(
+    stage: Path, step: int, state: Resumable, about: Mapping[str, Any], keep: int, growing: Sequence[str] = ()
+) -> str | None:
     """Commit a checkpoint of `step`, only then delete all but the newest `keep`; every rank calls this together.
+
+    growing: patterns of the stage's files that grow line by line, whose length belongs to the checkpoint.
 
     Returns why it could not be written, if so: nothing is left of it then, and the ones before it stay.
     """
@@ -93,7 +97,7 @@ def save(stage: Path, step: int, state: Resumable, about: Mapping[str, Any], kee
         files = {name: digest for digests, _ in parts for name, digest in sorted(digests.items())}
         try:
             manifest = {**about, "step": step, "world_size": collectives.world_size(), "files": files}
-            manifests.write_manifest(staging / manifests.MANIFEST, manifest | {"logs": logs.sync(stage)})
+            manifests.write_manifest(staging / manifests.MANIFEST, manifest | {"logs": logs.sync(stage, growing)})
             shutil.rmtree(final, ignore_errors=True)
             os.rename(staging, final)
             disk.flush(final.parent)

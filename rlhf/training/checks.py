@@ -41,10 +41,13 @@ def check_start(place: str, chat_template: str, tokens: int, convert_template: b
     require_vocabulary(place, id_count(asked))
 
 
-def check_ranks(batch_size: int, ranks: int, parts: int = 1, name: str = "batch_size") -> None:
-    """Raises: UserError unless every rank gets the same share of a batch, and of each of its `parts`."""
+def check_ranks(
+    batch_size: int, ranks: int, name: str = "batch_size", parts: int = 1, parts_name: str = "parts"
+) -> None:
+    """Raises: UserError unless every rank gets the same share of a batch, and of each of its `parts`. The names are
+    those of the options."""
     if batch_size % (ranks * parts):
-        share = f"{ranks} processes" + (f" x --num-mini-batches {parts}" if parts > 1 else "")
+        option, parts_option = (f"--{each.replace('_', '-')}" for each in (name, parts_name))
+        share = f"{ranks} processes" + (f" x {parts_option} {parts}" if parts > 1 else "")
         near = max(1, round(batch_size / (ranks * parts))) * ranks * parts
-        option = f"--{name.replace('_', '-')}"
         raise UserError(f"{option} {batch_size}: expected a multiple of {ranks * parts} ({share}); try {near}")

@@ -1,33 +1,31 @@
 """The files of a run that grow line by line: how long they were at a checkpoint, and cut back to that."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf import console
 from rlhf.storage import disk
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "chosen.jsonl", "rollouts-*.jsonl")
 
-
-def sync(directory: Path) -> dict[str, int]:
-    """Have the disk hold them; the bytes of each, by name."""
+def sync(directory: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """Have the disk hold the files of these patterns; the bytes of each, by name."""
     sizes = {}
-    for path in _logs(directory):
+    for path in _logs(directory, patterns):
         disk.flush(path)
         sizes[path.name] = path.stat().st_size
     disk.flush(directory)
     return sizes
 
 
-def _logs(directory: Path) -> list[Path]:
-    return [path for pattern in LOGS for path in sorted(directory.glob(pattern))]
+def _logs(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    return [path for pattern in patterns for path in sorted(directory.glob(pattern))]
 
 
-def cut(directory: Path, known: Mapping[str, int]) -> None:
+def cut(directory: Path, patterns: Sequence[str], known: Mapping[str, int]) -> None:
     """Take away what was written after a checkpoint that counted these `known` bytes, and say where some of them are
     lost; a log that it does not know goes."""
-    for path in _logs(directory):
+    for path in _logs(directory, patterns):
         if path.name not in known:
             path.unlink()
         elif path.stat().st_size > known[path.name]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf import console
+from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
@@ -23,14 +24,15 @@ Content = Callable[[], Mapping[str, str]]
 
 
 def standing(
-    stage: str, options: RunOptions, inputs: Mapping[str, str], content: Content, planned: Mapping[str, str]
+    stage: Declaration, options: RunOptions, inputs: Mapping[str, str], content: Content, planned: Mapping[str, str]
 ) -> Standing:
     """How far `stage` has come; `planned` stages run before it.
 
     Raises: UserError if it was begun with options or data that make something else, its output is damaged, or it is
     finished and a stage that it started from was made again, or will be: a result goes for --overwrite alone.
     """
-    directory = Path(options.output_dir) / stage
+    directory = Path(options.output_dir) / stage.name
+    manifests.require_folders(directory, stage.models)
     if options.overwrite:
         return "new"
     finished = (directory / manifests.MANIFEST).is_file()
@@ -125,15 +127,15 @@ def _same_place(one: str | None, other: str | None) -> bool:
     return Path(short_names.resolve(one)).resolve() == Path(short_names.resolve(other)).resolve()
 
 
-def find(stage: str, options: RunOptions, inputs: Mapping[str, str], content: Content) -> Standing:
+def find(stage: Declaration, options: RunOptions, inputs: Mapping[str, str], content: Content) -> Standing:
     """How far the stage that is to run now has come; says so."""
     found = standing(stage, options, inputs, content, {})
     if found == "finished":
-        console.say(f"{stage}: already complete in {options.output_dir}, skipped")
+        console.say(f"{stage.name}: already complete in {options.output_dir}, skipped")
         if collectives.is_main():
-            sweep_finished(Path(options.output_dir) / stage)
+            sweep_finished(Path(options.output_dir) / stage.name)
     elif found == "stale":
-        console.say(f"{stage}: begins anew, for a stage that it started from was made again; its checkpoints go")
+        console.say(f"{stage.name}: begins anew, for a stage that it started from was made again; its checkpoints go")
     return found
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf import console, errors
 from rlhf.config import parser
+from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError, save_batch
@@ -44,15 +45,18 @@ class Watching(Protocol):
 class Run:
     """What a stage needs besides its method: a place to write, a recorder, checkpoints to go on from, and the end."""
 
-    def __init__(self, stage: str, options: RunOptions, found: Standing, inputs: Mapping[str, str]) -> None:
-        self.stage = stage
+    def __init__(
+        self, declaration: Declaration, options: RunOptions, found: Standing, inputs: Mapping[str, str]
+    ) -> None:
+        self._declaration, self.stage = declaration, declaration.name
+        self._logs = (manifests.METRICS, *declaration.logs)
         # Overwriting is for once, and no property of the result.
         self.options = options.model_copy(update={"overwrite": False, "allow_config_change": False})
-        self.directory = Path(options.output_dir) / stage
+        self.directory = Path(options.output_dir) / self.stage
         self._inputs = inputs
         if collectives.is_main():
             disk.remove(self.directory / manifests.MANIFEST)
-            for folder in manifests.MODELS:
+            for folder in declaration.models:
                 disk.recover(self.directory / folder)
             shutil.rmtree(self.directory / BAD_BATCH, ignore_errors=True)
             checkpoints.sweep(self.directory, everything=found not in ("interrupted", "extended"))
@@ -60,7 +64,7 @@ class Run:
         collectives.barrier()
         self._found = checkpoints.newest(self.directory)
         self._state = checkpoints.Resumable({}, {})
-        self._spikes = spikes.Spikes()
+        self._spikes = spikes.Spikes(declaration.losses)
         self.step = self.done
         self.models: list[str] = []
         if self._found is not None:
@@ -68,7 +72,7 @@ class Run:
             for change in progress.versions_changed(self._found.manifest):
                 console.say(f"note: {self._found.folder} was written with another version: {change}")
         if collectives.is_main():
-            logs.cut(self.directory, self._found.manifest["logs"] if self._found else {})
+            logs.cut(self.directory, self._logs, self._found.manifest["logs"] if self._found else {})
         collectives.barrier()
         self.recorder = record.Recorder(self.directory, options.report_to, self.done)
         self.manifest: dict[str, Any] = {}  # what is known before the end
@@ -76,7 +80,7 @@ class Run:
 
     @property
     def done(self) -> int:
-        """Steps (in step 3 iterations) done before this process began."""
+        """Steps (of a stage with rollouts: iterations) done before this process began."""
         return 0 if self._found is None else self._found.step
 
     def describe(self, data: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -200,7 +204,7 @@ class Run:
 
     def _save_checkpoint(self, step: int) -> None:
         about = self._about() | {"models": self.models}
-        failure = checkpoints.save(self.directory, step, self._state, about, self.options.keep)
+        failure = checkpoints.save(self.directory, step, self._state, about, self.options.keep, self._logs)
         if failure is not None:
             console.say(f"warning, step {step}: no checkpoint, {failure}; {self._last_checkpoint()}")
 
@@ -249,9 +253,9 @@ class Run:
             if collectives.is_main():
                 if state is not None:
                     disk.write_json(self.directory / "state.json", state)
-                for folder in {*manifests.MODELS} - {*self.models}:  # of a run with other options
+                for folder in {*self._declaration.models} - {*self.models}:  # of a run with other options
                     shutil.rmtree(self.directory / folder, ignore_errors=True)
-                logs.sync(self.directory)
+                logs.sync(self.directory, self._logs)
                 self._write_manifest(metrics)
                 checkpoints.sweep(self.directory, everything=True, but=int(self.options.keep_last_checkpoint))
         except OSError as error:
@@ -291,7 +295,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(stage: str, options: RunOptions, found: Standing, inputs: Mapping[str, str]) -> Iterator[Run]:
+def open_run(
+    declaration: Declaration, options: RunOptions, found: Standing, inputs: Mapping[str, str]
+) -> Iterator[Run]:
     """The run of one stage inside its process group, with every random source seeded, in a directory of its own.
 
     `found`: how far it has come; `inputs` names the places it starts from.
@@ -299,10 +305,10 @@ def open_run(stage: str, options: RunOptions, found: Standing, inputs: Mapping[s
     a lack of memory, with code 1 and what needs less.
     Raises: UserError if another process runs the stage there.
     """
-    replace = options.overwrite or found == "extended"
+    replace, stage = options.overwrite or found == "extended", declaration.name
     with collectives.process_group(options.timeout_s), _alone(Path(options.output_dir) / stage, replace):
         torch.manual_seed(options.seed)
-        run = Run(stage, options, found, inputs)
+        run = Run(declaration, options, found, inputs)
         try:
             yield run
         except NonFiniteError as error:
@@ -319,7 +325,8 @@ def open_run(stage: str, options: RunOptions, found: Standing, inputs: Mapping[s
             if not errors.ran_out(error):
                 raise
             ranks = collectives.rank(), collectives.world_size()
-            launcher.give_up(f"error: {stage}: {out_of_memory.lack_of_memory(error, options, *ranks)}", 1)
+            advice = out_of_memory.lack_of_memory(error, options, declaration.phases, *ranks)
+            launcher.give_up(f"error: {stage}: {advice}", 1)
         finally:
             run.recorder.close()
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from statistics import fmean, pstdev
 from typing import Any
@@ -20,8 +20,6 @@ GROWTH = 2.0
 SHARE = 0.1
 """and this share of the mean, or a loss that hardly varies would spike at every tremor"""
 
-LOSSES = ("loss", "policy_loss", "value_loss")
-"""what every stage calls the losses it minimises"""
 NAME = "loss_spike"
 ADVICE = (
     "the loss jumped and stayed up: lower --learning-rate or raise --warmup-ratio, and read the rows of these steps; "
@@ -40,8 +38,9 @@ class Spikes:
     stays up is soon the new normal.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[str, deque[float]] = {name: deque(maxlen=WINDOW + NEWEST) for name in LOSSES}
+    def __init__(self, losses: Sequence[str]) -> None:
+        """losses: the metrics that are losses which the stage minimises."""
+        self._seen: dict[str, deque[float]] = {name: deque(maxlen=WINDOW + NEWEST) for name in losses}
         self._up: set[str] = set()
 
     def look(self, metrics: Mapping[str, float]) -> dict[str, float] | None:

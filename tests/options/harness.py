@@ -23,8 +23,8 @@ from rlhf.models import load
 from rlhf.training import run as stage_run
 from rlhf.training.run import Run
 from rlhf.types import Metrics, Rollout
-from step1_sft import stage as sft
-from step2_reward import stage as reward
+from step1_sft.stage import FINE_TUNING as sft
+from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import stage as ppo
 
 STAGES: dict[str, Any] = {"step1_sft": sft, "step2_reward": reward, "step3_ppo": ppo}

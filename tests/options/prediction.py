@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from step1_sft import stage as sft
+from step1_sft.stage import FINE_TUNING as sft
 from step3_ppo import inputs
 from tests.options import cases, rows
 from tests.options.cases import Bundle

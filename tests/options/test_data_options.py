@@ -7,8 +7,8 @@ import pytest
 
 from data.build.encode import Demonstration, Preference, Prompt
 from rlhf.errors import UserError
-from step1_sft import stage as sft
-from step2_reward import stage as reward
+from step1_sft.stage import FINE_TUNING as sft
+from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import inputs as ppo
 from tests.options import cases, rows
 from tests.options.prediction import wrong_values

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # Rooms, from the top down. A room's modules import their own room and those below it; a dotted name is one module.
 ROOMS = (
     "train", "rlhf.__main__", "rlhf.cli", "rlhf.chain",
-    "step3_ppo", "step2_reward", "step1_sft",
+    "step3_ppo", "step2_reward", "step1_sft", "rlhf.supervised",
     "data.preview", "data.sources", "data", "data.build", "data.read", "data.config",
     "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.rewards", "rlhf.generation",
     "rlhf.engine", "rlhf.adapters", "rlhf.models",
@@ -36,6 +36,7 @@ TORCH_FREE = (
     "rlhf.errors", "rlhf.streams", "rlhf.hub.short_names", "rlhf.training.out_of_memory",
     "rlhf.launch.hosts", "rlhf.launch.pipes",
     "rlhf.launch.slurm", "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "data.config",
+    "rlhf.chain.stages", "rlhf.config.declaration", "rlhf.supervised.options",
     *(f"{stage}.config" for stage in STAGES),
 )  # fmt: skip
 # Engines, how they hold weights and what their optimizer knows, and the module through which ranks meet.

@@ -13,8 +13,9 @@ from torch.nn.functional import logsigmoid
 from data.build.making import batch_elements
 from rlhf.engine.training import Engine
 from rlhf.models.scalar import apart, together
+from rlhf.supervised.runner import batches_for
 from rlhf.types import Metrics, Pairs
-from step2_reward.stage import batches_for, scoring
+from step2_reward.stage import scoring
 from tests import reward_runs, tiny
 from tests.reward_runs import CENTERING, comparisons, records, scores_of
 

@@ -297,10 +297,10 @@ def test_batches_that_do_not_divide_are_refused_with_their_numbers(
     batch_size: int, ranks: int, parts: int, said: str
 ) -> None:
     if not said:
-        checks.check_ranks(batch_size, ranks, parts)
+        checks.check_ranks(batch_size, ranks, "batch_size", parts, "num_mini_batches")
         return
     with pytest.raises(UserError, match=f"^{said}"):
-        checks.check_ranks(batch_size, ranks, parts)
+        checks.check_ranks(batch_size, ranks, "batch_size", parts, "num_mini_batches")
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(1, 5), (2, 4), (1, 24)])

@@ -19,10 +19,10 @@ from rlhf.distributed import collectives
 from rlhf.maths import credit as crediting
 from rlhf.maths import ops
 from rlhf.types import Credit, Message, Metrics, Rollout, Row
-from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
-from step2_reward import stage as reward
+from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.config import RewardConfig
+from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import stage as ppo_stage
 from step3_ppo.algorithms import ppo
 from step3_ppo.metrics import credit_metrics, rollout_metrics, speed
@@ -280,7 +280,7 @@ def test_speed_is_of_the_whole_iteration() -> None:
 # --- the page
 
 
-PAGE = Path(sft.__file__).parents[1] / "docs/metrics.md"
+PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 
 ONCE = {"num_train_epochs": 1}
 SHORT = {

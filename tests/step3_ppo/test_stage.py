@@ -23,10 +23,11 @@ from rlhf.generation import vllm as served
 from rlhf.launch import launcher
 from rlhf.models.scalar import apart, load_scalar_model
 from rlhf.storage import manifests
-from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
-from step2_reward import stage as reward
+from step1_sft.stage import FINE_TUNING as sft
+from step2_reward import heldout as pairs
 from step2_reward.config import RewardConfig
+from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import __main__ as ppo_program
 from step3_ppo import heldout, stage
 from tests import programs
@@ -79,12 +80,12 @@ def test_a_run_that_diverges_is_said_so_and_exports_nothing(
 
 def test_a_reward_model_that_overfits_has_not_diverged() -> None:
     """A loss of 7 and more with half the pairs right has; not a loss of 2, nor scores far apart in the right order."""
-    for accuracy, loss, pairs in ((0.5, 6.9, 100), (0.7, 50.0, 100)):
-        reward.require_converged({"eval_accuracy": accuracy, "eval_loss": loss}, pairs, 1.0)
+    for accuracy, loss in ((0.5, 6.9), (0.7, 50.0)):
+        pairs.require_converged({"eval_accuracy": accuracy, "eval_loss": loss}, 100, 1.0)
     with pytest.raises(NonFiniteError, match=r"eval_loss is 7 and eval_accuracy 0\.55"):
-        reward.require_converged({"eval_accuracy": 0.55, "eval_loss": 7.0}, 100, 1.0)
+        pairs.require_converged({"eval_accuracy": 0.55, "eval_loss": 7.0}, 100, 1.0)
     with pytest.raises(NonFiniteError, match="1 of 2 held-out pairs are not finite"):
-        reward.require_finite(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]), 1.0)
+        pairs.require_finite(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]), 1.0)
 
 
 def test_a_learning_rate_of_0_is_said(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,7 @@ def test_a_stage_has_a_short_help(
     monkeypatch.setattr("sys.argv", [stage, "--help"])
     assert main.main() == 0
     said = capsys.readouterr().out
-    listed = [*main.GROUPS.values(), *OF_STAGES.values()]
+    listed = [*main.STAGE.help_groups.values(), *OF_STAGES.values()]
     assert said.count("\n  --") == sum(map(len, listed)) < 30 and "--help-all" in said
     assert f"usage: python -m {stage} " in said and max(map(len, said.splitlines())) <= 100
 

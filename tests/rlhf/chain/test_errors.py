@@ -224,7 +224,7 @@ def test_the_hub_does_not_answer(
         (
             ppo.main,
             ["--actor-model", "demo-llama", "--reward-model", "demo-llama", *DEMO, "--response-length", "16"],
-            ["reward model", "no trained head", "score.weight", "step2_reward"],
+            ["reward model", "no trained head", "score.weight", "rlhf reward"],
         ),
         (ppo.main, ["--temperature", "0"], ["--temperature", "greater than 0"]),
     ],

@@ -15,7 +15,7 @@ from rlhf.engine.adamw import schedule
 from rlhf.engine.training import Engine, compute_dtype
 from rlhf.errors import UserError
 from rlhf.models.policy import Policy
-from step2_reward import stage as stage_of_rewards
+from rlhf.supervised.runner import batches_for
 from tests import engine_runs, forked_ranks, players, reward_runs, tiny
 from tests.engine_runs import (
     BF16_LOSS,
@@ -364,7 +364,7 @@ def test_ptx_entropy_selection_and_scaling_on_two_ranks(two: dict[str, Any]) -> 
 def test_ranked_lists_on_two_ranks(two: dict[str, Any], tmp_path: Path) -> None:
     """Of unequally many pairs: a rank that has one fewer computes one that does not count."""
     config = reward_runs.config_of(tmp_path, **RANKED)
-    whole = stage_of_rewards.batches_for(reward_runs.rows_of(config), config, (0, 1))
+    whole = batches_for(reward_runs.rows_of(config), config, (0, 1))
     assert any(len(rows) % 2 for rows in whole)
     one, found = reward_runs.run(tmp_path, **RANKED | {"micro_batch_size": 9}), two["ranked lists"]
     assert found["before"] == pytest.approx(one["before"], abs=1e-5)

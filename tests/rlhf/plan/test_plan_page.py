@@ -150,7 +150,7 @@ def test_what_was_measured_is_predicted_as_the_results_say(tmp_path: Path) -> No
 
 def test_the_pages_table_of_a_model_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "MODELS", ("opt-13b",))
-    for line in table.table("step3_ppo").splitlines():
+    for line in table.table(table.ppo).splitlines():
         assert line in PAGE
 
 

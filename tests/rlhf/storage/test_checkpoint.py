@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.config.declaration import Declaration
 from rlhf.config.options import OptimizerOptions, RunOptions
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
@@ -212,7 +213,8 @@ def state(
     if content is None:
         content = {}
     options = Options(**{"output_dir": str(out), "model": "pretrained", **changes})
-    return progress.standing(stage, options, {"model": str(options.model)}, lambda: content, planned or {})
+    declaration = Declaration(stage, "", {}, ("model",))
+    return progress.standing(declaration, options, {"model": str(options.model)}, lambda: content, planned or {})
 
 
 def test_a_finished_stage_is_finished(tmp_path: Path) -> None:

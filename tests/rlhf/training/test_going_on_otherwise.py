@@ -18,9 +18,10 @@ from rlhf import plugins
 from rlhf.chain import command as train
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
+from rlhf.supervised import runner
 from rlhf.training import checkpoints, progress
-from step1_sft import stage as step1
 from step1_sft.config import SFTConfig
+from step3_ppo.config import STAGE
 from tests import killing, saving
 from tests.killing import Killed, dying, left, ppo_options, require_same, run, sft_options, undisturbed
 
@@ -149,12 +150,12 @@ def test_too_little_room_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     there, need = sum(path.stat().st_size for path in files), 3 * tensor_bytes(SFT / "checkpoints/step-00000002")
     assert need < 1.5 * there < 1.1 * need  # what lies there are two
     opened: list[int] = []
-    read = step1.open_data
+    read = runner.open_datasets
     for free, enough in ((need - there - 1, False), (need - there, True)):
         usage = SimpleNamespace(free=free)
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-            patched.setattr(step1, "open_data", lambda *given: opened.append(1) or read(*given))
+            patched.setattr(runner, "open_datasets", lambda *given: opened.append(1) or read(*given))
             if enough:
                 dying(patched, sft, "train", 4)
             else:
@@ -209,7 +210,7 @@ def interrupted() -> Path:
 
 def standing(changes: dict[str, Any], data: str = "one") -> str:
     options = type(OPTIONS).model_validate(OPTIONS.model_dump() | changes)
-    return progress.standing("step3_ppo", options, {}, lambda: {"x.jsonl": data}, {})
+    return progress.standing(STAGE, options, {}, lambda: {"x.jsonl": data}, {})
 
 
 @pytest.mark.parametrize("name", FREE)

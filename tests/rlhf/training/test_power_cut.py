@@ -11,7 +11,7 @@ import pytest
 
 from rlhf.storage import manifests
 from rlhf.training import checkpoints, logs, progress
-from step1_sft import stage
+from step1_sft.stage import FINE_TUNING as stage
 from tests import power
 from tests.killing import left, require_same, run, sft_options, undisturbed
 
@@ -48,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def standing() -> str:
-    return progress.standing("step1_sft", OPTIONS, stage.inputs(OPTIONS), partial(stage.content, OPTIONS), {})
+    return progress.standing(stage.declaration, OPTIONS, stage.inputs(OPTIONS), partial(stage.content, OPTIONS), {})
 
 
 def logged() -> list[str]:
@@ -89,14 +89,15 @@ def test_the_same_command_ends_with_the_same_bytes(disk: power.Disk, here: Path,
 
 def test_a_log_that_lost_rows_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = '{"step": 1}\n{"step": 2}\n'
+    patterns = ("metrics.jsonl", "samples.jsonl", "chosen.jsonl", "rollouts-*.jsonl")
     for name in ("metrics.jsonl", "samples.jsonl", "chosen.jsonl"):
         (here / name).write_text(rows)
-    known = logs.sync(here)
+    known = logs.sync(here, patterns)
     (here / "samples.jsonl").write_text(rows[:17])
     (here / "chosen.jsonl").unlink()
     (here / "metrics.jsonl").write_text(rows + rows)
     (here / "rollouts-0.jsonl").write_text(rows)
-    logs.cut(here, known)
+    logs.cut(here, patterns, known)
     assert capsys.readouterr().out.splitlines() == [
         f"warning: {here}/{name}: got {size} bytes, expected {len(rows)} of the checkpoint; its last rows are lost"
         for name, size in (("samples.jsonl", 17), ("chosen.jsonl", 0))

@@ -13,10 +13,12 @@ from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.algorithms import ppo
 
+LOSSES = ("loss", "policy_loss", "value_loss")
+
 
 def said(losses: Iterable[float], name: str = "loss") -> list[int]:
     """The steps, from 1, at which a spike is said."""
-    spikes = Spikes()
+    spikes = Spikes(LOSSES)
     return [step for step, loss in enumerate(losses, start=1) if spikes.look({name: loss}) is not None]
 
 
@@ -32,7 +34,7 @@ def test_a_loss_that_jumps_and_stays_is_said_once(name: str) -> None:
 
 def test_the_numbers_worked_by_hand() -> None:
     """16 losses of mean 2 and deviation 0.1, so the limit is 2.6; three of 2.4 and 3.2 have the mean 2.6."""
-    spikes = Spikes()
+    spikes = Spikes(LOSSES)
     for i in range(16):
         assert spikes.look({"loss": 1.9 + 0.2 * (i % 2)}) is None
     for loss in (2.4, 2.4, 2.4):
@@ -97,7 +99,7 @@ def test_what_is_not_finite_is_anothers_affair(broken: float) -> None:
 
 def test_steps_without_a_loss_change_nothing() -> None:
     """A warm-up of the critic has no policy loss, a step that was left out has none at all."""
-    spikes = Spikes()
+    spikes = Spikes(LOSSES)
     rows: list[dict[str, float]] = [{"value_loss": 1.0}] * 40 + [{}] + [{"value_loss": 1.0, "policy_loss": 0.0}] * 40
     assert [spikes.look(row) for row in rows] == [None] * 81
     found: Any = spikes.look({"value_loss": 9.0, "policy_loss": 0.0})

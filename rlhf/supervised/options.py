@@ -1,0 +1,19 @@
+"""Options of a stage that learns from a data set. Torch-free."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from data.config import BatchOptions, DataOptions
+from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
+
+
+class SupervisedOptions(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
+    """One model, one data set, some passes over it."""
+
+    TOTALS: ClassVar[frozenset[str]] = frozenset({"num_train_epochs"})
+
+    model: str
+    """model to start from"""
+    num_train_epochs: int = Field(1, ge=1)
+    """passes over the data"""

@@ -1,0 +1,137 @@
+"""The runner of the stages that learn from a data set. A stage brings its data, its model, its loss and its evaluation;
+what comes before, between and after them is the same for all: checks, batches, checkpoints, exports, the manifest.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from data.batches import Batches, batches_of
+from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
+from data.preflight import require_rows
+from rlhf.config.declaration import Declaration
+from rlhf.console import status
+from rlhf.distributed import collectives
+from rlhf.engine.training import Engine
+from rlhf.hub.short_names import resolve
+from rlhf.models.splitting import check_split, shares
+from rlhf.plan.stage import Needs
+from rlhf.storage.manifests import model_place, planned_start
+from rlhf.supervised.options import SupervisedOptions
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+from rlhf.training import progress
+from rlhf.training.checkpoints import Resumable, require_room
+from rlhf.training.checks import check_engine, check_ranks, check_start
+from rlhf.training.run import open_run
+from rlhf.types import Metrics
+
+C = TypeVar("C", bound=SupervisedOptions)
+FOLDERS = ("model", "actor")
+"""Folders of an earlier stage whose model may be the one to start from."""
+
+
+class Learner(Protocol):
+    """A stage's model in its engine, with its data."""
+
+    role: str
+    """what the model is in checkpoints"""
+    shown: tuple[str, ...]
+    """metrics on the progress bar"""
+    engine: Engine
+    before: Metrics
+    """numbers on the held-out rows before the first step; a stage may have none"""
+
+    def train(self, batches: Batches) -> Iterator[Metrics]:
+        """One optimizer step a batch."""
+
+    def evaluate(self) -> Metrics:
+        """Numbers on the held-out rows."""
+
+    def require_converged(self, metrics: Metrics) -> None:
+        """Raises: NonFiniteError if the last evaluation shows that the run has diverged."""
+
+    def save(self, folder: Path, metrics: Metrics | None = None) -> None:
+        """Write the model. metrics: of the last evaluation, for the final model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised(Generic[C]):
+    """A stage (rlhf.chain.stages.Stage) that learns from a data set."""
+
+    declaration: Declaration
+    needs: Callable[[C, str, dict[str, str]], Needs]
+    recipe: Callable[[C], Recipe]
+    """which rows, and what of them is learned"""
+    load: Callable[[C, str, PreTrainedTokenizerBase, Opened[Any], int], Learner]
+    """(options, path of the model, tokenizer, data, number of optimizer steps)"""
+
+    def inputs(self, config: C) -> dict[str, str]:
+        """The model that the stage starts from."""
+        return {"model": config.model}
+
+    def content(self, config: C) -> dict[str, str]:
+        """A digest of each local file or folder of the data."""
+        return fingerprints(config, self.recipe(config).phase)
+
+    def open_data(self, config: C, place: str) -> tuple[PreTrainedTokenizerBase, Opened[Any]]:
+        """The prepared tokenizer of the model at `place`, and the data in its ids."""
+        tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
+        return tokenizer, open_datasets(config, self.recipe(config), tokenizer)
+
+    def check(
+        self, config: C, planned: Mapping[str, str] | None = None, ranks: int = 1
+    ) -> tuple[PreTrainedTokenizerBase, Opened[Any]]:
+        """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
+
+        `planned`: stages that will have run by then, and the model each starts from.
+        Raises: UserError.
+        """
+        ranks = shares(config, ranks)
+        if config.batch_tokens is None:
+            check_ranks(config.batch_size, ranks)
+        check_engine(config)
+        start = planned_start(config.model, config.output_dir, planned or {})
+        place = start or model_place(config.model, *FOLDERS)
+        check_start(place, config.chat_template, config.max_length, config.convert_template)
+        check_split(config, place)
+        directory = Path(config.output_dir) / self.declaration.name
+        require_room(directory, self.needs(config, "cpu", {"model": place}).checkpoints)
+        tokenizer, data = self.open_data(config, place)
+        require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
+        batches_for(data.train, config, (0, ranks))
+        return tokenizer, data
+
+    def run(self, config: C) -> None:
+        """The stage from its inputs to OUT/NAME: model, metrics.jsonl, manifest.json; nothing if it is finished."""
+        name = self.declaration.name
+        standing = progress.find(self.declaration, config, self.inputs(config), partial(self.content, config))
+        if standing == "finished":
+            return
+        status(f"{name}: reading the data")
+        tokenizer, data = self.check(config, ranks=collectives.world_size())
+        collectives.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
+        place = model_place(config.model, *FOLDERS)
+        batches = batches_for(data.train, config, (collectives.data_rank(), collectives.data_world_size()))
+        total = batches.steps(config.num_train_epochs)
+        with open_run(self.declaration, config, standing, {"model": place}) as run:
+            run.describe(data, tokenizer)
+            status(f"{name}: loading the model")
+            learner = self.load(config, place, tokenizer, data, total)
+            engine = {learner.role: learner.engine}
+            run.go_on(Resumable({**engine, "batches": batches}, engine))
+            if learner.before and not run.done:
+                run.evaluated(learner.before)
+            run.follow(run.exporting(learner.train(batches), learner.save), total, learner.shown)
+            metrics = {f"{metric}_before": value for metric, value in learner.before.items()} | learner.evaluate()
+            run.evaluated(metrics)
+            learner.require_converged(metrics)
+            run.finish({"model": partial(learner.save, metrics=metrics)}, metrics)
+
+
+def batches_for(dataset: PromptDataset[Any], config: SupervisedOptions, ranks: tuple[int, int]) -> Batches:
+    """The batches of this rank's share. `ranks`: its number, and how many there are."""
+    return batches_of(dataset.row_lengths, config, config.seed, ranks, dataset.elements)
