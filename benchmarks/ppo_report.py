@@ -134,6 +134,7 @@ def draw(path: Path, found: Mapping[str, Curve]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}  # text as text, the same bytes each time
     from matplotlib import pyplot
 
     figure, (score, kl, both) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
@@ -155,12 +156,12 @@ def draw(path: Path, found: Mapping[str, Curve]) -> None:
     for axes in (score, kl, both):
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
 def report(folders: Mapping[Key, Path], heldout: Path, results: Path, name: str) -> None:
-    """NAME.csv, NAME.md and NAME.png in `results`, from what is finished; the tables are printed too."""
+    """NAME.csv, NAME.md and NAME.svg in `results`, from what is finished; the tables are printed too."""
     require_same_prompts(folders)
     rows = [row for key, folder in folders.items() for row in iteration_rows(key, folder)]
     if not rows:
@@ -179,7 +180,7 @@ def report(folders: Mapping[Key, Path], heldout: Path, results: Path, name: str)
     (results / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
     try:
-        draw(results / f"{name}.png", found)
+        draw(results / f"{name}.svg", found)
     except ModuleNotFoundError as error:
         print(f"report: no picture: {error}; pip install matplotlib")
     print(f"report: wrote {results}/{name}.*")

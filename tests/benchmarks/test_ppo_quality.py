@@ -5,6 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -111,8 +112,9 @@ def test_other_prompts_are_noticed(folders: dict[tuple[str, int], Path]) -> None
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_picture(folders: dict[tuple[str, int], Path], tmp_path: Path) -> None:
     rows = [row for key, folder in folders.items() for row in ppo_report.iteration_rows(key, folder)]
-    ppo_report.draw(tmp_path / "small.png", ppo_report.curves(rows))
-    assert (tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
+    ppo_report.draw(tmp_path / "small.svg", ppo_report.curves(rows))
+    drawn = ElementTree.parse(tmp_path / "small.svg")
+    assert {"true score (the judge)", "ours", "TRL 1.12"} <= {text.text for text in drawn.findall(".//{*}text")}
 
 
 def test_step_3_gets_the_recipe_and_a_judge_that_counts_for_nothing() -> None:
