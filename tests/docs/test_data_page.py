@@ -22,7 +22,7 @@ from tests import programs
 
 ROOT = Path(train.__file__).parents[2]
 PAGE = (ROOT / "docs/data.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DATASETS = (ROOT / "docs/datasets.md").read_text(encoding="utf-8")
 COPIES = 150
 
 
@@ -117,10 +117,10 @@ def test_rows_of_every_file_of_the_page_are_all_used(home: Path) -> None:
 
 
 def test_the_table_of_datasets_is_whole() -> None:
-    listed = set(re.findall(r"^\| [^|]* \| `(\w+)`", README, re.MULTILINE))
+    listed = set(re.findall(r"^\| [^|]* \| `(\w+)`", DATASETS, re.MULTILINE))
     sources = set(plugins.names(FOLDER))
     assert listed - {"files"} <= sources
     assert sources - listed <= {"demo", "files"}
     for name in sources:
         for hub_id in getattr(plugins.find(FOLDER, name), "HUB_IDS", ()):
-            assert hub_id.split("/")[1] in README, f"{hub_id} ({name}) is not in README"
+            assert hub_id.split("/")[1] in DATASETS, f"{hub_id} ({name}) is not in docs/datasets.md"

@@ -1,0 +1,159 @@
+"""Every Python block of README and docs/*.md works as it is printed, in a folder with nothing but its page's blocks."""
+
+import io
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+from data.build.mixture import open_origin
+from rlhf import rewards
+from rlhf.types import Rollout, Samples
+from tests import tiny
+from tests.contracts import test_adapters as adapter_contract
+from tests.contracts import test_generation as backend_contract
+from tests.players import on_course, players, twice_each
+
+ROOT = Path(__file__).parents[2]
+PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.stem != "LOG"}
+
+
+def blocks(page: Path) -> dict[str, str]:
+    """The Python files of a page by the name in their first line, exactly as printed."""
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"```python\n(# (\w+\.py)\b.*?)```", text, re.DOTALL)
+    assert len(named) == text.count("```python\n"), f"{page.name}: a Python block does not begin with '# NAME.py'"
+    return {name: code for code, name in named}
+
+
+def require_rows(location: str, count: int) -> None:
+    rows = list(open_origin(location).rows("reward"))
+    assert len(rows) == count
+    assert all(row.prompt and row.response and row.rejected and row.response != row.rejected for row in rows)
+
+
+def numbers() -> None:
+    require_rows("my_dataset.py,rows=3", 3)
+
+
+def lines() -> None:
+    Path("answers.txt").write_text("Why? | Because. | No.\nWho?|You.|I.\n")
+    require_rows("my_dataset.py:answers.txt", 2)
+    Path("answers.txt").write_text("Why?;Because.;No.\n")
+    require_rows("my_dataset.py,separator=;:answers.txt", 1)
+
+
+def scored(name: str, *responses: str) -> list[float]:
+    """What the function `score` of a file says of these responses."""
+    nothing = torch.zeros(len(responses), 1, dtype=torch.long)
+    rollout = Rollout(nothing, nothing > 0, nothing, nothing == 0, nothing.float(), nothing[:, 0] == 0, rows=())
+    context = rewards.Context(None, torch.device("cpu"), torch.float32, "", 1)  # type: ignore[arg-type]
+    samples = Samples(("a",) * len(responses), responses, rollout)
+    return rewards.open_source(f"{name}:score", context)(samples).tolist()
+
+
+def reward() -> None:
+    # float32 of numbers of two decimals
+    assert scored("my_reward.py", "so cheerful", "no") == pytest.approx([1 - 0.11, -0.02])
+
+
+def kind_or_rude() -> None:
+    assert scored("judge.py", "kind and kind", "rude", "tall", "kind rude") == [2, -1, 0, 0]
+
+
+def kind_share() -> None:
+    assert scored("judge.py", "kind and calm", "rude", "tall", "kind rude .") == [1, -1, 0, 0]
+
+
+def bounded_ppo() -> None:
+    """It trains, and its bound holds."""
+    game = players("my_algorithm.py", total_episodes=8, bound=0.1)
+    credit = game.algorithm.credit(game.score(game.sample(twice_each())))
+    (metrics,) = on_course(game)
+    assert credit.advantages.abs().max() <= torch.tensor(0.1) and game.critic is not None
+    assert {"policy_loss", "value_loss"} <= metrics.keys() and metrics["optimizer_steps"] == 4
+
+
+def reinforce() -> None:
+    """Advantages sum to 0 over the responses, and it trains without a critic."""
+    game = players("my_reinforce.py", total_episodes=8)
+    rollout = game.score(game.sample(twice_each()))
+    assert rollout.scores is not None
+    expected = torch.stack(
+        [(score - rollout.scores.mean()) * row for score, row in zip(rollout.scores, rollout.mask, strict=True)]
+    )
+    assert torch.equal(game.algorithm.credit(rollout).advantages, expected)
+    (metrics,) = on_course(game)
+    assert game.critic is None and metrics["optimizer_steps"] == 4
+
+
+def adapter() -> None:
+    """It meets the contract of every adapter, and its scale is that of the paper."""
+    spec = "my_adapter.py,r=4"
+    adapter_contract.test_nothing_changes_before_the_first_step(spec, "llama")
+    adapter_contract.test_merged_weights_say_what_wrapped_ones_do(spec, "gpt2")
+    adapter_contract.test_an_engine_trains_the_adapter_and_nothing_else(spec, 1)
+    wrapped = adapter_contract.policy_engine(spec).module
+    scales = [module.scaling for module in wrapped.modules() if isinstance(module, LoraLayer)]
+    assert scales and all(scale == {"default": 16 / 4**0.5} for scale in scales)
+
+
+def backend() -> None:
+    """It meets the contract of every backend."""
+    name = "my_backend.py"
+    backend_contract.test_greedy_tokens_equal_those_of_transformers(name, "llama")
+    backend_contract.test_logprobs_of_sampling_equal_those_of_a_forward_pass(name, "gpt2")
+    backend_contract.test_padding_of_the_prompt_changes_no_token(name, "opt")
+    backend_contract.test_the_temperature_divides_the_logits(name)
+    backend_contract.test_the_draws_decide(name)
+    backend_contract.test_an_end_at_once_and_no_end_at_all(name)
+
+
+def tracker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = (
+        '{"kind": "train", "step": 1, "seconds": 0.5, "loss": 2.0}\n{"kind": "warning", "step": 1, "name": "x"}\n'
+        '{"kind": "eval", "step": 2, "seconds": 1.5, "eval_perplexity": 3.0, "margin": null}\n'
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO(rows))
+    runpy.run_path("my_tracker.py")
+    expected = "1 {'train/seconds': 0.5, 'train/loss': 2.0}\n2 {'eval/seconds': 1.5, 'eval/eval_perplexity': 3.0}\n"
+    assert capsys.readouterr().out == expected
+
+
+CHECKS: dict[tuple[str, str], Callable[..., None]] = {
+    ("data.md", "my_dataset.py"): numbers,
+    ("evaluate.md", "judge.py"): kind_or_rude,
+    ("online_preferences.md", "judge.py"): kind_or_rude,
+    ("tutorial.md", "judge.py"): kind_share,
+    ("extending.md", "my_dataset.py"): lines,
+    ("extending.md", "my_reward.py"): reward,
+    ("extending.md", "my_algorithm.py"): bounded_ppo,
+    ("extending.md", "my_reinforce.py"): reinforce,
+    ("extending.md", "my_adapter.py"): adapter,
+    ("extending.md", "my_backend.py"): backend,
+    ("extending.md", "my_tracker.py"): tracker,
+}
+ELSEWHERE = {("tutorial.md", "make_pairs.py"), ("tutorial.md", "use_policy.py")}
+"""run by tests/docs/test_tutorial.py"""
+
+
+def test_every_block_has_its_check() -> None:
+    printed = {(page, name) for page, path in PAGES.items() for name in blocks(path)}
+    assert printed == CHECKS.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize(("page", "name"), CHECKS)
+def test_a_block_works_as_printed(
+    page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, code in blocks(PAGES[page]).items():
+        (tmp_path / file).write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    check = CHECKS[page, name]
+    with tiny.one_rank():
+        check(*((monkeypatch, capsys) if check is tracker else ()))

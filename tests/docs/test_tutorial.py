@@ -1,0 +1,72 @@
+"""docs/tutorial.md: its commands, run in their order as printed, end with a better policy; `make` alone is not run."""
+
+import importlib
+import json
+import re
+import runpy
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.preview import command as preview
+from rlhf.chain import command as chain
+from rlhf.evaluation import evaluate
+from tests import programs
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+MAINS: dict[str, Callable[[], object]] = {
+    "train.py": chain.main,
+    "data.preview": preview.main,
+    "rlhf evaluate": evaluate.main,
+}
+
+
+def run_here(step: int, options: Any, _: object) -> int:
+    """A stage in this process, which takes no seconds for the libraries."""
+    importlib.import_module(f"{chain.STAGES[step]}.stage").run(options)
+    return 0
+
+
+def test_the_page_from_its_first_command_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(chain, "run_stage", run_here)
+    for code, name in re.findall(r"```(?:python|yaml)\n(# ([\w.]+).*?)```", PAGE, re.DOTALL):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    done = []
+    for line in "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).splitlines():
+        program, *argv = shlex.split(line)
+        if program in ("make", "source"):
+            continue
+        assert program == "python", line
+        module = " ".join(argv[1:3] if argv[1] == "rlhf" else argv[1:2]) if argv[0] == "-m" else argv[0]
+        argv = argv[len(module.split()) + (argv[0] == "-m") :]
+        done.append(module)
+        if module in MAINS:
+            code, _, reported = programs.runner(module, MAINS[module], monkeypatch, capsys)(*argv)
+            assert code == 0, reported
+        else:
+            runpy.run_path(module)
+            torch.manual_seed(0)
+    assert done == ["make_pairs.py", "data.preview", "train.py", "train.py", "rlhf evaluate", "use_policy.py"]
+    assert "is" in capsys.readouterr().out.split()  # every sentence of this world has it
+    require_better(tmp_path / "runs/tutorial")
+    shown = json.loads(re.search(r'\{"prompt".*\}', PAGE)[0])  # type: ignore[index]  # there is one
+    rows = [json.loads(row) for row in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert all(row.keys() == shown.keys() for row in rows) and 2000 < len(rows) < 2200
+
+
+def require_better(run: Path) -> None:
+    """Each stage does what the page's table says, and the interval of the judge's gain lies above 0."""
+    sft, reward = (
+        json.loads((run / f"{s}/manifest.json").read_text())["metrics"] for s in ("step1_sft", "step2_reward")
+    )
+    assert sft["eval_perplexity"] < 0.1 * sft["eval_perplexity_before"] and reward["eval_accuracy"] > 0.9
+    base, tuned = json.loads((run / "compared/results.json").read_text())["policies"]
+    assert tuned["gain"]["low"] > 0 and 0 < tuned["kl"]["mean"] < 10 and tuned["ended"] > 0.9, (base, tuned)
