@@ -33,7 +33,7 @@ def public_modules() -> dict[str, list[str]]:
 def reference_pages() -> dict[str, str]:
     """The Markdown of the reference by the page's path in the site."""
     pages = {}
-    for package, modules in public_modules().items():
+    for package, modules in sorted(public_modules().items()):
         blocks = "".join(f"\n::: {module}\n" for module in modules)
         pages[f"reference/{package}.md"] = f"# {package}\n{blocks}"
     return pages
@@ -68,9 +68,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """mkdocs: the pages that do not lie in docs/."""
+    """mkdocs: the pages that do not lie in docs/, and a wider column for code."""
     from mkdocs.structure.files import File
 
+    files.append(File.generated(config, "wide.css", content=".md-grid { max-width: 80rem; }\n"))
     for path, text in reference_pages().items():
         files.append(File.generated(config, path, content=text))
     for path in OTHER_PAGES:
