@@ -1,6 +1,5 @@
 """docs/tutorial.md: its commands, run in their order as printed, end with a better policy; `make` alone is not run."""
 
-import importlib
 import json
 import re
 import runpy
@@ -15,6 +14,9 @@ import torch
 from data.preview import command as preview
 from rlhf.chain import command as chain
 from rlhf.evaluation import evaluate
+from step1_sft.stage import FINE_TUNING
+from step2_reward.stage import REWARD_MODELLING
+from step3_ppo import stage as ppo
 from tests import programs
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +28,12 @@ MAINS: dict[str, Callable[[], object]] = {
 }
 
 
+RUNS: dict[int, Callable[[Any], None]] = {1: FINE_TUNING.run, 2: REWARD_MODELLING.run, 3: ppo.run}
+
+
 def run_here(step: int, options: Any, _: object) -> int:
     """A stage in this process, which takes no seconds for the libraries."""
-    importlib.import_module(f"{chain.STAGES[step]}.stage").run(options)
+    RUNS[step](options)
     return 0
 
 
