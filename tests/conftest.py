@@ -40,7 +40,6 @@ FIRST = (
     "rlhf/generation/test_vllm.py",
     "rlhf/chain/test_errors.py",
     "rlhf/training/test_checkpoints.py",
-    "multi_node/test_two_nodes.py",
     "rlhf/engine/test_engine.py",
     "rlhf/launch/test_launch.py",
 )

@@ -4,9 +4,11 @@ python train.py                                                      the demo
 python train.py --actor-model opt-1.3b --reward-model opt-350m --deployment-type single_node
 """
 
+import contextlib
 import os
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +20,7 @@ from rlhf.config import parser
 from rlhf.config.options import require_trackers
 from rlhf.config.short_help import short_help
 from rlhf.errors import UserError
-from rlhf.launch import launcher
+from rlhf.launch import launcher, rank_variables
 from rlhf.launch.failure_summary import command_again, last_words
 from rlhf.launch.hosts import Deployment, LaunchOptions, open_deployment
 from rlhf.plan.options import PlanOptions
@@ -30,17 +32,22 @@ DEMO = CONFIGS / "demo.yaml"
 
 
 def deployment(chain: ChainConfig) -> Deployment:
-    """Where a stage runs, and in how many processes. Raises: UserError if the hosts or devices are not there."""
+    """Where a stage runs, and in how many processes; another launcher has decided both.
+
+    Raises: UserError if the hosts or devices are not there.
+    """
     import torch
 
     own = LaunchOptions(**{name: getattr(chain, name) for name in LaunchOptions.model_fields})
+    if rank_variables.world_size() > 1:
+        return Deployment(rank_variables.world_size(), options=own)
     if chain.deployment_type == "multi_node":
         if chain.num_processes is not None:
             raise UserError(
                 f"--num-processes {chain.num_processes}: got it with multi_node, expected slots= in the hostfile"
             )
         return open_deployment(own)
-    for name in ("hostfile", "include", "exclude", "num_nodes", "master_addr", "master_port", "ssh_port"):
+    for name in ("hostfile", "include", "exclude", "num_nodes", "launcher_args", "master_addr", "master_port"):
         if getattr(own, name) is not None:
             raise UserError(
                 f"--{name.replace('_', '-')} {getattr(own, name)}: got --deployment-type {chain.deployment_type}, "
@@ -128,16 +135,31 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
     return todo
 
 
-def run_stage(step: int, options: Any, where: Deployment) -> launcher.Ended:
-    """Start one stage and wait: how it ended."""
+def run_stage(step: int, options: Any, run: Callable[[str, list[str]], launcher.Ended]) -> launcher.Ended:
+    """Have `run` start one stage and wait: how it ended."""
     from rlhf.storage import disk
 
     path = Path(options.output_dir).absolute() / f".{STAGES[step].name}-{os.getpid()}.yaml"  # which every host must see
     try:
         disk.write_text(path, parser.to_yaml(options))
-        return launcher.run(STAGES[step].name, ["--config", str(path)], where)
+        return run(STAGES[step].name, ["--config", str(path)])
     finally:
         path.unlink(missing_ok=True)
+
+
+def run_with_restarts(
+    step: int, options: Any, run: Callable[[str, list[str]], launcher.Ended], restarts: int
+) -> launcher.Ended:
+    """Start one stage, and after a crash again from its newest checkpoint, at most so often: how it ended at last."""
+    ended = run_stage(step, options, run)
+    stage = Path(options.output_dir) / STAGES[step].name
+    for number in range(1, restarts + 1):
+        if not ended.crashed:
+            break
+        print(f"\n{stage.name}: {ended.cause}; restart {number} of {restarts}", file=sys.stderr, flush=True)
+        begun = not (stage / "manifest.json").exists()  # the old result is gone: --overwrite would remove our own
+        ended = run_stage(step, options.model_copy(update={"overwrite": options.overwrite and not begun}), run)
+    return ended
 
 
 def leave(step: int, ended: launcher.Ended, todo: dict[int, Any]) -> NoReturn:
@@ -151,7 +173,21 @@ def leave(step: int, ended: launcher.Ended, todo: dict[int, Any]) -> NoReturn:
     raise SystemExit(int(ended) if ended > 0 else 128 - ended)
 
 
-def main() -> None:
+def main() -> int:
+    """The chain. Of several processes that another launcher has started, rank 0 is the chain and the others follow."""
+    rank_variables.adopt(os.environ)
+    if rank_variables.world_size() == 1:
+        return run_chain()
+    from rlhf.launch import team
+
+    if rank_variables.rank() > 0:
+        return team.follow()
+    with team.lead() as led:
+        return run_chain(led)
+
+
+def run_chain(led: Any = None) -> int:
+    """Run what the command line asks for, in the processes of the team that this process leads, if it leads one."""
     program = console.program("python train.py")
     argv, note = _with_base(sys.argv[1:])
     shown = parser.SHOWN & {*argv} if "--print-config" in argv else set()
@@ -161,18 +197,17 @@ def main() -> None:
     options, about = chain_config(argv), (__doc__ or "").split("\n")[0]
     if {"--help", "-h"} & {*argv}:
         print(short_help(options, program, about, SHORT_HELP))
-        return
+        return 0
     chain = parser.parse(options, argv, program, about)
     chain = resolve(chain, argv)
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")
-        return
-    launcher.require_alone()
+        return 0
     launcher.require_open_files()
     console.quiet_libraries()
     if chain.plan:
         print(forecast(chain))
-        return
+        return 0
     from rlhf.storage import manifests
 
     manifests.require_writable(chain.output_dir)
@@ -185,13 +220,29 @@ def main() -> None:
         if todo:
             print(note, end="", flush=True)
             save(chain)
-        for step, options in todo.items():
-            ended = run_stage(step, options, where)
-            if ended != 0:
-                leave(step, ended, todo)
+            failed = run_all(todo, where, led)
+            if failed is not None:
+                leave(*failed, todo)
     from rlhf.chain.steps import next_step
 
     print(next_step(chain))
+    return 0
+
+
+def run_all(todo: dict[int, Any], where: Deployment, led: Any) -> tuple[int, launcher.Ended] | None:
+    """Run the stages, one after the other. The first that fails, and how it ended; None if all are finished."""
+    with contextlib.ExitStack() as stack:
+        if where.hosts:
+            from rlhf.launch import team
+
+            led = stack.enter_context(team.start(where))
+        one_host = partial(launcher.run, where=where)
+        run = one_host if led is None else partial(led.run, options=where.options)
+        for step, options in todo.items():
+            ended = run_with_restarts(step, options, run, where.options.max_restarts)
+            if ended != 0:
+                return step, ended
+    return None
 
 
 def save(chain: Any) -> None:

@@ -49,7 +49,7 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml"""
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
     """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU;
-    multi_node: the same on every host of --hostfile"""
+    multi_node: the same on every host of --hostfile; under torchrun, deepspeed, accelerate or srun: as they started"""
     num_processes: int | None = Field(None, ge=1)
     """processes of single_node; by default the number of visible GPUs"""
     steps: tuple[Literal[1, 2, 3], ...] | None = Field(None, min_length=1)

@@ -28,6 +28,8 @@ from rlhf.storage import manifests
 
 TIMEOUT = "RLHF_RENDEZVOUS_TIMEOUT_S"
 TIMEOUT_S = 300.0
+PART = "RLHF_STORE_PART"
+"""variable that names the part of a launcher's store in which the ranks of this run meet"""
 SHARED_S = 30.0
 """in which a file that rank 0 writes must show to every other rank"""
 READING_S = 30.0
@@ -56,7 +58,12 @@ def store() -> Store:
     """
     place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"]))
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return PrefixStore(f"rlhf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", _connect(*place, held, timeout_s()))
+    return part_of(_connect(*place, held, timeout_s()))
+
+
+def part_of(whole: Store) -> Store:
+    """The part of a launcher's store that belongs to this run, and to this attempt of torchrun."""
+    return PrefixStore(f"rlhf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{os.environ.get(PART, '')}", whole)
 
 
 def group_store() -> Store:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlhf.launch import rank_variables
 from rlhf.launch.supervisor import Ended
 
 
@@ -47,4 +48,5 @@ def command_again(overwritten: Mapping[str, Path]) -> str:
     """
     words = [word for word in sys.orig_argv if not re.match(r"--(\w+\.)?overwrite(=|$)", word)]
     left = [f"--{section}.overwrite" for section, manifest in overwritten.items() if manifest.exists()]
-    return shlex.join([*words, *left])
+    again = shlex.join([*words, *left])
+    return again if rank_variables.world_size() == 1 else f"on every host, with the launcher that started it: {again}"

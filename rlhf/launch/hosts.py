@@ -1,30 +1,23 @@
-"""The hosts of a run: which, how they are reached, and what of the environment goes there. Torch-free."""
+"""The hosts of a run, and the command of DeepSpeed's launcher that reaches them. Importing this imports no torch."""
 
+import os
 import re
-import shlex
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from rlhf.config import Config, suggest
-from rlhf.distributed.addresses import is_here
+from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.shipped import ROOT
 
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
-"""no name of a host may look like an option of ssh, or as --include separates them"""
-TRAVELS = re.compile(
-    r"(HF|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH|OMP|MKL|KMP|TRANSFORMERS|TOKENIZERS|DATASETS|DS|DEEPSPEED|TRITON|RLHF|LC)_\w+"
-    r"|LANG|PYTHONPATH|PYTHONIOENCODING|PYTHONWARNINGS|CUDA_DEVICE_ORDER|CUDA_LAUNCH_BLOCKING|UCX_\w+|FI_\w+"
-    r"|WANDB_MODE|DO_NOT_TRACK|LD_LIBRARY_PATH"
-)
-"""the variables that every host gets as they are here"""
-SECRET = re.compile(r"TOKEN(?!IZERS_)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-"""no variable with such a name leaves this machine"""
+"""no name of a host may look like an option, or mean something to a shell"""
+PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "slurm": "srun"}
+"""what each of DeepSpeed's launchers runs"""
 
 
 class LaunchOptions(Config):
@@ -33,31 +26,25 @@ class LaunchOptions(Config):
     hostfile: str | None = None
     """hosts of multi_node, one 'name slots=N' a line, N processes each"""
     include: str | None = None
-    """the hosts and slots to use: a@b:0,2 is all of a, and of b the slots 0 and 2"""
+    """the hosts and slots to use, as deepspeed reads it: a@b:0,2 is all of a, and of b the slots 0 and 2"""
     exclude: str | None = None
     """the hosts and slots to leave out, written as for --include"""
     num_nodes: int | None = Field(None, ge=1)
-    """the first so many hosts of those"""
+    """the first so many hosts of the hostfile"""
+    launcher: Literal["pdsh", "openmpi", "mpich", "impi", "slurm"] = "pdsh"
+    """DeepSpeed's launcher, which starts the processes of multi_node"""
+    launcher_args: str | None = None
+    """more words for pdsh, mpirun or srun"""
     master_addr: str | None = None
-    """address of the first host, at which the others find it; by default the one on its way to them"""
+    """address of this machine at which the hosts find it; by default the one on its way to them"""
     master_port: int | None = Field(None, ge=1, le=65535)
     """port there; by default any that is free"""
-    remote_shell: Literal["ssh", "srun"] = "ssh"
-    """what starts a program on another host; srun inside a SLURM job"""
-    ssh_port: int | None = Field(None, ge=1, le=65535)
-    """by default what the configuration of ssh says"""
     rendezvous_timeout_s: float = Field(300.0, gt=0)
-    """seconds in which every host and process must have come"""
+    """seconds in which every process must have come"""
     grace_s: float = Field(30.0, gt=0)
     """seconds from a signal that ends the run to the kill of the processes that are left"""
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A machine and the slots, numbered from 0, in each of which a process runs: on GPUs, slot N has GPU N."""
-
-    name: str
-    slots: tuple[int, ...]
+    max_restarts: int = Field(0, ge=0)
+    """how often a stage that crashed starts again by itself, from its newest checkpoint"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,113 +52,55 @@ class Deployment:
     """How many ranks there are, and on which hosts; with no hosts, all on this machine."""
 
     processes: int
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[str, ...] = ()
     options: LaunchOptions = field(default_factory=LaunchOptions)
 
 
 def open_deployment(options: LaunchOptions) -> Deployment:
-    """The ranks of the hosts of `--hostfile` that are chosen. Raises: UserError."""
-    if options.hostfile is None:
+    """The ranks of the hosts that --hostfile, --include, --exclude and --num-nodes leave, as DeepSpeed reads them.
+
+    Raises: UserError.
+    """
+    if options.hostfile is None or not Path(options.hostfile).is_file():
         raise UserError(
-            "--deployment-type multi_node: got no --hostfile, expected a file with one 'name slots=N' a line; "
-            "for this machine alone single_node needs none"
+            f"--deployment-type multi_node: --hostfile {options.hostfile}: no such file; expected one with 'name "
+            "slots=N' a line; for this machine alone use single_node"
         )
-    hosts = choose(read_hostfile(options.hostfile), options)
-    return Deployment(sum(len(host.slots) for host in hosts), hosts, options)
-
-
-def read_hostfile(path: str) -> tuple[Host, ...]:
-    """The hosts of a file in DeepSpeed's format: `name slots=N` a line, # begins a comment.
-
-    Raises: UserError with the line of a mistake.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+    program = PROGRAMS[options.launcher]
+    if shutil.which(program) is None:
         raise UserError(
-            f"--deployment-type multi_node: --hostfile {path}: cannot be read ({why}); expected one 'name slots=N' a "
-            "line; for this machine alone use single_node"
-        ) from None
-    hosts: dict[str, Host] = {}
-    for number, line in enumerate(lines, start=1):
-        words = line.split("#")[0].strip()
-        if not words:
-            continue
-        found = re.fullmatch(rf"({NAME.pattern})\s+slots=(\d+)", words)
-        if found is None or int(found[2]) < 1:
-            raise UserError(f"--hostfile {path}:{number}: got '{words}', expected 'name slots=N' with N above 0")
-        if found[1] in hosts:
-            raise UserError(f"--hostfile {path}:{number}: {found[1]} stands there twice; give it all slots in one line")
-        hosts[found[1]] = Host(found[1], tuple(range(int(found[2]))))
-    if not hosts:
-        raise UserError(f"--hostfile {path}: names no host, expected one 'name slots=N' a line")
-    return tuple(hosts.values())
+            f"--launcher {options.launcher}: no program {program} on PATH; install it, choose another launcher, or "
+            "start this command on every host with torchrun or srun (docs/multi_node.md)"
+        )
+    if options.num_nodes is not None and (options.include or options.exclude):
+        raise UserError("--num-nodes: got it with --include or --exclude, expected one of them")
+    from deepspeed.launcher import runner  # seconds of imports, for this alone
+
+    try:
+        known = runner.fetch_hostfile(options.hostfile)
+        chosen = runner.parse_inclusion_exclusion(known, options.include or "", options.exclude or "")
+        runner.LAUNCHER_CLASSES[options.launcher].validate_active_resources(chosen)
+    except ValueError as error:
+        raise UserError(f"--hostfile {options.hostfile}: {error}") from None
+    hosts = list(chosen)
+    for host in hosts:
+        if NAME.fullmatch(host) is None:
+            raise UserError(f"--hostfile {options.hostfile}: got the host '{host}', expected a name or an address")
+    if (options.num_nodes or 0) > len(hosts):
+        raise UserError(f"--num-nodes {options.num_nodes}: there are {len(hosts)} hosts: {', '.join(hosts)}")
+    hosts = hosts[: options.num_nodes]
+    count = sum(len(chosen[host]) for host in hosts)
+    if count == 0:
+        raise UserError(f"--hostfile {options.hostfile}: got no slot, expected 'name slots=N' with N above 0")
+    return Deployment(count, tuple(hosts), options)
 
 
-def choose(hosts: Sequence[Host], options: LaunchOptions) -> tuple[Host, ...]:
-    """The hosts and slots that --include or --exclude and --num-nodes leave, in the order of `hosts`.
-
-    Raises: UserError if they name what is not there, or leave nothing.
-    """
-    if options.include is not None and options.exclude is not None:
-        raise UserError("--include and --exclude: got both, expected one of them")
-    chosen = list(hosts)
-    if options.include is not None:
-        wanted = _named(options.include, "--include", hosts)
-        chosen = [Host(host.name, wanted[host.name]) for host in hosts if host.name in wanted]
-    if options.exclude is not None:
-        unwanted = _named(options.exclude, "--exclude", hosts)
-        left = [Host(h.name, tuple(s for s in h.slots if s not in unwanted.get(h.name, ()))) for h in hosts]
-        chosen = [host for host in left if host.slots]
-    if not chosen:
-        raise UserError(f"--exclude {options.exclude}: leaves no host of {', '.join(host.name for host in hosts)}")
-    if options.num_nodes is not None and options.num_nodes > len(chosen):
-        names = ", ".join(host.name for host in chosen)
-        raise UserError(f"--num-nodes {options.num_nodes}: there are {len(chosen)} hosts: {names}")
-    return tuple(chosen[: options.num_nodes])
-
-
-def _named(text: str, option: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
-    """The slots of each host in `a@b:0,2`."""
-    known = {host.name: host.slots for host in hosts}
-    found: dict[str, tuple[int, ...]] = {}
-    for part in text.split("@"):
-        name, colon, numbers = part.strip().partition(":")
-        if name not in known:
-            raise UserError(f"{option} {text}: no host '{name}'{suggest(name, list(known))}; have {', '.join(known)}")
-        if colon and not re.fullmatch(r"\d+(,\d+)*", numbers):
-            raise UserError(f"{option} {text}: got '{part}', expected host:0,2")
-        slots = tuple(sorted({int(n) for n in numbers.split(",")})) if colon else known[name]
-        if not set(slots) <= set(known[name]):
-            raise UserError(f"{option} {text}: {name} has slots 0 to {len(known[name]) - 1}")
-        found[name] = tuple(sorted({*found.get(name, ()), *slots}))
-    return found
-
-
-def command_on(host: str, command: Sequence[str], options: LaunchOptions) -> list[str]:
-    """The command line that runs `command` on a host, its standard streams being ours. No word of it is a secret."""
-    words = ["env", f"PYTHONPATH={ROOT}", *command]
-    if options.remote_shell == "srun":
-        where = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered", "--kill-on-bad-exit=0"]
-        return ["srun", *where, *words]
-    if is_here(host):
-        return words
-    alive = ["ServerAliveInterval=15", "ServerAliveCountMax=4", f"ConnectTimeout={_connecting_s(options)}"]
-    settings = [word for setting in ("BatchMode=yes", *alive) for word in ("-o", setting)]
-    port = [] if options.ssh_port is None else ["-p", str(options.ssh_port)]
-    return ["ssh", "-T", *settings, *port, "--", host, shlex.join(words)]
-
-
-def _connecting_s(options: LaunchOptions) -> int:
-    return max(1, min(60, round(options.rendezvous_timeout_s)))
-
-
-def agent_command() -> list[str]:
-    """The program that starts the ranks of one host; with this interpreter, and nothing of the current directory."""
-    return [sys.executable, "-P", "-m", "rlhf.launch.host_agent"]
-
-
-def travelling(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of `environment` every host gets: settings of the libraries, and no secret."""
-    return {n: value for n, value in environment.items() if TRAVELS.fullmatch(n) and not SECRET.search(n)}
+def deepspeed_command(options: LaunchOptions, address: str, port: int, program: Sequence[str]) -> list[str]:
+    """The command that runs a script and its words as every rank of the hosts, from the root of the project."""
+    assert options.hostfile is not None
+    words = ["--hostfile", os.path.abspath(options.hostfile), "--launcher", options.launcher, "--force_multi"]
+    words += ["--master_addr", address, "--master_port", str(port), "--no_ssh_check", "--no_local_rank"]
+    for name in ("include", "exclude", "num_nodes", "launcher_args"):
+        value = getattr(options, name)
+        words += [] if value is None else [f"--{name}={value}"]
+    return [sys.executable, "-P", "-m", "deepspeed.launcher.runner", *words, *program]

@@ -26,11 +26,10 @@ from rlhf.config.options import RunOptions, require_trackers
 from rlhf.config.short_help import OF_STAGES, Groups, short_help
 from rlhf.distributed.addresses import LOOPBACK, interface_of
 from rlhf.errors import UserError
-from rlhf.launch import slurm
+from rlhf.launch import rank_variables
 from rlhf.launch.hosts import Deployment
-from rlhf.launch.remote_ranks import Nodes
 from rlhf.launch.supervisor import CLOSING_S as CLOSING_S
-from rlhf.launch.supervisor import GRACE_S, IN_ORDER, MISTAKE, REQUEUE, Ended, Ranks, Signals, Watch
+from rlhf.launch.supervisor import GRACE_S, IN_ORDER, LAUNCHER, MISTAKE, REQUEUE, Ended, Ranks, Signals, Watch
 from rlhf.launch.supervisor import NON_FINITE as NON_FINITE
 from rlhf.launch.supervisor import SAID as SAID
 from rlhf.launch.supervisor import name_of as name_of
@@ -42,36 +41,19 @@ PATIENCE_S = 5.0
 """a rank that has nothing of its own to say waits this long, to be ended by the launcher in silence"""
 LEAST_FILES = 256
 """open files of one process: libraries, shards of data, checkpoints and sockets to other ranks"""
-LAUNCHER, LAUNCHER_GRACE = "RLHF_LAUNCHER_PID", "RLHF_GRACE_S"
-PLACES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
-)
-"""variables in which a launcher tells a rank its place"""
+LAUNCHER_GRACE = "RLHF_GRACE_S"
 
 
 def run(module: str, argv: Sequence[str], where: int | Deployment = 1) -> Ended:
-    """Run `python -m module` in `where` processes of this machine, or on the hosts of a deployment, to their end.
+    """Run `python -m module` in `where` processes of this machine, to their end; rlhf.launch.team does it on several.
 
     Returns the exit code of the first that failed, else 0; one below 0 is that of a signal, to us or to a rank.
-    rlhf.launch.supervisor.Watch tells how signals and failures end all. Nothing outlives this call, on any host.
-    On several hosts a word of `argv` after --config is a file that all must see: it lies in their shared directory.
-
-    Raises: UserError if a host is missing or refuses.
+    rlhf.launch.supervisor.Watch tells how signals and failures end all. Nothing outlives this call.
     """
     deployment = where if isinstance(where, Deployment) else Deployment(where)
-    with Signals() as asked:
-        if not deployment.hosts:
-            return _run_here(module, argv, deployment, asked)
-        with Nodes(deployment) as nodes:
-            nodes.start(module, argv, argv[argv.index("--config") + 1] if "--config" in argv else ".", asked)
-            return Watch(nodes, asked, deployment.options.grace_s).follow()
-
-
-def _run_here(module: str, argv: Sequence[str], deployment: Deployment, asked: Signals) -> Ended:
     processes, grace_s = deployment.processes, deployment.options.grace_s
     command = [sys.executable, "-P", "-m", module, *argv]  # nothing of the current directory
-    with _meeting_place(processes) as meeting, Ranks() as ranks:
+    with Signals() as asked, _meeting_place(processes) as meeting, Ranks() as ranks:
         for rank in range(processes):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting} if meeting else {}
             if not asked.waiting():
@@ -107,7 +89,7 @@ def hold_store(listening: socket.socket) -> Any:
 def rank_environment(processes: int, grace_s: float = GRACE_S) -> dict[str, str]:
     """Ours, for one of so many ranks of this machine: with the project importable, the cores shared among them, and no
     other launcher's variables left over."""
-    env = {name: value for name, value in os.environ.items() if name not in PLACES}
+    env = {name: value for name, value in os.environ.items() if name not in rank_variables.RANK_VARIABLES}
     paths = env.get("PYTHONPATH", "").split(os.pathsep)  # an empty one is the current directory
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), *paths]))
     env["PYTHONSAFEPATH"] = "1"
@@ -122,18 +104,6 @@ def rank_environment(processes: int, grace_s: float = GRACE_S) -> dict[str, str]
 def cores() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def require_alone() -> None:
-    """Raises: UserError if another launcher made this process one of several; a chain starts its ranks itself."""
-    slurm.adopt(os.environ)
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    if size > 1:
-        raise UserError(
-            f"started as rank {os.environ.get('RANK', '?')} of {size}, expected one process: the chain starts its own "
-            "(--deployment-type single_node or multi_node); under torchrun, accelerate or srun start a "
-            "stage (-m STAGE)"
-        )
 
 
 def require_open_files() -> None:
@@ -185,7 +155,7 @@ def stage_main(
     try:
         with requeued_when_asked(), _Patience():
             require_open_files()
-            slurm.adopt(os.environ)
+            rank_variables.adopt(os.environ)
             console.loading(stage, argv)
             if {"--help", "-h"} & {*argv}:
                 print(short_help(options_of(argv), program, description, {**groups, **OF_STAGES}))
@@ -216,7 +186,7 @@ def _kept_traceback(error: UserError, stage: str, argv: Sequence[str]) -> str:
     folder = Path(parser.peek(argv, "output-dir", RunOptions().output_dir)) / stage
     if error.__cause__ is None or not folder.is_dir():
         return ""
-    path = folder / f"traceback-{_rank()}.txt"
+    path = folder / f"traceback-{rank_variables.rank()}.txt"
     with contextlib.suppress(OSError):
         path.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
         return f"; the traceback is in {path}"
@@ -227,28 +197,24 @@ def end_well() -> None:
     """End a rank of several at once, with code 0: threads of the libraries can abort one that takes itself apart."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if rank_variables.world_size() > 1:
         os._exit(0)
 
 
 def give_up(message: str, code: int) -> NoReturn:
     """End this rank with one line. Rank 0 goes first, and its launcher then ends the others, who would say the same."""
-    if _rank() > 0:
+    if rank_variables.rank() > 0:
         _wait_to_be_ended()
-    if _rank() == 0 or code not in IN_ORDER:
+    if rank_variables.rank() == 0 or code not in IN_ORDER:
         print(message, file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:  # torchrun ends its own report with this
         said = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": said}), encoding="utf-8")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if rank_variables.world_size() > 1:
         sys.stdout.flush()
         os._exit(code)  # at once: leaving the process group can take as long as the others wait
     raise SystemExit(code)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", 0))
 
 
 def _wait_to_be_ended() -> None:
@@ -265,7 +231,7 @@ class _Patience:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, SystemExit | UserError | KeyboardInterrupt) or error is None:
             return
-        if _rank() > 0 or re.search(r"closed by peer|reset by peer|Broken pipe|NCCL|gloo", str(error)):
+        if rank_variables.rank() > 0 or re.search(r"closed by peer|reset by peer|Broken pipe|NCCL|gloo", str(error)):
             _wait_to_be_ended()
 
 

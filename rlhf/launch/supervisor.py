@@ -1,5 +1,6 @@
 """Processes that end together: those of this machine, and the rule by which a group of them ends. Torch-free."""
 
+import abc
 import contextlib
 import os
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, Self
 
+LAUNCHER = "RLHF_LAUNCHER_PID"
+"""variable in which a rank that we start finds our process id"""
 GRACE_S = 30.0
 """from a signal to the kill"""
 CLOSING_S = 5.0
@@ -25,13 +28,14 @@ MISTAKE, NON_FINITE = SAID = (2, 3)
 
 class Ended(int):
     """The exit code of a group of ranks, below 0 that of a signal, and `cause`: who failed, how, and who did not
-    answer."""
+    answer. `crashed`: nobody asked for it, no rank ended in order or has told the user why, and every host is there."""
 
     cause: str
+    crashed: bool
 
-    def __new__(cls, code: int, cause: str = "") -> Self:
+    def __new__(cls, code: int, cause: str = "", crashed: bool = False) -> Self:
         ended = super().__new__(cls, code)
-        ended.cause = cause
+        ended.cause, ended.crashed = cause, crashed
         return ended
 
 
@@ -125,22 +129,31 @@ def _state(pid: int) -> str:
         return "?"
 
 
-class Signals:
-    """Signals to this process, remembered until someone takes them; those that were ignored stay so."""
-
-    def __init__(self) -> None:
-        self._waiting: list[int] = []
+class SignalHandler(abc.ABC):
+    """While it is open, `remember` gets the signals that ask a run to end; those that were ignored stay so, as SIGHUP
+    under nohup."""
 
     def __enter__(self) -> Self:
-        heard = [number for number in (*ENDING, signal.SIGUSR1) if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._remember) for number in heard}
+        handled = [number for number in (*ENDING, signal.SIGUSR1) if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self.remember) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _remember(self, number: int, _: FrameType | None) -> None:
+    @abc.abstractmethod
+    def remember(self, number: int, _: FrameType | None = None) -> None:
+        """It may run in the middle of anything."""
+
+
+class Signals(SignalHandler):
+    """Signals to this process, remembered until someone takes them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[int] = []
+
+    def remember(self, number: int, _: FrameType | None = None) -> None:
         self._waiting.append(number)
 
     def waiting(self) -> bool:
@@ -155,17 +168,17 @@ class Watch:
     """Follows a group to its end.
 
     SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM, and SIGKILL follows after `grace_s`, or with a second
-    signal. SIGUSR1 is passed on, with no deadline. When a rank fails the others get SIGTERM, once more halfway, and
-    SIGKILL after CLOSING_S; or after `grace_s`, if it ended in order: then all have saved, and nothing is left to do.
+    signal. SIGUSR1 is passed on, with no deadline. When a rank fails the others get SIGTERM, and SIGKILL after
+    CLOSING_S; or after `grace_s`, if it ended in order: then all have saved, and nothing is left to do.
     """
 
     def __init__(self, group: Group, asked: Signals, grace_s: float) -> None:
         self._group, self._asked, self._grace_s = group, asked, grace_s
-        self._deadline = self._reminder = float("inf")
+        self._deadline = float("inf")
         self._first: RankEnd | None = None
         self._killed: list[RankEnd] = []
         self._stops: list[int] = []
-        self._requeue = self._overdue = False
+        self._requeue = self._overdue = self._lost = False
 
     def follow(self) -> Ended:
         self._obey()
@@ -177,11 +190,10 @@ class Watch:
             if now > self._deadline:
                 self._overdue, self._deadline = True, now + CLOSING_S
                 self._group.signal(signal.SIGKILL)
-            elif now > self._reminder:
-                self._reminder = float("inf")
-                self._group.signal(signal.SIGTERM)
             time.sleep(POLL_S)
-        return Ended(self._code(), self._cause())
+        code = self._code()
+        asked = self._stops or self._requeue
+        return Ended(code, self._cause(), not (asked or self._lost or code in (0, *SAID, *IN_ORDER)))
 
     def _obey(self) -> None:
         for number in self._asked.take():
@@ -194,7 +206,8 @@ class Watch:
             self._group.signal(signal.SIGTERM if len(self._stops) == 1 else signal.SIGKILL)
 
     def _note(self, end: RankEnd) -> None:
-        if end.state:
+        self._lost = self._lost or bool(end.lost)
+        if end.state or (end.lost and self._first):
             self._killed.append(end)
         if end.code == 0 or self._first is not None:
             return
@@ -202,7 +215,6 @@ class Watch:
         in_order = end.code in IN_ORDER or (self._requeue and end.code == -signal.SIGUSR1)
         if in_order or not self._stops:
             self._end_within(self._grace_s if in_order else CLOSING_S)
-            self._reminder = time.monotonic() + CLOSING_S / 2
             self._group.signal(signal.SIGTERM)
 
     def _end_within(self, seconds: float) -> None:
@@ -235,5 +247,5 @@ class Watch:
 
 def _unanswered(end: RankEnd) -> str:
     where = f"rank {end.rank}" + (f" on {end.host}" if end.host else "")
-    why = {"T": "it is stopped", "D": "it waits for a disk or a device"}.get(end.state, "stopped or hung")
+    why = {"T": "it is stopped", "D": "it waits for a disk or a device"}.get(end.state, end.lost or "stopped or hung")
     return f"{where} did not answer: {why}"

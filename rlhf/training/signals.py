@@ -5,10 +5,9 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Self
 
 from rlhf.distributed import collectives
-from rlhf.launch.supervisor import HUNG_UP, REQUEUE, TERMINATED
+from rlhf.launch.supervisor import HUNG_UP, LAUNCHER, REQUEUE, TERMINATED, SignalHandler
 
 CODES = {
     signal.SIGUSR1: REQUEUE,
@@ -19,28 +18,18 @@ CODES = {
 """exit codes by what asked; schedulers send SIGUSR1 before a time limit"""
 
 
-class Ending:
-    """While it is open, the first signal is only remembered; a second ends the process at once.
-
-    A handler does nothing else: it may run in the middle of anything.
-    """
+class Ending(SignalHandler):
+    """While it is open, the first signal is only remembered. A second ends a process without a launcher at once; a
+    launcher kills its processes itself, and may pass on one signal that others have sent to each process already."""
 
     SAID = b"\nasked to end: this step, then a checkpoint; asked once more, at once\n"
 
     def __init__(self) -> None:
         self._asked = 0
 
-    def __enter__(self) -> Self:
-        heard = [number for number in CODES if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-        self._before = {number: signal.signal(number, self._remember) for number in heard}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, _: FrameType | None) -> None:
-        if self._asked not in (0, signal.SIGUSR1) and number not in (signal.SIGUSR1, signal.SIGHUP):
+    def remember(self, number: int, _: FrameType | None = None) -> None:
+        again = self._asked not in (0, signal.SIGUSR1) and number not in (signal.SIGUSR1, signal.SIGHUP)
+        if again and LAUNCHER not in os.environ:
             os._exit(TERMINATED)
         if self._asked:  # a scheduler's SIGTERM after its SIGUSR1 asks for nothing new; SIGHUP often comes twice
             return

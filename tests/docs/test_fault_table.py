@@ -41,10 +41,7 @@ ROWS_A: dict[int, tuple[str, ...]] = {
     ),
     11: ("rlhf/distributed/test_stragglers.py::test_the_slowest_and_the_fastest_rank_of_each_step",),
     # ports and directories that are in use; more processes than devices; no launcher; a clean end
-    12: (
-        "rlhf/launch/test_hosts.py::test_a_port_that_is_taken_is_named_with_one_that_is_free",
-        "multi_node/test_two_nodes.py::test_a_port_that_is_taken_is_named_with_another",
-    ),
+    12: ("rlhf/distributed/test_rendezvous.py::test_a_port_that_is_taken_is_named_with_one_that_is_free",),
     13: (
         "rlhf/storage/test_checkpoint.py::test_a_directory_is_for_one_process_alone",
         "rlhf/chain/test_killed_chain.py::test_a_second_chain_leaves_the_first_alone",
@@ -62,11 +59,12 @@ ROWS_A: dict[int, tuple[str, ...]] = {
     ),
     # hosts that are missing, or have other code
     17: (
-        "rlhf/launch/test_hosts.py::test_who_is_missing_is_listed_and_the_others_released",
-        "multi_node/test_two_nodes.py::test_missing_hosts_are_listed_and_the_others_released",
+        "rlhf/distributed/test_rendezvous.py::test_who_is_missing_is_listed_and_the_others_released",
+        "rlhf/launch/test_team.py::test_a_launcher_that_ends_early_is_said",
+        "multi_node/test_demo_on_two_nodes.py::test_srun_with_a_task_missing",
     ),
     18: (
-        "rlhf/launch/test_hosts.py::test_a_difference_is_told_to_every_rank",
+        "rlhf/distributed/test_rendezvous.py::test_a_difference_is_told_to_every_rank",
         "multi_node/test_demo_on_two_nodes.py::test_hosts_with_other_code_refuse_each_other",
     ),
     # no memory; a stage that crashes

@@ -38,6 +38,14 @@ def test_a_rank_killed_in_a_step(
     harness.assert_same(out, whole(processes, step), step)
 
 
+def test_a_stage_that_crashed_starts_again_by_itself(whole: harness.Whole, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = harness.chain(out, "--steps", "1", "--max-restarts", "1", processes=2)
+    ended = harness.run(out, command, "step:1:6:kill9")
+    ended.require(0, "step1_sft: rank 1: SIGKILL", "restart 1 of 1", "step1_sft: goes on after step 4")
+    harness.assert_same(out, whole(2, 1), 1)
+
+
 @pytest.mark.parametrize(
     ("processes", "fault", "saved"),
     [

@@ -1,5 +1,5 @@
-"""Two hosts out of one machine: each with its own network, name, hosts file and shared memory, a cable between them,
-and a way in by ssh. Like many a Debian host, each takes its own name for 127.0.1.1.
+"""Two hosts out of one machine: each with its own network, name, hosts file and shared memory, a cable between them.
+A `pdsh` on the PATH enters them. Like many a Debian host, each takes its own name for 127.0.1.1.
 """
 
 import contextlib
@@ -7,14 +7,29 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {"alpha": "10.203.77.1", "beta": "10.203.77.2"}
-PORT = "2222"
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin")
+PDSH = """#!/bin/sh
+# As pdsh -S -f N -w HOST,HOST WORD...: the words, %n being the number of the host, go to a shell on every host; lines
+# come back with its name, and the code is the highest.
+while [ "$1" != -w ]; do shift; done
+hosts=$(echo "$2" | tr , ' '); shift 2
+n=0; children=
+for host in $hosts; do
+    words=$(echo "$*" | sed "s/%n/$n/g")
+    case "$host" in
+    {cases}
+    *) (echo "$host: No route to host" >&2; exit 255) & ;;
+    esac
+    children="$children $!"; n=$((n + 1))
+done
+code=0
+for child in $children; do wait "$child"; last=$?; [ "$last" -gt "$code" ] && code=$last; done
+exit "$code"
+"""
 
 
 def why_not() -> str:
@@ -67,7 +82,7 @@ class Machine:
 
 
 class World:
-    """The two hosts. Commands of `alpha` find `ssh` on their PATH, which leads to `beta`."""
+    """The two hosts. Commands of `alpha` find `pdsh` on their PATH, which leads to both."""
 
     def __init__(self, alpha: Machine, beta: Machine, folder: Path) -> None:
         self.alpha, self.beta, self.folder = alpha, beta, folder
@@ -94,9 +109,7 @@ class World:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 line = (folder / "cmdline").read_text().replace("\0", " ").strip()  # a zombie's is empty
-                if os.readlink(folder / "ns" / "net") in networks and not line.startswith(
-                    ("sleep 3600", "sshd", "/usr/sbin/sshd")
-                ):
+                if os.readlink(folder / "ns" / "net") in networks and not line.startswith("sleep 3600"):
                     found.append(line)
         return [line for line in found if line]
 
@@ -120,54 +133,9 @@ def two_hosts(folder: Path) -> Iterator[World]:
         alpha.plug_in()
         beta.plug_in()
         (folder / "bin").mkdir()
-        if SSHD is None:
-            _stand_in(beta, folder)
-        else:
-            stack.callback(_end, _sshd(beta, folder))
+        enter = '{}) env -i HOME="$HOME" PATH="$PATH" {} sh -c "$words" & ;;'
+        entries = [enter.format(machine.name, " ".join(machine.inside())) for machine in machines]
+        pdsh = folder / "bin" / "pdsh"
+        pdsh.write_text(PDSH.replace("{cases}", "\n    ".join(entries)))
+        pdsh.chmod(0o755)
         yield World(alpha, beta, folder)
-
-
-def _script(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
-def _stand_in(beta: Machine, folder: Path) -> None:
-    """Where no sshd is installed: an `ssh` that goes there by itself, and gives the words to a shell as sshd does."""
-    words = " ".join(beta.inside("sh", "-c", '"$word"'))
-    _script(
-        folder / "bin" / "ssh",
-        'while [ "$1" != "--" ]; do shift; done\nhost=$2; word=$3\n'
-        'if [ "$host" != beta ]; then echo "ssh: connect to host $host: No route to host" >&2; exit 255; fi\n'
-        f'exec env -i PATH="$PATH" HOME="$HOME" {words}',
-    )
-
-
-def _sshd(beta: Machine, folder: Path) -> "subprocess.Popen[bytes]":
-    """The real one, on beta, with keys of its own, and an `ssh` that knows them."""
-    for name in ("host_key", "key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    host_key = (folder / "host_key.pub").read_text()
-    (folder / "known_hosts").write_text(f"[beta]:{PORT} {host_key}")
-    shutil.copy(folder / "key.pub", folder / "authorized_keys")
-    server = (
-        f"Port {PORT}\nListenAddress {beta.address}\nHostKey {folder}/host_key\nPidFile none\nUsePAM no\n"
-        f"StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nAuthorizedKeysFile {folder}/authorized_keys\n"
-    )
-    (folder / "sshd_config").write_text(server)
-    client = f"Port {PORT}\nIdentityFile {folder}/key\nIdentitiesOnly yes\nUserKnownHostsFile {folder}/known_hosts\n"
-    (folder / "ssh_config").write_text(client)
-    _script(folder / "bin" / "ssh", f'exec {shutil.which("ssh")} -F {folder}/ssh_config "$@"')
-    Path("/run/sshd").mkdir(exist_ok=True)
-    assert SSHD is not None
-    process = subprocess.Popen(beta.inside(SSHD, "-D", "-f", f"{folder}/sshd_config"), stderr=subprocess.PIPE)
-    end = time.monotonic() + 20
-    while subprocess.run(beta.inside("sh", "-c", f"ss -ltn | grep -q :{PORT}"), check=False).returncode:
-        assert process.poll() is None and time.monotonic() < end, "sshd did not start"
-        time.sleep(0.1)
-    return process
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.terminate()
-    process.wait()

@@ -34,15 +34,16 @@ DATA_SEES = ("rlhf.launch", "rlhf.text", "rlhf.hub", "rlhf.storage", "rlhf.maths
 TORCH_FREE = (
     "rlhf.cli", "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.config.options", "rlhf.config.short_help",
     "rlhf.errors", "rlhf.streams", "rlhf.hub.short_names", "rlhf.training.out_of_memory",
-    "rlhf.launch.hosts", "rlhf.launch.pipes",
-    "rlhf.launch.slurm", "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "data.config",
+    "rlhf.launch.hosts", "rlhf.launch.launcher", "rlhf.launch.rank_variables",
+    "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "data.config",
     "rlhf.chain.stages", "rlhf.config.declaration", "rlhf.supervised.options",
     *(f"{stage}.config" for stage in STAGES),
 )  # fmt: skip
-# Engines, how they hold weights and what their optimizer knows, and the module through which ranks meet.
+# Engines, how they hold weights and what their optimizer knows, the module through which ranks meet, and its hostfile.
 KNOW_DEEPSPEED = (
     "rlhf/engine/training.py", "rlhf/engine/optimizer_state.py", "rlhf/engine/frozen.py",
     "rlhf/distributed/zero3.py", "rlhf/distributed/tensor_parallel.py", "rlhf/distributed/collectives.py",
+    "rlhf/launch/hosts.py",
 )  # fmt: skip
 PLUGIN_FOLDERS = ("data/sources", "rlhf/rewards", "rlhf/generation", "rlhf/adapters", "step3_ppo/algorithms")
 

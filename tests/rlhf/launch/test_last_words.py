@@ -53,3 +53,9 @@ def test_the_command_that_goes_on(
         if there:
             manifests[section].touch()
     assert command_again(manifests) == " ".join(["python", "train.py", *again])
+
+
+def test_on_several_hosts_the_command_is_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command_again({}) == "on every host, with the launcher that started it: python train.py"

@@ -252,14 +252,6 @@ def stage_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
     return seen[0]
 
 
-def test_a_chain_is_no_rank_of_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher.require_alone()
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="started as rank 1 of 2, expected one process"):
-        launcher.require_alone()
-
-
 def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher.resource, "getrlimit", lambda _: (16, 16))
     with pytest.raises(UserError, match=r"got a limit of 16 open files, expected 256 or more"):

@@ -1,0 +1,130 @@
+"""Where ranks meet: who is missing, what differs, and this machine's addresses and ports."""
+
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from rlhf.config.options import RunOptions
+from rlhf.distributed import addresses, rendezvous
+from rlhf.errors import UserError
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_addresses_and_interfaces() -> None:
+    assert addresses.address_towards("127.0.0.1") == "127.0.0.1"
+    assert addresses.address_towards("no.such.host.invalid") is None
+    assert addresses.is_here("localhost") and addresses.is_here("127.0.0.1") and not addresses.is_here("203.0.113.7")
+    assert addresses.interface_of("127.0.0.1") in ("lo", "lo0") and addresses.interface_of("203.0.113.7") is None
+    came_in = "10.0.0.1 5000 10.0.0.9 22"
+    assert addresses.first_address(["no.such.host.invalid"], came_in) == "10.0.0.9"
+    assert addresses.first_address([], "") is None
+
+
+def test_a_port_that_is_taken_is_named_with_one_that_is_free() -> None:
+    with addresses.listen("127.0.0.1", 0, "port") as taken:
+        port = taken.getsockname()[1]
+        said = refusal(lambda: addresses.listen("127.0.0.1", port, "--master-port"))
+    assert said.startswith(f"--master-port {port}: is taken on {socket.gethostname()} (127.0.0.1); free now: ")
+    assert "203.0.113.7:0: cannot listen" in refusal(lambda: addresses.listen("203.0.113.7", 0, "port"))
+
+
+# --- where ranks meet
+
+
+def meet(records: list[Any]) -> list[str | None]:
+    """What each rank is told in the end; None in `records` is one that never comes."""
+    store = HashStore()
+    told: list[str | None] = [None] * len(records)
+
+    def rank(number: int) -> None:
+        ranks = rendezvous.Meeting(store, number, len(records))
+        try:
+            ranks.agree("here", records[number], 1.0, lambda said: rendezvous.differences(said, len(records)))
+        except UserError as error:
+            told[number] = str(error)
+
+    threads = [threading.Thread(target=rank, args=(n,)) for n, record in enumerate(records) if record is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return told
+
+
+def record(host: str, **has: str) -> dict[str, Any]:
+    return {"host": host, "has": {"torch": "2.10", "--seed": "0", "rlhf/training/run.py": "ab"} | has}
+
+
+def test_ranks_that_agree() -> None:
+    assert meet([record("a"), record("b"), record("b")]) == [None] * 3
+
+
+def test_a_difference_is_told_to_every_rank() -> None:
+    other = record(
+        "b", **{"torch": "2.11", "--seed": "1", "rlhf/training/run.py": "cd", "my.py": "1", "peft": "2", "tyro": "3"}
+    )
+    told = meet([record("a"), record("b"), other])
+    assert told[0] == told[1] == told[2]
+    assert told[0] is not None and told[0].startswith(
+        "rank 2 on b is not like rank 0 on a: torch 2.11, not 2.10; --seed 1, not 0; rlhf/training/run.py differs; "
+        "my.py is there; 2 more; "
+    )
+
+
+def test_who_is_missing_is_listed_and_the_others_released() -> None:
+    told = meet([record("a"), None, record("b"), None, None])
+    assert told[0] == told[2] and told[1] is None
+    assert told[0] is not None and "3 of 5 ranks did not come" in told[0]
+    assert "rank 1, 3-4; there are those of a, b;" in told[0]
+
+
+def test_rank_0_is_missing() -> None:
+    told = meet([None, record("b")])
+    assert told[1] == "rank 0 did not come within 1 s; start the first host too"
+
+
+def test_what_must_agree(tmp_path: Path) -> None:
+    reward = tmp_path / "my_reward.py"
+    reward.write_text("1")
+    found = rendezvous.what_must_agree(RunOptions(output_dir=f"{reward}:score", seed=3))
+    assert found["--seed"] == "3" and found["python"] == f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert {"torch", "deepspeed", "rlhf/distributed/rendezvous.py", "step3_ppo/stage.py", "data/batches.py"} <= set(
+        found
+    )
+    assert "platform" not in found  # kernels may differ
+    reward.write_text("2")
+    changed = rendezvous.what_must_agree(RunOptions(output_dir=f"{reward}:score", seed=3))
+    assert {name for name in found if found[name] != changed[name]} == {str(reward)}
+
+
+def test_a_directory_that_only_one_host_sees() -> None:
+    said = {0: {"host": "a", "seen": True, "trouble": ""}, 1: {"host": "b", "seen": False, "trouble": ""}}
+    told = rendezvous._unseen(said, Path("runs/x"))
+    assert told is not None and told.startswith("--output-dir runs/x: b does not see what rank 0 on a writes there")
+    said[1]["seen"] = True
+    assert rendezvous._unseen(said, Path("runs/x")) is None
+    said[0] |= {"seen": False, "trouble": "rank 0 cannot write to runs"}
+    assert "rank 0 cannot write to runs" in str(rendezvous._unseen(said, Path("runs/x")))
+
+
+def test_the_first_host_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in (place | {rendezvous.TIMEOUT: "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    said = refusal(rendezvous.store)
+    assert f"rank 1 on {socket.gethostname()}: nothing answers at 127.0.0.1:{port} within 1 s" in said

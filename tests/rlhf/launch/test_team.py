@@ -1,0 +1,198 @@
+"""Ranks with a follower each, led from here: exit codes, signals, who is named, and no process left."""
+
+import ast
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from rlhf.distributed import rendezvous
+from rlhf.launch import team
+from rlhf.launch.hosts import LaunchOptions
+from tests.processes import alive, until
+
+ROOT = Path(__file__).parents[3]
+HOST = socket.gethostname()
+LOOPBACK = "127.0.0.1"
+CODE = 5
+PROGRAM = (
+    "import os, pathlib, signal, sys, time\nrank = int(os.environ['RANK'])\n"
+    "def ready(): pathlib.Path(f'ready-{rank}').touch()\n"
+    "def wait(): ready(); [time.sleep(0.1) for _ in iter(lambda: pathlib.Path(f'ready-{1 - rank}').exists(), True)]\n"
+    "exec(sys.argv[1])\n"
+)
+
+
+def follower(rank: int, port: int, size: int = 2) -> "subprocess.Popen[str]":
+    """What DeepSpeed's launcher starts for a rank, with its variables."""
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_SIZE": str(size)}
+    paths = {"PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-u", team.__file__, LOOPBACK, str(port)]
+    return subprocess.Popen(command, env=os.environ | own | paths, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The name of an importable program that does as its first argument says, in every rank."""
+    folder = tmp_path_factory.mktemp("team")
+    name = f"program_{folder.name}_{os.getpid()}"
+    (folder / f"{name}.py").write_text(PROGRAM)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(folder))
+        yield name
+
+
+@pytest.fixture(scope="module")
+def led(program: str) -> Iterator[team.Team]:
+    """A team whose two followers stay for all tests, as they do for all stages of a chain."""
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    followers = [follower(rank, store.port) for rank in (0, 1)]
+    try:
+        led = team.Team(rendezvous.part_of(store), 2, own=False)
+        yield led
+        led.dismiss(CODE)
+        assert [process.wait(60) for process in followers] == [CODE, CODE]
+    finally:
+        for process in followers:
+            process.kill()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+OPTIONS = LaunchOptions(grace_s=4.0)
+
+
+def test_every_rank_knows_its_number_and_each_stage_has_its_part_of_the_store(
+    led: team.Team, program: str, here: Path
+) -> None:
+    write = "pathlib.Path(f'env-{sys.argv[2]}-{rank}').write_text(repr([os.getcwd(), dict(os.environ)]))"
+    parts = set()
+    for stage in ("1", "2"):
+        assert led.run(program, [write, stage], LaunchOptions(rendezvous_timeout_s=7)) == 0
+        for rank in (0, 1):
+            folder, environment = ast.literal_eval((here / f"env-{stage}-{rank}").read_text())
+            assert folder == str(here)
+            numbers = [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+            assert numbers == [str(rank), str(rank), "2", "2"]
+            assert environment["MASTER_ADDR"] == LOOPBACK and environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+            assert float(environment[rendezvous.TIMEOUT]) == 7
+            parts.add(environment[rendezvous.PART])
+    assert len(parts) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "cause", "crashed"),
+    [
+        ("", 0, "", False),
+        ("sys.exit(7) if rank else time.sleep(99)", 7, f"rank 1 on {HOST}: exit code 7", True),
+        ("os.kill(os.getpid(), 9) if rank else time.sleep(99)", -9, f"rank 1 on {HOST}: SIGKILL (often", True),
+        ("time.sleep(99) if rank else sys.exit(143)", 143, "SIGTERM", False),
+        ("sys.exit(2) if rank else time.sleep(99)", 2, f"rank 1 on {HOST}: exit code 2", False),
+        ("sys.exit(3) if rank else time.sleep(99)", 3, f"rank 1 on {HOST}: exit code 3", False),
+        (
+            "ready(); os.kill(os.getpid(), 19) if rank else (wait(), sys.exit(1))",
+            1,
+            f"rank 0 on {HOST}: exit code 1; rank 1 on {HOST} did not answer: it is stopped",
+            True,
+        ),
+    ],
+)
+def test_the_first_failure_ends_all_and_is_named(
+    led: team.Team, program: str, here: Path, body: str, code: int, cause: str, crashed: bool
+) -> None:
+    ended = led.run(program, [body], OPTIONS)
+    assert (int(ended), ended.crashed) == (code, crashed) and ended.cause.startswith(cause), ended.cause
+    until(lambda: not alive(program))
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "code"),
+    [
+        (signal.SIGTERM, "sys.exit(143)", -signal.SIGTERM),
+        (signal.SIGTERM, "0", -signal.SIGKILL),  # it does not answer
+        (signal.SIGUSR1, "(time.sleep(5), sys.exit(75))", 75),  # longer than the grace
+    ],
+)
+def test_a_signal_to_the_leader_reaches_every_rank(
+    led: team.Team, program: str, here: Path, number: int, handler: str, code: int
+) -> None:
+    body = (
+        f"signal.signal({int(number)}, lambda *_: {handler}); wait(); rank or os.kill({os.getpid()}, {int(number)})\n"
+        "while 1: time.sleep(0.1)"
+    )
+    ended = led.run(program, [body], OPTIONS)
+    assert ended == code and not ended.crashed and signal.Signals(number).name in ended.cause
+    until(lambda: not alive(program))
+
+
+def test_a_host_without_the_directory_is_named(led: team.Team, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getcwd", lambda: "/no/such/directory")
+    ended = led.run(program, [""], OPTIONS)
+    assert ended == 2 and "/no/such/directory: No such file or directory; it must be there" in ended.cause
+
+
+@contextlib.contextmanager
+def chain(program: str, port: int, body: str) -> Iterator["subprocess.Popen[str]"]:
+    """A leader of its own process, which holds the store."""
+    code = (
+        "from torch.distributed import TCPStore\nfrom rlhf.distributed import rendezvous\n"
+        "from rlhf.launch import team\nfrom rlhf.launch.hosts import LaunchOptions\n"
+        f"store = TCPStore('{LOOPBACK}', {port}, is_master=True, wait_for_workers=False)\n"
+        f"led = team.Team(rendezvous.part_of(store), 2, own=False)\n"
+        f"ended = led.run({program!r}, [{body!r}], LaunchOptions(grace_s=2.0))\n"
+        "print(int(ended), ended.cause)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("killed", ["leader", "follower"])
+def test_nothing_outlives_a_leader_or_a_follower_that_was_killed(program: str, here: Path, killed: str) -> None:
+    """The rank of a follower that was killed ends, and the other rank loses its peer."""
+    body = (
+        "from rlhf.launch.launcher import *; from rlhf.config.options import RunOptions as O\n"
+        "def run(_):\n    wait()\n    while rank or not pathlib.Path('lost').exists(): time.sleep(1)\n    sys.exit(1)\n"
+        f"sys.argv = ['x']; stage_main(lambda _: O, 'x', '', {{}}, run)  # {program}"
+    )
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    with chain(program, port, body) as leader:
+        followers = [follower(rank, port) for rank in (0, 1)]
+        try:
+            until(lambda: all((here / f"ready-{rank}").exists() for rank in (0, 1)))
+            (leader if killed == "leader" else followers[1]).kill()
+            (here / "lost").touch()
+            assert followers[0].wait(90) == 1
+            _, said = followers[0].communicate()
+            if killed == "leader":
+                assert f"rank 0 on {HOST}: the chain that led it is gone from {LOOPBACK}:{port}" in said
+            else:
+                assert leader.stdout is not None
+                assert leader.stdout.read().startswith(f"1 rank 0 on {HOST}: exit code 1; rank 1 did not answer: its h")
+        finally:
+            for process in followers:
+                process.kill()
+    until(lambda: not alive(program))
+
+
+def test_a_launcher_that_ends_early_is_said(program: str, here: Path) -> None:
+    """pdsh has reached nobody, say."""
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    with subprocess.Popen(["false"]) as starter:
+        starter.wait()
+        ended = team.Team(store, 2, own=False, starter=starter).run(program, [""], OPTIONS)
+    assert ended == 1 and not ended.crashed
+    assert ended.cause == "rank 0: the launcher that started it has ended"
