@@ -181,7 +181,7 @@ def main() -> int:
     from rlhf.launch import team
 
     if rank_variables.rank() > 0:
-        return team.follow()
+        team.follow()
     with team.lead() as led:
         return run_chain(led)
 
@@ -189,7 +189,7 @@ def main() -> int:
 def run_chain(led: Any = None) -> int:
     """Run what the command line asks for, in the processes of the team that this process leads, if it leads one."""
     program = console.program("python train.py")
-    argv, note = _with_base(sys.argv[1:])
+    argv, note = _with_base(rank_variables.without_local_rank(sys.argv[1:]))
     shown = parser.SHOWN & {*argv} if "--print-config" in argv else set()
     streams.outlive_readers(tell=not shown and not TEXTS & {*argv})
     argv = [word for word in argv if word not in shown]

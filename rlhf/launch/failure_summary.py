@@ -46,7 +46,8 @@ def command_again(overwritten: Mapping[str, Path]) -> str:
 
     `overwritten`: the manifest of each stage that is to be made again, by the section of its options.
     """
-    words = [word for word in sys.orig_argv if not re.match(r"--(\w+\.)?overwrite(=|$)", word)]
+    typed = rank_variables.without_local_rank(sys.orig_argv)
+    words = [word for word in typed if not re.match(r"--(\w+\.)?overwrite(=|$)", word)]
     left = [f"--{section}.overwrite" for section, manifest in overwritten.items() if manifest.exists()]
     again = shlex.join([*words, *left])
     return again if rank_variables.world_size() == 1 else f"on every host, with the launcher that started it: {again}"

@@ -149,9 +149,8 @@ def stage_main(
     """
     _end_with_launcher()
     streams.outlive_readers()
-    # The deepspeed launcher adds --local_rank; the environment says it too.
     program = console.program(f"python -m {stage}")
-    argv = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank=", word)]
+    argv = rank_variables.without_local_rank(sys.argv[1:])
     try:
         with requeued_when_asked(), _Patience():
             require_open_files()

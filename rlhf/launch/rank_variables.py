@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
@@ -21,6 +21,11 @@ def world_size() -> int:
 
 def rank() -> int:
     return int(os.environ.get("RANK", 0))
+
+
+def without_local_rank(words: Iterable[str]) -> list[str]:
+    """A command line less the word that the deepspeed launcher adds to it; the environment has it too."""
+    return [word for word in words if not re.match(r"--local[-_]rank=", word)]
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:

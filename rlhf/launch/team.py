@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import DistError, PrefixStore, Store
 
@@ -220,9 +220,16 @@ class _Follower:
         self._ranks.signal(number)
 
 
-def follow() -> int:
+def follow() -> NoReturn:
     """Start for our rank what the leader orders, until it says with which code to end. Raises: UserError."""
     end_with_parent(os.getppid())
+    code = _follow()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # to take all libraries apart takes seconds
+
+
+def _follow() -> int:
     store = PrefixStore("team", rendezvous.store())
     orders = _Series(store, "orders")
     number = 0
@@ -269,11 +276,11 @@ def _until(condition: Any, seconds: float) -> bool:
     return True
 
 
-def main() -> int:
+def main() -> NoReturn:
     """What DeepSpeed's launcher starts as each rank, with the leader's address and port. Raises: UserError."""
     os.environ |= {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2], "TORCHELASTIC_USE_AGENT_STORE": "True"}
     rank_variables.adopt(os.environ)
-    return follow()
+    follow()
 
 
 if __name__ == "__main__":

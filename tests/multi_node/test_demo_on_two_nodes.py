@@ -73,10 +73,10 @@ def test_a_chain_of_which_anything_dies(hosts: World, tmp_path: Path) -> None:
         return log.read_text().count('"train"') if log.is_file() else 0
 
     with hosts.start(command) as process:
-        until(lambda: steps() > 5, 300)
+        until(lambda: steps() > 5, 500)
         os.kill(rank_on(hosts.beta), signal.SIGKILL)
         now = steps()
-        until(lambda: steps() > now + 2 or process.poll() is not None, 300)
+        until(lambda: steps() > now + 2 or process.poll() is not None, 500)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 143, said
@@ -87,7 +87,7 @@ def test_a_chain_of_which_anything_dies(hosts: World, tmp_path: Path) -> None:
     nothing_left(hosts)
     with hosts.start(command) as process:
         now = steps()
-        until(lambda: steps() > now + 2 or process.poll() is not None, 300)
+        until(lambda: steps() > now + 2 or process.poll() is not None, 500)
         process.kill()
         process.communicate(timeout=120)
     nothing_left(hosts)

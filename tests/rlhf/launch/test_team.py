@@ -196,3 +196,21 @@ def test_a_launcher_that_ends_early_is_said(program: str, here: Path) -> None:
         ended = team.Team(store, 2, own=False, starter=starter).run(program, [""], OPTIONS)
     assert ended == 1 and not ended.crashed
     assert ended.cause == "rank 0: the launcher that started it has ended"
+
+
+def test_rank_0_of_another_launcher_leads_and_the_others_end_with_its_code(
+    program: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under srun and deepspeed, where rank 0 holds the store."""
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (own | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(team, "end_with_parent", lambda _: None)  # pytest itself shall not end so
+    with follower(1, port) as other:
+        with pytest.raises(SystemExit), team.lead() as led:
+            assert led.run(program, ["wait()"], OPTIONS) == 0
+            assert led.run(program, ["sys.exit(7 * rank)"], OPTIONS) == 7
+            raise SystemExit(75)
+        assert other.wait(60) == 75
