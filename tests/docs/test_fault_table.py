@@ -9,6 +9,8 @@ ROWS_A: dict[int, tuple[str, ...]] = {
         "rlhf/chain/test_killed_chain.py::test_a_chain_killed_in_every_stage_goes_on_to_the_same_bytes",
         "faults/test_selection.py::test_killed_and_asked_to_end_and_it_is_the_same",
         "faults/test_kills.py::test_a_rank_killed_in_a_step",
+        "faults/test_kills.py::test_a_stage_that_crashed_starts_again_by_itself",
+        "multi_node/test_demo_on_two_nodes.py::test_a_rank_killed_on_the_other_host_and_then_a_signal",
     ),
     2: (
         "faults/test_kills.py::test_killed_while_it_saves",

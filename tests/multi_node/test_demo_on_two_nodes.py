@@ -61,36 +61,40 @@ def rank_on(host: Machine) -> int:
     return found
 
 
-def test_a_chain_of_which_anything_dies(hosts: World, tmp_path: Path) -> None:
-    """A rank of the other host is killed, and the stage starts again by itself; then the chain is asked to end; then it
-    is killed. Each time it goes on, and nothing is left on either host."""
-    out = tmp_path / "out"
-    longer = ["--steps", "1", "--sft.num-train-epochs", "60", "--save-every", "4", "--max-restarts", "1"]
-    command = chain(hosts, out, *longer)
+LONGER = ["--steps", "1", "--sft.num-train-epochs", "60", "--save-every", "4", "--max-restarts", "1"]
+
+
+def steps_of(out: Path) -> int:
     log = out / "step1_sft" / "metrics.jsonl"
+    return log.read_text().count('"train"') if log.is_file() else 0
 
-    def steps() -> int:
-        return log.read_text().count('"train"') if log.is_file() else 0
 
-    with hosts.start(command) as process:
-        until(lambda: steps() > 5, 500)
+def test_a_rank_killed_on_the_other_host_and_then_a_signal(hosts: World, tmp_path: Path) -> None:
+    """The stage starts again by itself; asked to end, it saves and says how to go on."""
+    out = tmp_path / "out"
+    with hosts.start(chain(hosts, out, *LONGER)) as process:
+        until(lambda: steps_of(out) > 5, 500)
         os.kill(rank_on(hosts.beta), signal.SIGKILL)
-        now = steps()
-        until(lambda: steps() > now + 2 or process.poll() is not None, 500)
+        now = steps_of(out)
+        until(lambda: steps_of(out) > now + 2 or process.poll() is not None, 500)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 143, said
     assert "step1_sft: rank 1 on beta: SIGKILL (often: the machine is out of memory); restart 1 of 1" in said
     command_line, last = said.strip().splitlines()[-2:]
     assert last.startswith("step1_sft did not finish: SIGTERM, at step ") and "goes on after" in last
-    assert command_line.startswith("to go on: ") and command_line.endswith(" ".join(longer))
+    assert command_line.startswith("to go on: ") and command_line.endswith(" ".join(LONGER))
     nothing_left(hosts)
-    with hosts.start(command) as process:
-        now = steps()
-        until(lambda: steps() > now + 2 or process.poll() is not None, 500)
+
+
+def test_a_chain_that_is_killed_leaves_nothing_on_either_host(hosts: World, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with hosts.start(chain(hosts, out, *LONGER)) as process:
+        until(lambda: steps_of(out) > 0 or process.poll() is not None, 500)
         process.kill()
         process.communicate(timeout=120)
     nothing_left(hosts)
+    assert not (out / "step1_sft" / "manifest.json").exists()
 
 
 @contextmanager

@@ -6,11 +6,15 @@ import pty
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
 
+import pytest
+
 from rlhf import console
+from rlhf.launch.supervisor import LAUNCHER
 from rlhf.training.signals import CODES, Ending
 
 
@@ -28,6 +32,18 @@ def test_a_terminal_that_is_gone_asks_to_end_as_sigterm_does() -> None:
             assert ending.heard(due=False) == (None, False)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("launcher", "code"), [({}, 143), ({LAUNCHER: "1"}, 7)])
+def test_a_second_sigterm_ends_only_a_process_without_a_launcher(launcher: dict[str, str], code: int) -> None:
+    """deepspeed and SLURM signal a rank and its launcher, which passes the signal on."""
+    program = (
+        "import os\nfrom rlhf.training.signals import Ending\n"
+        "with Ending() as ending:\n    for _ in range(2): os.kill(os.getpid(), 15)\nos._exit(7)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCHER} | launcher
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+    assert done.returncode == code and done.stderr.count(Ending.SAID) == 1
 
 
 def test_ctrl_c_has_lines_of_its_own_beside_the_bar() -> None:
