@@ -56,15 +56,9 @@ def _address_of(interface: str) -> str | None:
             return None
 
 
-def first_address(peers: Iterable[str], reached_by: str = "") -> str | None:
-    """An address of ours that the `peers` reach: ours on the way to the first that has one, else the one by which ssh
-    came in (`reached_by` is its SSH_CONNECTION)."""
-    for peer in peers:
-        address = address_towards(peer)
-        if address is not None:
-            return address
-    came_in = reached_by.split()
-    return came_in[2] if len(came_in) == 4 else None
+def first_address(peers: Iterable[str]) -> str | None:
+    """Our own address on the way to the first of the `peers` to which a way leads."""
+    return next((address for address in map(address_towards, peers) if address is not None), None)
 
 
 def listen(address: str, port: int, option: str) -> socket.socket:
