@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
+from rlhf.config import Config
 from rlhf.config.declaration import Declaration, Phase
 from rlhf.config.options import (
     EngineOptions,
@@ -13,6 +14,7 @@ from rlhf.config.options import (
     OwnEngineOptions,
     RunOptions,
     SamplingOptions,
+    SharedOptimizerOptions,
 )
 
 STAGE = Declaration(
@@ -36,7 +38,37 @@ MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
 """Models of this stage, and the stage that makes each."""
 
 
-class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions, RunOptions):
+class ScoreOptions(Config):
+    """What is done to scores before an algorithm sees them."""
+
+    use_score_scaling: bool = False
+    """scores are divided by their standard deviation over the run so far"""
+    use_score_norm: bool = False
+    """and their mean over the run so far is taken away first"""
+    score_clip: float | None = Field(None, gt=0)
+    """scores count within +- score_clip, after scaling"""
+
+    @model_validator(mode="after")
+    def _norm_is_a_part_of_scaling(self) -> Self:
+        if self.use_score_norm and not self.use_score_scaling:
+            raise ValueError("use_score_norm: expected use_score_scaling, which it is a part of")
+        return self
+
+
+class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
+    """How the optimizer steps of an iteration are cut out of its rollout."""
+
+    num_mini_batches: int = Field(1, ge=1)
+    """optimizer steps that one pass over an iteration's rollout makes"""
+    num_ppo_epochs: int = Field(4, ge=1)
+    """passes over an iteration's rollout"""
+    target_kl: float | None = Field(None, gt=0)
+    """approx_kl of an optimizer step after which the iteration's further passes are left out"""
+    entropy_coef: float = Field(0.0, ge=0)
+    """weight of the policy's entropy, nats per token, which the actor also raises"""
+
+
+class Step3Config(DataOptions, UpdateOptions, ScoreOptions, EngineOptions, OptimizerOptions, RunOptions):
     """Reinforcement learning from scores: who plays, how much, and how an iteration is cut up."""
 
     FREE: ClassVar[frozenset[str]] = frozenset(
@@ -66,12 +98,6 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """responses in an iteration, over all devices"""
     num_generations: int = Field(1, ge=1)
     """responses sampled for each prompt; batch_size counts responses"""
-    num_mini_batches: int = Field(1, ge=1)
-    """optimizer steps that one pass over an iteration's rollout makes"""
-    num_ppo_epochs: int = Field(4, ge=1)
-    """passes over an iteration's rollout"""
-    target_kl: float | None = Field(None, gt=0)
-    """approx_kl of an optimizer step after which the iteration's further passes are left out"""
     abort_kl: float | None = Field(None, gt=0)
     """KL of a response, nats, that ends the run (exit code 3) when abort_kl_iterations in a row are above it; none: it
     goes on"""
@@ -85,8 +111,6 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     """peak learning rate of the critic"""
     adam_epsilon: float = Field(1e-5, gt=0)
     """added to AdamW's denominator"""
-    entropy_coef: float = Field(0.0, ge=0)
-    """weight of the policy's entropy, nats per token, which the actor also raises"""
     ptx_coef: float = Field(0.0, ge=0)
     """weight of the fine-tuning loss that goes on in every optimizer step of the actor (PPO-ptx); 0: off"""
     ptx_data_path: tuple[str, ...] = ()
@@ -100,12 +124,6 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """share of the old average that each optimizer step of the actor keeps; the averaged actor is saved as
     OUT/step3_ppo/ema. None: no average"""
-    use_score_scaling: bool = False
-    """scores are divided by their standard deviation over the run so far"""
-    use_score_norm: bool = False
-    """and their mean over the run so far is taken away first"""
-    score_clip: float | None = Field(None, gt=0)
-    """scores count within +- score_clip, after scaling"""
     missing_eos_penalty: float | None = Field(None, ge=0)
     """taken from the score of a response that was cut before its EOS (before scaling and clipping)"""
     rollout_backend: str = "loop"
@@ -142,8 +160,6 @@ class Step3Config(DataOptions, SamplingOptions, EngineOptions, OptimizerOptions,
 
     @model_validator(mode="after")
     def _nothing_is_set_in_vain(self) -> Self:
-        if self.use_score_norm and not self.use_score_scaling:
-            raise ValueError("use_score_norm: expected use_score_scaling, which it is a part of")
         if self.ptx_data_path and self.ptx_coef == 0:
             raise ValueError("ptx_data_path: expected ptx_coef above 0, or its rows are not learned")
         return self

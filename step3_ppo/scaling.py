@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlhf.distributed import collectives
 from rlhf.maths import ops
-from step3_ppo.config import Step3Config
+from step3_ppo.config import ScoreOptions
 
 
 class ScoreScaling:
@@ -19,13 +19,13 @@ class ScoreScaling:
     use_score_scaling, use_score_norm and score_clip; Engstrom et al. 2020 (arXiv 2005.12729) on why.
     """
 
-    def __init__(self, config: Step3Config) -> None:
-        self._config = config
+    def __init__(self, options: ScoreOptions) -> None:
+        self._options = options
         self._moments = torch.zeros(3, dtype=torch.float64)
 
     def __call__(self, scores: Tensor) -> Tensor:
         """The scores [B] as the algorithm is to see them; takes note of them. Every rank calls this together."""
-        c = self._config
+        c = self._options
         if c.use_score_scaling:
             everything = torch.ones_like(scores, dtype=torch.bool)
             self._moments += collectives.sum_over_ranks(ops.moments(scores, everything)).cpu()

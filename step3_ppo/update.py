@@ -13,7 +13,7 @@ from rlhf.engine.training import Engine
 from rlhf.maths import losses, ops
 from rlhf.types import Credit, Metrics, Sequences, length_groups
 from step3_ppo.algorithms import Algorithm
-from step3_ppo.config import Step3Config
+from step3_ppo.config import UpdateOptions
 from step3_ppo.global_rollout import Part, dealt
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import critic_values
@@ -32,7 +32,7 @@ class Learners:
 
 
 def update(
-    learners: Learners, scored: Part, config: Step3Config, generator: torch.Generator, numbers: Sequence[int] = ()
+    learners: Learners, scored: Part, config: UpdateOptions, generator: torch.Generator, numbers: Sequence[int] = ()
 ) -> Metrics:
     """`num_ppo_epochs` passes over the rollout, each in `num_mini_batches` optimizer steps; fewer beyond `target_kl`.
 
@@ -107,7 +107,7 @@ def _named(who: str, metrics: Metrics) -> Metrics:
     return {f"{who}_{name}" if name in shared else name: value for name, value in metrics.items()}
 
 
-def _minibatches(size: int, config: Step3Config, generator: torch.Generator) -> Iterator[Tensor]:
+def _minibatches(size: int, config: UpdateOptions, generator: torch.Generator) -> Iterator[Tensor]:
     """Row numbers of each optimizer step: the whole rollout shuffled anew every epoch, alike on every rank."""
     for _ in range(config.num_ppo_epochs):
         yield from torch.randperm(size, generator=generator).tensor_split(config.num_mini_batches)
