@@ -46,7 +46,8 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
     own = cpu and graph and kernels.for_one_token(model.dtype)
     with _products_by(_Unsorted if own else _Sorted, model) if cpu else contextlib.nullcontext():
         if graph:
-            yield _varying(compiling.whole(step, _join, _attend() if own else attention.attention))
+            with attention.inside(model, attention.ONE_TOKEN if own else attention.NAME):
+                yield _varying(compiling.whole(step, _join))
         else:
             with compiling.eager():
                 yield step
@@ -105,17 +106,6 @@ class _Sorted(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         found: Tensor = torch.ops.rlhf.sorted_products(input, [self.weight], [] if self.bias is None else [self.bias])
         return found
-
-
-def _one_token(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    if seen is None or not kernels.fits(q, k, v):
-        return attention.one_token(q, k, v, seen, scale)
-    return kernels.attend(q, k, v, seen, scale)
-
-
-@functools.cache
-def _attend() -> Callable[..., Any]:
-    return functools.partial(attention.attention, single=_one_token)
 
 
 @functools.cache

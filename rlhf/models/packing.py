@@ -194,7 +194,7 @@ def packs(model: Any) -> bool:
     """Whether a transformers model, under an adapter or not, takes packed rows: `allow` said so, and its attention is
     still ours."""
     lm = base(model)
-    return getattr(lm, FLAG, False) and lm.config._attn_implementation == attention.NAME
+    return getattr(lm, FLAG, False) and attention.used_by(lm)
 
 
 @torch.no_grad()

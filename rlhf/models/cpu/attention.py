@@ -4,6 +4,8 @@ Those are the backward pass in bf16, and single tokens. Measured with the heads 
 of 8 rows of 320 tokens take 17 ms where torch takes 31 (Xeon with AMX), and one new token of 16 rows a fifth (Zen 4).
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +19,9 @@ from transformers.masking_utils import sdpa_mask
 
 from rlhf.models.cpu import kernels
 
-NAME = "cpu_products"
+NAME, APART, ONE_TOKEN = "cpu_products", "cpu_products_apart", "cpu_products_one_token"
+"""of attention among transformers' ways to attend: as it is written here; left out of compiled layers; with the kernels
+for one token"""
 BLOCK = 128
 """tokens that look at once: what lies behind all of them costs nothing"""
 
@@ -26,9 +30,42 @@ def use(lm: PreTrainedModel) -> None:
     """Let `lm` attend so on CPUs. A model whose attention is not sdpa keeps its own."""
     if lm.config._attn_implementation != "sdpa" or not lm._can_set_attn_implementation():
         return
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    _register(NAME, attention)
+    _register(ONE_TOKEN, _with_kernel())
     lm.set_attn_implementation(NAME)
+
+
+def used_by(lm: PreTrainedModel) -> bool:
+    """Whether `use` was asked for `lm`, and its attention is still ours."""
+    return lm.config._attn_implementation in (NAME, APART, ONE_TOKEN)
+
+
+def leave_out(lm: PreTrainedModel) -> None:
+    """Let layers of `lm` that are compiled call attention as it is written, between compiled parts."""
+    if used_by(lm):
+        _register(APART, _left_out())
+        lm.set_attn_implementation(APART)
+
+
+def _register(name: str, attend: Callable[..., Any]) -> None:
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+@functools.cache
+def _left_out() -> Callable[..., Any]:
+    return torch.compiler.disable(attention)  # imports the compiler
+
+
+@contextlib.contextmanager
+def inside(lm: PreTrainedModel, name: str) -> Iterator[None]:
+    """Meanwhile attention is `name`, and a part of what is compiled."""
+    before = lm.config._attn_implementation
+    lm.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        lm.set_attn_implementation(before)
 
 
 def attention(
@@ -78,6 +115,18 @@ def one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         scores = scores.masked_fill(~mask[..., : k.shape[2]], -torch.inf)
     found = scores.softmax(-1).to(v.dtype) @ v
     return found.flatten(1, 2)[:, None]
+
+
+@functools.cache
+def _with_kernel() -> Callable[..., Any]:
+    return partial(attention, single=_attend_one)
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """`one_token` by the kernel where it can."""
+    if seen is None or not kernels.fits(q, k, v):
+        return one_token(q, k, v, seen, scale)
+    return kernels.attend(q, k, v, seen, scale)
 
 
 class _Causal(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf.errors import UserError
 from rlhf.models.cpu import attention
@@ -24,11 +24,36 @@ def compile_layers(model: nn.Module) -> None:
     import torch._dynamo.config as settings
 
     _cache_by_width()
-    AttentionInterface.register(attention.NAME, _apart())
     settings.recompile_limit = 64  # with and without gradients, a mask or packed rows, for each architecture
-    settings.suppress_errors = True  # what cannot be compiled runs as it was written
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            attention.leave_out(part)
     for layer in _layers(model):
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, backend=_or_as_written)
+
+
+def _or_as_written(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """A part of a layer, compiled; one that torch cannot compile runs as it was written, which is said once.
+
+    Other errors pass: with some of them the compiler asks to be called again."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.exc import InductorError
+
+    try:
+        return compile_fx(module, inputs)
+    except InductorError as error:
+        _say_uncompiled("a part of each layer", error)
+        return module.forward
+
+
+def _say_uncompiled(what: str, error: Exception) -> None:
+    reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    _say_once(f"--torch-compile: {what} runs uncompiled: {reason}")
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    warnings.warn(line, stacklevel=3)
 
 
 def _cache_by_width() -> None:
@@ -48,15 +73,9 @@ def compiled(model: nn.Module) -> bool:
 
 
 @functools.cache
-def whole(
-    function: Callable[..., Tensor],
-    rewrite: Callable[[fx.Graph], None],
-    attend: Callable[..., Any] = attention.attention,
-) -> Callable[..., Tensor]:
+def whole(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) -> Callable[..., Tensor]:
     """`function`, which runs a model and knows no gradients, as one graph, after `rewrite`: without the work between
-    operations. The model's attention is `attend`.
-
-    Where it cannot be one it runs as it was written, which is said once.
+    operations. Where it cannot be one it runs as it was written, which is said once.
     """
     from torch._dynamo.exc import TorchDynamoException
 
@@ -76,7 +95,6 @@ def whole(
     def run(*arguments: Any) -> Tensor:
         nonlocal new, possible
         if possible:
-            AttentionInterface.register(attention.NAME, attend)
             try:
                 found = graph(*arguments)
                 if new:
@@ -85,19 +103,11 @@ def whole(
                 return found
             except TorchDynamoException as error:
                 possible = False
-                reason = str(error).strip().partition("\n")[0]
-                warnings.warn(f"--torch-compile: a decode step runs uncompiled: {reason}", stacklevel=2)
-            finally:
-                AttentionInterface.register(attention.NAME, _apart())
+                _say_uncompiled("a decode step", error)
         with eager():
             return function(*arguments)
 
     return run
-
-
-@functools.cache
-def _apart() -> Callable[..., Any]:
-    return torch.compiler.disable(attention.attention)
 
 
 def vary(x: Tensor, *dimensions: int) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch._inductor import compile_fx
+from torch._inductor.exc import InductorError
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
@@ -173,6 +175,25 @@ def test_what_is_no_single_graph_runs_as_it_was_written(saved: str) -> None:
     compiling.whole.cache_clear()
     assert torch.equal(plain.response_ids, fast.response_ids)
     assert sum("decode step" in str(warning.message) for warning in caught) == 1
+
+
+def test_what_torch_cannot_compile_is_said_once_and_runs_as_it_was_written(
+    saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise InductorError(RuntimeError("C++ compile error\nin line 1"), None)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", refuse)
+    compiling._say_once.cache_clear()
+    policy, rows = Policy(load_causal_lm(saved, torch.float32, tiny.VOCAB)), tiny.sequences([20, 9, 14], [1, 1, 1])
+    plain = policy(rows)[0]
+    compiling.compile_layers(policy)
+    with pytest.warns(UserWarning, match="each layer runs uncompiled: RuntimeError: C.. compile error$") as caught:
+        assert torch.equal(policy(rows)[0], plain)
+        with torch.no_grad():
+            assert torch.equal(policy(rows)[0], plain)
+    assert sum("runs uncompiled" in str(warning.message) for warning in caught) == 1
+    assert not torch._dynamo.config.suppress_errors, "other errors are not hidden"
 
 
 def test_it_is_refused_where_layers_lie_in_parts() -> None:
