@@ -147,14 +147,19 @@ def _free_port() -> int:
 
 def predict(stage: str, options: Any, processes: int) -> dict[str, Any]:
     """What the plan says of such a run: its peak, and those of each moment, bytes."""
-    from rlhf.plan.machine import machine
+    from rlhf.plan.machine import describe_machine
     from rlhf.plan.options import PlanOptions
     from rlhf.plan.stage import forecast
     from step1_sft import plan
 
-    found = forecast(plan.needs(options, "cpu", {}), machine(PlanOptions(device="cpu", devices=processes), processes))
-    moments = {moment.name: round(moment.bytes.total) for moment in found.moments}
-    return {"predicted": round(found.peak), "at": found.device.name, "predicted_moments": moments}
+    machine = describe_machine(PlanOptions(device="cpu", devices=processes), processes)
+    stage_forecast = forecast(plan.workload(options, "cpu", {}), machine)
+    moments = {moment.name: round(moment.bytes.total) for moment in stage_forecast.moments}
+    return {
+        "predicted": round(stage_forecast.peak),
+        "at": stage_forecast.peak_moment.name,
+        "predicted_moments": moments,
+    }
 
 
 class _Marks:

@@ -4,7 +4,7 @@ Ranks: steps of fine-tuning a small model of random weights in fp32 under ZeRO 0
 of two threads, and two of one thread each. Strong scaling keeps the rows of a step, weak scaling those of a process;
 both are told as throughput over that of one thread, and two processes against two threads in one. What is sent is
 counted where libraries call torch.distributed: a device sends (n - 1) / n of the bytes that it gathers or that are
-scattered to it, twice that in an all-reduce (a ring; gloo may send otherwise). `rlhf.plan.zero.exchanged` predicts it.
+scattered to it, twice that in an all-reduce (a ring; gloo may send otherwise). `rlhf.plan.zero.bytes_sent` predicts it.
 
 Growth: seconds of a step and of a rollout against the tokens of prompts, of responses, rows and weights, one of them
 changing at a time, with the exponent of the power law a x^e that fits best. Every figure is the median of a few.
@@ -217,7 +217,7 @@ def predicted(model: str, stage: int) -> float:
     from step1_sft.config import SFTConfig
 
     weights = sizes.size(model, "lm", None)
-    return zero.exchanged(weights, SFTConfig(zero_stage=stage), 4, zero.Site(2, True))  # type: ignore[arg-type]
+    return zero.bytes_sent(weights, SFTConfig(zero_stage=stage), 4, zero.RankLayout(2, True))  # type: ignore[arg-type]
 
 
 def ranks(options: Options, folder: Path) -> list[dict[str, Any]]:

@@ -31,9 +31,9 @@ def result(name: str) -> dict[str, Any]:
 
 def efficiency(compute: float, devices: int, stage: int, link: float, engines: int = 1) -> float:
     """Of one step of so many models that all take `compute` seconds together on each device."""
-    site = zero.Site(devices)
+    site = zero.RankLayout(devices)
     options = EngineOptions(zero_stage=stage, dtype="bf16")  # type: ignore[arg-type]
-    return compute / (compute + engines * zero.exchanged(MODEL, options, 2, site) / link)
+    return compute / (compute + engines * zero.bytes_sent(MODEL, options, 2, site) / link)
 
 
 def lines() -> Iterator[list[str]]:

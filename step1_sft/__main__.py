@@ -6,10 +6,10 @@ from step1_sft.config import STAGE, SFTConfig
 
 def main() -> int:
     def run(options: SFTConfig) -> None:
-        from rlhf.plan.command import settle_alone  # here, as it imports torch
+        from rlhf.plan.command import resolve_standalone  # here, as it imports torch
         from step1_sft.stage import FINE_TUNING
 
-        FINE_TUNING.run(settle_alone(options, FINE_TUNING.needs))
+        FINE_TUNING.run(resolve_standalone(options, FINE_TUNING.workload))
 
     return stage_main(lambda argv: SFTConfig, STAGE.name, STAGE.title, STAGE.help_groups, run)
 

@@ -29,7 +29,7 @@ from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
 from rlhf.types import Metrics, Sequences, length_groups
 from step1_sft.config import STAGE, SFTConfig
-from step1_sft.plan import needs
+from step1_sft.plan import workload
 
 
 def train(
@@ -115,4 +115,4 @@ class FineTuning:
         save_policy(self.engine, self._config.adapter, self._tokenizer, folder)
 
 
-FINE_TUNING = Supervised(STAGE, needs, recipe, FineTuning)
+FINE_TUNING = Supervised(STAGE, workload, recipe, FineTuning)

@@ -6,10 +6,10 @@ from step2_reward.config import STAGE, RewardConfig
 
 def main() -> int:
     def run(options: RewardConfig) -> None:
-        from rlhf.plan.command import settle_alone  # here, as it imports torch
+        from rlhf.plan.command import resolve_standalone  # here, as it imports torch
         from step2_reward.stage import REWARD_MODELLING
 
-        REWARD_MODELLING.run(settle_alone(options, REWARD_MODELLING.needs))
+        REWARD_MODELLING.run(resolve_standalone(options, REWARD_MODELLING.workload))
 
     return stage_main(lambda argv: RewardConfig, STAGE.name, STAGE.title, STAGE.help_groups, run)
 

@@ -1,7 +1,7 @@
-"""What the reward model needs, for a plan."""
+"""The workload of reward-model training, for a plan."""
 
-from rlhf.plan.activations import Passes
-from rlhf.plan.stage import Needs, Player, dtype_on
+from rlhf.plan.activations import PassShape
+from rlhf.plan.stage import ModelSpec, Workload, dtype_on
 from step2_reward.config import STAGE, RewardConfig
 
 RANKED = (
@@ -11,10 +11,10 @@ RANKED = (
 """A plan reads no data, so it does not know how many responses a ranked list has."""
 
 
-def needs(config: RewardConfig, device: str, starts: dict[str, str]) -> Needs:
-    """Pairs whose sides have `max_length` tokens. `starts` gives the places of models that earlier stages make."""
-    player = Player("reward model", starts.get("model", config.model), "scalar", config, config.adapter)
-    passes = Passes(2 * config.micro_batch_size, config.max_length, 0)
+def workload(config: RewardConfig, device: str, model_paths: dict[str, str]) -> Workload:
+    """Pairs whose sides have `max_length` tokens. model_paths: paths of the models that earlier stages make"""
+    model = ModelSpec("reward model", model_paths.get("model", config.model), "scalar", config, config.adapter)
+    shape = PassShape(2 * config.micro_batch_size, config.max_length, 0)
     batch = config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // (2 * config.max_length))
     dtype = dtype_on(config, device)
-    return Needs(STAGE.name, (player,), dtype, batch, config.micro_batch_size, passes, config.keep, note=RANKED)
+    return Workload(STAGE.name, (model,), dtype, batch, config.micro_batch_size, shape, config.keep, note=RANKED)

@@ -26,7 +26,7 @@ from rlhf.text.encoder import id_count
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
 from step2_reward.config import STAGE, RewardConfig
 from step2_reward.heldout import PairScores, evaluate, require_converged
-from step2_reward.plan import needs
+from step2_reward.plan import workload
 
 
 def train(
@@ -119,4 +119,4 @@ class RewardModelling:
         save_scalar(self.engine, self._config.adapter, self._tokenizer, folder, scores)
 
 
-REWARD_MODELLING = Supervised(STAGE, needs, recipe, RewardModelling)
+REWARD_MODELLING = Supervised(STAGE, workload, recipe, RewardModelling)

@@ -7,10 +7,10 @@ from step3_ppo.config import STAGE, Step3Config
 
 def main() -> int:
     def run(options: Step3Config) -> None:
-        from rlhf.plan.command import settle_alone  # here, as it imports torch
+        from rlhf.plan.command import resolve_standalone  # here, as it imports torch
         from step3_ppo import plan, stage
 
-        stage.run(settle_alone(options, plan.needs, plan.starts(options.output_dir, {})))
+        stage.run(resolve_standalone(options, plan.workload, plan.earlier_models(options.output_dir, {})))
 
     def options_of_the_algorithm(argv: list[str]) -> type[Step3Config]:
         from step3_ppo import algorithms  # here, as it imports torch

@@ -25,7 +25,7 @@ from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start
 from step3_ppo import algorithms
 from step3_ppo.config import MAKERS, STAGE, Step3Config
-from step3_ppo.plan import needs, needs_critic
+from step3_ppo.plan import needs_critic, workload
 
 PHASE: Phase = "ppo"
 FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"), "critic_model": ("critic", "model")}
@@ -90,7 +90,7 @@ def check(
     if "critic_model" in starts:
         _check_tokenizers(models)
     _check_sources(models)
-    needed = needs(models, "cpu", {"reward_model": ""}).checkpoints
+    needed = workload(models, "cpu", {"reward_model": ""}).checkpoints
     require_room(Path(config.output_dir) / STAGE.name, needed)
     tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size // config.num_generations, ranks)

@@ -46,7 +46,7 @@ from step3_ppo.heldout import (
 from step3_ppo.inputs import check, content, inputs, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
 from step3_ppo.models import Players, reward_context, set_up
-from step3_ppo.plan import needs
+from step3_ppo.plan import workload
 from step3_ppo.rollout import by_source, flaws, generate, score
 from step3_ppo.schedule import Course, iterations
 from step3_ppo.update import Learners, update
@@ -234,7 +234,7 @@ class Reinforcement:
     """Step 3 as the chain sees it (rlhf.chain.stages.Stage)."""
 
     inputs, content = staticmethod(inputs), staticmethod(content)
-    needs, check = staticmethod(needs), staticmethod(check)
+    workload, check = staticmethod(workload), staticmethod(check)
 
 
 REINFORCEMENT = Reinforcement()

@@ -68,34 +68,34 @@ def deployment(chain: ChainConfig) -> Deployment:
     return Deployment(wanted, options=own)
 
 
-def _needs(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
-    """The chosen stages' sections and what they need, the devices asked about, the models step 3 will start from."""
+def _workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
+    """(options and workload function of each chosen stage, options of the plan, models that step 3 starts from)."""
     from rlhf.chain.steps import chosen
-    from step3_ppo.plan import starts
+    from step3_ppo.plan import earlier_models
 
-    asked = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
-    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), load(step).needs) for step in chosen(chain)}
-    made = {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
-    return stages, asked, starts(chain.output_dir, made)
+    plan_options = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
+    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), load(step).workload) for step in chosen(chain)}
+    planned = {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
+    return stages, plan_options, earlier_models(chain.output_dir, planned)
 
 
 def forecast(chain: Any) -> str:
     """What `--plan` prints: memory, time and disk of every stage."""
-    from rlhf.plan.command import show
+    from rlhf.plan.command import format_plans
 
-    stages, asked, made = _needs(chain)
-    return show(stages, asked, 1 if chain.devices else deployment(chain).processes, made)
+    stages, plan_options, model_paths = _workloads(chain)
+    return format_plans(stages, plan_options, 1 if chain.devices else deployment(chain).processes, model_paths)
 
 
 def settle(chain: Any, count: int) -> Any:
     """The chain with `--zero-stage auto` replaced by what fits; says by what. Raises: UserError if nothing does."""
-    from rlhf.plan.command import settle
+    from rlhf.plan.command import resolve_zero_stage
 
-    stages, asked, made = _needs(chain)
-    for section, (options, needs) in stages.items():
-        held, line = settle(options, needs, asked, count, made)
+    stages, plan_options, model_paths = _workloads(chain)
+    for section, (options, workload) in stages.items():
+        resolved, line = resolve_zero_stage(options, workload, plan_options, count, model_paths)
         print(line, end="\n" if line else "", flush=True)
-        chain = chain.model_copy(update={section: held})
+        chain = chain.model_copy(update={section: resolved})
     return chain
 
 

@@ -9,7 +9,7 @@ from step2_reward.config import STAGE as REWARD
 from step3_ppo.config import STAGE as PPO
 
 if TYPE_CHECKING:
-    from rlhf.plan.stage import Needs
+    from rlhf.plan.stage import Workload
 
 STAGES: Mapping[int, Declaration] = {1: SFT, 2: REWARD, 3: PPO}
 """by step"""
@@ -24,8 +24,8 @@ class Stage(Protocol):
     def content(self, config: Any, /) -> Mapping[str, str]:
         """A digest of each local file or folder of its data."""
 
-    def needs(self, config: Any, device: str, starts: dict[str, str], /) -> "Needs":
-        """What a plan must know of it. device: its kind. starts: the models that earlier stages make for it."""
+    def workload(self, config: Any, device: str, model_paths: dict[str, str], /) -> "Workload":
+        """The work that a plan counts. device: its kind. model_paths: models that earlier stages make for this one."""
 
     def check(self, config: Any, planned: Mapping[str, str], ranks: int, /) -> object:
         """Raises: UserError for what cannot work, before a model is loaded or anything written. planned: the stages

@@ -1,6 +1,6 @@
 """`python -m rlhf.plan`: the tables of docs/scaling.md."""
 
-from rlhf.plan.table import page
+from rlhf.plan.table import tables
 
 if __name__ == "__main__":
-    print(page())
+    print(tables())

@@ -1,4 +1,4 @@
-"""Memory of forward and backward passes, found by running them on tensors without data (torch's fake tensors)."""
+"""Memory of forward and backward passes, measured by a dry run on tensors without data (torch's fake tensors)."""
 
 import contextlib
 import copy
@@ -19,105 +19,108 @@ from rlhf.plan import sizes
 from rlhf.plan.sizes import Head
 
 TRACED = (1, 2)
-"""layers that are traced; each further one adds what the second did"""
+"""numbers of layers that are traced: each further layer adds as many bytes as the second one"""
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """What is run through a model at once on one device."""
+class PassShape:
+    """The shape of one forward pass on one device."""
 
     rows: int
     tokens: int
-    """of a row"""
+    """in one row"""
     predicted: int
-    """columns that go through the head"""
+    """tokens of a row that go through the language-model head"""
     entropy: bool = False
-    """whether the policy's entropy is watched"""
+    """whether the policy's entropy is computed too"""
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes beyond weights and accumulated gradients."""
+    """Peak bytes beside weights and accumulated gradients."""
 
     head: int
-    """the most until the backward pass has left the last layer: what it saved, and the gradients of the head"""
-    end: int
-    """the most after it has left the first layer: gradients of the embeddings"""
+    """until the backward pass leaves the last layer: the saved activations, and the gradients of the head"""
+    embeddings: int
+    """after the backward pass has left the first layer: the gradients of the embeddings"""
     inference: int
-    """the most in a forward pass without gradients"""
+    """in a forward pass without gradients"""
 
     @property
     def training(self) -> int:
-        return max(self.head, self.end)
+        return max(self.head, self.embeddings)
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of all storages that operations made and something still holds."""
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations have allocated and that are still referenced.
 
-    def __init__(self, given: Iterator[Tensor]) -> None:
+    tensors: those that exist already; they do not count
+    """
+
+    def __init__(self, tensors: Iterator[Tensor]) -> None:
         super().__init__()
-        self.now = self.most = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in given}
+        self.current = self.peak = 0
+        self._counted = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._meet(tensor.untyped_storage())
-        self.most = max(self.most, self.now)
+                self._count(tensor.untyped_storage())
+        self.peak = max(self.peak, self.current)
         return out
 
-    def _meet(self, storage: Any) -> None:
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+    def _count(self, storage: Any) -> None:
+        if storage._cdata not in self._counted:
+            self._counted.add(storage._cdata)
+            self.current += storage.nbytes()
+            weakref.finalize(storage, self._release, storage._cdata, storage.nbytes())
 
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
+    def _release(self, key: int, size: int) -> None:
+        self._counted.discard(key)
+        self.current -= size
 
-    def kept_elsewhere(self, tensor: Tensor) -> None:
-        """From now on a tensor counts as kept by another part of the plan."""
-        self.now -= tensor.untyped_storage().nbytes()
+    def exclude(self, tensor: Tensor) -> None:
+        """Stop counting a tensor, because another item of the plan counts it."""
+        self.current -= tensor.untyped_storage().nbytes()
 
-    def reset(self) -> int:
-        """The most since the last call."""
-        most, self.most = self.most, self.now
-        return most
+    def reset_peak(self) -> int:
+        """The peak since the last call; a new one starts from what is allocated now."""
+        peak, self.peak = self.peak, self.current
+        return peak
 
 
 @functools.cache
 def activations(
-    place: str, head: Head, adapter: str | None, dtype: torch.dtype, checkpointing: bool, passes: Passes
+    model_path: str, head: Head, adapter: str | None, dtype: torch.dtype, checkpointing: bool, shape: PassShape
 ) -> Activations:
-    """Of the model at `place`.
+    """Peaks of the model at `model_path` in a pass of this shape, with as many layers as its config has.
 
-    The moment with the most is when the backward pass leaves the head, or (with short rows and a large vocabulary)
-    when it reaches the embeddings: the first grows by the same with each layer, the second does not.
+    The largest peak is where the backward pass leaves the head, or (with short rows and a large vocabulary) where
+    it reaches the embeddings. The first grows by the same number of bytes with each layer, the second is constant.
     """
-    (few, end), (more, _) = (
-        _training(*_faked(_shallow(place, count), head, adapter, dtype, checkpointing), head, passes)
+    (few, embeddings), (more, _) = (
+        _training_peaks(*_fake_model(_with_layers(model_path, count), head, adapter, dtype, checkpointing), head, shape)
         for count in TRACED
     )
-    layers = sizes.size(place, head, adapter).layers
-    return Activations(few + (more - few) * (layers - TRACED[0]), end, inference(place, head, dtype, passes))
+    layers = sizes.size(model_path, head, adapter).layers
+    return Activations(few + (more - few) * (layers - TRACED[0]), embeddings, inference(model_path, head, dtype, shape))
 
 
 @functools.cache
-def inference(place: str, head: Head, dtype: torch.dtype, passes: Passes) -> int:
-    """The most bytes beyond the weights in a forward pass without gradients, which layer after layer is the same."""
-    model, mode = _faked(_shallow(place, TRACED[-1]), head, None, dtype, False)
+def inference(model_path: str, head: Head, dtype: torch.dtype, shape: PassShape) -> int:
+    """Peak bytes beside the weights in a forward pass without gradients; every layer has the same peak."""
+    model, mode = _fake_model(_with_layers(model_path, TRACED[-1]), head, None, dtype, False)
     with mode, torch.no_grad():
-        ids = _ids(passes)
-        with _Live(iter([*model.parameters(), *model.buffers(), ids])) as live:
-            _outputs(model, head, ids, passes)
-        return live.most
+        ids = _input_ids(shape)
+        with _LiveBytes(iter([*model.parameters(), *model.buffers(), ids])) as live:
+            _outputs(model, head, ids, shape)
+        return live.peak
 
 
-def _shallow(place: str, count: int) -> Any:
-    """The config with fewer layers, all of the first kinds."""
-    config = copy.deepcopy(sizes.grown(place))
+def _with_layers(model_path: str, count: int) -> Any:
+    """The model's config with its first `count` layers only."""
+    config = copy.deepcopy(sizes.resized_config(model_path))
     text = config.get_text_config()
     for name in ("layer_types", "attention_layers"):
         if isinstance(getattr(text, name, None), list):
@@ -127,10 +130,10 @@ def _shallow(place: str, count: int) -> Any:
     return config
 
 
-def _faked(
+def _fake_model(
     config: Any, head: Head, adapter: str | None, dtype: torch.dtype, checkpointing: bool
 ) -> tuple[nn.Module, FakeTensorMode]:
-    """The model with fake tensors, adapters and gradient checkpointing as in training; and the mode they belong to."""
+    """(model of fake tensors, with adapters and gradient checkpointing as in training; the mode of these tensors)."""
     with torch.device("meta"):
         model = sizes.build(config, head, adapter).to(dtype).train()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -141,70 +144,70 @@ def _faked(
     return model, mode
 
 
-def _ids(passes: Passes) -> Tensor:
-    return torch.zeros(passes.rows, passes.tokens, dtype=torch.long)
+def _input_ids(shape: PassShape) -> Tensor:
+    return torch.zeros(shape.rows, shape.tokens, dtype=torch.long)
 
 
-def _training(model: nn.Module, mode: FakeTensorMode, head: Head, passes: Passes) -> tuple[int, int]:
-    """(most until the layers' first gradient, most after their last) in a forward and a backward pass, bytes."""
+def _training_peaks(model: nn.Module, mode: FakeTensorMode, head: Head, shape: PassShape) -> tuple[int, int]:
+    """(peak until the first gradient of the layers, peak after their last one) of forward and backward, in bytes."""
     with mode:
-        ids = _ids(passes)
-        live, marks = _Live(iter([*model.parameters(), *model.buffers(), ids])), dict[str, int]()
-        hooks = list(_watched(model, live, marks))
+        ids = _input_ids(shape)
+        live, peaks = _LiveBytes(iter([*model.parameters(), *model.buffers(), ids])), dict[str, int]()
+        hooks = list(_gradient_hooks(model, live, peaks))
         with live:
-            _outputs(model, head, ids, passes).sum().backward()
+            _outputs(model, head, ids, shape).sum().backward()
         for hook in hooks:
             hook.remove()
-        return marks["head"], live.most
+        return peaks["head"], live.peak
 
 
 def _replace_tensors(model: nn.Module) -> None:
-    """Put fake tensors of the CPU, whose kernels the trace then takes, in the place of those of the meta device."""
-    made: dict[int, Any] = {}
+    """Replace tensors of the meta device by fake tensors of the CPU, so that the trace runs the CPU's kernels."""
+    replaced: dict[int, Any] = {}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             fake = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), weight.requires_grad)
-            setattr(module, name, made.setdefault(id(weight), fake))
+            setattr(module, name, replaced.setdefault(id(weight), fake))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-def _watched(model: nn.Module, live: _Live, marks: dict[str, int]) -> Iterator[Any]:
-    """Hooks that take gradients out of the count, and note the most before and after those of the layers."""
+def _gradient_hooks(model: nn.Module, live: _LiveBytes, peaks: dict[str, int]) -> Iterator[Any]:
+    """Hooks that exclude gradients from the count, and record the peak before and after those of the layers."""
     layers = sizes.layers_of(model)
-    inside = {id(weight) for weight in layers.parameters()}
-    left = {id(weight) for weight in layers.parameters() if weight.requires_grad}
+    layer_weights = {id(weight) for weight in layers.parameters()}
+    remaining = {id(weight) for weight in layers.parameters() if weight.requires_grad}
 
-    def seen(weight: Tensor) -> None:
-        if id(weight) in inside:
-            if "head" not in marks:
-                marks["head"] = live.reset()
-            left.discard(id(weight))
-            if not left:
-                live.reset()
+    def record(weight: Tensor) -> None:
+        if id(weight) in layer_weights:
+            if "head" not in peaks:
+                peaks["head"] = live.reset_peak()
+            remaining.discard(id(weight))
+            if not remaining:
+                live.reset_peak()
         assert weight.grad is not None
-        live.kept_elsewhere(weight.grad)
+        live.exclude(weight.grad)
 
     for weight in model.parameters():
         if weight.requires_grad:
-            yield weight.register_post_accumulate_grad_hook(seen)
+            yield weight.register_post_accumulate_grad_hook(record)
 
 
-def _outputs(model: Any, head: Head, ids: Tensor, passes: Passes) -> Tensor:
-    """What the losses see of a model, as rlhf.models has it: log-probs [B, K], or a scalar per token [B, S]."""
+def _outputs(model: Any, head: Head, ids: Tensor, shape: PassShape) -> Tensor:
+    """The inputs of a loss, computed as in rlhf.models: log-probs [B, K], or a scalar per token [B, S]."""
     if head == "scalar":
         hidden = model["backbone"](input_ids=ids, use_cache=False).last_hidden_state
         return model["score"](hidden).squeeze(-1)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=passes.predicted).logits
-    logprobs = ops.token_logprobs(logits, ids[:, -passes.predicted :])
-    if passes.entropy:
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=shape.predicted).logits
+    logprobs = ops.token_logprobs(logits, ids[:, -shape.predicted :])
+    if shape.entropy:
         with torch.no_grad():
             ops.entropy(logits)
     return logprobs
 
 
 def _checkpoint(model: nn.Module) -> None:
-    part = next(each for each in model.modules() if hasattr(each, "gradient_checkpointing_enable"))
+    transformer = next(module for module in model.modules() if hasattr(module, "gradient_checkpointing_enable"))
     with contextlib.suppress(AttributeError):
-        part.enable_input_require_grads()  # type: ignore[operator]  # transformers has it, `Module` does not
-    part.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # the same
+        transformer.enable_input_require_grads()  # type: ignore[operator]  # transformers has it, `Module` does not
+    transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # the same

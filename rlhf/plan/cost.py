@@ -1,4 +1,4 @@
-"""Time of a step from stated rates: arithmetic, memory reads in generation, and what ranks send each other."""
+"""Time of a step from the given rates: arithmetic, memory reads in generation, and bytes that ranks exchange."""
 
 import math
 from dataclasses import dataclass
@@ -6,24 +6,23 @@ from dataclasses import dataclass
 from rlhf.config.options import EngineOptions
 from rlhf.plan import zero
 from rlhf.plan.sizes import Size
-from rlhf.plan.stage import Forecast, Line, micro_batches
-from rlhf.plan.zero import Site
+from rlhf.plan.stage import Forecast, ModelForecast, micro_batches
+from rlhf.plan.zero import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one optimizer step, or one iteration with a rollout, on each device."""
+    """The cost of one optimizer step, or of one iteration with a rollout, on each device. Times are in seconds."""
 
     generate: float
-    """seconds, as the rest"""
     score: float
     train: float
     exchange: float
-    """of sending, as if none of it happened during computation"""
+    """time of communication, as if it never overlapped with computation"""
     sent: float
     """bytes that a device sends"""
     tokens: int
-    """trained on, over all devices"""
+    """tokens trained on, over all devices"""
 
     @property
     def seconds(self) -> float:
@@ -35,76 +34,83 @@ class Cost:
 
 
 def forward_flops(size: Size, rows: float, tokens: int, predicted: int) -> float:
-    """Operations of a forward pass: 2 a weight and token in the layers, 2 S^2 d a layer and row in causal attention,
-    and the head on the columns that are predicted."""
+    """Operations of a forward pass: 2 per weight and token in the layers, 2 S^2 d per layer and row in causal
+    attention, and 2 V d per predicted token in the head."""
     inner = size.total - size.outer
     attention = 2 * tokens**2 * size.hidden * size.layers
     return rows * (2 * inner * tokens + attention + 2 * size.vocabulary * size.hidden * predicted)
 
 
-def training_flops(line: Line, rows: float, tokens: int, predicted: int) -> float:
-    """Forward, and backward at twice that (once, where the weights are frozen under an adapter), and once more forward
-    with gradient checkpointing."""
-    times = 3.0 if line.player.adapter is None else 2.0
-    if isinstance(line.player.held, EngineOptions) and line.player.held.gradient_checkpointing:
+def training_flops(model: ModelForecast, rows: float, tokens: int, predicted: int) -> float:
+    """Operations of a forward and a backward pass. The backward pass costs two forward passes (one where an adapter
+    freezes the weights); gradient checkpointing adds one more forward pass."""
+    times = 3.0 if model.spec.adapter is None else 2.0
+    if isinstance(model.spec.options, EngineOptions) and model.spec.options.gradient_checkpointing:
         times += 1.0
-    return times * forward_flops(line.size, rows, tokens, predicted)
+    return times * forward_flops(model.size, rows, tokens, predicted)
 
 
 def cost(plan: Forecast) -> Cost:
-    """What an optimizer step, or an iteration with a rollout, takes."""
-    needs, machine = plan.needs, plan.machine
-    rows, flops = needs.batch / machine.count, machine.flops(needs.b)
-    tokens, predicted = needs.passes.tokens, needs.passes.predicted
-    sides = needs.passes.rows / needs.micro_batch  # 2 of a pair
-    epochs = needs.rollout.epochs if needs.rollout else 1
-    steps = epochs * (needs.rollout.minibatches if needs.rollout else 1)
-    trained = [line for line in plan.lines if line.player.trained]
-    train = sum(training_flops(line, rows * sides * epochs, tokens, _columns(line, predicted)) for line in trained)
-    site = Site(machine.count, machine.on_cpu, micro_batches(needs, machine.count))
+    """The cost of an optimizer step, or of an iteration with a rollout."""
+    workload, machine = plan.workload, plan.machine
+    rows, flops = workload.batch / machine.count, machine.flops(workload.b)
+    tokens, predicted = workload.shape.tokens, workload.shape.predicted
+    sides = workload.shape.rows / workload.micro_batch  # 2 sequences in a pair
+    epochs = workload.rollout.epochs if workload.rollout else 1
+    steps = epochs * (workload.rollout.minibatches if workload.rollout else 1)
+    trained = [model for model in plan.models if model.spec.trained]
+    train = sum(
+        training_flops(model, rows * sides * epochs, tokens, _head_columns(model, predicted)) for model in trained
+    )
+    layout = RankLayout(machine.count, machine.on_cpu, micro_batches(workload, machine.count))
     sent = 0.0
-    for line in trained:
-        assert isinstance(line.player.held, EngineOptions)
-        sent += steps * zero.exchanged(line.size, line.player.held, needs.b, site)
+    for model in trained:
+        assert isinstance(model.spec.options, EngineOptions)
+        sent += steps * zero.bytes_sent(model.size, model.spec.options, workload.b, layout)
     generate = score = 0.0
-    if needs.rollout is not None:
+    if workload.rollout is not None:
         generate = _generation(plan, rows)
-        # the actor scores too, and with an adapter it is its own reference
-        asked = [*plan.lines, *(line for line in trained if line.player.role == "actor" and line.player.adapter)]
-        score = sum(forward_flops(line.size, rows, tokens, _columns(line, predicted)) for line in asked) / flops
-        sent += sum(_gathered(plan, line, site.micro_batches * needs.rollout.minibatches) for line in asked)
-        sent += _gathered(plan, plan.lines[0], _turns(plan, rows) * needs.rollout.response)
-    return Cost(generate, score, train / flops, sent / machine.link, sent, round(needs.batch * sides * tokens))
+        # The actor computes log-probs too; with an adapter it is also its own reference.
+        scoring = [*plan.models, *(model for model in trained if model.spec.role == "actor" and model.spec.adapter)]
+        score = (
+            sum(forward_flops(model.size, rows, tokens, _head_columns(model, predicted)) for model in scoring) / flops
+        )
+        sent += sum(
+            _gather_bytes(plan, model, layout.micro_batches * workload.rollout.minibatches) for model in scoring
+        )
+        sent += _gather_bytes(plan, plan.models[0], _rollout_batches(plan, rows) * workload.rollout.response)
+    return Cost(generate, score, train / flops, sent / machine.link, sent, round(workload.batch * sides * tokens))
 
 
-def _gathered(plan: Forecast, line: Line, times: int) -> float:
-    """Bytes that a device sends so that all have the weights: once, or in each of so many forward passes."""
-    if line.player.held.zero_stage != 3:
+def _gather_bytes(plan: Forecast, model: ModelForecast, times: int) -> float:
+    """Bytes that a device sends so that all have the weights: once, or in each of so many forward shape."""
+    if model.spec.options.zero_stage != 3:
         return 0.0
-    whole = plan.needs.b * line.size.total * (plan.machine.count - 1) / plan.machine.count
-    return whole * (times if line.player.held.gather_whole is False else 1)
+    whole = plan.workload.b * model.size.total * (plan.machine.count - 1) / plan.machine.count
+    return whole * (times if model.spec.options.gather_whole is False else 1)
 
 
-def _turns(plan: Forecast, rows: float) -> int:
-    """Batches of responses that a device generates one after the other."""
-    rollout = plan.needs.rollout
+def _rollout_batches(plan: Forecast, rows: float) -> int:
+    """Number of batches of responses that a device generates one after the other."""
+    rollout = plan.workload.rollout
     assert rollout is not None
-    return math.ceil(max(1, math.ceil(rows)) / rollout.at_once)
+    return math.ceil(max(1, math.ceil(rows)) / rollout.rows)
 
 
-def _columns(line: Line, predicted: int) -> int:
-    return predicted if line.player.head == "lm" else 0
+def _head_columns(model: ModelForecast, predicted: int) -> int:
+    """Tokens of a row that go through a language-model head: none in a scalar model."""
+    return predicted if model.spec.head == "lm" else 0
 
 
 def _generation(plan: Forecast, rows: float) -> float:
-    """Every token of a batch of responses reads all weights and the cache, or is bound by arithmetic."""
-    needs, machine = plan.needs, plan.machine
-    rollout, actor = needs.rollout, plan.lines[0]
-    assert rollout is not None and actor.player.role == "actor"
-    together = min(rollout.at_once, max(1, math.ceil(rows)))
+    """Seconds to generate: for every token a device reads all weights and the cache, or is bound by arithmetic."""
+    workload, machine = plan.workload, plan.machine
+    rollout, actor = workload.rollout, plan.models[0]
+    assert rollout is not None and actor.spec.role == "actor"
+    batch = min(rollout.rows, max(1, math.ceil(rows)))
     length = rollout.prompt + rollout.response / 2
-    read = needs.b * (actor.size.total + actor.size.cache * together * length)
-    arithmetic = together * (2 * actor.size.total + 4 * length * actor.size.hidden * actor.size.layers)
-    each = max(read / machine.device.bandwidth, arithmetic / machine.flops(needs.b))
-    prefill = forward_flops(actor.size, rows, rollout.prompt, 1) / machine.flops(needs.b)
-    return prefill + _turns(plan, rows) * rollout.response * each
+    read = workload.b * (actor.size.total + actor.size.cache * batch * length)
+    arithmetic = batch * (2 * actor.size.total + 4 * length * actor.size.hidden * actor.size.layers)
+    token_seconds = max(read / machine.device.bandwidth, arithmetic / machine.flops(workload.b))
+    prefill = forward_flops(actor.size, rows, rollout.prompt, 1) / machine.flops(workload.b)
+    return prefill + _rollout_batches(plan, rows) * rollout.response * token_seconds

@@ -1,4 +1,4 @@
-"""Devices: how much they hold and how fast they are."""
+"""Devices: their memory and their speed."""
 
 import os
 from dataclasses import dataclass, replace
@@ -11,21 +11,22 @@ from rlhf.errors import UserError
 from rlhf.plan.options import PlanOptions, number_of_bytes
 
 USABLE = 0.9
-"""share of a GPU's memory to plan with; the rest goes to its context, communication and fragments"""
+"""share of a GPU's memory to plan with; its context, communication buffers and fragmentation take the remainder"""
 PROGRAM = 0.65e9
-"""bytes of Python and the libraries in one process (torch 2.13 for CPUs: 0.48 at the start, 0.62 after a step)"""
+"""bytes of Python and the libraries in one process (torch 2.13 for CPUs: 0.48e9 at the start, 0.62e9 after a step)"""
 NODE = 8
-"""devices of a node"""
+"""devices in a node"""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Makers' figures. Bandwidths in bytes a second; a link is what one device sends, inside a node and beyond."""
+    """Figures of the manufacturers. Bandwidths are in bytes per second; `link` and `network` are what one device sends
+    inside a node and between nodes."""
 
     kind: str
     memory: float
     flops: float
-    """bf16 and fp16, dense, operations a second"""
+    """operations per second, dense, in bf16 and fp16"""
     flops_fp32: float
     bandwidth: float
     link: float
@@ -42,17 +43,18 @@ DEVICES = (
     Device("RTX-4090", 24e9, 165e12, 82e12, 1.0e12, 32e9, 12.5e9),
 )
 CORE = Device("cpu", 0.0, 0.55e12, 0.21e12, 10e9, 2e9, 1e9)
-"""One core with AVX512-BF16; training a Llama of 135M reached 0.22e12 and 0.085e12 on it, 0.4 of this (2026-11)."""
+"""One CPU core with AVX512-BF16. Training a 135M Llama reached 0.22e12 and 0.085e12 operations per second on it, 0.4 of
+these figures (2026-11)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The devices of one plan."""
+    """The devices that a plan is made for."""
 
     device: Device
     count: int
     memory: float
-    """bytes of one device that may be used"""
+    """usable bytes of one device"""
     host: float
     """bytes of CPU memory for each device"""
     utilisation: float
@@ -62,22 +64,22 @@ class Machine:
         return self.device.kind == "cpu"
 
     def flops(self, b: int) -> float:
-        """Operations a second that training reaches, for numbers of `b` bytes."""
+        """Operations per second that training reaches, for numbers of `b` bytes."""
         return self.utilisation * (self.device.flops_fp32 if b == 4 else self.device.flops)
 
     @property
     def link(self) -> float:
-        """Bytes a second that a device sends."""
+        """Bytes per second that a device sends."""
         return self.device.link if self.count <= NODE else self.device.network
 
 
-def machine(options: PlanOptions, processes: int) -> Machine:
-    """The machine that `options` describe; `processes`: those that the run would start here.
+def describe_machine(options: PlanOptions, processes: int) -> Machine:
+    """The machine that `options` describe. `processes`: the number that the run would start on this machine.
 
-    Raises: UserError for a kind of device that is not known.
+    Raises: UserError for an unknown kind of device.
     """
     count = options.devices or processes
-    device = _kind(options)
+    device = _device(options)
     if options.device_memory is not None:
         device = replace(device, memory=number_of_bytes(options.device_memory))
     if options.device_tflops is not None:
@@ -87,19 +89,21 @@ def machine(options: PlanOptions, processes: int) -> Machine:
     if options.link_bandwidth is not None:
         device = replace(device, link=options.link_bandwidth * 1e9, network=options.link_bandwidth * 1e9)
     share = 1 if device.kind == "cpu" else USABLE
-    host = _host() / min(count, NODE)
+    host = _free_memory() / min(count, NODE)
     if options.host_memory is not None:
         host = number_of_bytes(options.host_memory)
     return Machine(device, count, share * device.memory, host, options.utilisation)
 
 
-def _kind(options: PlanOptions) -> Device:
+def _device(options: PlanOptions) -> Device:
     kinds = {device.kind: device for device in DEVICES}
-    if options.device == "cpu" or (options.device is None and not torch.cuda.is_available() and not _asked(options)):
+    if options.device == "cpu" or (
+        options.device is None and not torch.cuda.is_available() and not _names_gpus(options)
+    ):
         cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        each = cores / max(1, options.devices or 1)
-        memory = _host() / max(1, options.devices or 1)
-        return replace(CORE, memory=memory, flops=CORE.flops * each, flops_fp32=CORE.flops_fp32 * each)
+        cores_of_one = cores / max(1, options.devices or 1)
+        memory = _free_memory() / max(1, options.devices or 1)
+        return replace(CORE, memory=memory, flops=CORE.flops * cores_of_one, flops_fp32=CORE.flops_fp32 * cores_of_one)
     if options.device is not None:
         if options.device not in kinds:
             known = [*kinds, "cpu"]
@@ -109,20 +113,20 @@ def _kind(options: PlanOptions) -> Device:
         return kinds[options.device]
     if not torch.cuda.is_available():
         return kinds["A100"]
-    seen = torch.cuda.get_device_properties(0)
-    alike = next((device for device in DEVICES if device.kind.split("-")[-1] in seen.name), kinds["A100"])
-    return replace(alike, memory=float(seen.total_memory))
+    properties = torch.cuda.get_device_properties(0)
+    known_device = next((device for device in DEVICES if device.kind.split("-")[-1] in properties.name), kinds["A100"])
+    return replace(known_device, memory=float(properties.total_memory))
 
 
-def _asked(options: PlanOptions) -> bool:
-    """Whether the user names devices that need not be here: a memory alone means GPUs of that size."""
+def _names_gpus(options: PlanOptions) -> bool:
+    """Whether the options describe GPUs that this machine need not have: --device-memory alone means GPUs."""
     return options.device_memory is not None
 
 
-def _host() -> float:
-    """Bytes of memory that are free on this machine."""
-    told = Path("/proc/meminfo")
-    for line in told.read_text(encoding="ascii").splitlines() if told.is_file() else ():
+def _free_memory() -> float:
+    """Bytes of memory that are available on this machine."""
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text(encoding="ascii").splitlines() if meminfo.is_file() else ():
         if line.startswith("MemAvailable"):
             return float(line.split()[1]) * 1024
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,4 +1,4 @@
-"""What a plan is asked about. Torch-free, like rlhf.config.options."""
+"""Options of a plan: the devices to plan for. Torch-free, like rlhf.config.options."""
 
 import re
 from typing import Any
@@ -11,26 +11,26 @@ UNITS = {"": 1.0, "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 
 
 
 class PlanOptions(Config):
-    """The devices to plan for; what is not given is as on this machine."""
+    """The devices to plan for; the defaults are those of this machine."""
 
     plan: bool = False
-    """print what each stage and model will take, and end; no weight is loaded"""
+    """print memory, time and disk of each stage and model, then exit; no weights are loaded"""
     devices: int | None = Field(None, ge=1)
-    """--plan: number of devices; by default those of this machine that the run would use"""
+    """--plan: number of devices; by default the number that the run would use on this machine"""
     device: str | None = None
-    """--plan: kind of device, of known memory and speed: H200, H100, A100, A100-40GB, L40S, V100, RTX-4090, cpu"""
+    """--plan: kind of device: H200, H100, A100, A100-40GB, L40S, V100, RTX-4090, cpu"""
     device_memory: str | None = None
     """--plan: memory of a device, such as 80GB"""
     host_memory: str | None = None
-    """--plan: CPU memory for each device, such as 200GB; by default this machine's, divided"""
+    """--plan: CPU memory for each device, such as 200GB; by default this machine's memory, divided by the devices"""
     device_tflops: float | None = Field(None, gt=0)
-    """--plan: its peak in the compute dtype, 10^12 operations a second"""
+    """--plan: peak speed of a device in the compute dtype, 10^12 operations per second"""
     utilisation: float = Field(0.4, gt=0, le=1)
-    """--plan: share of the peak that training and scoring reach"""
+    """--plan: share of the peak speed that training and scoring reach"""
     device_bandwidth: float | None = Field(None, gt=0)
-    """--plan: its memory's speed, GB/s, which bounds generation"""
+    """--plan: memory bandwidth of a device, GB/s, which bounds generation"""
     link_bandwidth: float | None = Field(None, gt=0)
-    """--plan: what a device sends to others, GB/s"""
+    """--plan: bandwidth between devices, GB/s, for what one device sends"""
 
     @field_validator("device_memory", "host_memory")
     @classmethod
@@ -42,7 +42,7 @@ class PlanOptions(Config):
 
 def number_of_bytes(text: str) -> float:
     """`80GB` in bytes. Raises: ValueError."""
-    found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
-    if not found or found[2].upper() not in UNITS or found[1].count(".") > 1:
+    match = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
+    if not match or match[2].upper() not in UNITS or match[1].count(".") > 1:
         raise ValueError("expected a size such as 80GB or 141GiB")
-    return float(found[1]) * UNITS[found[2].upper()]
+    return float(match[1]) * UNITS[match[2].upper()]

@@ -1,87 +1,92 @@
-"""A plan as text."""
+"""A forecast as text."""
 
 from collections.abc import Iterator
 
 from rlhf.config.options import EngineOptions
-from rlhf.plan.choose import missing
+from rlhf.plan.choose import shortfall_message
 from rlhf.plan.cost import cost
-from rlhf.plan.stage import Forecast, Line, micro_batches
+from rlhf.plan.stage import Forecast, ModelForecast, micro_batches
 from rlhf.plan.zero import Bytes
 
 COLUMNS = ("weights", "gradients", "optimizer", "buffers", "activations", "KV cache", "gathered")
 
 
 def gigabytes(value: float) -> str:
-    """Decimal, three digits."""
+    """Bytes as decimal gigabytes with three digits."""
     return (
         f"{value / 1e9:.2f}" if value < 9.995e9 else f"{value / 1e9:.1f}" if value < 99.95e9 else f"{value / 1e9:.0f}"
     )
 
 
 def report(plan: Forecast) -> str:
-    """A stage: a line for each model, the moment with the most memory, whether it fits, time and disk."""
-    return "\n".join(_lines(plan))
+    """A stage as text: one line for each model, the moment with the most memory, whether it fits, time and disk."""
+    return "\n".join(_report_lines(plan))
 
 
-def _lines(plan: Forecast) -> Iterator[str]:
-    needs, machine = plan.needs, plan.machine
+def _report_lines(plan: Forecast) -> Iterator[str]:
+    workload, machine = plan.workload, plan.machine
     count, kind = machine.count, machine.device.kind
     what = f"{count} process{'es' * (count > 1)} on the CPU" if machine.on_cpu else f"{count} x {kind}"
-    dtype = str(needs.dtype).removeprefix("torch.")
-    yield f"{needs.stage} on {what}, {dtype}, {micro_batches(needs, count)} micro-batches of {_rows(plan)} a step"
+    dtype = str(workload.dtype).removeprefix("torch.")
+    batches = f"{micro_batches(workload, count)} micro-batches of {_micro_batch_label(plan)}"
+    yield f"{workload.stage} on {what}, {dtype}, {batches} a step"
     yield f"  {'GB on each device':30}" + "".join(f"{name:>12}" for name in COLUMNS)
-    for line in plan.lines:
-        yield f"  {_who(line):30}" + "".join(f"{_cell(value):>12}" for value in _values(line))
-    place = "process" if machine.on_cpu else "device"
-    yield f"  most on a {place}: {gigabytes(plan.peak)} GB of {gigabytes(machine.memory)} ({plan.device.name})"
+    for model in plan.models:
+        yield f"  {_model_label(model):30}" + "".join(f"{_cell(value):>12}" for value in _memory_columns(model))
+    place = "process" if machine.on_cpu else "peak_moment"
+    yield f"  most on a {place}: {gigabytes(plan.peak)} GB of {gigabytes(machine.memory)} ({plan.peak_moment.name})"
     if not machine.on_cpu:
-        yield f"  most CPU memory: {gigabytes(plan.host)} GB of {gigabytes(machine.host)} for each device"
+        yield f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each peak_moment"
     if machine.on_cpu:
         yield "  glibc keeps freed blocks, up to a third more; MALLOC_MMAP_THRESHOLD_=131072 gives them back"
-    yield "  fits" if plan.fits else f"  does not fit: {missing(plan)}"
-    yield from _costs(plan)
-    if needs.note:
-        yield f"  {needs.note}"
+    yield "  fits" if plan.fits else f"  does not fit: {shortfall_message(plan)}"
+    yield from _cost_lines(plan)
+    if workload.note:
+        yield f"  {workload.note}"
 
 
-def _who(line: Line) -> str:
-    held = line.player.held
-    how = (
-        f"ZeRO-{held.zero_stage}" if isinstance(held, EngineOptions) else "frozen" + " ZeRO-3" * (held.zero_stage == 3)
-    )
-    if line.player.adapter is not None:
-        how += f", {line.size.trained / 1e6:.1f}M of"
-    return f"{line.player.role} ({how}, {line.size.total / 1e6:,.1f}M)"
+def _model_label(model: ModelForecast) -> str:
+    options = model.spec.options
+    trained = isinstance(options, EngineOptions)
+    setting = f"ZeRO-{options.zero_stage}" if trained else "frozen" + " ZeRO-3" * (options.zero_stage == 3)
+    if model.spec.adapter is not None:
+        setting += f", {model.size.trained / 1e6:.1f}M of"
+    return f"{model.spec.role} ({setting}, {model.size.total / 1e6:,.1f}M)"
 
 
-def _rows(plan: Forecast) -> str:
-    passes = plan.needs.passes
-    return f"{plan.needs.micro_batch} x {passes.tokens} tokens"
+def _micro_batch_label(plan: Forecast) -> str:
+    shape = plan.workload.shape
+    return f"{plan.workload.micro_batch} x {shape.tokens} tokens"
 
 
-def _values(line: Line) -> tuple[Bytes, ...]:
-    held, active = line.held, line.active
-    activations = Bytes(active.training if line.player.trained else active.inference)
-    buffers = held.buffers + held.passing
-    return held.weights, held.gradients, held.optimizer, buffers, activations, Bytes(line.cache), held.gathered
+def _memory_columns(model: ModelForecast) -> tuple[Bytes, ...]:
+    memory = model.memory
+    activations = Bytes(model.activations.training if model.spec.trained else model.activations.inference)
+    buffers = memory.buffers + memory.passing
+    return memory.weights, memory.gradients, memory.optimizer, buffers, activations, Bytes(model.cache), memory.gathered
 
 
 def _cell(value: Bytes) -> str:
-    """Of the device, and what lies in CPU memory after a plus."""
+    """Gigabytes on the device; those in CPU memory follow a plus sign."""
     if not value.total:
         return "-"
     parts = [gigabytes(value.device)] if value.device else []
     return "".join([*parts, *([f"+{gigabytes(value.host)}cpu"] if value.host else [])])
 
 
-def _costs(plan: Forecast) -> Iterator[str]:
-    found, machine = cost(plan), plan.machine
-    rate = machine.flops(plan.needs.b) / machine.utilisation / 1e12
-    parts = {"generate": found.generate, "score": found.score, "train": found.train, "exchange": found.exchange}
-    shown = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts.items() if seconds)
-    what = "iteration" if plan.needs.rollout else "optimizer step"
+def _cost_lines(plan: Forecast) -> Iterator[str]:
+    step_cost, machine = cost(plan), plan.machine
+    rate = machine.flops(plan.workload.b) / machine.utilisation / 1e12
+    parts = {
+        "generate": step_cost.generate,
+        "score": step_cost.score,
+        "train": step_cost.train,
+        "exchange": step_cost.exchange,
+    }
+    times = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts.items() if seconds)
+    what = "iteration" if plan.workload.rollout else "optimizer step"
     yield (
-        f"  {what}: about {found.seconds:.2g} s ({shown}) at {machine.utilisation:.0%} of {rate:g} TFLOP/s, "
+        f"  {what}: about {step_cost.seconds:.2g} s ({times}) at {machine.utilisation:.0%} of {rate:g} TFLOP/s, "
         f"{machine.device.bandwidth / 1e9:g} GB/s of memory and {machine.link / 1e9:g} GB/s between devices"
     )
-    yield f"  disk: {gigabytes(plan.disk)} GB for {plan.needs.keep} checkpoints, one being written, and the models"
+    yield f"  disk: {gigabytes(plan.disk)} GB for {plan.workload.keep} checkpoints, one being written, and the models"

@@ -1,4 +1,4 @@
-"""What a model's config alone tells: its weights and its key-value cache. No weight is loaded."""
+"""Sizes that follow from a model's config alone: its weights and its key-value cache. No weight is loaded."""
 
 import copy
 import functools
@@ -22,52 +22,52 @@ from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 
 Head = Literal["lm", "scalar"]
-"""A language model, or a backbone under one scalar."""
+"""A language model, or a backbone with one scalar per token."""
 SHAPES = CONFIGS / "shapes"
-"""Configs of known models, by short name, for plans where no model hub can be reached."""
+"""Configs of well-known models by short name, for plans without access to a model hub."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Counts of one model."""
+    """Numbers of weights and other sizes of one model."""
 
     total: int
-    """weights, those of adapters included"""
+    """weights, adapters included"""
     trained: int
-    """weights that a step changes"""
+    """trainable weights"""
     largest: int
-    """weights in the largest tensor that a step changes"""
+    """weights in the largest trainable tensor"""
     outer: int
     """weights outside the layers: embeddings, head, last norm"""
     layers: int
     hidden: int
     cache: int
-    """numbers that the key-value cache keeps of a token, over all layers"""
+    """numbers in the key-value cache per token, over all layers"""
     vocabulary: int
-    """rows of the embeddings, and logits of a token if it is a language model"""
+    """rows of the embedding matrix; a language model has as many logits per token"""
 
 
 @functools.cache
-def read(place: str) -> PreTrainedConfig:
+def read_config(model_path: str) -> PreTrainedConfig:
     """The config of a model: a directory, a hub id, a short name, or a YAML file with a `model` section.
 
-    A short name that is no directory here is looked up in `configs/shapes/` first, so that no hub is asked.
-    Raises: UserError if there is none, or it cannot be had.
+    A short name that is no local directory is looked up in `configs/shapes/` first, without a request to the hub.
+    Raises: UserError if there is no such model, or its config cannot be read.
     """
-    known = SHAPES / f"{place.lower()}.yaml"
-    path = str(known) if known.is_file() and not Path(place).exists() else short_names.resolve(place)
+    bundled = SHAPES / f"{model_path.lower()}.yaml"
+    path = str(bundled) if bundled.is_file() and not Path(model_path).exists() else short_names.resolve(model_path)
     if path.endswith((".yaml", ".yml")) and "tokenizer" not in read_yaml(path):
-        return _shape(path)
+        return _config_from_yaml(path)
     try:
         return load.load_config(path)
     except UserError as error:
         raise UserError(
-            f"{error}; a plan needs no more than its config: a directory with config.json, or a .yaml as in "
+            f"{error}; a plan needs the config alone: a directory with config.json, or a .yaml file as in "
             "configs/shapes/"
         ) from None
 
 
-def _shape(path: str) -> PreTrainedConfig:
+def _config_from_yaml(path: str) -> PreTrainedConfig:
     values = read_yaml(path).get("model")
     if not isinstance(values, dict) or not {"model_type", "vocab_size"} <= set(values):
         raise UserError(f"{path}: expected a 'model' mapping with 'model_type' and 'vocab_size', as in configs/shapes/")
@@ -78,16 +78,16 @@ def _shape(path: str) -> PreTrainedConfig:
 
 
 @functools.cache
-def tokens(place: str) -> int | None:
-    """Tokens of the tokenizer at `place`, which the embeddings grow to; None where the config alone is there."""
-    path = Path(short_names.resolve(place))
+def tokenizer_size(model_path: str) -> int | None:
+    """Number of ids of the model's tokenizer, to which the embeddings are extended; None without a tokenizer."""
+    path = Path(short_names.resolve(model_path))
     described = path.is_file() and "tokenizer" in read_yaml(path)
     saved = any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
     return id_count(load_tokenizer(str(path))) if described or saved else None
 
 
 def build(config: PreTrainedConfig, head: Head, adapter: str | None = None) -> nn.Module:
-    """The model of a config, on the device of the context, adapters around what they wrap."""
+    """The model of a config with its adapters, on the device of the context."""
     auto: Any = AutoModelForCausalLM if head == "lm" else AutoModel
     model = auto.from_config(config)
     wrapped = adapters.wrap(model, adapter)
@@ -100,16 +100,16 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     """The decoder layers: the longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     assert lists, f"{type(model).__name__} has no list of layers"
-    return max(lists, key=lambda each: (len(each), sum(p.numel() for p in each.parameters())))
+    return max(lists, key=lambda modules: (len(modules), sum(p.numel() for p in modules.parameters())))
 
 
 @functools.cache
-def size(place: str, head: Head, adapter: str | None = None, frozen: bool = False) -> Size:
-    """Counts of the model at `place`, exact, from its config on the meta device. A frozen model trains nothing."""
-    config = grown(place)
+def size(model_path: str, head: Head, adapter: str | None = None, frozen: bool = False) -> Size:
+    """Exact sizes of a model, counted on the meta device from its config. A frozen model has no trainable weights."""
+    config = resized_config(model_path)
     with torch.device("meta"):
         model = build(config, head, adapter)
-    counts = [weight.numel() for weight in model.parameters()]  # tied weights come once
+    counts = [weight.numel() for weight in model.parameters()]  # tied weights count once
     trained = [weight.numel() for weight in model.parameters() if weight.requires_grad and not frozen]
     layers = layers_of(model)
     return Size(
@@ -119,21 +119,21 @@ def size(place: str, head: Head, adapter: str | None = None, frozen: bool = Fals
         outer=sum(counts) - sum(weight.numel() for weight in layers.parameters()),
         layers=len(layers),
         hidden=config.get_text_config().hidden_size,
-        cache=_cache(config, len(layers)),
+        cache=_cache_numbers(config, len(layers)),
         vocabulary=config.get_text_config().vocab_size,
     )
 
 
 @functools.cache
-def grown(place: str) -> PreTrainedConfig:
-    """The config with a vocabulary of at least the tokenizer's tokens, as the model is loaded."""
-    config, known = copy.deepcopy(read(place)), tokens(place)
+def resized_config(model_path: str) -> PreTrainedConfig:
+    """The config with a vocabulary of at least the tokenizer's size, as when the model is loaded."""
+    config, bundled = copy.deepcopy(read_config(model_path)), tokenizer_size(model_path)
     text = config.get_text_config()
-    text.vocab_size = max(text.vocab_size, known or 0)
+    text.vocab_size = max(text.vocab_size, bundled or 0)
     return config
 
 
-def _cache(config: PreTrainedConfig, layers: int) -> int:
+def _cache_numbers(config: PreTrainedConfig, layers: int) -> int:
     text = config.get_text_config()
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads

@@ -1,4 +1,4 @@
-"""One stage: who takes part, at which moment its processes hold the most, and what a step takes."""
+"""One stage: its models, the moments at which its processes use memory, and the largest of them."""
 
 import math
 from collections.abc import Iterator
@@ -8,104 +8,107 @@ import torch
 
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.engine.training import compute_dtype
+from rlhf.plan import activations as activation_peaks
 from rlhf.plan import zero
-from rlhf.plan.activations import Activations, Passes, activations, inference
+from rlhf.plan.activations import Activations, PassShape
 from rlhf.plan.machine import PROGRAM, Machine
 from rlhf.plan.sizes import Head, Size, size
-from rlhf.plan.zero import MASTER, Bytes, Held, Site
+from rlhf.plan.zero import MASTER, Bytes, ModelMemory, RankLayout
 
 DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Player:
-    """One model of a stage."""
+class ModelSpec:
+    """One model of a stage: what it is and with which options it is run."""
 
     role: str
-    place: str
+    model_path: str
     head: Head
-    held: EngineOptions | FrozenOptions
-    """of a trained model, or of one that is only asked"""
+    options: EngineOptions | FrozenOptions
+    """of a trained model, or of one used for inference only"""
     adapter: str | None = None
-    asked_at_once: int = 0
-    """rows that a model sees at once without gradients, where that is not the stage's micro-batch"""
+    inference_rows: int = 0
+    """rows of a forward pass without gradients, where that is not the stage's micro-batch"""
 
     @property
     def trained(self) -> bool:
-        return isinstance(self.held, EngineOptions)
+        return isinstance(self.options, EngineOptions)
 
     def size(self) -> Size:
-        return size(self.place, self.head, self.adapter, not self.trained)
+        return size(self.model_path, self.head, self.adapter, not self.trained)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What a stage with rollouts adds: responses are sampled and scored before each update."""
+    """What a stage with rollouts adds to a workload: responses are sampled and scored before each update."""
 
-    at_once: int
+    rows: int
     """rows generated together on a device"""
     prompt: int
+    """maximum number of tokens"""
     response: int
-    """tokens at most, both"""
+    """maximum number of tokens"""
     epochs: int
     minibatches: int
-    """optimizer steps of an epoch"""
+    """optimizer steps in an epoch"""
     share: float = 0.0
-    """of a device's memory, which a backend takes for itself to generate in; 0: the actor generates"""
+    """share of a device's memory that a generation backend reserves for itself; 0: the actor generates"""
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a stage will do, as far as memory, time and disk depend on it."""
+class Workload:
+    """The work of a stage, as far as memory, time and disk depend on it."""
 
     stage: str
-    players: tuple[Player, ...]
+    models: tuple[ModelSpec, ...]
     dtype: torch.dtype
     batch: int
     """rows of an optimizer step (with a rollout: of an iteration), over all devices"""
     micro_batch: int
-    passes: Passes
+    shape: PassShape
     """of a micro-batch"""
     keep: int
     """checkpoints that stay on disk"""
     rollout: Rollout | None = None
     averages: int = 0
-    """fp32 averages kept of the first trained model's weights"""
+    """number of fp32 averages (EMA) of the first trained model's weights"""
     models_written: int = 0
-    """copies of trained models written at the end, beside one of each"""
+    """copies of the first trained model written at the end, in addition to one copy of each trained model"""
     note: str = ""
-    """what the plan cannot count, as it depends on the data"""
+    """a limit of the plan, for the user: a cost that depends on the data"""
 
     @property
     def b(self) -> int:
+        """Bytes of a number in the compute dtype."""
         return DTYPES[self.dtype]
 
-    def trained(self) -> list[Player]:
-        return [player for player in self.players if player.trained]
+    def trained(self) -> list[ModelSpec]:
+        return [spec for spec in self.models if spec.trained]
 
     @property
     def checkpoints(self) -> int:
-        """Bytes of those that stay and of one being written: weights and two moments, and averages, in fp32."""
-        sizes = [player.size() for player in self.trained()]
+        """Bytes of the checkpoints that stay and of one being written: weights, two moments and averages, in fp32."""
+        sizes = [spec.size() for spec in self.trained()]
         one = 3 * sum(size.trained for size in sizes) + self.averages * sizes[0].trained
         return MASTER * one * (self.keep + 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One model's share of a plan. Bytes of one process."""
+class ModelForecast:
+    """Memory of one model in one process, in bytes."""
 
-    player: Player
+    spec: ModelSpec
     size: Size
-    held: Held
-    active: Activations
+    memory: ModelMemory
+    activations: Activations
     cache: float
-    """of the rollout, at its longest"""
+    """key-value cache of a rollout at its full length"""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something a process does, and what it holds then."""
+    """One activity of a process, and the memory it uses meanwhile."""
 
     name: str
     bytes: Bytes
@@ -113,135 +116,146 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A stage on a machine."""
+    """What a stage takes on a machine."""
 
-    needs: Needs
+    workload: Workload
     machine: Machine
-    lines: tuple[Line, ...]
+    models: tuple[ModelForecast, ...]
     moments: tuple[Moment, ...]
 
     @property
-    def device(self) -> Moment:
-        """When the device holds the most."""
+    def peak_moment(self) -> Moment:
+        """The moment with the most memory on the device."""
         on_cpu = self.machine.on_cpu
         return max(self.moments, key=lambda moment: moment.bytes.total if on_cpu else moment.bytes.device)
 
     @property
-    def host(self) -> float:
-        """The most CPU memory beside the device's, the program included."""
+    def host_peak(self) -> float:
+        """Peak bytes of CPU memory beside a GPU, Python and the libraries included."""
         return PROGRAM + max(moment.bytes.host for moment in self.moments)
 
     @property
     def peak(self) -> float:
-        """The most bytes on the device; on a CPU all there is, without the program."""
-        found = self.device.bytes
-        return found.total if self.machine.on_cpu else found.device
+        """Peak bytes on the device. On a CPU: of the process, without Python and the libraries."""
+        peak = self.peak_moment.bytes
+        return peak.total if self.machine.on_cpu else peak.device
 
     @property
-    def lacking(self) -> tuple[float, float]:
-        """Bytes over what there is: of the device, and of CPU memory. (0, 0) where it fits."""
+    def shortfall(self) -> tuple[float, float]:
+        """Missing bytes of (device memory, CPU memory); (0, 0) if the stage fits."""
         if self.machine.on_cpu:
             return max(0.0, self.peak + PROGRAM - self.machine.memory), 0.0
-        return max(0.0, self.peak - self.machine.memory), max(0.0, self.host - self.machine.host)
+        return max(0.0, self.peak - self.machine.memory), max(0.0, self.host_peak - self.machine.host)
 
     @property
     def fits(self) -> bool:
-        return self.lacking == (0.0, 0.0)
+        return self.shortfall == (0.0, 0.0)
 
     @property
     def disk(self) -> float:
-        """Bytes of checkpoints, one more than are kept while a new one is written, and of the models at the end."""
-        written = [line.size for line in self.lines if line.player.trained]
-        first = written[0].total * self.needs.models_written
-        checkpoints = 3 * MASTER * sum(each.trained for each in written) * (self.needs.keep + 1)
-        return checkpoints + self.needs.b * (sum(each.total for each in written) + first)
+        """Bytes of the checkpoints (one more than stay, while a new one is written) and of the final models."""
+        sizes = [model.size for model in self.models if model.spec.trained]
+        first = sizes[0].total * self.workload.models_written
+        checkpoints = 3 * MASTER * sum(size.trained for size in sizes) * (self.workload.keep + 1)
+        return checkpoints + self.workload.b * (sum(size.total for size in sizes) + first)
 
 
-def micro_batches(needs: Needs, ranks: int) -> int:
-    """Forward and backward passes of an optimizer step on one device."""
-    parts = needs.rollout.minibatches if needs.rollout else 1
-    return max(1, math.ceil(needs.batch / parts / ranks / needs.micro_batch))
+def micro_batches(workload: Workload, ranks: int) -> int:
+    """Number of forward and backward passes in an optimizer step on one device."""
+    minibatches = workload.rollout.minibatches if workload.rollout else 1
+    return max(1, math.ceil(workload.batch / minibatches / ranks / workload.micro_batch))
 
 
-def forecast(needs: Needs, machine: Machine) -> Forecast:
-    """What `needs` take on `machine`."""
-    site = Site(machine.count, machine.on_cpu, micro_batches(needs, machine.count))
-    lines = tuple(_line(needs, player, site) for player in needs.players)
-    return Forecast(needs, machine, lines, tuple(_moments(needs, lines, site, machine.device.memory)))
+def forecast(workload: Workload, machine: Machine) -> Forecast:
+    """What the workload takes on the machine."""
+    layout = RankLayout(machine.count, machine.on_cpu, micro_batches(workload, machine.count))
+    models = tuple(_forecast_model(workload, spec, layout) for spec in workload.models)
+    return Forecast(workload, machine, models, tuple(_moments(workload, models, layout, machine.device.memory)))
 
 
-def _line(needs: Needs, player: Player, site: Site) -> Line:
-    counts = player.size()
-    at_most = math.ceil(needs.batch / (needs.rollout.minibatches if needs.rollout else 1) / site.ranks)
-    sides = needs.passes.rows // needs.micro_batch  # 2 of a pair
-    passes = replace(needs.passes, rows=min(needs.micro_batch, at_most) * sides)
-    if isinstance(player.held, EngineOptions):
-        held = zero.held(counts, player.held, needs.b, site)
-        checkpointing = player.held.gradient_checkpointing
-        passes = replace(passes, entropy=needs.passes.entropy and player.head == "lm")
-        active = activations(player.place, player.head, player.adapter, needs.dtype, checkpointing, passes)
+def _forecast_model(workload: Workload, spec: ModelSpec, layout: RankLayout) -> ModelForecast:
+    model_size = spec.size()
+    step_rows = math.ceil(workload.batch / (workload.rollout.minibatches if workload.rollout else 1) / layout.ranks)
+    sides = workload.shape.rows // workload.micro_batch  # 2 sequences in a pair
+    shape = replace(workload.shape, rows=min(workload.micro_batch, step_rows) * sides)
+    if isinstance(spec.options, EngineOptions):
+        memory = zero.model_memory(model_size, spec.options, workload.b, layout)
+        checkpointing = spec.options.gradient_checkpointing
+        shape = replace(shape, entropy=workload.shape.entropy and spec.head == "lm")
+        activations = activation_peaks.activations(
+            spec.model_path, spec.head, spec.adapter, workload.dtype, checkpointing, shape
+        )
     else:
-        held = zero.frozen(counts, player.held, needs.b, site.ranks)
-        rows = min(player.asked_at_once, at_most) or passes.rows
-        asked = replace(passes, rows=rows, entropy=False)
-        active = Activations(0, 0, inference(player.place, player.head, needs.dtype, asked))
+        memory = zero.frozen_memory(model_size, spec.options, workload.b, layout.ranks)
+        rows = min(spec.inference_rows, step_rows) or shape.rows
+        shape = replace(shape, rows=rows, entropy=False)
+        activations = Activations(0, 0, activation_peaks.inference(spec.model_path, spec.head, workload.dtype, shape))
     cache = 0.0
-    if needs.rollout and not needs.rollout.share and player.role == "actor":
-        r = needs.rollout
-        rows = min(r.at_once, math.ceil(needs.batch / site.ranks))
-        cache = needs.b * counts.cache * rows * (r.prompt + r.response)
-    return Line(player, counts, held, active, cache)
+    if workload.rollout and not workload.rollout.share and spec.role == "actor":
+        r = workload.rollout
+        rows = min(r.rows, math.ceil(workload.batch / layout.ranks))
+        cache = workload.b * model_size.cache * rows * (r.prompt + r.response)
+    return ModelForecast(spec, model_size, memory, activations, cache)
 
 
-def _moments(needs: Needs, lines: tuple[Line, ...], site: Site, memory: float) -> Iterator[Moment]:
-    trained = [line for line in lines if line.player.trained]
-    kept = sum((line.held.kept for line in lines), Bytes())
-    kept += Bytes(needs.averages * MASTER * math.ceil(trained[0].size.trained / site.ranks))
-    for i, line in enumerate(lines):
-        before = sum((other.held.weights + other.held.optimizer for other in lines[:i]), Bytes())
-        yield Moment(f"{line.player.role}: start", before + line.held.starting)
-    for line in trained:
-        yield from _training(line, kept, needs.b, site)
-    if needs.rollout is None:
-        line = trained[0]
-        yield Moment(f"{line.player.role}: evaluate", kept + line.held.gathered + Bytes(line.active.inference))
+def _moments(
+    workload: Workload, models: tuple[ModelForecast, ...], layout: RankLayout, memory: float
+) -> Iterator[Moment]:
+    trained = [model for model in models if model.spec.trained]
+    resident = sum((model.memory.resident for model in models), Bytes())
+    resident += Bytes(workload.averages * MASTER * math.ceil(trained[0].size.trained / layout.ranks))
+    for i, model in enumerate(models):
+        earlier = sum((loaded.memory.weights + loaded.memory.optimizer for loaded in models[:i]), Bytes())
+        yield Moment(f"{model.spec.role}: start", earlier + model.memory.starting)
+    for model in trained:
+        yield from _training_moments(model, resident, workload.b, layout)
+    if workload.rollout is None:
+        model = trained[0]
+        yield Moment(
+            f"{model.spec.role}: evaluate", resident + model.memory.gathered + Bytes(model.activations.inference)
+        )
         return
-    yield from _collecting(needs, lines, kept, memory)
+    yield from _rollout_moments(workload, models, resident, memory)
 
 
-def _training(line: Line, kept: Bytes, b: int, site: Site) -> Iterator[Moment]:
-    held, active, role = line.held, line.active, line.player.role
-    several = site.micro_batches > 1
-    passing = kept + held.passing + Bytes(active.head) + (held.gradients if several else Bytes())
-    yield Moment(f"{role}: forward and backward", passing)
-    yield Moment(f"{role}: end of backward", kept + held.passing + held.gradients + Bytes(active.end))
-    # Gradients of more than a bucket are exchanged while activations are there, except under ZeRO-0 and 1.
-    exchanged = kept + held.reducing
-    if line.size.trained > zero.BUCKET and isinstance(line.player.held, EngineOptions):
-        late = effective_stage(line.player.held, b, site.ranks) < 2
-        exchanged += Bytes() if late else held.passing + Bytes(active.head)
+def _training_moments(model: ModelForecast, resident: Bytes, b: int, layout: RankLayout) -> Iterator[Moment]:
+    memory, activations, role = model.memory, model.activations, model.spec.role
+    accumulated = memory.gradients if layout.micro_batches > 1 else Bytes()
+    yield Moment(f"{role}: forward and backward", resident + memory.passing + Bytes(activations.head) + accumulated)
+    end_of_backward = memory.passing + memory.gradients + Bytes(activations.embeddings)
+    yield Moment(f"{role}: end of backward", resident + end_of_backward)
+    # Gradients that fill more than one bucket are exchanged during the backward pass, except under ZeRO-0 and 1.
+    exchanged = resident + memory.reducing
+    if model.size.trained > zero.BUCKET and isinstance(model.spec.options, EngineOptions):
+        after_backward = effective_stage(model.spec.options, b, layout.ranks) < 2
+        exchanged += Bytes() if after_backward else memory.passing + Bytes(activations.head)
     yield Moment(f"{role}: exchange of gradients", exchanged)
-    yield Moment(f"{role}: step", kept + held.stepping)
+    yield Moment(f"{role}: step", resident + memory.stepping)
 
 
-def _collecting(needs: Needs, lines: tuple[Line, ...], kept: Bytes, memory: float) -> Iterator[Moment]:
-    """Sampling and scoring. The reference is asked while the actor is whole. memory: of a device, in bytes"""
-    rollout = needs.rollout
+def _rollout_moments(
+    workload: Workload, models: tuple[ModelForecast, ...], resident: Bytes, memory: float
+) -> Iterator[Moment]:
+    """Sampling and scoring. The reference computes while the actor's weights are gathered.
+
+    memory: bytes of a device
+    """
+    rollout = workload.rollout
     assert rollout is not None
-    actor = next(line for line in lines if line.player.role == "actor")
-    # one token's logits of each row: in the compute dtype, in fp32, its softmax and what it is made from
-    rows = actor.cache / max(1, needs.b * actor.size.cache * (rollout.prompt + rollout.response))
-    sampling = rows * actor.size.vocabulary * (needs.b + 3 * MASTER) + actor.cache / actor.size.layers
+    actor = next(model for model in models if model.spec.role == "actor")
+    # The logits of one token of each row: in the compute dtype, and three fp32 tensors for its softmax.
+    rows = actor.cache / max(1, workload.b * actor.size.cache * (rollout.prompt + rollout.response))
+    sampling = rows * actor.size.vocabulary * (workload.b + 3 * MASTER) + actor.cache / actor.size.layers
     generating = actor.cache + sampling + rollout.share * memory
-    yield Moment("actor: generate", kept + actor.held.gathered + Bytes(generating))
-    for line in lines:
-        beside = actor.held.gathered if line.player.role in ("actor", "reference") else Bytes()
-        own = Bytes() if line is actor else line.held.gathered
-        yield Moment(f"{line.player.role}: score", kept + beside + own + Bytes(line.active.inference))
+    yield Moment("actor: generate", resident + actor.memory.gathered + Bytes(generating))
+    for model in models:
+        of_actor = actor.memory.gathered if model.spec.role in ("actor", "reference") else Bytes()
+        own = Bytes() if model is actor else model.memory.gathered
+        yield Moment(f"{model.spec.role}: score", resident + of_actor + own + Bytes(model.activations.inference))
 
 
 def dtype_on(options: EngineOptions, device: str) -> torch.dtype:
-    """The compute dtype on a kind of device, which need not be here."""
+    """The compute dtype on a kind of device, which this machine need not have."""
     if options.dtype != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
     if device == "cpu":

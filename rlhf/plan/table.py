@@ -6,86 +6,93 @@ from functools import partial
 import torch
 
 from rlhf.config.options import EngineOptions, FrozenOptions
-from rlhf.plan.activations import Passes
-from rlhf.plan.choose import choose, said
+from rlhf.plan.activations import PassShape
+from rlhf.plan.choose import as_flags, choose
 from rlhf.plan.cost import Cost, cost
-from rlhf.plan.machine import Machine, machine
+from rlhf.plan.machine import Machine, describe_machine
 from rlhf.plan.options import PlanOptions
 from rlhf.plan.report import gigabytes
-from rlhf.plan.stage import Forecast, Needs, Player, Rollout
+from rlhf.plan.stage import Forecast, ModelSpec, Rollout, Workload
 
 MODELS = ("opt-1.3b", "opt-13b", "opt-66b", "opt-175b")
 SCALAR = "opt-350m"
-"""of the reward model and critic"""
-COUNTS = (1, 4, 8, 16, 64, 256, 1024)
-HOST = "250GB"
+"""the reward model and the critic"""
+DEVICE_COUNTS = (1, 4, 8, 16, 64, 256, 1024)
+HOST_MEMORY = "250GB"
 BATCH, MICRO, PROMPT, RESPONSE = 1024, 4, 256, 256
-AT_ONCE = 16
-HEAD = (
+ROLLOUT_ROWS = 16
+COLUMNS = (
     *("model", "devices", "setting", "GB on a device", "when", "GB of CPU memory"),
     *("GB sent", "s of work", "s of sending", "most time"),
 )
 
 
 LENGTH = PROMPT + RESPONSE
-NeedsOf = Callable[[str, EngineOptions], Needs]
-"""of a model held so"""
+WorkloadOf = Callable[[str, EngineOptions], Workload]
+"""a workload by model and engine options"""
 
 
-def fine_tuning(model: str, options: EngineOptions) -> Needs:
-    """Fine-tuning as the table has it."""
-    policy, passes = Player("policy", model, "lm", options), Passes(MICRO, LENGTH, LENGTH - 1)
-    return Needs("fine-tuning", (policy,), torch.bfloat16, BATCH, MICRO, passes, keep=2)
+def fine_tuning(model: str, options: EngineOptions) -> Workload:
+    """The workload of fine-tuning in the table."""
+    policy, shape = ModelSpec("policy", model, "lm", options), PassShape(MICRO, LENGTH, LENGTH - 1)
+    return Workload("fine-tuning", (policy,), torch.bfloat16, BATCH, MICRO, shape, keep=2)
 
 
-def ppo(model: str, options: EngineOptions) -> Needs:
-    """PPO with a small reward model and critic, as the table has it."""
-    beside = FrozenOptions().beside(options)
-    players = (
-        Player("actor", model, "lm", options),
-        Player("reference", model, "lm", beside),
-        Player("critic", SCALAR, "scalar", options),
-        Player("reward model", SCALAR, "scalar", beside, asked_at_once=AT_ONCE),
+def ppo(model: str, options: EngineOptions) -> Workload:
+    """The workload of PPO in the table, with a small reward model and critic."""
+    frozen = FrozenOptions().beside(options)
+    models = (
+        ModelSpec("actor", model, "lm", options),
+        ModelSpec("reference", model, "lm", frozen),
+        ModelSpec("critic", SCALAR, "scalar", options),
+        ModelSpec("reward model", SCALAR, "scalar", frozen, inference_rows=ROLLOUT_ROWS),
     )
-    passes = Passes(MICRO, LENGTH, RESPONSE, entropy=True)
-    rollout = Rollout(AT_ONCE, PROMPT, RESPONSE, epochs=1, minibatches=1)
-    return Needs("PPO", players, torch.bfloat16, BATCH, MICRO, passes, 2, rollout)
+    shape = PassShape(MICRO, LENGTH, RESPONSE, entropy=True)
+    rollout = Rollout(ROLLOUT_ROWS, PROMPT, RESPONSE, epochs=1, minibatches=1)
+    return Workload("PPO", models, torch.bfloat16, BATCH, MICRO, shape, 2, rollout)
 
 
-def table(needs: NeedsOf) -> str:
-    """Markdown: for each model and number of devices what fits, what it holds, and what takes the time."""
-    return "\n".join(["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *_rows(needs)])
+def table(workload: WorkloadOf) -> str:
+    """A Markdown table: for each model and number of devices the setting that fits, its memory and its times."""
+    return "\n".join(["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|", *_rows(workload)])
 
 
-def _rows(needs: NeedsOf) -> Iterator[str]:
+def _rows(workload: WorkloadOf) -> Iterator[str]:
     for model in MODELS:
-        for count in COUNTS:
-            where = devices(count)
-            held, plan = choose(EngineOptions(dtype="bf16"), partial(needs, model), where)
-            yield "| " + " | ".join([model, str(count), *_cells(held, plan)]) + " |"
+        for count in DEVICE_COUNTS:
+            options, plan = choose(EngineOptions(dtype="bf16"), partial(workload, model), devices(count))
+            yield "| " + " | ".join([model, str(count), *_cells(options, plan)]) + " |"
 
 
 def devices(count: int) -> Machine:
-    return machine(PlanOptions(device="H100", devices=count, device_memory="80GB", host_memory=HOST), count)
+    """A cluster of `count` H100 GPUs."""
+    return describe_machine(
+        PlanOptions(device="H100", devices=count, device_memory="80GB", host_memory=HOST_MEMORY), count
+    )
 
 
-def _cells(held: EngineOptions, plan: Forecast) -> list[str]:
+def _cells(options: EngineOptions, plan: Forecast) -> list[str]:
     if not plan.fits:
-        device, host = plan.lacking
-        place = f"{gigabytes(device)} GB on a device" if device else f"{gigabytes(host)} GB of CPU memory"
-        return [f"nothing fits: lacks {place}", *["-"] * 7]
-    found = cost(plan)
-    memory = [gigabytes(plan.peak), plan.device.name, gigabytes(plan.host)]
-    times = [gigabytes(found.sent), f"{found.compute:.3g}", f"{found.exchange:.3g}", slowest(found)]
-    return [said(held).replace("--zero-stage ", "ZeRO-"), *memory, *times]
+        device, host = plan.shortfall
+        missing = f"{gigabytes(device)} GB on a device" if device else f"{gigabytes(host)} GB of CPU memory"
+        return [f"nothing fits: lacks {missing}", *["-"] * 7]
+    step_cost = cost(plan)
+    memory = [gigabytes(plan.peak), plan.peak_moment.name, gigabytes(plan.host_peak)]
+    times = [gigabytes(step_cost.sent), f"{step_cost.compute:.3g}", f"{step_cost.exchange:.3g}", slowest(step_cost)]
+    return [as_flags(options).replace("--zero-stage ", "ZeRO-"), *memory, *times]
 
 
-def slowest(found: Cost) -> str:
+def slowest(step_cost: Cost) -> str:
     """The part of a step that takes the most time."""
-    parts = {"generate": found.generate, "score": found.score, "train": found.train, "exchange": found.exchange}
-    return max(parts, key=lambda name: parts[name])
+    seconds = {
+        "generate": step_cost.generate,
+        "score": step_cost.score,
+        "train": step_cost.train,
+        "exchange": step_cost.exchange,
+    }
+    return max(seconds, key=lambda name: seconds[name])
 
 
-def page() -> str:
-    """Both tables."""
+def tables() -> str:
+    """The tables of fine-tuning and of PPO."""
     return f"Fine-tuning:\n\n{table(fine_tuning)}\n\nPPO:\n\n{table(ppo)}"

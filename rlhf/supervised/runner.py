@@ -19,7 +19,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.hub.short_names import resolve
 from rlhf.models.splitting import check_split, shares
-from rlhf.plan.stage import Needs
+from rlhf.plan.stage import Workload
 from rlhf.storage.manifests import model_place, planned_start
 from rlhf.supervised.options import SupervisedOptions
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -63,7 +63,7 @@ class Supervised(Generic[C]):
     """A stage (rlhf.chain.stages.Stage) that learns from a data set."""
 
     declaration: Declaration
-    needs: Callable[[C, str, dict[str, str]], Needs]
+    workload: Callable[[C, str, dict[str, str]], Workload]
     recipe: Callable[[C], Recipe]
     """which rows, and what of them is learned"""
     load: Callable[[C, str, PreTrainedTokenizerBase, Opened[Any], int], Learner]
@@ -99,7 +99,7 @@ class Supervised(Generic[C]):
         check_start(place, config.chat_template, config.max_length, config.convert_template)
         check_split(config, place)
         directory = Path(config.output_dir) / self.declaration.name
-        require_room(directory, self.needs(config, "cpu", {"model": place}).checkpoints)
+        require_room(directory, self.workload(config, "cpu", {"model": place}).checkpoints)
         tokenizer, data = self.open_data(config, place)
         require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
         batches_for(data.train, config, (0, ranks))
