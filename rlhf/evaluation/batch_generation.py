@@ -1,4 +1,4 @@
-"""Policies that respond to the prompts of a file: where they are, what they have in common, the batches they get."""
+"""What `rlhf evaluate` and `rlhf pairs` share: the prompts of a file as batches, and policies that respond to them."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,71 +26,77 @@ from rlhf.types import Prompts, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
-    """Prompts in the ids of one tokenizer. A prompt stands as many times in a row as one policy responds to it."""
+class PromptSet:
+    """N prompts in the ids of one tokenizer. A prompt is repeated for each response that a policy samples to it."""
 
     options: PromptFileOptions
     tokenizer: PreTrainedTokenizerBase
     rows: tuple[Row, ...]
     """[N]"""
     ids: tuple[list[int], ...]
-    """[N] of the rendered prompts"""
+    """[N] ids of the rendered prompts"""
 
     def batches(self, device: torch.device, stream: int = 0) -> Iterator[tuple[Prompts, Tensor]]:
-        """The prompts, left-padded, and the uniform numbers [B, T] to sample each response with: the same for every
-        policy of one `stream`."""
+        """Batches of (left-padded prompts, uniform random numbers [B, T] to sample the responses with).
+
+        Policies with the same `stream` sample with the same random numbers.
+        """
         o = self.options
         for start in range(0, len(self.rows), o.rollout_batch_size):
-            here = slice(start, start + o.rollout_batch_size)
-            keys = [(o.seed, stream, i) for i in range(len(self.rows))[here]]
-            prompts = _left_padded(self.ids[here], self.rows[here], self.tokenizer.pad_token_id)
+            batch = slice(start, start + o.rollout_batch_size)
+            keys = [(o.seed, stream, i) for i in range(len(self.rows))[batch]]
+            prompts = _left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
             yield prompts.to(device), uniforms(keys, o.response_length).to(device)
 
 
 @dataclass(frozen=True, slots=True)
-class Respondents:
-    """What every policy that responds to `questions` is loaded with, sampled by and judged with."""
+class GenerationSetup:
+    """What every policy is loaded, sampled and scored with."""
 
-    questions: Questions
+    prompts: PromptSet
     device: torch.device
     dtype: torch.dtype
 
-    def load(self, place: str) -> Policy:
-        """Raises: UserError if there is no such model."""
-        q = self.questions
-        model = load_causal_lm(place, self.dtype, id_count(q.tokenizer), q.options.seed)
+    def load(self, model_path: str) -> Policy:
+        """The policy, frozen, on the device. Raises: UserError if there is no such model."""
+        q = self.prompts
+        model = load_causal_lm(model_path, self.dtype, id_count(q.tokenizer), q.options.seed)
         return Policy(model).to(self.device).requires_grad_(False)
 
     def backend(self) -> Backend:
-        t = self.questions.tokenizer
+        """The generation backend of transformers' models."""
+        t = self.prompts.tokenizer
         return open_backend("loop", eos_token_id=t.eos_token_id, pad_token_id=t.pad_token_id)
 
     def source(self, micro_batch_size: int) -> rewards.Source:
         """The score source that the options name."""
-        q = self.questions
+        q = self.prompts
         context = rewards.Context(q.tokenizer, self.device, self.dtype, "", micro_batch_size)
         return rewards.open_source(str(q.options.reward), context)
 
 
-def respondents(questions: Questions) -> Respondents:
+def generation_setup(prompts: PromptSet) -> GenerationSetup:
     device = collectives.local_device()
-    return Respondents(questions, device, compute_dtype(EngineOptions(dtype=questions.options.dtype), device))
+    return GenerationSetup(prompts, device, compute_dtype(EngineOptions(dtype=prompts.options.dtype), device))
 
 
-def policy_place(place: str) -> str:
-    """The model of a policy: of a stage what it trained. Raises: UserError for an unfinished stage."""
-    return resolve(model_place(place, "actor", "model"))
+def policy_path(model_path: str) -> str:
+    """The path of a policy's model; for a stage's directory, of the model that the stage trained.
+
+    Raises: UserError for an unfinished stage.
+    """
+    return resolve(model_place(model_path, "actor", "model"))
 
 
-def check_reward(spec: str) -> None:
-    """Raises: UserError if it is the run's reward model, of which there is none here."""
+def check_reward_spec(spec: str) -> None:
+    """Raises: UserError for `learned` without a model: outside a run there is no default reward model."""
     name, _, _ = spec.partition(",")
     if name == "learned" and plugins.parse_spec(spec)[1].get("model") is None:
-        raise UserError("--reward learned: of which reward model? write --reward learned,model=DIR")
+        raise UserError("--reward learned: no reward model is named; write --reward learned,model=DIR")
 
 
 def require_writable(directory: Path, option: str) -> None:
-    """Make the directory. Raises: UserError if nothing can be written in it."""
+    """Create the directory. Raises: UserError if it is not writable."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -99,54 +105,57 @@ def require_writable(directory: Path, option: str) -> None:
         raise UserError(f"{option}: cannot write there ({error.strerror}); name another directory") from None
 
 
-def questions(
-    prompts: Sequence[tuple[str, Row]], places: Sequence[str], options: PromptFileOptions, repeat: int
-) -> Questions:
-    """The (file:line, row) of `read_prompts` for the policies at `places`, each `repeat` times in a row.
+def encode_prompts(
+    prompts: Sequence[tuple[str, Row]], model_paths: Sequence[str], options: PromptFileOptions, samples: int
+) -> PromptSet:
+    """The prompts of `read_prompts`, (file:line, row), for all policies; each prompt is repeated `samples` times.
 
-    Raises: UserError if the policies write other ids, or a prompt and its response do not fit one of them.
+    Raises: UserError if the policies' tokenizers differ, or a prompt and its response do not fit a model's context.
     """
     compute_dtype(EngineOptions(dtype=options.dtype), collectives.local_device())
-    tokenizer = _one_tokenizer(places, options.chat_template)
-    ids = _encoded(prompts, tokenizer)
-    for place in places:
-        _require_room(prompts, ids, place, options.response_length)
-    repeated = [i for i in range(len(prompts)) for _ in range(repeat)]
-    return Questions(options, tokenizer, tuple(prompts[i][1] for i in repeated), tuple(ids[i] for i in repeated))
+    tokenizer = _common_tokenizer(model_paths, options.chat_template)
+    ids = _encode(prompts, tokenizer)
+    for model_path in model_paths:
+        _check_context(prompts, ids, model_path, options.response_length)
+    repeated = [i for i in range(len(prompts)) for _ in range(samples)]
+    return PromptSet(options, tokenizer, tuple(prompts[i][1] for i in repeated), tuple(ids[i] for i in repeated))
 
 
-def _one_tokenizer(places: Sequence[str], chat_template: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that all have. Raises: UserError if one writes other ids: no KL between them would have a sense."""
-    first, *others = dict.fromkeys(places)
+def _common_tokenizer(model_paths: Sequence[str], chat_template: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of all policies. Raises: UserError if two differ: a KL between such policies has no meaning."""
+    first, *other_paths = dict.fromkeys(model_paths)
     tokenizer = prepare_tokenizer(load_tokenizer(first), chat_template)
-    for place in others:
-        if not same_ids(tokenizer, prepare_tokenizer(load_tokenizer(place), chat_template)):
+    for model_path in other_paths:
+        if not same_ids(tokenizer, prepare_tokenizer(load_tokenizer(model_path), chat_template)):
             raise UserError(
-                f"policy '{place}': its tokenizer or chat template gives other ids than that of '{first}'; expected "
-                "one family; if only the template differs, name one for all with --chat-template"
+                f"policy '{model_path}': its tokenizer or chat template gives other ids than that of '{first}', "
+                "expected the same ids; if only the template differs, choose one for all with --chat-template"
             )
     return tokenizer
 
 
-def _encoded(prompts: Sequence[tuple[str, Row]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _encode(prompts: Sequence[tuple[str, Row]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     template = Template(tokenizer)
     ids = []
-    for where, row in prompts:
+    for location, row in prompts:
         try:
             ids.append(template.prompt_ids(row.prompt))
         except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+            raise UserError(f"{location}: {error}") from None
     return ids
 
 
-def _require_room(prompts: Sequence[tuple[str, Row]], ids: list[list[int]], place: str, response_length: int) -> None:
-    """Raises: UserError if a prompt and its response do not fit the model's context; cut, it would be another one."""
-    limit = context_length(load_config(place))
+def _check_context(
+    prompts: Sequence[tuple[str, Row]], ids: list[list[int]], model_path: str, response_length: int
+) -> None:
+    """Raises: UserError if a prompt and its response do not fit the model's context. Prompts are never cut here."""
+    limit = context_length(load_config(model_path))
     longest = max(range(len(ids)), key=lambda i: len(ids[i]))
     if len(ids[longest]) + response_length > limit:
         raise UserError(
-            f"{prompts[longest][0]}: the prompt has {len(ids[longest])} tokens, with --response-length "
-            f"{response_length} more than the context of '{place}', {limit}; leave it out, or lower --response-length"
+            f"{prompts[longest][0]}: the prompt has {len(ids[longest])} tokens; with --response-length "
+            f"{response_length} that is more than the context of '{model_path}', {limit} tokens; remove the prompt, or "
+            "lower --response-length"
         )
 
 

@@ -1,4 +1,4 @@
-"""Several policies answer the same prompts: each response's score, KL to the reference, and length."""
+"""Several policies respond to the same prompts: the score, KL to the reference and length of each response."""
 
 import gc
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from rlhf import console, rewards
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import (
-    Questions,
-    Respondents,
-    check_reward,
-    policy_place,
-    questions,
+    GenerationSetup,
+    PromptSet,
+    check_reward_spec,
+    encode_prompts,
+    generation_setup,
+    policy_path,
     require_writable,
-    respondents,
 )
 from rlhf.evaluation.options import EvaluateConfig
 from rlhf.maths import ops
@@ -29,15 +29,15 @@ RESULTS = "results.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What is the same for every policy, and where each of them is."""
+class Comparison:
+    """The policies to compare, and what they are compared on."""
 
     options: EvaluateConfig
     policies: dict[str, str]
-    """place of the model by the policy's name; the first is the baseline"""
+    """path of the model by the policy's name; the first policy is the baseline"""
     reference: str
-    questions: Questions
-    """N prompts, each K times in a row"""
+    prompts: PromptSet
+    """N prompts, each repeated K times"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,110 +49,110 @@ class Responses:
     """[N K] ids without padding"""
     scores: Tensor
     kl: Tensor
-    """log pi(y|x) - log ref(y|x): k1, nats per response, at the sampling temperature; log-probs of the sampling pass:
-    with another pass's the mean can be negative by rounding"""
+    """log pi(y|x) - log ref(y|x): k1, nats per response, at the sampling temperature. log pi is that of the sampling
+    pass: recomputed in another pass, rounding can make the mean negative"""
     ref_nll: Tensor
     """-log ref(y|x), nats per response, at the sampling temperature"""
     lengths: Tensor
     ended: Tensor
 
 
-def check(options: EvaluateConfig) -> Setting:
-    """Refuse, before a model is loaded, what cannot work.
-
-    Raises: UserError.
-    """
-    check_reward(str(options.reward))
+def check(options: EvaluateConfig) -> Comparison:
+    """Check the options before any model is loaded. Raises: UserError."""
+    check_reward_spec(str(options.reward))
     prompts = read_prompts(str(options.prompts))
     if len(prompts) < 2:
         raise UserError(f"--prompts {options.prompts}: got {len(prompts)} prompts, expected two or more")
-    policies = {_name(options.policies, i): policy_place(place) for i, place in enumerate(options.policies)}
-    reference = policy_place(options.reference) if options.reference is not None else next(iter(policies.values()))
-    asked = questions(prompts, [reference, *policies.values()], options, options.samples)
+    policies = {_name(options.policies, i): policy_path(policy) for i, policy in enumerate(options.policies)}
+    reference = policy_path(options.reference) if options.reference is not None else next(iter(policies.values()))
+    prompt_set = encode_prompts(prompts, [reference, *policies.values()], options, options.samples)
     _require_output(options)
-    return Setting(options, policies, reference, asked)
+    return Comparison(options, policies, reference, prompt_set)
 
 
 def _require_output(options: EvaluateConfig) -> None:
-    """Make the output directory. Raises: UserError if it has results already, or cannot be written in."""
+    """Create the output directory. Raises: UserError if it has results already, or is not writable."""
     if options.output is None:
         return
     output = Path(options.output)
     try:
-        there = (output / RESULTS).exists()
+        exists = (output / RESULTS).exists()
     except OSError:
-        there = False  # what is wrong with the directory is said below
-    if there and not options.overwrite:
-        raise UserError(f"--output {output}: has a {RESULTS} already; name another, or add --overwrite")
+        exists = False  # require_writable reports what is wrong with the directory
+    if exists and not options.overwrite:
+        raise UserError(f"--output {output}: has a {RESULTS} already; name another directory, or add --overwrite")
     require_writable(output, f"--output {output}")
 
 
-def _name(places: tuple[str, ...], number: int) -> str:
-    """A policy is called what the user called it; one that is named again gets a number."""
-    before = places[:number].count(places[number])
-    return f"{places[number]} ({before + 1})" if before else places[number]
+def _name(names: tuple[str, ...], number: int) -> str:
+    """The name that the user typed; a policy that is named again gets a number."""
+    before = names[:number].count(names[number])
+    return f"{names[number]} ({before + 1})" if before else names[number]
 
 
-def measure_all(setting: Setting) -> dict[str, Responses]:
-    """The responses of every policy, by its name. In memory: the reference, the score source, and one policy.
+def measure_all(comparison: Comparison) -> dict[str, Responses]:
+    """The responses of every policy, by its name. Memory holds the reference, the score source and one policy.
 
     Raises: UserError for a model or a score source that fails; NonFiniteError.
     """
-    with_all = respondents(setting.questions)
-    source = with_all.source(setting.options.micro_batch_size)
-    reference = with_all.load(setting.reference)
-    bench = _Bench(setting, with_all, reference, source)
-    found = {}
-    total = len(setting.policies) * len(setting.questions.rows)
+    setup = generation_setup(comparison.prompts)
+    source = setup.source(comparison.options.micro_batch_size)
+    reference = setup.load(comparison.reference)
+    measurement = _Measurement(comparison, setup, reference, source)
+    responses = {}
+    total = len(comparison.policies) * len(comparison.prompts.rows)
     with console.bar("responses", total) as bar:
-        for name, place in setting.policies.items():
+        for name, model_path in comparison.policies.items():
             bar.advance(0, title=name)
-            policy = reference if Path(place).resolve() == Path(setting.reference).resolve() else with_all.load(place)
-            found[name] = _measure(policy, name, bench, bar)
+            is_reference = Path(model_path).resolve() == Path(comparison.reference).resolve()
+            policy = reference if is_reference else setup.load(model_path)
+            responses[name] = _measure(policy, name, measurement, bar)
             del policy
-            gc.collect()  # before the next one is loaded: modules with hooks are circles
-    return found
+            gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
+    return responses
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
-    setting: Setting
-    respondents: Respondents
+class _Measurement:
+    """What every policy is measured with."""
+
+    comparison: Comparison
+    setup: GenerationSetup
     reference: Policy
     source: rewards.Source
 
 
-def _measure(policy: Policy, name: str, bench: _Bench, bar: console.Bar) -> Responses:
-    o, tokenizer = bench.setting.options, bench.setting.questions.tokenizer
-    backend = bench.respondents.backend()
+def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.Bar) -> Responses:
+    o, tokenizer = measurement.comparison.options, measurement.comparison.prompts.tokenizer
+    backend = measurement.setup.backend()
     texts: list[str] = []
     tokens: list[list[int]] = []
     columns = []
-    for prompts, draw in bench.setting.questions.batches(bench.respondents.device):
-        rollout = backend(policy.lm, prompts, o, draw)
+    for prompts, uniforms in measurement.comparison.prompts.batches(measurement.setup.device):
+        rollout = backend(policy.lm, prompts, o, uniforms)
         samples = rewards.as_samples(rollout, tokenizer)
-        own = ops.zero_off_mask(rollout.sampled_logprobs.double(), rollout.mask)
-        ref = _logprobs(bench.reference, rollout, o.temperature, o.micro_batch_size)
-        kl = (own - ref).sum(1)
+        sampled = ops.zero_off_mask(rollout.sampled_logprobs.double(), rollout.mask)
+        ref_logprobs = _logprobs(measurement.reference, rollout, o.temperature, o.micro_batch_size)
+        kl = (sampled - ref_logprobs).sum(1)
         if not torch.isfinite(kl).all():
             row = int((~torch.isfinite(kl)).nonzero()[0])
             raise NonFiniteError(f"policy {name}: log-probs are not finite at prompt {samples.prompts[row][-60:]!r}")
-        numbers = (bench.source(samples), kl, -ref.sum(1), rollout.lengths, rollout.ended)
+        numbers = (measurement.source(samples), kl, -ref_logprobs.sum(1), rollout.lengths, rollout.ended)
         columns.append(torch.stack([value.double().cpu() for value in numbers], dim=1))
         texts += samples.responses
         tokens += rollout.response_tokens()
         bar.advance(len(rollout))
     by_prompt = torch.cat(columns).reshape(-1, o.samples, len(numbers)).unbind(2)
-    in_rows = [texts[i : i + o.samples] for i in range(0, len(texts), o.samples)]
-    return Responses(in_rows, tokens, *by_prompt)
+    grouped_texts = [texts[i : i + o.samples] for i in range(0, len(texts), o.samples)]
+    return Responses(grouped_texts, tokens, *by_prompt)
 
 
 @torch.no_grad()
 def _logprobs(policy: Policy, rollout: Rollout, temperature: float, micro_batch_size: int) -> Tensor:
     """Log-probs of the response tokens, [B, T] float64, 0 off the mask; rows of similar length together."""
-    found = torch.zeros(rollout.mask.shape, dtype=torch.float64, device=rollout.mask.device)
+    result = torch.zeros(rollout.mask.shape, dtype=torch.float64, device=rollout.mask.device)
     for index in length_groups(rollout.sequences.lengths, micro_batch_size):
-        part = rollout[index].trimmed()
-        logprobs = policy(part.sequences, temperature)[0][:, part.prompt_ids.shape[1] :]
-        found[index, : logprobs.shape[1]] = ops.zero_off_mask(logprobs.double(), part.mask)
-    return found
+        micro_batch = rollout[index].trimmed()
+        logprobs = policy(micro_batch.sequences, temperature)[0][:, micro_batch.prompt_ids.shape[1] :]
+        result[index, : logprobs.shape[1]] = ops.zero_off_mask(logprobs.double(), micro_batch.mask)
+    return result

@@ -1,4 +1,4 @@
-"""`rlhf evaluate`: which of several policies is better on the prompts of a file, and what it paid in KL."""
+"""`rlhf evaluate`: which of several policies scores higher on the prompts of a file, and at which KL."""
 
 import sys
 
@@ -10,8 +10,8 @@ from rlhf.evaluation.options import EvaluateConfig
 NAME = "python -m rlhf evaluate"
 
 
-def require_all(options: EvaluateConfig) -> None:
-    """Raises: UserError if an option that has no default was not given."""
+def check_required(options: EvaluateConfig) -> None:
+    """Raises: UserError if an option without a default is missing."""
     if len(options.policies) < 2:
         raise UserError(f"--policies: got {len(options.policies)}, expected two or more, the baseline first")
     if options.prompts is None:
@@ -21,11 +21,11 @@ def require_all(options: EvaluateConfig) -> None:
 
 
 def main() -> int:
-    """Exit code 2 for a user's mistake, 3 for a number that is not finite; each is one line on stderr."""
+    """Exit code 2 for a user's mistake, 3 for a non-finite number; each prints one line on stderr."""
     options = parser.parse(
         EvaluateConfig, sys.argv[1:], console.program(NAME), "Compare policies on the prompts of a file."
     )
-    require_all(options)
+    check_required(options)
     console.loading(console.program(NAME), sys.argv)
     console.quiet_libraries()
     from rlhf.engine.nonfinite import NonFiniteError
@@ -33,8 +33,8 @@ def main() -> int:
     from rlhf.launch.launcher import NON_FINITE, give_up
 
     try:
-        setting = comparison.check(options)
-        results_table.tell(setting, comparison.measure_all(setting))
+        policies = comparison.check(options)
+        results_table.report_results(policies, comparison.measure_all(policies))
     except NonFiniteError as error:
         give_up(f"error: {error}", NON_FINITE)
     return 0

@@ -13,24 +13,24 @@ from typing import Any
 from rlhf import console, rewards
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import (
-    Questions,
-    check_reward,
-    policy_place,
-    questions,
+    PromptSet,
+    check_reward_spec,
+    encode_prompts,
+    generation_setup,
+    policy_path,
     require_writable,
-    respondents,
 )
 from rlhf.evaluation.options import PairsConfig
 from rlhf.text.prompt_file import read_prompts, written_prompt
 from rlhf.types import Message
 
 CUT, EQUAL, TIE = "cut at --response-length", "equal responses", "tie"
-"""why a pair is dropped"""
+"""reasons to drop a pair"""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One response, and what the score source says of it."""
+    """One response of a pair, and its score."""
 
     text: str
     ended: bool
@@ -39,104 +39,112 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two independent draws to one prompt."""
+    """Two independent responses to one prompt."""
 
     prompt: tuple[Message, ...]
     sides: tuple[Side, Side]
 
 
 def run(options: PairsConfig) -> None:
-    """Sample, label, write, and say what became of every prompt.
+    """Sample, label and write pairs, and print how many were written and dropped.
 
-    Raises: UserError; nothing is written then.
+    Raises: UserError; then nothing is written.
     """
-    places, asked = check(options)
-    kept, dropped = rows_of(pairs(asked, places, options), options)
-    said = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-    if not kept:
-        raise UserError(f"--prompts {options.prompts}: no pair is left ({said}); raise --temperature, or add prompts")
-    shown = [tuple(_shown(value) for value in list(row.values())[:3]) for row in kept[: options.sample_rows]]
-    console.show_table("pairs", tuple(kept[0])[:3], shown)
-    _write(Path(str(options.output)), kept)
-    doing = "labelled" if options.reward is not None else "to fill in: preference a, b or tie"
-    console.say(f"wrote {len(kept)} pairs, {doing}, to {options.output}" + (f"; dropped {said}" if said else ""))
+    model_paths, prompt_set = check(options)
+    rows, dropped = to_rows(sample_pairs(prompt_set, model_paths, options), options)
+    drop_counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+    if not rows:
+        raise UserError(
+            f"--prompts {options.prompts}: no pair is left ({drop_counts}); raise --temperature, or add prompts"
+        )
+    samples = [tuple(_prompt_text(value) for value in list(row.values())[:3]) for row in rows[: options.sample_rows]]
+    console.show_table("pairs", tuple(rows[0])[:3], samples)
+    _write(Path(str(options.output)), rows)
+    labels = "labelled" if options.reward is not None else "to fill in: preference a, b or tie"
+    dropped_note = f"; dropped {drop_counts}" if drop_counts else ""
+    console.say(f"wrote {len(rows)} pairs, {labels}, to {options.output}{dropped_note}")
 
 
-def check(options: PairsConfig) -> tuple[list[str], Questions]:
-    """The places of the policies, and the prompts as often as each responds to them.
+def check(options: PairsConfig) -> tuple[list[str], PromptSet]:
+    """(paths of the policies' models, prompts repeated for each response of a policy), before any model is loaded.
 
-    Raises: UserError for what cannot work, before a model is loaded.
+    Raises: UserError.
     """
     if options.reward is not None:
-        check_reward(options.reward)
+        check_reward_spec(options.reward)
     prompts = read_prompts(str(options.prompts))
     if not prompts:
         raise UserError(f"--prompts {options.prompts}: got no prompt, expected one or more")
-    places = [policy_place(place) for place in options.policies]
-    asked = questions(prompts, places, options, 2 // len(places))
+    model_paths = [policy_path(policy) for policy in options.policies]
+    prompt_set = encode_prompts(prompts, model_paths, options, 2 // len(model_paths))
     output = Path(str(options.output))
     if output.exists() and not options.overwrite:
-        raise UserError(f"--output {output}: is there already; name another, or add --overwrite")
+        raise UserError(f"--output {output}: the file exists already; name another file, or add --overwrite")
     require_writable(output.parent, f"--output {output}")
-    return places, asked
+    return model_paths, prompt_set
 
 
-def pairs(asked: Questions, places: Sequence[str], options: PairsConfig) -> list[Pair]:
-    """Two draws to each prompt: both of one policy, or one of each of two, which have random streams of their own."""
-    with_all = respondents(asked)
-    source = None if options.reward is None else with_all.source(options.rollout_batch_size)
+def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: PairsConfig) -> list[Pair]:
+    """Two responses to each prompt: both of one policy, or one of each of two policies.
+
+    Two policies sample with different random numbers.
+    """
+    setup = generation_setup(prompt_set)
+    source = None if options.reward is None else setup.source(options.rollout_batch_size)
     by_policy: list[list[Side]] = []
-    with console.bar("responses", len(places) * len(asked.rows)) as bar:
-        for stream, place in enumerate(places):
-            policy, backend, sides = with_all.load(place), with_all.backend(), []
-            for prompts, draw in asked.batches(with_all.device, stream):
-                samples = rewards.as_samples(backend(policy.lm, prompts, options, draw), asked.tokenizer)
+    with console.bar("responses", len(model_paths) * len(prompt_set.rows)) as bar:
+        for stream, model_path in enumerate(model_paths):
+            policy, backend, sides = setup.load(model_path), setup.backend(), []
+            for prompts, uniforms in prompt_set.batches(setup.device, stream):
+                samples = rewards.as_samples(backend(policy.lm, prompts, options, uniforms), prompt_set.tokenizer)
                 scores = [None] * len(prompts) if source is None else source(samples).tolist()
                 ended = samples.rollout.ended.tolist()
-                sides += [Side(*said) for said in zip(samples.responses, ended, scores, strict=True)]
+                sides += [Side(*values) for values in zip(samples.responses, ended, scores, strict=True)]
                 bar.advance(len(prompts))
             by_policy.append(sides)
             del policy
-            gc.collect()  # before the next one is loaded: modules with hooks are circles
-    one, other = by_policy if len(by_policy) == 2 else (by_policy[0][::2], by_policy[0][1::2])
-    prompts_once = [row.prompt for row in asked.rows[:: 2 // len(places)]]
-    return [Pair(prompt, sides) for prompt, sides in zip(prompts_once, zip(one, other, strict=True), strict=True)]
+            gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
+    first, second = by_policy if len(by_policy) == 2 else (by_policy[0][::2], by_policy[0][1::2])
+    prompts_once = [row.prompt for row in prompt_set.rows[:: 2 // len(model_paths)]]
+    return [Pair(prompt, sides) for prompt, sides in zip(prompts_once, zip(first, second, strict=True), strict=True)]
 
 
-def rows_of(found: Sequence[Pair], options: PairsConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """(the rows to write, how many pairs were dropped by reason).
+def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """(rows to write, number of dropped pairs by reason).
 
-    With scores the columns are prompt, chosen, rejected, score_chosen, score_rejected, margin; without them prompt,
-    response_a, response_b in random order, and an empty preference.
+    With scores the columns are prompt, chosen, rejected, score_chosen, score_rejected and, if `margin` is set, margin.
+    Without scores they are prompt, response_a and response_b in random order, and an empty preference.
     """
-    kept: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     dropped: Counter[str] = Counter()
     order = random.Random(options.seed)
-    for pair in found:
-        reason = useless(pair, options.tie)
+    for pair in pairs:
+        reason = drop_reason(pair, options.tie)
         if reason:
             dropped[reason] += 1
         elif options.reward is None:
-            # At random, so that where two policies respond the place does not tell which one it is.
-            one, other = order.sample(pair.sides, 2)
-            sides = {"response_a": one.text, "response_b": other.text, "preference": ""}
-            kept.append({"prompt": written_prompt(pair.prompt)} | sides)
+            # In random order, so that the column does not reveal which policy wrote the response.
+            first, second = order.sample(pair.sides, 2)
+            sides = {"response_a": first.text, "response_b": second.text, "preference": ""}
+            rows.append({"prompt": written_prompt(pair.prompt)} | sides)
         else:
-            kept.append({"prompt": written_prompt(pair.prompt)} | _labelled(pair, options.margin))
-    return kept, dropped
+            rows.append({"prompt": written_prompt(pair.prompt)} | _labelled(pair, options.margin))
+    return rows, dropped
 
 
-def useless(pair: Pair, tie: float) -> str:
-    """Why a pair teaches a reward model nothing, or something wrong; an empty string if it is of use.
+def drop_reason(pair: Pair, tie: float) -> str:
+    """Why a pair must not train a reward model; an empty string if it may.
 
-    A response that was cut is not one that ends there, and a reward model reads every response with its end.
+    A response that was cut has no EOS token, but reward-model training ends every response in one.
     """
-    one, other = pair.sides
-    if not (one.ended and other.ended):
+    first, second = pair.sides
+    if not (first.ended and second.ended):
         return CUT
-    if one.text == other.text:
+    if first.text == second.text:
         return EQUAL
-    return TIE if one.score is not None and other.score is not None and abs(one.score - other.score) <= tie else ""
+    if first.score is None or second.score is None:
+        return ""
+    return TIE if abs(first.score - second.score) <= tie else ""
 
 
 def _labelled(pair: Pair, margin: bool) -> dict[str, Any]:
@@ -145,12 +153,12 @@ def _labelled(pair: Pair, margin: bool) -> dict[str, Any]:
     return row | ({"margin": high - low} if margin else {})
 
 
-def _shown(prompt: str | list[dict[str, str]]) -> str:
+def _prompt_text(prompt: str | list[dict[str, str]]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
 def _write(output: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The whole file or nothing. Raises: UserError if it cannot be written."""
+    """Write the whole file or nothing. Raises: UserError if it cannot be written."""
     staging = output.with_name(f".tmp-{output.name}")
     try:
         with staging.open("w", encoding="utf-8") as file:
@@ -158,5 +166,5 @@ def _write(output: Path, rows: Sequence[dict[str, Any]]) -> None:
         os.replace(staging, output)
     except OSError as error:
         raise UserError(
-            f"--output {output}: cannot be written ({error.strerror}); make room there and run again"
+            f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"
         ) from None

@@ -6,36 +6,36 @@ from rlhf.config.options import PromptFileOptions
 
 
 class EvaluateConfig(PromptFileOptions):
-    """Who is compared, on what, and by whom."""
+    """The policies to compare, the prompts, and the score source."""
 
     policies: tuple[str, ...] = ()
     """two or more: stage directories, model directories, hub ids or short names; the first is the baseline"""
     reference: str | None = None
-    """policy that KL and perplexity are measured from; by default the baseline"""
+    """policy to which KL and perplexity are measured; by default the baseline"""
     samples: int = Field(2, ge=2)
-    """responses of each policy to each prompt; at least 2, as the win rate compares independent draws"""
+    """responses of each policy to each prompt; at least 2, as the win rate compares independent samples"""
     seed: int = Field(0, ge=0)
-    """of the sampling; every policy draws from the same random stream"""
+    """seed of the sampling; every policy uses the same random numbers"""
     micro_batch_size: int = Field(8, ge=1)
     """responses in one forward pass for log-probs; changes memory and speed, never results"""
     sample_rows: int = Field(4, ge=0)
-    """prompts shown with a response of each policy"""
+    """number of prompts printed with a response of each policy"""
     output: str | None = None
     """directory for results.json, results.md and samples.jsonl; by default results are only printed"""
 
 
 class PairsConfig(PromptFileOptions):
-    """Who responds, to what, and who says which response is better."""
+    """The policies that respond, the prompts, and the score source that labels the pairs."""
 
     policies: tuple[str, ...] = ()
-    """one, whose two draws to each prompt are compared, or two: stage directories, model directories, hub ids or short
-    names"""
+    """one policy, of which two responses to each prompt are compared, or two policies: stage directories, model
+    directories, hub ids or short names"""
     reward: str | None = None
     """score source that labels: file.py:function, learned,model=DIR, or another name in rlhf/rewards/; none: the pairs
-    are written for a person to fill in"""
+    are written unlabelled, for a person to fill in"""
     tie: float = Field(0.0, ge=0)
     """scores that differ by no more than this are a tie, which is dropped"""
     margin: bool = False
-    """write the difference of the scores as the column margin, which the reward model's loss then asks for"""
+    """write the difference of the scores as the column margin, which the loss of the reward model then requires"""
     output: str | None = None
     """.jsonl file to write"""

@@ -10,8 +10,8 @@ from rlhf.evaluation.options import PairsConfig
 NAME = "python -m rlhf pairs"
 
 
-def require_all(options: PairsConfig) -> None:
-    """Raises: UserError if an option that has no default was not given, or one makes no sense beside another."""
+def check_required(options: PairsConfig) -> None:
+    """Raises: UserError if an option without a default is missing, or two options contradict each other."""
     if len(options.policies) not in (1, 2):
         raise UserError(f"--policies: got {len(options.policies)}, expected one or two")
     if options.prompts is None:
@@ -19,15 +19,15 @@ def require_all(options: PairsConfig) -> None:
     if options.output is None or not options.output.endswith(".jsonl"):
         raise UserError(f"--output: got {options.output}, expected a .jsonl file")
     if options.reward is None and (options.tie or options.margin):
-        raise UserError("--tie and --margin speak of scores; expected a score source: --reward SOURCE")
+        raise UserError("--tie and --margin compare scores, but there is no score source; add --reward SOURCE")
 
 
 def main() -> int:
-    """Exit code 2 for a user's mistake, one line on stderr."""
+    """Exit code 2 for a user's mistake, with one line on stderr."""
     options = parser.parse(
         PairsConfig, sys.argv[1:], console.program(NAME), "Pairs of responses to compare, for a reward model."
     )
-    require_all(options)
+    check_required(options)
     console.loading(console.program(NAME), sys.argv)
     console.quiet_libraries()
     from rlhf.evaluation import label_pairs

@@ -1,4 +1,4 @@
-"""How policies stand against the baseline: numbers, tables, and the files that hold them."""
+"""The results of policies against the baseline: numbers, tables, and files."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf import console
 from rlhf.errors import UserError
-from rlhf.evaluation.comparison import RESULTS, Responses, Setting
+from rlhf.evaluation.comparison import RESULTS, Comparison, Responses
 from rlhf.maths.intervals import Interval, mean_interval, win_fractions, win_rate_interval
 from rlhf.storage import disk, manifests
 from rlhf.text.tokenizer import Template
@@ -29,176 +29,183 @@ NOTE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What is said of one policy. Lengths in tokens, EOS included; KL in nats per response, NLL in nats per token."""
+class PolicyResult:
+    """The results of one policy. Lengths in tokens, EOS included; KL in nats per response, NLL in nats per token."""
 
     policy: str
     score: Interval
     gain: Interval | None
-    """score less the baseline's, prompt by prompt; None of the baseline"""
+    """score minus the baseline's, averaged over prompts; None for the baseline"""
     win_rate: Interval | None
-    """against the baseline; None of the baseline"""
+    """against the baseline; None for the baseline"""
     kl: Interval
     response_length: float
     ended: float
-    """share of the responses that closed with EOS"""
+    """share of the responses that ended with EOS"""
     ref_nll: float
-    """of a token under the reference; perplexity is its exponential"""
+    """negative log-likelihood under the reference; perplexity is its exponential"""
     perplexity: float
     distinct_2: float
 
 
-def standings(responses: dict[str, Responses]) -> list[Standing]:
-    """Every policy, in the order given; the first is the baseline."""
+def policy_results(responses: dict[str, Responses]) -> list[PolicyResult]:
+    """The results of every policy, in the same order; the first is the baseline."""
     baseline = next(iter(responses.values()))
-    return [_standing(name, r, None if r is baseline else baseline) for name, r in responses.items()]
+    return [_policy_result(name, r, None if r is baseline else baseline) for name, r in responses.items()]
 
 
-def _standing(name: str, own: Responses, baseline: Responses | None) -> Standing:
+def _policy_result(name: str, policy: Responses, baseline: Responses | None) -> PolicyResult:
     gain = win_rate = None
     if baseline is not None:
-        gain = mean_interval(own.scores.mean(1) - baseline.scores.mean(1))
-        win_rate = win_rate_interval(win_fractions(own.scores, baseline.scores, _same(own, baseline)))
-    nll = (own.ref_nll.sum() / own.lengths.sum()).item()
-    return Standing(
+        gain = mean_interval(policy.scores.mean(1) - baseline.scores.mean(1))
+        win_rate = win_rate_interval(win_fractions(policy.scores, baseline.scores, _equal_responses(policy, baseline)))
+    nll = (policy.ref_nll.sum() / policy.lengths.sum()).item()
+    return PolicyResult(
         policy=name,
-        score=mean_interval(own.scores.mean(1)),
+        score=mean_interval(policy.scores.mean(1)),
         gain=gain,
         win_rate=win_rate,
-        kl=mean_interval(own.kl.mean(1)),
-        response_length=own.lengths.mean().item(),
-        ended=own.ended.mean().item(),
+        kl=mean_interval(policy.kl.mean(1)),
+        response_length=policy.lengths.mean().item(),
+        ended=policy.ended.mean().item(),
         ref_nll=nll,
         perplexity=math.exp(nll) if nll < 700 else math.inf,
-        distinct_2=distinct(own.tokens, 2),
+        distinct_2=distinct(policy.tokens, 2),
     )
 
 
-def _same(one: Responses, other: Responses) -> Tensor:
-    """[N, K, K] whether response j of one and l of the other have the same text and both ended, or neither."""
-    sides = [list(zip(r.texts, r.ended.tolist(), strict=True)) for r in (one, other)]
-    rows = []
-    for (own, own_ended), (others, others_ended) in zip(*sides, strict=True):
-        there = list(zip(others, others_ended, strict=True))
-        rows.append([[mine == theirs for theirs in there] for mine in zip(own, own_ended, strict=True)])
-    return torch.tensor(rows)
+def _equal_responses(first: Responses, second: Responses) -> Tensor:
+    """[N, K, K]: whether response j of `first` and l of `second` have the same text, and both or neither ended."""
+    sides = [
+        [list(zip(texts, ended, strict=True)) for texts, ended in zip(r.texts, r.ended.tolist(), strict=True)]
+        for r in (first, second)
+    ]
+    return torch.tensor(
+        [[[response == other for other in others] for response in own] for own, others in zip(*sides, strict=True)]
+    )
 
 
 def distinct(responses: Sequence[Sequence[int]], n: int) -> float:
-    """Share of different n-grams among all n-grams of the responses (Li et al. 2016, arXiv 1510.03055)."""
+    """Share of distinct n-grams among all n-grams of the responses (Li et al. 2016, arXiv 1510.03055)."""
     grams = [tuple(ids[i : i + n]) for ids in responses for i in range(len(ids) - n + 1)]
     return len(set(grams)) / max(1, len(grams))
 
 
-def on_frontier(one: Standing, others: Sequence[Standing]) -> bool:
-    """Whether no policy has a higher score at no more KL, or as high a score at less."""
+def on_frontier(policy: PolicyResult, others: Sequence[PolicyResult]) -> bool:
+    """Whether no policy has a higher score at the same KL or less, or the same score at less KL."""
     return not any(
-        (other.kl.mean <= one.kl.mean and other.score.mean > one.score.mean)
-        or (other.kl.mean < one.kl.mean and other.score.mean >= one.score.mean)
+        (other.kl.mean <= policy.kl.mean and other.score.mean > policy.score.mean)
+        or (other.kl.mean < policy.kl.mean and other.score.mean >= policy.score.mean)
         for other in others
     )
 
 
-def tables(found: list[Standing]) -> list[Table]:
-    """The policies as they were given, and score against KL in the order of KL."""
+def tables(results: list[PolicyResult]) -> list[Table]:
+    """(policies in their order, score against KL sorted by KL)."""
     columns = (
         "policy", "score", "gain", "win rate", "KL", "length", "ended", "perplexity", "distinct-2",
     )  # fmt: skip
     rows: list[tuple[str, ...]] = [
         (
             s.policy,
-            _half(s.score),
-            "-" if s.gain is None else _half(s.gain),
+            _with_half_width(s.score),
+            "-" if s.gain is None else _with_half_width(s.gain),
             "-" if s.win_rate is None else f"{s.win_rate.mean:.3f} [{s.win_rate.low:.3f}, {s.win_rate.high:.3f}]",
-            _half(s.kl),
+            _with_half_width(s.kl),
             f"{s.response_length:.1f}",
             f"{s.ended:.3f}",
             f"{s.perplexity:.4g}",
             f"{s.distinct_2:.3f}",
         )
-        for s in found
+        for s in results
     ]
-    by_kl = sorted(found, key=lambda s: s.kl.mean)
-    bought: list[tuple[str, ...]] = [
-        (_half(s.kl), _half(s.score), "yes" if on_frontier(s, found) else "no", s.policy) for s in by_kl
+    by_kl = sorted(results, key=lambda s: s.kl.mean)
+    frontier: list[tuple[str, ...]] = [
+        (_with_half_width(s.kl), _with_half_width(s.score), "yes" if on_frontier(s, results) else "no", s.policy)
+        for s in by_kl
     ]
     return [
-        (f"against the baseline {found[0].policy}", columns, rows),
-        ("score against KL", ("KL", "score", "on the frontier", "policy"), bought),
+        (f"against the baseline {results[0].policy}", columns, rows),
+        ("score against KL", ("KL", "score", "on the frontier", "policy"), frontier),
     ]
 
 
-def _half(interval: Interval) -> str:
+def _with_half_width(interval: Interval) -> str:
     return f"{interval.mean:.4g} ± {(interval.high - interval.low) / 2:.2g}"
 
 
-def markdown(found: Sequence[Table]) -> str:
-    """The tables, and a note on how to read them."""
-    parts = []
-    for title, columns, rows in found:
+def markdown(tables: Sequence[Table]) -> str:
+    """The tables in Markdown, and a note on how to read them."""
+    sections = []
+    for title, columns, rows in tables:
         lines = [columns, tuple("---" for _ in columns), *rows]
-        parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines))
-    return "\n\n".join([*parts, NOTE]) + "\n"
+        sections.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines))
+    return "\n\n".join([*sections, NOTE]) + "\n"
 
 
-def _cell(text: str) -> str:
+def _markdown_cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def tell(setting: Setting, responses: dict[str, Responses]) -> None:
-    """Print tables and a few responses side by side; write all of it if an output directory is named."""
-    found = standings(responses)
-    shown = tables(found)
-    for title, columns, rows in shown:
+def report_results(comparison: Comparison, responses: dict[str, Responses]) -> None:
+    """Print the tables and a few responses; write all results if there is an output directory."""
+    results = policy_results(responses)
+    result_tables = tables(results)
+    for title, columns, rows in result_tables:
         console.show_table(title, columns, rows)
     console.say(NOTE)
-    k, asked = setting.options.samples, prompt_texts(setting)
+    k, prompts = comparison.options.samples, prompt_texts(comparison)
     rows = [
-        (asked[n], *(f"{r.texts[n][0]}\n[{r.scores[n, 0]:.3g}]" for r in responses.values()))
-        for n in range(min(setting.options.sample_rows, len(asked)))
+        (prompts[n], *(f"{r.texts[n][0]}\n[{r.scores[n, 0]:.3g}]" for r in responses.values()))
+        for n in range(min(comparison.options.sample_rows, len(prompts)))
     ]
     console.show_table(f"the first of {k} responses, and its score", ("prompt", *responses), rows)
-    if setting.options.output is not None:
-        _write(Path(setting.options.output), setting, responses, found, markdown(shown))
+    if comparison.options.output is not None:
+        _write(Path(comparison.options.output), comparison, responses, results, markdown(result_tables))
 
 
-def prompt_texts(setting: Setting) -> list[str]:
-    """[N] the rendered prompts."""
-    template = Template(setting.questions.tokenizer)
-    return [template.prompt_text(row.prompt) for row in setting.questions.rows[:: setting.options.samples]]
+def prompt_texts(comparison: Comparison) -> list[str]:
+    """The N rendered prompts."""
+    template = Template(comparison.prompts.tokenizer)
+    return [template.prompt_text(row.prompt) for row in comparison.prompts.rows[:: comparison.options.samples]]
 
 
-def _write(output: Path, setting: Setting, responses: dict[str, Responses], found: list[Standing], page: str) -> None:
-    """results.json last: where it stands, the others are whole. Raises: UserError if nothing can be written there."""
-    results = {
+def _write(
+    output: Path, comparison: Comparison, responses: dict[str, Responses], results: list[PolicyResult], page: str
+) -> None:
+    """Write all files, results.json last: if it exists, the other files are complete.
+
+    Raises: UserError if a file cannot be written.
+    """
+    content = {
         "policies": [
-            _plain(asdict(s)) | {"place": place, "manifest_sha256": manifests.manifest_digest(place)}
-            for s, place in zip(found, setting.policies.values(), strict=True)
+            _json_value(asdict(s)) | {"place": model_path, "manifest_sha256": manifests.manifest_digest(model_path)}
+            for s, model_path in zip(results, comparison.policies.values(), strict=True)
         ],
-        "reference": setting.reference,
-        "prompts": len(setting.questions.rows) // setting.options.samples,
-        "prompts_sha256": hashlib.sha256(Path(str(setting.options.prompts)).read_bytes()).hexdigest(),
-        "options": setting.options.model_dump(mode="json", exclude={"overwrite"}),
+        "reference": comparison.reference,
+        "prompts": len(comparison.prompts.rows) // comparison.options.samples,
+        "prompts_sha256": hashlib.sha256(Path(str(comparison.options.prompts)).read_bytes()).hexdigest(),
+        "options": comparison.options.model_dump(mode="json", exclude={"overwrite"}),
         "versions": manifests.versions(),
     }
     try:
         with (output / "samples.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in sample_rows(setting, responses))
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in sample_rows(comparison, responses))
         (output / "results.md").write_text(page, encoding="utf-8")
-        disk.write_json(output / RESULTS, results)
+        disk.write_json(output / RESULTS, content)
     except OSError as error:
         raise UserError(
-            f"--output {output}: cannot be written ({error.strerror}); make room there and run again"
+            f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"
         ) from None
     console.say(f"wrote {RESULTS}, results.md and samples.jsonl into {output}")
 
 
-def sample_rows(setting: Setting, responses: dict[str, Responses]) -> list[dict[str, Any]]:
-    """Every prompt, and the responses of all policies to it side by side."""
+def sample_rows(comparison: Comparison, responses: dict[str, Responses]) -> list[dict[str, Any]]:
+    """One row for each prompt and sample, with the responses of all policies."""
     rows = []
-    for n, prompt in enumerate(prompt_texts(setting)):
-        for k in range(setting.options.samples):
-            said = {
+    for n, prompt in enumerate(prompt_texts(comparison)):
+        for k in range(comparison.options.samples):
+            responses_by_policy = {
                 name: {
                     "response": r.texts[n][k],
                     "score": r.scores[n, k].item(),
@@ -208,12 +215,12 @@ def sample_rows(setting: Setting, responses: dict[str, Responses]) -> list[dict[
                 }
                 for name, r in responses.items()
             }
-            rows.append({"prompt": prompt, "sample": k, "responses": said})
+            rows.append({"prompt": prompt, "sample": k, "responses": responses_by_policy})
     return rows
 
 
-def _plain(value: Any) -> Any:
-    """With None for infinity, which JSON has not."""
+def _json_value(value: Any) -> Any:
+    """The value with None for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: _json_value(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -18,7 +18,7 @@ from rlhf import plugins
 from rlhf.config import parser
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
-from rlhf.evaluation.batch_generation import policy_place
+from rlhf.evaluation.batch_generation import policy_path
 from rlhf.generation import vllm as served
 from rlhf.launch import launcher
 from rlhf.models.scalar import apart, load_scalar_model
@@ -274,7 +274,7 @@ def test_every_look_is_taken_once_and_the_last_policy_may_be_the_best(models: Pa
         for place in (exports[0], exports[2], tmp_path / "step3_ppo/actor")
     )
     assert distance(last, final) == 0 < distance(first, final)
-    assert policy_place(str(exports[0])) == str(exports[0]), "`rlhf evaluate` takes it"
+    assert policy_path(str(exports[0])) == str(exports[0]), "`rlhf evaluate` takes it"
     lines = (tmp_path / "step3_ppo/samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [2] * 8 + [3] * 8
     found = {row["step"]: row["eval_score"] for row in rows(tmp_path, "eval")}

@@ -1,4 +1,4 @@
-"""The comparison of policies: its numbers by hand and on small models, its files, and its mistakes."""
+"""The comparison of policies: numbers by hand and on small models, files, and mistakes of the user."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlhf.config import parser
 from rlhf.evaluation import comparison, evaluate
 from rlhf.evaluation.comparison import Responses
-from rlhf.evaluation.results_table import Standing, distinct, on_frontier, standings
+from rlhf.evaluation.results_table import PolicyResult, distinct, on_frontier, policy_results
 from rlhf.hub.short_names import resolve
 from rlhf.maths.intervals import Interval, mean_interval
 from rlhf.models.load import load_causal_lm
@@ -35,14 +35,14 @@ KIND = (
 )
 
 
-# --- what is said of a policy
+# --- the results of a policy
 
 
 def responses(scores: list[list[float]], kl: float = 0.0, texts: Sequence[str] = ("a", "b")) -> Responses:
     size = (len(scores), 2)
-    said = [[text + str(n) for text in texts] for n in range(len(scores))]
+    numbered = [[text + str(n) for text in texts] for n in range(len(scores))]
     return Responses(
-        texts=said,
+        texts=numbered,
         tokens=[[1, 2, 3], [1, 2, 4]] * len(scores),
         scores=torch.tensor(scores, dtype=torch.float64),
         kl=torch.full(size, kl, dtype=torch.float64),
@@ -55,7 +55,7 @@ def responses(scores: list[list[float]], kl: float = 0.0, texts: Sequence[str] =
 def test_the_numbers_of_a_policy_by_hand() -> None:
     baseline = responses([[0.0, 1.0], [2.0, 2.0], [1.0, 0.0]])
     policy = responses([[2.0, 3.0], [2.0, 2.0], [2.0, 2.0]], kl=1.5, texts=("c", "d"))
-    first, second = standings({"old": baseline, "new": policy})
+    first, second = policy_results({"old": baseline, "new": policy})
     assert (first.gain, first.win_rate) == (None, None)
     assert first.score.mean == 1.0
     assert second.win_rate is not None and second.win_rate.mean == pytest.approx((1 + 0.5 + 1) / 3)
@@ -68,13 +68,13 @@ def test_the_numbers_of_a_policy_by_hand() -> None:
     assert second.distinct_2 == pytest.approx(3 / 12)  # 1-2, 2-3, 2-4
 
 
-def test_the_same_text_ties_though_its_score_was_rounded_otherwise() -> None:
+def test_equal_responses_tie_despite_rounding_of_their_scores() -> None:
     baseline = responses([[0.0, 1.0]] * 3)
-    other = responses([[1.0 + 1e-6, 1e-6]] * 3, texts=("b", "a"))  # "b" is its first, the baseline's second
-    _, second = standings({"old": baseline, "new": other})
+    other = responses([[1.0 + 1e-6, 1e-6]] * 3, texts=("b", "a"))  # "b" is its first response and the baseline's second
+    _, second = policy_results({"old": baseline, "new": other})
     assert second.win_rate is not None and second.win_rate.mean == 1.0  # one ended, the other was cut
     other = replace(other, ended=baseline.ended.flip(1))
-    _, second = standings({"old": baseline, "new": other})
+    _, second = policy_results({"old": baseline, "new": other})
     assert second.win_rate is not None and second.win_rate.mean == 0.5
 
 
@@ -83,34 +83,34 @@ def test_distinct_counts_bigrams() -> None:
     assert distinct([[1]], 2) == 0.0
 
 
-def test_the_frontier_is_what_no_policy_beats_at_its_kl() -> None:
-    def at(kl: float, score: float) -> Standing:
-        there = Interval(score, score, score), Interval(kl, kl, kl)
-        return Standing("p", there[0], None, None, there[1], 1.0, 1.0, 0.0, 1.0, 1.0)
+def test_on_frontier_by_hand() -> None:
+    def at(kl: float, score: float) -> PolicyResult:
+        scores, kls = Interval(score, score, score), Interval(kl, kl, kl)
+        return PolicyResult("p", scores, None, None, kls, 1.0, 1.0, 0.0, 1.0, 1.0)
 
-    found = [at(0, 1), at(1, 3), at(2, 2), at(3, 4), at(4, 4)]
-    assert [on_frontier(one, found) for one in found] == [True, True, False, True, False]
+    policies = [at(0, 1), at(1, 3), at(2, 2), at(3, 4), at(4, 4)]
+    assert [on_frontier(policy, policies) for policy in policies] == [True, True, False, True, False]
 
 
 # --- the program
 
 
 @pytest.fixture
-def quiet() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()
     yield
     transformers.utils.logging.enable_progress_bar()
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: None) -> Run:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_progress_bar: None) -> Run:
     """The program in this process."""
     return runner("evaluate", evaluate.main, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base; even, which says words with even numbers more often; prompts and a judge that counts those."""
+    """base; even, which samples words with even numbers more often; prompts and a judge that counts those."""
     folder = tmp_path_factory.mktemp("world")
     model = tiny.causal_lm()
     head = model.get_output_embeddings().weight
@@ -134,8 +134,8 @@ def options(world: Path) -> list[str]:
 
 
 def results(output: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((output / "results.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((output / "results.json").read_text())
+    return result
 
 
 def samples(output: Path) -> list[dict[str, Any]]:
@@ -144,16 +144,16 @@ def samples(output: Path) -> list[dict[str, Any]]:
 
 def test_a_policy_against_itself(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
     base = str(world / "base")
-    code, _, said = run("--policies", base, base, "--output", str(tmp_path), *options)
-    assert (code, said) == (0, "")
+    code, _, error = run("--policies", base, base, "--output", str(tmp_path), *options)
+    assert (code, error) == (0, "")
     first, second = results(tmp_path)["policies"]
     assert (first["win_rate"], second["policy"]) == (None, f"{base} (2)")
     assert second["win_rate"]["mean"] == 0.5
     assert second["gain"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert abs(first["kl"]["mean"]) < 1e-5 and abs(second["kl"]["mean"]) < 1e-5
     for row in samples(tmp_path):
-        mine, twin = row["responses"].values()
-        assert mine == twin
+        response, twin = row["responses"].values()
+        assert response == twin
 
 
 def test_a_copy_of_the_reference_under_another_name_has_no_kl(
@@ -163,36 +163,36 @@ def test_a_copy_of_the_reference_under_another_name_has_no_kl(
     (tmp_path / "twin").mkdir()
     for file in (world / "even").iterdir():
         (tmp_path / "twin" / file.name).write_bytes(file.read_bytes())
-    places = [str(world / "even"), str(tmp_path / "copy"), str(tmp_path / "twin")]
-    code, _, said = run("--policies", *places, "--output", str(tmp_path / "out"), *options)
-    assert code == 0, said
+    paths = [str(world / "even"), str(tmp_path / "copy"), str(tmp_path / "twin")]
+    code, _, error = run("--policies", *paths, "--output", str(tmp_path / "out"), *options)
+    assert code == 0, error
     for policy in results(tmp_path / "out")["policies"]:
         assert abs(policy["kl"]["mean"]) < 1e-5
         assert policy["win_rate"] is None or policy["win_rate"]["mean"] == 0.5
 
 
-def test_what_is_written_is_what_was_measured(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
-    places = [str(world / name) for name in ("base", "even", "more")]
+def test_the_files_agree_with_each_other(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
+    paths = [str(world / name) for name in ("base", "even", "more")]
     out = tmp_path / "out"
-    code, printed, said = run("--policies", *places, "--samples", "3", "--output", str(out), *options)
-    assert (code, said) == (0, "")
-    found, rows = results(out), samples(out)
-    assert len(rows) == 12 * 3 and found["prompts"] == 12
-    assert [policy["policy"] for policy in found["policies"]] == places
-    for place, policy in zip(places, found["policies"], strict=True):
-        mine = [row["responses"][place] for row in rows]
-        for answer in mine:
+    code, printed, error = run("--policies", *paths, "--samples", "3", "--output", str(out), *options)
+    assert (code, error) == (0, "")
+    result, rows = results(out), samples(out)
+    assert len(rows) == 12 * 3 and result["prompts"] == 12
+    assert [policy["policy"] for policy in result["policies"]] == paths
+    for path, policy in zip(paths, result["policies"], strict=True):
+        responses = [row["responses"][path] for row in rows]
+        for answer in responses:
             words = [int(word[1:]) for word in answer["response"].split()]
             assert answer["score"] == sum(word % 2 == 0 for word in words)
-        assert policy["score"]["mean"] == pytest.approx(sum(answer["score"] for answer in mine) / 36)
-        assert policy["ended"] == pytest.approx(sum(answer["ended"] for answer in mine) / 36)
-        assert policy["kl"]["mean"] == pytest.approx(sum(answer["kl"] for answer in mine) / 36, abs=1e-9)
-    base, even, more = found["policies"]
+        assert policy["score"]["mean"] == pytest.approx(sum(answer["score"] for answer in responses) / 36)
+        assert policy["ended"] == pytest.approx(sum(answer["ended"] for answer in responses) / 36)
+        assert policy["kl"]["mean"] == pytest.approx(sum(answer["kl"] for answer in responses) / 36, abs=1e-9)
+    base, even, more = result["policies"]
     assert abs(base["kl"]["mean"]) < 1e-5 < even["kl"]["low"] < more["kl"]["mean"]
     assert more["gain"]["low"] > 0 and more["win_rate"]["low"] > 0.5
     page = (out / "results.md").read_text()
     assert page.count("\n| ") == 2 * (1 + 1 + 3)
-    assert all(f"| {policy['score']['mean']:.4g} ±" in page for policy in found["policies"])
+    assert all(f"| {policy['score']['mean']:.4g} ±" in page for policy in result["policies"])
     assert "score against KL" in page and "score against KL" in printed
 
 
@@ -200,46 +200,46 @@ def test_kl_and_perplexity_are_those_of_the_models(
     run: Run, world: Path, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against log-softmax over the whole text, one response at a time, in float64."""
-    seen: dict[str, Responses] = {}
+    measured: dict[str, Responses] = {}
     measure = comparison.measure_all
-    monkeypatch.setattr(comparison, "measure_all", lambda setting: seen.update(measure(setting)) or seen)
-    places = [str(world / "base"), str(world / "even")]
-    assert run("--policies", *places, "--temperature", "0.7", "--output", str(tmp_path), *options)[0] == 0
-    models = [AutoModelForCausalLM.from_pretrained(place).double().eval() for place in places]
+    monkeypatch.setattr(comparison, "measure_all", lambda setting: measured.update(measure(setting)) or measured)
+    paths = [str(world / "base"), str(world / "even")]
+    assert run("--policies", *paths, "--temperature", "0.7", "--output", str(tmp_path), *options)[0] == 0
+    models = [AutoModelForCausalLM.from_pretrained(path).double().eval() for path in paths]
     total, count = 0.0, 0
-    for row, tokens in zip(samples(tmp_path), seen[places[1]].tokens, strict=True):
+    for row, tokens in zip(samples(tmp_path), measured[paths[1]].tokens, strict=True):
         prompt = tiny.tokenizer()(row["prompt"]).input_ids
-        ids, places_of = prompt + tokens, range(len(prompt), len(prompt) + len(tokens))
+        ids, positions = prompt + tokens, range(len(prompt), len(prompt) + len(tokens))
         with torch.no_grad():
-            laws = [torch.log_softmax(model(torch.tensor([ids])).logits[0] / 0.7, -1) for model in models]
-        ref, own = (sum(law[i - 1, ids[i]].item() for i in places_of) for law in laws)
-        answer = row["responses"][places[1]]
+            logprobs = [torch.log_softmax(model(torch.tensor([ids])).logits[0] / 0.7, -1) for model in models]
+        ref, own = (sum(of_model[i - 1, ids[i]].item() for i in positions) for of_model in logprobs)
+        answer = row["responses"][paths[1]]
         assert answer["kl"] == pytest.approx(own - ref, abs=1e-4)
         assert (answer["length"], answer["ended"]) == (len(tokens), tokens[-1] == tiny.EOS)
         total, count = total - ref, count + len(tokens)
     assert results(tmp_path)["policies"][1]["ref_nll"] == pytest.approx(total / count, abs=1e-5)
 
 
-def test_the_table_of_kl_is_in_its_order(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
-    places = [str(world / name) for name in ("more", "base", "even")]
-    code, _, said = run("--policies", *places, "--reference", places[1], "--output", str(tmp_path), *options)
-    assert code == 0, said
+def test_the_kl_table_is_sorted_by_kl(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
+    paths = [str(world / name) for name in ("more", "base", "even")]
+    code, _, error = run("--policies", *paths, "--reference", paths[1], "--output", str(tmp_path), *options)
+    assert code == 0, error
     table = (tmp_path / "results.md").read_text().split("score against KL")[1]
-    found = [table.index(f"| {place} |") for place in (places[1], places[2], places[0])]
-    assert found == sorted(found)
+    result = [table.index(f"| {path} |") for path in (paths[1], paths[2], paths[0])]
+    assert result == sorted(result)
 
 
-def test_the_seed_decides_and_the_micro_batch_does_not(
+def test_responses_depend_on_the_seed_not_on_the_micro_batch(
     run: Run, world: Path, options: list[str], tmp_path: Path
 ) -> None:
-    def said(name: str, *more: str) -> list[str]:
-        places = [str(world / "base"), str(world / "even")]
-        assert run("--policies", *places, "--output", str(tmp_path / name), *options, *more)[0] == 0
+    def sampled(name: str, *more: str) -> list[str]:
+        paths = [str(world / "base"), str(world / "even")]
+        assert run("--policies", *paths, "--output", str(tmp_path / name), *options, *more)[0] == 0
         return [answer["response"] for row in samples(tmp_path / name) for answer in row["responses"].values()]
 
-    first = said("first")
-    assert said("again", "--micro-batch-size", "3") == first
-    assert said("other", "--seed", "1") != first
+    first = sampled("first")
+    assert sampled("again", "--micro-batch-size", "3") == first
+    assert sampled("other", "--seed", "1") != first
     numbers = [results(tmp_path / name)["policies"][1]["kl"]["mean"] for name in ("first", "again")]
     assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)
 
@@ -250,33 +250,33 @@ def test_the_demo_model_from_its_description(run: Run, tmp_path: Path) -> None:
     model = load_causal_lm(resolve("demo-llama"), torch.float32, len(tokenizer))
     model.save_pretrained(tmp_path / "same")
     tokenizer.save_pretrained(tmp_path / "same")
-    asked = [f"tell me about the {colour} fox in the forest" for colour in ("red", "blue", "green", "white")]
-    (tmp_path / "p.txt").write_text("\n".join(asked))
+    prompts = [f"tell me about the {colour} fox in the forest" for colour in ("red", "blue", "green", "white")]
+    (tmp_path / "p.txt").write_text("\n".join(prompts))
     (tmp_path / "judge.py").write_text(KIND)
     words = ["--prompts", f"{tmp_path}/p.txt", "--reward", f"{tmp_path}/judge.py", "--response-length", "12"]
-    code, printed, said = run("--policies", "demo-llama", str(tmp_path / "same"), *words)
-    assert (code, said) == (0, "")
+    code, printed, error = run("--policies", "demo-llama", str(tmp_path / "same"), *words)
+    assert (code, error) == (0, "")
     assert "tell me about the red fox" in printed and "0.500 [" in printed
 
 
-def test_a_stage_directory_stands_for_its_policy(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
+def test_a_stage_directory_names_its_policy(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
     stage = tmp_path / "step3_ppo"
     (stage / "actor").mkdir(parents=True)
     for file in (world / "even").iterdir():
         (stage / "actor" / file.name).write_bytes(file.read_bytes())
     (stage / "config.yaml").write_text("")
-    places = [str(world / "even"), str(stage)]
+    paths = [str(world / "even"), str(stage)]
     (stage / "metrics.jsonl").write_text("")
-    code, _, said = run("--policies", *places, *options)
-    assert code == 2 and "unfinished stage" in said
+    code, _, error = run("--policies", *paths, *options)
+    assert code == 2 and "unfinished stage" in error
     manifest = {"stage": "step3_ppo", "inputs": {}, "models": ["actor"], "metrics": {}, "config": {}}
     files = manifests.file_digests(stage, ["actor"])
     manifests.write_manifest(stage / "manifest.json", manifest | {"files": files})
-    code, _, said = run("--policies", *places, "--output", str(tmp_path / "out"), *options)
-    assert code == 0, said
-    found = results(tmp_path / "out")["policies"][1]
-    assert found["place"] == str(stage / "actor") and len(found["manifest_sha256"]) == 64
-    assert found["win_rate"]["mean"] == 0.5
+    code, _, error = run("--policies", *paths, "--output", str(tmp_path / "out"), *options)
+    assert code == 0, error
+    result = results(tmp_path / "out")["policies"][1]
+    assert result["place"] == str(stage / "actor") and len(result["manifest_sha256"]) == 64
+    assert result["win_rate"]["mean"] == 0.5
 
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
@@ -309,21 +309,21 @@ def test_a_mistake_is_one_line_and_code_2(name: str, run: Run, world: Path, monk
     (world / "old" / "results.json").write_text("{}")
     argv, words = MISTAKES[name]
     base = ["--policies", "base", "even", "--prompts", "p.jsonl", "--reward", "judge.py", "--response-length", "10"]
-    code, printed, said = run(*base, *argv)
-    assert (code, printed) == (2, ""), said
-    assert said.startswith("error: ") and said.count("\n") == 1, said
-    assert all(word in said for word in words), said
+    code, printed, error = run(*base, *argv)
+    assert (code, printed) == (2, ""), error
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
 
 
-def test_what_has_no_default_is_asked_for(run: Run) -> None:
-    code, _, said = run("--policies", "a", "b")
-    assert code == 2 and said.startswith("error: --prompts: not given")
+def test_a_missing_option_is_named(run: Run) -> None:
+    code, _, error = run("--policies", "a", "b")
+    assert code == 2 and error.startswith("error: --prompts: not given")
 
 
 def test_overwriting_on_request(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
-    places = [str(world / "base"), str(world / "even")]
+    paths = [str(world / "base"), str(world / "even")]
     (tmp_path / "results.json").write_text("{}")
-    assert run("--policies", *places, "--output", str(tmp_path), "--overwrite", *options)[0] == 0
+    assert run("--policies", *paths, "--output", str(tmp_path), "--overwrite", *options)[0] == 0
     assert len(results(tmp_path)["policies"]) == 2
 
 
@@ -332,18 +332,18 @@ def test_log_probs_that_are_not_finite_end_with_code_3(
 ) -> None:
     real = comparison._logprobs
     monkeypatch.setattr(comparison, "_logprobs", lambda *a: real(*a) + torch.tensor(torch.nan))
-    code, _, said = run("--policies", str(world / "base"), str(world / "even"), *options)
-    assert code == 3 and said.count("\n") == 1 and "not finite" in said
+    code, _, error = run("--policies", str(world / "base"), str(world / "even"), *options)
+    assert code == 3 and error.count("\n") == 1 and "not finite" in error
 
 
-def test_the_page_names_options_that_there_are() -> None:
+def test_the_page_names_existing_options() -> None:
     page = (Path(__file__).parents[3] / "docs/evaluate.md").read_text(encoding="utf-8")
-    known = set(parser.option_names(evaluate.EvaluateConfig))
+    options_of_evaluate = set(parser.option_names(evaluate.EvaluateConfig))
     others = {"ppo", "export-every"}  # of step 3, where policies come from
-    assert set(re.findall(r"--([a-z][a-z-]*)", page)) <= known | others
+    assert set(re.findall(r"--([a-z][a-z-]*)", page)) <= options_of_evaluate | others
     commands = re.findall(r"^python -m rlhf evaluate (.*)$", page, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
         options = parser.parse(evaluate.EvaluateConfig, command.split(), evaluate.NAME, "")
-        evaluate.require_all(options)
+        evaluate.check_required(options)
         assert len(options.policies) == 2

@@ -1,4 +1,4 @@
-"""Pairs of a policy's own responses: who stands against whom, what is labelled, dropped, written and refused."""
+"""Pairs of a policy's own responses: which are compared, labelled, dropped, written and refused."""
 
 import json
 import re
@@ -16,7 +16,7 @@ import transformers
 from data.build.mixture import open_origin
 from data.read.records import Skipped
 from rlhf.evaluation import pairs
-from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, rows_of
+from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, to_rows
 from rlhf.evaluation.options import PairsConfig
 from rlhf.types import Message, Row
 from tests import tiny
@@ -35,7 +35,7 @@ def even(response: str) -> float:
     return float(sum(int(word[1:]) % 2 == 0 for word in response.split() if word[1:].isdigit()))
 
 
-# --- what becomes of a pair
+# --- rows from pairs
 
 
 def pair(one: Side, other: Side) -> Pair:
@@ -52,8 +52,8 @@ GOOD, BAD = Side("good", True, 2.0), Side("bad", True, -1.0)
 @pytest.mark.parametrize("sides", [(GOOD, BAD), (BAD, GOOD)])
 def test_the_higher_score_is_chosen(sides: tuple[Side, Side]) -> None:
     expected = {"prompt": "q", "chosen": "good", "rejected": "bad", "score_chosen": 2.0, "score_rejected": -1.0}
-    assert rows_of([pair(*sides)], options_of()) == ([expected], Counter())
-    assert rows_of([pair(*sides)], options_of(margin=True)) == ([expected | {"margin": 3.0}], Counter())
+    assert to_rows([pair(*sides)], options_of()) == ([expected], Counter())
+    assert to_rows([pair(*sides)], options_of(margin=True)) == ([expected | {"margin": 3.0}], Counter())
 
 
 @pytest.mark.parametrize(
@@ -69,23 +69,23 @@ def test_the_higher_score_is_chosen(sides: tuple[Side, Side]) -> None:
         (Side("a", True, None), Side("a", True, None), 0.0, EQUAL),
     ],
 )
-def test_what_is_dropped_and_why(one: Side, other: Side, tie: float, reason: str) -> None:
+def test_drop_reasons(one: Side, other: Side, tie: float, reason: str) -> None:
     reward = None if one.score is None else "length"
     for sides in ((one, other), (other, one)):
-        kept, dropped = rows_of([pair(*sides)], options_of(tie=tie, reward=reward))
+        kept, dropped = to_rows([pair(*sides)], options_of(tie=tie, reward=reward))
         assert (len(kept), dropped) == ((0, Counter([reason])) if reason else (1, Counter()))
 
 
 def test_without_scores_the_order_is_random_and_the_preference_empty() -> None:
-    found = [pair(Side(f"first {i}", True, None), Side(f"second {i}", True, None)) for i in range(200)]
-    rows, _ = rows_of(found, options_of(reward=None))
+    pairs_without_scores = [pair(Side(f"first {i}", True, None), Side(f"second {i}", True, None)) for i in range(200)]
+    rows, _ = to_rows(pairs_without_scores, options_of(reward=None))
     firsts = 0
     for i, row in enumerate(rows):
         assert list(row) == ["prompt", "response_a", "response_b", "preference"] and row["preference"] == ""
         assert {row["response_a"], row["response_b"]} == {f"first {i}", f"second {i}"}
         firsts += row["response_a"].startswith("first")
     assert 70 < firsts < 130
-    assert rows_of(found, options_of(reward=None))[0] == rows
+    assert to_rows(pairs_without_scores, options_of(reward=None))[0] == rows
 
 
 # --- the program
@@ -100,7 +100,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base; even, which says words with even numbers more often; prompts, some of several turns; a judge."""
+    """base; even, which samples words with even numbers more often; prompts, some of several turns; a judge."""
     folder = tmp_path_factory.mktemp("world")
     model = tiny.causal_lm()
     head = model.get_output_embeddings().weight
@@ -121,45 +121,45 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def options(world: Path, tmp_path: Path) -> Options:
-    def given(*policies: str, output: str = "pairs.jsonl") -> list[str]:
-        places = ["--policies", *(str(world / name) for name in policies)]
+    def arguments(*policies: str, output: str = "pairs.jsonl") -> list[str]:
+        policy_options = ["--policies", *(str(world / name) for name in policies)]
         files = ["--prompts", f"{world}/p.jsonl", "--output", str(tmp_path / output)]
-        return [*places, *files, "--response-length", "30", "--dtype", "fp32", "--rollout-batch-size", "24"]
+        return [*policy_options, *files, "--response-length", "30", "--dtype", "fp32", "--rollout-batch-size", "24"]
 
-    return given
+    return arguments
 
 
 def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
-def count(said: str) -> tuple[int, int]:
-    """(pairs written, pairs dropped) as the last line tells."""
-    line = said.strip().splitlines()[-1]
+def count(printed: str) -> tuple[int, int]:
+    """(pairs written, pairs dropped) in the last printed line."""
+    line = printed.strip().splitlines()[-1]
     kept, dropped = line.partition("; dropped ")[::2]
     return int(re.findall(r"wrote (\d+) pairs", kept)[0]), sum(map(int, re.findall(r"\d+(?= [ect])", dropped)))
 
 
 def test_labels_are_those_of_the_judge(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
     words = [*options("base"), "--reward", f"{world}/judge.py:score", "--margin"]
-    code, printed, said = run(*words)
-    assert (code, said) == (0, "")
+    code, printed, error = run(*words)
+    assert (code, error) == (0, "")
     rows = read(tmp_path / "pairs.jsonl")
     assert sum(count(printed)) == 57 and count(printed)[0] == len(rows) > 20
     for row in rows:
         assert row["score_chosen"] == even(row["chosen"]) > even(row["rejected"]) == row["score_rejected"]
         assert row["margin"] == row["score_chosen"] - row["score_rejected"]
-    found = list(open_origin(str(tmp_path / "pairs.jsonl")).rows("reward"))
-    assert len(found) == len(rows) and all(isinstance(row, Row) and row.rejected is not None for row in found)
-    code, _, said = run(*words)
-    assert code == 2 and "--overwrite" in said
+    read_back = list(open_origin(str(tmp_path / "pairs.jsonl")).rows("reward"))
+    assert len(read_back) == len(rows) and all(isinstance(row, Row) and row.rejected is not None for row in read_back)
+    code, _, error = run(*words)
+    assert code == 2 and "--overwrite" in error
     assert run(*words, "--overwrite")[0] == 0 and read(tmp_path / "pairs.jsonl") == rows
     assert run(*words, "--overwrite", "--seed", "1")[0] == 0 and read(tmp_path / "pairs.jsonl") != rows
 
 
 def test_a_person_fills_the_rows_in(run: Run, options: Options, tmp_path: Path) -> None:
-    code, printed, said = run(*options("base"))
-    assert (code, said) == (0, "") and "to fill in" in printed
+    code, printed, error = run(*options("base"))
+    assert (code, error) == (0, "") and "to fill in" in printed
     file = tmp_path / "pairs.jsonl"
     rows = read(file)
     assert list(open_origin(str(file)).rows("reward")) == [Skipped("no preference filled in")] * len(rows)
@@ -172,26 +172,26 @@ def test_a_person_fills_the_rows_in(run: Run, options: Options, tmp_path: Path) 
     assert third == Skipped("tie") and set(rest) == {Skipped("no preference filled in")}
 
 
-def test_two_policies_stand_against_each_other(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
-    """Each draws from a stream of its own: a policy beside itself gives two different responses."""
+def test_two_policies_are_compared_with_each_other(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
+    """Each samples with its own random numbers: a policy against itself gives two different responses."""
     judge = ["--reward", f"{world}/judge.py"]
-    code, _, said = run(*options("base", "base"), *judge)
-    assert (code, said) == (0, "")
+    code, _, error = run(*options("base", "base"), *judge)
+    assert (code, error) == (0, "")
     assert len(read(tmp_path / "pairs.jsonl")) > 20
-    code, printed, said = run(*options("base", "even", output="both.jsonl"))
-    assert (code, said) == (0, "") and sum(count(printed)) == 57
+    code, printed, error = run(*options("base", "even", output="both.jsonl"))
+    assert (code, error) == (0, "") and sum(count(printed)) == 57
     texts = [(row["response_a"], row["response_b"]) for row in read(tmp_path / "both.jsonl")]
-    # One of them is the better one, and it stands on either side.
+    # The better response is on either side.
     gaps = [even(one) - even(other) for one, other in texts]
     assert max(gaps) > 0 > min(gaps)
 
 
-def test_prompts_are_written_as_they_were(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
+def test_prompts_are_written_unchanged(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
     assert run(*options("base"), "--rollout-batch-size", "64")[0] == 0
-    asked = [row["prompt"] for row in read(world / "p.jsonl")]
+    prompts = [row["prompt"] for row in read(world / "p.jsonl")]
     written = [row["prompt"] for row in read(tmp_path / "pairs.jsonl")]
-    assert [prompt for prompt in asked if prompt in written] == written
-    assert any(isinstance(prompt, list) for prompt in asked)
+    assert [prompt for prompt in prompts if prompt in written] == written
+    assert any(isinstance(prompt, list) for prompt in prompts)
 
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
@@ -216,17 +216,17 @@ def test_a_mistake_is_one_line_and_code_2(name: str, run: Run, world: Path, monk
     (world / "none.txt").write_text("\n")
     argv, words = MISTAKES[name]
     base = ["--policies", "base", "--prompts", "p.jsonl", "--reward", "judge.py", "--output", "x.jsonl"]
-    code, printed, said = run(*base, "--response-length", "10", *argv)
-    assert (code, printed) == (2, ""), said
-    assert said.startswith("error: ") and said.count("\n") == 1, said
-    assert all(word in said for word in words), said
+    code, printed, error = run(*base, "--response-length", "10", *argv)
+    assert (code, printed) == (2, ""), error
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
     assert not (world / "x.jsonl").exists()
 
 
-def test_what_goes_with_a_score_needs_one(run: Run, options: Options) -> None:
+def test_margin_and_tie_need_a_score_source(run: Run, options: Options) -> None:
     for words in (["--margin"], ["--tie", "1"]):
-        code, _, said = run(*options("base"), *words)
-        assert code == 2 and "--reward SOURCE" in said
+        code, _, error = run(*options("base"), *words)
+        assert code == 2 and "--reward SOURCE" in error
 
 
 def test_help_needs_no_torch() -> None:
