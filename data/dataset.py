@@ -153,7 +153,7 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
                 place["fingerprint"] = digest
             report["files"] = {file.name: manifests.digest(file) for file in sorted(staging.iterdir())}
             manifests.write_manifest(staging / cache.REPORT, report)
-            disk.complete(staging)
+            disk.flush_tree(staging)
     opened = _read(folder, recipe.phase)
     require_usable(opened.report, recipe.phase, options)
     return replace(opened, notes=tuple(notes(opened.report, recipe.phase, options)))
@@ -162,7 +162,7 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
 def _read(folder: Path, phase: Phase) -> Opened[Any]:
     with _sound(folder / cache.REPORT) as path:
         report = disk.read_json(path)
-        if report.pop("sha256") != manifests.own_digest(report):
+        if report.pop("sha256") != manifests.content_digest(report):
             raise ValueError("it differs from its own sha256")
         files = report.pop("files")
         why = {"train": dropped(report), "evaluation": report["evaluation"]["dropped"]}

@@ -20,7 +20,7 @@ from data.build.report import fates
 from data.dataset import Opened, PromptDataset
 from data.read.records import Phase
 from rlhf.errors import UserError
-from rlhf.storage.disk import appearing, write_json
+from rlhf.storage.disk import atomic_directory, write_json
 
 BATCHES: dict[Phase, tuple[int, int]] = {"sft": (16, 8), "reward": (16, 8), "ppo": (64, 64)}
 """Rows of a batch, and of what is padded together, as each stage has them by default."""
@@ -214,7 +214,7 @@ def export(opened: Opened, output: str) -> None:
     if folder.exists() and not (folder / REPORT).is_file():
         raise UserError(f"--output {output}: {folder} is there and holds no {REPORT}; name another directory")
     try:
-        with appearing(folder) as staging:
+        with atomic_directory(folder) as staging:
             for name, side in (("train", opened.train), ("evaluation", opened.evaluation)):
                 assert side.table is not None
                 side.table.select(side.positions).remove_columns(["reason"]).to_parquet(staging / f"{name}.parquet")

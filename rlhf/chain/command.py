@@ -212,7 +212,7 @@ def run_chain(led: Any = None) -> int:
 
     manifests.require_writable(chain.output_dir)
     console.status("checking options, models and data")
-    with launcher.requeued_when_asked(), manifests.held(Path(chain.output_dir)):
+    with launcher.requeued_when_asked(), manifests.locked(Path(chain.output_dir)):
         sweep(Path(chain.output_dir))
         where = deployment(chain)
         chain = settle(chain, where.processes)

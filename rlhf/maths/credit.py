@@ -1,6 +1,6 @@
 """From scores to rewards, advantages and returns: pure functions over a batch of responses.
 
-Shapes as in rlhf.types: B responses, T response tokens, mask [B, T] True on the tokens the policy chose.
+Shapes as in rlhf.types: B responses, T response tokens, mask [B, T] True on the tokens that the policy sampled.
 """
 
 import math
@@ -19,13 +19,13 @@ def kl_rewards(
     kl_coef: float,
     estimator: KLEstimator = "k1",
 ) -> Tensor:
-    """Per-token rewards: the KL penalty everywhere, the score once, at the last token of the mask.
+    """Per-token rewards: the KL penalty at every token, the score once, at the last token of the mask.
 
         reward_t = -kl_coef * kl_t + [t is the last of the mask] * score
 
     Ziegler et al. 2019 (arXiv 1909.08593, eq. 2), InstructGPT (arXiv 2203.02155, eq. 2).
     scores [B]; logprobs, ref_logprobs, mask [B, T] -> [B, T], 0 off the mask.
-    A response with an empty mask earns nothing: its row is zeros.
+    The row of a response with an empty mask is zeros.
     """
     kl = kl_estimate(at_least_fp32(logprobs), at_least_fp32(ref_logprobs), estimator)
     penalty = zero_off_mask(-kl_coef * kl, mask)
@@ -45,14 +45,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     rewards, values, mask [B, T].
     """
     rewards, values = at_least_fp32(rewards), at_least_fp32(values)
-    following = torch.zeros_like(values[:, 0])
-    running = torch.zeros_like(following)
+    next_value = torch.zeros_like(values[:, 0])
+    advantage = torch.zeros_like(next_value)
     columns = []
-    for reward, value, kept in reversed(list(zip(rewards.unbind(1), values.unbind(1), mask.unbind(1), strict=True))):
-        delta = reward + gamma * following - value
-        running = torch.where(kept, delta + gamma * lam * running, running)
-        following = torch.where(kept, value, following)
-        columns.append(running)
+    for reward, value, in_mask in reversed(list(zip(rewards.unbind(1), values.unbind(1), mask.unbind(1), strict=True))):
+        delta = reward + gamma * next_value - value
+        advantage = torch.where(in_mask, delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(in_mask, value, next_value)
+        columns.append(advantage)
     advantages = zero_off_mask(torch.stack(columns[::-1], dim=1), mask)
     return advantages, advantages + zero_off_mask(values, mask)
 
@@ -70,11 +70,11 @@ def leave_one_out(values: Tensor, group: int) -> Tensor:
     RLOO (arXiv 2402.14740, eq. 7). K = group >= 2, B a multiple of it.
     """
     grouped = _grouped(values, group)
-    others = (grouped.sum(1, keepdim=True) - grouped) / (group - 1)
-    return (grouped - others).reshape(-1).to(at_least_fp32(values).dtype)
+    others_mean = (grouped.sum(1, keepdim=True) - grouped) / (group - 1)
+    return (grouped - others_mean).reshape(-1).to(at_least_fp32(values).dtype)
 
 
-def against_group(values: Tensor, group: int, scale: bool) -> Tensor:
+def group_relative(values: Tensor, group: int, scale: bool) -> Tensor:
     """Each response's value minus its group's mean, divided by its standard deviation if `scale`. values [B].
 
         A_i = (r_i - mean(r)) / (std(r) + 1e-4)
@@ -88,7 +88,7 @@ def against_group(values: Tensor, group: int, scale: bool) -> Tensor:
 
 
 def _grouped(values: Tensor, group: int) -> Tensor:
-    """In float64, where the mean of equal float32 values is that value: rounding must not pass for a difference."""
+    """Groups [B / group, group] in float64, where the mean of equal float32 values is exactly that value."""
     assert group >= 2 and len(values) % group == 0, f"{len(values)} responses in groups of {group}"
     return values.double().reshape(-1, group)
 

@@ -2,9 +2,9 @@
 
 `count` is the number of elements (tokens, or pairs) of the whole optimizer step, over all its
 micro-batches and ranks. Loss and metrics are sums divided by it, so the loss and every metric of a step
-is the plain sum of its parts, however it was split. An engine that averages gradients over ranks or
+is the sum over its micro-batches and ranks. An engine that averages gradients over ranks or
 accumulated micro-batches must multiply the loss by their number first.
-Metrics are detached scalars. Values off a mask reach neither loss, metrics nor gradient.
+Metrics are detached scalars. Values off a mask do not enter loss, metrics or gradient.
 """
 
 import torch
@@ -16,13 +16,13 @@ from rlhf.maths.ops import Count, KLEstimator, at_least_fp32, at_least_one, kl_e
 Loss = tuple[Tensor, dict[str, Tensor]]
 
 LOG_RATIO = 20.0
-"""bound of the log of a policy's ratio, either way"""
+"""bound of |log ratio| of a policy"""
 
 
 def token_nll(logprobs: Tensor, mask: Tensor, count: Count) -> Loss:
     """Negative log-likelihood: loss = -sum_mask logprobs / count. logprobs, mask [B, S].
 
-    Metrics: nll, nats per token (perplexity is exp of its sum over the parts).
+    Metrics: nll, nats per token; perplexity is exp of its sum over micro-batches and ranks.
     """
     loss = masked_mean(-at_least_fp32(logprobs), mask, count)
     return loss, {"nll": loss.detach()}
@@ -40,10 +40,10 @@ def pairwise_logistic(
 
         loss = sum_b weight * [-log sigmoid(r_c - r_r - margin) + centering * (r_c + r_r)^2] / count
 
-    InstructGPT (arXiv 2203.02155, eq. 1): the pairs of K ranked responses have the weight 1 / C(K, 2), and count is
-    that of prompts. margin: Llama 2 (arXiv 2307.09288, eq. 2); centering: Eisenstein et al. 2023 (arXiv 2312.09244),
-    0.01 is usual. By default weights are 1 and count is B.
-    Metrics, of the same weights: accuracy (a tie counts one half), margin (mean r_c - r_r).
+    InstructGPT (arXiv 2203.02155, eq. 1): each pair of K ranked responses has the weight 1 / C(K, 2), and count is
+    the number of prompts. margin: Llama 2 (arXiv 2307.09288, eq. 2); centering: Eisenstein et al. 2023 (arXiv
+    2312.09244), 0.01 is usual. By default weights are 1 and count is B.
+    Metrics, with the same weights: accuracy (a tie counts one half), margin (mean r_c - r_r).
     """
     chosen, rejected = at_least_fp32(chosen), at_least_fp32(rejected)
     count = at_least_one(float(chosen.numel()) if count is None else count)
@@ -77,8 +77,8 @@ def clipped_policy(
     clip_fraction, tokens on which the clip of eq. 7 binds; ratio_mean; ratio_square, the mean of (ratio - 1)^2.
     """
     assert dual_clip is None or dual_clip > 1, f"clipped_policy: {dual_clip=}, expected > 1"
-    logprobs, old_logprobs, advantages = _kept(mask, logprobs, old_logprobs, advantages)
-    # A ratio of inf, far beyond any clip, would have a gradient of 0 * inf = NaN.
+    logprobs, old_logprobs, advantages = _masked(mask, logprobs, old_logprobs, advantages)
+    # An infinite ratio would have a gradient of 0 * inf = NaN.
     logprobs = torch.clamp(logprobs, old_logprobs - LOG_RATIO, old_logprobs + LOG_RATIO)
     ratio = torch.exp(logprobs - old_logprobs)
     free = -advantages * ratio
@@ -100,10 +100,10 @@ def clipped_policy(
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: KLEstimator, count: Count) -> Tensor:
     """The mean over tokens of an estimate of the KL to the reference, as a loss: sum_mask kl_t / count. All [B, T].
 
-    k2 = (logprobs - ref_logprobs)^2 / 2: on samples of the policy its gradient is that of the KL; k3's is not
-    (Schulman 2020; arXiv 2506.09477).
+    The gradient of k2 = (logprobs - ref_logprobs)^2 / 2 on samples of the policy is that of the KL; the gradient of k3
+    is not (Schulman 2020; arXiv 2506.09477).
     """
-    logprobs, ref_logprobs = _kept(mask, logprobs, ref_logprobs)
+    logprobs, ref_logprobs = _masked(mask, logprobs, ref_logprobs)
     return masked_mean(kl_estimate(logprobs, ref_logprobs, estimator), mask, count)
 
 
@@ -119,11 +119,11 @@ def clipped_value(
 
         loss = sum_mask 0.5 * max((V - R)^2, (clip(V, V_old - cliprange, V_old + cliprange) - R)^2) / count
 
-    As in the PPO of OpenAI baselines (the papers do not give it); cliprange inf turns the clip off.
+    As in the PPO of OpenAI baselines (the papers do not have it); cliprange inf turns the clip off.
     Metrics: value_clip_fraction, tokens on which the clip binds.
     """
-    values, old_values, returns = _kept(mask, values, old_values, returns)
-    # Clamping V itself, not V - V_old: the sum back would round, and count tokens as clipped that are not.
+    values, old_values, returns = _masked(mask, values, old_values, returns)
+    # V is clamped, not V - V_old: adding V_old back would round, and count tokens as clipped that are not.
     clipped = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     free_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     binds = (clipped_error > free_error).to(values.dtype)
@@ -131,6 +131,6 @@ def clipped_value(
     return loss, {"value_clip_fraction": masked_mean(binds, mask, count)}
 
 
-def _kept(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _masked(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Each tensor in float32 at least, with zeros off the mask before any exp can overflow there."""
     return tuple(zero_off_mask(at_least_fp32(x), mask) for x in tensors)

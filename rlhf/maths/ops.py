@@ -1,7 +1,7 @@
 """Tensor operations that every stage shares: masked sums, log-probabilities, moments, KL estimates.
 
-Pure functions. A mask is a bool tensor, True where an element counts; whatever stands off the mask,
-NaN and infinity included, changes no bit of a result or of a gradient.
+Pure functions. A mask is a bool tensor, True where an element counts. Values off the mask, NaN and
+infinity included, change no bit of a result or of a gradient.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Count = float | Tensor
 
 EMPTY_VARIANCE = 1e-12
-"""A variance below this share of the mean square is rounding: nothing varies."""
+"""A variance below this share of the mean square is rounding error and counts as 0."""
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in float32 if its type is narrower; float32 and float64 stay as they are."""
+    """`x` in float32 if its type is narrower; float32 and float64 do not change."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -29,19 +29,19 @@ def zero_off_mask(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Position of every token among the real ones of its row, pads not counted. mask [B, S] -> long [B, S].
+    """Position of every token among the real tokens of its row. mask [B, S] -> long [B, S].
 
-    positions_s = sum_{j < s} mask_j; the same for a token however many pads stand left of it.
+    positions_s = sum_{j < s} mask_j, which does not depend on the number of pads to the left of a token.
     """
     mask = mask.long()
     return mask.cumsum(1) - mask
 
 
 def flush_left(x: Tensor, mask: Tensor) -> Tensor:
-    """The tokens of each row under its mask, in their order from column 0 on, then padding, as wide as the longest row.
+    """The tokens in each row's mask, moved to column 0 and the columns after it, then padding up to the longest row.
 
-    Token s of a row stands at `positions(mask)[s]`. x, mask [B, S] -> [B, at most S].
-    A causal model needs no mask of such rows: padding stands after every token, and none looks ahead.
+    Token s of a row moves to column `positions(mask)[s]`. x, mask [B, S] -> [B, at most S].
+    A causal model needs no mask for such rows: all padding comes after the tokens.
     """
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
     return x.gather(1, order[:, : int(mask.sum(1).max())])
@@ -58,48 +58,49 @@ def token_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Ten
 
     Computed in float32 at least: in bf16 the mean error at V = 50k is 0.018 and the largest 0.060.
     """
-    return _chosen(logits, ids, temperature, False)[0]
+    return _logprobs_and_entropy(logits, ids, temperature, False)[0]
 
 
 def logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and `entropy` without a gradient, from one pass over the logits.
+    """(`token_logprobs`, `entropy` without a gradient), from one pass over the logits.
 
-    Neither pass forms the log-softmax, nor a float32 copy of more than a few rows: beside bf16 logits that would be
-    the largest tensor of a step. Twice as fast as separate operations on a CPU, where these wait for memory.
+    Neither the forward nor the backward pass allocates the log-softmax or a float32 copy of all logits, which would be
+    the largest tensor of a step in bf16. On a CPU, where memory bandwidth is the limit, it is twice as fast as separate
+    operations.
     """
-    return _chosen(logits, ids, temperature, True)
+    return _logprobs_and_entropy(logits, ids, temperature, True)
 
 
-def _chosen(logits: Tensor, ids: Tensor, temperature: float, spread: bool) -> tuple[Tensor, Tensor]:
+def _logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
     assert temperature > 0, f"temperature {temperature}, expected > 0"
-    return _Chosen.apply(logits, ids, temperature, spread)
+    return _LogprobsAndEntropy.apply(logits, ids, temperature, with_entropy)
 
 
 CACHED = 2**22
-"""logits that are looked at together on a CPU: what its cache holds; elsewhere 16 times as many"""
+"""logits that are processed together on a CPU, as many as its cache holds; on other devices 16 times as many"""
 
 
-class _Chosen(torch.autograd.Function):
+class _LogprobsAndEntropy(torch.autograd.Function):
     """With z = logits / temperature and p = softmax(z): log p_i = z_i - log sum_v exp z_v, whose gradient is
     (1[v = i] - p_v) / temperature, and H = -sum_v p_v log p_v."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, spread: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
         logprobs, sums, entropies = [], [], [torch.zeros(0, device=logits.device)]
-        for part, chosen in _parts(logits, ids):
-            z = tempered(part, temperature)
+        for block, block_ids in _row_blocks(logits, ids):
+            z = tempered(block, temperature)
             total = z.logsumexp(-1)
-            logprobs.append(z.gather(-1, chosen[:, None]).squeeze(-1) - total)
+            logprobs.append(z.gather(-1, block_ids[:, None]).squeeze(-1) - total)
             sums.append(total)
-            if spread:
-                # A logit of -inf has probability 0 and counts 0; 0 * -inf would be NaN.
+            if with_entropy:
+                # A logit of -inf has probability 0 and must contribute 0; 0 * -inf would be NaN.
                 log_p = (z - total[:, None]).clamp_(min=torch.finfo(z.dtype).min)
                 entropies.append(-torch.linalg.vecdot(log_p.exp(), log_p))
         ctx.save_for_backward(logits, ids, torch.cat(sums))
         ctx.temperature = temperature
-        found = torch.cat(entropies).clamp(min=0).view(ids.shape if spread else 0)
-        ctx.mark_non_differentiable(found)
-        return torch.cat(logprobs).view(ids.shape), found
+        entropy_values = torch.cat(entropies).clamp(min=0).view(ids.shape if with_entropy else 0)
+        ctx.mark_non_differentiable(entropy_values)
+        return torch.cat(logprobs).view(ids.shape), entropy_values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -108,15 +109,15 @@ class _Chosen(torch.autograd.Function):
         result = torch.empty_like(logits, memory_format=torch.contiguous_format)
         scaled = gradient.reshape(-1, 1) / ctx.temperature
         start = 0
-        for (part, chosen), (out, _) in zip(_parts(logits, ids), _parts(result, ids), strict=True):
-            rows = slice(start, start := start + len(part))
-            change = (tempered(part, ctx.temperature) - sums[rows, None]).exp_().mul_(-scaled[rows])
-            out.copy_(change.scatter_add_(-1, chosen[:, None], scaled[rows]))
+        for (block, block_ids), (out, _) in zip(_row_blocks(logits, ids), _row_blocks(result, ids), strict=True):
+            rows = slice(start, start := start + len(block))
+            change = (tempered(block, ctx.temperature) - sums[rows, None]).exp_().mul_(-scaled[rows])
+            out.copy_(change.scatter_add_(-1, block_ids[:, None], scaled[rows]))
         return result, None, None, None
 
 
-def _parts(logits: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows [n, V] of all leading dimensions with their ids [n], few enough at a time."""
+def _row_blocks(logits: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of rows: logits [n, V] and their ids [n], over all leading dimensions."""
     size = logits.shape[-1]
     rows = max(1, CACHED * (1 if logits.device.type == "cpu" else 16) // size)
     return zip(logits.reshape(-1, size).split(rows), ids.reshape(-1).split(rows), strict=True)
@@ -147,27 +148,27 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 def masked_mean(x: Tensor, mask: Tensor, count: Count | None = None) -> Tensor:
     """Sum over the mask, divided by `count`. x, mask [...], same shape -> scalar.
 
-    count: tokens of the whole optimizer step, over all micro-batches and ranks, so that the parts of a
-    step add up to its mean; by default the tokens of this mask. At least 1.
+    count: tokens of the whole optimizer step, over all micro-batches and ranks, so that the results of
+    micro-batches add up to the mean of the step; by default the tokens of this mask. At least 1.
     """
     return masked_sum(x, mask) / at_least_one(mask.sum() if count is None else count)
 
 
 def at_least_one(count: Count) -> Count:
-    """A count that can be divided by: an empty step has loss 0, not NaN."""
+    """The count, or 1 if it is smaller: the loss of an empty step is then 0, not NaN."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
-    """(count, sum, sum of squares) over the mask: float64 [3]. Moments of parts or ranks add up."""
-    kept = zero_off_mask(x, mask).double()
-    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+    """(count, sum, sum of squares) over the mask: float64 [3]. The moments of micro-batches and ranks add up."""
+    values = zero_off_mask(x, mask).double()
+    return torch.stack([mask.sum().double(), values.sum(), values.square().sum()])
 
 
 def mean_var(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (divided by count) of added-up moments; (0, 0) if count is 0.
+    """Mean and biased variance (divided by count) from summed moments; (0, 0) if count is 0.
 
-    Never negative, and exactly 0 where only rounding is left of it.
+    The variance is never negative, and exactly 0 if it is within rounding error of 0.
     """
     count, total, squares = moments.unbind()
     mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
@@ -178,8 +179,8 @@ def mean_var(moments: Tensor) -> tuple[Tensor, Tensor]:
 def whiten(x: Tensor, mask: Tensor, mean: Tensor, var: Tensor, keep_mean: bool = False) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8), plus mean if `keep_mean`, 0 off the mask. x, mask [...], same shape.
 
-    mean, var: scalars of `mean_var`, over every rank. With one token, or with all equal, the result is
-    zero (or the mean), not NaN. Subtracts in float64, so constant float32 input gives exact zeros.
+    mean, var: scalars of `mean_var`, over all ranks. With one token, or equal tokens, the result is
+    zero (or the mean), not NaN. Subtracts in float64, so that constant float32 input gives exact zeros.
     """
     white = (x.double() - mean) * torch.rsqrt(var + 1e-8)
     return zero_off_mask((white + mean if keep_mean else white).to(x.dtype), mask)
@@ -190,7 +191,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Te
 
     With d = logprobs - ref_logprobs (J. Schulman, "Approximating KL divergence", 2020):
         k1 = d                  unbiased, either sign
-        k2 = d^2 / 2            biased, >= 0; as a loss, the one with the right gradient
+        k2 = d^2 / 2            biased, >= 0; as a loss, its gradient is that of the KL
         k3 = exp(-d) - 1 + d    unbiased, >= 0
     """
     d = logprobs - ref_logprobs
@@ -201,4 +202,4 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Te
             return d.square() / 2
         case "k3":
             return torch.expm1(-d) + d
-    raise AssertionError(f"kl_estimate: no estimator {kind!r}; have k1, k2, k3")
+    raise AssertionError(f"kl_estimate: no estimator {kind!r}, expected k1, k2 or k3")

@@ -1,4 +1,4 @@
-"""Random numbers for sampling: a stream of its own for every response, whoever draws it and beside what."""
+"""Random numbers for sampling: every response has its own stream, on every rank and in every batch."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
-    """Numbers in [0, 1), [B, length] in float64: row b is the start of the stream that `keys[b]` names.
+    """Uniform numbers in [0, 1), [B, length] in float64: row b is the start of the stream with the seed `keys[b]`.
 
-    So a response depends neither on the number of ranks nor on what else is generated at once.
+    A response therefore depends neither on the number of ranks nor on the other responses of its batch.
     """
     return torch.from_numpy(np.stack([np.random.default_rng(key).random(length) for key in keys]))

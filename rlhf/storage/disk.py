@@ -1,8 +1,8 @@
-"""Files that outlive a power cut, and that the user's umask gives to those who may read them.
+"""Files that survive a power cut, with the access modes of the user's umask.
 
-A file system holds what was written in memory for half a minute, and may write a file's name down before its content.
-What something else counts on, a checkpoint on its files, the end of a stage on its model, is therefore flushed first:
-the content of each file, then the directory that names it.
+A file system keeps written data in memory for up to half a minute, and may store a file's name before its content.
+So what other data depends on is flushed first (the files before the checkpoint that lists them, the model before the
+manifest of its stage): the content of each file, then the directory that has its name.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold what was written to a file, or which names a directory has."""
-    number = os.open(path, os.O_RDONLY)
+    """Flush the content of a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some network file systems flush no directory
+        if error.errno != errno.EINVAL or not path.is_dir():  # some network file systems cannot flush a directory
             raise
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
 def make_directory(path: Path) -> None:
-    """With its parents, whose names the disk then holds too."""
+    """Create a directory and its parents, and flush their names to the disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -39,7 +39,7 @@ def make_directory(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write atomically: a reader, and the time after a power cut, sees the old file or the whole new one."""
+    """Write atomically: a reader sees the old file or the whole new one, also after a power cut."""
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
@@ -48,7 +48,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The same of a JSON value."""
+    """Write a JSON value atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False))
 
 
@@ -57,15 +57,15 @@ def read_json(path: Path) -> Any:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there, for good."""
+    """Remove a file if it exists; the removal is flushed to the disk."""
     if path.exists():
         path.unlink()
         flush(path.parent)
 
 
 def save_tensors(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, str] | None = None) -> None:
-    """As safetensors, with the mode that every new file has: the library writes what its owner alone may read."""
-    from safetensors.torch import save_file  # here, because it imports torch
+    """Write a safetensors file with the access mode of the umask: the library's own mode lets only the owner read."""
+    from safetensors.torch import save_file  # here because it imports torch
 
     save_file(tensors, path, metadata)
     path.chmod(0o666 & ~_umask())
@@ -77,8 +77,8 @@ def _umask() -> int:
     return mask
 
 
-def complete(folder: Path) -> None:
-    """Have the disk hold a whole directory, and give its files and folders the modes that new ones have."""
+def flush_tree(folder: Path) -> None:
+    """Flush a whole directory to the disk, and give its files and folders the access modes of the umask."""
     mask = _umask()
     for path in [*folder.rglob("*"), folder]:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
@@ -86,35 +86,35 @@ def complete(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def appearing(directory: Path) -> Iterator[Path]:
-    """A temporary sibling to write into; it becomes `directory` when the block ends well, and is removed otherwise.
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """A temporary directory to write into. It replaces `directory` at the end of the block, and is removed on an error.
 
-    What `directory` was before is there until the new one is.
+    The old directory stays until the new one is complete.
     """
-    staging, before = directory.with_name(f".tmp-{directory.name}"), _before(directory)
+    staging, old = directory.with_name(f".tmp-{directory.name}"), _old_path(directory)
     recover(directory)
     shutil.rmtree(staging, ignore_errors=True)
     make_directory(directory.parent)
     staging.mkdir()
     try:
         yield staging
-        complete(staging)
+        flush_tree(staging)
         if directory.exists():
-            os.rename(directory, before)
+            os.rename(directory, old)
         os.rename(staging, directory)
         flush(directory.parent)
-        shutil.rmtree(before, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def recover(directory: Path) -> None:
-    """Undo, or end, an exchange of `directory` that was cut off."""
-    before = _before(directory)
-    if before.exists() and not directory.exists():
-        os.rename(before, directory)
-    shutil.rmtree(before, ignore_errors=True)
+    """Undo or finish a replacement of `directory` that was interrupted."""
+    old = _old_path(directory)
+    if old.exists() and not directory.exists():
+        os.rename(old, directory)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _before(directory: Path) -> Path:
+def _old_path(directory: Path) -> Path:
     return directory.with_name(f".old-{directory.name}")

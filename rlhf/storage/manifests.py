@@ -1,4 +1,4 @@
-"""What a stage leaves behind: its models, and a manifest, written last, that vouches for them and for itself."""
+"""The output of a stage: its models, and a manifest, written last, with the checksums of all files and of itself."""
 
 import contextlib
 import errno
@@ -24,14 +24,14 @@ RUN_CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
-CURE = "put back what it was, make that stage again with --overwrite, or name another directory"
+CURE = "restore the file, rerun that stage with --overwrite, or name another directory"
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
 KINDS: Mapping[str, type] = {"stage": str, "inputs": dict, "config": dict, "files": dict, "sha256": str}
-"""what every manifest has"""
+"""entries of every manifest, and their types"""
 
 
 def file_digests(stage: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of every file of the stage's model folders, by path relative to the stage."""
+    """Size and sha256 of every file in the stage's model folders, by path relative to the stage."""
     files = (file for folder in folders for file in sorted((stage / folder).rglob("*")) if file.is_file())
     return {str(f.relative_to(stage)): digest(f) for f in files}
 
@@ -42,26 +42,29 @@ def digest(path: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    known = path.stat()
-    return _sha256_of(path.resolve(), known.st_size, known.st_mtime_ns)
+    status = path.stat()
+    return _sha256_of(path.resolve(), status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1024)
 def _sha256_of(path: Path, size: int, changed: int) -> str:
-    """Read once a process: a stage looks at its inputs several times, and they may have many gigabytes."""
+    """Cached: a stage checks its inputs several times, and they may have many gigabytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def own_digest(manifest: Mapping[str, Any]) -> str:
-    """sha256 of what a manifest says, however it is laid out; it stands in the manifest itself, under `sha256`."""
+def content_digest(manifest: Mapping[str, Any]) -> str:
+    """sha256 of a manifest's content without its entry `sha256`, which stores it; independent of the file's layout."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def faulty_entries(manifest: Any, more: Mapping[str, type]) -> str:
-    """The names of entries that a manifest lacks or that are of another kind; `more` are those of its own."""
-    kinds = {**KINDS, **more}
+def faulty_entries(manifest: Any, extra_kinds: Mapping[str, type]) -> str:
+    """The names of entries that are missing or have a wrong type, joined by commas; empty if there are none.
+
+    extra_kinds: entries that this kind of manifest has beside `KINDS`
+    """
+    kinds = {**KINDS, **extra_kinds}
     if not isinstance(manifest, dict):
         return ", ".join(sorted(kinds))
     faulty = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
@@ -73,32 +76,32 @@ def faulty_entries(manifest: Any, more: Mapping[str, type]) -> str:
 
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
-    disk.write_json(path, {**content, "sha256": own_digest(content)})
+    disk.write_json(path, {**content, "sha256": content_digest(content)})
 
 
 def versions() -> dict[str, str]:
-    """Python, platform and the libraries a result depends on."""
-    found = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {"python": sys.version.split()[0], "platform": platform.platform(), **found}
+    """Versions of Python, the platform and the libraries that a result depends on."""
+    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {"python": sys.version.split()[0], "platform": platform.platform(), **libraries}
 
 
 def require_writable(output_dir: str, stage: str = "") -> None:
-    """Leave nothing behind.
+    """Try to write in the output directory, and in the stage's folders that exist. Leaves no files.
 
-    Raises: UserError if no directory can be made, or nothing written, at `output_dir` or in what is there of `stage`.
+    Raises: UserError if a directory cannot be created or written.
     """
     folder = Path(output_dir) / stage
     try:
         _try_to_write(folder)
-        if os.path.lexists(folder / CHECKPOINTS):  # a link to another disk will do
+        if os.path.lexists(folder / CHECKPOINTS):  # it may be a link to another disk
             _try_to_write(folder / CHECKPOINTS)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"--output-dir {output_dir}: cannot write there ({reason}); name another") from None
+        raise UserError(f"--output-dir {output_dir}: cannot write there ({reason}); name another directory") from None
 
 
 def require_folders(stage: Path, names: Iterable[str]) -> None:
-    """Raises: UserError for a folder of a stage's models that is a link."""
+    """Raises: UserError if a folder of the stage's models is a symbolic link."""
     for name in names:
         if (stage / name).is_symlink():
             raise UserError(
@@ -108,38 +111,40 @@ def require_folders(stage: Path, names: Iterable[str]) -> None:
 
 
 def _try_to_write(folder: Path) -> None:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
-    if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{there} is not a directory")
-    with tempfile.TemporaryFile(dir=there):
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{existing} is not a directory")
+    with tempfile.TemporaryFile(dir=existing):
         pass
 
 
 @contextlib.contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """The directory for this process alone; it is made, and removed again if it stays empty.
+def locked(directory: Path) -> Iterator[None]:
+    """Lock the directory for this process. It is created, and removed at the end if it is empty.
 
-    The kernel frees it however the process ends. Raises: UserError naming the process that has it.
+    The kernel releases the lock when the process ends in any way. Raises: UserError naming the process that has it.
     """
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    created = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
-        file = _locked(directory)
+        file = _open_lock(directory)
     except OSError as error:
-        raise UserError(
-            f"{directory / LOCK}: cannot be written ({error.strerror}); mend that, or name another --output-dir"
-        ) from None
+        reason = f"cannot be written ({error.strerror})"
+        raise UserError(f"{directory / LOCK}: {reason}; make it writable, or choose another --output-dir") from None
     with file:
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
                 (directory / LOCK).unlink()
-                for folder in made:
+                for folder in created:
                     folder.rmdir()
 
 
-def _locked(directory: Path) -> TextIO:
-    """The lock file, open and locked, with our name in it. Raises: UserError if another process has it; OSError."""
+def _open_lock(directory: Path) -> TextIO:
+    """The lock file, open and locked, with the id of this process in it.
+
+    Raises: UserError if another process has the lock; OSError.
+    """
     while True:
         disk.make_directory(directory)
         try:
@@ -151,24 +156,24 @@ def _locked(directory: Path) -> TextIO:
         except BlockingIOError:
             file.seek(0)
             raise UserError(
-                f"{directory}: in use by {file.read()}; wait for its end, or name another --output-dir"
+                f"{directory}: in use by {file.read()}; wait for its end, or choose another --output-dir"
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                 raise
-            said = f"warning: {directory} has no locks ({error.strerror}); let no other run write there"
-            print(said, file=sys.stderr, flush=True)
+            warning = f"warning: {directory} cannot be locked ({error.strerror}); let no other run write there"
+            print(warning, file=sys.stderr, flush=True)
             return file
-        if _is_at(file, directory / LOCK):
+        if _is_same_file(file, directory / LOCK):
             break
         file.close()  # its last owner has removed it
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+    with contextlib.suppress(OSError):  # on a full disk the lock holds without the process id
         file.truncate(0)
         os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
     return file
 
 
-def _is_at(file: TextIO, path: Path) -> bool:
+def _is_same_file(file: TextIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -176,27 +181,27 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 
 def read_manifest(stage: Path) -> dict[str, Any]:
-    """The manifest of a finished stage, every file it names checked.
+    """The manifest of a finished stage, after a check of every file that it lists.
 
-    Raises: UserError if the stage is unfinished, the manifest changed since, or a file is missing or changed.
+    Raises: UserError if the stage is unfinished, the manifest was changed, or a file is missing or changed.
     """
     path = stage / MANIFEST
     if not path.is_file():
         raise UserError(f"{stage}: unfinished stage, no {MANIFEST}; run it to its end, or name another directory")
-    manifest = _own_manifest(path)
+    manifest = _parse_manifest(path)
     for name, entry in manifest["files"].items():
         file = stage / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != entry["size"]:
-            got = "no such file" if found is None else f"got {found} bytes"
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry["size"]:
+            got = "no such file" if size is None else f"got {size} bytes"
             raise UserError(f"{file}: damaged, {got}, expected {entry['size']} bytes as in {MANIFEST}; {CURE}")
         if _sha256(file) != entry["sha256"]:
             raise UserError(f"{file}: damaged, its content differs from {MANIFEST} (sha256); {CURE}")
     return manifest
 
 
-def _own_manifest(path: Path) -> dict[str, Any]:
-    """A manifest that says what it said when it was written, in whatever layout. Raises: UserError."""
+def _parse_manifest(path: Path) -> dict[str, Any]:
+    """The manifest in a file, with its checksum verified. Raises: UserError if it is damaged or edited."""
     try:
         manifest = disk.read_json(path)
     except (OSError, ValueError, RecursionError) as error:
@@ -204,57 +209,60 @@ def _own_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: damaged, not a manifest ({reason}); {CURE}") from None
     faulty = faulty_entries(manifest, {"models": list, "metrics": dict})
     if faulty:
-        raise UserError(f"{path}: damaged, has no proper {faulty}; {CURE}")
-    if manifest["sha256"] != own_digest(manifest):
+        raise UserError(f"{path}: damaged, has no valid {faulty}; {CURE}")
+    if manifest["sha256"] != content_digest(manifest):
         raise UserError(f"{path}: damaged or edited, its content differs from its own sha256; {CURE}")
     return dict(manifest)
 
 
-def stage_of(place: str) -> Path | None:
-    """The stage directory that `place` is or lies in; None for models from elsewhere."""
-    directory = Path(place)
-    return next((path for path in (directory, directory.parent) if _is_stage(path)), None)
+def stage_of(path: str) -> Path | None:
+    """The stage directory that `path` names or lies in; None for a model that no stage made."""
+    directory = Path(path)
+    return next((folder for folder in (directory, directory.parent) if _is_stage(folder)), None)
 
 
 def _is_stage(directory: Path) -> bool:
-    """Whether a stage has begun to write there: it leaves its options, its record, and no model's config."""
-    has = {name for name in (RUN_CONFIG, METRICS, MANIFEST, "config.json") if (directory / name).is_file()}
-    return RUN_CONFIG in has and len(has) > 1 and "config.json" not in has
+    """Whether a stage has written in the directory: its options and metrics are there, and no model's config."""
+    files = {name for name in (RUN_CONFIG, METRICS, MANIFEST, "config.json") if (directory / name).is_file()}
+    return RUN_CONFIG in files and len(files) > 1 and "config.json" not in files
 
 
-def model_place(place: str, *folders: str) -> str:
-    """Where to load a model from: of a stage directory the first of `folders` it made; other places stay as they are.
+def model_place(path: str, *folders: str) -> str:
+    """The path to load a model from: in a stage directory the first of `folders` that exists, else `path` itself.
 
     Raises: UserError for an unfinished or damaged stage, or one that made none of `folders`.
     """
-    stage = stage_of(place)
+    stage = stage_of(path)
     if stage is None:
-        return place
-    made = read_manifest(stage)["models"]
-    if stage != Path(place):
-        return place
+        return path
+    created = read_manifest(stage)["models"]
+    if stage != Path(path):
+        return path
     for folder in folders:
-        if folder in made:
+        if folder in created:
             return str(stage / folder)
-    raise UserError(f"{stage}: holds {', '.join(made)}, expected {' or '.join(folders)}; name a model's directory")
+    raise UserError(f"{stage}: holds {', '.join(created)}, expected {' or '.join(folders)}; name a model's directory")
 
 
-def planned_start(place: str, output_dir: str, planned: Mapping[str, str]) -> str | None:
-    """The model that the maker of `place` starts from, if one of the `planned` stages is yet to make what is there."""
-    here = Path(place).resolve()
+def planned_start(path: str, output_dir: str, planned: Mapping[str, str]) -> str | None:
+    """If a planned stage will make the model at `path`: the model that this stage starts from. Else None.
+
+    planned: by name of the stage, the model that it starts from
+    """
+    directory = Path(path).resolve()
     for stage, start in planned.items():
-        made = (Path(output_dir) / stage).resolve()
-        if made in (here, here.parent):
+        output = (Path(output_dir) / stage).resolve()
+        if output in (directory, directory.parent):
             return start
     return None
 
 
-def manifest_digest(place: str) -> str | None:
-    """What identifies an input made by another stage; None for models from elsewhere.
+def manifest_digest(path: str) -> str | None:
+    """The checksum of the stage's manifest, which identifies an input of another stage; None for other models.
 
     Raises: UserError if that stage's manifest is damaged.
     """
-    stage = stage_of(place)
+    stage = stage_of(path)
     if stage is None or not (stage / MANIFEST).is_file():
         return None
-    return str(_own_manifest(stage / MANIFEST)["sha256"])
+    return str(_parse_manifest(stage / MANIFEST)["sha256"])

@@ -29,7 +29,7 @@ from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
-from rlhf.storage.manifests import CHECKPOINTS, own_digest
+from rlhf.storage.manifests import CHECKPOINTS, content_digest
 from rlhf.training import logs
 
 STATE = "state.json"
@@ -342,7 +342,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
     for name in manifest["files"]:
         if Path(name).name != name or not name.endswith((".safetensors", ".json")):
             return {}, f"{path} names the file {name!r}"
-    return (manifest, "") if manifest["sha256"] == own_digest(manifest) else ({}, f"{path} differs from its sha256")
+    return (manifest, "") if manifest["sha256"] == content_digest(manifest) else ({}, f"{path} differs from its sha256")
 
 
 def _fault(folder: Path, name: str, manifest: Mapping[str, Any]) -> str:

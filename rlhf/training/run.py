@@ -288,7 +288,7 @@ class Run:
         """The same staging directory on every rank; rank 0 makes it and renames it."""
         final = self.directory / folder
         if collectives.is_main():
-            with disk.appearing(final) as staging:
+            with disk.atomic_directory(final) as staging:
                 yield staging
         else:
             yield final.with_name(f".tmp-{final.name}")
@@ -341,7 +341,7 @@ def _alone(directory: Path, replace: bool) -> Iterator[None]:
         refusal = None
         if collectives.is_main():
             try:
-                stack.enter_context(manifests.held(directory))
+                stack.enter_context(manifests.locked(directory))
                 if (directory / manifests.MANIFEST).exists() and not replace:
                     refusal = f"{directory}: another process has just finished it; nothing is left to do here"
             except UserError as error:

@@ -35,7 +35,7 @@ class GRPO:
         """A_i = (score_i - mean of its group) [/ std of its group]. [B, T]"""
         c = self.config
         assert rollout.scores is not None
-        centred = crediting.against_group(rollout.scores, c.num_generations, c.scale_rewards)
+        centred = crediting.group_relative(rollout.scores, c.num_generations, c.scale_rewards)
         returns = crediting.on_every_token(rollout.scores, rollout.mask)
         return Credit(crediting.on_every_token(centred, rollout.mask), returns)
 

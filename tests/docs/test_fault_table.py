@@ -45,7 +45,7 @@ ROWS_A: dict[int, tuple[str, ...]] = {
     # ports and directories that are in use; more processes than devices; no launcher; a clean end
     12: ("rlhf/distributed/test_rendezvous.py::test_a_port_that_is_taken_is_named_with_one_that_is_free",),
     13: (
-        "rlhf/storage/test_checkpoint.py::test_a_directory_is_for_one_process_alone",
+        "rlhf/storage/test_checkpoint.py::test_one_process_locks_a_directory",
         "rlhf/chain/test_killed_chain.py::test_a_second_chain_leaves_the_first_alone",
         "faults/test_selection.py::test_a_directory_in_use_is_refused",
         "faults/test_ranks.py::test_a_second_run_in_one_directory_is_refused",
@@ -92,8 +92,8 @@ ROWS_B: dict[int, tuple[str, ...]] = {
     ),
     22: ("rlhf/training/test_going_on_otherwise.py::test_too_little_room_is_foreseen",),
     23: (
-        "rlhf/storage/test_checkpoint.py::test_a_place_to_write_is_tried_and_left_clean",
-        "rlhf/storage/test_checkpoint.py::test_a_place_that_cannot_be_written_to",
+        "rlhf/storage/test_checkpoint.py::test_the_write_test_leaves_no_files",
+        "rlhf/storage/test_checkpoint.py::test_a_directory_that_is_not_writable",
         "rlhf/chain/test_errors.py::test_a_directory_that_cannot_be_made",
     ),
     # files that are cut, changed by a bit, missing, too many
@@ -103,7 +103,7 @@ ROWS_B: dict[int, tuple[str, ...]] = {
     ),
     25: (
         "rlhf/training/test_checkpoints.py::test_a_damaged_one_is_named_and_passed_over",
-        "rlhf/training/test_checkpoints.py::test_no_bit_of_a_manifest_flips_unseen",
+        "rlhf/training/test_checkpoints.py::test_every_flipped_bit_of_a_manifest_is_detected",
         "rlhf/training/test_checkpoints.py::test_two_ranks_save_and_fall_back_together",
         "rlhf/storage/test_checkpoint.py::test_a_damaged_stage_is_refused",
     ),
@@ -197,20 +197,20 @@ ROWS_C: dict[int, tuple[str, ...]] = {
     # what a finished stage says of itself; what it started from
     97: (
         "rlhf/storage/test_checkpoint.py::test_a_damaged_stage_is_refused",
-        "rlhf/storage/test_checkpoint.py::test_no_bit_of_a_manifest_flips_unseen",
-        "rlhf/storage/test_checkpoint.py::test_a_manifest_in_another_layout_is_the_same",
+        "rlhf/storage/test_checkpoint.py::test_every_flipped_bit_of_a_manifest_is_detected",
+        "rlhf/storage/test_checkpoint.py::test_the_layout_of_a_manifest_does_not_matter",
     ),
     98: (
-        "rlhf/storage/test_checkpoint.py::test_a_result_is_not_replaced_because_its_input_is_another",
-        "rlhf/storage/test_checkpoint.py::test_an_unfinished_stage_begins_anew_when_its_input_is_another",
+        "rlhf/storage/test_checkpoint.py::test_a_result_is_not_replaced_when_its_input_changed",
+        "rlhf/storage/test_checkpoint.py::test_an_unfinished_stage_restarts_when_its_input_changed",
     ),
     # what this user may not read or write; links
     99: (
-        "rlhf/storage/test_unreadable.py::test_a_checkpoint_that_cannot_be_read_is_passed_over",
+        "rlhf/storage/test_unreadable.py::test_an_unreadable_checkpoint_is_skipped",
         "rlhf/storage/test_unreadable.py::test_a_disk_that_fails_costs_one_checkpoint",
-        "rlhf/storage/test_unreadable.py::test_checkpoints_that_nobody_can_list_are_not_begun_again",
-        "rlhf/storage/test_unreadable.py::test_a_save_that_cannot_begin_says_so_at_once",
-        "rlhf/storage/test_unreadable.py::test_what_cannot_be_written_is_refused_at_the_start",
+        "rlhf/storage/test_unreadable.py::test_a_stage_with_unlistable_checkpoints_does_not_restart",
+        "rlhf/storage/test_unreadable.py::test_a_save_that_cannot_start_fails_at_once",
+        "rlhf/storage/test_unreadable.py::test_an_unwritable_folder_is_refused_at_the_start",
         "rlhf/storage/test_unreadable.py::test_a_lock_of_another_user_is_one_line",
     ),
     # Ctrl-C, SIGTERM and SIGKILL while rows are tokenised

@@ -36,7 +36,7 @@ def test_killed_and_asked_to_end_and_it_is_the_same(whole: Path, tmp_path: Path)
 
 def test_a_directory_in_use_is_refused(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "step1_sft").mkdir(parents=True)
-    with manifests.held(tmp_path / "out" / "step1_sft"):
+    with manifests.locked(tmp_path / "out" / "step1_sft"):
         refused = harness.run(tmp_path / "out", harness.alone(tmp_path / "out", whole, 1))
     refused.require(2, f"in use by process {os.getpid()} on {socket.gethostname()}", "--output-dir")
     assert not harness.files(tmp_path / "out" / "step1_sft")

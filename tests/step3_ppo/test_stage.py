@@ -314,7 +314,7 @@ def test_an_option_that_an_earlier_run_did_not_know(models: Path, tmp_path: Path
     path = tmp_path / "step3_ppo/manifest.json"
     manifest = json.loads(path.read_text(encoding="utf-8"))
     del manifest["config"]["ema_decay"], manifest["config"]["abort_kl"]
-    manifest["sha256"] = manifests.own_digest(manifest)
+    manifest["sha256"] = manifests.content_digest(manifest)
     path.write_text(json.dumps(manifest), encoding="utf-8")
     stage.run(options(models, tmp_path, "rloo"))
     stage.run(options(models, tmp_path, "rloo", abort_kl=50.0))  # changes nothing that is made

@@ -101,7 +101,7 @@ def test_a_chain_killed_in_every_stage_goes_on_to_the_same_bytes(
 def test_a_second_chain_leaves_the_first_alone(chain: Chain, here: Path) -> None:
     (here / "out").mkdir()
     (here / "out/config.yaml").write_text("of the first")
-    with manifests.held(here / "out"):
+    with manifests.locked(here / "out"):
         before = sorted(here.rglob("*"))
         code, said, error = chain("--seed", "1")
         assert sorted(here.rglob("*")) == before

@@ -201,7 +201,7 @@ def test_the_files_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
         assert len(rows) == len(text.splitlines()) and all(isinstance(row, Row) for row in rows)
 
 
-def test_the_page_names_options_that_there_are() -> None:
+def test_the_page_names_existing_options() -> None:
     configs = (pairs.PairsConfig, evaluate.EvaluateConfig)
     known = {name for cls in configs for name in parser.option_names(cls)} | {
         "reward-only-data-path",

@@ -205,13 +205,13 @@ def test_leave_one_out_by_hand() -> None:
         credit.leave_one_out(values, 4)
 
 
-def test_against_group_by_hand() -> None:
+def test_group_relative_by_hand() -> None:
     values = torch.tensor([1.0, 3.0, 5.0, 5.0, 7.0, 1.0])
     centred = torch.tensor([-1.0, 1.0, 0.0, 0.0, 3.0, -3.0])
-    torch.testing.assert_close(credit.against_group(values, 2, scale=False), centred)
+    torch.testing.assert_close(credit.group_relative(values, 2, scale=False), centred)
     # deviations sqrt(2), 0 and sqrt(18), unbiased: of two numbers their distance over sqrt(2)
     scaled = centred / (torch.tensor([2.0, 2.0, 0.0, 0.0, 18.0, 18.0]).sqrt() + 1e-4)
-    torch.testing.assert_close(credit.against_group(values, 2, scale=True), scaled)
+    torch.testing.assert_close(credit.group_relative(values, 2, scale=True), scaled)
 
 
 @pytest.mark.parametrize("value", [1000.1, -0.1, 1 / 3])
@@ -220,8 +220,8 @@ def test_equal_values_that_fp32_cannot_hold_are_equal_to_their_mean(value: float
     """Their mean rounds in fp32; over a deviation of 1e-4 that would be a third of an advantage."""
     values = torch.full((2 * group,), value)
     for found in (
-        credit.against_group(values, group, scale=True),
-        credit.against_group(values, group, scale=False),
+        credit.group_relative(values, group, scale=True),
+        credit.group_relative(values, group, scale=False),
         credit.leave_one_out(values, group),
     ):
         assert torch.equal(found, torch.zeros(2 * group)) and found.dtype == torch.float32

@@ -47,27 +47,27 @@ def make(out: Path, stage: str = "step1_sft", model: str = "weights", **manifest
 
 def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     final = tmp_path / "model"
-    with disk.appearing(final) as staging:
+    with disk.atomic_directory(final) as staging:
         (staging / "a").write_text("old")
         assert not final.exists() and staging.parent == tmp_path
-    with pytest.raises(ZeroDivisionError), disk.appearing(final) as staging:
+    with pytest.raises(ZeroDivisionError), disk.atomic_directory(final) as staging:
         (staging / "a").write_text("new")
         raise ZeroDivisionError
     assert (final / "a").read_text() == "old" and os.listdir(tmp_path) == ["model"]
-    with disk.appearing(final) as staging:
+    with disk.atomic_directory(final) as staging:
         (staging / "b").write_text("newer")
     assert os.listdir(final) == ["b"]
 
 
-def test_what_an_earlier_crash_left_is_swept(tmp_path: Path) -> None:
+def test_files_of_an_earlier_crash_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".tmp-model").mkdir()
     (tmp_path / ".tmp-model" / "half").write_text("")
-    with disk.appearing(tmp_path / "model") as staging:
+    with disk.atomic_directory(tmp_path / "model") as staging:
         (staging / "whole").write_text("")
     assert os.listdir(tmp_path / "model") == ["whole"]
 
 
-def test_json_is_replaced_whole(tmp_path: Path) -> None:
+def test_json_is_written_atomically(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     disk.write_json(file, {"ü": 1})
     with pytest.raises(TypeError):
@@ -102,10 +102,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a lost file": (lambda stage: (stage / "model/config.json").unlink(), "config.json: damaged, no such file"),
     "no manifest": (lambda stage: (stage / "manifest.json").unlink(), "unfinished stage, no manifest.json"),
     "half a manifest": (lambda stage: os.truncate(stage / "manifest.json", 40), "damaged, not a manifest"),
-    "another manifest": (lambda stage: (stage / "manifest.json").write_text("[]"), "damaged, has no proper config"),
-    "an empty manifest": (lambda stage: (stage / "manifest.json").write_text('{"files": {}}'), "has no proper config"),
+    "another manifest": (lambda stage: (stage / "manifest.json").write_text("[]"), "damaged, has no valid config"),
+    "an empty manifest": (lambda stage: (stage / "manifest.json").write_text('{"files": {}}'), "has no valid config"),
     "a metric edited": (lambda stage: edit(stage, metrics={"score": 1}), "damaged or edited, its content differs"),
-    "files of another kind": (lambda stage: edit(stage, files={"a": 1}), "has no proper files"),
+    "files of another kind": (lambda stage: edit(stage, files={"a": 1}), "has no valid files"),
 }
 
 
@@ -113,15 +113,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_stage_is_refused(tmp_path: Path, damage: str) -> None:
     stage = make(tmp_path)
     manifests.read_manifest(stage)  # so that a digest is remembered
-    harm, said = DAMAGES[damage]
+    harm, message = DAMAGES[damage]
     harm(stage)
-    for place in (stage, stage / "model"):
+    for path in (stage, stage / "model"):
         with pytest.raises(UserError) as caught:
-            manifests.model_place(str(place), "model")
-        assert said in str(caught.value) and str(stage) in str(caught.value) and "\n" not in str(caught.value)
+            manifests.model_place(str(path), "model")
+        assert message in str(caught.value) and str(stage) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_no_bit_of_a_manifest_flips_unseen(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     path = make(tmp_path) / "manifest.json"
     good, content = path.read_bytes(), manifests.read_manifest(path.parent)
     for bit in range(0, 8 * len(good), 29):  # every bit of a byte has its turn
@@ -130,77 +130,77 @@ def test_no_bit_of_a_manifest_flips_unseen(tmp_path: Path) -> None:
         try:
             assert manifests.read_manifest(path.parent) == content
         except UserError as error:
-            assert "put back what it was, make that stage again with --overwrite" in str(error)
+            assert "restore the file, rerun that stage with --overwrite" in str(error)
 
 
-def test_other_files_beside_the_models_do_no_harm(tmp_path: Path) -> None:
+def test_other_files_beside_the_models_are_ignored(tmp_path: Path) -> None:
     stage = make(tmp_path)
     (stage / "notes.txt").write_text("mine")
     (stage / "model" / "README.md").write_text("mine")
     assert manifests.model_place(str(stage), "model") == str(stage / "model")
 
 
-def test_places_that_no_stage_made_stay_as_they_are(tmp_path: Path) -> None:
+def test_paths_outside_stages_do_not_change(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "config.json").write_text("{}")
     (plain / "manifest.json").write_text("[]")  # of another program
     (tmp_path / "config.yaml").write_text("")  # a chain's, beside it
-    for place in (str(plain), "gpt2", "someone/model", str(tmp_path / "absent"), "a.yaml"):
-        assert manifests.model_place(place, "model") == place
-        assert manifests.manifest_digest(place) is None
+    for path in (str(plain), "gpt2", "someone/model", str(tmp_path / "absent"), "a.yaml"):
+        assert manifests.model_place(path, "model") == path
+        assert manifests.manifest_digest(path) is None
 
 
-def test_a_planned_stage_is_known_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planned_stage_is_recognised_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     planned = {"step1_sft": "gpt2"}
-    for place in ("out/step1_sft", "out/step1_sft/model", f"{tmp_path}/out/step1_sft", "out/x/../step1_sft/"):
-        assert manifests.planned_start(place, "out", planned) == "gpt2"
-    for place in ("out", "out/step2_reward", "out/step1_sft2", "gpt2", "other/step1_sft"):
-        assert manifests.planned_start(place, "out", planned) is None
+    for path in ("out/step1_sft", "out/step1_sft/model", f"{tmp_path}/out/step1_sft", "out/x/../step1_sft/"):
+        assert manifests.planned_start(path, "out", planned) == "gpt2"
+    for path in ("out", "out/step2_reward", "out/step1_sft2", "gpt2", "other/step1_sft"):
+        assert manifests.planned_start(path, "out", planned) is None
 
 
-def test_a_place_to_write_is_tried_and_left_clean(tmp_path: Path) -> None:
+def test_the_write_test_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     manifests.require_writable(str(tmp_path))
     manifests.require_writable(str(tmp_path / "a" / "b"))
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
-    for place in ("file", "file/below", "link", "link/below"):
+    for path in ("file", "file/below", "link", "link/below"):
         with pytest.raises(UserError, match=r"--output-dir .*cannot write there .*is not a directory"):
-            manifests.require_writable(str(tmp_path / place))
+            manifests.require_writable(str(tmp_path / path))
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a directory that nobody can write to")
-def test_a_place_that_cannot_be_written_to() -> None:
+def test_a_directory_that_is_not_writable() -> None:
     with pytest.raises(UserError, match="cannot write there"):
         manifests.require_writable("/proc/self/x")
 
 
-def test_a_directory_is_for_one_process_alone(tmp_path: Path) -> None:
+def test_one_process_locks_a_directory(tmp_path: Path) -> None:
     """The last owner removes the lock's file: who waits for it must not take that for the lock."""
-    place, inside, refused = tmp_path / "a" / "b", [], []
+    path, inside, refused = tmp_path / "a" / "b", [], []
 
-    def come_and_go() -> None:
+    def lock_repeatedly() -> None:
         for _ in range(60):
             try:
-                with manifests.held(place):
+                with manifests.locked(path):
                     inside.append(1)
                     assert len(inside) == 1
-                    (place / "file").touch()
+                    (path / "file").touch()
                     inside.pop()
             except UserError as error:
                 refused.append(str(error))
 
     with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(come_and_go) for _ in range(4)]:
+        for done in [pool.submit(lock_repeatedly) for _ in range(4)]:
             done.result()
-    assert all(said.startswith(f"{place}: in use by ") for said in refused)
-    assert os.listdir(place) == ["file"]
-    (place / "file").unlink()
-    place.rmdir()
-    with manifests.held(place):
-        assert os.listdir(place) == [".lock"]
+    assert all(message.startswith(f"{path}: in use by ") for message in refused)
+    assert os.listdir(path) == ["file"]
+    (path / "file").unlink()
+    path.rmdir()
+    with manifests.locked(path):
+        assert os.listdir(path) == [".lock"]
     assert os.listdir(tmp_path) == ["a"] and not os.listdir(tmp_path / "a")
 
 
@@ -230,13 +230,13 @@ def test_a_finished_stage_is_finished(tmp_path: Path) -> None:
     ("name", "value"),
     [("sample_rows", 9), ("report_to", ("tensorboard",)), ("micro_batch_size", 1)],
 )
-def test_what_changes_no_result_is_free(tmp_path: Path, name: str, value: Any) -> None:
+def test_options_that_change_no_result_may_differ(tmp_path: Path, name: str, value: Any) -> None:
     make(tmp_path)
     assert state(tmp_path, **{name: value}) == "finished"
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("kl_coef", 0.2, "kl_coef was 0.1, now 0.2"),
         ("seed", 1, "seed was 0, now 1"),
@@ -244,14 +244,14 @@ def test_what_changes_no_result_is_free(tmp_path: Path, name: str, value: Any) -
         ("model", "other", "model was 'pretrained', now 'other'"),
     ],
 )
-def test_another_result_is_refused_with_the_difference(tmp_path: Path, name: str, value: Any, said: str) -> None:
+def test_options_that_change_results_are_refused_by_name(tmp_path: Path, name: str, value: Any, message: str) -> None:
     make(tmp_path)
     with pytest.raises(UserError, match=r"--output-dir.*--overwrite") as caught:
         state(tmp_path, **{name: value})
-    assert said in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert message in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_an_option_that_came_later_is_no_difference(tmp_path: Path) -> None:
+def test_an_option_of_a_later_version_is_no_difference(tmp_path: Path) -> None:
     older = Options(output_dir=str(tmp_path), model="pretrained").model_dump(mode="json")
     del older["kl_coef"]
     make(tmp_path, config=older)
@@ -272,7 +272,7 @@ def test_a_moved_run_is_the_same_run(tmp_path: Path) -> None:
     assert state(tmp_path / "new") == "finished"
 
 
-def test_two_spellings_of_one_model_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_spellings_of_one_model_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = Options(output_dir="out", model="opt-125m").model_dump(mode="json")
     make(tmp_path / "out", config=config)
@@ -281,7 +281,7 @@ def test_two_spellings_of_one_model_are_one(tmp_path: Path, monkeypatch: pytest.
     assert state(Path("out"), model=f"{tmp_path}/here/model") == "finished"
 
 
-def test_a_manifest_in_another_layout_is_the_same(tmp_path: Path) -> None:
+def test_the_layout_of_a_manifest_does_not_matter(tmp_path: Path) -> None:
     """As jq writes it."""
     first = make(tmp_path)
     later(tmp_path)
@@ -298,7 +298,7 @@ def later(out: Path) -> Path:
     return make(out, "step2_reward", inputs={"model": entry}, config=config)
 
 
-def test_a_result_is_not_replaced_because_its_input_is_another(tmp_path: Path) -> None:
+def test_a_result_is_not_replaced_when_its_input_changed(tmp_path: Path) -> None:
     first = make(tmp_path)
     later(tmp_path)
     assert state(tmp_path, "step2_reward", model=str(first)) == "finished"
@@ -313,7 +313,7 @@ def test_a_result_is_not_replaced_because_its_input_is_another(tmp_path: Path) -
     assert state(tmp_path, "step2_reward", model=str(first), overwrite=True) == "new"
 
 
-def test_an_unfinished_stage_begins_anew_when_its_input_is_another(tmp_path: Path) -> None:
+def test_an_unfinished_stage_restarts_when_its_input_changed(tmp_path: Path) -> None:
     first = make(tmp_path)
     manifest = manifests.read_manifest(later(tmp_path))
     shutil.rmtree(tmp_path / "step2_reward")

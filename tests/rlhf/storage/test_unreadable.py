@@ -33,35 +33,33 @@ def unprivileged() -> Iterator[None]:
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def output_dir() -> Iterator[Path]:
     """A directory of the unprivileged user's, with a stage that has checkpoints of steps 1 and 2."""
-    place = Path(tempfile.mkdtemp(prefix="rlhf-test-"))
+    output_dir = Path(tempfile.mkdtemp(prefix="rlhf-test-"))
     for step in (1, 2):
-        assert save(place / "step1_sft", step) is None
-    for path in (place, *place.rglob("*")):
+        assert save(output_dir / "step1_sft", step) is None
+    for path in (output_dir, *output_dir.rglob("*")):
         os.chown(path, NOBODY if os.geteuid() == 0 else -1, -1)
-    yield place
-    for path in place.rglob("*"):
+    yield output_dir
+    for path in output_dir.rglob("*"):
         if path.exists():
             path.chmod(0o700)
-    shutil.rmtree(place)
+    shutil.rmtree(output_dir)
 
 
 @pytest.mark.parametrize("name", ["", "manifest.json", "state.json", "weights.rank-0.part-0.safetensors"])
-def test_a_checkpoint_that_cannot_be_read_is_passed_over(
-    place: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    newest = checkpoints.folder_of(place / "step1_sft", 2)
+def test_an_unreadable_checkpoint_is_skipped(output_dir: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = checkpoints.folder_of(output_dir / "step1_sft", 2)
     (newest / name).chmod(0)
     with unprivileged():
-        assert whole(place / "step1_sft") == 1
-        manifest = checkpoints.newest_manifest(place / "step1_sft")
+        assert whole(output_dir / "step1_sft") == 1
+        manifest = checkpoints.newest_manifest(output_dir / "step1_sft")
     assert manifest is not None and manifest["step"] == (1 if name in ("", "manifest.json") else 2)
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith(f"warning, {newest} is passed over: ") and "cannot be read (Permission denied)" in line
 
 
-def test_a_disk_that_fails_costs_one_checkpoint(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_costs_one_checkpoint(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = manifests.digest
 
     def failing(path: Path) -> Any:
@@ -70,11 +68,11 @@ def test_a_disk_that_fails_costs_one_checkpoint(place: Path, monkeypatch: pytest
         return real(path)
 
     monkeypatch.setattr(manifests, "digest", failing)
-    assert whole(place / "step1_sft") == 1
+    assert whole(output_dir / "step1_sft") == 1
 
 
-def test_checkpoints_that_nobody_can_list_are_not_begun_again(place: Path) -> None:
-    stage = place / "step1_sft"
+def test_a_stage_with_unlistable_checkpoints_does_not_restart(output_dir: Path) -> None:
+    stage = output_dir / "step1_sft"
     for mode in (0o000, 0o311):
         (stage / "checkpoints").chmod(mode)
         with unprivileged():
@@ -83,8 +81,8 @@ def test_checkpoints_that_nobody_can_list_are_not_begun_again(place: Path) -> No
                     look(stage)
 
 
-def test_a_save_that_cannot_begin_says_so_at_once(place: Path) -> None:
-    stage = place / "step1_sft"
+def test_a_save_that_cannot_start_fails_at_once(output_dir: Path) -> None:
+    stage = output_dir / "step1_sft"
     (stage / "checkpoints").chmod(0o500)
     start = time.monotonic()
     with unprivileged():
@@ -96,27 +94,27 @@ def test_a_save_that_cannot_begin_says_so_at_once(place: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["step1_sft", "step1_sft/checkpoints"])
-def test_what_cannot_be_written_is_refused_at_the_start(place: Path, folder: str) -> None:
+def test_an_unwritable_folder_is_refused_at_the_start(output_dir: Path, folder: str) -> None:
     with unprivileged():
-        manifests.require_writable(str(place), "step1_sft")
-        (place / folder).chmod(0o500)
-        with pytest.raises(UserError, match=rf"--output-dir {place}: cannot write there \(Permission denied\)"):
-            manifests.require_writable(str(place), "step1_sft")
+        manifests.require_writable(str(output_dir), "step1_sft")
+        (output_dir / folder).chmod(0o500)
+        with pytest.raises(UserError, match=rf"--output-dir {output_dir}: cannot write there \(Permission denied\)"):
+            manifests.require_writable(str(output_dir), "step1_sft")
 
 
-def test_a_lock_of_another_user_is_one_line(place: Path) -> None:
-    (place / manifests.LOCK).touch(mode=0o600)
-    lock = manifests.held(place)
+def test_a_lock_of_another_user_is_one_line(output_dir: Path) -> None:
+    (output_dir / manifests.LOCK).touch(mode=0o600)
+    lock = manifests.locked(output_dir)
     with unprivileged(), pytest.raises(UserError, match=r"\.lock: cannot be written \(Permission denied\)"):
         lock.__enter__()
 
 
-def test_links_are_followed_or_refused_at_the_start(place: Path, tmp_path: Path) -> None:
+def test_links_are_followed_or_refused_at_the_start(output_dir: Path, tmp_path: Path) -> None:
     """Checkpoints may lie on another disk; a model is replaced as a whole, which a link is not."""
-    stage = place / "step1_sft"
+    stage = output_dir / "step1_sft"
     shutil.move(stage / "checkpoints", tmp_path / "elsewhere")
     (stage / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    manifests.require_writable(str(place), "step1_sft")
+    manifests.require_writable(str(output_dir), "step1_sft")
     assert whole(stage) == 2 and save(stage, 3) is None and whole(stage) == 3
     checkpoints.sweep(stage, everything=True)
     assert (stage / "checkpoints").is_symlink() and not os.listdir(tmp_path / "elsewhere")
@@ -126,4 +124,4 @@ def test_links_are_followed_or_refused_at_the_start(place: Path, tmp_path: Path)
     (stage / "model").unlink()
     (tmp_path / "elsewhere").rmdir()
     with pytest.raises(UserError, match=r"checkpoints is not a directory"):
-        manifests.require_writable(str(place), "step1_sft")
+        manifests.require_writable(str(output_dir), "step1_sft")

@@ -179,7 +179,7 @@ def test_a_damaged_one_is_named_and_passed_over(
     assert names(stage) == {"step-00000001", "step-00000002"}  # nobody threw them away
 
 
-def test_no_bit_of_a_manifest_flips_unseen(stage: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_detected(stage: Path) -> None:
     """The manifest has no other file that vouches for it: what still counts as whole says what it said before."""
     path = checkpoints.folder_of(stage, 2) / "manifest.json"
     good = path.read_bytes()

@@ -304,7 +304,7 @@ def test_another_version_of_a_library_is_said(
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     now = manifest["versions"]["torch"]
     manifest["versions"]["torch"] = "1.0"
-    manifest["sha256"] = manifests.own_digest(manifest)
+    manifest["sha256"] = manifests.content_digest(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     capsys.readouterr()
     sft()
