@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.distributed import collectives
-from rlhf.text.prompt_file import written_prompt
+from rlhf.text.prompt_file import format_prompt
 from rlhf.types import Rollout, Samples
 
 
@@ -26,6 +26,6 @@ def append_chosen(path: Path, iteration: int, chosen: Rollout, samples: Samples)
 def _rows(iteration: int, chosen: Rollout, samples: Samples) -> list[dict[str, Any]]:
     assert chosen.scores is not None
     return [
-        {"prompt": written_prompt(row.prompt), "response": response, "score": score, "iteration": iteration}
+        {"prompt": format_prompt(row.prompt), "response": response, "score": score, "iteration": iteration}
         for row, response, score in zip(chosen.rows, samples.responses, chosen.scores.tolist(), strict=True)
     ]

@@ -86,7 +86,7 @@ def _last_words(template: Template, messages: Sequence[Message], limit: int) -> 
         left = [*messages[:turn], Message("user", words), *messages[turn + 1 :]]
         return Fitted(template.prompt_ids(left), left)
 
-    sizes = template.sizes([content[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)])
+    sizes = template.token_counts([content[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)])
     room = limit - len(fitted(starts[-1]).ids) + sizes[-1]
     totals = list(accumulate(reversed(sizes)))  # of the last word, the last two, ...
     fit = sum(total <= room for total in totals)

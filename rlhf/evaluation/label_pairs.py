@@ -21,7 +21,7 @@ from rlhf.evaluation.batch_generation import (
     require_writable,
 )
 from rlhf.evaluation.options import PairsConfig
-from rlhf.text.prompt_file import read_prompts, written_prompt
+from rlhf.text.prompt_file import format_prompt, read_prompts
 from rlhf.types import Message
 
 CUT, EQUAL, TIE = "cut at --response-length", "equal responses", "tie"
@@ -126,9 +126,9 @@ def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[dict[str,
             # In random order, so that the column does not reveal which policy wrote the response.
             first, second = order.sample(pair.sides, 2)
             sides = {"response_a": first.text, "response_b": second.text, "preference": ""}
-            rows.append({"prompt": written_prompt(pair.prompt)} | sides)
+            rows.append({"prompt": format_prompt(pair.prompt)} | sides)
         else:
-            rows.append({"prompt": written_prompt(pair.prompt)} | _labelled(pair, options.margin))
+            rows.append({"prompt": format_prompt(pair.prompt)} | _labelled(pair, options.margin))
     return rows, dropped
 
 

@@ -1,4 +1,4 @@
-"""Whether the model hub can be reached at all, asked before a library asks it at length."""
+"""A quick test whether the model hub can be reached, before a library retries for a long time."""
 
 import http.client
 import ssl
@@ -16,34 +16,35 @@ HUB_TIMEOUT = 5.0
 
 
 def require_hub(what: str) -> None:
-    """Refuse at once when `what` is to come from the hub and the hub does not answer.
+    """Raise an error quickly if `what` must come from the hub and the hub does not answer.
 
-    Without this the hub's own retries hold a run without network for up to a minute. With HF_HUB_OFFLINE=1
-    nothing is asked: the local cache answers.
+    Otherwise the hub client's retries would delay a run without network by up to a minute. With HF_HUB_OFFLINE=1
+    no request is sent, as only the local cache is used.
     Raises: UserError with the cure, after HUB_TIMEOUT seconds at most.
     """
     if constants.HF_HUB_OFFLINE:
         return
-    found: list[str] = []
-    # In a thread: looking up a name, or an answer that drips in, heeds no time limit.
-    asking = threading.Thread(target=lambda: found.append(_hub_trouble()), daemon=True)
-    asking.start()
-    asking.join(HUB_TIMEOUT)
-    trouble = found[0] if found else f"nothing came in {HUB_TIMEOUT:g} s"
-    if trouble:
+    results: list[str] = []
+    # In a thread, because a name lookup and a slow answer have no time limit.
+    request = threading.Thread(target=lambda: results.append(_connection_error()), daemon=True)
+    request.start()
+    request.join(HUB_TIMEOUT)
+    reason = results[0] if results else f"no answer in {HUB_TIMEOUT:g} s"
+    if reason:
         raise UserError(
             f"{what}: no such local path{suggestion(what)}, and the hub at {constants.ENDPOINT} does not answer "
-            f"({trouble}); give a local path, or set HF_HUB_OFFLINE=1 if it is in the local cache"
+            f"({reason}); give a local path, or set HF_HUB_OFFLINE=1 if it is in the local cache"
         )
 
 
-def _hub_trouble() -> str:
-    """Why the hub cannot be reached; empty if it answers."""
+def _connection_error() -> str:
+    """Why the hub cannot be reached; an empty string if it answers."""
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_TIMEOUT).close()
     except urllib.error.HTTPError:
-        return ""  # an answer, if not a friendly one: what follows says more
+        return ""  # the hub answers; a later request reports the error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        trusts = isinstance(getattr(error, "reason", None), ssl.SSLError)
-        return "" if trusts else str(error) or type(error).__name__  # the hub's own client may trust other certificates
+        if isinstance(getattr(error, "reason", None), ssl.SSLError):
+            return ""  # the hub client may trust other certificates
+        return str(error) or type(error).__name__
     return ""

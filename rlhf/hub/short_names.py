@@ -1,4 +1,4 @@
-"""Short model names, as people type them, to the ids under which model hubs keep them."""
+"""Short model names, as people type them, and the hub ids that they stand for."""
 
 from pathlib import Path
 
@@ -21,30 +21,30 @@ FAMILIES = {
     "mistralai/Mistral-7B-{}": "v0.1 v0.3 Instruct-v0.3",
     "google/gemma-2-{}": "2b 9b 27b 2b-it 9b-it 27b-it",
 }
-"""Hub ids by family. The short name is what follows the owner, in any case."""
+"""Hub ids by family. The short name is the part after the owner; upper and lower case are equal."""
 
 PRESETS = {"demo-llama": CONFIGS / "models/demo-llama.yaml"}
-"""Models described by a YAML file of this repository instead of trained weights."""
+"""Models that a YAML file of this repository describes, with random weights."""
 
 
-def table() -> dict[str, str]:
-    """Every known short name, lower case, and its place."""
+def known_names() -> dict[str, str]:
+    """Hub id or path by short name, in lower case."""
     ids = [pattern.format(size) for pattern, sizes in FAMILIES.items() for size in sizes.split()]
-    names = {place.split("/")[1].lower(): place for place in ids}
-    # Llama names are also typed without their '-hf'.
-    names |= {name.removesuffix("-hf"): place for name, place in names.items()}
+    names = {model_id.split("/")[1].lower(): model_id for model_id in ids}
+    # Llama names are also known without '-hf'.
+    names |= {name.removesuffix("-hf"): model_id for name, model_id in names.items()}
     return names | {name: str(path) for name, path in PRESETS.items()}
 
 
-def suggestion(place: str) -> str:
-    """` (did you mean 'opt-1.3b'?)` where a short name is near, else an empty string."""
-    return "" if "/" in place else suggest(place.lower(), list(table()), cutoff=0.8)
+def suggestion(model_id: str) -> str:
+    """` (did you mean 'opt-1.3b'?)` if a short name is similar, else an empty string."""
+    return "" if "/" in model_id else suggest(model_id.lower(), list(known_names()), cutoff=0.8)
 
 
 def resolve(name: str) -> str:
-    """The place of a model: a path stays a path, a known short name becomes its hub id, anything else is a hub id.
+    """The path or hub id of a model: an existing path and a hub id do not change, a short name becomes its hub id.
 
     >>> resolve("opt-1.3b")
     'facebook/opt-1.3b'
     """
-    return name if Path(name).exists() else table().get(name.lower(), name)
+    return name if Path(name).exists() else known_names().get(name.lower(), name)

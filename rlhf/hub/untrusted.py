@@ -1,4 +1,4 @@
-"""Model directories that a stranger may have made: what is refused unread, and which file is to blame for the rest."""
+"""Untrusted model directories: what is refused before it is loaded, and which file causes a loading error."""
 
 import contextlib
 import functools
@@ -24,73 +24,73 @@ LOAD_ERRORS = (
     OSError, ValueError, LookupError, ArithmeticError, ImportError, RuntimeError, AttributeError, TypeError, EOFError,
     AssertionError, SafetensorError, StrictDataclassError, pickle.UnpicklingError,
 )  # fmt: skip
-"""What the libraries raise for files that are damaged, of another kind, or made to do harm."""
+"""The exceptions of the libraries for files that are damaged, of a wrong kind, or malicious."""
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_SECONDS, TOKENIZER_BYTES = 20.0, 4 << 30
-"""for reading a tokenizer.json and encoding TRIED: one of 30 MB takes 2 s and 0.5 GB"""
-MOST_IDS = 1 << 24
-"""the library fills the gaps between ids one by one; the largest vocabularies have 2^18"""
-TRIED = " ".join(char * 50 for char in string.printable[:94])
-"""a text on which regular expressions and replacements that explode do so"""
+"""limits for reading a tokenizer.json and encoding PROBE_TEXT: a file of 30 MB takes 2 s and 0.5 GB"""
+MAX_IDS = 1 << 24
+"""the library fills the gaps between ids one by one; the largest known vocabularies have 2^18 ids"""
+PROBE_TEXT = " ".join(char * 50 for char in string.printable[:94])
+"""a text on which exponential regular expressions and replacements take too much time or memory"""
 
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ADAPTER = "adapter_config.json"
 MERGE = "merge it with its base model first (peft: merge_and_unload, then save_pretrained)"
 
-REPORT = " For details look at the `CONVERSION` entries of the above report!"
-"""The end of a message of transformers, whose report is not shown."""
+REPORT_NOTE = " For details look at the `CONVERSION` entries of the above report!"
+"""The end of a message of transformers; the report that it mentions is not printed here."""
 
 FLOATING = ("F", "BF", "float", "bfloat")
-"""What names of types begin with, in safetensors and in torch."""
+"""Prefixes of the names of floating-point types, in safetensors and in torch."""
 
-OWN_CODE = "it needs custom code of its own, which is never run here; expected what transformers has itself"
+CUSTOM_CODE = "it needs custom code of its own, which is never run here; expected a model of transformers itself"
 
 
-def refuse_model(place: str) -> None:
-    """Refuse a model directory that is not whole in itself; other places are let pass.
+def refuse_model(path: str) -> None:
+    """Refuse a model directory that is an adapter, or whose index names files elsewhere. Hub ids are not checked.
 
-    transformers would lay an adapter over the model without a word, and follow an index out of the directory.
+    transformers would silently apply an adapter to the model, and follow an index out of the directory.
     Raises: UserError naming the file.
     """
-    folder = Path(place)
+    folder = Path(path)
     if (folder / ADAPTER).is_file():
-        raise UserError(f"model '{place}': got an adapter ({ADAPTER}), expected whole weights; {MERGE}")
-    read_mappings(f"model '{place}'", folder, MODEL_FILES)
+        raise UserError(f"model '{path}': got an adapter ({ADAPTER}), expected whole weights; {MERGE}")
+    read_mappings(f"model '{path}'", folder, MODEL_FILES)
     for index in sorted(folder.glob("*.index.json")):
-        shards = read_mappings(f"model '{place}'", folder, [index.name])[index.name].get("weight_map")
+        shards = read_mappings(f"model '{path}'", folder, [index.name])[index.name].get("weight_map")
         for name in shards.values() if isinstance(shards, dict) else [shards]:
             if not isinstance(name, str) or Path(name).name != name or name == "..":
-                raise UserError(f"model '{place}': {index.name} names {name!r}, expected a file beside it")
+                raise UserError(f"model '{path}': {index.name} names {name!r}, expected a file in the same directory")
 
 
-def refuse_adapter(place: str, model: Any) -> None:
-    """Raises: UserError if transformers has found an adapter at `place`, on the hub say, and laid it over the model."""
+def refuse_adapter(path: str, model: Any) -> None:
+    """Raises: UserError if transformers has loaded an adapter from `path`, for example from the hub."""
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise UserError(f"model '{place}': got an adapter over its weights, expected whole weights; {MERGE}")
+        raise UserError(f"model '{path}': got an adapter over its weights, expected whole weights; {MERGE}")
 
 
-def refuse_whole_numbers(place: str, model: Any) -> None:
-    """transformers reads bool and whole numbers as if they were weights in floating point.
+def refuse_whole_numbers(path: str, model: Any) -> None:
+    """Refuse weights of a boolean or integer type, which transformers would convert to floating point.
 
-    Raises: UserError naming the first weight of `model` that is stored so.
+    Raises: UserError naming the first such weight of `model`.
     """
-    there = Path(place).is_dir()
+    is_local = Path(path).is_dir()
     patterns = ("*.safetensors", "*.bin")
-    folder = Path(place if there else snapshot_download(place, allow_patterns=list(patterns), local_files_only=True))
+    folder = Path(path if is_local else snapshot_download(path, allow_patterns=list(patterns), local_files_only=True))
     weights = {name for name, _ in model.named_parameters()}
-    for name, dtype, file in _stored(folder):
-        within = {name, name.partition(".")[2], f"{model.base_model_prefix}.{name}"}
-        if not dtype.startswith(FLOATING) and (name.endswith(".weight") or weights & within):
+    for name, dtype, file in _stored_weights(folder):
+        names = {name, name.partition(".")[2], f"{model.base_model_prefix}.{name}"}
+        if not dtype.startswith(FLOATING) and (name.endswith(".weight") or weights & names):
             raise UserError(
-                f"model '{place}': {file}: weight {name} holds numbers of type {dtype}, expected floating point; "
+                f"model '{path}': {file}: weight {name} holds numbers of type {dtype}, expected floating point; "
                 "quantised weights cannot be trained: name the model that they were made from"
             )
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Name, type and file of each weight stored in `folder`, as far as a model is read from there."""
+def _stored_weights(folder: Path) -> Iterator[tuple[str, str, str]]:
+    """(name, type, file) of each weight in `folder`, of the files that transformers would load."""
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         with safe_open(file, framework="pt") as tensors:
@@ -102,61 +102,61 @@ def _stored(folder: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def read_mappings(what: str, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Those of the JSON files `names` that are in `folder`.
+    """The content of the JSON files `names` that exist in `folder`, by name.
 
-    Raises: UserError naming the first that holds no mapping.
+    Raises: UserError naming the first file that is not a mapping.
     """
-    found = {}
+    mappings = {}
     for name in names:
         path = folder / name
         if not path.is_file():
             continue
         try:
-            found[name] = json.loads(path.read_text(encoding="utf-8"))
+            mappings[name] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())[:100]
             raise UserError(f"{what}: cannot be loaded: {name} is not a valid JSON file ({reason})") from None
-        if not isinstance(found[name], dict):
+        if not isinstance(mappings[name], dict):
             raise UserError(
-                f"{what}: cannot be loaded: {name} holds a {type(found[name]).__name__}, expected a mapping"
+                f"{what}: cannot be loaded: {name} holds a {type(mappings[name]).__name__}, expected a mapping"
             )
-    return found
+    return mappings
 
 
-def reason(place: str, error: BaseException) -> str:
-    """Why a model cannot be loaded, on one line that names the file if it lies in the directory `place`."""
+def reason(path: str, error: BaseException) -> str:
+    """Why a model cannot be loaded, in one line; it names the faulty file if `path` is a directory."""
     if "trust_remote_code" in str(error):
-        return OWN_CODE
+        return CUSTOM_CODE
     if isinstance(error, pickle.UnpicklingError):
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
-        wants = f"asks for code ({code[1]})" if code else "is not a plain one"
+        problem = f"asks for code ({code[1]})" if code else "does not hold plain tensors"
         return (
-            f"{_first_broken(Path(place)) or 'a weight file'}: this pickle {wants}, and nothing of it was run; "
+            f"{_first_unreadable(Path(path)) or 'a weight file'}: this pickle {problem}, and nothing of it was run; "
             "expected tensors alone, best in *.safetensors"
         )
-    said = " ".join(str(error).split()).replace(REPORT, "")[:200] or type(error).__name__
-    config = isinstance(error, StrictDataclassError | AssertionError)  # torch asserts sizes and ids that it says
-    file = "config.json" if config else _first_broken(Path(place))
-    return f"{file}: {said}" if file and file not in said else said
+    message = " ".join(str(error).split()).replace(REPORT_NOTE, "")[:200] or type(error).__name__
+    config = isinstance(error, StrictDataclassError | AssertionError)  # torch asserts the sizes and ids of the config
+    file = "config.json" if config else _first_unreadable(Path(path))
+    return f"{file}: {message}" if file and file not in message else message
 
 
-def tokenizer_reason(place: str, error: BaseException) -> str:
-    """The same of a tokenizer."""
+def tokenizer_reason(path: str, error: BaseException) -> str:
+    """Why a tokenizer cannot be loaded, in one line; it names tokenizer.json if that file is faulty."""
     if "trust_remote_code" in str(error):
-        return OWN_CODE
-    said = " ".join(str(error).split())[:300] or type(error).__name__
-    file = Path(place) / TOKENIZER
+        return CUSTOM_CODE
+    message = " ".join(str(error).split())[:300] or type(error).__name__
+    file = Path(path) / TOKENIZER
     try:
         with PlainErrors():
             if file.is_file():
                 Tokenizer.from_file(str(file))
     except LOAD_ERRORS:
-        return f"{file.name}: {said}"
-    return said
+        return f"{file.name}: {message}"
+    return message
 
 
-def _first_broken(folder: Path) -> str:
-    """The name of the first weight file there that cannot be opened, if any. Runs nothing that a file asks for."""
+def _first_unreadable(folder: Path) -> str:
+    """The name of the first weight file in `folder` that cannot be opened, or an empty string. Runs no code of it."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -171,23 +171,23 @@ def _first_broken(folder: Path) -> str:
     return ""
 
 
-def refuse_tokenizer(place: str) -> None:
-    """Try a fast tokenizer, of a directory or the hub, in a process with limits.
+def refuse_tokenizer(path: str) -> None:
+    """Test a fast tokenizer, in a directory or on the hub, in a process with limits.
 
-    Raises: UserError if tokenizer.json takes too much time or memory, has ids too large, or fails on TRIED.
+    Raises: UserError if tokenizer.json takes too much time or memory, has too large ids, or fails on PROBE_TEXT.
     """
-    file = Path(place) / TOKENIZER
+    file = Path(path) / TOKENIZER
     try:
-        file = file if Path(place).is_dir() else Path(hf_hub_download(place, TOKENIZER))
+        file = file if Path(path).is_dir() else Path(hf_hub_download(path, TOKENIZER))
         status = file.stat()
-    except LOAD_ERRORS:  # there need be none; whether a hub has nothing at all is told when all is loaded
+    except LOAD_ERRORS:  # the file is optional; a missing model is reported when the tokenizer is loaded
         return
-    _refuse_tokenizer_file(file, f"{place}: {TOKENIZER}", status.st_size, status.st_mtime_ns)
+    _refuse_tokenizer_file(file, f"{path}: {TOKENIZER}", status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=64)
 def _refuse_tokenizer_file(file: Path, what: str, size: int, changed: int) -> None:
-    """Once a process for each file."""
+    """Cached, so that each version of a file is tested once per process."""
     limits.run_limited(functools.partial(_try_tokenizer, file, what), what, TOKENIZER_SECONDS, TOKENIZER_BYTES)
 
 
@@ -196,29 +196,29 @@ def _try_tokenizer(file: Path, what: str) -> None:
         with PlainErrors():
             tokenizer = Tokenizer.from_file(str(file))
     except ValueError:
-        return  # which is told when all is loaded
+        return  # reported when the tokenizer is loaded
     text, last = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1], default=("", 0))
-    if last >= MOST_IDS:
-        raise UserError(f"{what}: got id {last} for {text[:40]!r}, expected ids below {MOST_IDS}")
+    if last >= MAX_IDS:
+        raise UserError(f"{what}: got id {last} for {text[:40]!r}, expected ids below {MAX_IDS}")
     with fails_as_user_error(what):
-        tokenizer.decode(tokenizer.encode(TRIED).ids)
+        tokenizer.decode(tokenizer.encode(PROBE_TEXT).ids)
 
 
 @contextlib.contextmanager
 def fails_as_user_error(what: str) -> Iterator[None]:
-    """Raises: UserError naming `what`, a tokenizer, for what its library raises over a text."""
+    """Turn an error of the tokenizers library on a text into a UserError that names `what`, the tokenizer."""
     try:
         with PlainErrors():
             yield
     except UserError:
         raise
     except ValueError as error:
-        said = " ".join(str(error).split())[:200]
-        raise UserError(f"{what}: fails on a text ({said}); is its pre_tokenizer or normalizer at fault?") from None
+        message = " ".join(str(error).split())[:200]
+        raise UserError(f"{what}: fails on a text ({message}); is its pre_tokenizer or normalizer at fault?") from None
 
 
 class PlainErrors:
-    """Inside, what the tokenizers library raises, Exception itself or a panic of Rust, becomes a ValueError."""
+    """A context in which errors of the tokenizers library, plain Exceptions and Rust panics, become ValueErrors."""
 
     def __enter__(self) -> None:
         return

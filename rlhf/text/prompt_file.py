@@ -1,4 +1,4 @@
-"""Prompts from a file: JSON lines with a column `prompt`, or plain text with one prompt a line; also written."""
+"""Prompts from a file: JSON lines with a column `prompt`, or plain text with one prompt per line."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,34 +12,34 @@ from rlhf.types import Message, Row
 ROLES = ("system", "user", "assistant")
 
 
-def read_prompts(place: str) -> list[tuple[str, Row]]:
-    """(file:line, row) of every line that is not blank. What else a row has goes into its columns.
+def read_prompts(path: str) -> list[tuple[str, Row]]:
+    """(file:line, row) of every line that is not blank. Other columns of a JSON line become columns of the row.
 
-    Raises: UserError with file:line at the first line that is no prompt.
+    Raises: UserError with file:line at the first invalid line.
     """
     readers: dict[str, Callable[[str, str], Row]] = {".jsonl": _json_row, ".txt": _text_row}
-    read = readers.get(Path(place).suffix.lower())
+    read = readers.get(Path(path).suffix.lower())
     if read is None:
         raise UserError(
-            f"--prompts {place}: expected a .jsonl file with a column 'prompt', or a .txt of a prompt a line"
+            f"--prompts {path}: expected a .jsonl file with a column 'prompt', or a .txt file with one prompt per line"
         )
     try:
-        lines = Path(place).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
-        raise UserError(f"--prompts {place}: cannot be read ({error.strerror}); name a .jsonl or .txt file") from None
+        raise UserError(f"--prompts {path}: cannot be read ({error.strerror}); name a .jsonl or .txt file") from None
     rows = []
     for number, line in enumerate(lines, 1):
-        where = f"{place}:{number}"
-        text = _decoded(line, where)
+        location = f"{path}:{number}"
+        text = _decode(line, location)
         if text.strip():
-            rows.append((where, read(text, where)))
+            rows.append((location, read(text, location)))
     return rows
 
 
-def written_prompt(prompt: Sequence[Message]) -> str | list[dict[str, str]]:
-    """A prompt as a value of the column `prompt`: the text of a single user's message, else the messages.
+def format_prompt(prompt: Sequence[Message]) -> str | list[dict[str, str]]:
+    """A prompt as a value of the column `prompt`: the text of a single user message, else the list of messages.
 
-    A text that begins as a dialogue does (`Human: ...`), which datasets are read as, is written as a message too.
+    A text that starts with `Human:` would be read as a dialogue, so it is written as a list of messages too.
     """
     if not prompt:
         return ""
@@ -48,60 +48,60 @@ def written_prompt(prompt: Sequence[Message]) -> str | list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in prompt]
 
 
-def _decoded(line: bytes, where: str) -> str:
+def _decode(line: bytes, location: str) -> str:
     try:
         return line.decode().removesuffix("\r")
     except UnicodeDecodeError as error:
-        got = f"got byte 0x{line[error.start]:02x} at offset {error.start} of the line"
-        raise UserError(f"{where}: {got}, expected UTF-8; convert the file, e.g. with iconv") from None
+        problem = f"got byte 0x{line[error.start]:02x} at offset {error.start} of the line"
+        raise UserError(f"{location}: {problem}, expected UTF-8; convert the file, e.g. with iconv") from None
 
 
-def _text_row(line: str, where: str) -> Row:
+def _text_row(line: str, location: str) -> Row:
     return Row((Message("user", line),))
 
 
-def _json_row(line: str, where: str) -> Row:
+def _json_row(line: str, location: str) -> Row:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error}); expected one object a line") from None
+        raise UserError(f"{location}: not JSON ({error}); expected one object per line") from None
     if not isinstance(record, dict):
-        raise UserError(f"{where}: got a {type(record).__name__}, expected an object with a 'prompt'")
+        raise UserError(f"{location}: got a {type(record).__name__}, expected an object with a 'prompt'")
     if "prompt" not in record:
-        known = ", ".join(record) or "none"
-        raise UserError(f"{where}: no column 'prompt'; have {known}{suggest('prompt', list(record))}")
+        columns = ", ".join(record) or "none"
+        raise UserError(f"{location}: no column 'prompt'; have {columns}{suggest('prompt', list(record))}")
     prompt = record.pop("prompt")
-    return Row(_messages(prompt, where), columns=record)
+    return Row(_messages(prompt, location), columns=record)
 
 
-def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
+def _messages(prompt: Any, location: str) -> tuple[Message, ...]:
     if isinstance(prompt, str):
-        return (Message("user", _content(prompt, f"{where}: prompt")),)
+        return (Message("user", _content(prompt, f"{location}: prompt")),)
     if not isinstance(prompt, list) or not prompt:
-        raise UserError(f"{where}: prompt: got {_short(prompt)}, expected text, or a list of messages")
-    messages = tuple(_message(value, f"{where}: prompt[{i}]") for i, value in enumerate(prompt))
+        raise UserError(f"{location}: prompt: got {_short(prompt)}, expected text, or a list of messages")
+    messages = tuple(_message(value, f"{location}: prompt[{i}]") for i, value in enumerate(prompt))
     if messages[-1].role != "user":
-        raise UserError(f"{where}: prompt: ends in a message of role '{messages[-1].role}', expected the user's")
+        raise UserError(f"{location}: prompt: the last message has the role '{messages[-1].role}', expected user")
     return messages
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, location: str) -> Message:
     role = value.get("role") if isinstance(value, dict) else None
     if role not in ROLES:
-        raise UserError(f"{where}: got {_short(value)}, expected {{role: {' or '.join(ROLES)}, content: text}}")
-    return Message(role, _content(value.get("content"), f"{where}.content"))
+        raise UserError(f"{location}: got {_short(value)}, expected {{role: {' or '.join(ROLES)}, content: text}}")
+    return Message(role, _content(value.get("content"), f"{location}.content"))
 
 
-def _content(text: Any, where: str) -> str:
+def _content(text: Any, location: str) -> str:
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{where}: got {_short(text)}, expected text")
+        raise UserError(f"{location}: got {_short(text)}, expected text")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{where}: got half a surrogate pair, which is no text; write the row anew") from None
+        raise UserError(f"{location}: got half a surrogate pair, which is no valid text; correct the row") from None
     return text
 
 
 def _short(value: Any) -> str:
-    said = ascii(value)
-    return said if len(said) <= 80 else said[:77] + "..."
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."

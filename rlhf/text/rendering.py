@@ -1,6 +1,6 @@
-"""Messages become text by a chat template, and what each message says keeps its place in it.
+"""A chat template turns messages into text, and the content of each message can be located in that text.
 
-Templates may come from a stranger, so transformers' sandbox alone renders them.
+Templates may be untrusted, so only transformers' sandbox renders them.
 """
 
 import contextlib
@@ -20,24 +20,24 @@ from rlhf.text.templates import template_name
 from rlhf.types import Message
 
 MAX_SECONDS = 5.0
-"""of CPU time, for the first renderings of a template"""
+"""CPU time for the first renderings of a template"""
 
 MARK = "\ue000"
-"""stands for a message's content where the frame around it is looked at"""
+"""replaces a message's content when only the text around it matters"""
 
 RENDER_ERRORS = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What a template's own mistakes raise."""
+"""The exceptions of a faulty template."""
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[Sequence[Message]], add_generation_prompt: bool = True
 ) -> list[str]:
-    """The text of each dialogue, up to where a response begins or without that.
+    """The text of each dialogue, with or without the prefix of the next response.
 
-    Raises: UserError that names the roles of the first dialogue the template does not render.
+    Raises: UserError that names the roles of the first dialogue that the template cannot render.
     """
     dicts = [[{"role": message.role, "content": message.content} for message in messages] for messages in dialogues]
     if not dicts:
@@ -51,12 +51,12 @@ def render(
         roles = ", ".join(message.role for message in dialogues[0])
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
-            f"the chat template{_line_of(error)} does not render messages of roles ({roles}): {reason}"
+            f"the chat template{_line_of(error)} cannot render messages of roles ({roles}): {reason}"
         ) from None
 
 
 def _line_of(error: BaseException) -> str:
-    """`, line 3,` of the template, from a traceback; for an Exception Jinja has made its frames point there."""
+    """`, line 3,` of the template, from a traceback, whose frames Jinja maps to the template; else empty."""
     trace, line = error.__traceback__, getattr(error, "lineno", None)
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
@@ -67,9 +67,9 @@ def _line_of(error: BaseException) -> str:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Try the template, if it may be a stranger's, in a process with limits.
+    """Render test messages; an untrusted template does so in a process with limits.
 
-    Raises: UserError if it does not render one user message, with its content, or takes more time or memory.
+    Raises: UserError if the template does not render a user message with its content, or exceeds the limits.
     """
     if template_name(str(tokenizer.chat_template)) is not None:
         _try_template(tokenizer)
@@ -80,21 +80,21 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
     try:
         text = render(tokenizer, [[Message("user", MARK)]])[0]
-        written(tokenizer)  # other roles may run through other lines
+        template_output(tokenizer)  # other roles may use other lines of the template
         turn_end(tokenizer)
-    except limits.Late as error:
+    except limits.TimeUp as error:
         raise UserError(f"the chat template{_line_of(error)} still runs after {MAX_SECONDS:g} seconds") from None
     if MARK not in text:
-        raise UserError("the chat template leaves out what a user's message says; expected message['content'] in it")
+        raise UserError("the chat template leaves out the content of a user message; expected message['content'] in it")
     bos = tokenizer.bos_token
     if bos and text.startswith(bos + bos):
         raise UserError(f"the chat template writes the BOS token {bos} twice at its start; remove one")
 
 
 def frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the template writes between a prompt and the assistant's content if that is white space, and what after it.
+    """(white space between a prompt and the assistant's content, all text after that content).
 
-    Raises: UserError if the template refuses an assistant's message.
+    Raises: UserError if the template refuses an assistant message.
     """
     user = Message("user", "x")
     whole = render(tokenizer, [[user, Message("assistant", MARK)]], add_generation_prompt=False)[0]
@@ -104,7 +104,7 @@ def frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The token with which the template closes an assistant's turn; None if it writes text there, or nothing."""
+    """The added token with which the template ends an assistant turn; None if it ends in other text or in nothing."""
     try:
         _, after = frame(tokenizer)
     except UserError:
@@ -113,8 +113,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return max((token for token in tokens if after.lstrip().startswith(token)), key=len, default=None)
 
 
-def written(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template, and all that it writes around messages of the roles it takes."""
+def template_output(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template's source, and everything that it writes around messages of the usual roles."""
     dialogues = [[Message(role, MARK) for role in roles] for roles in (("user", "assistant"), ("system", "user"))]
     rendered = [str(tokenizer.chat_template)]
     for messages in dialogues:
@@ -124,32 +124,32 @@ def written(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch of a rendered prompt."""
+class Segment:
+    """A part of a rendered prompt."""
 
     text: str
     message: int | None = None
-    """number of the message it is the content of; None: the template wrote it"""
+    """number of the message whose content it is; None: the template wrote it"""
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Piece]:
-    """The rendered prompt cut at each message's content: template, content, template, content, ..., template.
+def split_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Segment]:
+    """The rendered prompt, split at each message's content: template, content, template, content, ..., template.
 
-    Found by rendering the messages again with marks around their contents, never by looking for what they say.
-    Raises: UserError if the template does more to a content than trim it or change it letter by letter.
+    The messages are rendered again with marks around their contents; the contents themselves are not searched for.
+    Raises: UserError if the template changes a content in another way than trimming it or mapping its characters.
     """
     text = render(tokenizer, [messages])[0]
-    said = "".join(message.content for message in messages)
-    marks = tuple(islice((c for c in map(chr, range(0xE000, 0x110000)) if c not in said), 3))
-    filled = [i for i, message in enumerate(messages) if message.content.strip()]
-    for marked in (range(len(messages)), filled):  # a template may ask whether there is any content
-        again = [_with_marks(message, i, marks) if i in marked else message for i, message in enumerate(messages)]
-        found = _align(render(tokenizer, [again])[0], text, marks)
-        if found:
-            return found
+    contents = "".join(message.content for message in messages)
+    marks = tuple(islice((c for c in map(chr, range(0xE000, 0x110000)) if c not in contents), 3))
+    not_empty = [i for i, message in enumerate(messages) if message.content.strip()]
+    for to_mark in (range(len(messages)), not_empty):  # a template may test whether there is content
+        marked = [_with_marks(message, i, marks) if i in to_mark else message for i, message in enumerate(messages)]
+        segments = _align(render(tokenizer, [marked])[0], text, marks)
+        if segments:
+            return segments
     raise UserError(
-        "the chat template rewrites messages, so what they say (a special token's text, an assistant's turn) cannot be "
-        "told from what it writes itself; choose another --chat-template, or change that row"
+        "the chat template rewrites messages, so the content of a message (a special token's text, an assistant turn) "
+        "cannot be distinguished from the template's own text; choose another --chat-template, or change that row"
     )
 
 
@@ -158,47 +158,53 @@ def _with_marks(message: Message, number: int, marks: tuple[str, ...]) -> Messag
     return Message(message.role, f"{start}{number}{middle}{message.content}{end}")
 
 
-def _align(marked: str, text: str, marks: tuple[str, ...]) -> list[Piece]:
-    """The pieces of `text`, of which `marked` is the rendering with marks; none if the two do not agree."""
+def _align(marked: str, text: str, marks: tuple[str, ...]) -> list[Segment]:
+    """The segments of `text`; `marked` is the same prompt with marks. Empty if the two do not agree."""
     start, middle, end = marks
     first, *rest = re.split(f"{start}([0-9]+){middle}(.*?){end}", marked, flags=re.DOTALL)
     if re.search(f"[{''.join(marks)}]", first + "".join(rest)):
-        return []  # a mark has lost its partner
-    found, place = [Piece(first)], len(first)
+        return []  # a mark without its counterpart
+    segments, offset = [Segment(first)], len(first)
     for number, content, after in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
         forms = (content, content.lstrip(), content.rstrip(), content.strip())  # many templates trim
-        form = next((form for form in forms if text.startswith(form + after, place)), None)
+        form = next((form for form in forms if text.startswith(form + after, offset)), None)
         if form is None:
             return []
-        found += [Piece(form, int(number)), Piece(after)]
-        place += len(form) + len(after)
-    return found if text.startswith(first) and place == len(text) else []
+        segments += [Segment(form, int(number)), Segment(after)]
+        offset += len(form) + len(after)
+    return segments if text.startswith(first) and offset == len(text) else []
 
 
-def cut_at(tokens: re.Pattern[str], cut: Sequence[Piece]) -> Iterator[tuple[str, bool]]:
-    """A rendered prompt as (text, whether it is one of `tokens`, a pattern in parentheses, that the template wrote)."""
-    stretch = ""
-    for piece in cut:
-        parts = tokens.split(piece.text) if piece.message is None else [piece.text]
-        for number, part in enumerate(parts):  # text, token, text, ..., text
-            stretch += "" if number % 2 else part
+def split_special_tokens(tokens: re.Pattern[str], segments: Sequence[Segment]) -> Iterator[tuple[str, bool]]:
+    """A rendered prompt as (text, whether the text is a special token that the template wrote).
+
+    tokens: a pattern of special tokens, with one group around it
+    """
+    ordinary = ""
+    for segment in segments:
+        texts = tokens.split(segment.text) if segment.message is None else [segment.text]
+        for number, text in enumerate(texts):  # text, token, text, ..., text
+            ordinary += "" if number % 2 else text
             if number % 2:
-                yield from [(stretch, False), (part, True)]
-                stretch = ""
-    yield stretch, False
+                yield from [(ordinary, False), (text, True)]
+                ordinary = ""
+    yield ordinary, False
 
 
-def turns(cut: Sequence[Piece], messages: Sequence[Message], around: tuple[str, str], eos: str) -> Iterator[slice]:
-    """The characters of each assistant's turn in a rendered prompt: the content with what is `around` it, and EOS."""
-    before, after = around
-    place = len(cut[0].text)
-    for left, piece, right in zip(cut[::2], cut[1::2], cut[2::2], strict=False):  # template, content, template
-        start, end = place, place + len(piece.text)
-        place = end + len(right.text)
-        if piece.message is None or messages[piece.message].role != "assistant":
+def assistant_turns(
+    segments: Sequence[Segment], messages: Sequence[Message], white_space: tuple[str, str], eos: str
+) -> Iterator[slice]:
+    """The characters of each assistant turn in a rendered prompt: content, white space before and after it, and EOS."""
+    before, after = white_space
+    offset = len(segments[0].text)
+    # template, content, template
+    for left, segment, right in zip(segments[::2], segments[1::2], segments[2::2], strict=False):
+        start, end = offset, offset + len(segment.text)
+        offset = end + len(right.text)
+        if segment.message is None or messages[segment.message].role != "assistant":
             continue
         closed = len(after + eos) if right.text.startswith(after + eos) else 0
-        if start == end:  # of an empty response EOS alone, as ever
+        if start == end:  # an empty response is EOS alone
             start += len(after) if closed else 0
         elif left.text.endswith(before):
             start -= len(before)

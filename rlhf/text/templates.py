@@ -1,4 +1,4 @@
-"""Chat templates by name, and from Jinja files of the user's."""
+"""Chat templates: built-in ones by name, and those of the user's Jinja files."""
 
 import contextlib
 import re
@@ -21,26 +21,26 @@ NAMES = {
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
     "raise_exception", "strftime_now", "range", "dict", "namespace", "lipsum", "cycler", "joiner",
 }  # fmt: skip
-"""What every template can name."""
+"""Names that are defined in every template."""
 
 BUILT_IN = {
-    # The text as it is. A language model needs one token to start from, hence EOS where there is no BOS.
+    # The text without a frame. A language model needs a first token, hence EOS if there is no BOS.
     "plain": "{{ bos_token if bos_token else eos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
-    # As Anthropic's HH dialogues are written; a system message stands before the first turn.
+    # The format of Anthropic's HH dialogues; a system message comes before the first turn.
     "human_assistant": (
         "{% if bos_token %}{{ bos_token }}{% endif %}{% for m in messages %}"
         "{% if m['role'] == 'assistant' %}{{ '\n\nAssistant: ' }}"
         "{% elif m['role'] != 'system' %}{{ '\n\nHuman: ' }}{% endif %}"
         "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}"
     ),
-    # Models made for this format have '<|im_start|>' as their BOS: it is not written twice.
+    # If '<|im_start|>' is the model's BOS, it is not written twice.
     "chatml": (
         "{% if bos_token and bos_token != '<|im_start|>' %}{{ bos_token }}{% endif %}{% for m in messages %}"
         "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
-    # As Llama 2 Chat was trained: BOS and EOS around each exchange, the system message inside the user's next turn.
-    # Turns that do not alternate are written too; the reference refuses them.
+    # The format of Llama 2 Chat: BOS and EOS around each exchange, the system message inside the next user turn.
+    # Unlike the reference, it accepts turns that do not alternate.
     "llama_2": (
         "{% set bos = bos_token if bos_token else '' %}{% set before = namespace(system='') %}"
         "{% for m in messages %}{% if m['role'] == 'system' %}"
@@ -57,7 +57,7 @@ BUILT_IN = {
         "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'].strip() + '<|eot_id|>' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
-    # Stanford Alpaca's frame; a system message takes the place of its first sentence, and each response ends in EOS.
+    # The format of Stanford Alpaca; a system message replaces its first sentence, and each response ends in EOS.
     "alpaca": (
         "{% if bos_token %}{{ bos_token }}{% endif %}{% if messages[0]['role'] != 'system' %}"
         "{{ 'Below is an instruction that describes a task. "
@@ -70,23 +70,25 @@ BUILT_IN = {
 }
 
 
-def find_template(name: str, own: Any) -> str:
-    """The text of the template that `name` stands for: 'auto', a name in BUILT_IN ('-' for '_' too), or a Jinja file.
+def find_template(name: str, tokenizer_template: Any) -> str:
+    """The text of a template. name: 'auto', a name in BUILT_IN ('-' may replace '_'), or a Jinja file.
 
-    `own`: the chat_template of the tokenizer, which 'auto' means; human_assistant where it has none.
-    Raises: UserError for an unknown name, or a file that is no template.
+    tokenizer_template: the tokenizer's chat_template, which 'auto' selects; without one it selects human_assistant
+    Raises: UserError for an unknown name, or a file that is not a template.
     """
     if name == "auto":
-        own = own.get("default") if isinstance(own, dict) else own
-        if not own:
+        if isinstance(tokenizer_template, dict):
+            tokenizer_template = tokenizer_template.get("default")
+        if not tokenizer_template:
             return BUILT_IN["human_assistant"]
-        if not isinstance(own, str):
-            raise UserError(f"--chat-template auto: got a {type(own).__name__} for the tokenizer's own, expected text")
-        with contextlib.suppress(jinja2.TemplateSyntaxError):  # which rendering names
-            _parse(own, "--chat-template auto")
-        return own
-    known = name.replace("-", "_")
-    return BUILT_IN[known] if known in BUILT_IN else _read_template(name)
+        if not isinstance(tokenizer_template, str):
+            kind = type(tokenizer_template).__name__
+            raise UserError(f"--chat-template auto: the tokenizer's own template is a {kind}, expected text")
+        with contextlib.suppress(jinja2.TemplateSyntaxError):  # rendering reports it
+            _parse(tokenizer_template, "--chat-template auto")
+        return tokenizer_template
+    built_in_name = name.replace("-", "_")
+    return BUILT_IN[built_in_name] if built_in_name in BUILT_IN else _read_template(name)
 
 
 def template_name(text: str) -> str | None:
@@ -108,30 +110,30 @@ def _read_template(path: str) -> str:
     return text
 
 
-def _parse(text: str, where: str) -> jinja2.nodes.Template:
-    """A template's syntax tree; nothing of it is run.
+def _parse(text: str, source: str) -> jinja2.nodes.Template:
+    """A template's syntax tree; the template is not run.
 
-    Raises: UserError for a template that is too long, too deep, or raises to a power: a number with a thousand million
-    digits is one operation, which no clock interrupts. TemplateSyntaxError.
+    Raises: UserError for a template that is too long, nested too deeply, or uses powers: a power with a billion digits
+    is one operation, which no timer can interrupt. TemplateSyntaxError.
     """
     if len(text) > MAX_TEMPLATE:
-        raise UserError(f"{where}: got {len(text)} characters, expected a chat template of at most {MAX_TEMPLATE}")
+        raise UserError(f"{source}: got {len(text)} characters, expected a chat template of at most {MAX_TEMPLATE}")
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
     try:
-        # transformers knows one more tag, which marks what an assistant says
+        # A tag that only transformers has; it marks assistant turns.
         tree = environment.parse(re.sub(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}", "", text))
         power = next(tree.find_all(jinja2.nodes.Pow), None)
     except RecursionError:
-        raise UserError(f"{where}: is nested too deeply for a chat template") from None
+        raise UserError(f"{source}: is nested too deeply for a chat template") from None
     if power is not None:
-        raise UserError(f"{where}: the chat template, line {power.lineno}, raises to a power (**), which it may not")
+        raise UserError(f"{source}: the chat template, line {power.lineno}, uses a power (**), which is not allowed")
     return tree
 
 
 def _refuse_unknown_names(text: str, path: str) -> None:
-    """Jinja writes nothing for a name it does not know, so a mistyped one would leave messages out in silence.
+    """Jinja renders an undefined name as nothing, so a mistyped name would silently leave messages out.
 
-    Raises: UserError with the line of a syntax error, or of an unknown name that nothing tests with `is defined`.
+    Raises: UserError with the line of a syntax error, or of an undefined name that is not tested with `is defined`.
     """
     try:
         tree = _parse(text, path)
@@ -144,6 +146,6 @@ def _refuse_unknown_names(text: str, path: str) -> None:
     for node in tree.find_all(jinja2.nodes.Name):
         if node.name in unknown:
             raise UserError(
-                f"{path}:{node.lineno}: the chat template knows no '{node.name}'{suggest(node.name, sorted(NAMES))}; "
-                f"an optional name is tested with '{node.name} is defined' first"
+                f"{path}:{node.lineno}: the chat template has no variable '{node.name}'"
+                f"{suggest(node.name, sorted(NAMES))}; test an optional variable with '{node.name} is defined' first"
             )

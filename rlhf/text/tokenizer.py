@@ -1,6 +1,6 @@
-"""Tokenizers and chat templates: the only place where text becomes ids and ids become text.
+"""Tokenizers and chat templates: the only module that turns text into ids and ids into text.
 
-A prompt and a response are always encoded apart and joined as ids, so one text has one sequence of ids
+A prompt and a response are always encoded separately and joined as ids, so that a text has the same ids
 in fine-tuning, in reward modelling and in a rollout.
 """
 
@@ -26,65 +26,74 @@ from rlhf.hub.untrusted import (
     tokenizer_reason,
 )
 from rlhf.text.encoder import Encoder, make_eos, special_tokens
-from rlhf.text.rendering import check_template, cut_at, frame, pieces, render, turn_end, turns, written
+from rlhf.text.rendering import (
+    assistant_turns,
+    check_template,
+    frame,
+    render,
+    split_prompt,
+    split_special_tokens,
+    template_output,
+    turn_end,
+)
 from rlhf.text.templates import find_template
 from rlhf.types import Message
 
 PAD = "<|pad|>"
-CHECKPOINT = "; this one is a checkpoint, from which a stage resumes: --export-every N writes models beside them"
+IS_CHECKPOINT = "; this directory is a checkpoint, from which a stage resumes; --export-every N writes models too"
 
-NOTHING = (Message("user", ""),)
-"""what a prompt without messages stands for"""
+EMPTY_PROMPT = (Message("user", ""),)
+"""what a prompt without messages is replaced by"""
 
 
-def load_tokenizer(place: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory, of a hub id, or of a `.yaml` description of a random tiny model.
 
     Raises: UserError if there is no tokenizer, or it has no EOS token.
     """
-    if place.endswith((".yaml", ".yml")):
-        return _word_tokenizer(place)
-    if not Path(place).is_dir():
-        if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", place):
-            raise UserError(f"{place}: no such directory; expected a model directory, a hub id or a .yaml file")
-        require_hub(place)
-    elif not any((Path(place) / name).is_file() for name in ("config.json", "tokenizer.json", *TOKENIZER_FILES)):
+    if path.endswith((".yaml", ".yml")):
+        return _word_tokenizer(path)
+    if not Path(path).is_dir():
+        if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+            raise UserError(f"{path}: no such directory; expected a model directory, a hub id or a .yaml file")
+        require_hub(path)
+    elif not any((Path(path) / name).is_file() for name in ("config.json", "tokenizer.json", *TOKENIZER_FILES)):
         raise UserError(
-            f"{place}: the directory has no config.json and no tokenizer.json; expected a Hugging Face model directory"
-            f"{CHECKPOINT if (Path(place) / 'state.json').is_file() else ''}"
+            f"{path}: the directory has no config.json and no tokenizer.json; expected a Hugging Face model directory"
+            f"{IS_CHECKPOINT if (Path(path) / 'state.json').is_file() else ''}"
         )
-    read_mappings(place, Path(place), TOKENIZER_FILES)
-    refuse_tokenizer(place)
+    read_mappings(path, Path(path), TOKENIZER_FILES)
+    refuse_tokenizer(path)
     try:
         with PlainErrors():
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except LOAD_ERRORS as error:
-        raise UserError(f"{place}: no tokenizer can be loaded from there: {tokenizer_reason(place, error)}") from None
+        raise UserError(f"{path}: no tokenizer can be loaded from it: {tokenizer_reason(path, error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError(f"{place}: got a {type(tokenizer).__name__}, expected a tokenizer of one language model")
+        raise UserError(f"{path}: got a {type(tokenizer).__name__}, expected a tokenizer of one language model")
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{place}: the tokenizer has no EOS token, and a response must end in one; "
+            f"{path}: the tokenizer has no EOS token, and a response must end in one; "
             'set "eos_token" in its tokenizer_config.json'
         )
     return tokenizer
 
 
-def _word_tokenizer(place: str) -> PreTrainedTokenizerBase:
-    """A word-level tokenizer: words are parted by whitespace, and decoding puts one space between them."""
-    if not Path(place).is_file():
-        raise UserError(f"{place}: no such file; expected a YAML description of a model")
-    section = read_yaml(place).get("tokenizer")
+def _word_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """A word-level tokenizer: words are separated by white space, and decoding joins them with one space."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; expected a YAML description of a model")
+    section = read_yaml(path).get("tokenizer")
     words = section.get("words") if isinstance(section, dict) else None
     if not isinstance(words, list) or not words:
-        raise UserError(f"{place}: tokenizer.words: got {words!r}, expected a list of words")
+        raise UserError(f"{path}: tokenizer.words: got {words!r}, expected a list of words")
     for word in words:
         if not isinstance(word, str) or word.split() != [word] or "<" in word:
-            raise UserError(f"{place}: tokenizer.words: got {word!r}, expected a word without '<' (quote yes, no)")
+            raise UserError(f"{path}: tokenizer.words: got {word!r}, expected a word without '<' (quote yes, no)")
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys(special + words))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    # "<" stands alone, so that a text that spells out "</s>" gives unknown words and never the end token.
+    # "<" is a token of its own, so that the text "</s>" becomes unknown words and never the end token.
     split = pre_tokenizers.Split("<", behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split])
     return PreTrainedTokenizerFast(
@@ -93,12 +102,12 @@ def _word_tokenizer(place: str) -> PreTrainedTokenizerBase:
 
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> PreTrainedTokenizerBase:
-    """A copy of `tokenizer` with the template the name stands for, one end token, and a padding token that is not it.
+    """A copy of `tokenizer` with the named template, one end token, and a padding token that is not the end token.
 
-    Where the template closes an assistant's turn with a token of the tokenizer's, that token is its EOS from now on:
-    responses end as the assistant's earlier turns do. transformers' sequence classifiers pool the last id that is not
-    padding, so with pad = EOS they would look past a response's end. `len(result)` may exceed the model's embedding
-    by one, when padding had to be added.
+    If the template ends an assistant turn with a token of the tokenizer, that token becomes EOS, so that responses end
+    like the assistant's earlier turns. Padding differs from EOS because transformers' sequence classifiers read the
+    last id that is not padding: with pad = EOS they would miss the end of a response. `len(result)` may exceed the
+    model's embedding by one, when a padding token had to be added.
 
     `chat_template`: 'auto' (the tokenizer's own, else human_assistant), a name in BUILT_IN, or a Jinja file.
     Raises: UserError for an unknown name or a template that does not render.
@@ -117,12 +126,12 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, chat_template: str) ->
 
 
 def _choose_pad(tokenizer: PreTrainedTokenizerBase, ends: set[int | None]) -> str:
-    """An unused special token if there is one, which needs no new row in the embedding; none of `ends`."""
-    used = written(tokenizer)
-    free = [text for text, i in special_tokens(tokenizer).items() if i not in ends and text not in used]
-    named_pad = [text for text in free if "pad" in text.lower()]
-    unknown = [text for text in free if text == tokenizer.unk_token or "unk" in text.lower()]
-    for text in named_pad + unknown + free:
+    """The padding token: an unused special token that is not in `ends`, which needs no new embedding row; else PAD."""
+    used = template_output(tokenizer)
+    unused = [text for text, i in special_tokens(tokenizer).items() if i not in ends and text not in used]
+    named_pad = [text for text in unused if "pad" in text.lower()]
+    unknown = [text for text in unused if text == tokenizer.unk_token or "unk" in text.lower()]
+    for text in named_pad + unknown + unused:
         return text
     tokenizer.add_special_tokens({"pad_token": PAD})
     return PAD
@@ -130,118 +139,119 @@ def _choose_pad(tokenizer: PreTrainedTokenizerBase, ends: set[int | None]) -> st
 
 @dataclass(frozen=True)
 class Template:
-    """How messages and responses become ids, over a tokenizer from `prepare_tokenizer`.
+    """Messages and responses to ids, with a tokenizer from `prepare_tokenizer`.
 
-    What is done for many rows gives for each what is done for one, only faster.
+    The methods for many rows give the same results as those for one row, but faster.
     """
 
     tokenizer: PreTrainedTokenizerBase
 
     def prompt_text(self, messages: Sequence[Message]) -> str:
-        """The rendered prompt up to where a response begins. No messages count as one empty user message."""
-        return render(self.tokenizer, [messages or NOTHING])[0]
+        """The rendered prompt, with the prefix of a response. No messages count as one empty user message."""
+        return render(self.tokenizer, [messages or EMPTY_PROMPT])[0]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of the rendered prompt; BOS only where the template writes it.
+        """The ids of the rendered prompt; BOS only if the template writes it.
 
-        A special token that a message spells out ("</s>") is encoded as ordinary text. Then, and only then, the
-        text is encoded in stretches between the template's own special tokens; a tokenizer that marks the start
-        of a text with a space marks each stretch, and special tokens do not swallow neighbouring spaces.
+        If a message contains the text of a special token ("</s>"), it is encoded as ordinary text. Only then is the
+        prompt encoded in parts, between the template's own special tokens. A tokenizer that puts a space before a text
+        then does so for each part, and special tokens do not remove spaces beside them.
         """
         return self.prompt_ids_many([messages])[0]
 
     def prompt_ids_many(self, dialogues: Sequence[Sequence[Message]]) -> list[list[int]]:
         """`prompt_ids` of each dialogue.
 
-        Raises: UserError at the first that the template does not render, without saying which it is.
+        Raises: UserError if the template cannot render a dialogue; the error does not name the dialogue.
         """
-        spelled = [self._spells_special(messages) for messages in dialogues]
-        harmless = [messages or NOTHING for messages, found in zip(dialogues, spelled, strict=True) if not found]
-        encoded = iter(self.encode_many(render(self.tokenizer, harmless), split=False))
+        spells_special = [self._spells_special(messages) for messages in dialogues]
+        ordinary = [
+            messages or EMPTY_PROMPT for messages, spells in zip(dialogues, spells_special, strict=True) if not spells
+        ]
+        encoded = iter(self.encode_many(render(self.tokenizer, ordinary), split=False))
         return [
-            self._ids_of_stretches(messages) if found else next(encoded) or [self._start]
-            for messages, found in zip(dialogues, spelled, strict=True)
+            self._ids_by_part(messages) if spells else next(encoded) or [self._first_id]
+            for messages, spells in zip(dialogues, spells_special, strict=True)
         ]
 
     def prompt_ids_and_turns(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """(`prompt_ids`, True for each token of an assistant's turn in them).
+        """(`prompt_ids`, True for each token of an assistant turn in them).
 
-        A turn is what `response_ids` makes of its content: the content, the white space that the template writes
-        around it, and the end token where the template writes that. A token that reaches beyond a turn counts too.
-        Raises: UserError for a slow tokenizer, or a template that does more to messages than trim them.
+        A turn has the tokens of `response_ids`: the content, the white space that the template writes before and after
+        it, and the end token if the template writes one. A token that is partly inside a turn counts too.
+        Raises: UserError for a slow tokenizer, or a template that changes contents in another way than trimming them.
         """
-        messages = messages or NOTHING
-        cut = pieces(self.tokenizer, messages)
-        text = "".join(piece.text for piece in cut)
-        spoken = bytearray(len(text))  # 1 for each character of an assistant's turn
-        for turn in turns(cut, messages, self._around, str(self.tokenizer.eos_token)):
-            spoken[turn] = b"\1" * len(spoken[turn])
+        messages = messages or EMPTY_PROMPT
+        segments = split_prompt(self.tokenizer, messages)
+        text = "".join(segment.text for segment in segments)
+        in_turn = bytearray(len(text))  # 1 for each character of an assistant turn
+        for turn in assistant_turns(segments, messages, self._white_space, str(self.tokenizer.eos_token)):
+            in_turn[turn] = b"\1" * len(in_turn[turn])
         ids: list[int] = []
-        said: list[bool] = []
-        place = 0
+        turn_mask: list[bool] = []
+        offset = 0
         split = self._spells_special(messages)
-        for stretch, special in cut_at(self._special_pattern, cut) if split else [(text, False)]:
-            tokens, spans = self._encoder.encode_with_spans(stretch, split and not special)
+        for part, special in split_special_tokens(self._special_pattern, segments) if split else [(text, False)]:
+            tokens, spans = self._encoder.encode_with_spans(part, split and not special)
             ids += tokens
-            said += [any(spoken[place + start : place + end]) for start, end in spans]
-            place += len(stretch)
-        return (ids, said) if ids else ([self._start], [False])
+            turn_mask += [any(in_turn[offset + start : offset + end]) for start, end in spans]
+            offset += len(part)
+        return (ids, turn_mask) if ids else ([self._first_id], [False])
 
     def response_ids(self, text: str) -> list[int]:
-        """The ids of a response as the template places it, and one EOS.
+        """The ids of a response with the template's white space, and one EOS.
 
-        Where the template puts a space before a response, a text that already begins with one gets no second.
+        If the text already begins with white space, the template's white space is not added.
         """
         return self.response_ids_many([text])[0]
 
     def opening_ids(self, text: str) -> list[int]:
-        """`response_ids` after an empty prompt: where the template writes nothing, the text starts a sequence.
+        """`response_ids` after an empty prompt: if the template writes nothing there, the response starts the text.
 
-        The tokenizers that mark the start of a text with a space then do so, as they do in a prompt.
+        A tokenizer that puts a space before a text then does so.
         """
         return self.response_ids_many([text], [True])[0]
 
     def response_ids_many(self, texts: Sequence[str], opening: Sequence[bool] = ()) -> list[list[int]]:
-        """`response_ids` of each text, or `opening_ids` where `opening`, one for each text if given, says so."""
-        first = [opens and self._opens_texts for opens in opening or [False] * len(texts)]
-        starting = iter(self.encode_many([t for t, opens in zip(texts, first, strict=True) if opens], split=True))
-        inside = iter(
-            self._encoder.encode_inside([self._placed(t) for t, opens in zip(texts, first, strict=True) if not opens])
-        )
-        return [[*next(starting if opens else inside), self.tokenizer.eos_token_id] for opens in first]
+        """`response_ids` of each text; `opening_ids` where `opening`, empty or one bool for each text, is True."""
+        starts = [after_nothing and self._prompt_starts_text for after_nothing in opening or [False] * len(texts)]
+        first = [text for text, start in zip(texts, starts, strict=True) if start]
+        later = [self._with_white_space(text) for text, start in zip(texts, starts, strict=True) if not start]
+        first_ids, later_ids = iter(self.encode_many(first, split=True)), iter(self._encoder.encode_inside(later))
+        return [[*next(first_ids if start else later_ids), self.tokenizer.eos_token_id] for start in starts]
 
     def response_text(self, ids: Sequence[int]) -> str:
-        """The text of a response without special tokens and without the template's white space around it."""
-        before, after = self._around
+        """The text of a response without special tokens and without the template's white space."""
+        before, after = self._white_space
         return self._encoder.decode_inside(ids).removeprefix(before).removesuffix(after)
 
     def encode_many(self, texts: Sequence[str], split: bool) -> list[list[int]]:
-        """The ids of each text as it stands, no BOS added; with `split`, special tokens in it are ordinary text."""
+        """The ids of each text, without BOS; with `split`, the text of a special token is ordinary text."""
         return self._encoder.encode_many(texts, split)
 
-    def sizes(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text as it stands in the middle of a longer one."""
+    def token_counts(self, texts: Sequence[str]) -> list[int]:
+        """The number of tokens of each text in the middle of a longer text."""
         return [len(ids) for ids in self._encoder.encode_inside(texts)]
 
     def _spells_special(self, messages: Sequence[Message]) -> bool:
-        said = "".join(message.content for message in messages)  # a template may put nothing between them
-        return any(start in said for start in self._special_starts) and any(token in said for token in self._special)
+        text = "".join(message.content for message in messages)  # a template may put nothing between two contents
+        return any(start in text for start in self._special_starts) and any(token in text for token in self._special)
 
-    def _ids_of_stretches(self, messages: Sequence[Message]) -> list[int]:
-        stretches = list(cut_at(self._special_pattern, pieces(self.tokenizer, messages)))
-        encoded = iter(self.encode_many([text for text, special in stretches if not special], split=True))
-        return [i for text, special in stretches for i in ([self._special[text]] if special else next(encoded))]
+    def _ids_by_part(self, messages: Sequence[Message]) -> list[int]:
+        parts = list(split_special_tokens(self._special_pattern, split_prompt(self.tokenizer, messages)))
+        encoded = iter(self.encode_many([text for text, special in parts if not special], split=True))
+        return [i for text, special in parts for i in ([self._special[text]] if special else next(encoded))]
 
-    def _placed(self, text: str) -> str:
-        """A response between the white space that the template writes around an assistant's content."""
-        before, after = self._around
+    def _with_white_space(self, text: str) -> str:
+        """A response with the white space that the template writes before and after an assistant's content."""
+        before, after = self._white_space
         if not text:
             return text
         return text + after if text[0].isspace() else before + text + after
 
     @property
-    def _start(self) -> int:
-        """What a sequence starts with when a prompt renders to nothing at all: BOS, else EOS."""
+    def _first_id(self) -> int:
+        """The only id of a prompt that renders to an empty text: BOS, else EOS."""
         bos = self.tokenizer.bos_token_id
         return int(self.tokenizer.eos_token_id if bos is None else bos)
 
@@ -255,7 +265,7 @@ class Template:
 
     @cached_property
     def _special_starts(self) -> frozenset[str]:
-        """The few characters that special tokens begin with: a text without them spells none of hundreds."""
+        """The first characters of special tokens: a text without them contains no special token (a quick test)."""
         return frozenset(token[0] for token in self._special)
 
     @cached_property
@@ -264,26 +274,26 @@ class Template:
         return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     @cached_property
-    def _around(self) -> tuple[str, str]:
+    def _white_space(self) -> tuple[str, str]:
         """The white space that the template writes before an assistant's content, and between that and EOS."""
         before, after = frame(self.tokenizer)
         space, eos, _ = after.partition(str(self.tokenizer.eos_token))
         return before, space if eos and space.isspace() else ""
 
     @cached_property
-    def _opens_texts(self) -> bool:
-        """Whether an empty prompt is special tokens at most, and what follows is encoded as what starts a text."""
+    def _prompt_starts_text(self) -> bool:
+        """Whether an empty prompt has special tokens only, and a text after it is encoded like the start of a text."""
         alone = self._encoder.encode("a")
         after = self.encode_many([self.prompt_text(()) + "a"], split=False)[0]
         return not self._encoder.decode(self.prompt_ids(())) and after[-len(alone) :] == alone
 
 
-def same_ids(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether both write every dialogue with the same ids: vocabulary, special tokens and template agree."""
+def same_ids(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    """Whether both give the same ids for every dialogue: vocabulary, special tokens and template are equal."""
     special = ("bos_token_id", "eos_token_id", "chat_template")
-    return one.get_vocab() == other.get_vocab() and all(getattr(one, n) == getattr(other, n) for n in special)
+    return first.get_vocab() == second.get_vocab() and all(getattr(first, n) == getattr(second, n) for n in special)
 
 
 def describe_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """What a manifest says of a prepared tokenizer: the text of its chat template, and its end token."""
+    """A manifest's entries for a prepared tokenizer: the text of its chat template, and its end token."""
     return {"chat_template": str(tokenizer.chat_template), "eos_token": str(tokenizer.eos_token)}

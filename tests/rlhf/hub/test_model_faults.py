@@ -279,7 +279,7 @@ def test_a_config_that_makes_no_sense_is_one_line(place: Path, change: dict[str,
 def test_a_tokenizer_that_makes_no_sense_is_one_line(place: Path, change: dict[str, Any]) -> None:
     path = place / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert f"{place}: no tokenizer can be loaded from there: tokenizer.json: " in refusal(
+    assert f"{place}: no tokenizer can be loaded from it: tokenizer.json: " in refusal(
         lambda: load_tokenizer(str(place))
     )
 

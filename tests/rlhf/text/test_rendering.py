@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.errors import UserError
-from rlhf.text.rendering import pieces
+from rlhf.text.rendering import split_prompt
 from rlhf.text.templates import BUILT_IN
 from rlhf.text.tokenizer import Template, prepare_tokenizer
 from rlhf.types import Message
@@ -194,7 +194,7 @@ def test_special_tokens_in_a_text_that_is_changed_letter_by_letter() -> None:
 def test_pieces_alternate_and_join_to_the_prompt() -> None:
     template = Template(prepare_tokenizer(byte_tokenizer(), "llama_2"))
     messages = [Message("system", " s "), *DIALOGUE]
-    found = pieces(template.tokenizer, messages)
+    found = split_prompt(template.tokenizer, messages)
     assert "".join(piece.text for piece in found) == template.prompt_text(messages)
     assert [(piece.text, piece.message) for piece in found[1::2]] == [(" s ", 0), ("hi", 1), ("yes", 2), ("go on", 3)]
     assert {piece.message for piece in found[::2]} == {None}
