@@ -1,4 +1,4 @@
-"""`rlhf VERB ...`: every program of the project behind one name. A program is imported when it is called."""
+"""`rlhf VERB ...`: one command for every program of the project. A program is imported when it is called."""
 
 import importlib
 import importlib.util
@@ -19,34 +19,35 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "evaluate": ("rlhf.evaluation.evaluate", (), "which of several policies is better on the prompts of a file"),
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
 }
-"""the module whose `main` is the program, options that it always gets, and what it does"""
+"""by verb: the module with the program's `main`, options that are always added, and a description"""
 
 
-def require_ours() -> None:
-    """Other people have packages called `data` too. Putting ours first would hide theirs from a user's own reward or
-    dataset file, without a word; so a clash is refused.
+def require_own_packages() -> None:
+    """Refuse a clash with another package called `data` or the like.
 
-    Raises: UserError if Python would import one of ours from elsewhere.
+    Putting this project's packages first on the path would silently hide the other package from a user's own reward or
+    dataset file.
+    Raises: UserError if Python would import one of this project's packages from another path.
     """
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
-        got = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+        location = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
         expected = ROOT / name / "__init__.py"
-        if got is None or Path(got).resolve() != expected.resolve():
+        if location is None or Path(location).resolve() != expected.resolve():
             raise UserError(
-                f"package {name}: Python would import it from {got}, expected {expected}; rename or remove the other "
-                "one, take its directory out of PYTHONPATH, or start from another directory"
+                f"package {name}: Python would import it from {location}, expected {expected}; rename or remove the "
+                "other package, remove its directory from PYTHONPATH, or start from another directory"
             )
 
 
 def usage() -> str:
-    """What `rlhf --help` prints."""
-    verbs = "".join(f"  {verb:<10}{does}\n" for verb, (_, _, does) in VERBS.items())
+    """The text of `rlhf --help`."""
+    verbs = "".join(f"  {verb:<10}{description}\n" for verb, (_, _, description) in VERBS.items())
     return f"usage: rlhf VERB [options]\n\n{verbs}\nrlhf VERB --help lists the options of a verb."
 
 
 def main() -> int:
-    """Run the verb that the command line names. Raises: UserError for one that there is not."""
+    """Run the verb on the command line. Raises: UserError for an unknown verb."""
     words = sys.argv[1:]
     if not words or words[0] in ("--help", "-h"):
         print(usage())
@@ -54,7 +55,7 @@ def main() -> int:
     verb = words[0]
     if verb not in VERBS:
         raise UserError(f"rlhf {verb}: no such verb{suggest(verb, list(VERBS))}; have {', '.join(VERBS)}")
-    require_ours()
+    require_own_packages()
     module, options, _ = VERBS[verb]
     sys.argv = [f"rlhf {verb}", *words[1:], *options]
     return int(importlib.import_module(module).main() or 0)

@@ -1,7 +1,7 @@
-"""What a person reads while a program runs: results on stdout, progress on stderr. Rank 0 alone writes.
+"""The output of a running program: results on stdout, progress on stderr. Only rank 0 writes.
 
-On a terminal a loop has a bar. In a log, where a bar would be one line without end, it has a line with date and time
-at its first step, then every EVERY_S seconds, and at its last step. Torch-free, so that the first line comes at once.
+On a terminal a loop has a progress bar. In a log it has a line with date and time at its first step, then every EVERY_S
+seconds, and at its last step. Torch-free, so that the first line is printed at once.
 """
 
 import contextlib
@@ -21,83 +21,87 @@ Numbers = Mapping[str, float]
 
 
 class Bar(Protocol):
-    """How far a loop is."""
+    """The progress of a loop."""
 
     def advance(self, count: int = 1, numbers: Numbers | None = None, title: str | None = None) -> None:
-        """So many steps more are done; `numbers` are the newest to show, `title` is what the loop does from now on."""
+        """`count` more steps are done. `numbers`: current values to show; `title`: the new title of the loop."""
 
 
 def status(text: str) -> None:
-    """A line, in a log with date and time."""
-    if not _speaks():
+    """Print one line on stderr; in a log with date and time."""
+    if not _is_rank_0():
         return
     stamp = "" if sys.stderr.isatty() else time.strftime("%Y-%m-%d %H:%M:%S ")
     with tqdm.external_write_mode(file=sys.stderr):
         print(f"{stamp}{text}", file=sys.stderr, flush=True)
 
 
-def program(otherwise: str) -> str:
-    """What the user typed before the options: `rlhf VERB`, or `otherwise` where no verb was called."""
-    return sys.argv[0] if sys.argv[0].startswith("rlhf ") else otherwise
+def program(default: str) -> str:
+    """What the user typed before the options: `rlhf VERB`, or `default` without a verb."""
+    return sys.argv[0] if sys.argv[0].startswith("rlhf ") else default
 
 
 def loading(what: str, argv: Sequence[str], silent: bool = False) -> None:
-    """Say that libraries are loading, which takes seconds, unless they are there or `argv` only asks for a text."""
+    """Print that libraries are being loaded, which takes seconds. Nothing is printed if they are already loaded, or if
+    `argv` only asks for a text such as --help."""
     if not silent and "torch" not in sys.modules and not {"--help", "-h", "--help-all", "--print-config"} & {*argv}:
         status(f"{what}: loading libraries")
 
 
 @contextlib.contextmanager
 def bar(title: str, total: int, done: int = 0) -> Iterator[Bar]:
-    """How far a loop of `total` steps is, `done` of which were done before."""
+    """The progress of a loop of `total` steps, of which `done` were done in an earlier run."""
     if not sys.stderr.isatty():
         yield _Log(title, total, done)
         return
-    hidden = not _speaks()
-    with tqdm(total=total, initial=done, desc=title, disable=hidden, mininterval=0.2, dynamic_ncols=True) as shown:
-        yield _Terminal(shown)
+    hidden = not _is_rank_0()
+    with tqdm(
+        total=total, initial=done, desc=title, disable=hidden, mininterval=0.2, dynamic_ncols=True
+    ) as progress_bar:
+        yield _Terminal(progress_bar)
 
 
 class _Terminal:
-    def __init__(self, shown: tqdm) -> None:
-        self._shown = shown
+    def __init__(self, progress_bar: tqdm) -> None:
+        self._progress_bar = progress_bar
 
     def advance(self, count: int = 1, numbers: Numbers | None = None, title: str | None = None) -> None:
         if title is not None:
-            self._shown.set_description(title, refresh=False)
+            self._progress_bar.set_description(title, refresh=False)
         if numbers:
-            self._shown.set_postfix_str(_words(numbers, "="), refresh=False)
-        self._shown.update(count)
+            self._progress_bar.set_postfix_str(_format_numbers(numbers, "="), refresh=False)
+        self._progress_bar.update(count)
 
 
 class _Log:
     def __init__(self, title: str, total: int, done: int) -> None:
-        self._title, self._total, self._done, self._before = title, total, done, done
+        self._title, self._total, self._done, self._resumed_at = title, total, done, done
         self._start = time.monotonic()
-        self._told: float | None = None
+        self._last_line_time: float | None = None
 
     def advance(self, count: int = 1, numbers: Numbers | None = None, title: str | None = None) -> None:
         self._title = title or self._title
         self._done += count
         now = time.monotonic()
-        if self._told is None or self._done >= self._total or now - self._told >= EVERY_S:
-            self._told = now
+        if self._last_line_time is None or self._done >= self._total or now - self._last_line_time >= EVERY_S:
+            self._last_line_time = now
             status(self._line(now, numbers or {}))
 
     def _line(self, now: float, numbers: Numbers) -> str:
-        each = (now - self._start) / max(1, self._done - self._before)
-        rest = f", {duration(each * (self._total - self._done))} left" if self._done < self._total else ""
-        shown = f": {_words(numbers, ' ', ', ')}" if numbers else ""
+        step_seconds = (now - self._start) / max(1, self._done - self._resumed_at)
+        remaining = f", {duration(step_seconds * (self._total - self._done))} left" if self._done < self._total else ""
+        values = f": {_format_numbers(numbers, ' ', ', ')}" if numbers else ""
         share = 100 * self._done // max(1, self._total)
-        return f"{self._title}: {self._done} of {self._total} ({share} %), {duration(each)} each{rest}{shown}"
+        done = f"{self._done} of {self._total} ({share} %)"
+        return f"{self._title}: {done}, {duration(step_seconds)} each{remaining}{values}"
 
 
-def _words(numbers: Numbers, between: str, after: str = " ") -> str:
-    return after.join(f"{name}{between}{value:.3g}" for name, value in numbers.items())
+def _format_numbers(numbers: Numbers, equals: str, separator: str = " ") -> str:
+    return separator.join(f"{name}{equals}{value:.3g}" for name, value in numbers.items())
 
 
 def duration(seconds: float) -> str:
-    """Two digits or the two largest units: `0.42 s`, `42 s`, `3 min`, `1 h 58 min`, `2 d 3 h`."""
+    """Seconds as text with two digits or two units: `0.42 s`, `42 s`, `3 min`, `1 h 58 min`, `2 d 3 h`."""
     if seconds < 59.5:
         return f"{seconds:.2g} s"
     minutes = round(seconds / 60)
@@ -108,7 +112,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that has one to three digits before the point: `340 MB`, `1.2 GB`."""
+    """Bytes as text, with one to three digits before the point: `340 MB`, `1.2 GB`."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if count >= 9.95 or unit == "bytes" else f"{count:.1f} {unit}"
@@ -116,22 +120,24 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _speaks() -> bool:
+def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:
-    """One line to the person who waits."""
-    if _speaks():
-        bars = {} if (sys.stdout.encoding or "").lower().startswith("utf") else str.maketrans("▁▂▃▄▅▆▇█", ".:-=+*#@")
-        with tqdm.external_write_mode():  # a bar steps aside
-            print(text.translate(bars), flush=True)
+    """Print one line on stdout."""
+    if _is_rank_0():
+        ascii_bars = (
+            {} if (sys.stdout.encoding or "").lower().startswith("utf") else str.maketrans("▁▂▃▄▅▆▇█", ".:-=+*#@")
+        )
+        with tqdm.external_write_mode():  # hides a progress bar while the line is printed
+            print(text.translate(ascii_bars), flush=True)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on the terminal; text is shown as it is, never as markup."""
+    """Print a table on stdout; the cells are plain text, not markup."""
     cells = list(rows)
-    if not _speaks() or not cells:
+    if not _is_rank_0() or not cells:
         return
     from rich.console import Console
     from rich.table import Table
@@ -156,7 +162,7 @@ def metrics_line(metrics: Mapping[str, float]) -> str:
 
 
 def quiet_libraries() -> None:
-    """Libraries report through our bar and errors; their own bars and notices go."""
+    """Turn off the libraries' own progress bars, notices and warnings."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import datasets
@@ -167,6 +173,6 @@ def quiet_libraries() -> None:
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     for name in ("DeepSpeed", "deepspeed", "torch.distributed", "huggingface_hub"):
-        # Not by level: DeepSpeed sets its own when it is imported.
+        # A filter, not a level: DeepSpeed sets its own level when it is imported.
         logging.getLogger(name).addFilter(lambda line: line.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(torch|deepspeed|transformers|peft|datasets)(\.|$)")

@@ -32,9 +32,10 @@ def names(folder: str) -> list[str]:
 
 
 def find(folder: str, name: str) -> ModuleType:
-    """The module behind a name of `folder`, or behind the path of a user's Python file.
+    """The plug-in's module: the one named `name` in `folder`, or the user's Python file at the path `name`.
 
-    Raises: UserError that lists what there is and the nearest name, or for a file without `Config` and `build`.
+    Raises: UserError for an unknown name, with the existing and the most similar name, or for a file without `Config`
+    and `build`.
     """
     if name.endswith(".py"):
         module = load_file(name)
@@ -43,17 +44,17 @@ def find(folder: str, name: str) -> ModuleType:
         if name not in known:
             raise UserError(f"no '{name}' in {folder}; have {', '.join(known)}{suggest(name, known)}")
         module = importlib.import_module(f"{folder}.{name}")
-    missing = [need for need in ("Config", "build") if not hasattr(module, need)]
+    missing = [member for member in ("Config", "build") if not hasattr(module, member)]
     if missing:
         raise UserError(f"{name}: has no {' and no '.join(missing)}; a plug-in has Config and build(config, ...)")
     return module
 
 
 def load_file(path: str) -> ModuleType:
-    """Import a user's Python file by path, under its whole path as name, so that `json.py` hides no other module.
+    """Import a user's Python file. Its module name is the whole path, so that `json.py` hides no other module.
 
-    A process executes a file once, unless it has changed: however often it is looked up, a model in it is loaded once.
-    Raises: UserError when there is no such file.
+    A process executes a file only once, unless the file has changed; so a model in it is loaded once.
+    Raises: UserError if there is no such file.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -65,7 +66,7 @@ def load_file(path: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     spec.loader_state = content
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pydantic look annotations up there
+    sys.modules[spec.name] = module  # dataclasses and pydantic resolve annotations there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -77,7 +78,7 @@ def load_file(path: str) -> ModuleType:
 def parse_spec(spec: Spec) -> tuple[str, dict[str, Any]]:
     """`lora,r=8,targets=[q,v]` or `{name: lora, r: 8, targets: [q, v]}` as (name, options).
 
-    Raises: UserError on an option without `=`, a value that is no YAML, or a mapping without a name.
+    Raises: UserError for an option without `=`, a value that is not YAML, or a mapping without a name.
     """
     if isinstance(spec, dict):
         options = {str(key).replace("-", "_"): value for key, value in spec.items()}
@@ -115,16 +116,16 @@ def options(folder: str, spec: Spec) -> Any:
 
     Raises: UserError on an unknown name, an unknown or bad option, or a file without `Config` and `build`.
     """
-    name, own = parse_spec(spec)
-    return validate(find(folder, name).Config, own, name if name.endswith(".py") else f"{folder}.{name}")
+    name, values = parse_spec(spec)
+    return validate(find(folder, name).Config, values, name if name.endswith(".py") else f"{folder}.{name}")
 
 
 def conforming(plugin: Plugin, contract: type[Any], source: str) -> Plugin:
-    """`plugin`, once it has every member of the Protocol `contract`. `source`: its name or file.
+    """The plug-in, after a check that it has every member of the Protocol `contract`. source: its name or file.
 
-    The methods of a contract are required. Its other members are optional: one that the plug-in lacks is set to the
-    value that the contract gives it.
-    Raises: UserError that names a member which is missing, or which cannot be called as the contract says.
+    The methods of a contract are required. Its other members are optional: a missing one is set to the contract's
+    default.
+    Raises: UserError that names a missing member, or one with other arguments than the contract's.
     """
     optional = get_type_hints(contract)
     for name, method in vars(contract).items():
@@ -134,7 +135,7 @@ def conforming(plugin: Plugin, contract: type[Any], source: str) -> Plugin:
         if not hasattr(plugin, name):
             try:
                 setattr(plugin, name, vars(contract)[name])
-            except (AttributeError, TypeError):  # of a frozen dataclass, or one with slots
+            except (AttributeError, TypeError):  # a frozen dataclass, or one with slots
                 setattr(type(plugin), name, vars(contract)[name])
         elif (arguments := _arguments(hint)) is not None and getattr(plugin, name) is not None:
             _require_callable(plugin, name, arguments, source)
@@ -143,20 +144,23 @@ def conforming(plugin: Plugin, contract: type[Any], source: str) -> Plugin:
 
 def _arguments(hint: Any) -> list[str] | None:
     """The types of the arguments of `Callable[[...], ...]` or `Callable[[...], ...] | None`; None for another hint."""
-    functions = [one for one in (hint, *get_args(hint)) if get_origin(one) is Callable]
+    functions = [part for part in (hint, *get_args(hint)) if get_origin(part) is Callable]
     types = get_args(functions[0])[0] if functions else []
-    return [one.__name__ if isinstance(one, type) else inspect.formatannotation(one) for one in types] or None
+    return [
+        argument_type.__name__ if isinstance(argument_type, type) else inspect.formatannotation(argument_type)
+        for argument_type in types
+    ] or None
 
 
 def _require_callable(plugin: Any, name: str, arguments: list[str], source: str) -> None:
     kind, expected = type(plugin).__name__, f"expected {name}({', '.join(arguments)})"
-    owner = "" if isinstance(plugin, ModuleType) else f"build gave a value of type {kind}, which "
+    owner = "" if isinstance(plugin, ModuleType) else f"build returned a value of type {kind}, which "
     member = plugin if name == "__call__" else getattr(plugin, name, None)
     if not callable(member):
         raise UserError(f"{source}: {owner}has no function {name}; {expected}")
     try:
         signature = inspect.signature(member)
-    except ValueError:  # of a function in C
+    except ValueError:  # a function in C
         return
     try:
         signature.bind(*arguments)
@@ -164,10 +168,11 @@ def _require_callable(plugin: Any, name: str, arguments: list[str], source: str)
         raise UserError(f"{source}: {kind}: got {name}{signature}, {expected}") from None
 
 
-class Blame:
-    """Holds the exception that a user's code raises inside the block, which it ends.
+class CatchUserCode:
+    """A context that catches an exception of the user's code and stores it in `error`.
 
-    Not ours are: a UserError, which says all itself, a lack of memory, and what is no Exception (Ctrl-C, say).
+    It does not catch a UserError, which has its message already, an out-of-memory error, or what is not an Exception,
+    such as Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -177,17 +182,19 @@ class Blame:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, UserError) or errors.ran_out(error):
+        if not isinstance(error, Exception) or isinstance(error, UserError) or errors.is_out_of_memory(error):
             return False
         self.error = error
         return True
 
 
-def where_it_failed(error: BaseException) -> str:
-    """`my_reward.py:7: in score: KeyError: 'x'`, of the innermost line that is not in a library."""
-    frames = traceback.extract_tb(error.__traceback__)[2:]  # the first two are our call
-    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    if not own:
-        return said
-    return f"{own[-1].filename}:{own[-1].lineno}: in {own[-1].name}: {said}"
+def error_location(error: BaseException) -> str:
+    """`my_reward.py:7: in score: KeyError: 'x'`, with the innermost line that is not in a library."""
+    frames = traceback.extract_tb(error.__traceback__)[2:]  # the first two frames are the pipeline's own
+    user_frames = [
+        frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
+    ]
+    message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if not user_frames:
+        return message
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}: in {user_frames[-1].name}: {message}"

@@ -1,4 +1,4 @@
-"""Where the project's own files are: in a checkout, and in an environment that a wheel was installed into."""
+"""The paths of the project's own files, in a checkout and in an environment with the installed wheel."""
 
 from pathlib import Path
 
@@ -11,8 +11,10 @@ CONFIGS = INSTALLED if INSTALLED.is_dir() else ROOT / "configs"
 
 
 def config_file(path: str | Path) -> Path:
-    """The file that `path` names. One under configs/ that is not there is the shipped one: `--config
-    configs/overlays/lora.yaml` means the same in a checkout and with an installed wheel in any directory."""
+    """The file at `path`; if it is under configs/ and does not exist, the file that the project ships there.
+
+    So `--config configs/overlays/lora.yaml` works in a checkout, and with an installed wheel in any directory.
+    """
     path = Path(path)
-    own = CONFIGS.parent / path
-    return own if path.parts[:1] == (CONFIGS.name,) and not path.exists() and own.is_file() else path
+    shipped = CONFIGS.parent / path
+    return shipped if path.parts[:1] == (CONFIGS.name,) and not path.exists() and shipped.is_file() else path

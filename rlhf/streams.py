@@ -1,7 +1,6 @@
-"""stdout and stderr when nobody reads them any more, when the disk behind them is full, or when they never were open.
+"""stdout and stderr whose reader has gone, whose disk is full, or which were never open.
 
-A run may take days, and what it says is for a person who waits: `| head`, a terminal that is gone or a log on a full
-disk are no reason to lose it. Torch-free.
+A run may take days. A closed pipe (`| head`), a closed terminal or a log on a full disk must not end it. Torch-free.
 """
 
 import io
@@ -12,11 +11,11 @@ from typing import Any
 NAMES = ("stdout", "stderr")
 
 
-def outlive_readers(tell: bool = True) -> None:
-    """From here on a stream that breaks ends nothing: what else is written to it is dropped.
+def ignore_broken_streams(report: bool = True) -> None:
+    """From now on an error in writing to stdout or stderr does not end the program; further output is dropped.
 
-    With `tell`, that of stdout is told on stderr at once; without, `lost_stdout` knows. Text that a terminal cannot
-    show becomes '?'. Streams of tests stay as they are.
+    report: whether an error of stdout is printed on stderr at once; else `unreported_stdout_error` returns it
+    Characters that the stream cannot encode become '?'. The replaced streams of tests do not change.
     """
     for name in NAMES:
         stream: Any = getattr(sys, name)
@@ -25,27 +24,26 @@ def outlive_readers(tell: bool = True) -> None:
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
             if stream is getattr(sys, f"__{name}__"):
-                raw = _Lasting(stream.fileno(), "w", closefd=False)
+                raw = _RobustFile(stream.fileno(), "w", closefd=False)
                 raw.name = name
-                lines = stream.line_buffering
-                lasting = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=lines)
-                setattr(sys, name, lasting)
-        for raw in _raw(getattr(sys, name)):
-            raw.tell_loss = tell
+                buffered, lines = io.BufferedWriter(raw), stream.line_buffering
+                setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, "replace", line_buffering=lines))
+        for raw in _raw_files(getattr(sys, name)):
+            raw.report_error = report
 
 
-def lost_stdout() -> OSError | None:
-    """Why something of stdout was dropped, if nobody was told."""
+def unreported_stdout_error() -> OSError | None:
+    """The error for which output on stdout was dropped, if it was not reported."""
     if sys.stdout is not None:
         sys.stdout.flush()
-    return next((raw.error for raw in _raw(sys.stdout) if not raw.tell_loss), None)
+    return next((raw.error for raw in _raw_files(sys.stdout) if not raw.report_error), None)
 
 
-class _Lasting(io.FileIO):
+class _RobustFile(io.FileIO):
     """A file that becomes /dev/null when writing to it fails."""
 
     error: OSError | None = None
-    tell_loss = True
+    report_error = True
 
     def write(self, data: Any, /) -> int:
         try:
@@ -53,12 +51,12 @@ class _Lasting(io.FileIO):
         except OSError as error:
             self.error = error
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            if self.tell_loss and self.name == "stdout":
-                told = f"stdout: {error.strerror}; nothing more is written there, and the run goes on"
-                print(told, file=sys.stderr, flush=True)
+            if self.report_error and self.name == "stdout":
+                message = f"stdout: {error.strerror}; its further output is dropped, and the run continues"
+                print(message, file=sys.stderr, flush=True)
             return len(data)
 
 
-def _raw(stream: Any) -> list[_Lasting]:
+def _raw_files(stream: Any) -> list[_RobustFile]:
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
-    return [raw] if isinstance(raw, _Lasting) else []
+    return [raw] if isinstance(raw, _RobustFile) else []

@@ -18,7 +18,7 @@ from rlhf.maths.uniforms import uniforms
 from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
-from rlhf.rewards import Part, Source, Sources
+from rlhf.rewards import Source, Sources, WeightedSource
 from rlhf.types import Credit, Metrics, Prompts, Rollout, Samples
 from step3_ppo import algorithms, stage
 from step3_ppo.global_rollout import of_all_ranks
@@ -122,7 +122,7 @@ def players(algorithm: str, **changes: Any) -> Players:
         algorithm=built,
         scorer=Scorer(
             Reference(reference),
-            Sources((Part("words", 1.0, count_of_words),)),
+            Sources((WeightedSource("words", 1.0, count_of_words),)),
             tiny.tokenizer(),
             config,
             config.micro_batch_size,
@@ -163,7 +163,7 @@ def prompts_to_train_on() -> list[Prompt]:
 
 
 def scored_by(game: Players, source: Source) -> Players:
-    return replace(game, scorer=replace(game.scorer, sources=Sources((Part("mine", 1.0, source),))))
+    return replace(game, scorer=replace(game.scorer, sources=Sources((WeightedSource("mine", 1.0, source),))))
 
 
 def with_a_bad_score(rank: int) -> dict[str, Any]:

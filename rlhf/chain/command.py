@@ -190,8 +190,8 @@ def run_chain(led: Any = None) -> int:
     """Run what the command line asks for, in the processes of the team that this process leads, if it leads one."""
     program = console.program("python train.py")
     argv, note = _with_base(rank_variables.without_local_rank(sys.argv[1:]))
-    shown = parser.SHOWN & {*argv} if "--print-config" in argv else set()
-    streams.outlive_readers(tell=not shown and not TEXTS & {*argv})
+    shown = parser.PRINT_OPTIONS & {*argv} if "--print-config" in argv else set()
+    streams.ignore_broken_streams(report=not shown and not TEXTS & {*argv})
     argv = [word for word in argv if word not in shown]
     console.loading(program.removeprefix("python "), argv, bool(shown))
     options, about = chain_config(argv), (__doc__ or "").split("\n")[0]

@@ -1,4 +1,4 @@
-"""Options of TRL, transformers, OpenRLHF and LLaMA-Factory under their names here. Torch-free."""
+"""Options of TRL, transformers, OpenRLHF and LLaMA-Factory, and their names in this project. Torch-free."""
 
 from collections.abc import Sequence
 
@@ -43,7 +43,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "save-total-limit": ("keep", "checkpoints, at least 2"),
     "eval-steps": ("eval-every", "iterations of step 3; steps 1 and 2 evaluate before or after training"),
     "eval-strategy": ("eval-every", "iterations of step 3; steps 1 and 2 evaluate before or after training"),
-    "resume-from-checkpoint": ("output-dir", "the same command goes on from the newest whole checkpoint there"),
+    "resume-from-checkpoint": ("output-dir", "the same command resumes from the newest complete checkpoint there"),
     "overwrite-output-dir": ("overwrite", ""),
     "push-to-hub": ("output-dir", _NO_UPLOAD),
     "hub-model-id": ("output-dir", _NO_UPLOAD),
@@ -61,7 +61,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "micro-rollout-batch-size": ("rollout-batch-size", "responses generated or scored at once on one device"),
     "rollout-batch-size": (
         "ppo.batch-size",
-        "responses of an iteration; ours of this name are made at once",
+        "responses of an iteration; here --rollout-batch-size is how many are generated at once",
     ),
     "n-samples-per-prompt": ("num-generations", "--ppo.batch-size counts responses, not prompts"),
     "num-episodes": ("total-episodes", "responses in the whole run, not passes over the prompts"),
@@ -93,34 +93,36 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "max-samples": ("max-train-rows", ""),
     "val-size": ("eval-fraction", ""),
     "pref-beta": ("kl-coef", "there is no DPO here"),
-    # Words that people try
+    # Other common names
     "model": ("actor-model", "the reward model starts from --reward-model"),
     "data": ("data-path", ""),
     "lr": ("learning-rate", ""),
     "kl": ("kl-coef", ""),
     "out": ("output-dir", ""),
 }
-"""What an option is called elsewhere: what it is called here, and how it differs. Of several names the first that the
-program has is meant."""
+"""By the name of an option in another project: its names in this project, of which the first that a program has
+applies, and a note on the difference."""
 
 
 def answer(name: str, known: Sequence[str]) -> str:
-    """`: here --micro-batch-size; batch sizes are global ...` for an option under the name that it has elsewhere, or an
-    empty string. An option with a section, `sft.lr`, is answered with one of that section if it has it."""
+    """`: here --micro-batch-size; batch sizes are global ...` for an option name of another project, else an empty
+    string. For an option with a section, `sft.lr`, an option of that section is preferred."""
     section, _, last = name.rpartition(".")
     if last not in FOREIGN:
         return ""
     names, note = FOREIGN[last]
-    own = [option for ours in names.split() if (option := f"{section}.{ours}") in known] if section else []
-    shown = own or next(filter(None, (_called(ours, known) for ours in names.split())), [])
+    in_section = (
+        [option for own_name in names.split() if (option := f"{section}.{own_name}") in known] if section else []
+    )
+    options = in_section or next(filter(None, (_same_name(own_name, known) for own_name in names.split())), [])
     first = names.split()[0]
-    elsewhere = f"--{first} of `train`" if "." in first else f"--{first} of another stage"
-    here = " or ".join(f"--{option}" for option in shown) or elsewhere
-    return f": here {here}" + (f"; {note}" if note else "")
+    other_program = f"--{first} of `train`" if "." in first else f"--{first} of another stage"
+    suggestion = " or ".join(f"--{option}" for option in options) or other_program
+    return f": here {suggestion}" + (f"; {note}" if note else "")
 
 
-def _called(ours: str, known: Sequence[str]) -> list[str]:
-    """The option of this name; else those of sections."""
-    last = ours.rpartition(".")[2]
-    found = [option for option in known if option.rpartition(".")[2] == last]
-    return next(([name] for name in (ours, last) if name in found), found)
+def _same_name(own_name: str, known: Sequence[str]) -> list[str]:
+    """The known option of this name; else the options of this name in sections."""
+    last = own_name.rpartition(".")[2]
+    same_name = [option for option in known if option.rpartition(".")[2] == last]
+    return next(([name] for name in (own_name, last) if name in same_name), same_name)

@@ -12,7 +12,7 @@ from rlhf.errors import UserError
 
 
 class RunOptions(Config):
-    """Where a run writes and what it draws its randomness from."""
+    """Output, random seed and checkpoints of a run."""
 
     FREE: ClassVar[frozenset[str]] = frozenset(
         {
@@ -34,34 +34,34 @@ class RunOptions(Config):
     output_dir: str = "runs/demo"
     """directory of the whole run; each stage writes its own folder inside"""
     seed: int = Field(0, ge=0)
-    """of initial heads, data order, sampling"""
+    """seed of initial heads, data order and sampling"""
     report_to: tuple[Literal["tensorboard"], ...] = ()
-    """trackers beside metrics.jsonl"""
+    """trackers in addition to metrics.jsonl"""
     sample_rows: int = Field(4, ge=0)
-    """prompts shown before and after"""
+    """number of prompts whose responses are printed before and after training"""
     overwrite: bool = False
-    """run again even if it is finished, and from the beginning if it was interrupted"""
+    """rerun a finished stage, and restart an interrupted one from the beginning"""
     save_every: int | None = Field(None, ge=1)
-    """optimizer steps (in step 3 iterations) between checkpoints; none = by --save-minutes alone"""
+    """optimizer steps (in step 3 iterations) between checkpoints; none = only --save-minutes counts"""
     save_minutes: float = Field(20.0, gt=0)
-    """minutes after which a checkpoint is due; the end of the step in which they pass decides"""
+    """minutes between checkpoints; a checkpoint is written at the end of the current step"""
     keep: int = Field(2, ge=2)
-    """checkpoints kept, the newest; at least 2, so that one is whole whatever happens"""
+    """number of newest checkpoints that are kept; at least 2, so that one is always complete"""
     keep_last_checkpoint: bool = False
     """a finished stage keeps its last checkpoint, from which a run of more epochs or episodes goes on"""
     export_every: int | None = Field(None, ge=1)
-    """optimizer steps (in step 3 iterations) between exports of the model that is trained (in step 3 the actor), which
-    transformers and `rlhf evaluate` load: OUT/STAGE/exports/step-00000020. All are kept"""
+    """optimizer steps (in step 3 iterations) between exports of the trained model (in step 3 the actor), which
+    transformers and `rlhf evaluate` can load: OUT/STAGE/exports/step-00000020. All exports are kept"""
     allow_config_change: bool = False
-    """go on from a checkpoint with options that change the result; else they are refused"""
+    """resume from a checkpoint with changed options that affect the result; otherwise they are refused"""
     timeout_s: float = Field(1800.0, gt=0)
-    """seconds that a process waits for the others before it takes them for lost"""
+    """seconds that a process waits for the other processes before the run ends with an error"""
     convert_template: bool = False
-    """start from a stage made with another chat template, and train it to this one"""
+    """start from a model that was trained with another chat template, and continue with this one"""
 
 
 class EngineOptions(Config):
-    """How a trained model is held."""
+    """Precision, sharding and memory of a trained model."""
 
     FREE: ClassVar[frozenset[str]] = frozenset(
         {
@@ -78,20 +78,20 @@ class EngineOptions(Config):
     )
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """compute dtype; auto = bf16 where the device multiplies it fast (AVX512-BF16, AMX, Ampere GPUs), else fp32.
-    Master weights, sums of gradients and heads of scores are always fp32"""
+    """compute dtype; auto = bf16 on devices that compute it fast (AVX512-BF16, AMX, Ampere GPUs), else fp32.
+    Master weights, sums of gradients and score heads are always fp32"""
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 1
-    """what ZeRO shards over the ranks: 0 nothing (below fp32 as 1), 1 optimizer state, 2 and gradients, 3 and weights;
-    auto = the fastest that fits, with offload and recomputation if it must be (--plan shows it)"""
+    """what ZeRO shards over the ranks: 0 nothing (in bf16 and fp16 as 1), 1 optimizer state, 2 also gradients, 3 also
+    weights; auto = the fastest setting that fits, offload and gradient checkpointing included (--plan shows it)"""
     offload_optimizer: bool = False
     """keep optimizer state in CPU memory"""
     offload_param: bool = False
     """keep weights in CPU memory between uses (ZeRO 3)"""
     offload_nvme: str | None = None
-    """folder on an NVMe drive that takes what is offloaded, in the place of CPU memory (ZeRO 3)"""
+    """folder on an NVMe drive to offload to, instead of CPU memory (ZeRO 3)"""
     gather_whole: bool = True
-    """ZeRO 3, between training steps: all weights on every device, gathered once a rollout; off: one layer at a time,
-    for a model that does not fit, many times slower to generate"""
+    """ZeRO 3, between training steps: gather all weights on every device, once per rollout; off: one layer at a time,
+    for a model that does not fit otherwise; generation is then many times slower"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
     torch_compile: bool = False
@@ -99,27 +99,29 @@ class EngineOptions(Config):
     adapter: str | None = None
     """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16; none = train all weights"""
     tensor_parallel_size: int = Field(1, ge=1)
-    """devices that share the matrices of each layer of a trained model (DeepSpeed AutoTP), and work on the same rows"""
+    """number of devices that split the matrices of a trained model's layers (DeepSpeed AutoTP) and share their rows"""
     sequence_parallel_size: int = Field(1, ge=1)
-    """devices that share the tokens of each row, for long ones (Ulysses); in steps 1 and 2"""
+    """number of devices that split the tokens of each row, for long rows (Ulysses); in steps 1 and 2"""
 
 
 def effective_stage(options: EngineOptions, b: int, ranks: int) -> int:
-    """The ZeRO stage that is used where numbers have `b` bytes in the compute dtype: one rank has nothing to share, and
-    several, fp16 and offload want DeepSpeed's own optimizer below fp32."""
-    assert options.zero_stage != "auto", "zero_stage auto is chosen before"
+    """The ZeRO stage that is used; `b`: bytes of a number in the compute dtype.
+
+    A single rank has nothing to share. Below fp32, several ranks, fp16 and offload need the optimizer of stage 1.
+    """
+    assert options.zero_stage != "auto", "zero_stage auto must be resolved first"
     if ranks == 1 and options.zero_stage < 3 and options.dtype != "fp16" and not options.offload_optimizer:
         return 0
     return options.zero_stage if b == 4 and not options.offload_optimizer else max(1, options.zero_stage)
 
 
 Flag = Annotated[bool | None, tyro.conf.DisallowNone]
-"""On the command line --name and --no-name, or neither."""
+"""An optional flag: --name, --no-name, or neither."""
 E = TypeVar("E", bound=EngineOptions)
 
 
 class OwnEngineOptions(Config):
-    """How one of several trained models is held; what is not set is as for all."""
+    """Engine options of one of several trained models; those that are not set follow the shared ones."""
 
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """its own --zero-stage"""
@@ -133,16 +135,16 @@ class OwnEngineOptions(Config):
     """its own --gradient-checkpointing"""
 
     def over(self, shared: E) -> E:
-        """The options of this model."""
+        """The shared options, replaced by those that this model sets."""
         return shared.model_copy(update=self.model_dump(exclude_none=True))
 
 
 class FrozenOptions(Config):
-    """How a model is held that is only asked."""
+    """Sharding and memory of a model that is used for inference only."""
 
     zero_stage: Literal[0, 3] | None = None
-    """0 = whole on every device, 3 = in parts on the ranks; by default 3 where the trained model beside it has 3
-    (and is not split by --tensor-parallel-size)"""
+    """0 = whole on every device, 3 = sharded over the ranks; by default 3 if the trained model has 3 (and is not split
+    by --tensor-parallel-size)"""
     offload: bool = False
     """keep its weights in CPU memory between uses"""
     gather_whole: Flag = None
@@ -151,15 +153,15 @@ class FrozenOptions(Config):
     """its own --torch-compile"""
 
     def beside(self, trained: EngineOptions) -> "FrozenOptions":
-        """These options, what is not set as for a trained model."""
+        """These options; those that are not set follow the options of a trained model."""
         stage: Literal[0, 3] = 3 if trained.zero_stage == 3 and trained.tensor_parallel_size == 1 else 0
-        given = self.model_dump(exclude_none=True)
+        own_options = self.model_dump(exclude_none=True)
         shared = {"gather_whole": trained.gather_whole, "torch_compile": trained.torch_compile}
-        return self.model_copy(update={"zero_stage": stage, **shared, **given})
+        return self.model_copy(update={"zero_stage": stage, **shared, **own_options})
 
 
 class SharedOptimizerOptions(Config):
-    """What all stages of a chain have in common of AdamW, its schedule, and how a batch is cut up for one device."""
+    """Options of AdamW, its schedule and micro-batches that have the same defaults in all stages."""
 
     FREE: ClassVar[frozenset[str]] = frozenset({"micro_batch_size", "max_bad_steps"})
 
@@ -174,55 +176,55 @@ class SharedOptimizerOptions(Config):
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     """decay of AdamW's second moment"""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay, per step and unit of learning rate; of matrices, not of norms and biases"""
+    """AdamW's decoupled weight decay, per step and unit of learning rate; for matrices, not for norms and biases"""
     max_grad_norm: float = Field(1.0, ge=0)
-    """gradients are scaled down to this global norm; 0 = never"""
+    """maximum global norm of the gradients; larger ones are scaled down; 0 = no limit"""
     max_bad_steps: int = Field(5, ge=1)
-    """optimizer steps in a row, left out because a loss or gradient is not finite, after which the run ends (exit code
-    3, the last batch saved)"""
+    """number of consecutive optimizer steps skipped for a non-finite loss or gradient, after which the run ends (exit
+    code 3, the last batch is saved)"""
 
 
 class OptimizerOptions(SharedOptimizerOptions):
-    """All of it; a chain has no option of these for all stages, because their defaults differ."""
+    """All options of the optimizer. The two below have other defaults in each stage: a chain has no common option."""
 
     learning_rate: float = Field(1e-5, ge=0)
     """peak learning rate of AdamW"""
     adam_epsilon: float = Field(1e-8, gt=0)
-    """added to AdamW's denominator"""
+    """epsilon in AdamW's denominator"""
 
 
 class SamplingOptions(Config):
-    """How responses are drawn from the policy. No top-k, top-p or penalties: they would make the KL meaningless."""
+    """How responses are sampled from the policy. No top-k, top-p or penalties: they would make the KL meaningless."""
 
     temperature: float = Field(1.0, gt=0)
     """logits are divided by this, in sampling and in every log-prob; above 0"""
     response_length: int = Field(64, ge=1)
-    """most tokens of a response, EOS included"""
+    """maximum number of tokens of a response, EOS included"""
 
 
 class PromptFileOptions(SamplingOptions):
-    """Policies that respond to the prompts of a file, outside of any run."""
+    """Policies that respond to the prompts of a file, outside a run."""
 
     policies: tuple[str, ...] = ()
     """stage directories, model directories, hub ids or short names"""
     prompts: str | None = None
-    """.jsonl with a column prompt (text, or a list of messages), or .txt with one prompt a line"""
+    """.jsonl with a column prompt (text, or a list of messages), or .txt with one prompt per line"""
     reward: str | None = None
     """score source: file.py:function, learned,model=DIR, or another name in rlhf/rewards/"""
     seed: int = Field(0, ge=0)
-    """of the sampling"""
+    """seed of the sampling"""
     chat_template: str = "auto"
-    """auto (the one of each policy), a name such as chatml, or a Jinja file; it must be one for all"""
+    """auto (each policy's own template), a name such as chatml, or a Jinja file; all policies must have the same"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """of the models; auto = bf16 where the device multiplies it fast, else fp32"""
+    """dtype of the models; auto = bf16 on devices that compute it fast, else fp32"""
     rollout_batch_size: int = Field(64, ge=1)
-    """responses generated and scored at once; changes memory and speed, not the draws"""
+    """responses generated and scored at once; changes memory and speed, not the sampled responses"""
     sample_rows: int = Field(4, ge=0)
-    """prompts shown with their responses"""
+    """number of prompts printed with their responses"""
     output: str | None = None
-    """where to write"""
+    """path of the results"""
     overwrite: bool = False
-    """replace what an earlier call has written there"""
+    """replace the results of an earlier call"""
 
 
 def require_trackers(names: Sequence[str]) -> None:

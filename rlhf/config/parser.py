@@ -1,6 +1,6 @@
-"""Typed, frozen configuration: YAML files compose left to right, then the command line.
+"""Typed, frozen configuration: YAML files are merged from left to right, then the command line over them.
 
-Importing this module must not import torch, so that `--help` and a mistyped option answer at once.
+Importing this module must not import torch, so that `--help` and an error for a mistyped option appear at once.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from rlhf.shipped import config_file
 
 
 class Config(BaseModel):
-    """Base of every configuration: frozen, and a key it does not know is an error."""
+    """Base of every configuration: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
     )
     FREE: ClassVar[frozenset[str]] = frozenset()
-    """its options that change memory, speed or what is shown, but no result: a run goes on with another value"""
+    """options that change memory, speed or output, but no result: a run resumes with another value"""
     TOTALS: ClassVar[frozenset[str]] = frozenset()
-    """its options that say how long a stage is: a run goes on, and says so, and a finished one may be extended"""
+    """options for the length of a stage: a run resumes with another value, with a note; a finished one is extended"""
     NOTED: ClassVar[frozenset[str]] = frozenset()
-    """its other options with which an interrupted run goes on and says so"""
+    """other options: an interrupted run resumes with another value, with a note"""
 
     @classmethod
     def declared(cls, kind: Literal["FREE", "TOTALS", "NOTED"]) -> frozenset[str]:
-        """The options of that kind, those of the classes it is made from included."""
+        """The options of that kind, of this class and its base classes."""
         return frozenset().union(*(vars(base).get(kind, ()) for base in cls.__mro__))
 
 
@@ -45,40 +45,40 @@ C = TypeVar("C", bound=Config)
 
 
 def suggest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
-    """` (did you mean 'x'?)` for the nearest known name, or an empty string."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f" (did you mean '{near[0]}'?)" if near else ""
+    """` (did you mean 'x'?)` for the most similar known name, or an empty string."""
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f" (did you mean '{similar[0]}'?)" if similar else ""
 
 
 def suggest_options(name: str, known: Sequence[str]) -> str:
-    """` (did you mean '--sft.learning-rate' or '--ppo.learning-rate'?)`: options whose last part is the same, has these
-    initials, or contains it; else the nearest. Those of the same section come alone."""
+    """` (did you mean '--sft.learning-rate' or '--ppo.learning-rate'?)`: options whose last part is equal to the
+    name, has it as initials, or contains it; else the most similar one. Options of the same section are preferred."""
     section, dot, last = name.rpartition(".")
     rules: tuple[Callable[[str], bool], ...] = (
         lambda option: option == last,
         lambda option: "".join(word[0] for word in option.split("-") if word) == last,
         lambda option: last in option.split("-") or f"{last}s" in option.split("-"),
     )
-    own = [option for option in known if option.rpartition(".")[0] == section] if dot else []
-    for options in filter(None, (own, known)):
+    in_section = [option for option in known if option.rpartition(".")[0] == section] if dot else []
+    for options in filter(None, (in_section, known)):
         for rule in rules:
-            near = [f"'--{option}'" for option in options if rule(option.rpartition(".")[2])]
-            if near:
-                listed = sorted(near, key=lambda option: option.count("."))[:4]
+            similar = [f"'--{option}'" for option in options if rule(option.rpartition(".")[2])]
+            if similar:
+                listed = sorted(similar, key=lambda option: option.count("."))[:4]
                 return f" (did you mean {' or '.join(listed)}?)"
     return suggest(name, known).replace("'", "'--", 1)
 
 
-def validate(cls: type[C], values: dict[str, Any], where: str) -> C:
-    """Build `cls` from plain values; every mistake names `where`, its path and the nearest right name."""
+def validate(cls: type[C], values: dict[str, Any], source: str) -> C:
+    """Build `cls` from plain values. Raises: UserError with `source`, and the path and cure of every mistake."""
     mistakes = _mistakes(cls, values)
     if mistakes:
-        raise UserError(f"{where}: " + "; ".join(mistakes))
+        raise UserError(f"{source}: " + "; ".join(mistakes))
     return cls.model_validate(values)
 
 
 def _mistakes(cls: type[Config], values: dict[str, Any]) -> list[str]:
-    """What is wrong with plain values, a line each."""
+    """The mistakes in plain values, one line each."""
     try:
         cls.model_validate(values)
     except ValidationError as error:
@@ -92,7 +92,7 @@ def _one_line(cls: type[Config], error: Any) -> str:
         known = sorted(_config_at(cls, path[:-1]).model_fields)
         return f"no option '{'.'.join(path)}'{suggest(path[-1], known)}; have {', '.join(known) or 'none'}"
     message = error["msg"].removeprefix("Value error, ")
-    if error["type"] != "value_error" or not isinstance(error["input"], dict | Config):  # a check of several options
+    if error["type"] != "value_error" or not isinstance(error["input"], dict | Config):  # an error of several options
         message += f", got {_short(error['input'])}"
     return f"{'.'.join(path)}: {message}" if path else message
 
@@ -110,14 +110,14 @@ def _config_at(cls: type[Config], path: Sequence[str]) -> type[Config]:
 
 
 def _config_in(annotation: Any) -> type[Config] | None:
-    """The Config that an annotation is or holds: of `Inner`, `Inner | None`, `tuple[Inner, ...]`."""
+    """The Config class in an annotation: `Inner` for `Inner`, `Inner | None` and `tuple[Inner, ...]`; else None."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return annotation
     return next(filter(None, map(_config_in, get_args(annotation))), None)
 
 
 def option_names(cls: type[Config], prefix: str = "") -> Iterator[str]:
-    """Every option as the command line spells it: `ppo.kl-coef`."""
+    """Every option in the spelling of the command line: `ppo.kl-coef`."""
     for name, field in cls.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Config):
@@ -126,45 +126,45 @@ def option_names(cls: type[Config], prefix: str = "") -> Iterator[str]:
             yield (prefix + name).replace("_", "-")
 
 
-def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, mappings key by key, everything else replaced whole."""
+def merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `override`: mappings are merged key by key, other values replaced."""
     merged = dict(base)
-    for key, value in over.items():
+    for key, value in override.items():
         old = merged.get(key)
         merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 
-MOST_VALUES = 100_000
-"""of one YAML file, with every alias written out"""
+MAX_VALUES = 100_000
+"""maximum number of values in one YAML file, with every alias expanded"""
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values only, and a key that comes twice is a mistake instead of silently the last one."""
+    """Loads plain values only. A key that comes twice is an error; YAML would silently use the last one."""
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
-        if node is not None and _values(node, {}) > MOST_VALUES:
-            problem = f"with its aliases written out it has more than {MOST_VALUES} values"
+        if node is not None and _values(node, {}) > MAX_VALUES:
+            problem = f"with its aliases expanded it has more than {MAX_VALUES} values"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in node.value:
             name = str(key.value).replace("-", "_")
-            if name in seen:
+            if name in names:
                 raise yaml.MarkedYAMLError(problem=f"key '{key.value}' comes twice", problem_mark=key.start_mark)
-            seen.add(name)
+            names.add(name)
         return super().construct_mapping(node, deep)
 
 
 def _values(node: Any, counts: dict[int, float]) -> float:
-    """How many values a node is with every alias written out; infinitely many for one that holds itself."""
+    """The number of values of a node with every alias expanded; infinite for a node that contains itself."""
     if id(node) not in counts:
         counts[id(node)] = float("inf")
-        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-        flat = itertools.chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        flat = itertools.chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children
         counts[id(node)] = 1 + sum(_values(child, counts) for child in flat)
     return counts[id(node)]
 
@@ -180,7 +180,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"--config {path}: cannot be read ({error.strerror}); expected a YAML file") from None
     except RecursionError:
         raise UserError(f"{path}: not valid YAML: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, the 13th month
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid UTF-8, or a month 13
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
@@ -198,44 +198,44 @@ def _underscored(values: dict[Any, Any]) -> dict[str, Any]:
 
 
 def compose(cls: type[C], files: Sequence[str | Path]) -> C:
-    """The config that the YAML files make, left to right, over the defaults of `cls`.
+    """The config of the YAML files, merged from left to right over the defaults of `cls`.
 
-    What one file gives and a later one mends is no mistake; one that is left names the file that brought it.
+    A mistake in one file that a later file corrects is no error. Another mistake is reported with its file.
     """
     values: dict[str, Any] = {}
-    made: list[tuple[str | Path, dict[str, Any]]] = []
+    composed: list[tuple[str | Path, dict[str, Any]]] = []
     for path in files:
         values = merge(values, read_yaml(path))
-        made.append((path, values))
-    left = _mistakes(cls, values)
-    for path, so_far in made if left else ():
-        brought = [mistake for mistake in _mistakes(cls, so_far) if mistake in left]
-        if brought:
-            raise UserError(f"{path}: " + "; ".join(brought))
+        composed.append((path, values))
+    mistakes = _mistakes(cls, values)
+    for path, values_so_far in composed if mistakes else ():
+        own_mistakes = [mistake for mistake in _mistakes(cls, values_so_far) if mistake in mistakes]
+        if own_mistakes:
+            raise UserError(f"{path}: " + "; ".join(own_mistakes))
     return validate(cls, values, cls.__name__)
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take `--config A B ...` out of the command line: (files, the rest).
+    """(files after `--config`, the other words) of a command line.
 
-    Raises: UserError when no file follows, or a word is no UTF-8, in which options are written to files.
+    Raises: UserError if no file follows, or a word is not valid UTF-8, in which options are written to files.
     """
     for word in argv:
         if not _is_utf8(word):
-            raise UserError(f"{word!a}: got bytes that are no UTF-8, expected an option or a path in UTF-8")
+            raise UserError(f"{word!a}: got bytes that are not UTF-8, expected an option or a path in UTF-8")
     files: list[str] = []
     rest: list[str] = []
-    taking = False
+    in_files = False
     for i, word in enumerate(argv):
         if word == "--config" or word.startswith("--config="):
-            taking = word == "--config"
-            files += [] if taking else [word.removeprefix("--config=")]
-            if taking and (i + 1 == len(argv) or argv[i + 1].startswith("-")):
+            in_files = word == "--config"
+            files += [] if in_files else [word.removeprefix("--config=")]
+            if in_files and (i + 1 == len(argv) or argv[i + 1].startswith("-")):
                 raise UserError("--config: got no file, expected one or more YAML files after it")
-        elif taking and not word.startswith("-"):
+        elif in_files and not word.startswith("-"):
             files.append(word)
         else:
-            taking = False
+            in_files = False
             rest.append(word)
     return files, rest
 
@@ -249,9 +249,9 @@ def _is_utf8(word: str) -> bool:
 
 
 def peek(argv: Sequence[str], option: str, default: str) -> str:
-    """The value that `--config` files and the command line give one option, before the rest is parsed.
+    """The value of one option from `--config` files and the command line, before the other options are parsed.
 
-    `option` is written as on the command line: `ppo.algorithm`, `output-dir`.
+    option: in the spelling of the command line, `ppo.algorithm` or `output-dir`
     """
     files, rest = split_config_files(argv)
     value: Any = default
@@ -260,30 +260,30 @@ def peek(argv: Sequence[str], option: str, default: str) -> str:
         for key in option.replace("-", "_").split("."):
             values = values.get(key) if isinstance(values, dict) else None
         value = value if values is None else values
-    for word, following in itertools.zip_longest(rest, rest[1:]):
+    for word, next_word in itertools.zip_longest(rest, rest[1:]):
         name, equals, attached = word.partition("=")
         if name.replace("_", "-") == f"--{option}":
-            value = attached if equals else following or value
+            value = attached if equals else next_word or value
     return str(value)
 
 
-SHOWN = {"--print-config", "--changed"}
+PRINT_OPTIONS = {"--print-config", "--changed"}
 
 
 def parse(cls: type[C], argv: Sequence[str], prog: str, description: str) -> C:
     """The config of one program: `--config` files, then the options of the command line over them.
 
-    `--print-config` prints the resolved tree, with `--changed` what is no default, and ends the program.
+    `--print-config` prints the resolved options, with `--changed` only those that differ from the defaults, and exits.
     """
     files, rest = split_config_files(argv)
     default = compose(cls, files)
-    show = SHOWN & {*rest} if "--print-config" in rest else set()
-    rest = ["--help" if word == "--help-all" else word for word in rest if word not in show]
+    printed = PRINT_OPTIONS & {*rest} if "--print-config" in rest else set()
+    rest = ["--help" if word == "--help-all" else word for word in rest if word not in printed]
     _refuse_unknown(cls, rest)
     config = _run_tyro(cls, default, rest, prog, description)
     refuse_secrets(config.model_dump(mode="json"))
-    if show:
-        print(tree_to_yaml(changed(config, cls())) if "--changed" in show else to_yaml(config), end="")
+    if printed:
+        print(tree_to_yaml(changed(config, cls())) if "--changed" in printed else to_yaml(config), end="")
         raise SystemExit(0)
     return config
 
@@ -301,40 +301,40 @@ def _refuse_unknown(cls: type[Config], argv: Sequence[str]) -> None:
 
 
 def _run_tyro(cls: type[C], default: C, argv: Sequence[str], prog: str, description: str) -> C:
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             return tyro.cli(cls, prog=prog, description=description, default=default, args=list(argv))
-    except SystemExit as leaving:
-        if leaving.code in (0, None):
+    except SystemExit as exit_error:
+        if exit_error.code in (0, None):
             raise
-        raise UserError(_of_pydantic(leaving) or _unbox(said.getvalue())) from None
+        raise UserError(_pydantic_mistakes(exit_error) or _unboxed_line(stderr.getvalue())) from None
 
 
-def _of_pydantic(leaving: SystemExit) -> str:
-    """What pydantic found wrong with the command line's values, or an empty string if it was not pydantic."""
-    cause = leaving.__context__
-    # tyro wraps a mistake in a section, not one at the top
+def _pydantic_mistakes(exit_error: SystemExit) -> str:
+    """The mistakes that pydantic reports for the command line, or an empty string if the error is not from pydantic."""
+    cause = exit_error.__context__
+    # tyro wraps the error of a section, but not that of a top-level option
     mistake = cause if cause is None or isinstance(cause, ValidationError) else cause.__context__
     if not isinstance(mistake, ValidationError):
         return ""
     section = getattr(cause, "arg", "")  # the dotted path of the section
     start = [section] if isinstance(section, str) and section else []
-    said = []
+    lines = []
     for error in mistake.errors():
         option = ".".join([*start, *map(str, error["loc"])]).replace("_", "-")
-        said.append(_one_line(Config, {**error, "loc": ["--" + option] if option else []}))
-    return "; ".join(said) + "; see --help"
+        lines.append(_one_line(Config, {**error, "loc": ["--" + option] if option else []}))
+    return "; ".join(lines) + "; see --help"
 
 
-def _unbox(text: str) -> str:
+def _unboxed_line(text: str) -> str:
     """The first paragraph of tyro's boxed message, as one line."""
     lines = (line.strip("│╭╮╰╯ ") for line in text.splitlines()[1:])
     return " ".join(itertools.takewhile(lambda words: words.strip("─"), lines)) + "; see --help"
 
 
 def to_yaml(config: Config) -> str:
-    """The whole resolved tree; `--config` reads it back."""
+    """All resolved options; `--config` reads them back."""
     return tree_to_yaml(config.model_dump(mode="json"))
 
 
@@ -343,15 +343,15 @@ def tree_to_yaml(tree: dict[str, Any]) -> str:
 
 
 def changed(config: Config, default: Config) -> dict[str, Any]:
-    """What differs from `default`; `--config` reads it back as the whole."""
+    """The options that differ from `default`; `--config` reads them back to the same config."""
     return _difference(config.model_dump(mode="json"), default.model_dump(mode="json"))
 
 
 def _difference(tree: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    difference = {}
     for name, value in tree.items():
         both = isinstance(value, dict) and isinstance(default.get(name), dict)
-        own = _difference(value, default[name]) if both else value
-        if own != ({} if both else default.get(name)):
-            found[name] = own
-    return found
+        own_value = _difference(value, default[name]) if both else value
+        if own_value != ({} if both else default.get(name)):
+            difference[name] = own_value
+    return difference

@@ -1,8 +1,8 @@
-"""vLLM on the GPU that also trains: one engine a rank, asleep but for rollouts, each of which it starts by taking the
-actor's weights.
+"""vLLM on the GPU that also trains: one engine per rank, which sleeps between rollouts. At the start of each rollout it
+copies the actor's weights.
 
-Written against vLLM 0.33. The engine lives in this process ("external_launcher" takes RANK and LOCAL_RANK as they are),
-so the weights it is given are the actor's own memory, which it copies from.
+Written for vLLM 0.33. The engine runs in this process ("external_launcher" uses RANK and LOCAL_RANK of this process),
+so it copies from the actor's own memory.
 """
 
 import contextlib
@@ -28,25 +28,26 @@ from rlhf.models.load import known_ids
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, Rollout
 
-COLDEST = 0.01
-"""vLLM raises a lower temperature to this"""
-FAR = 0.5
-"""nats a token between vLLM and the actor, on average, that rounding does not explain (bf16: about 0.05)"""
-LOOKED_AT = 4
-"""responses of the first rollout that the actor scores too"""
-QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-"""variables unless they are set: nothing is reported to vLLM's makers, and its log does not drown ours"""
+MIN_TEMPERATURE = 0.01
+"""vLLM's lowest temperature; it raises a lower one to this"""
+MAX_LOGPROB_DIFFERENCE = 0.5
+"""mean difference between the log-probs of vLLM and the actor, in nats per token, that rounding cannot explain (bf16:
+about 0.05)"""
+CHECKED_RESPONSES = 4
+"""number of responses of the first rollout whose log-probs are compared with the actor's"""
+DEFAULT_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+"""environment variables that are set if they are not: no usage statistics, and only warnings in vLLM's log"""
 
 
 class Config(BackendOptions):
     memory_share: float = Field(0.4, gt=0, lt=1)
-    """of the GPU's memory, taken during a rollout: vLLM's copy of the weights, its activations, its cache"""
+    """share of the GPU's memory for vLLM during a rollout: its copy of the weights, activations and cache"""
     sleep_level: Literal[1, 2] = 1
-    """between rollouts vLLM's weights go to CPU memory (1) or nowhere (2: quicker for large models, but tensors that
-    are neither parameters nor buffers, such as ALiBi's slopes, are lost for good)"""
+    """between rollouts vLLM's weights are kept in CPU memory (1) or dropped (2: faster for large models, but tensors
+    that are neither parameters nor buffers, such as ALiBi's slopes, are lost)"""
 
     def check(self, engine: EngineOptions, sampling: SamplingOptions) -> None:
-        """Raises: UserError if vLLM cannot sample here from an actor that is held so."""
+        """Raises: UserError if vLLM cannot sample on this machine from an actor with these engine options."""
         _require_installed()
         if not torch.cuda.is_available():
             raise UserError(
@@ -59,13 +60,13 @@ class Config(BackendOptions):
             )
         if engine.zero_stage == 3 and not engine.gather_whole:
             raise UserError(
-                "rollout backend 'vllm': got --no-gather-whole, expected all weights at once, which vLLM holds too; "
+                "rollout backend 'vllm': got --no-gather-whole, expected all weights on every GPU, as in vLLM; "
                 "use --rollout-backend loop"
             )
-        if sampling.temperature < COLDEST:
+        if sampling.temperature < MIN_TEMPERATURE:
             raise UserError(
-                f"--temperature {sampling.temperature}: expected at least {COLDEST} with rollout backend 'vllm'; raise "
-                "it, or use --rollout-backend loop"
+                f"--temperature {sampling.temperature}: expected at least {MIN_TEMPERATURE} with rollout backend "
+                "'vllm'; raise it, or use --rollout-backend loop"
             )
 
     def device_share(self) -> float:
@@ -73,15 +74,15 @@ class Config(BackendOptions):
 
 
 def build(config: Config) -> Backend:
-    """`generate(lm, prompts, sampling, draws) -> Rollout`, as of the loop, but for how `draws` are used: the first
-    number of a row seeds its request. The same draws give the same tokens, up to the rounding of logits in another
-    batch. All ranks make the first call together.
+    """A backend like the loop, except for `uniforms`: the first number of a row is the seed of its request. The same
+    numbers give the same tokens, up to rounding of the logits in another batch. All ranks must make the first call at
+    the same time.
 
-    Raises: UserError without vLLM, for a recurrent model, one that vLLM does not know or knows otherwise, or too little
-    memory.
+    Raises: UserError without vLLM, for a recurrent model, a model that vLLM does not support or implements differently,
+    or too little memory.
     """
     _require_installed()
-    return Served(config)
+    return VllmBackend(config)
 
 
 def _require_installed() -> None:
@@ -92,64 +93,64 @@ def _require_installed() -> None:
         )
 
 
-class Served:
-    """The backend that `build` gives. Its engine is made in the first call, when there is a model."""
+class VllmBackend:
+    """The backend of `build`. Its engine is created in the first call, which has the model."""
 
     takes_all = True
-    """rows need not come in batches: vLLM makes its own, and every call takes the weights anew"""
+    """vLLM makes its own batches, and every call copies the weights"""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._engine: Any = None
-        self._compared = False
+        self._checked = False
 
     @torch.no_grad()
     def __call__(
-        self, lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, draws: Tensor | None
+        self, lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None
     ) -> Rollout:
         loop.refuse_recurrent(lm)
-        # Of a greedy request vLLM tells the log-probs at temperature 1.
-        assert draws is not None or sampling.temperature == 1, f"greedy at temperature {sampling.temperature}"
+        # For a greedy request vLLM returns the log-probs at temperature 1.
+        assert uniforms is not None or sampling.temperature == 1, f"greedy at temperature {sampling.temperature}"
         if self._engine is None:
-            self._engine = _asleep(lm, self._config)
+            self._engine = _sleeping_engine(lm, self._config)
         requests = [
             {"prompt_token_ids": ids[real].tolist()} for ids, real in zip(prompts.ids, prompts.mask, strict=True)
         ]
-        parameters = _parameters(sampling, draws, len(prompts), self._config)
-        with _awake(self._engine, lm, self._config):
-            found = self._engine.generate(requests, parameters, use_tqdm=False)
-        rollout = _rollout(prompts, [each.outputs[0] for each in found], self._config)
-        if not self._compared:
-            self._compared = True
-            _require_alike(lm, rollout[:LOOKED_AT], sampling)
+        parameters = _parameters(sampling, uniforms, len(prompts), self._config)
+        with _awake_engine(self._engine, lm, self._config):
+            outputs = self._engine.generate(requests, parameters, use_tqdm=False)
+        rollout = _rollout(prompts, [each.outputs[0] for each in outputs], self._config)
+        if not self._checked:
+            self._checked = True
+            _check_logprobs(lm, rollout[:CHECKED_RESPONSES], sampling)
         return rollout
 
 
-def _asleep(lm: PreTrainedModel, config: Config) -> Any:
-    """An engine for models of the shape of `lm`, with any weights, asleep."""
-    for name, value in QUIET.items():
+def _sleeping_engine(lm: PreTrainedModel, config: Config) -> Any:
+    """A sleeping engine for models of the shape of `lm`, with arbitrary weights."""
+    for name, value in DEFAULT_VARIABLES.items():
         os.environ.setdefault(name, value)
     import vllm
 
     model = traits.base(lm)
     devices = [model.device] if model.device.type == "cuda" else []
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices):  # it sets the seed of this process
-        described = copy.deepcopy(model.config)
-        described.architectures = [type(model).__name__]
-        described.vocab_size = known_ids(model)
-        described.save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices):  # vLLM sets the seed of this process
+        config_of_actor = copy.deepcopy(model.config)
+        config_of_actor.architectures = [type(model).__name__]
+        config_of_actor.vocab_size = known_ids(model)
+        config_of_actor.save_pretrained(folder)
         try:
             engine = vllm.LLM(
                 model=folder,
                 skip_tokenizer_init=True,
                 load_format="dummy",
-                generation_config="vllm",  # not of the model: nothing but the request decides how it is sampled
+                generation_config="vllm",  # not the model's: only the request determines sampling
                 dtype=str(model.dtype).removeprefix("torch."),
                 max_model_len=config.max_tokens,
                 gpu_memory_utilization=config.memory_share,
                 distributed_executor_backend="external_launcher",
                 enable_sleep_mode=True,
-                logprobs_mode="processed_logprobs",  # of the tempered distribution
+                logprobs_mode="processed_logprobs",  # log-probs at the sampling temperature
             )
         except ValueError as error:
             reason = " ".join(str(error).split())[:400]
@@ -162,65 +163,68 @@ def _asleep(lm: PreTrainedModel, config: Config) -> Any:
 
 
 @contextlib.contextmanager
-def _awake(engine: Any, lm: PreTrainedModel, config: Config) -> Iterator[None]:
-    """Meanwhile the engine has its memory, and the weights of `lm` as they are now."""
+def _awake_engine(engine: Any, lm: PreTrainedModel, config: Config) -> Iterator[None]:
+    """A context in which the engine has its memory and the current weights of `lm`."""
     try:
         engine.wake_up(tags=["weights"])
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights(lm, config).items())})
-        engine.wake_up(tags=["kv_cache"])  # after the weights, for which vLLM may need room twice
-        engine.reset_prefix_cache()  # or prompts would go on from what other weights made of them
+        engine.wake_up(tags=["kv_cache"])  # after the weights, for which vLLM may need memory twice
+        engine.reset_prefix_cache()  # its states were computed with the old weights
         yield
     finally:
         engine.sleep(level=config.sleep_level)
 
 
 def weights(lm: PreTrainedModel, config: Config) -> dict[str, Tensor]:
-    """What a checkpoint of `lm` holds, adapters merged: names of the files, tied weights once, no row of an id that
-    is never sampled. Mostly the memory of `lm` itself, which stays as it is; all of it must be at hand.
+    """The weights of a checkpoint of `lm` by name: adapters merged, tied weights once, without the embedding rows of
+    ids that are never sampled. Most are views of the memory of `lm`, which does not change. All weights must be
+    gathered.
     """
     model = traits.base(lm)
     state = export.merged(lm, model.state_dict(keep_vars=True), config.adapter)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    cut = {name for name, module in model.named_modules() if any(module is end for end in ends)}
-    found: dict[str, Tensor] = {}
-    size, seen = known_ids(model), set()
+    embedding_modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding_names = {
+        name for name, module in model.named_modules() if any(module is embedding for embedding in embedding_modules)
+    }
+    unique: dict[str, Tensor] = {}
+    size, seen_weights = known_ids(model), set()
     for name, weight in state.items():
-        if id(weight) not in seen:
-            seen.add(id(weight))
-            found[name] = weight.detach()[:size] if name.rpartition(".")[0] in cut else weight.detach()
-    return dict(revert_weight_conversion(model, found))
+        if id(weight) not in seen_weights:
+            seen_weights.add(id(weight))
+            unique[name] = weight.detach()[:size] if name.rpartition(".")[0] in embedding_names else weight.detach()
+    return dict(revert_weight_conversion(model, unique))
 
 
-def _require_alike(lm: PreTrainedModel, rollout: Rollout, sampling: SamplingOptions) -> None:
-    """vLLM leaves weights that it has no place for as they were, with a line in its log.
+def _check_logprobs(lm: PreTrainedModel, rollout: Rollout, sampling: SamplingOptions) -> None:
+    """vLLM ignores weights that it does not know, with only a line in its log; so its log-probs are compared.
 
-    Raises: UserError unless the log-probs of sampling are about those of `lm`.
+    Raises: UserError if the log-probs of sampling differ from those of `lm`.
     """
     scored = Policy(lm)(rollout.sequences, sampling.temperature)[0][:, rollout.prompt_ids.shape[1] :]
-    apart = float((scored - rollout.sampled_logprobs)[rollout.mask].abs().mean())
-    if not apart < FAR:
+    difference = float((scored - rollout.sampled_logprobs)[rollout.mask].abs().mean())
+    if not difference < MAX_LOGPROB_DIFFERENCE:
         raise UserError(
-            f"rollout backend 'vllm', model type '{lm.config.model_type}': its log-probs are {apart:.2g} nats a token "
-            f"from those of the actor, expected less than {FAR}: vLLM has not taken the weights as they are meant; use "
-            "--rollout-backend loop"
+            f"rollout backend 'vllm', model type '{lm.config.model_type}': its log-probs are {difference:.2g} nats a "
+            f"token from those of the actor, expected less than {MAX_LOGPROB_DIFFERENCE}: vLLM does not use the "
+            "weights as transformers does; use --rollout-backend loop"
         )
 
 
-def _parameters(sampling: SamplingOptions, draws: Tensor | None, rows: int, config: Config) -> list[Any]:
-    """How each row is sampled: from the whole distribution, until EOS, which alone ends a response and is kept."""
+def _parameters(sampling: SamplingOptions, uniforms: Tensor | None, rows: int, config: Config) -> list[Any]:
+    """The sampling parameters of each row: the whole distribution, until EOS, which is part of the response."""
     from vllm import SamplingParams
 
-    # Numbers in [0, 1) with 53 bits, which a seed takes as they are.
-    seeds = [None] * rows if draws is None else (draws[:, 0].double() * 2**53).long().tolist()
+    # Numbers in [0, 1) with 53 bits become integer seeds without loss.
+    seeds = [None] * rows if uniforms is None else (uniforms[:, 0].double() * 2**53).long().tolist()
     return [
         SamplingParams(
-            temperature=0.0 if draws is None else sampling.temperature,
+            temperature=0.0 if uniforms is None else sampling.temperature,
             top_p=1.0,
             top_k=0,
             min_p=0.0,
             seed=seed,
             max_tokens=sampling.response_length,
-            ignore_eos=True,  # that of the model's config, which may be another, or several
+            ignore_eos=True,  # EOS of the model's config, which may differ
             stop_token_ids=[config.eos_token_id],
             logprobs=0,  # of the sampled token only
             detokenize=False,

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 from rlhf import console, errors, streams
 from rlhf.config import parser
 from rlhf.config.options import RunOptions, require_trackers
-from rlhf.config.short_help import OF_STAGES, Groups, short_help
+from rlhf.config.short_help import STAGE_GROUPS, Groups, short_help
 from rlhf.distributed.addresses import LOOPBACK, interface_of
 from rlhf.errors import UserError
 from rlhf.launch import rank_variables
@@ -148,7 +148,7 @@ def stage_main(
     `groups`: what `--help` lists beside what every stage has.
     """
     _end_with_launcher()
-    streams.outlive_readers()
+    streams.ignore_broken_streams()
     program = console.program(f"python -m {stage}")
     argv = rank_variables.without_local_rank(sys.argv[1:])
     try:
@@ -157,7 +157,7 @@ def stage_main(
             rank_variables.adopt(os.environ)
             console.loading(stage, argv)
             if {"--help", "-h"} & {*argv}:
-                print(short_help(options_of(argv), program, description, {**groups, **OF_STAGES}))
+                print(short_help(options_of(argv), program, description, {**groups, **STAGE_GROUPS}))
                 return 0
             options = parser.parse(options_of(argv), argv, program, description)
             from rlhf.distributed import rendezvous
@@ -171,9 +171,9 @@ def stage_main(
     except UserError as error:
         give_up(f"error: {error}{_kept_traceback(error, stage, argv)}", MISTAKE)
     except OSError as error:
-        if errors.of_the_system(error) is None:
+        if errors.system_error_line(error) is None:
             raise
-        give_up(f"error: {errors.of_the_system(error)}", MISTAKE)
+        give_up(f"error: {errors.system_error_line(error)}", MISTAKE)
     except KeyboardInterrupt:
         give_up("interrupted", 130)
     end_well()

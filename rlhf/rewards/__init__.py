@@ -1,6 +1,6 @@
-"""Score sources: one number for each whole response. One file each; several combine into one score.
+"""Score sources: one number for each whole response. One file per source; several combine into one score.
 
-A penalty is a source whose scores are 0 or below, so that its weight is positive like any other's.
+The scores of a penalty are 0 or below, so that its weight is positive like that of any other source.
 """
 
 import math
@@ -23,33 +23,33 @@ from rlhf.types import Rollout, Samples
 Combine = Literal["sum", "min"]
 
 REFERENCE = "reference"
-"""The column under which reward functions find the response that the data has."""
+"""The column of the response in the data, for reward functions."""
 
 
 class Source(Protocol):
-    """What the pipeline asks of a score source, which `build(config, context)` of a file in this folder returns."""
+    """A score source, as `build(config, context)` of a file in this folder must return it."""
 
     def __call__(self, samples: Samples, /) -> Tensor:
-        """One score for each of the B responses, [B]; higher is better. `columns_of(samples)` has the other columns."""
+        """One score for each of the B responses, [B]; higher is better. `columns_of(samples)`: columns of the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a score source may need to know of the run."""
+    """Properties of the run that a score source may need."""
 
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
     reward_model: str
-    """place of the run's reward model"""
+    """path or hub id of the run's reward model"""
     micro_batch_size: int
-    held: FrozenOptions = field(default_factory=FrozenOptions)
-    """how learned reward models are"""
+    model_options: FrozenOptions = field(default_factory=FrozenOptions)
+    """sharding and offloading of learned reward models"""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One source of several, under the name it is logged by."""
+class WeightedSource:
+    """One of several sources, with its weight and the name under which it is logged."""
 
     name: str
     weight: float
@@ -58,32 +58,32 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Several sources as one score: the weighted sum, or the least weighted score of each response.
+    """Several sources combined into one score: the weighted sum, or the minimum of the weighted scores.
 
-    The minimum is a response's weakest side: one that is helpful and unsafe scores as unsafe. (Llama 2, arXiv
-    2307.09288, section 3.2.3, takes the safety score where it is low or the prompt is dangerous, else helpfulness.)
-    A source of weight 0 is logged and counts for nothing.
+    With the minimum, a helpful but unsafe response has the score of an unsafe one. (Llama 2, arXiv 2307.09288, section
+    3.2.3, uses the safety score if it is low or the prompt is dangerous, else the helpfulness score.)
+    A source of weight 0 is logged, but does not change the score.
     """
 
-    parts: tuple[Part, ...]
+    sources: tuple[WeightedSource, ...]
     combine: Combine = "sum"
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(part.name for part in self.parts)
+        return tuple(each.name for each in self.sources)
 
     def __call__(self, samples: Samples) -> tuple[Tensor, dict[str, Tensor]]:
-        """(scores [B], scores [B] of each source by its name, before its weight). They may not be finite."""
-        each = {part.name: part.source(samples) for part in self.parts}
-        counted = torch.stack([part.weight * each[part.name] for part in self.parts if part.weight != 0])
-        scores = counted.sum(0) if self.combine == "sum" else counted.amin(0)
-        return scores, each
+        """(scores [B], scores [B] of each source by its name, before its weight). They may be non-finite."""
+        by_name = {each.name: each.source(samples) for each in self.sources}
+        weighted_scores = torch.stack([each.weight * by_name[each.name] for each in self.sources if each.weight != 0])
+        scores = weighted_scores.sum(0) if self.combine == "sum" else weighted_scores.amin(0)
+        return scores, by_name
 
 
 def open_source(spec: str, context: Context) -> Source:
     """A score source by name, `name,option=value`, or the Python function `file.py:function` / `module:function`.
 
-    What it says is checked: one finite number for each response, else a UserError that names the response.
+    Its scores are checked: a score that is not finite is a UserError that names the response.
     """
     source = open_unchecked(spec, context)
 
@@ -96,7 +96,7 @@ def open_source(spec: str, context: Context) -> Source:
 
 
 def open_unchecked(spec: str, context: Context) -> Source:
-    """The same, whose numbers need not be finite."""
+    """A score source as of `open_source`, whose scores may be non-finite."""
     name = spec.split(",")[0]
     plugin = f"python,function={spec}" if ":" in name or name.endswith(".py") else spec
     built: Source = plugins.build("rlhf.rewards", plugin, context)
@@ -112,26 +112,27 @@ def open_unchecked(spec: str, context: Context) -> Source:
 
 
 def open_sources(specs: Sequence[str], context: Context, combine: Combine = "sum") -> Sources:
-    """Sources by their specs, each with a weight before it or not: `learned`, `0.5*length,target=40`.
+    """Sources by their specs, each with an optional weight: `learned`, `0.5*length,target=40`.
 
-    Raises: UserError for a weight that is no number, an unknown source, or nothing that counts.
+    Raises: UserError for a weight that is not a number, an unknown source, or no source with a weight other than 0.
     """
-    weighted = [split_weight(spec) for spec in specs]
-    if not any(weight for weight, _ in weighted):
+    specs_with_weights = [split_weight(spec) for spec in specs]
+    if not any(weight for weight, _ in specs_with_weights):
         raise UserError(f"reward: got {list(specs)}, expected at least one source whose weight is not 0")
-    names = _numbered([_name(spec) for _, spec in weighted])
-    parts = [
-        Part(name, weight, open_unchecked(spec, context)) for name, (weight, spec) in zip(names, weighted, strict=True)
+    names = _numbered([_source_name(spec) for _, spec in specs_with_weights])
+    sources = [
+        WeightedSource(name, weight, open_unchecked(spec, context))
+        for name, (weight, spec) in zip(names, specs_with_weights, strict=True)
     ]
-    return Sources(tuple(parts), combine)
+    return Sources(tuple(sources), combine)
 
 
 def split_weight(spec: str) -> tuple[float, str]:
-    """`0.7*learned,model=M` as (0.7, `learned,model=M`); without a weight it is 1.
+    """`0.7*learned,model=M` as (0.7, `learned,model=M`); the default weight is 1.
 
-    Raises: UserError for a weight that is no finite number, or nothing after it.
+    Raises: UserError for a weight that is not a finite number, or no source after it.
     """
-    if "*" not in spec.split(",")[0]:  # an option may have one, in a regular expression
+    if "*" not in spec.split(",")[0]:  # an option may contain *, in a regular expression
         return 1.0, spec
     text, _, source = spec.partition("*")
     try:
@@ -145,16 +146,16 @@ def split_weight(spec: str) -> tuple[float, str]:
     return weight, source.strip()
 
 
-def _name(spec: str) -> str:
-    """How a source is logged: its name, or the file and function without the folders."""
+def _source_name(spec: str) -> str:
+    """The name under which a source is logged: its own, or file and function without the folders."""
     name, options = plugins.parse_spec(spec)
     return PurePath(str(options.get("function", name)) if name == "python" else name).name
 
 
 def _numbered(names: list[str]) -> list[str]:
-    """The names, those that come twice with a number: learned#1, learned#2."""
-    twice = {name for name, count in Counter(names).items() if count > 1}
-    return [f"{name}#{names[: i + 1].count(name)}" if name in twice else name for i, name in enumerate(names)]
+    """The names; repeated ones get a number: learned#1, learned#2."""
+    repeated = {name for name, count in Counter(names).items() if count > 1}
+    return [f"{name}#{names[: i + 1].count(name)}" if name in repeated else name for i, name in enumerate(names)]
 
 
 def as_samples(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
@@ -165,10 +166,10 @@ def as_samples(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
 
 
 def columns_of(samples: Samples) -> dict[str, list[Any]]:
-    """What the rows have beside their prompts, by name: each column a list of B, None where a row has none.
+    """The columns of the rows beside the prompt, by name: each a list of B, None for a row without that column.
 
-    The response that the data has (a demonstration, the chosen side of a pair) is the column `reference`, unless the
-    data has one of that name.
+    The response in the data (a demonstration, the chosen side of a pair) is the column `reference`, unless the
+    data has a column of that name.
     """
     rows = samples.rollout.rows
     names = sorted({name for row in rows for name in row.columns})
@@ -182,5 +183,5 @@ def require_finite(scores: Tensor, samples: Samples, source: str) -> None:
     """Raises: UserError that names the response whose score [B] is not finite."""
     for score, prompt, response in zip(scores.tolist(), samples.prompts, samples.responses, strict=True):
         if not math.isfinite(score):
-            where = f"prompt {prompt[-60:]!r}, response {response[:60]!r}"
-            raise UserError(f"reward '{source}': got {score} for {where}; expected a finite number")
+            response_text = f"prompt {prompt[-60:]!r}, response {response[:60]!r}"
+            raise UserError(f"reward '{source}': got {score} for {response_text}; expected a finite number")

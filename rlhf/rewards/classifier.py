@@ -1,6 +1,6 @@
-"""What a text classifier of transformers says of one label: sentiment, toxicity, a topic.
+"""The score of one label of a text classifier of transformers: sentiment, toxicity, a topic.
 
-For a reward model, which reads the policy's own sequence and gives one number, there is `learned`.
+For a reward model, which reads the policy's own token ids and gives one number, use `learned`.
 """
 
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ class Config(Base):
     model: str
     """directory or hub id of a sequence classifier with its tokenizer"""
     label: int | str | None = None
-    """number or name of the label that is wanted; may be left out where there is one"""
+    """number or name of the label whose score counts; optional if there is only one"""
     output: Literal["log_odds", "logit"] = "log_odds"
     """log_odds: log(p / (1 - p)) of the label, 0 at even chances; logit: the number before the softmax"""
     with_prompt: bool = False
-    """judge the prompt's text too, not the response alone"""
+    """classify the prompt and the response, not the response alone"""
 
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A model and its tokenizer, and where they are from."""
+    """A model, its tokenizer, and the path or hub id that the user named."""
 
-    place: str
+    path: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -42,8 +42,9 @@ class Classifier:
 def build(config: Config, context: Context) -> Source:
     """The label's log-odds (or logit) for each text, in the classifier's own tokens.
 
-    Of alternatives, z_i - log(sum over j != i of exp z_j); where labels are independent, or there is one, z_i itself.
-    Raises: UserError for a model without a trained head, an unknown label, or when scoring, a text beyond its context.
+    With exclusive labels z_i - log(sum over j != i of exp z_j); with independent labels, or a single one, z_i itself.
+    Raises: UserError for a model without a trained head, an unknown label, or, when scoring, a text longer than the
+    context.
     """
     classifier = load(config.model, context)
     label = label_of(config, classifier.model.config)
@@ -52,57 +53,53 @@ def build(config: Config, context: Context) -> Source:
     def score(samples: Samples) -> Tensor:
         texts = [p + r if config.with_prompt else r for p, r in zip(samples.prompts, samples.responses, strict=True)]
         logits = all_logits(classifier, texts, context)
-        wanted = logits[:, label]
+        label_logits = logits[:, label]
         if config.output == "logit" or independent or logits.shape[1] == 1:
-            return wanted
-        others = torch.cat([logits[:, :label], logits[:, label + 1 :]], dim=1)
-        return wanted - others.logsumexp(1)
+            return label_logits
+        other_logits = torch.cat([logits[:, :label], logits[:, label + 1 :]], dim=1)
+        return label_logits - other_logits.logsumexp(1)
 
     return score
 
 
-def load(place: str, context: Context) -> Classifier:
-    """The classifier at `place`, frozen, in the run's dtype below its head, which is in fp32.
+def load(path: str, context: Context) -> Classifier:
+    """The classifier at `path`, frozen: the head in fp32, the layers below it in the run's dtype.
 
-    All of it is in fp32 while it is read: a head rounded to bf16 could not be widened again.
-
-    Raises: UserError if it cannot be read, or its weights are not all there: a fresh head would score at random.
+    The whole model is loaded in fp32, because a head rounded to bf16 would stay rounded.
+    Raises: UserError if it cannot be loaded, or weights are missing: an untrained head would score at random.
     """
-    source = resolve(place)
-    safe = {"trust_remote_code": False, "weights_only": True}
+    source = resolve(path)
+    options = {"trust_remote_code": False, "weights_only": True}
     with readable(source):
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            source, config=load_config(source), dtype=torch.float32, output_loading_info=True, **safe
+            source, config=load_config(source), dtype=torch.float32, output_loading_info=True, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if info["missing_keys"]:
         raise UserError(
-            f"reward 'classifier': model '{place}' has no weights {', '.join(sorted(info['missing_keys'])[:3])}; "
+            f"reward 'classifier': model '{path}' has no weights {', '.join(sorted(info['missing_keys'])[:3])}; "
             "expected a trained sequence classifier"
         )
-    refuse_non_finite(model, place)
+    refuse_non_finite(model, path)
     _narrow_below_head(model, context.dtype)
-    return Classifier(place, model.to(context.device).eval().requires_grad_(False), tokenizer)
+    return Classifier(path, model.to(context.device).eval().requires_grad_(False), tokenizer)
 
 
 def _narrow_below_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Everything below the head computes in `dtype`; the head stays in fp32 and takes its states so.
+    """Convert the base model to `dtype`; the head stays in fp32, and its inputs are converted to fp32.
 
-    A head is all that lies beside the base model: one matrix (`score`), or layers of its own, as RoBERTa has.
+    The head is everything beside the base model: one matrix (`score`), or several layers, as in RoBERTa.
     """
     model.base_model.to(dtype)
     for head in model.children():
         if head is not model.base_model:
-            head.register_forward_pre_hook(lambda _, given: tuple(x.float() for x in given))
+            head.register_forward_pre_hook(lambda _, inputs: tuple(x.float() for x in inputs))
 
 
 def label_of(config: Config, model_config: Any) -> int:
-    """The number of the label that is asked for.
-
-    Raises: UserError that lists the labels.
-    """
+    """The number of the label in the options. Raises: UserError that lists the labels."""
     names = _labels(model_config)
-    listed = ", ".join(f"{number}={name}" for number, name in sorted(names.items()))
+    choices = ", ".join(f"{number}={name}" for number, name in sorted(names.items()))
     if config.label is None and len(names) == 1:
         return 0
     if config.label in names:
@@ -110,9 +107,9 @@ def label_of(config: Config, model_config: Any) -> int:
     for number, name in names.items():
         if name == config.label:
             return number
-    near = suggest(str(config.label), list(names.values()))
-    said = "no label" if config.label is None else f"label {config.label!r}"
-    raise UserError(f"reward 'classifier': got {said}, expected label=one of {listed} of '{config.model}'{near}")
+    similar = suggest(str(config.label), list(names.values()))
+    label = "no label" if config.label is None else f"label {config.label!r}"
+    raise UserError(f"reward 'classifier': got {label}, expected label=one of {choices} of '{config.model}'{similar}")
 
 
 def _labels(model_config: Any) -> dict[int, str]:
@@ -137,14 +134,15 @@ def all_logits(classifier: Classifier, texts: list[str], context: Context) -> Te
 
 
 def _rows_at_once(classifier: Classifier, context: Context) -> int:
-    """One, without padding, where the model does not know the padding id: a decoder's head looks for the last other."""
+    """The micro-batch size; 1, without padding, if the model has no padding id: a decoder's head needs it to find the
+    last token."""
     pad = classifier.tokenizer.pad_token_id
-    known = pad is not None and pad == getattr(classifier.model.config, "pad_token_id", None)
-    return context.micro_batch_size if known else 1
+    has_padding = pad is not None and pad == getattr(classifier.model.config, "pad_token_id", None)
+    return context.micro_batch_size if has_padding else 1
 
 
 def _ids(classifier: Classifier, text: str) -> list[int]:
-    """The ids of a text; one without any, an empty response to a tokenizer that adds nothing, is BOS, else EOS."""
+    """The ids of a text. If a text has none (an empty response, and a tokenizer that adds no ids): BOS, else EOS."""
     tokenizer = classifier.tokenizer
     start = [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]
     ids: list[int] = tokenizer(text)["input_ids"] or start
@@ -152,6 +150,6 @@ def _ids(classifier: Classifier, text: str) -> list[int]:
     if not 0 < len(ids) <= limit:
         raise UserError(
             f"reward 'classifier': {text[:60]!r} has {len(ids)} tokens, expected 1 to {limit}, the context of "
-            f"'{classifier.place}'; lower --response-length"
+            f"'{classifier.path}'; lower --response-length"
         )
     return ids

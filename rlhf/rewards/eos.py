@@ -1,4 +1,4 @@
-"""A penalty for a response that was cut before its end: `missing_eos_penalty` as a source with a name."""
+"""A penalty for a response without EOS: `missing_eos_penalty` as a score source."""
 
 from pydantic import Field
 from torch import Tensor
@@ -10,11 +10,11 @@ from rlhf.types import Samples
 
 class Config(Base):
     penalty: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """taken for a response without EOS"""
+    """penalty of a response without EOS"""
 
 
 def build(config: Config, context: Context) -> Source:
-    """-penalty where the response was cut, 0 where it closed with EOS."""
+    """-penalty for a response that was cut, 0 for one that ended with EOS."""
 
     def score(samples: Samples) -> Tensor:
         return -config.penalty * (~samples.rollout.ended).to(context.device).float()

@@ -1,4 +1,4 @@
-"""The score of a trained reward model: ours, or any one-label sequence classifier of transformers."""
+"""The score of a trained reward model: of this project, or any one-label sequence classifier of transformers."""
 
 import torch
 from torch import Tensor
@@ -20,36 +20,36 @@ from rlhf.types import Rollout, Samples, Sequences, length_groups
 
 class Config(Base):
     model: str | None = None
-    """place of the reward model; by default the run's"""
+    """path or hub id of the reward model; by default that of the run"""
     normalize: bool = False
-    """scores less their mean, over their standard deviation, on the held-out responses of the reward model's stage"""
+    """(score - mean) / standard deviation, both measured on the held-out responses of the reward model's stage"""
 
 
 def build(config: Config, context: Context) -> Source:
     """The reward model as a score source.
 
-    A model with another tokenizer or template than the policy's gets the text, in its own template.
+    If its tokenizer or template differs from the policy's, it gets the text, in its own template.
     """
-    place = model_place(config.model or context.reward_model, "model", "critic")
-    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), "auto")
-    shards = frozen.shards_of(context.held, context.dtype)
-    model = load_scalar_model(place, context.dtype, id_count(tokenizer), shards)
-    shared = same_ids(tokenizer, context.tokenizer)
-    known = score_statistics(model, place) if config.normalize else None
+    model_path = model_place(config.model or context.reward_model, "model", "critic")
+    tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), "auto")
+    shards = frozen.shards_of(context.model_options, context.dtype)
+    model = load_scalar_model(model_path, context.dtype, id_count(tokenizer), shards)
+    same_tokenizer = same_ids(tokenizer, context.tokenizer)
+    statistics = score_statistics(model, model_path) if config.normalize else None
     limit = context_length(model.backbone.config)
-    engine = FrozenEngine(model, context.held, context.dtype)
+    engine = FrozenEngine(model, context.model_options, context.dtype)
 
     def score(samples: Samples) -> Tensor:
-        sequences = samples.rollout.sequences if shared else _in_its_own_words(samples, tokenizer)
+        sequences = samples.rollout.sequences if same_tokenizer else _retokenized(samples, tokenizer)
         longest = int(sequences.lengths.max())
         if longest > limit:
             raise UserError(
-                f"reward model '{place}': its context is {limit} tokens, but a prompt and response have {longest}; "
-                "lower --max-prompt-length or --response-length"
+                f"reward model '{model_path}': its context is {limit} tokens, but a prompt and response have "
+                f"{longest}; lower --max-prompt-length or --response-length"
             )
         with engine.inference() as model:
-            found = score_sequences(model, sequences.to(context.device), context.micro_batch_size)
-        return found if known is None else (found - known.mean) / known.std
+            result = score_sequences(model, sequences.to(context.device), context.micro_batch_size)
+        return result if statistics is None else (result - statistics.mean) / statistics.std
 
     return score
 
@@ -64,8 +64,8 @@ def score_sequences(model: ScalarModel, sequences: Sequences, micro_batch_size: 
     return result
 
 
-def _in_its_own_words(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Sequences:
-    """The samples as another tokenizer and template write them; a response cut short gets no EOS there either."""
+def _retokenized(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Sequences:
+    """The samples encoded with another tokenizer and template; a response that was cut gets no EOS."""
     template = Template(tokenizer)
     rollout: Rollout = samples.rollout
     rows = []

@@ -12,11 +12,11 @@ from rlhf.types import Samples
 
 class Config(Base):
     target: int = Field(ge=0)
-    """tokens that cost nothing"""
+    """number of tokens without a penalty"""
     penalty: float = Field(0.01, ge=0, allow_inf_nan=False)
-    """taken for each token beyond them, without limit"""
+    """penalty of each further token, without limit"""
     buffer: int | None = Field(None, ge=1)
-    """instead of penalty: tokens beyond the target over which the score falls from 0 to -1, where it stays"""
+    """instead of penalty: number of tokens after the target over which the score falls from 0 to its minimum -1"""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

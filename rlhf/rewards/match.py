@@ -1,4 +1,4 @@
-"""Whether a response gives the right result, which a column of the data has: a number (GSM8K), or any text."""
+"""Whether a response gives the right result, a number (GSM8K) or any text in a column of the data."""
 
 import re
 from collections import deque
@@ -14,26 +14,26 @@ from rlhf.errors import UserError
 from rlhf.rewards import REFERENCE, Context, Source, columns_of
 from rlhf.types import Samples
 
-# A hyphen between words or digits (3-4) is no sign, and a comma parts thousands only where three digits follow.
+# A hyphen between words or digits (3-4) is not a sign; a comma separates thousands only if three digits follow.
 NUMBER = re.compile(r"((?:(?<![\w)])[-\N{MINUS SIGN}])?)[$€£¥]?((?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 
 
 class Config(Base):
     column: str | None = None
-    """column with the right result, or a list of such; by default `answer`, and where no row has that, `reference`,
-    the response that the data has"""
+    """column with the right result, or with a list of right results; by default `answer`, or, if no row has that,
+    `reference`, the response in the data"""
     compare: Literal["number", "text"] = "number"
-    """number: the last one on either side, by value, so that $1,200 is 1200.00; text: all of it, but for case and
-    white space"""
+    """number: compare the values of the last number in both, so that $1,200 equals 1200.00; text: compare the texts
+    without regard to case and white space"""
     pattern: str = r"(?s).+"
-    """regular expression of what counts in the response: its last match, or the group in it; by default everything.
-    Quote it where it has a #, as in pattern='#### (.+)'"""
+    """regular expression of the result in a response: its last match, or the group in it, counts; by default all text.
+    Quote it if it has a #, as in pattern='#### (.+)'"""
     column_pattern: str = r"(?s)(?:.*####)?(.+)"
-    """the same for the column; by default what follows the last ####, and everything where there is none"""
+    """the same for the column; by default the text after the last ####, or all text if there is none"""
     right: float = Field(1.0, allow_inf_nan=False)
     """score of a match"""
     wrong: float = Field(0.0, allow_inf_nan=False)
-    """score of anything else"""
+    """score of any other response"""
 
     @field_validator("pattern", "column_pattern")
     @classmethod
@@ -48,22 +48,22 @@ class Config(Base):
 
 
 def build(config: Config, context: Context) -> Source:
-    """`right` or `wrong` for each response; a response without a result is wrong, a row without one is a mistake."""
-    compared = number if config.compare == "number" else plain
+    """`right` or `wrong` for each response. A response without a result is wrong; a row without one is an error."""
+    normalize = number if config.compare == "number" else normalized_text
 
     def score(samples: Samples) -> Tensor:
         values = []
         for response, cell in zip(samples.responses, _cells(config.column, samples), strict=True):
-            accepted = [_accepted(item, cell, config, compared) for item in (cell if _several(cell) else [cell])]
-            said = found(config.pattern, response)
-            result = None if said is None else compared(said)
+            accepted = [_accepted(item, cell, config, normalize) for item in (cell if _is_list(cell) else [cell])]
+            matched = last_match(config.pattern, response)
+            result = None if matched is None else normalize(matched)
             values.append(config.right if result is not None and result in accepted else config.wrong)
         return torch.tensor(values, device=context.device)
 
     return score
 
 
-def found(pattern: str, text: str) -> str | None:
+def last_match(pattern: str, text: str) -> str | None:
     """The last match of `pattern` in `text`, or of the group in it."""
     last = deque(re.finditer(pattern, text), maxlen=1)
     return last[0][last[0].re.groups] if last else None
@@ -78,21 +78,21 @@ def number(text: str) -> Decimal | None:
     return Decimal(("-" if sign else "") + digits.replace(",", ""))
 
 
-def plain(text: str) -> str | None:
-    """`text` in one case and with single spaces; None if nothing is left."""
+def normalized_text(text: str) -> str | None:
+    """`text` in lower case with single spaces; None if it is empty."""
     return " ".join(text.split()).casefold() or None
 
 
-def _several(cell: Any) -> bool:
+def _is_list(cell: Any) -> bool:
     return isinstance(cell, list | tuple) and len(cell) > 0
 
 
-def _accepted(item: Any, cell: Any, config: Config, compared: Any) -> Any:
+def _accepted(item: Any, cell: Any, config: Config, normalize: Any) -> Any:
     text = str(item) if isinstance(item, str | int) else ""
     if isinstance(item, float):
-        text = f"{Decimal(str(item)):f}"  # without an exponent, whose digits are no number
-    part = found(config.column_pattern, text)
-    result = None if part is None else compared(part)
+        text = f"{Decimal(str(item)):f}"  # without an exponent, whose digits would be read as a number
+    matched = last_match(config.column_pattern, text)
+    result = None if matched is None else normalize(matched)
     if result is None:
         name = config.column or f"answer' or '{REFERENCE}"
         raise UserError(
@@ -104,9 +104,9 @@ def _accepted(item: Any, cell: Any, config: Config, compared: Any) -> Any:
 
 def _cells(name: str | None, samples: Samples) -> list[Any]:
     columns = columns_of(samples)
-    for known in ("answer", REFERENCE) if name is None else (name,):
-        if known in columns:
-            return columns[known]
+    for column in ("answer", REFERENCE) if name is None else (name,):
+        if column in columns:
+            return columns[column]
     raise UserError(
         f"reward 'match': no row has a column '{name or 'answer'}'; have {', '.join(columns) or 'none'}; "
         "name one with column=NAME"

@@ -1,4 +1,4 @@
-"""The score of a Python function of the user: `function(prompts, responses, **columns) -> scores`."""
+"""The score of a user's Python function: `function(prompts, responses, **columns) -> scores`."""
 
 import importlib
 import inspect
@@ -17,31 +17,31 @@ from rlhf.types import Samples
 
 class Config(Base):
     function: str
-    """`file.py:function`, `module:function`, or `file.py` whose function is called score"""
+    """`file.py:function`, `module:function`, or `file.py` with a function `score`"""
 
 
 def build(config: Config, context: Context) -> Source:
     """The function as a score source: lists of B prompts and responses in, B numbers out.
 
-    The columns that the rows have are passed by name, each a list of B, as far as the function takes them; among them
-    `reference`, the response that the data has (a demonstration, or the chosen side of a pair).
-    Raises: UserError when scoring, if it takes a column that no row of the batch has and has no default for it.
+    The columns of the rows are passed by name, each a list of B, if the function has a parameter for them; one of them
+    is `reference`, the response in the data (a demonstration, or the chosen side of a pair).
+    Raises: UserError when scoring, if a parameter without a default names a column that no row of the batch has.
     """
-    function = _find(config.function)
+    function = _load_function(config.function)
     parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    needed = _needed(list(parameters.values()))
+    takes_any_column = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    required = _required(list(parameters.values()))
 
     def score(samples: Samples) -> Tensor:
-        found = columns_of(samples)
-        missing = [name for name in needed if name not in found]
+        all_columns = columns_of(samples)
+        missing = [name for name in required if name not in all_columns]
         if missing:
             raise UserError(
-                f"reward '{config.function}': it takes '{missing[0]}', but the rows have {', '.join(found) or 'none'}; "
-                f"if only some rows have it, give it a default: {missing[0]}=None"
+                f"reward '{config.function}': it takes '{missing[0]}', but the rows have "
+                f"{', '.join(all_columns) or 'none'}; if only some rows have it, give it a default: {missing[0]}=None"
             )
-        columns = {name: column for name, column in found.items() if takes_all or name in parameters}
-        values = _called(config.function, function, samples, columns)
+        columns = {name: column for name, column in all_columns.items() if takes_any_column or name in parameters}
+        values = _call(config.function, function, samples, columns)
         try:
             return torch.tensor([float(value) for value in values], device=context.device)
         except (TypeError, ValueError) as error:
@@ -52,51 +52,53 @@ def build(config: Config, context: Context) -> Source:
     return score
 
 
-def _called(place: str, function: Callable[..., Any], samples: Samples, columns: Mapping[str, list[Any]]) -> Any:
-    """What the function returns. Raises: UserError with file, line, error and row, if it raises one itself."""
+def _call(spec: str, function: Callable[..., Any], samples: Samples, columns: Mapping[str, list[Any]]) -> Any:
+    """The function's result. Raises: UserError with file, line, error and row, if the function raises an exception."""
 
     def score(rows: slice) -> Any:
-        own = {name: column[rows] for name, column in columns.items()}
-        values = function(list(samples.prompts[rows]), list(samples.responses[rows]), **own)
-        return list(values) if isinstance(values, Iterator) else values  # what is lazy fails here, not later
+        columns_of_rows = {name: column[rows] for name, column in columns.items()}
+        values = function(list(samples.prompts[rows]), list(samples.responses[rows]), **columns_of_rows)
+        return (
+            list(values) if isinstance(values, Iterator) else values
+        )  # run a generator here, so that its errors are caught
 
-    with plugins.Blame() as blame:
+    with plugins.CatchUserCode() as caught:
         return score(slice(None))
-    assert blame.error is not None
+    assert caught.error is not None
     row = _first_to_fail(score, len(samples.responses))
-    said = "no row of them fails alone" if row is None else f"for prompt {samples.prompts[row][-80:]!r}"
-    reply = "" if row is None else f", response {samples.responses[row][:80]!r}"
+    cause = "no single row fails" if row is None else f"for prompt {samples.prompts[row][-80:]!r}"
+    response = "" if row is None else f", response {samples.responses[row][:80]!r}"
     raise UserError(
-        f"reward '{place}': {plugins.where_it_failed(blame.error)}, {said}{reply}; mend the function and type the same "
-        "command again"
-    ) from blame.error
+        f"reward '{spec}': {plugins.error_location(caught.error)}, {cause}{response}; correct the function and run the "
+        "same command again"
+    ) from caught.error
 
 
 def _first_to_fail(score: Callable[[slice], Any], count: int) -> int | None:
-    """The first of `count` rows for which the function fails alone, found by halves."""
+    """The first of `count` rows for which the function fails on its own, by bisection; None if there is no such row."""
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
-        with plugins.Blame() as blame:
+        with plugins.CatchUserCode() as caught:
             score(slice(low, middle))
-        low, high = (low, middle) if blame.error is not None else (middle, high)
-    with plugins.Blame() as blame:
+        low, high = (low, middle) if caught.error is not None else (middle, high)
+    with plugins.CatchUserCode() as caught:
         score(slice(low, high))
-    return low if blame.error is not None else None
+    return low if caught.error is not None else None
 
 
-def _needed(parameters: list[inspect.Parameter]) -> list[str]:
-    """Those after prompts and responses that have no default."""
-    first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
+def _required(parameters: list[inspect.Parameter]) -> list[str]:
+    """The names of parameters after prompts and responses that have no default."""
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
     return [
         p.name
         for p in parameters
-        if p not in first and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
+        if p not in positional and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty
     ]
 
 
-def _find(place: str) -> Callable[..., Any]:
-    module_name, _, function_name = place.partition(":")
+def _load_function(spec: str) -> Callable[..., Any]:
+    module_name, _, function_name = spec.partition(":")
     function_name = function_name or "score"
     if module_name.endswith(".py"):
         module = plugins.load_file(module_name)
@@ -104,8 +106,8 @@ def _find(place: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            raise UserError(f"reward '{place}': {error}; expected file.py:function or module:function") from None
+            raise UserError(f"reward '{spec}': {error}; expected file.py:function or module:function") from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UserError(f"reward '{place}': no function '{function_name}' in {module_name}")
+        raise UserError(f"reward '{spec}': no function '{function_name}' in {module_name}")
     return function

@@ -11,22 +11,22 @@ from rlhf.types import Samples
 
 class Config(Base):
     n: int = Field(3, ge=1)
-    """tokens of the n-grams that are compared"""
+    """number of tokens of an n-gram"""
 
 
 def build(config: Config, context: Context) -> Source:
-    """-(1 - different n-grams / all n-grams) of a response without its EOS, in (-1, 0]; 0 if it is shorter than n.
+    """-(1 - distinct n-grams / all n-grams) of a response without its EOS, in (-1, 0]; 0 if it is shorter than n.
 
     Its negative is seq-rep-n of Welleck et al. (arXiv 1908.04319, section 6).
     """
 
     def score(samples: Samples) -> Tensor:
         rollout = samples.rollout
-        said = [
+        responses = [
             ids[:-1] if ended else ids
             for ids, ended in zip(rollout.response_tokens(), rollout.ended.tolist(), strict=True)
         ]
-        return torch.tensor([-repeated_share(ids, config.n) for ids in said], device=context.device)
+        return torch.tensor([-repeated_share(ids, config.n) for ids in responses], device=context.device)
 
     return score
 

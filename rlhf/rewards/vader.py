@@ -11,7 +11,7 @@ from rlhf.types import Samples
 
 class Config(Base):
     with_prompt: bool = False
-    """judge the prompt's text too, not the response alone"""
+    """score the prompt and the response, not the response alone"""
 
 
 def build(config: Config, context: Context) -> Source:

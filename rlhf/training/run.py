@@ -322,7 +322,7 @@ def open_run(
                 collectives.barrier()
             launcher.give_up(f"error: {stage}: {error}{kept}", launcher.NON_FINITE)
         except (RuntimeError, MemoryError) as error:
-            if not errors.ran_out(error):
+            if not errors.is_out_of_memory(error):
                 raise
             ranks = collectives.rank(), collectives.world_size()
             advice = out_of_memory.lack_of_memory(error, options, declaration.phases, *ranks)

@@ -70,7 +70,7 @@ class Config(BackendOptions):
 
 def build(config):
     generate = loop.build(config)
-    return lambda lm, prompts, sampling, draws: generate(lm, prompts, sampling, draws)
+    return lambda lm, prompts, sampling, uniforms: generate(lm, prompts, sampling, uniforms)
 """
 
 
@@ -87,9 +87,9 @@ def test_a_backend_of_its_required_members_alone_samples(tmp_path: Path) -> None
     ("right", "wrong", "message"),
     [
         (
-            "lambda lm, prompts, sampling, draws:",
+            "lambda lm, prompts, sampling, uniforms:",
             "lambda lm, prompts:",
-            "expected __call__(lm, prompts, sampling, draws)",
+            "expected __call__(lm, prompts, sampling, uniforms)",
         ),
         ("return lambda", "lambda", "NoneType, which has no function __call__; expected __call__(lm, prompts"),
         ("Config(BackendOptions)", "Config(Base)", "expected a class derived from rlhf.generation.BackendOptions"),
@@ -104,7 +104,7 @@ def test_a_backend_that_lacks_something_is_refused(right: str, wrong: str, messa
 
 
 def test_an_option_that_the_stage_sets_is_refused() -> None:
-    with pytest.raises(UserError, match="'loop,pad_token_id=3': got pad_token_id, expected it from the stage"):
+    with pytest.raises(UserError, match="'loop,pad_token_id=3': got pad_token_id, which the stage sets itself"):
         generation.open_backend("loop,pad_token_id=3", **ENDS)
 
 
@@ -129,7 +129,7 @@ def test_an_algorithm_of_what_the_readme_says_trains(critic: bool, tmp_path: Pat
         (
             "credit(self",
             "credits(self",
-            "build gave a value of type Mine, which has no function credit; expected credit(rollout)",
+            "build returned a value of type Mine, which has no function credit; expected credit(rollout)",
         ),
         (
             "policy_loss(self",
@@ -147,7 +147,7 @@ def test_an_algorithm_of_what_the_readme_says_trains(critic: bool, tmp_path: Pat
             "class Mine:\n    def value_loss(self): ...",
             "got value_loss(), expected value_loss(Tensor, Rollout, Credit, Tensor)",
         ),
-        ("return Mine()", "pass", "build gave a value of type NoneType, which has no function credit"),
+        ("return Mine()", "pass", "build returned a value of type NoneType, which has no function credit"),
         ("Config(Step3Config)", "Config", "expected a class derived from step3_ppo.config.Step3Config"),
         ("class Config(Step3Config)", "class Options(Step3Config)", "has no Config"),
     ],

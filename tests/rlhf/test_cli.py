@@ -48,11 +48,11 @@ def test_another_package_of_the_same_name_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.delitem(sys.modules, "data")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "data").mkdir()
-    cli.require_ours()
+    cli.require_own_packages()
     (tmp_path / "data/__init__.py").touch()
     importlib.invalidate_caches()
     with pytest.raises(UserError, match="package data: Python would import it from") as refused:
-        cli.require_ours()
+        cli.require_own_packages()
     assert f"from {tmp_path}/data/__init__.py, expected {cli.ROOT}/data/__init__.py; " in str(refused.value)
 
 

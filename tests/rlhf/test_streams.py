@@ -9,18 +9,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MANY = "[print('x' * 80) for i in range(5000)]"
 TEXT = f"from rlhf import errors; raise SystemExit(errors.run_as_user(lambda: {MANY} and 0))"
-RUN = f"from rlhf import streams; streams.outlive_readers(); {MANY}; print('done', file=open(%r, 'w'))"
-GOES_ON = "nothing more is written there, and the run goes on\n"
+RUN = f"from rlhf import streams; streams.ignore_broken_streams(); {MANY}; print('done', file=open(%r, 'w'))"
+CONTINUES = "its further output is dropped, and the run continues\n"
 
 
 @pytest.mark.parametrize(
     ("program", "shell", "code", "told"),
     [
         (TEXT, "| head -n 1 > /dev/null", 0, ""),
-        (TEXT, "> /dev/full", 2, "error: stdout: No space left on device; not all of it is there\n"),
+        (TEXT, "> /dev/full", 2, "error: stdout: No space left on device; the output is incomplete\n"),
         (TEXT, ">&-", 0, ""),
-        (RUN, "| head -n 1 > /dev/null", 0, f"stdout: Broken pipe; {GOES_ON}"),
-        (RUN, "> /dev/full", 0, f"stdout: No space left on device; {GOES_ON}"),
+        (RUN, "| head -n 1 > /dev/null", 0, f"stdout: Broken pipe; {CONTINUES}"),
+        (RUN, "> /dev/full", 0, f"stdout: No space left on device; {CONTINUES}"),
         (RUN, ">&-", 0, ""),
         (RUN, "2>&1 > /dev/full | head -n 0 > /dev/null", 0, ""),
     ],

@@ -93,8 +93,8 @@ def test_a_row_that_is_none(expression: str, said: str, fingerprint: str, tokeni
     [
         ("rows = lambda self, phase: None", "rows('sft') gave null, expected an iterator of rows"),
         ("rows = lambda self, phase: 5", "rows('sft') gave 5, expected an iterator of rows"),
-        ("rows = []", "build gave a value of type Mine, which has no function rows; expected rows(phase)"),
-        ("pass", "build gave a value of type Mine, which has no function rows; expected rows(phase)"),
+        ("rows = []", "build returned a value of type Mine, which has no function rows; expected rows(phase)"),
+        ("pass", "build returned a value of type Mine, which has no function rows; expected rows(phase)"),
     ],
 )
 def test_a_source_that_is_none(body: str, said: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,7 +10,7 @@ from rlhf import plugins
 from rlhf.chain import command as train
 from rlhf.chain.options import SHORT_HELP, changed
 from rlhf.config import parser, read_yaml
-from rlhf.config.short_help import OF_STAGES
+from rlhf.config.short_help import STAGE_GROUPS
 from rlhf.errors import UserError
 from rlhf.models.load import load_config
 from rlhf.text.tokenizer import load_tokenizer
@@ -171,7 +171,7 @@ def test_a_stage_has_a_short_help(
     monkeypatch.setattr("sys.argv", [stage, "--help"])
     assert main.main() == 0
     said = capsys.readouterr().out
-    listed = [*main.STAGE.help_groups.values(), *OF_STAGES.values()]
+    listed = [*main.STAGE.help_groups.values(), *STAGE_GROUPS.values()]
     assert said.count("\n  --") == sum(map(len, listed)) < 30 and "--help-all" in said
     assert f"usage: python -m {stage} " in said and max(map(len, said.splitlines())) <= 100
 

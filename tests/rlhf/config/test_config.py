@@ -122,7 +122,7 @@ def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
         ("a: &a [*a]", [":1:", "not valid YAML", "more than 100000 values"]),
         (
             "a: &a [0, 0]\n" + "".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefgh")),
-            [":1:", "not valid YAML", "with its aliases written out it has more than 100000 values"],
+            [":1:", "not valid YAML", "with its aliases expanded it has more than 100000 values"],
         ),
         ("name: !!python/object/apply:os.getcwd []", [":1:", "not valid YAML", "python/object"]),
     ],
@@ -172,7 +172,7 @@ def test_config_without_a_file_is_refused(argv: list[str]) -> None:
 
 def test_a_word_that_is_no_utf8_is_refused() -> None:
     said = mistake("--output-dir", "runs/\udcff")  # as Python reads the byte 0xff
-    assert said == r"'runs/\udcff': got bytes that are no UTF-8, expected an option or a path in UTF-8"
+    assert said == r"'runs/\udcff': got bytes that are not UTF-8, expected an option or a path in UTF-8"
 
 
 @pytest.mark.parametrize(

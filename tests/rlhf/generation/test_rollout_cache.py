@@ -4,20 +4,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.generation._cache import Room, Rooms, WholeRoom
+from rlhf.generation._cache import MaskedStaticLayer, StaticCache, StaticLayer
 
 LAYERS, HEADS, SIZE, ROOM = 2, 3, 4, 9
 LENGTHS = (2, 5, 3, 5)
 
 
-def filled(at: Tensor | None) -> tuple[list[Room], list[tuple[Tensor, Tensor]]]:
+def filled(at: Tensor | None) -> tuple[list[StaticLayer], list[tuple[Tensor, Tensor]]]:
     """The layers of a cache, and the states [tokens, heads, size] of which rows 0 and 2, then 1 and 3, are made; the
     last two are one prompt that several responses continue."""
     draw = torch.Generator().manual_seed(0)
     first, second = (
         [tuple(torch.randn(n, HEADS, SIZE, generator=draw) for _ in range(2)) for _ in range(LAYERS)] for n in (5, 5)
     )
-    rooms = Rooms(first, torch.tensor(LENGTHS), ROOM)
+    rooms = StaticCache(first, torch.tensor(LENGTHS), ROOM)
     rooms.fill(first, torch.tensor([0, 2]), torch.tensor([0, 2]))
     rooms.fill(second, torch.tensor([1, 3]), torch.tensor([0, 0]))
     return rooms.cache(at).layers, [*first, *second]  # type: ignore[return-value]
@@ -47,4 +47,4 @@ def test_dropping_rows_moves_the_others_and_takes_no_new_memory(at: Tensor | Non
         keys, _ = layer.update(token, token)
         assert torch.equal(keys[:, :, :5], before[:, :, :5])
         assert torch.equal(keys[:, :, 5:6], token)
-        assert isinstance(layer, WholeRoom) == (at is not None)
+        assert isinstance(layer, MaskedStaticLayer) == (at is not None)

@@ -321,7 +321,7 @@ def test_a_template_that_takes_too_much_is_refused(bomb: str, monkeypatch: pytes
 def test_a_template_that_is_no_text_is_refused() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = 5
-    with pytest.raises(UserError, match="--chat-template auto: .* is a int"):
+    with pytest.raises(UserError, match=r"--chat-template auto: .* is a int"):
         prepare_tokenizer(tokenizer, "auto")
 
 

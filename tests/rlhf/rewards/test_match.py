@@ -11,7 +11,7 @@ import pytest
 from data.sources import files
 from rlhf import rewards
 from rlhf.errors import UserError
-from rlhf.rewards.match import number, plain
+from rlhf.rewards.match import normalized_text, number
 from tests.rlhf.rewards.responses import context, rollout, samples
 
 
@@ -19,8 +19,8 @@ def scores(spec: str, responses: list[str], cells: list[Any], column: str = "ans
     r = rollout()
     rows = tuple(replace(row, columns={column: cell}) for row, cell in zip(r.rows, cells, strict=True))
     s = replace(samples(replace(r, rows=rows)), responses=tuple(responses))
-    found: list[float] = rewards.open_source(spec, context(Path()))(s).tolist()
-    return found
+    last_match: list[float] = rewards.open_source(spec, context(Path()))(s).tolist()
+    return last_match
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_text_but_for_case_and_space() -> None:
     assert scores("match,compare=text,pattern='[A-E]'", ["A, no: B", "B or C", "none"], ["B"] * 3) == [1, 0, 0]
     first = r"match,compare=text,column_pattern='^(\w+)'"
     assert scores(first, ["yes", "Yes", "no"], ["yes, because"] * 3) == [1, 1, 0]
-    assert plain(" \n ") is None
+    assert normalized_text(" \n ") is None
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,18 @@ SAYS = "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}\n"
         ("\n{% for %}", r"mine\.jinja:2: not a chat template: Expected an expression"),
         (SAYS + "{% if x %}", r"mine\.jinja:4: not a chat template: Unexpected end of template"),
         (SAYS + "{{ 'a' | shout }}", r"mine\.jinja:4: not a chat template: No filter named 'shout'"),
-        (SAYS + "\n{{ eos_tokn }}", r"mine\.jinja:5: the chat template has no variable 'eos_tokn' \(did you mean 'eos_token'"),
-        ("{% for m in mesages %}{{ m }}{% endfor %}", r"mine\.jinja:1: .* no variable 'mesages' \(did you mean 'messages'"),
-        ("{% for m in messages %}{{ m['contnet'] }}{% endfor %}", r"mine\.jinja: .*leaves out the content of a user message"),
+        (
+            SAYS + "\n{{ eos_tokn }}",
+            r"mine\.jinja:5: the chat template has no variable 'eos_tokn' \(did you mean 'eos_token'",
+        ),
+        (
+            "{% for m in mesages %}{{ m }}{% endfor %}",
+            r"mine\.jinja:1: .* no variable 'mesages' \(did you mean 'messages'",
+        ),
+        (
+            "{% for m in messages %}{{ m['contnet'] }}{% endfor %}",
+            r"mine\.jinja: .*leaves out the content of a user message",
+        ),
         (SAYS + "{{ raise_exception('not today') }}", r"mine\.jinja: .*, line 4,.* roles \(user\): not today"),
         (SAYS + "{{ 1 // 0 }}", r"mine\.jinja: .*, line 4,.*division"),
         (SAYS + "{{ messages + 1 }}", r"mine\.jinja: .*, line 4,.*concatenate"),

@@ -28,7 +28,7 @@ def raised_in(module: str, function: str, error: Exception, within: tuple[str, s
 
 
 @pytest.mark.parametrize(
-    ("error", "ran_out"),
+    ("error", "is_out_of_memory"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
         (RuntimeError("[alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
@@ -37,14 +37,14 @@ def raised_in(module: str, function: str, error: Exception, within: tuple[str, s
         (OSError("cannot allocate memory"), False),
     ],
 )
-def test_what_is_a_lack_of_memory(error: Exception, ran_out: bool) -> None:
-    assert errors.ran_out(error) == ran_out
+def test_what_is_a_lack_of_memory(error: Exception, is_out_of_memory: bool) -> None:
+    assert errors.is_out_of_memory(error) == is_out_of_memory
 
 
 def test_torch_says_it_so() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert errors.ran_out(caught.value)
+    assert errors.is_out_of_memory(caught.value)
 
 
 def test_the_line_has_the_size_and_what_helps() -> None:

@@ -18,7 +18,7 @@ from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.engine.training import Engine, require_possible
 from rlhf.errors import UserError
 from rlhf.generation import loop
-from rlhf.generation._cache import WholeRoom
+from rlhf.generation._cache import MaskedStaticLayer
 from rlhf.models.cpu import compiling, kernels
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
@@ -138,7 +138,7 @@ def test_the_compiler_keeps_no_cache(saved: str) -> None:
     gc.disable()
     try:
         backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
-        assert not [x for x in gc.get_objects() if type(x) is WholeRoom]
+        assert not [x for x in gc.get_objects() if type(x) is MaskedStaticLayer]
     finally:
         gc.enable()
 
