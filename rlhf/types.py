@@ -1,8 +1,8 @@
 """The frozen records that flow through the pipeline, and the legend of their shapes.
 
 B rows (rollouts), P prompt tokens, T response tokens, S = tokens of a whole sequence, V vocabulary.
-A mask is True where a token is real (or counts); it is made where the tokens are made and is never
-derived from ids, because OPT and many others use one id for BOS, EOS and padding.
+A mask is True where a token is real (or counts). It is created together with the tokens and never
+derived from ids, because OPT and many other models use one id for BOS, EOS and padding.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a source, before any tokenizer.
+    """One row of a data source, before tokenization.
 
     `prompt` is a dialogue that ends before the response. A demonstration has `response`; a preference
-    has also `rejected` (`response` is the chosen side); a row for prompts only has neither.
-    Rows with one `group` always land in the same split; by default the group is the prompt's text.
-    `columns` holds what else the source knows and a reward function may want.
-    Preferences with one `ranking`, other than "", are pairs of one ranked list: they weigh as much as one pair.
+    also has `rejected` (`response` is the chosen side); a row that is only a prompt has neither.
+    Rows with the same `group` are in the same split; by default the group is the prompt's text.
+    `columns` has other values of the source, for reward functions.
+    Preferences with the same `ranking`, other than "", are pairs of one ranked list and together weigh as one pair.
     """
 
     prompt: tuple[Message, ...]
@@ -41,7 +41,7 @@ class Row:
 
 
 class TensorRecord:
-    """Slicing and moving for records whose fields are tensors with the same first dimension B, or tuples of B."""
+    """Base of records whose fields are tensors with the same first dimension B, or tuples of B: slices and moves them."""
 
     __slots__ = ()
 
@@ -56,9 +56,9 @@ class TensorRecord:
         return self._map(lambda value: value.to(device) if isinstance(value, Tensor | TensorRecord) else value)
 
     @classmethod
-    def concatenated(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, one part after the other; their tensors are of one width."""
-        columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}  # type: ignore[arg-type]  # as above
+    def concatenated(cls, records: Sequence[Self]) -> Self:
+        """The rows of all records, one record after the other; their tensors must have the same width."""
+        columns = {f.name: [getattr(record, f.name) for record in records] for f in fields(cls)}  # type: ignore[arg-type]  # as above
         return cls(**{name: _concatenated(values) for name, values in columns.items()})
 
     def _map(self, change: Any) -> Self:
@@ -82,14 +82,14 @@ def _concatenated(values: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sequences(TensorRecord):
-    """Whole token sequences: what a model is scored or trained on."""
+    """Whole token sequences, to train a model on or to score."""
 
     ids: Tensor
     """[B, S] long"""
     mask: Tensor
     """[B, S] bool, True where a token is real"""
     loss_mask: Tensor
-    """[B, S] bool, True where a token is predicted and counts (never the first real token of a row)"""
+    """[B, S] bool, True where the prediction of the token counts in the loss (never the first real token of a row)"""
 
     @property
     def lengths(self) -> Tensor:
@@ -101,8 +101,8 @@ class Sequences(TensorRecord):
 
     def trimmed(self) -> "Sequences":
         """Without the columns that are padding in every row."""
-        used = self.mask.any(0)
-        return Sequences(self.ids[:, used], self.mask[:, used], self.loss_mask[:, used])
+        columns_in_use = self.mask.any(0)
+        return Sequences(self.ids[:, columns_in_use], self.mask[:, columns_in_use], self.loss_mask[:, columns_in_use])
 
 
 def _padded(x: Tensor, left: int = 0, right: int = 0) -> Tensor:
@@ -111,7 +111,7 @@ def _padded(x: Tensor, left: int = 0, right: int = 0) -> Tensor:
 
 
 def _stack_padded(first: Tensor, second: Tensor) -> Tensor:
-    """[B, S1] over [B, S2], padded on the right with 0 to the longer."""
+    """[B, S1] and [B, S2] concatenated to [2 B, max(S1, S2)], padded on the right with 0."""
     width = max(first.shape[1], second.shape[1])
     return torch.cat([_padded(x, right=width) for x in (first, second)])
 
@@ -123,9 +123,9 @@ class Pairs(TensorRecord):
     chosen: Sequences
     rejected: Sequences
     margin: Tensor | None = None
-    """[B] float, how much better the chosen side is, if the source says"""
+    """[B] float, how much better the chosen side is, if the data has it"""
     weight: Tensor | None = None
-    """[B] float, 1 over the pairs of the same ranked list; None = 1"""
+    """[B] float, 1 / number of pairs of the same ranked list; None = 1"""
 
     @property
     def lengths(self) -> Tensor:
@@ -133,22 +133,22 @@ class Pairs(TensorRecord):
         return torch.maximum(self.chosen.lengths, self.rejected.lengths)
 
     def stacked(self) -> Sequences:
-        """Both sides as one batch of 2B rows, the chosen ones first."""
+        """Both sides as one batch of 2B rows, the chosen sides first."""
         sides = zip(self.chosen.tensors(), self.rejected.tensors(), strict=True)
         return Sequences(*(_stack_padded(c, r) for c, r in sides))
 
     def joined(self) -> "JoinedPairs":
-        """Every pair as one row, in which what its sides begin with stands once. Both sides are right-padded."""
+        """Every pair as one row, in which the common prefix of both sides appears once. Both sides are right-padded."""
         (c, c_mask), (r, r_mask) = (self.chosen.tensors()[:2], self.rejected.tensors()[:2])
         lengths, width = (self.chosen.lengths, self.rejected.lengths), min(c.shape[1], r.shape[1])
         same = (c[:, :width] == r[:, :width]) & c_mask[:, :width] & r_mask[:, :width]
-        # Each side keeps a token of its own, at which its score is read.
+        # Each side keeps at least one token of its own, at which its score is read.
         common = torch.minimum(same.long().cumprod(1).sum(1), torch.minimum(*lengths) - 1)
         first, common = lengths[0][:, None], common[:, None]
         ends = torch.stack([lengths[0] - 1, sum(lengths) - common.squeeze(1) - 1], dim=1)
         column = torch.arange(int(ends.max()) + 1, device=c.device).expand(len(c), -1)
         positions = torch.where(column < first, column, column - first + common)
-        positions = positions.clamp(max=max(c.shape[1], r.shape[1]) - 1)  # of padding
+        positions = positions.clamp(max=max(c.shape[1], r.shape[1]) - 1)  # positions of padding
         ids = _stack_padded(c, r)
         chosen, rejected = (side.gather(1, positions) for side in ids.chunk(2))
         branch = (column >= common).long() + (column >= first)
@@ -157,16 +157,16 @@ class Pairs(TensorRecord):
 
 @dataclass(frozen=True, slots=True)
 class JoinedPairs(TensorRecord):
-    """B preferences, each in one row: what both sides begin with, the rest of the chosen side, that of the rejected."""
+    """B preferences, each in one row: the common prefix, the remainder of the chosen side, that of the rejected side."""
 
     ids: Tensor
     """[B, S] long"""
     positions: Tensor
     """[B, S] long, of each token in its own side"""
     branch: Tensor
-    """[B, S] long: 0 common, 1 the chosen side alone, 2 the rejected side alone, padding included"""
+    """[B, S] long: 0 common prefix, 1 only the chosen side, 2 only the rejected side, padding included"""
     ends: Tensor
-    """[B, 2] long, where the chosen and the rejected side end"""
+    """[B, 2] long, columns of the last token of the chosen and of the rejected side"""
 
     @property
     def mask(self) -> Tensor:
@@ -174,7 +174,7 @@ class JoinedPairs(TensorRecord):
         return torch.arange(self.ids.shape[1], device=self.ids.device) <= self.ends[:, 1:]
 
     def visible(self) -> Tensor:
-        """Whether the token at the row's place sees the one at the column's: bool [B, S, S]."""
+        """Attention mask, bool [B, S, S]: whether token i may attend to token j."""
         size = self.ids.shape[1]
         causal = torch.ones(size, size, dtype=torch.bool, device=self.ids.device).tril()
         return causal & ~((self.branch == 2)[:, :, None] & (self.branch == 1)[:, None, :])
@@ -194,7 +194,7 @@ class Prompts(TensorRecord):
 
 @dataclass(frozen=True, slots=True)
 class Rollout(TensorRecord):
-    """Responses sampled from the policy, y ~ pi_old(. | x); scoring fills the fields that start as None."""
+    """Responses sampled from the policy, y ~ pi_old(. | x); scoring sets the fields that are None at first."""
 
     prompt_ids: Tensor
     """[B, P] long, left-padded"""
@@ -203,11 +203,11 @@ class Rollout(TensorRecord):
     response_ids: Tensor
     """[B, T] long, right-padded"""
     mask: Tensor
-    """[B, T] bool, True on the tokens the policy chose, the EOS included, nothing after it"""
+    """[B, T] bool, True on the tokens that the policy sampled, EOS included; False after it"""
     sampled_logprobs: Tensor
-    """[B, T] log-probs at the moment of sampling, at the sampling temperature, 0 off the mask"""
+    """[B, T] log-probs of the sampling pass, at the sampling temperature, 0 off the mask"""
     ended: Tensor
-    """[B] bool, True where the response closed with EOS, False where it was cut at T"""
+    """[B] bool, True if the response ended with EOS, False if it was cut at T"""
     rows: tuple[Row, ...]
     logprobs: Tensor | None = None
     """[B, T] log-probs of the training forward under the sampling policy: the old log-probs of PPO"""
@@ -216,13 +216,13 @@ class Rollout(TensorRecord):
     values: Tensor | None = None
     """[B, T] critic's value of the state in which token t was chosen"""
     scores: Tensor | None = None
-    """[B] what the reward sources say of the whole response, together"""
+    """[B] combined score of the whole response"""
     source_scores: Tensor | None = None
-    """[B, N] what each of the N reward sources says, before its weight"""
+    """[B, N] score of each of the N sources, before its weight"""
 
     @property
     def sequences(self) -> Sequences:
-        """Prompt and response joined, [B, P + T], with the response as loss mask."""
+        """Prompt and response concatenated, [B, P + T]; the loss mask is True on the response."""
         return Sequences(
             ids=torch.cat([self.prompt_ids, self.response_ids], dim=1),
             mask=torch.cat([self.prompt_mask, self.mask], dim=1),
@@ -239,28 +239,28 @@ class Rollout(TensorRecord):
         return [ids[kept].tolist() for ids, kept in zip(self.response_ids, self.mask, strict=True)]
 
     def trimmed(self) -> "Rollout":
-        """Without the columns that are padding in every row: P and T of these rows."""
+        """Without the columns that are padding in every row, so that P and T are those of these rows."""
         width = int(self.lengths.max())
         prompt = self.prompt_mask.any(0)
-        narrow = {name: value[:, :width] for name, value in self._by_token().items()}
+        narrow = {name: value[:, :width] for name, value in self._token_fields().items()}
         narrow |= {"prompt_ids": self.prompt_ids[:, prompt], "prompt_mask": self.prompt_mask[:, prompt]}
         return replace(self, **narrow)
 
     def widened(self, prompt: int, response: int) -> "Rollout":
-        """With padding up to P = `prompt` on the left and T = `response` on the right: zeros under masks of False."""
-        wide: dict[str, Any] = {name: _padded(value, right=response) for name, value in self._by_token().items()}
+        """Padded to P = `prompt` on the left and T = `response` on the right, with zeros and False in the masks."""
+        wide: dict[str, Any] = {name: _padded(value, right=response) for name, value in self._token_fields().items()}
         wide |= {name: _padded(getattr(self, name), left=prompt) for name in ("prompt_ids", "prompt_mask")}
         return replace(self, **wide)
 
-    def _by_token(self) -> dict[str, Any]:
-        """The fields [B, T] that are known."""
+    def _token_fields(self) -> dict[str, Any]:
+        """The fields of shape [B, T] that are set."""
         names = ("response_ids", "mask", "sampled_logprobs", "logprobs", "ref_logprobs", "values")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Credit(TensorRecord):
-    """What an algorithm makes of a scored rollout."""
+    """Advantages and returns that an algorithm computes from a scored rollout."""
 
     advantages: Tensor
     """[B, T], 0 off the mask"""
@@ -268,7 +268,7 @@ class Credit(TensorRecord):
     """[B, T] targets of the critic, 0 off the mask"""
 
     def widened(self, response: int) -> "Credit":
-        """With zeros on the right up to T = `response`."""
+        """Padded with zeros on the right to T = `response`."""
         return Credit(_padded(self.advantages, right=response), _padded(self.returns, right=response))
 
 
@@ -285,12 +285,12 @@ Metrics = dict[str, float]
 
 
 def length_groups(lengths: Tensor, size: int) -> list[Tensor]:
-    """Row numbers in groups of at most `size` with similar lengths together, so that little is padding. lengths [B]."""
+    """Row numbers in groups of at most `size` rows of similar length, which need little padding. lengths [B]."""
     return list(lengths.argsort(descending=True, stable=True).split(size))
 
 
 def token_groups(lengths: Tensor, tokens: int) -> list[Tensor]:
-    """The same, in groups that are at most `tokens` with their padding, or a single row. lengths [B]."""
+    """Row numbers in groups of rows of similar length, with at most `tokens` tokens, padding included, or one row."""
     order = lengths.argsort(descending=True, stable=True)
     longest, groups, start = lengths[order].tolist(), [], 0
     while start < len(order):

@@ -72,7 +72,7 @@ def _sample(
     start = seen.shape[1] - length
     positions = prompts.mask.sum(1)
     rows = torch.arange(batch, device=device)  # rows that are still in the cache
-    unfinished = torch.ones_like(mask[:, 0])
+    active = torch.ones_like(mask[:, 0])
     droppable = keeps_all(lm.config)  # other caches may not support the removal of rows
     position = torch.full((1,), start, device=device) if packs(lm) else None
     # With a growing cache, layers would be compiled again for every length.
@@ -81,25 +81,16 @@ def _sample(
     with decoding(lm) as step:
         for t in range(length):
             token, logprob = choose(logits, sampling.temperature, None if uniforms is None else uniforms[rows, t])
-            active_rows = rows[unfinished]
-            tokens[active_rows, t], logprobs[active_rows, t], mask[active_rows, t] = (
-                token[unfinished],
-                logprob[unfinished],
-                True,
-            )
-            unfinished = unfinished & (token != config.eos_token_id)
-            count = int(unfinished.sum())
+            current = rows[active]
+            tokens[current, t], logprobs[current, t], mask[current, t] = token[active], logprob[active], True
+            active = active & (token != config.eos_token_id)
+            count = int(active.sum())
             if count == 0 or t == length - 1:
                 return tokens[:, : t + 1], logprobs[:, : t + 1], mask[:, : t + 1]
             if droppable and count <= KEPT * len(rows):
-                cache.batch_select_indices(unfinished.nonzero().squeeze(1))
-                rows, token, seen, positions = (
-                    rows[unfinished],
-                    token[unfinished],
-                    seen[unfinished],
-                    positions[unfinished],
-                )
-                unfinished = unfinished[unfinished]
+                cache.batch_select_indices(active.nonzero().squeeze(1))
+                rows, token, seen, positions = rows[active], token[active], seen[active], positions[active]
+                active = active[active]
             seen[:, start + t] = True
             visible = seen[:, : start + t + 1].long() if position is None else seen[:, None, None]
             logits = step(lm, token[:, None], visible, positions[:, None], cache)
