@@ -165,11 +165,11 @@ def run_trl(options: Options, seed: int) -> None:
 
 def trl_settings(ppo: Any, folder: Path, dtype: str, plan: Any) -> dict[str, Any]:
     """What TRL's half reads; `plan` has the prompts' token ids and the learning rate of every iteration."""
-    from rlhf.storage.manifests import model_place
+    from rlhf.storage.manifests import resolve_model_path
 
     return {name: getattr(ppo, name) for name in SHARED} | {
-        "actor_model": str(Path(model_place(ppo.actor_model, "model")).resolve()),
-        "reward_model": str(Path(model_place(ppo.reward_model, "model")).resolve()),
+        "actor_model": str(Path(resolve_model_path(ppo.actor_model, "model")).resolve()),
+        "reward_model": str(Path(resolve_model_path(ppo.reward_model, "model")).resolve()),
         "output_dir": str(folder.resolve()),
         "seed": ppo.seed,
         "dtype": dtype,

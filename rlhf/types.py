@@ -41,7 +41,7 @@ class Row:
 
 
 class TensorRecord:
-    """Base of records whose fields are tensors with the same first dimension B, or tuples of B: slices and moves them."""
+    """Base of records whose fields are tensors with the same first dimension B, or tuples of length B."""
 
     __slots__ = ()
 
@@ -157,7 +157,7 @@ class Pairs(TensorRecord):
 
 @dataclass(frozen=True, slots=True)
 class JoinedPairs(TensorRecord):
-    """B preferences, each in one row: the common prefix, the remainder of the chosen side, that of the rejected side."""
+    """B preferences, each in one row: common prefix, remainder of the chosen side, remainder of the rejected side."""
 
     ids: Tensor
     """[B, S] long"""

@@ -19,7 +19,7 @@ from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.models.scalar import read_head
 from rlhf.models.splitting import check_split, shares
-from rlhf.storage.manifests import model_place, planned_start
+from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start
@@ -54,7 +54,7 @@ def with_inputs(config: Step3Config) -> Step3Config:
         if name in places and getattr(config, name) is None and not Path(places[name]).is_dir():
             option = name.replace("_", "-")
             raise UserError(f"{name} not found at {places[name]}; run {maker} first, or name one with --{option}")
-    return config.model_copy(update={name: model_place(places[name], *FOLDERS[name]) for name in places})
+    return config.model_copy(update={name: resolve_model_path(places[name], *FOLDERS[name]) for name in places})
 
 
 def check(
@@ -257,7 +257,7 @@ def _check_sources(config: Step3Config) -> None:
             continue
         plugins.options("rlhf.rewards", spec)
         if options.get("model"):
-            read_head(resolve(model_place(options["model"], "model", "critic")))
+            read_head(resolve(resolve_model_path(options["model"], "model", "critic")))
 
 
 def _sources(config: Step3Config) -> list[str]:

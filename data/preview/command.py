@@ -41,10 +41,10 @@ def preview(options: PreviewConfig) -> list[str]:
     from data.dataset import Recipe, open_datasets
     from data.preview import show
     from rlhf.hub.short_names import resolve
-    from rlhf.storage.manifests import model_place
+    from rlhf.storage.manifests import resolve_model_path
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
-    place = resolve(model_place(options.model, *MODELS))
+    place = resolve(resolve_model_path(options.model, *MODELS))
     tokenizer = prepare_tokenizer(load_tokenizer(place), options.chat_template)
     recipes = {
         "sft": Recipe("sft", options.loss_on, options.objective),

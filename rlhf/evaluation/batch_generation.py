@@ -19,7 +19,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.load import context_length, load_causal_lm, load_config
 from rlhf.models.policy import Policy
-from rlhf.storage.manifests import model_place
+from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Prompts, Row
@@ -85,7 +85,7 @@ def policy_path(model_path: str) -> str:
 
     Raises: UserError for an unfinished stage.
     """
-    return resolve(model_place(model_path, "actor", "model"))
+    return resolve(resolve_model_path(model_path, "actor", "model"))
 
 
 def check_reward_spec(spec: str) -> None:

@@ -12,7 +12,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.models.load import context_length
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_statistics, scores
 from rlhf.rewards import Context, Source
-from rlhf.storage.manifests import model_place
+from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Rollout, Samples, Sequences, length_groups
@@ -30,7 +30,7 @@ def build(config: Config, context: Context) -> Source:
 
     If its tokenizer or template differs from the policy's, it gets the text, in its own template.
     """
-    model_path = model_place(config.model or context.reward_model, "model", "critic")
+    model_path = resolve_model_path(config.model or context.reward_model, "model", "critic")
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), "auto")
     shards = frozen.shards_of(context.model_options, context.dtype)
     model = load_scalar_model(model_path, context.dtype, id_count(tokenizer), shards)

@@ -227,7 +227,7 @@ def _is_stage(directory: Path) -> bool:
     return RUN_CONFIG in files and len(files) > 1 and "config.json" not in files
 
 
-def model_place(path: str, *folders: str) -> str:
+def resolve_model_path(path: str, *folders: str) -> str:
     """The path to load a model from: in a stage directory the first of `folders` that exists, else `path` itself.
 
     Raises: UserError for an unfinished or damaged stage, or one that made none of `folders`.

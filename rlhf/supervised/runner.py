@@ -20,7 +20,7 @@ from rlhf.engine.training import Engine
 from rlhf.hub.short_names import resolve
 from rlhf.models.splitting import check_split, shares
 from rlhf.plan.stage import Workload
-from rlhf.storage.manifests import model_place, planned_start
+from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.supervised.options import SupervisedOptions
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.training import progress
@@ -95,7 +95,7 @@ class Supervised(Generic[C]):
             check_ranks(config.batch_size, ranks)
         check_engine(config)
         start = planned_start(config.model, config.output_dir, planned or {})
-        place = start or model_place(config.model, *FOLDERS)
+        place = start or resolve_model_path(config.model, *FOLDERS)
         check_start(place, config.chat_template, config.max_length, config.convert_template)
         check_split(config, place)
         directory = Path(config.output_dir) / self.declaration.name
@@ -114,7 +114,7 @@ class Supervised(Generic[C]):
         status(f"{name}: reading the data")
         tokenizer, data = self.check(config, ranks=collectives.world_size())
         collectives.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
-        place = model_place(config.model, *FOLDERS)
+        place = resolve_model_path(config.model, *FOLDERS)
         batches = batches_for(data.train, config, (collectives.data_rank(), collectives.data_world_size()))
         total = batches.steps(config.num_train_epochs)
         with open_run(self.declaration, config, standing, {"model": place}) as run:

@@ -79,10 +79,10 @@ def test_a_finished_stage_gives_its_model(tmp_path: Path) -> None:
     stage = make(tmp_path)
     model = str(stage / "model")
     assert manifests.read_manifest(stage)["stage"] == "step1_sft"
-    assert manifests.model_place(str(stage), "model") == manifests.model_place(model, "model") == model
-    assert manifests.model_place(f"{stage}/", "actor", "model") == model
+    assert manifests.resolve_model_path(str(stage), "model") == manifests.resolve_model_path(model, "model") == model
+    assert manifests.resolve_model_path(f"{stage}/", "actor", "model") == model
     with pytest.raises(UserError, match="holds model, expected critic or actor"):
-        manifests.model_place(str(stage), "critic", "actor")
+        manifests.resolve_model_path(str(stage), "critic", "actor")
 
 
 def flip(file: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_damaged_stage_is_refused(tmp_path: Path, damage: str) -> None:
     harm(stage)
     for path in (stage, stage / "model"):
         with pytest.raises(UserError) as caught:
-            manifests.model_place(str(path), "model")
+            manifests.resolve_model_path(str(path), "model")
         assert message in str(caught.value) and str(stage) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -137,7 +137,7 @@ def test_other_files_beside_the_models_are_ignored(tmp_path: Path) -> None:
     stage = make(tmp_path)
     (stage / "notes.txt").write_text("mine")
     (stage / "model" / "README.md").write_text("mine")
-    assert manifests.model_place(str(stage), "model") == str(stage / "model")
+    assert manifests.resolve_model_path(str(stage), "model") == str(stage / "model")
 
 
 def test_paths_outside_stages_do_not_change(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_paths_outside_stages_do_not_change(tmp_path: Path) -> None:
     (plain / "manifest.json").write_text("[]")  # of another program
     (tmp_path / "config.yaml").write_text("")  # a chain's, beside it
     for path in (str(plain), "gpt2", "someone/model", str(tmp_path / "absent"), "a.yaml"):
-        assert manifests.model_place(path, "model") == path
+        assert manifests.resolve_model_path(path, "model") == path
         assert manifests.manifest_digest(path) is None
 
 
