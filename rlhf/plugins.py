@@ -40,9 +40,9 @@ def find(folder: str, name: str) -> ModuleType:
     if name.endswith(".py"):
         module = load_file(name)
     else:
-        known = names(folder)
-        if name not in known:
-            raise UserError(f"no '{name}' in {folder}; have {', '.join(known)}{suggest(name, known)}")
+        available = names(folder)
+        if name not in available:
+            raise UserError(f"no '{name}' in {folder}; have {', '.join(available)}{suggest(name, available)}")
         module = importlib.import_module(f"{folder}.{name}")
     missing = [member for member in ("Config", "build") if not hasattr(module, member)]
     if missing:

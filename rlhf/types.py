@@ -236,7 +236,7 @@ class Rollout(TensorRecord):
 
     def response_tokens(self) -> list[list[int]]:
         """The ids of each response, EOS included, without padding."""
-        return [ids[kept].tolist() for ids, kept in zip(self.response_ids, self.mask, strict=True)]
+        return [ids[in_response].tolist() for ids, in_response in zip(self.response_ids, self.mask, strict=True)]
 
     def trimmed(self) -> "Rollout":
         """Without the columns that are padding in every row, so that P and T are those of these rows."""

@@ -104,25 +104,25 @@ FOREIGN: dict[str, tuple[str, str]] = {
 applies, and a note on the difference."""
 
 
-def answer(name: str, known: Sequence[str]) -> str:
+def answer(name: str, available: Sequence[str]) -> str:
     """`: here --micro-batch-size; batch sizes are global ...` for an option name of another project, else an empty
     string. For an option with a section, `sft.lr`, an option of that section is preferred."""
     section, _, last = name.rpartition(".")
     if last not in FOREIGN:
         return ""
     names, note = FOREIGN[last]
-    in_section = (
-        [option for own_name in names.split() if (option := f"{section}.{own_name}") in known] if section else []
-    )
-    options = in_section or next(filter(None, (_same_name(own_name, known) for own_name in names.split())), [])
+    in_section = [
+        option for candidate in names.split() if section and (option := f"{section}.{candidate}") in available
+    ]
+    options = in_section or next(filter(None, (_same_name(candidate, available) for candidate in names.split())), [])
     first = names.split()[0]
     other_program = f"--{first} of `train`" if "." in first else f"--{first} of another stage"
     suggestion = " or ".join(f"--{option}" for option in options) or other_program
     return f": here {suggestion}" + (f"; {note}" if note else "")
 
 
-def _same_name(own_name: str, known: Sequence[str]) -> list[str]:
+def _same_name(candidate: str, available: Sequence[str]) -> list[str]:
     """The known option of this name; else the options of this name in sections."""
-    last = own_name.rpartition(".")[2]
-    same_name = [option for option in known if option.rpartition(".")[2] == last]
-    return next(([name] for name in (own_name, last) if name in same_name), same_name)
+    last = candidate.rpartition(".")[2]
+    same_name = [option for option in available if option.rpartition(".")[2] == last]
+    return next(([name] for name in (candidate, last) if name in same_name), same_name)

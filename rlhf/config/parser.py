@@ -44,13 +44,13 @@ class Config(BaseModel):
 C = TypeVar("C", bound=Config)
 
 
-def suggest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
+def suggest(name: str, names: Sequence[str], cutoff: float = 0.5) -> str:
     """` (did you mean 'x'?)` for the most similar known name, or an empty string."""
-    similar = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f" (did you mean '{similar[0]}'?)" if similar else ""
 
 
-def suggest_options(name: str, known: Sequence[str]) -> str:
+def suggest_options(name: str, names: Sequence[str]) -> str:
     """` (did you mean '--sft.learning-rate' or '--ppo.learning-rate'?)`: options whose last part is equal to the
     name, has it as initials, or contains it; else the most similar one. Options of the same section are preferred."""
     section, dot, last = name.rpartition(".")
@@ -59,14 +59,14 @@ def suggest_options(name: str, known: Sequence[str]) -> str:
         lambda option: "".join(word[0] for word in option.split("-") if word) == last,
         lambda option: last in option.split("-") or f"{last}s" in option.split("-"),
     )
-    in_section = [option for option in known if option.rpartition(".")[0] == section] if dot else []
-    for options in filter(None, (in_section, known)):
+    in_section = [option for option in names if option.rpartition(".")[0] == section] if dot else []
+    for options in filter(None, (in_section, names)):
         for rule in rules:
             similar = [f"'--{option}'" for option in options if rule(option.rpartition(".")[2])]
             if similar:
                 listed = sorted(similar, key=lambda option: option.count("."))[:4]
                 return f" (did you mean {' or '.join(listed)}?)"
-    return suggest(name, known).replace("'", "'--", 1)
+    return suggest(name, names).replace("'", "'--", 1)
 
 
 def validate(cls: type[C], values: dict[str, Any], source: str) -> C:
@@ -89,8 +89,8 @@ def _mistakes(cls: type[Config], values: dict[str, Any]) -> list[str]:
 def _one_line(cls: type[Config], error: Any) -> str:
     path = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
-        known = sorted(_config_at(cls, path[:-1]).model_fields)
-        return f"no option '{'.'.join(path)}'{suggest(path[-1], known)}; have {', '.join(known) or 'none'}"
+        names = sorted(_config_at(cls, path[:-1]).model_fields)
+        return f"no option '{'.'.join(path)}'{suggest(path[-1], names)}; have {', '.join(names) or 'none'}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] != "value_error" or not isinstance(error["input"], dict | Config):  # an error of several options
         message += f", got {_short(error['input'])}"
@@ -224,7 +224,7 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if not _is_utf8(word):
             raise UserError(f"{word!a}: got bytes that are not UTF-8, expected an option or a path in UTF-8")
     files: list[str] = []
-    rest: list[str] = []
+    arguments: list[str] = []
     in_files = False
     for i, word in enumerate(argv):
         if word == "--config" or word.startswith("--config="):
@@ -236,8 +236,8 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             files.append(word)
         else:
             in_files = False
-            rest.append(word)
-    return files, rest
+            arguments.append(word)
+    return files, arguments
 
 
 def _is_utf8(word: str) -> bool:
@@ -253,14 +253,14 @@ def peek(argv: Sequence[str], option: str, default: str) -> str:
 
     option: in the spelling of the command line, `ppo.algorithm` or `output-dir`
     """
-    files, rest = split_config_files(argv)
+    files, arguments = split_config_files(argv)
     value: Any = default
     for path in files:
         values: Any = read_yaml(path)
         for key in option.replace("-", "_").split("."):
             values = values.get(key) if isinstance(values, dict) else None
         value = value if values is None else values
-    for word, next_word in itertools.zip_longest(rest, rest[1:]):
+    for word, next_word in itertools.zip_longest(arguments, arguments[1:]):
         name, equals, attached = word.partition("=")
         if name.replace("_", "-") == f"--{option}":
             value = attached if equals else next_word or value
@@ -275,12 +275,12 @@ def parse(cls: type[C], argv: Sequence[str], prog: str, description: str) -> C:
 
     `--print-config` prints the resolved options, with `--changed` only those that differ from the defaults, and exits.
     """
-    files, rest = split_config_files(argv)
+    files, arguments = split_config_files(argv)
     default = compose(cls, files)
-    printed = PRINT_OPTIONS & {*rest} if "--print-config" in rest else set()
-    rest = ["--help" if word == "--help-all" else word for word in rest if word not in printed]
-    _refuse_unknown(cls, rest)
-    config = _run_tyro(cls, default, rest, prog, description)
+    printed = PRINT_OPTIONS & {*arguments} if "--print-config" in arguments else set()
+    arguments = ["--help" if word == "--help-all" else word for word in arguments if word not in printed]
+    _refuse_unknown(cls, arguments)
+    config = _run_tyro(cls, default, arguments, prog, description)
     refuse_secrets(config.model_dump(mode="json"))
     if printed:
         print(tree_to_yaml(changed(config, cls())) if "--changed" in printed else to_yaml(config), end="")
@@ -289,14 +289,14 @@ def parse(cls: type[C], argv: Sequence[str], prog: str, description: str) -> C:
 
 
 def _refuse_unknown(cls: type[Config], argv: Sequence[str]) -> None:
-    known = list(option_names(cls))
+    names = list(option_names(cls))
     for word in argv:
         if not word.startswith("--") or word in ("--help", "--"):
             continue
         name = word[2:].split("=")[0].replace("_", "-")
         positive = re.sub(r"(^|\.)no-", r"\1", name)
-        if name not in known and positive not in known:
-            cure = foreign_options.answer(name, known) or suggest_options(name, known)
+        if name not in names and positive not in names:
+            cure = foreign_options.answer(name, names) or suggest_options(name, names)
             raise UserError(f"no option '--{name}'{cure}; see --help")
 
 

@@ -21,11 +21,11 @@ WIDTH, INDENT = 100, 28
 
 def short_help(cls: type[Config], prog: str, description: str, groups: Groups) -> str:
     """The options of `groups` that `cls` has, each with its description and default."""
-    known = {*option_names(cls)}
+    options = {*option_names(cls)}
     lines = [f"usage: {prog} [--config FILE ...] [--OPTION VALUE ...]", "", textwrap.fill(description, WIDTH)]
     for title, names in groups.items():
         lines += ["", f"{title}:"]
-        for name in filter(known.__contains__, names):
+        for name in filter(options.__contains__, names):
             lines += _option(name, _field(cls, name))
     notes = "--help-all lists every option, --print-config prints the resolved options"
     return "\n".join([*lines, "", notes, "(with --changed only those that differ from the defaults)"])

@@ -23,14 +23,14 @@ from rlhf.models.packing import packs
 Step = Callable[[PreTrainedModel, Tensor, Tensor, Tensor, DynamicCache], Tensor]
 
 
-def step(lm: PreTrainedModel, ids: Tensor, seen: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+def step(lm: PreTrainedModel, ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
     """The logits of the next token, [B, V].
 
     ids, positions: [B, 1]; positions count real tokens.
-    seen: mask of real tokens, long [B, S] of the tokens so far, or bool [B, 1, 1, S] of the whole cache
+    attention_mask: mask of real tokens, long [B, S] of the tokens so far, or bool [B, 1, 1, S] of the whole cache
     """
     position_ids = {"position_ids": positions} if traits.takes(lm, "position_ids") else {}  # BLOOM and MPT have none
-    outputs = lm(input_ids=ids, attention_mask=seen, past_key_values=cache, use_cache=True, **position_ids)
+    outputs = lm(input_ids=ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **position_ids)
     logits: Tensor = outputs.logits[:, -1]
     return logits
 
@@ -58,17 +58,17 @@ def _varying(graph: Step) -> Step:
     step."""
     last_shape = torch.Size()
 
-    def run(lm: PreTrainedModel, ids: Tensor, seen: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def run(lm: PreTrainedModel, ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         nonlocal last_shape
-        if seen.shape == last_shape:
+        if attention_mask.shape == last_shape:
             with compiling.unguarded():
-                return graph(lm, ids, seen, positions, cache)
-        last_shape = seen.shape
+                return graph(lm, ids, attention_mask, positions, cache)
+        last_shape = attention_mask.shape
         static_layers = cast(list[MaskedStaticLayer], cache.layers)
         states = [(x, (0, 2)) for layer in static_layers for x in (layer.keys, layer.values)]
-        for x, dimensions in ((ids, (0,)), (seen, (0, 3)), (positions, (0,)), *states):
+        for x, dimensions in ((ids, (0,)), (attention_mask, (0, 3)), (positions, (0,)), *states):
             compiling.vary(x, *dimensions)
-        return graph(lm, ids, seen, positions, cache)
+        return graph(lm, ids, attention_mask, positions, cache)
 
     return run
 

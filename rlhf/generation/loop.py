@@ -68,8 +68,8 @@ def _sample(
     tokens = torch.full((batch, length), config.pad_token_id, device=device)
     logprobs = torch.zeros(batch, length, device=device)
     mask = torch.zeros(batch, length, dtype=torch.bool, device=device)
-    seen = torch.cat([prompts.mask[:, prompts.mask.any(0)], mask], dim=1)
-    start = seen.shape[1] - length
+    attention_mask = torch.cat([prompts.mask[:, prompts.mask.any(0)], mask], dim=1)
+    start = attention_mask.shape[1] - length
     positions = prompts.mask.sum(1)
     rows = torch.arange(batch, device=device)  # rows that are still in the cache
     active = torch.ones_like(mask[:, 0])
@@ -77,7 +77,7 @@ def _sample(
     position = torch.full((1,), start, device=device) if packs(lm) else None
     # With a growing cache, layers would be compiled again for every length.
     with contextlib.nullcontext() if position is not None else compiling.eager():
-        logits, cache = _read(lm, prompts, seen.shape[1], position)
+        logits, cache = _read(lm, prompts, attention_mask.shape[1], position)
     with decoding(lm) as step:
         for t in range(length):
             token, logprob = choose(logits, sampling.temperature, None if uniforms is None else uniforms[rows, t])
@@ -89,10 +89,10 @@ def _sample(
                 return tokens[:, : t + 1], logprobs[:, : t + 1], mask[:, : t + 1]
             if droppable and count <= KEPT * len(rows):
                 cache.batch_select_indices(active.nonzero().squeeze(1))
-                rows, token, seen, positions = rows[active], token[active], seen[active], positions[active]
-                active = active[active]
-            seen[:, start + t] = True
-            visible = seen[:, : start + t + 1].long() if position is None else seen[:, None, None]
+                rows, token, positions = rows[active], token[active], positions[active]
+                attention_mask, active = attention_mask[active], active[active]
+            attention_mask[:, start + t] = True
+            visible = attention_mask[:, : start + t + 1].long() if position is None else attention_mask[:, None, None]
             logits = step(lm, token[:, None], visible, positions[:, None], cache)
             positions += 1
             if position is not None:
@@ -114,11 +114,11 @@ def _read(lm: PreTrainedModel, prompts: Prompts, capacity: int, position: Tensor
     logits: list[Tensor] = []
     cache, order, read = None, torch.empty_like(which), 0
     for group in token_groups(width, TOGETHER * (1 if ids.device.type == "cpu" else 8)):
-        found, states, starts = _read_together(lm, unique[group, : int(width[group].max())])
+        first_logits, states, starts = _read_together(lm, unique[group, : int(width[group].max())])
         source, target = (group[:, None] == which).nonzero(as_tuple=True)
         order[target] = read + source
         read += len(group)
-        logits.append(found)
+        logits.append(first_logits)
         cache = cache or StaticCache(states, lengths, capacity)
         cache.fill(states, target, starts[source])
         del states  # frees their memory for the next group
@@ -130,16 +130,16 @@ def _read_together(lm: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[State
     """Of right-padded prompts, with -1 as padding: (logits of each first token [B, V], keys and values of each layer,
     index of each prompt's first token in them [B])."""
     mask = ids >= 0
-    kept: list[States] = []
-    given = reading(lm, ids.clamp(min=0), mask, kept)
+    states: list[States] = []
+    packed = reading(lm, ids.clamp(min=0), mask, states)
     cache = None if packs(lm) else DynamicCache(config=lm.config)
-    last = given.states.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
+    last = packed.states.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
     with only(lm.get_output_embeddings(), last):
-        logits = lm(**given.inputs, past_key_values=cache, use_cache=cache is not None).logits[0]
+        logits = lm(**packed.inputs, past_key_values=cache, use_cache=cache is not None).logits[0]
     if cache is not None:
         layers = cast(list[StaticLayer], cache.layers)  # or any that keep both
-        kept = [(_of_tokens(layer.keys), _of_tokens(layer.values)) for layer in layers]
-    return logits, kept, given.states[:, 0]
+        states = [(_of_tokens(layer.keys), _of_tokens(layer.values)) for layer in layers]
+    return logits, states, packed.states[:, 0]
 
 
 def _of_tokens(states: Tensor) -> Tensor:
@@ -178,9 +178,9 @@ def choose(logits: Tensor, temperature: float, uniforms: Tensor | None) -> tuple
     blocks = (F.pad(weights, (0, short)) if short else weights).unflatten(1, (-1, BLOCK))
     sums = blocks.sum(-1).double()
     # In a non-finite row any token is sampled; its log-prob is non-finite, and the row is not trained on.
-    block, rest = _first_beyond(sums.nan_to_num(1.0), uniforms)
+    block, fraction = _first_beyond(sums.nan_to_num(1.0), uniforms)
     inside = blocks[torch.arange(len(blocks), device=block.device), block].double().nan_to_num_(1.0)
-    token = block * BLOCK + _first_beyond(inside, rest)[0]
+    token = block * BLOCK + _first_beyond(inside, fraction)[0]
     logprobs = (scores.gather(1, token[:, None]) - largest).double() - sums.sum(-1, keepdim=True).log()
     return token, logprobs.squeeze(1).to(scores.dtype)
 

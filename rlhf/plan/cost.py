@@ -83,11 +83,11 @@ def cost(plan: Forecast) -> Cost:
 
 
 def _gather_bytes(plan: Forecast, model: ModelForecast, times: int) -> float:
-    """Bytes that a device sends so that all have the weights: once, or in each of so many forward shape."""
+    """Bytes that a device sends so that all devices have the weights: once, or in each of `times` forward passes."""
     if model.spec.options.zero_stage != 3:
         return 0.0
-    whole = plan.workload.b * model.size.total * (plan.machine.count - 1) / plan.machine.count
-    return whole * (times if model.spec.options.gather_whole is False else 1)
+    gathered = plan.workload.b * model.size.total * (plan.machine.count - 1) / plan.machine.count
+    return gathered * (times if model.spec.options.gather_whole is False else 1)
 
 
 def _rollout_batches(plan: Forecast, rows: float) -> int:

@@ -106,9 +106,9 @@ def _device(options: PlanOptions) -> Device:
         return replace(CORE, memory=memory, flops=CORE.flops * cores_of_one, flops_fp32=CORE.flops_fp32 * cores_of_one)
     if options.device is not None:
         if options.device not in kinds:
-            known = [*kinds, "cpu"]
+            available = [*kinds, "cpu"]
             raise UserError(
-                f"--device {options.device}: expected one of {', '.join(known)}{suggest(options.device, known)}"
+                f"--device {options.device}: expected one of {', '.join(available)}{suggest(options.device, available)}"
             )
         return kinds[options.device]
     if not torch.cuda.is_available():

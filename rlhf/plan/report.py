@@ -33,10 +33,10 @@ def _report_lines(plan: Forecast) -> Iterator[str]:
     yield f"  {'GB on each device':30}" + "".join(f"{name:>12}" for name in COLUMNS)
     for model in plan.models:
         yield f"  {_model_label(model):30}" + "".join(f"{_cell(value):>12}" for value in _memory_columns(model))
-    place = "process" if machine.on_cpu else "peak_moment"
-    yield f"  most on a {place}: {gigabytes(plan.peak)} GB of {gigabytes(machine.memory)} ({plan.peak_moment.name})"
+    unit = "process" if machine.on_cpu else "device"
+    yield f"  most on a {unit}: {gigabytes(plan.peak)} GB of {gigabytes(machine.memory)} ({plan.peak_moment.name})"
     if not machine.on_cpu:
-        yield f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each peak_moment"
+        yield f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each device"
     if machine.on_cpu:
         yield "  glibc keeps freed blocks, up to a third more; MALLOC_MMAP_THRESHOLD_=131072 gives them back"
     yield "  fits" if plan.fits else f"  does not fit: {shortfall_message(plan)}"

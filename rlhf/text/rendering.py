@@ -97,8 +97,8 @@ def frame(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     Raises: UserError if the template refuses an assistant message.
     """
     user = Message("user", "x")
-    whole = render(tokenizer, [[user, Message("assistant", MARK)]], add_generation_prompt=False)[0]
-    before, _, after = whole.partition(MARK)
+    text = render(tokenizer, [[user, Message("assistant", MARK)]], add_generation_prompt=False)[0]
+    before, _, after = text.partition(MARK)
     prefix = before.removeprefix(render(tokenizer, [[user]])[0])
     return prefix if prefix.isspace() else "", after
 
@@ -161,11 +161,11 @@ def _with_marks(message: Message, number: int, marks: tuple[str, ...]) -> Messag
 def _align(marked: str, text: str, marks: tuple[str, ...]) -> list[Segment]:
     """The segments of `text`; `marked` is the same prompt with marks. Empty if the two do not agree."""
     start, middle, end = marks
-    first, *rest = re.split(f"{start}([0-9]+){middle}(.*?){end}", marked, flags=re.DOTALL)
-    if re.search(f"[{''.join(marks)}]", first + "".join(rest)):
+    first, *parts = re.split(f"{start}([0-9]+){middle}(.*?){end}", marked, flags=re.DOTALL)
+    if re.search(f"[{''.join(marks)}]", first + "".join(parts)):
         return []  # a mark without its counterpart
     segments, offset = [Segment(first)], len(first)
-    for number, content, after in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+    for number, content, after in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         forms = (content, content.lstrip(), content.rstrip(), content.strip())  # many templates trim
         form = next((form for form in forms if text.startswith(form + after, offset)), None)
         if form is None:

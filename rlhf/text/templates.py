@@ -98,8 +98,10 @@ def template_name(text: str) -> str | None:
 
 def _read_template(path: str) -> str:
     if not Path(path).is_file():
-        known = ["auto", *BUILT_IN]
-        raise UserError(f"no chat template '{path}'; have {', '.join(known)}, or a Jinja file{suggest(path, known)}")
+        available = ["auto", *BUILT_IN]
+        raise UserError(
+            f"no chat template '{path}'; have {', '.join(available)}, or a Jinja file{suggest(path, available)}"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -104,6 +104,8 @@ def test_a_plan_tells_whether_it_fits_and_the_shortfall(model_path: str) -> None
     assert "step1_sft on 8 x A100, bfloat16" in plan_text("80GB") and "\n  fits\n" in plan_text("80GB")
     assert "does not fit" in plan_text("1MB") and "more on each of 8 devices" in plan_text("1MB")
     assert "disk for all stages" in plan_text("80GB")
+    assert re.search(r"GB on each device  .*\n.*\n  most on a device: .* GB of 72", plan_text("80GB"))
+    assert re.search(r"most CPU memory: .* GB of 9.00 for each device\n", plan_text("80GB"))
 
 
 def test_a_missing_model_is_named(model_path: str) -> None:

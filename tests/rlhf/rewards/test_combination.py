@@ -7,7 +7,7 @@ import torch
 
 from rlhf import rewards
 from rlhf.errors import UserError
-from rlhf.rewards import Part, Sources, open_source, open_sources, split_weight
+from rlhf.rewards import Sources, WeightedSource, open_source, open_sources, split_weight
 from tests.rlhf.rewards.responses import context, reward_model, rollout, samples, tiny
 
 FUNCTIONS = """
@@ -73,7 +73,10 @@ def test_names_are_short_and_numbered_where_they_come_twice(mine: str, tmp_path:
 
 
 def test_sources_of_one_s_own() -> None:
-    parts = (Part("one", 1.0, lambda s: torch.ones(3)), Part("two", 3.0, lambda s: torch.full((3,), 2.0)))
+    parts = (
+        WeightedSource("one", 1.0, lambda s: torch.ones(3)),
+        WeightedSource("two", 3.0, lambda s: torch.full((3,), 2.0)),
+    )
     assert Sources(parts)(samples(rollout()))[0].tolist() == [7.0] * 3
 
 
