@@ -90,27 +90,27 @@ def run(algorithm: str, seed: int, models: Path, directory: Path) -> Result:
     manifest = directory / "step3_ppo" / "manifest.json"
     if not manifest.is_file():
         start = ("--ppo.actor-model", f"{models}/step1_sft", "--ppo.reward-model", f"{models}/step2_reward")
-        which = ("--steps", "3", "--seed", str(seed), "--output-dir", str(directory))
-        _train(*settings(algorithm), *which, *start)
+        common = ("--steps", "3", "--seed", str(seed), "--output-dir", str(directory))
+        _train(*settings(algorithm), *common, *start)
     return read(algorithm, seed, manifest.parent)
 
 
 def read(algorithm: str, seed: int, stage: Path) -> Result:
     """The result of a finished run from its manifest and metrics."""
-    found = json.loads((stage / "manifest.json").read_text(encoding="utf-8"))["metrics"]
+    metrics = json.loads((stage / "manifest.json").read_text(encoding="utf-8"))["metrics"]
     rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     iterations = [row for row in rows if row["kind"] == "train"]
     return Result(
         algorithm=algorithm,
         seed=seed,
-        before=found["eval_judge_before"],
-        after=found["eval_judge"],
-        gain=found["eval_judge"] - found["eval_judge_before"],
-        gain_ci95=found["eval_judge_gain_ci95"],
-        kl=found["eval_kl"],
-        score=found["eval_score"],
-        distinct_2_before=found["eval_distinct_2_before"],
-        distinct_2=found["eval_distinct_2"],
+        before=metrics["eval_judge_before"],
+        after=metrics["eval_judge"],
+        gain=metrics["eval_judge"] - metrics["eval_judge_before"],
+        gain_ci95=metrics["eval_judge_gain_ci95"],
+        kl=metrics["eval_kl"],
+        score=metrics["eval_score"],
+        distinct_2_before=metrics["eval_distinct_2_before"],
+        distinct_2=metrics["eval_distinct_2"],
         first_ratio_std=max(row["first_ratio_std"] for row in iterations),
         first_approx_kl=max(abs(row["first_approx_kl"]) for row in iterations),
         seconds=rows[-1]["seconds"],
@@ -118,9 +118,9 @@ def read(algorithm: str, seed: int, stage: Path) -> Result:
 
 
 def _train(*words: str) -> None:
-    done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
-    if done.returncode != 0:
-        raise UserError(f"train.py {' '.join(words)}: ended with exit code {done.returncode}")
+    process = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+    if process.returncode != 0:
+        raise UserError(f"train.py {' '.join(words)}: ended with exit code {process.returncode}")
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -141,11 +141,11 @@ def summary(results: Sequence[Result]) -> list[str]:
     """A line an algorithm, and one on the first minibatches of all."""
     lines = []
     for name in dict.fromkeys(r.algorithm for r in results):
-        own = [r for r in results if r.algorithm == name]
-        gains = [r.gain for r in own]
-        improved, below = sum(r.improved for r in own), sum(r.gain < 0 for r in own)
+        algorithm_results = [r for r in results if r.algorithm == name]
+        gains = [r.gain for r in algorithm_results]
+        improved, below = sum(r.improved for r in algorithm_results), sum(r.gain < 0 for r in algorithm_results)
         lines.append(
-            f"- {name}: {improved} of {len(own)} seeds improve, {below} below their start; gain {min(gains):.3f} to "
+            f"- {name}: {improved} of {len(algorithm_results)} seeds improve, {below} below their start; gain {min(gains):.3f} to "
             f"{max(gains):.3f}, mean {sum(gains) / len(gains):.3f}"
         )
     ratio, kl = max(r.first_ratio_std for r in results), max(r.first_approx_kl for r in results)
@@ -177,8 +177,8 @@ def main() -> int:
             print(f"{algorithm} {seed}: gain {results[-1].gain:.3f} ± {results[-1].gain_ci95:.3f}", flush=True)
     write(results, Path(options.results))
     print(markdown(results), end="")
-    right = all(r.improved and max(r.first_ratio_std, r.first_approx_kl) < RATIO_LIMIT for r in results)
-    return 0 if right else 1
+    passed = all(r.improved and max(r.first_ratio_std, r.first_approx_kl) < RATIO_LIMIT for r in results)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ def words() -> tuple[str, ...]:
     onsets = [*"bcdfghlmnprstvw", "st", "tr", "ch", "sh", "pl", "gr", "br", *[""] * 6]
     vowels = [*"aeiouy", "ea", "ou"]
     codas = [*"nrstlmd", "ck", "ng", "st", *[""] * 12]
-    found: dict[str, None] = {}
-    while len(found) < WORDS:
-        rare = 0.07 * math.log10(1 + len(found) / 10)
+    vocabulary: dict[str, None] = {}
+    while len(vocabulary) < WORDS:
+        rare = 0.07 * math.log10(1 + len(vocabulary) / 10)
         syllables = 1 + sum(random.random() < rare for _ in range(5))
         parts = [f"{random.choice(onsets)}{random.choice(vowels)}{random.choice(codas)}" for _ in range(syllables)]
-        found.setdefault("".join(parts))
-    return tuple(found)
+        vocabulary.setdefault("".join(parts))
+    return tuple(vocabulary)
 
 
 class Writer:
@@ -52,11 +52,11 @@ class Writer:
 
     def texts(self, sizes: np.ndarray) -> list[str]:
         """One text of each number of words."""
-        drawn = np.searchsorted(self._edges, self._random.random(sizes.sum()) * self._edges[-1])
-        point = self._random.random(len(drawn))
-        drawn = drawn + len(self._edges) * ((point < 2 / SENTENCE).astype(int) + (point < 1 / SENTENCE))
-        said, ends = self._forms[drawn].tolist(), np.cumsum(sizes).tolist()
-        return [" ".join(said[start:end]).capitalize() for start, end in zip([0, *ends], ends, strict=False)]
+        word_numbers = np.searchsorted(self._edges, self._random.random(sizes.sum()) * self._edges[-1])
+        point = self._random.random(len(word_numbers))
+        word_numbers = word_numbers + len(self._edges) * ((point < 2 / SENTENCE).astype(int) + (point < 1 / SENTENCE))
+        words, ends = self._forms[word_numbers].tolist(), np.cumsum(sizes).tolist()
+        return [" ".join(words[start:end]).capitalize() for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def write_rows(file: Path, rows: int, words_in_row: float, seed: int = 1) -> None:

@@ -61,46 +61,46 @@ class Options(parser.Config):
     """JSON file to write"""
 
 
-def first_call(place: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
+def first_call(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
     """Rows to items, the file read, divided and tokenised: time, and processor time."""
-    opened, used = _open(place, tokenizer, workers, cache)
-    rows = len(opened.train)
+    data, seconds = _open(path, tokenizer, workers, cache)
+    rows = len(data.train)
     files = [file for file in Path(cache).rglob("*") if file.is_file()]
     return {
         "rows": rows,
-        "mean_tokens": round(float(opened.train.lengths.mean()), 1),
+        "mean_tokens": round(float(data.train.lengths.mean()), 1),
         "bytes_a_row": round(sum(file.stat().st_size for file in files) / rows, 1),
-        "seconds": round(used["wall"], 2),
-        "rows_a_second": round(rows / used["wall"]),
-        "cpu_us_a_row_main": round(used["main"] / rows * 1e6, 1),
-        "cpu_us_a_row_workers": round(used["workers"] / rows * 1e6, 1),
+        "seconds": round(seconds["wall"], 2),
+        "rows_a_second": round(rows / seconds["wall"]),
+        "cpu_us_a_row_main": round(seconds["main"] / rows * 1e6, 1),
+        "cpu_us_a_row_workers": round(seconds["workers"] / rows * 1e6, 1),
     }
 
 
-def first_memory(place: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
+def first_memory(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
     """Peaks of memory in the same call; looking at them takes time, so that is not measured here."""
-    with _Memory() as memory:
-        _open(place, tokenizer, workers, cache, memory.begin)
+    with _MemoryPeaks() as memory:
+        _open(path, tokenizer, workers, cache, memory.begin)
     return memory.peaks()
 
 
-def second_start(place: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
+def second_start(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
     """The same call when the set is there, all lengths read; and what an epoch's order and an item cost then."""
-    opened, used = _open(place, tokenizer, workers, cache)
+    data, seconds = _open(path, tokenizer, workers, cache)
     from data.batches import Batches
 
-    train = opened.train
+    train = data.train
     picks = np.random.default_rng(0).integers(len(train), size=2000).tolist()
     order = _seconds(lambda: next(iter(Batches(train.sides, 16))))
     return {
-        "seconds": round(used["wall"], 2),
-        "seconds_imports_and_tokenizer": round(used["before"], 2),
+        "seconds": round(seconds["wall"], 2),
+        "seconds_imports_and_tokenizer": round(seconds["before"], 2),
         "epoch_order_s": round(order, 3),
         "random_item_us": round(_seconds(lambda: [train[i] for i in picks]) / len(picks) * 1e6, 1),
     }
 
 
-def padding(tokens: np.ndarray) -> dict[str, float]:
+def padding_shares(tokens: np.ndarray) -> dict[str, float]:
     """The share of padding at batch 16 in micro-batches of 8, by length and in random order. tokens [N, k]"""
     from data.batches import Batches
     from data.preview.show import padding_share
@@ -112,13 +112,13 @@ def padding(tokens: np.ndarray) -> dict[str, float]:
     }
 
 
-def hh_lengths(place: str, tokenizer: str, phase: Any) -> np.ndarray:
+def hh_lengths(path: str, tokenizer: str, phase: Any) -> np.ndarray:
     """Tokens of the chosen dialogues (sft), or of both sides of the pairs (reward), in a file of HH-RLHF. [N, k]"""
     from data.config import DataOptions
     from data.dataset import Recipe, open_datasets
 
     with tempfile.TemporaryDirectory() as cache:
-        options = DataOptions(data_path=(f"hh_rlhf:{place}",), data_split=(1, 1, 0), eval_fraction=0, data_cache=cache)
+        options = DataOptions(data_path=(f"hh_rlhf:{path}",), data_split=(1, 1, 0), eval_fraction=0, data_cache=cache)
         return open_datasets(options, Recipe(phase), _tokenizer(tokenizer)).train.sides
 
 
@@ -132,46 +132,46 @@ def prepare(folder: str, rows: int, vocabulary: int, tokenizer: str | None) -> d
     from benchmarks import corpus
     from rlhf.text.tokenizer import Template
 
-    place = tokenizer or f"{folder}/tokenizer"
+    path = tokenizer or f"{folder}/tokenizer"
     if tokenizer is None:
-        corpus.train_tokenizer(Path(place), vocabulary)
-    prepared = _tokenizer(place)
-    empty = len(Template(prepared).prompt_ids(())) + len(Template(prepared).response_ids(""))
-    words = corpus.words_for(prepared, TOKENS, empty)
+        corpus.train_tokenizer(Path(path), vocabulary)
+    prepared_tokenizer = _tokenizer(path)
+    empty = len(Template(prepared_tokenizer).prompt_ids(())) + len(Template(prepared_tokenizer).response_ids(""))
+    words = corpus.words_for(prepared_tokenizer, TOKENS, empty)
     corpus.write_rows(Path(folder) / "rows.jsonl", rows, words)
-    return {"tokenizer": place, "tokens": len(prepared), "words_a_row": round(words, 1)}
+    return {"tokenizer": path, "tokens": len(prepared_tokenizer), "words_a_row": round(words, 1)}
 
 
-def _tokenizer(place: str) -> Any:
+def _tokenizer(path: str) -> Any:
     from rlhf.console import quiet_libraries
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
     quiet_libraries()
-    return prepare_tokenizer(load_tokenizer(place), "human_assistant")
+    return prepare_tokenizer(load_tokenizer(path), "human_assistant")
 
 
 def _open(
-    place: str, tokenizer: str, workers: int, cache: str, begin: Callable[[], object] = int
+    path: str, tokenizer: str, workers: int, cache: str, begin: Callable[[], object] = int
 ) -> tuple[Any, dict[str, float]]:
     """(what was opened, seconds) of `open_datasets` for sft, all rows for training. `begin` is called just before."""
-    began = time.perf_counter()
+    call_start = time.perf_counter()
     from data.config import DataOptions
     from data.dataset import Recipe, open_datasets
 
     prepared = _tokenizer(tokenizer)
     options = DataOptions(
-        data_path=(place,), data_split=(1, 0, 0), eval_fraction=0, data_workers=workers, data_cache=cache
+        data_path=(path,), data_split=(1, 0, 0), eval_fraction=0, data_workers=workers, data_cache=cache
     )
     begin()
-    before, start, cpu = time.perf_counter() - began, time.perf_counter(), time.process_time()
-    opened = open_datasets(options, Recipe("sft"), prepared)
-    opened.train.lengths.sum()
+    before, start, cpu = time.perf_counter() - call_start, time.perf_counter(), time.process_time()
+    data = open_datasets(options, Recipe("sft"), prepared)
+    data.train.lengths.sum()
     wall, main = time.perf_counter() - start, time.process_time() - cpu
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return opened, {"before": before, "wall": wall, "main": main, "workers": children.ru_utime + children.ru_stime}
+    return data, {"before": before, "wall": wall, "main": main, "workers": children.ru_utime + children.ru_stime}
 
 
-class _Memory:
+class _MemoryPeaks:
     """Peaks of this process and its children from `begin` on, looked at every 20 ms, in MB.
 
     Of this process: growth of resident memory, with the pages of mapped files that the kernel may drop, and without
@@ -180,13 +180,13 @@ class _Memory:
 
     def __enter__(self) -> "_Memory":
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
+        self._thread = threading.Thread(target=self._poll)
         self._thread.start()
         self.begin()
         return self
 
     def begin(self) -> None:
-        self._start = self._most = self._now()
+        self._start = self._peak = self._read_memory()
         self._child = 0.0
 
     def __exit__(self, *_: object) -> None:
@@ -194,19 +194,19 @@ class _Memory:
         self._thread.join()
 
     def peaks(self) -> dict[str, float]:
-        growth = self._most - self._start
+        growth = self._peak - self._start
         return {
             "main_growth_mb": round(growth[0]),
             "main_growth_without_files_mb": round(growth[1]),
             "worker_peak_mb": round(self._child),
         }
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         import psutil
 
         me = psutil.Process()
         while not self._ended.wait(0.02):
-            self._most = np.maximum(self._most, self._now())
+            self._peak = np.maximum(self._peak, self._read_memory())
             for child in me.children(recursive=True):
                 try:
                     self._child = max(self._child, child.memory_full_info().uss / 1e6)
@@ -214,7 +214,7 @@ class _Memory:
                     continue  # it has just ended
 
     @staticmethod
-    def _now() -> np.ndarray:
+    def _read_memory() -> np.ndarray:
         lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
         return np.array([int(lines[name].split()[0]) / 1000 for name in ("VmRSS", "RssAnon")])
 
@@ -225,7 +225,7 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _alone(call: Callable[..., Any], *args: Any) -> Any:
+def _run_in_process(call: Callable[..., Any], *args: Any) -> Any:
     """The result of a call in a fresh process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(call, *args).result()
@@ -243,28 +243,30 @@ def hardware() -> str:
 def measure(options: Options) -> dict[str, Any]:
     """All of it, as written to the JSON file."""
     with tempfile.TemporaryDirectory() as folder:
-        made = _alone(prepare, folder, options.rows, options.vocabulary, options.tokenizer)
-        tokenizer = made.pop("tokenizer")
-        given = (f"{folder}/rows.jsonl", tokenizer, options.workers)
-        memory = _alone(first_memory, *given, f"{folder}/cache")
-        again = _alone(second_start, *given, f"{folder}/cache")
+        prepared = _run_in_process(prepare, folder, options.rows, options.vocabulary, options.tokenizer)
+        tokenizer = prepared.pop("tokenizer")
+        arguments = (f"{folder}/rows.jsonl", tokenizer, options.workers)
+        memory = _run_in_process(first_memory, *arguments, f"{folder}/cache")
+        second = _run_in_process(second_start, *arguments, f"{folder}/cache")
         calls = []
         for number in range(options.repeat):
             shutil.rmtree(f"{folder}/cache")
-            calls.append(_alone(first_call, *given, f"{folder}/cache"))
+            calls.append(_run_in_process(first_call, *arguments, f"{folder}/cache"))
             print(f"first call {number + 1} of {options.repeat}: {json.dumps(calls[-1])}", flush=True)
-        found = {"drawn": _alone(padding, drawn_lengths())}
+        paddings = {"drawn": _run_in_process(padding_shares, drawn_lengths())}
         if options.hh is not None:
             for name, phase in (("hh_pairs", "reward"), ("hh_chosen", "sft")):
-                found[name] = _alone(padding, _alone(hh_lengths, options.hh, tokenizer, phase))
+                paddings[name] = _run_in_process(
+                    padding_shares, _run_in_process(hh_lengths, options.hh, tokenizer, phase)
+                )
     return {
         "date": date.today().isoformat(),
         "hardware": hardware(),
         "load_average": os.getloadavg()[0],
-        "data": {**made, "rows": options.rows, "workers": options.workers, "best_of": options.repeat},
+        "data": {**prepared, "rows": options.rows, "workers": options.workers, "best_of": options.repeat},
         "first_call": {**max(calls, key=lambda call: call["rows_a_second"]), **memory},
-        "second_start": again,
-        "padding": found,
+        "second_start": second,
+        "padding": paddings,
         "targets": TARGETS,
         "deepspeed_chat_quoted": DEEPSPEED_CHAT,
     }

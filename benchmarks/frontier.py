@@ -10,7 +10,7 @@ import numpy as np
 
 Z = 1.96
 """of a normal 95 % interval"""
-NEAREST = 6
+MIN_POINTS = 6
 """points that a local line has at least"""
 
 
@@ -34,7 +34,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FrontierPoint:
     """Both systems at one KL: score and half its 95 % interval."""
 
     kl: float
@@ -76,44 +76,44 @@ def local_line(x: np.ndarray, y: np.ndarray, at: float, width: float) -> tuple[f
     return float(a), float(np.sqrt((linear[0] ** 2).sum() * variance)) if count > 2 else float("nan")
 
 
-def reached_by_both(ours: Curve, other: Curve) -> tuple[float, float] | None:
+def common_kl_range(ours: Curve, other: Curve) -> tuple[float, float] | None:
     """The KLs (least, greatest) between which both systems were, by their means over seeds at each iteration."""
-    ends = [(means.min(), means.max()) for means in (c.by_iteration(c.kl)[0] for c in (ours, other))]
-    low, high = max(e[0] for e in ends), min(e[1] for e in ends)
+    ranges = [(means.min(), means.max()) for means in (c.by_iteration(c.kl)[0] for c in (ours, other))]
+    low, high = max(e[0] for e in ranges), min(e[1] for e in ranges)
     return (float(low), float(high)) if low < high else None
 
 
-def compare(ours: Curve, other: Curve, places: int = 7) -> list[Place]:
+def compare(ours: Curve, other: Curve, count: int = 7) -> list[FrontierPoint]:
     """Both at `places` KLs, evenly spaced over those that both reached; none if there are no such."""
-    both = reached_by_both(ours, other)
-    if both is None:
+    kl_range = common_kl_range(ours, other)
+    if kl_range is None:
         return []
-    width = (both[1] - both[0]) / (places - 1)
-    found = []
-    for kl in np.linspace(*both, places):
+    width = (kl_range[1] - kl_range[0]) / (count - 1)
+    points = []
+    for kl in np.linspace(*kl_range, count):
         lines = (local_line(c.kl, c.score, kl, max(width, _distance(c.kl, kl))) for c in (ours, other))
-        own, others = ((value, Z * error) for value, error in lines)
-        found.append(Place(float(kl), own, others))
-    return found
+        own_value, other_value = ((value, Z * error) for value, error in lines)
+        points.append(FrontierPoint(float(kl), own_value, other_value))
+    return points
 
 
 def _distance(x: np.ndarray, at: float) -> float:
     """Of `at` from its NEAREST points: where they are sparse, a line is fitted over more of them."""
-    return float(np.sort(np.abs(x - at))[:NEAREST][-1])
+    return float(np.sort(np.abs(x - at))[:MIN_POINTS][-1])
 
 
-def statement(places: list[Place]) -> str:
+def statement(points: list[FrontierPoint]) -> str:
     """What the comparison shows, in a sentence or two, whichever way it went."""
-    if not places:
+    if not points:
         return "The two systems reached no KL in common: nothing is compared."
-    if all(np.isnan(p.gain_ci95) for p in places):
+    if all(np.isnan(p.gain_ci95) for p in points):
         return "There are too few iterations for intervals: nothing is compared."
-    counts = Counter(p.verdict for p in places)
-    found = ", ".join(f"{count} {name}" for name, count in counts.items())
-    lower = sum(p.gain < 0 for p in places)
-    held = f"lower at {lower} of the {len(places)}" if lower else "at least as high at every KL"
+    counts = Counter(p.verdict for p in points)
+    verdicts = ", ".join(f"{count} {name}" for name, count in counts.items())
+    lower = sum(p.gain < 0 for p in points)
+    finding = f"lower at {lower} of the {len(points)}" if lower else "at least as high at every KL"
     return (
-        f"At {len(places)} KLs from {places[0].kl:.2f} to {places[-1].kl:.2f} nats, which both reached: our true score "
-        f"is {held} compared. By 95 % intervals of the difference: {found}. The intervals take iterations as "
+        f"At {len(points)} KLs from {points[0].kl:.2f} to {points[-1].kl:.2f} nats, which both reached: our true score "
+        f"is {finding} compared. By 95 % intervals of the difference: {verdicts}. The intervals take iterations as "
         "independent; those of one seed are less so."
     )

@@ -58,34 +58,34 @@ class Options(parser.Config):
 # --- the contender's side
 
 
-class Wire:
+class WorkerPipe:
     """The line between a contender and the harness. What libraries print goes to the log."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
-        self._before, self._slept_s = 0, 0.0
+        self._baseline_bytes, self._sleeping_cpu_s = 0, 0.0
 
-    def loading(self) -> None:
+    def mark_baseline(self) -> None:
         """Libraries are imported, nothing is loaded: the base line of memory."""
-        self._before = memory_bytes("VmRSS")
+        self._baseline_bytes = memory_bytes("VmRSS")
 
     def ready(self) -> None:
         """Everything is loaded."""
-        self._say({"before_bytes": self._before, "ready_bytes": memory_bytes("VmRSS")})
+        self._send({"before_bytes": self._baseline_bytes, "ready_bytes": memory_bytes("VmRSS")})
 
-    def asked(self) -> str | None:
+    def next_request(self) -> str | None:
         """Sleep until the next piece of work is asked for; None: there is no more."""
-        began = time.process_time()
+        start = time.process_time()
         line = sys.stdin.readline().strip()
-        self._slept_s = time.process_time() - began
+        self._sleeping_cpu_s = time.process_time() - start
         return line or None
 
-    def tell(self, **numbers: Any) -> None:
+    def reply(self, **numbers: Any) -> None:
         """What was asked for is done. `sleeping_cpu_s`: what this process took while others worked before it."""
-        self._say({**numbers, "peak_bytes": memory_bytes("VmHWM"), "sleeping_cpu_s": round(self._slept_s, 4)})
+        self._send({**numbers, "peak_bytes": memory_bytes("VmHWM"), "sleeping_cpu_s": round(self._sleeping_cpu_s, 4)})
 
-    def _say(self, numbers: Row) -> None:
+    def _send(self, numbers: Row) -> None:
         self._answers.write(json.dumps(numbers) + "\n")
         self._answers.flush()
 
@@ -96,10 +96,10 @@ def memory_bytes(name: str) -> int:
     return int(lines[name].split()[0]) * 1024
 
 
-def contend(those: Mapping[str, Callable[[dict[str, Any], Wire], None]], argv: Sequence[str]) -> int:
+def run_contender(contenders: Mapping[str, Callable[[dict[str, Any], WorkerPipe], None]], argv: Sequence[str]) -> int:
     """The process of one contender; argv: its name, and the file of its settings."""
-    wire = Wire()
-    those[argv[0]](json.loads(Path(argv[1]).read_text(encoding="utf-8")), wire)
+    pipe = WorkerPipe()
+    contenders[argv[0]](json.loads(Path(argv[1]).read_text(encoding="utf-8")), pipe)
     return 0
 
 
@@ -114,14 +114,14 @@ class Contender:
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
         self.name, self._log = name, folder / f"{re.sub(r'[^a-z0-9]+', '-', name)}.log"
-        began = time.perf_counter()
+        start = time.perf_counter()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=os.environ | env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 text=True,
             )  # fmt: skip
         self.start = self._answer()
-        self.start["start_up_s"] = time.perf_counter() - began
+        self.start["start_up_s"] = time.perf_counter() - start
 
     def ask(self, work: str) -> Row:
         """One piece of work done."""
@@ -136,8 +136,8 @@ class Contender:
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            said = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
-            raise UserError(f"contender '{self.name}' ended with code {code}: {said}")
+            log_tail = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise UserError(f"contender '{self.name}' ended with code {code}: {log_tail}")
         answer: Row = json.loads(line)
         return answer
 
@@ -165,19 +165,19 @@ def thread_variables(threads: int) -> dict[str, str]:
     return {**dict.fromkeys(names, str(threads)), **quiet, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
-def chosen(envs: Mapping[str, Mapping[str, str]], options: Options) -> dict[str, Mapping[str, str]]:
+def select_contenders(envs: Mapping[str, Mapping[str, str]], options: Options) -> dict[str, Mapping[str, str]]:
     """Those of `--only`, or all; the machine always.
 
     Raises: UserError for a name that is none of them.
     """
-    strange = [name for name in options.only if name not in envs]
-    if strange:
-        raise UserError(f"--only {strange[0]}: expected some of {', '.join(map(repr, envs))}")
+    unknown = [name for name in options.only if name not in envs]
+    if unknown:
+        raise UserError(f"--only {unknown[0]}: expected some of {', '.join(map(repr, envs))}")
     return {name: env for name, env in envs.items() if not options.only or name in (*options.only, MACHINE)}
 
 
 @contextlib.contextmanager
-def started(
+def start_contenders(
     module: str, envs: Mapping[str, Mapping[str, str]], settings: dict[str, Any], threads: int, folder: Path
 ) -> Iterator[dict[str, Contender]]:
     """A contender of `module` for each of `envs`, by name, with the variables it needs; one loads after the other."""
@@ -209,17 +209,17 @@ def alternate(contenders: Mapping[str, Contender], repeats: int, works: Sequence
 
 
 def main() -> int:
-    from benchmarks.outcome import FALLEN, fallen
+    from benchmarks.outcome import MAX_DROP, find_regressions
 
     words = sys.argv[1:]
     if len(words) not in (3, 4) or words[0] != "--check":
         raise UserError("expected python -m benchmarks.harness --check OLD.json NEW.json [SHARE]")
     try:
         old, new = (json.loads(Path(path).read_text(encoding="utf-8")) for path in words[1:3])
-        least = float(words[3]) if len(words) == 4 else FALLEN
+        least = float(words[3]) if len(words) == 4 else MAX_DROP
     except (OSError, ValueError) as error:
         raise UserError(f"{' '.join(words)}: {error}") from None
-    said = fallen(old, new, least)
+    said = find_regressions(old, new, least)
     print("\n".join(said) or f"no ratio fell by more than {least:.0%}")
     return int(bool(said))
 

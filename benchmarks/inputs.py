@@ -15,7 +15,7 @@ from rlhf.errors import UserError
 SPLIT = {"sft": (1, 0, 0), "reward": (0, 1, 0), "ppo": (0, 0, 1)}
 
 
-def check(options: Options) -> None:
+def require_inputs(options: Options) -> None:
     """Raises: UserError unless model and data are there."""
     if not (Path(options.model) / "config.json").is_file():
         raise UserError(f"--model {options.model}: no model there; run make smollm2, or name a directory")
@@ -31,33 +31,33 @@ def first_rows(options: Options, phase: str, count: int, folder: Path, **more: A
 
     more: options beside those of the data. Raises: UserError if the file has fewer that fit.
     """
-    check(options)
-    taken, items = count, -1
+    require_inputs(options)
+    row_count, items = count, -1
     while items < count:
-        place = folder / f"{phase}-{taken}.jsonl"
-        written = _copy(Path(options.data), place, taken)
-        config = data_options(place, phase, folder, **more)
-        opened = _open(config, options.model, phase)
-        items = len(opened.train)
-        if written < taken:
+        path = folder / f"{phase}-{row_count}.jsonl"
+        written = _copy_rows(Path(options.data), path, row_count)
+        config = data_options(path, phase, folder, **more)
+        data = _open(config, options.model, phase)
+        items = len(data.train)
+        if written < row_count:
             raise UserError(f"--data {options.data}: {items} rows that fit, expected {count}; lower --rows")
-        taken += count - items
-    return config, opened
+        row_count += count - items
+    return config, data
 
 
-def _copy(source: Path, place: Path, rows: int) -> int:
+def _copy_rows(source: Path, path: Path, rows: int) -> int:
     """The first rows of a file; how many there were."""
     open_text = gzip.open if source.suffix == ".gz" else open
     with open_text(source, "rt", encoding="utf-8") as file:
         lines = list(itertools.islice(file, rows))
-    place.write_text("".join(lines), encoding="utf-8")
+    path.write_text("".join(lines), encoding="utf-8")
     return len(lines)
 
 
-def data_options(place: Path, phase: str, folder: Path, **more: Any) -> dict[str, Any]:
+def data_options(path: Path, phase: str, folder: Path, **more: Any) -> dict[str, Any]:
     """Of a stage that trains on all rows of the file at `place`; none is cut."""
     return {
-        "data_path": (f"hh_rlhf:{place}",),
+        "data_path": (f"hh_rlhf:{path}",),
         "data_split": SPLIT[phase],
         "eval_fraction": 0.0,
         "max_eval_rows": 0,
@@ -74,8 +74,8 @@ def _open(config: dict[str, Any], model: str, phase: str) -> Any:
     from data.config import DataOptions
     from data.dataset import Recipe, open_datasets
 
-    given = {key: value for key, value in config.items() if key in DataOptions.model_fields}
-    return open_datasets(DataOptions(**given), Recipe(phase), tokenizer(model))  # type: ignore[arg-type]
+    values = {key: value for key, value in config.items() if key in DataOptions.model_fields}
+    return open_datasets(DataOptions(**values), Recipe(phase), tokenizer(model))  # type: ignore[arg-type]
 
 
 def tokenizer(model: str) -> Any:
@@ -87,13 +87,13 @@ def tokenizer(model: str) -> Any:
 
 def demonstrations(dataset: Any) -> list[dict[str, list[int]]]:
     """Ids of every dialogue, and labels that are -100 where our loss does not look."""
-    made = []
+    examples = []
     for item in dataset:
         labels = [-100] * len(item.ids)
         for start, end in item.spans:
             labels[start:end] = item.ids[start:end]
-        made.append({"input_ids": list(item.ids), "labels": labels})
-    return made
+        examples.append({"input_ids": list(item.ids), "labels": labels})
+    return examples
 
 
 def scalar_model(options: Options, folder: Path, seed: int = 0) -> str:
@@ -101,14 +101,14 @@ def scalar_model(options: Options, folder: Path, seed: int = 0) -> str:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    place = folder / "scalar"
-    prepared = tokenizer(options.model)
+    path = folder / "scalar"
+    saved_tokenizer = tokenizer(options.model)
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=1, dtype="bfloat16")
-    model.config.pad_token_id = prepared.pad_token_id
+    model.config.pad_token_id = saved_tokenizer.pad_token_id
     with torch.no_grad():
         width = model.score.weight.shape[1]
         model.score.weight.copy_(torch.randn(1, width) * (width + 1) ** -0.5)
-    model.save_pretrained(place)
-    prepared.save_pretrained(place)
-    return str(place)
+    model.save_pretrained(path)
+    saved_tokenizer.save_pretrained(path)
+    return str(path)

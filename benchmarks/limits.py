@@ -16,29 +16,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import Wire
+from benchmarks.harness import WorkerPipe
 
 SHAPES = ((1024, 576, 576), (1024, 576, 1536), (1024, 1536, 576), (256, 576, 49152), (1536, 1536, 1536))
 """(rows, inputs, outputs): the layers of SmolLM2-135M for 1024 tokens, its head for 256, and a square"""
-AT_ONCE_S = 0.15
+MEASURE_S = 0.15
 """seconds of each shape in a repeat"""
 READ_BYTES = 2**29
 
 
-def contender(settings: dict[str, Any], wire: Wire) -> None:
+def contender(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """Measures the machine whenever it is asked, between the others."""
     import torch
 
-    measure = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     memory = torch.ones(READ_BYTES // 4)
-    wire.ready()
-    while wire.asked():
-        began = time.perf_counter()
-        found: dict[str, Any] = {"read_gb_per_s": read_rate(memory) / 1e9}
-        for name, dtype in measure.items():
+    pipe.ready()
+    while pipe.next_request():
+        start = time.perf_counter()
+        values: dict[str, Any] = {"read_gb_per_s": read_rate(memory) / 1e9}
+        for name, dtype in dtypes.items():
             rates = {"x".join(map(str, shape)): product_rate(shape, dtype) / 1e9 for shape in SHAPES}
-            found |= {f"{name}_gflops": max(rates.values()), f"{name}_by_shape": rates}
-        wire.tell(seconds=time.perf_counter() - began, **found)
+            values |= {f"{name}_gflops": max(rates.values()), f"{name}_by_shape": rates}
+        pipe.reply(seconds=time.perf_counter() - start, **values)
 
 
 def product_rate(shape: tuple[int, int, int], dtype: Any) -> float:
@@ -47,23 +47,23 @@ def product_rate(shape: tuple[int, int, int], dtype: Any) -> float:
 
     rows, inputs, outputs = shape
     x, w = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
-    seconds = _seconds(lambda: torch.mm(x, w.t()), AT_ONCE_S)
+    seconds = _seconds(lambda: torch.mm(x, w.t()), MEASURE_S)
     return 2 * rows * inputs * outputs / seconds
 
 
 def read_rate(memory: Any) -> float:
     """Bytes a second that a sum over memory far greater than the caches reads; median."""
-    return memory.numel() * memory.element_size() / _seconds(memory.sum, AT_ONCE_S)
+    return memory.numel() * memory.element_size() / _seconds(memory.sum, MEASURE_S)
 
 
 def _seconds(call: Callable[[], object], budget: float) -> float:
     call()
-    found: list[float] = []
-    while sum(found) < budget or len(found) < 3:
-        began = time.perf_counter()
+    values: list[float] = []
+    while sum(values) < budget or len(values) < 3:
+        start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+        values.append(time.perf_counter() - start)
+    return statistics.median(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ class Work:
     cache: int
     """numbers that the key-value cache has for a token"""
 
-    def forward(self, tokens: float, predicted: float, seen: float) -> float:
+    def forward(self, tokens: float, predicted: float, pairs: float) -> float:
         """Floating-point operations. seen: pairs of a token and one that it sees, over all rows (`seen_by`)."""
-        return 2.0 * self.linear * tokens + 2.0 * self.head * predicted + 4.0 * self.attention * seen
+        return 2.0 * self.linear * tokens + 2.0 * self.head * predicted + 4.0 * self.attention * pairs
 
-    def training(self, tokens: float, predicted: float, seen: float) -> float:
+    def training(self, tokens: float, predicted: float, pairs: float) -> float:
         """Forward and backward."""
-        return 3 * self.forward(tokens, predicted, seen)
+        return 3 * self.forward(tokens, predicted, pairs)
 
     def decoding_bytes(self, cached: float, width: int) -> float:
         """Bytes read in a decode step, every weight and the cache once; numbers have `width` bytes.
@@ -95,12 +95,12 @@ class Work:
         return width * (self.linear + self.head + self.cache * cached)
 
 
-def work_of(place: str) -> Work:
+def model_work(path: str) -> Work:
     """Of a causal language model whose linear layers are `nn.Linear`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(place)
+    config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     head = model.get_output_embeddings()
@@ -116,6 +116,6 @@ def work_of(place: str) -> Work:
     )
 
 
-def seen_by(lengths: Iterable[int], before: int = 0) -> float:
+def attention_pairs(lengths: Iterable[int], before: int = 0) -> float:
     """Pairs of a token and one that it sees in rows of these lengths, each behind `before` tokens that are there."""
     return float(sum(s * (s + 1) // 2 + s * before for s in lengths))

@@ -127,17 +127,17 @@ def write_inputs(folder: Path, stage: str, setting: dict[str, Any]) -> Any:
 
 def run_stage(stage: str, folder: Path, processes: int, malloc: str) -> None:
     """Every rank of the stage to its end, each leaving its marks in `folder`."""
-    place = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    rendezvous = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     returning = {"MALLOC_MMAP_THRESHOLD_": "131072"} if malloc == "returning" else {}
     command = [sys.executable, "-m", "benchmarks.memory", "--rank-of", stage, str(folder)]
     ranks = []
     for rank in range(processes):
-        env = os.environ | place | returning | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        env = os.environ | rendezvous | returning | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
     for process in ranks:
-        _, said = process.communicate(timeout=900)
+        _, stderr = process.communicate(timeout=900)
         if process.returncode:
-            raise SystemExit(f"{stage} ended with {process.returncode}: {said.decode()[-2000:]}")
+            raise SystemExit(f"{stage} ended with {process.returncode}: {stderr.decode()[-2000:]}")
 
 
 def _free_port() -> int:
@@ -162,28 +162,28 @@ def predict(stage: str, options: Any, processes: int) -> dict[str, Any]:
     }
 
 
-class _Marks:
+class _PeakLog:
     """Peaks of this process between the moments that it is told of, in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._marks = path, list[dict[str, Any]]()
-        threading.Thread(target=self._follow, daemon=True).start()
+        threading.Thread(target=self._write_continuously, daemon=True).start()
 
     def mark(self, name: str) -> None:
         """What was the peak since the last mark, by the name of what ends here; counting begins anew."""
-        self._marks.append({"name": name, **self._look()})
+        self._marks.append({"name": name, **self._read_memory()})
         Path("/proc/self/clear_refs").write_text("5")
 
-    def _follow(self) -> None:
+    def _write_continuously(self) -> None:
         # The last moment has no end that we are told of.
         while True:
-            written = [*self._marks, {"name": "save", **self._look()}]
+            written = [*self._marks, {"name": "save", **self._read_memory()}]
             self._path.with_suffix(".tmp").write_text(json.dumps(written))
             self._path.with_suffix(".tmp").replace(self._path)
             threading.Event().wait(0.1)
 
     @staticmethod
-    def _look() -> dict[str, int]:
+    def _read_memory() -> dict[str, int]:
         lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
         return {"peak": int(lines["VmHWM"].split()[0]) * 1024, "now": int(lines["VmRSS"].split()[0]) * 1024}
 
@@ -195,15 +195,15 @@ def rank(stage: str, folder: str) -> None:
     from rlhf.engine.training import Engine
     from rlhf.models import load
 
-    marks = _Marks(Path(folder) / f"marks-{os.environ['RANK']}.json")
-    _around(load, "_load", marks, "load", "baseline")
-    _around(Engine, "__init__", marks, "start")
-    _around(Engine, "step", marks, "train")
+    marks = _PeakLog(Path(folder) / f"marks-{os.environ['RANK']}.json")
+    _record_around(load, "_load", marks, "load", "baseline")
+    _record_around(Engine, "__init__", marks, "start")
+    _record_around(Engine, "step", marks, "train")
     sys.argv = [f"python -m {stage}", "--config", f"{folder}/config.yaml"]
     raise SystemExit(importlib.import_module(f"{stage}.__main__").main())
 
 
-def _around(owner: Any, name: str, marks: _Marks, after: str, before: str | None = None) -> None:
+def _record_around(owner: Any, name: str, marks: _PeakLog, after: str, before: str | None = None) -> None:
     inner = getattr(owner, name)
 
     def marked(*args: Any, **options: Any) -> Any:
@@ -213,7 +213,7 @@ def _around(owner: Any, name: str, marks: _Marks, after: str, before: str | None
         marks.mark(after)
         return result
 
-    setattr(owner, name, marked)
+    setattr(owner, name, wrapper)
 
 
 def table(results: dict[str, Any]) -> str:
@@ -251,8 +251,8 @@ def main() -> int:
                 for processes in options.processes:
                     runs.append(measure(stage, SETTINGS[number], processes, malloc))
                     print(table({"runs": runs[-1:]}).splitlines()[-1], flush=True)
-    what = {"rows": f"{BATCH} a step in micro-batches of {MICRO}, {LENGTH} tokens each", "steps": STEPS}
-    results = {"date": date.today().isoformat(), "hardware": hardware(), **what, "target": TARGET, "runs": runs}
+    workload = {"rows": f"{BATCH} a step in micro-batches of {MICRO}, {LENGTH} tokens each", "steps": STEPS}
+    results = {"date": date.today().isoformat(), "hardware": hardware(), **workload, "target": TARGET, "runs": runs}
     Path(options.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))
     return 0 if all(abs(run["off"]) <= TARGET for run in runs) else 1

@@ -19,7 +19,7 @@ PPO = "1.12.0"
 VERSIONS = (SFT, PPO)
 
 
-def place(version: str) -> Path:
+def install_trl(version: str) -> Path:
     """The folder of a release of TRL, fetched from PyPI if it is not there.
 
     Raises: UserError if pip cannot get it.
@@ -27,8 +27,8 @@ def place(version: str) -> Path:
     folder = FOLDER / f"trl-{version}"
     if (folder / "trl" / "__init__.py").is_file():
         return folder
-    words = ["install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade", "--target", str(folder)]
-    command = [sys.executable, "-m", "pip", *words, f"trl=={version}"]
+    arguments = ["install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade", "--target", str(folder)]
+    command = [sys.executable, "-m", "pip", *arguments, f"trl=={version}"]
     print(f"fetching trl=={version} into {folder.relative_to(ROOT)}", flush=True)
     if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
         raise UserError(f"trl=={version}: pip could not get it; see above, or unpack its wheel into {folder}")
@@ -37,13 +37,13 @@ def place(version: str) -> Path:
 
 def environment(version: str) -> dict[str, str]:
     """What a process that imports that release needs beside the variables of this one."""
-    parts = [str(place(version)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    parts = [str(install_trl(version)), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(parts), "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 
 def main() -> int:
     for version in VERSIONS:
-        print(f"trl {version}: {place(version).relative_to(ROOT)}")
+        print(f"trl {version}: {install_trl(version).relative_to(ROOT)}")
     return 0
 
 

@@ -23,16 +23,16 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers, sft
-from benchmarks.harness import MACHINE, OURS, Wire
+from benchmarks.harness import MACHINE, OURS, WorkerPipe
 from rlhf import errors
 from rlhf.config import parser
 
 PEER = "TRL"
 TARGETS = {(PEER, "all"): (1.4, 2.0)}
 PARTS = ("generate", "score", "update", "record")
-NEVER = -1
+NO_TOKEN = -1
 """an id that no token has, so that no response ends"""
-ENDLESS = 10**4
+UNLIMITED = 10**4
 """iterations: a contender works until nobody asks"""
 
 
@@ -58,15 +58,15 @@ class Options(harness.Options):
 def settings(options: Options, folder: Path) -> dict[str, Any]:
     """What the contenders read: ours its options, TRL the prompts of every iteration in our order."""
     scalar = inputs.scalar_model(options, folder)
-    more = {
+    stage_options = {
         name: getattr(options, name)
         for name in ("batch_size", "micro_batch_size", "response_length", "max_prompt_length", "dtype", "torch_compile")
     }
-    more |= {"actor_model": options.model, "reward_model": scalar, "critic_model": scalar}
-    more |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "total_episodes": ENDLESS * options.batch_size}
-    more |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    stage_options |= {"actor_model": options.model, "reward_model": scalar, "critic_model": scalar}
+    stage_options |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "total_episodes": UNLIMITED * options.batch_size}
+    stage_options |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}
     count = options.batch_size * (options.repeats + 1)
-    stage, opened = inputs.first_rows(options, "ppo", count, folder, **more)
+    stage, data = inputs.first_rows(options, "ppo", count, folder, **stage_options)
     from step3_ppo.schedule import Course
 
     order = [indices for _, indices in itertools.islice(Course(count, _config(stage)), options.repeats + 1)]
@@ -76,7 +76,7 @@ def settings(options: Options, folder: Path) -> dict[str, Any]:
         "scalar": scalar,
         "folder": str(folder),
         "dtype": options.dtype,
-        "prompts": [[list(opened.train[i].ids) for i in indices] for indices in order],
+        "prompts": [[list(data.train[i].ids) for i in indices] for indices in order],
         **{name: getattr(options, name) for name in ("batch_size", "response_length")},
     }
 
@@ -87,7 +87,7 @@ def _config(stage: dict[str, Any]) -> Any:
     return plugins.find("step3_ppo.algorithms", "ppo").Config(**stage)
 
 
-def ours(settings: dict[str, Any], wire: Wire) -> None:
+def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """Step 3 without evaluation, checkpoints and files."""
     from dataclasses import replace
 
@@ -98,49 +98,49 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     from step3_ppo.models import set_up
     from step3_ppo.schedule import Course
 
-    given = with_inputs(_config(settings["stage"]))
-    with collectives.process_group(given.timeout_s):
-        wire.loading()
-        tokenizer, data = open_data(given, str(given.actor_model))
-        players = set_up(given, tokenizer)
-        endless = loop.Config(eos_token_id=NEVER, pad_token_id=tokenizer.pad_token_id)
+    config = with_inputs(_config(settings["stage"]))
+    with collectives.process_group(config.timeout_s):
+        pipe.mark_baseline()
+        tokenizer, data = open_data(config, str(config.actor_model))
+        players = set_up(config, tokenizer)
+        endless = loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
         players = replace(players, backend=loop.build(endless))
-        steps = stage.train(players, data.train, Course(len(data.train), given), given)
-        wire.ready()
-        while wire.asked():
-            began = time.perf_counter()
-            told = next(steps)
-            seconds = time.perf_counter() - began
-            assert told["response_length"] == given.response_length, told
-            parts = {name: told[f"seconds_{name}"] for name in PARTS}
-            wire.tell(seconds=seconds, episodes=given.batch_size, **parts, first_approx_kl=told["first_approx_kl"])
+        steps = stage.train(players, data.train, Course(len(data.train), config), config)
+        pipe.ready()
+        while pipe.next_request():
+            start = time.perf_counter()
+            metrics = next(steps)
+            seconds = time.perf_counter() - start
+            assert metrics["response_length"] == config.response_length, metrics
+            parts = {name: metrics[f"seconds_{name}"] for name in PARTS}
+            pipe.reply(seconds=seconds, episodes=config.batch_size, **parts, first_approx_kl=metrics["first_approx_kl"])
 
 
-class Finished(BaseException):
+class StopTraining(BaseException):
     """Nobody asks any more: leaves TRL's loop, which is not to catch it."""
 
 
-def trl(settings: dict[str, Any], wire: Wire) -> None:
+def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """TRL's PPOTrainer, paced by the batches that it is given: it asks for one when an iteration is over."""
     import torch
 
     from benchmarks import trl_ppo
 
-    wire.loading()
+    pipe.mark_baseline()
     trainer, tokenizer = ppo_trainer(settings)
-    given = trl_ppo.batches(settings["prompts"], tokenizer.pad_token_id)
+    config = trl_ppo.batches(settings["prompts"], tokenizer.pad_token_id)
 
     def paced() -> Iterator[dict[str, torch.Tensor]]:
-        wire.ready()
-        for batch in itertools.cycle(given):
-            if not wire.asked():
-                raise Finished
-            began = time.perf_counter()
+        pipe.ready()
+        for batch in itertools.cycle(config):
+            if not pipe.next_request():
+                raise StopTraining
+            start = time.perf_counter()
             yield batch
-            wire.tell(seconds=time.perf_counter() - began, episodes=len(batch["input_ids"]))
+            pipe.reply(seconds=time.perf_counter() - start, episodes=len(batch["input_ids"]))
 
     trainer.dataloader = paced()
-    with contextlib.suppress(Finished):
+    with contextlib.suppress(StopTraining):
         trainer.train()
 
 
@@ -160,7 +160,7 @@ def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
     rows = Dataset.from_list([{"input_ids": ids} for part in s["prompts"] for ids in part])
     arguments = PPOConfig(
         output_dir=f"{s['folder']}/trl",
-        total_episodes=s["batch_size"] * ENDLESS,
+        total_episodes=s["batch_size"] * UNLIMITED,
         per_device_train_batch_size=s["batch_size"],
         gradient_accumulation_steps=1,
         local_rollout_forward_batch_size=s["batch_size"],
@@ -188,16 +188,16 @@ def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
 CONTENDERS = {OURS: ours, PEER: trl, MACHINE: limits.contender}
 
 
-def needed(options: Options, prompts: list[list[int]]) -> float:
+def needed_flop(options: Options, prompts: list[list[int]]) -> float:
     """Floating-point operations that one pass of actor and critic over an iteration needs."""
-    work = limits.work_of(options.model)
+    work = limits.model_work(options.model)
     lengths = [len(ids) + options.response_length for ids in prompts]
     predicted = len(prompts) * options.response_length
-    seen = limits.seen_by(lengths)
+    seen = limits.attention_pairs(lengths)
     return work.training(sum(lengths), predicted, seen) + work.training(sum(lengths), 0, seen)
 
 
-def parts(rows: harness.Rows) -> dict[str, Any]:
+def part_seconds(rows: harness.Rows) -> dict[str, Any]:
     """Seconds of the parts of our iterations."""
     return {name: outcome.spread([row[name] for row in rows[OURS]["all"]]) for name in PARTS if OURS in rows}
 
@@ -206,7 +206,7 @@ def shares(rows: harness.Rows, options: Options, prompts: list[list[list[int]]])
     """Of the matrix-product peak in our update, measured in the same turn. prompts: of each iteration, warm-up first"""
     if OURS not in rows:
         return {}
-    work = [needed(options, each) / 1e9 for each in prompts[1:]]
+    work = [needed_flop(options, each) / 1e9 for each in prompts[1:]]
     turns = zip(work, rows[OURS]["all"], rows[MACHINE]["all"], strict=True)
     values = [gflop / row["update"] / machine[f"{options.dtype}_gflops"] for gflop, row, machine in turns]
     return {f"update, share of the {options.dtype} peak, {OURS}": outcome.share(values, sft.LEAST_SHARE, sft.AIM_SHARE)}
@@ -216,29 +216,29 @@ def measure(options: Options) -> dict[str, Any]:
     """All of it, as written to the JSON file."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given = settings(options, folder)
-        envs = harness.chosen({OURS: {}, PEER: peers.environment(peers.PPO), MACHINE: {}}, options)
-        with harness.started("benchmarks.ppo", envs, given, options.threads, folder) as contenders:
+        config = settings(options, folder)
+        envs = harness.select_contenders({OURS: {}, PEER: peers.environment(peers.PPO), MACHINE: {}}, options)
+        with harness.start_contenders("benchmarks.ppo", envs, config, options.threads, folder) as contenders:
             rows = harness.alternate(contenders, options.repeats)
             return outcome.results(
                 "ppo", options, contenders, rows, "episodes",
                 peer=f"TRL {peers.PPO}",
-                set={"prompt_tokens_of_iterations": [sum(map(len, each)) for each in given["prompts"]]},
-                seconds_of_parts=parts(rows),
+                set={"prompt_tokens_of_iterations": [sum(map(len, each)) for each in config["prompts"]]},
+                seconds_of_parts=part_seconds(rows),
                 ratios=outcome.ratios(rows, "episodes", TARGETS),
-                shares=shares(rows, options, given["prompts"]),
+                shares=shares(rows, options, config["prompts"]),
                 limits=outcome.limits(rows),
             )  # fmt: skip
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--contender"]:
-        return harness.contend(CONTENDERS, sys.argv[2:])
+        return harness.run_contender(CONTENDERS, sys.argv[2:])
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.ppo", "Iterations of PPO here and in TRL.")
-    found = measure(options)
-    outcome.write(found, options)
-    said = ", ".join(f"{name} {s['median']:.2f} s" for name, s in found["seconds_of_parts"].items())
-    print(f"ours, of an iteration: {said}")
+    result = measure(options)
+    outcome.write(result, options)
+    parts_text = ", ".join(f"{name} {s['median']:.2f} s" for name, s in result["seconds_of_parts"].items())
+    print(f"ours, of an iteration: {parts_text}")
     return 0
 
 

@@ -82,12 +82,12 @@ class Options(parser.Config):
 
 def base_command(options: Options) -> list[str]:
     """Steps 1 and 2 of the recipe."""
-    words = ["train.py", "--config", options.recipe, "--steps", "1", "2", "--output-dir", str(options.base_dir)]
+    command = ["train.py", "--config", options.recipe, "--steps", "1", "2", "--output-dir", str(options.base_dir)]
     if options.data_path:
-        words += ["--data-path", *options.data_path]
+        command += ["--data-path", *options.data_path]
     if options.model is not None:
-        words += ["--actor-model", options.model, "--reward-model", options.model]
-    return [sys.executable, *words]
+        command += ["--actor-model", options.model, "--reward-model", options.model]
+    return [sys.executable, *command]
 
 
 def ppo_options(options: Options, seed: int) -> Any:
@@ -100,7 +100,7 @@ def ppo_options(options: Options, seed: int) -> Any:
     ppo = train.resolve(parser.parse(train.chain_config(argv), argv, "ppo_quality", ""), argv).ppo
     if ppo.judge is None or ppo.algorithm != "ppo" or ppo.num_generations != 1:
         raise UserError(f"{options.recipe}: expected PPO with a judge, one response a prompt")
-    changed = {
+    changes = {
         "actor_model": str(options.base_dir / "step1_sft"),
         "reward_model": str(options.base_dir / "step2_reward"),
         "reward": ("learned", f"0*{ppo.judge}"),
@@ -109,15 +109,15 @@ def ppo_options(options: Options, seed: int) -> Any:
         "output_dir": str(options.run_dir("ours", seed)),
     }
     if options.total_episodes is not None:
-        changed["total_episodes"] = options.total_episodes
-    return ppo.model_copy(update=changed)
+        changes["total_episodes"] = options.total_episodes
+    return ppo.model_copy(update=changes)
 
 
 def run(command: list[str]) -> None:
     """Raises: UserError if the command fails, which has said why."""
     print("+", " ".join(command), flush=True)
-    quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    code = subprocess.run(command, cwd=ROOT, check=False, env=os.environ | quiet).returncode
+    environment = {"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    code = subprocess.run(command, cwd=ROOT, check=False, env=os.environ | environment).returncode
     if code:
         raise UserError(f"{' '.join(command[:3])} ... ended with code {code}")
 
@@ -180,36 +180,47 @@ def trl_settings(ppo: Any, folder: Path, dtype: str, plan: Any) -> dict[str, Any
 
 def policies(options: Options) -> Iterator[tuple[str, int, Path]]:
     """(system, seed, place) of every finished policy."""
-    for system, model, last in (("ours", "step3_ppo", "step3_ppo/manifest.json"), ("trl", "model", "rollouts.jsonl")):
+    for system, model, last_file in (
+        ("ours", "step3_ppo", "step3_ppo/manifest.json"),
+        ("trl", "model", "rollouts.jsonl"),
+    ):
         for seed in options.seeds:
             folder = options.run_dir(system, seed)
-            if (folder / last).is_file():
+            if (folder / last_file).is_file():
                 yield system, seed, folder / model
 
 
-def evaluate_command(ppo: Any, places: list[str], prompts: Path, output: Path) -> list[str]:
+def evaluate_command(ppo: Any, policy_paths: list[str], prompts: Path, output: Path) -> list[str]:
     """The judge on held-out prompts; the SFT model is the baseline and the reference of the KL."""
-    words = ["--policies", str(ppo.actor_model), *places, "--prompts", str(prompts), "--reward", str(ppo.judge)]
-    words += ["--response-length", str(ppo.response_length), "--temperature", str(ppo.temperature)]
-    words += ["--micro-batch-size", str(ppo.micro_batch_size), "--rollout-batch-size", str(ppo.rollout_batch_size)]
-    return [sys.executable, "-m", "rlhf", "evaluate", *words, "--output", str(output), "--overwrite"]
+    arguments = [
+        "--policies",
+        str(ppo.actor_model),
+        *policy_paths,
+        "--prompts",
+        str(prompts),
+        "--reward",
+        str(ppo.judge),
+    ]
+    arguments += ["--response-length", str(ppo.response_length), "--temperature", str(ppo.temperature)]
+    arguments += ["--micro-batch-size", str(ppo.micro_batch_size), "--rollout-batch-size", str(ppo.rollout_batch_size)]
+    return [sys.executable, "-m", "rlhf", "evaluate", *arguments, "--output", str(output), "--overwrite"]
 
 
 def evaluate(options: Options) -> None:
     """Every policy that is finished, on the prompts that the recipe holds out; again if there are more by now."""
     from benchmarks import trl_judging
 
-    places = [str(place) for _, _, place in policies(options)]
+    policy_paths = [str(path) for _, _, path in policies(options)]
     output = Path(options.output_dir) / "heldout"
-    done = output / "policies.json"
-    if done.is_file() and json.loads(done.read_text(encoding="utf-8")) == places:
+    finished = output / "policies.json"
+    if finished.is_file() and json.loads(finished.read_text(encoding="utf-8")) == policy_paths:
         print(f"evaluate: {output} is there")
         return
     output.mkdir(parents=True, exist_ok=True)
     ppo = ppo_options(options, options.seeds[0])
     trl_judging.write_heldout(ppo, output / "prompts.jsonl")
-    run(evaluate_command(ppo, places, output / "prompts.jsonl", output))
-    done.write_text(json.dumps(places), encoding="utf-8")
+    run(evaluate_command(ppo, policy_paths, output / "prompts.jsonl", output))
+    finished.write_text(json.dumps(policy_paths), encoding="utf-8")
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers, sft
-from benchmarks.harness import MACHINE, OURS, Wire
+from benchmarks.harness import MACHINE, OURS, WorkerPipe
 from rlhf import errors
 from rlhf.config import parser
 
@@ -40,14 +40,14 @@ class Options(sft.Options):
 
 def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
     """What the contenders read; and the opened data."""
-    stage, opened = inputs.first_rows(options, "reward", options.rows, folder, **sft.stage_options(options))
-    rows = [{"chosen_ids": list(item.chosen), "rejected_ids": list(item.rejected)} for item in opened.train]
-    made = {"stage": stage, "model": options.model, "rows": rows, "folder": str(folder)}
-    made |= {"scalar": inputs.scalar_model(options, folder)}
-    return {**made, "batch_size": options.batch_size, "dtype": options.dtype}, opened
+    stage, dataset = inputs.first_rows(options, "reward", options.rows, folder, **sft.stage_options(options))
+    rows = [{"chosen_ids": list(item.chosen), "rejected_ids": list(item.rejected)} for item in dataset.train]
+    contender_settings = {"stage": stage, "model": options.model, "rows": rows, "folder": str(folder)}
+    contender_settings |= {"scalar": inputs.scalar_model(options, folder)}
+    return {**contender_settings, "batch_size": options.batch_size, "dtype": options.dtype}, dataset
 
 
-def ours(settings: dict[str, Any], wire: Wire) -> None:
+def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """Step 2 without evaluation, checkpoints and files."""
     from rlhf import adapters
     from rlhf.distributed import collectives
@@ -56,73 +56,75 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     from step2_reward import stage
     from step2_reward.config import RewardConfig
 
-    given = RewardConfig(**settings["stage"])
-    with collectives.process_group(given.timeout_s):
-        wire.loading()
-        tokenizer, data = stage.REWARD_MODELLING.open_data(given, given.model)
-        dtype = compute_dtype(given, collectives.local_device())
-        model = new_scalar_model(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
-        model.backbone = adapters.wrap(model.backbone, given.adapter)
-        reward = Engine(model, given, given, sft.ENDLESS)
-        pair_scores = stage.scoring(reward, data.train, given, tokenizer.pad_token_id)
-        wire.ready()
+    config = RewardConfig(**settings["stage"])
+    with collectives.process_group(config.timeout_s):
+        pipe.mark_baseline()
+        tokenizer, data = stage.REWARD_MODELLING.open_data(config, config.model)
+        dtype = compute_dtype(config, collectives.local_device())
+        model = new_scalar_model(config.model, dtype, len(tokenizer), config.seed, shards_of(config))
+        model.backbone = adapters.wrap(model.backbone, config.adapter)
+        reward = Engine(model, config, config, sft.UNLIMITED)
+        pair_scores = stage.scoring(reward, data.train, config, tokenizer.pad_token_id)
+        pipe.ready()
         sft.run_ours(
-            wire,
-            given,
+            pipe,
+            config,
             data.train.row_lengths,
             lambda batches, until: stage.train(reward, data.train, batches, until, tokenizer.pad_token_id, pair_scores),
-            lambda told, work: {"pairs": len(told) * given.batch_size},
+            lambda metrics, work: {"pairs": len(metrics) * config.batch_size},
         )
 
 
-def trl(settings: dict[str, Any], wire: Wire) -> None:
+def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """TRL's RewardTrainer, paced from its callbacks."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from trl import RewardConfig, RewardTrainer
 
-    wire.loading()
+    pipe.mark_baseline()
     bf16 = settings["dtype"] == "bf16"
-    place, dtype = settings["scalar"], torch.bfloat16 if bf16 else torch.float32
+    path, dtype = settings["scalar"], torch.bfloat16 if bf16 else torch.float32
     trainer = sft.paced(RewardTrainer, lambda batch: len(batch["input_ids"]) // 2)(
-        model=AutoModelForSequenceClassification.from_pretrained(place, dtype=dtype, num_labels=1),
+        model=AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1),
         args=RewardConfig(**sft.trainer_arguments(settings, bf16), max_length=512),
         train_dataset=Dataset.from_list(settings["rows"]),
-        processing_class=AutoTokenizer.from_pretrained(place),
+        processing_class=AutoTokenizer.from_pretrained(path),
     )
-    sft.run_paced(trainer, wire, -(-len(trainer.train_dataset) // settings["batch_size"]), "pairs")
+    sft.run_paced(trainer, pipe, -(-len(trainer.train_dataset) // settings["batch_size"]), "pairs")
 
 
 CONTENDERS = {OURS: ours, PEER: trl, MACHINE: limits.contender}
 
 
-def needed(options: Options, opened: Any) -> float:
+def needed_flop(options: Options, dataset: Any) -> float:
     """Floating-point operations that the loss of one pass over the set needs, the prompt of a pair counted once."""
     tokens = seen = 0.0
-    for item in opened.train:
+    for item in dataset.train:
         responses = [len(side) - item.prompt_length for side in (item.chosen, item.rejected)]
         tokens += item.prompt_length + sum(responses)
-        seen += limits.seen_by([item.prompt_length]) + limits.seen_by(responses, item.prompt_length)
-    return limits.work_of(options.model).training(tokens, 0, seen)
+        seen += limits.attention_pairs([item.prompt_length]) + limits.attention_pairs(responses, item.prompt_length)
+    return limits.model_work(options.model).training(tokens, 0, seen)
 
 
 def measure(options: Options) -> dict[str, Any]:
     """All of it, as written to the JSON file."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given, opened = settings(options, folder)
-        envs = harness.chosen({OURS: {}, PEER: peers.environment(peers.REWARD), MACHINE: {}}, options)
-        with harness.started("benchmarks.reward", envs, given, options.threads, folder) as contenders:
+        contender_settings, dataset = settings(options, folder)
+        envs = harness.select_contenders({OURS: {}, PEER: peers.environment(peers.REWARD), MACHINE: {}}, options)
+        with harness.start_contenders(
+            "benchmarks.reward", envs, contender_settings, options.threads, folder
+        ) as contenders:
             rows = harness.alternate(contenders, options.repeats)
-            flop, sides = needed(options, opened), opened.train.sides
+            flop, sides = needed_flop(options, dataset), dataset.train.sides
             return outcome.results(
                 "reward", options, contenders, rows, "pairs",
                 peer=f"TRL {peers.REWARD}",
                 set={
-                    "pairs": len(opened.train),
+                    "pairs": len(dataset.train),
                     "tokens_of_both_sides": int(sides.sum()),
-                    "tokens_prompt_once": int(sides.sum() - sum(item.prompt_length for item in opened.train)),
+                    "tokens_prompt_once": int(sides.sum() - sum(item.prompt_length for item in dataset.train)),
                     "needed_gflop": flop / 1e9,
                 },
                 ratios=outcome.ratios(rows, "pairs", TARGETS),
@@ -133,7 +135,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--contender"]:
-        return harness.contend(CONTENDERS, sys.argv[2:])
+        return harness.run_contender(CONTENDERS, sys.argv[2:])
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.reward", "The reward model here and in TRL.")
     outcome.write(measure(options), options)
     return 0

@@ -22,14 +22,14 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome
-from benchmarks.harness import MACHINE, OURS, WARM_UP, Wire
+from benchmarks.harness import MACHINE, OURS, WARM_UP, WorkerPipe
 from rlhf import errors
 from rlhf.config import parser
 
 PEER = "HF generate"
-LEAST, AIM = 2.2, 3.5
-LEAST_SHARE = 0.5
-NEVER = -1
+MIN_RATIO, AIM_RATIO = 2.2, 3.5
+MIN_SHARE = 0.5
+NO_TOKEN = -1
 """an id that no token has, so that no response ends"""
 
 
@@ -51,10 +51,10 @@ class Options(harness.Options):
 def settings(options: Options, folder: Path) -> dict[str, Any]:
     """What the contenders read."""
     more = {"max_prompt_length": options.max_prompt_length}
-    _, opened = inputs.first_rows(options, "ppo", max(options.prompts), folder, **more)
+    _, data = inputs.first_rows(options, "ppo", max(options.prompts), folder, **more)
     return {
         "model": options.model,
-        "prompts": [list(item.ids) for item in opened.train],
+        "prompts": [list(item.ids) for item in data.train],
         "sizes": options.prompts,
         "response_length": options.response_length,
         "dtype": options.dtype,
@@ -71,7 +71,7 @@ def padded(rows: list[list[int]], pad: int) -> tuple[Any, Any]:
     return ids, torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
 
 
-def ours(settings: dict[str, Any], wire: Wire) -> None:
+def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """The rollout backend on a model as step 3 loads it."""
     import torch
 
@@ -83,7 +83,7 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     from rlhf.models.load import load_causal_lm
     from rlhf.types import Prompts, Row
 
-    wire.loading()
+    pipe.mark_baseline()
     tokenizer = inputs.tokenizer(settings["model"])
     dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
     lm = load_causal_lm(settings["model"], dtype, len(tokenizer))
@@ -91,23 +91,23 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
         compiling.compile_layers(lm)
         compiling.round_alike()
     keep_freed_memory()  # as from the first training step on
-    backend = loop.build(loop.Config(eos_token_id=NEVER, pad_token_id=tokenizer.pad_token_id))
+    backend = loop.build(loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id))
 
     def generate(rows: list[list[int]], length: int) -> int:
         prompts = Prompts(*padded(rows, tokenizer.pad_token_id), (Row(()),) * len(rows))
         draws = uniforms([(0, i) for i in range(len(rows))], length)
-        made = backend(lm, prompts, SamplingOptions(response_length=length), draws)
-        return int(made.mask.sum())
+        rollout = backend(lm, prompts, SamplingOptions(response_length=length), draws)
+        return int(rollout.mask.sum())
 
-    answer(generate, settings, wire)
+    answer_requests(generate, settings, pipe)
 
 
-def hf(settings: dict[str, Any], wire: Wire) -> None:
+def hf(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """transformers' own loop."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    wire.loading()
+    pipe.mark_baseline()
     dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval()
     pad = AutoTokenizer.from_pretrained(settings["model"]).pad_token_id
@@ -117,66 +117,72 @@ def hf(settings: dict[str, Any], wire: Wire) -> None:
     def generate(rows: list[list[int]], length: int) -> int:
         ids, mask = padded(rows, pad)
         sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        made = model.generate(ids, attention_mask=mask.long(), max_new_tokens=length, pad_token_id=pad, **sampled)
-        return int(made.shape[0] * (made.shape[1] - ids.shape[1]))
+        rollout = model.generate(ids, attention_mask=mask.long(), max_new_tokens=length, pad_token_id=pad, **sampled)
+        return int(rollout.shape[0] * (rollout.shape[1] - ids.shape[1]))
 
-    answer(generate, settings, wire)
+    answer_requests(generate, settings, pipe)
 
 
-def answer(generate: Callable[[list[list[int]], int], int], settings: dict[str, Any], wire: Wire) -> None:
+def answer_requests(
+    generate: Callable[[list[list[int]], int], int], settings: dict[str, Any], pipe: WorkerPipe
+) -> None:
     """Generate as long as there are questions. `generate(prompts, length)` tells how many tokens it made."""
     length, sizes = settings["response_length"], settings["sizes"]
-    wire.ready()
-    while work := wire.asked():
-        asked = list(sizes) if work == WARM_UP else [int(work.split()[0])]
+    pipe.ready()
+    while work := pipe.next_request():
+        sizes_to_do = list(sizes) if work == WARM_UP else [int(work.split()[0])]
         tokens, first, seconds = 0, 0.0, 0.0
-        for size in asked:
+        for size in sizes_to_do:
             rows = settings["prompts"][:size]
-            began = time.perf_counter()
+            start = time.perf_counter()
             generate(rows, 1)
-            between = time.perf_counter()
+            first_end = time.perf_counter()
             tokens += generate(rows, length)
-            first, seconds = first + between - began, seconds + time.perf_counter() - between
-        assert tokens == sum(asked) * length, f"{tokens} tokens, expected {sum(asked) * length}"
-        wire.tell(seconds=seconds, tokens=tokens, first_s=first, step_ms=1e3 * (seconds - first) / (length - 1))
+            first, seconds = first + first_end - start, seconds + time.perf_counter() - first_end
+        assert tokens == sum(sizes_to_do) * length, f"{tokens} tokens, expected {sum(sizes_to_do) * length}"
+        pipe.reply(seconds=seconds, tokens=tokens, first_s=first, step_ms=1e3 * (seconds - first) / (length - 1))
 
 
 CONTENDERS = {OURS: ours, PEER: hf, MACHINE: limits.contender}
 
 
-def named(size: int) -> str:
+def work_name(size: int) -> str:
     """What a contender is asked for."""
     return f"{size} prompts"
 
 
-def bytes_a_step(options: Options, prompts: list[list[int]]) -> float:
+def step_bytes(options: Options, prompts: list[list[int]]) -> float:
     """Read in a decode step on average: the step that makes token t + 1 sees the prompts and t tokens of each."""
     cached = sum(map(len, prompts)) + len(prompts) * options.response_length / 2
-    return limits.work_of(options.model).decoding_bytes(cached, 2 if options.dtype == "bf16" else 4)
+    return limits.model_work(options.model).decoding_bytes(cached, 2 if options.dtype == "bf16" else 4)
 
 
 def shares(rows: harness.Rows, options: Options, prompts: list[list[int]]) -> dict[str, Any]:
     """Of the bound that memory sets, measured in the same turn."""
-    found = {}
-    for who in (name for name in rows if name != MACHINE):
+    shares_by_name = {}
+    for name in (name for name in rows if name != MACHINE):
         for size in options.prompts:
-            read = bytes_a_step(options, prompts[:size])
-            pairs = zip(rows[who][named(size)], rows[MACHINE][named(size)], strict=True)
+            read = step_bytes(options, prompts[:size])
+            pairs = zip(rows[name][work_name(size)], rows[MACHINE][work_name(size)], strict=True)
             values = [read / (machine["read_gb_per_s"] * 1e9) / (row["step_ms"] / 1e3) for row, machine in pairs]
-            least, aim = (LEAST_SHARE, None) if who == OURS else (None, None)
-            found[f"decoding, share of the memory bound, {who}, {named(size)}"] = outcome.share(values, least, aim)
-    return found
+            least, aim = (MIN_SHARE, None) if name == OURS else (None, None)
+            shares_by_name[f"decoding, share of the memory bound, {name}, {work_name(size)}"] = outcome.share(
+                values, least, aim
+            )
+    return shares_by_name
 
 
 def measure(options: Options) -> dict[str, Any]:
     """All of it, as written to the JSON file."""
-    works = [named(size) for size in options.prompts]
-    targets = {(PEER, work): (LEAST, AIM) for work in works}
+    works = [work_name(size) for size in options.prompts]
+    targets = {(PEER, work): (MIN_RATIO, AIM_RATIO) for work in works}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given = settings(options, folder)
-        envs = harness.chosen({OURS: {}, PEER: {}, MACHINE: {}}, options)
-        with harness.started("benchmarks.rollout", envs, given, options.threads, folder) as contenders:
+        contender_settings = settings(options, folder)
+        envs = harness.select_contenders({OURS: {}, PEER: {}, MACHINE: {}}, options)
+        with harness.start_contenders(
+            "benchmarks.rollout", envs, contender_settings, options.threads, folder
+        ) as contenders:
             rows = harness.alternate(contenders, options.repeats, works)
             steps = {
                 who: {work: outcome.spread([row["step_ms"] for row in rows[who][work]]) for work in works}
@@ -188,24 +194,24 @@ def measure(options: Options) -> dict[str, Any]:
                 peer="transformers' generate",
                 ms_a_decode_step=steps,
                 set={
-                    "prompt_tokens": {named(size): sum(map(len, given["prompts"][:size])) for size in options.prompts},
+                    "prompt_tokens": {work_name(size): sum(map(len, contender_settings["prompts"][:size])) for size in options.prompts},
                     "mb_a_step": {
-                        named(size): bytes_a_step(options, given["prompts"][:size]) / 1e6 for size in options.prompts
+                        work_name(size): step_bytes(options, contender_settings["prompts"][:size]) / 1e6 for size in options.prompts
                     },
                 },
                 ratios=outcome.ratios(rows, "tokens", targets),
-                shares=shares(rows, options, given["prompts"]),
+                shares=shares(rows, options, contender_settings["prompts"]),
                 limits=outcome.limits(rows),
             )  # fmt: skip
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--contender"]:
-        return harness.contend(CONTENDERS, sys.argv[2:])
+        return harness.run_contender(CONTENDERS, sys.argv[2:])
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.rollout", "Sampling here and in transformers.")
-    found = measure(options)
-    outcome.write(found, options)
-    for who, works in found["ms_a_decode_step"].items():
+    result = measure(options)
+    outcome.write(result, options)
+    for who, works in result["ms_a_decode_step"].items():
         print(f"{who}: " + ", ".join(f"{s['median']:.1f} ms a decode step ({work})" for work, s in works.items()))
     return 0
 

@@ -31,9 +31,9 @@ from rlhf.config import parser
 from rlhf.errors import UserError
 
 STAGES = (0, 1, 2, 3)
-WAYS = ((1, 1), (1, 2), (2, 1))
+LAYOUTS = ((1, 1), (1, 2), (2, 1))
 """(processes, threads of each)"""
-SEEDS = 0
+SEED = 0
 VOCABULARY = 4096
 COLLECTIVES = {
     "all_reduce": (2, 0), "reduce": (1, 0), "broadcast": (1, 0), "all_gather_into_tensor": (1, 0),
@@ -65,17 +65,17 @@ def write_model(folder: Path, width: int, layers: int) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    place = folder / f"llama-{width}-{layers}"
-    if not place.is_dir():
+    folder_of_model = folder / f"llama-{width}-{layers}"
+    if not folder_of_model.is_dir():
         heads = width // 64
         config = AutoConfig.for_model(
             "llama", vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
             num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=2048,
             tie_word_embeddings=True,
         )  # fmt: skip
-        torch.manual_seed(SEEDS)
-        AutoModelForCausalLM.from_config(config).save_pretrained(place)
-    return str(place)
+        torch.manual_seed(SEED)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder_of_model)
+    return str(folder_of_model)
 
 
 def items(rows: int, prompt: int, response: int) -> list[Any]:
@@ -84,7 +84,7 @@ def items(rows: int, prompt: int, response: int) -> list[Any]:
 
     from data.build.encode import Demonstration
 
-    ids = torch.randint(VOCABULARY, (rows, prompt + response), generator=torch.Generator().manual_seed(SEEDS))
+    ids = torch.randint(VOCABULARY, (rows, prompt + response), generator=torch.Generator().manual_seed(SEED))
     return [Demonstration(tuple(row), ((prompt, prompt + response),)) for row in ids.tolist()]
 
 
@@ -100,8 +100,8 @@ class Trainer:
         from step1_sft.config import SFTConfig
 
         self.config = SFTConfig(model=model, zero_stage=stage, dtype=dtype, micro_batch_size=64)  # type: ignore[arg-type]
-        kind = torch.float32 if dtype == "fp32" else torch.bfloat16
-        self.lm = load_causal_lm(model, kind, VOCABULARY, SEEDS, shards_of(self.config))
+        torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+        self.lm = load_causal_lm(model, torch_dtype, VOCABULARY, SEED, shards_of(self.config))
         self.policy = Engine(Policy(self.lm), self.config, self.config, 10**6)
 
     def step(self, rows: list[Any]) -> None:
@@ -110,44 +110,47 @@ class Trainer:
         from rlhf.distributed import collectives
         from step1_sft import stage
 
-        batches = Batches(len(rows), len(rows), SEEDS, (collectives.rank(), collectives.world_size()))
+        batches = Batches(len(rows), len(rows), SEED, (collectives.rank(), collectives.world_size()))
         for _ in stage.train(self.policy, rows, batches, self.config, 0):  # type: ignore[arg-type]
             pass
 
 
-def timed(call: Callable[[], object], repeats: int) -> float:
+def median_seconds(call: Callable[[], object], repeats: int) -> float:
     """Seconds, the median of `repeats` after one that is not counted."""
-    found = []
+    times = []
     for _ in range(repeats + 1):
-        began = time.perf_counter()
+        start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 # --- ranks
 
 
-class Counted:
+class ByteCounter:
     """Bytes that this rank sends, as far as torch.distributed is asked to; it is before DeepSpeed is imported."""
 
     def __init__(self) -> None:
         import torch.distributed
 
         self.sent: dict[str, float] = {}
-        for name, (times, which) in COLLECTIVES.items():
+        for name, (times, argument) in COLLECTIVES.items():
             inner = getattr(torch.distributed, name, None)
             if inner is not None:
-                setattr(torch.distributed, name, self._counting(name, inner, times, which))
+                setattr(torch.distributed, name, self._counting(name, inner, times, argument))
 
-    def _counting(self, name: str, inner: Any, times: int, which: int) -> Any:
+    def _counting(self, name: str, inner: Any, times: int, argument: int) -> Any:
         def counting(*args: Any, **options: Any) -> Any:
             from torch import distributed
 
             n = distributed.get_world_size(options.get("group"))
-            given = [*args, *(value for key, value in options.items() if "tensor" in key or key in ("input", "output"))]
-            whole = given[which]
-            parts = whole if isinstance(whole, list | tuple) else [whole]
+            values = [
+                *args,
+                *(value for key, value in options.items() if "tensor" in key or key in ("input", "output")),
+            ]
+            tensors = values[argument]
+            parts = tensors if isinstance(tensors, list | tuple) else [tensors]
             size = sum(part.numel() * part.element_size() for part in parts)
             self.sent[name] = self.sent.get(name, 0.0) + times * size * (n - 1) / n
             return inner(*args, **options)
@@ -155,26 +158,29 @@ class Counted:
         return counting
 
 
-def rank(path: str) -> int:
+def run_rank(path: str) -> int:
     """One process of `ranks`: every ZeRO stage, with each number of rows; rank 0 writes what it measured."""
     settings = json.loads(Path(path).read_text(encoding="utf-8"))
-    counted = Counted()
+    counter = ByteCounter()
     from rlhf.distributed import collectives
 
-    found = []
+    results = []
     with collectives.process_group(600):
         for stage in STAGES:
             trainer = Trainer(settings["model"], stage, "fp32")
             for rows in settings["rows"]:
-                given = items(rows, 64, 64)
-                trainer.step(given)
-                counted.sent.clear()
-                trainer.step(given)
-                sent = dict(counted.sent)
-                seconds = timed(lambda trainer=trainer, given=given: trainer.step(given), settings["repeats"])
-                found.append({"stage": stage, "rows": rows, "seconds": seconds, "sent": sent})
+                demonstrations = items(rows, 64, 64)
+                trainer.step(demonstrations)
+                counter.sent.clear()
+                trainer.step(demonstrations)
+                sent = dict(counter.sent)
+                seconds = median_seconds(
+                    lambda trainer=trainer, demonstrations=demonstrations: trainer.step(demonstrations),
+                    settings["repeats"],
+                )
+                results.append({"stage": stage, "rows": rows, "seconds": seconds, "sent": sent})
         if collectives.is_main():
-            Path(settings["output"]).write_text(json.dumps(found), encoding="utf-8")
+            Path(settings["output"]).write_text(json.dumps(results), encoding="utf-8")
         collectives.barrier()
     return 0
 
@@ -189,29 +195,29 @@ def launch(settings: dict[str, Any], processes: int, threads: int, folder: Path)
     path.write_text(json.dumps(settings), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    place = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rendezvous = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", "benchmarks.scaling", "--rank", str(path)]
-    running = []
+    processes_of_ranks = []
     for number in range(processes):
-        env = {**os.environ, **harness.thread_variables(threads), **place}
+        env = {**os.environ, **harness.thread_variables(threads), **rendezvous}
         env |= {"RANK": str(number), "LOCAL_RANK": str(number)}
-        running.append(
+        processes_of_ranks.append(
             subprocess.Popen(command, env=env, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         )
     try:
-        for process in running:
-            _, said = process.communicate(timeout=900)
+        for process in processes_of_ranks:
+            _, stderr = process.communicate(timeout=900)
             if process.returncode:
-                last = said.decode(errors="replace")[-2000:]
-                raise UserError(f"scaling: a rank ended with {process.returncode}: {last}")
+                log_tail = stderr.decode(errors="replace")[-2000:]
+                raise UserError(f"scaling: a rank ended with {process.returncode}: {log_tail}")
     finally:
-        for process in running:
+        for process in processes_of_ranks:
             process.kill()  # of those that have ended it is nothing
-    made: list[dict[str, Any]] = json.loads(Path(settings["output"]).read_text(encoding="utf-8"))
-    return made
+    results: list[dict[str, Any]] = json.loads(Path(settings["output"]).read_text(encoding="utf-8"))
+    return results
 
 
-def predicted(model: str, stage: int) -> float:
+def predicted_bytes(model: str, stage: int) -> float:
     """Bytes that a device sends in a step of two processes, as a plan has it."""
     from rlhf.plan import sizes, zero
     from step1_sft.config import SFTConfig
@@ -220,23 +226,23 @@ def predicted(model: str, stage: int) -> float:
     return zero.bytes_sent(weights, SFTConfig(zero_stage=stage), 4, zero.RankLayout(2, True))  # type: ignore[arg-type]
 
 
-def ranks(options: Options, folder: Path) -> list[dict[str, Any]]:
+def measure_ranks(options: Options, folder: Path) -> list[dict[str, Any]]:
     """Of every ZeRO stage: rows a second of each way, their ratios, and what was sent against the formula."""
     model = write_model(folder, options.width, options.layers)
     settings = {"model": model, "repeats": options.repeats}
-    found: dict[tuple[int, int, int, int], dict[str, Any]] = {}
-    for processes, threads in WAYS:
+    results: dict[tuple[int, int, int, int], dict[str, Any]] = {}
+    for processes, threads in LAYOUTS:
         sizes = (options.rows, 2 * options.rows) if processes == 2 else (options.rows,)
-        for one in launch({**settings, "rows": sizes}, processes, threads, folder):
-            found[(processes, threads, one["stage"], one["rows"])] = one
+        for result in launch({**settings, "rows": sizes}, processes, threads, folder):
+            results[(processes, threads, result["stage"], result["rows"])] = result
         print(f"{processes} x {threads} thread(s) measured", flush=True)
-    return [compared(found, stage, options.rows, predicted(model, stage)) for stage in STAGES]
+    return [compare_layouts(results, stage, options.rows, predicted_bytes(model, stage)) for stage in STAGES]
 
 
-def compared(found: dict[Any, dict[str, Any]], stage: int, rows: int, formula: float) -> dict[str, Any]:
+def compare_layouts(results: dict[Any, dict[str, Any]], stage: int, rows: int, formula: float) -> dict[str, Any]:
     """One ZeRO stage: rates in rows a second. found: by (processes, threads, stage, rows)"""
     rates = {
-        name: key[3] / found[key]["seconds"]
+        name: key[3] / results[key]["seconds"]
         for name, key in {
             "one_thread": (1, 1, stage, rows),
             "two_threads": (1, 2, stage, rows),
@@ -244,7 +250,7 @@ def compared(found: dict[Any, dict[str, Any]], stage: int, rows: int, formula: f
             "weak": (2, 1, stage, 2 * rows),
         }.items()
     }
-    sent = found[(2, 1, stage, rows)]["sent"]
+    sent = results[(2, 1, stage, rows)]["sent"]
     return {
         "zero_stage": stage,
         "rows_per_s": {name: round(rate, 3) for name, rate in rates.items()},
@@ -265,8 +271,8 @@ def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
     """e of the power law a x^e that fits best: the slope of the logarithms, by least squares."""
     x, y = [math.log(v) for v in xs], [math.log(v) for v in ys]
     mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
-    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return above / sum((a - mean_x) ** 2 for a in x)
+    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return covariance / sum((a - mean_x) ** 2 for a in x)
 
 
 def series() -> dict[str, list[dict[str, int]]]:
@@ -281,25 +287,28 @@ def series() -> dict[str, list[dict[str, int]]]:
     return {name: [base | change for change in each] for name, each in changes.items()}
 
 
-def growth(options: Options, folder: Path) -> list[dict[str, Any]]:
+def measure_growth(options: Options, folder: Path) -> list[dict[str, Any]]:
     """Of each series: what changed, seconds of a step and of a rollout, and the exponents."""
     from rlhf.distributed import collectives
 
-    made = []
+    lines = []
     with collectives.process_group(600):
         for name, sizes in series().items():
-            points = [point(size, options.repeats, folder) for size in sizes]
-            xs = [float(one["weights"] if name == "weights" else one[name.split()[0]]) for one in points]
+            points = [measure_point(size, options.repeats, folder) for size in sizes]
+            xs = [float(measured["weights"] if name == "weights" else measured[name.split()[0]]) for measured in points]
             line = {"against": name, "x": xs}
-            for what in ("step_s", "rollout_s"):
-                ys = [one[what] for one in points]
-                line |= {what: [float(f"{y:.4g}") for y in ys], f"{what[:-2]}_exponent": round(exponent(xs, ys), 2)}
-            made.append(line)
+            for quantity in ("step_s", "rollout_s"):
+                ys = [measured[quantity] for measured in points]
+                line |= {
+                    quantity: [float(f"{y:.4g}") for y in ys],
+                    f"{quantity[:-2]}_exponent": round(exponent(xs, ys), 2),
+                }
+            lines.append(line)
             print(f"against {name}: {line}", flush=True)
-    return made
+    return lines
 
 
-def point(size: dict[str, int], repeats: int, folder: Path) -> dict[str, Any]:
+def measure_point(size: dict[str, int], repeats: int, folder: Path) -> dict[str, Any]:
     """Seconds of one optimizer step, and of generating responses, at one size of everything."""
     import torch
 
@@ -312,7 +321,7 @@ def point(size: dict[str, int], repeats: int, folder: Path) -> dict[str, Any]:
     rows = items(size["rows"], size["prompt"], size["response"])
     ids = torch.tensor([row.ids[: size["prompt"]] for row in rows])
     prompts = Prompts(ids, torch.ones_like(ids, dtype=torch.bool), (Row(()),) * len(rows))
-    draws = uniforms([(SEEDS, i) for i in range(len(rows))], size["response"])
+    draws = uniforms([(SEED, i) for i in range(len(rows))], size["response"])
     backend = loop.build(loop.Config(eos_token_id=-1, pad_token_id=0))
 
     def rollout() -> None:
@@ -320,35 +329,38 @@ def point(size: dict[str, int], repeats: int, folder: Path) -> dict[str, Any]:
             backend(policy.lm, prompts, SamplingOptions(response_length=size["response"]), draws)
 
     weights = sum(p.numel() for p in trainer.lm.parameters())
-    seconds = {"step_s": timed(lambda: trainer.step(rows), repeats), "rollout_s": timed(rollout, repeats)}
+    seconds = {
+        "step_s": median_seconds(lambda: trainer.step(rows), repeats),
+        "rollout_s": median_seconds(rollout, repeats),
+    }
     return {**size, "weights": weights, **seconds}
 
 
 # --- the whole
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """Both parts as Markdown."""
     lines = []
-    if "ranks" in found:
+    if "ranks" in results:
         lines.append(
             "| ZeRO | rows/s: 1 thread | 2 threads | 2 processes | strong | weak | / 2 threads | sent, MB | / formula |"
         )
         lines.append("|---|---|---|---|---|---|---|---|---|")
-    for one in found.get("ranks", []):
-        rates = " | ".join(f"{one['rows_per_s'][name]:.3g}" for name in ("one_thread", "two_threads", "strong"))
+    for entry in results.get("ranks", []):
+        rates = " | ".join(f"{entry['rows_per_s'][name]:.3g}" for name in ("one_thread", "two_threads", "strong"))
         over = " | ".join(
-            f"{one[f'{name}']:.2f}"
+            f"{entry[f'{name}']:.2f}"
             for name in ("strong_over_one_thread", "weak_over_one_thread", "strong_over_two_threads")
         )
-        sent = f"{one['sent_bytes'] / 1e6:.1f} | {one['sent_over_formula']:.3f}"
-        lines.append(f"| {one['zero_stage']} | {rates} | {over} | {sent} |")
-    if "growth" in found:
+        sent = f"{entry['sent_bytes'] / 1e6:.1f} | {entry['sent_over_formula']:.3f}"
+        lines.append(f"| {entry['zero_stage']} | {rates} | {over} | {sent} |")
+    if "growth" in results:
         lines += ["", "| against | x | step, s | exponent | rollout, s | exponent |", "|---|---|---|---|---|---|"]
-    for one in found.get("growth", []):
-        xs, steps, rollouts = (", ".join(f"{v:.3g}" for v in one[key]) for key in ("x", "step_s", "rollout_s"))
-        exponents = one["step_exponent"], one["rollout_exponent"]
-        lines.append(f"| {one['against']} | {xs} | {steps} | {exponents[0]} | {rollouts} | {exponents[1]} |")
+    for entry in results.get("growth", []):
+        xs, steps, rollouts = (", ".join(f"{v:.3g}" for v in entry[key]) for key in ("x", "step_s", "rollout_s"))
+        exponents = entry["step_exponent"], entry["rollout_exponent"]
+        lines.append(f"| {entry['against']} | {xs} | {steps} | {exponents[0]} | {rollouts} | {exponents[1]} |")
     return "\n".join(lines)
 
 
@@ -358,7 +370,7 @@ def measure(options: Options) -> dict[str, Any]:
         folder = Path(name)
         found: dict[str, Any] = {}
         if "ranks" in options.parts:
-            found["ranks"] = ranks(options, folder)
+            found["ranks"] = measure_ranks(options, folder)
             kept = ("strong_over_one_thread", "weak_over_one_thread", "strong_over_two_threads")
             found["ratios"] = {
                 f"{key.replace('_', ' ')}, ZeRO {one['zero_stage']}": {"median": one[key]}
@@ -366,17 +378,21 @@ def measure(options: Options) -> dict[str, Any]:
                 for key in kept
             }
         if "growth" in options.parts:
-            found["growth"] = growth(options, folder)
+            found["growth"] = measure_growth(options, folder)
     import torch
 
-    about = {"name": "scaling", **outcome.about(), "options": options.model_dump(mode="json", exclude={"output"})}
+    about = {
+        "name": "scaling",
+        **outcome.environment_info(),
+        "options": options.model_dump(mode="json", exclude={"output"}),
+    }
     about |= {"threads_of_growth": torch.get_num_threads()}
     return {**about, **found}
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
-        return rank(sys.argv[2])
+        return run_rank(sys.argv[2])
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.scaling", "How cost grows.")
     found = measure(options)
     print(table(found))

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers
-from benchmarks.harness import MACHINE, OURS, WARM_UP, Wire
+from benchmarks.harness import MACHINE, OURS, WARM_UP, WorkerPipe
 from rlhf import errors
 from rlhf.config import parser
 
@@ -30,7 +30,7 @@ PADDED, PACKED = "TRL padded", "TRL packed"
 TARGETS = {(PADDED, "all"): (3.0, 5.0), (PACKED, "all"): (2.5, 5.0)}
 LEAST_SHARE, AIM_SHARE = 0.55, 0.65
 LEARNING_RATE = 1e-5
-ENDLESS = 10**6
+UNLIMITED = 10**6
 """epochs or steps: a contender works until nobody asks"""
 
 
@@ -52,18 +52,18 @@ class Options(harness.Options):
 def stage_options(options: Options) -> dict[str, Any]:
     """Of step 1 or 2, beside those of the data."""
     names = ("model", "batch_size", "micro_batch_size", "dtype", "torch_compile")
-    given = {key: getattr(options, key) for key in names}
-    return {**given, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "learning_rate": LEARNING_RATE}
+    config = {key: getattr(options, key) for key in names}
+    return {**config, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "learning_rate": LEARNING_RATE}
 
 
 def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
     """What the contenders read; and the opened data."""
-    stage, opened = inputs.first_rows(options, "sft", options.rows, folder, **stage_options(options))
-    made = {"stage": stage, "model": options.model, "rows": inputs.demonstrations(opened.train), "folder": str(folder)}
-    return {**made, "batch_size": options.batch_size, "dtype": options.dtype}, opened
+    stage, data = inputs.first_rows(options, "sft", options.rows, folder, **stage_options(options))
+    made = {"stage": stage, "model": options.model, "rows": inputs.demonstrations(data.train), "folder": str(folder)}
+    return {**made, "batch_size": options.batch_size, "dtype": options.dtype}, data
 
 
-def ours(settings: dict[str, Any], wire: Wire) -> None:
+def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """Step 1 without evaluation, checkpoints and files."""
     from rlhf import adapters
     from rlhf.distributed import collectives
@@ -73,28 +73,28 @@ def ours(settings: dict[str, Any], wire: Wire) -> None:
     from step1_sft import stage
     from step1_sft.config import SFTConfig
 
-    given = SFTConfig(**settings["stage"])
-    with collectives.process_group(given.timeout_s):
-        wire.loading()
-        tokenizer, data = stage.FINE_TUNING.open_data(given, given.model)
-        dtype = compute_dtype(given, collectives.local_device())
-        lm = load_causal_lm(given.model, dtype, len(tokenizer), given.seed, shards_of(given))
-        policy = Engine(Policy(adapters.wrap(lm, given.adapter)), given, given, ENDLESS)
-        wire.ready()
+    config = SFTConfig(**settings["stage"])
+    with collectives.process_group(config.timeout_s):
+        pipe.mark_baseline()
+        tokenizer, data = stage.FINE_TUNING.open_data(config, config.model)
+        dtype = compute_dtype(config, collectives.local_device())
+        lm = load_causal_lm(config.model, dtype, len(tokenizer), config.seed, shards_of(config))
+        policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, UNLIMITED)
+        pipe.ready()
         # A warm-up is one step of rows that nobody counts.
         tokens = int(data.train.lengths.sum())
         run_ours(
-            wire,
-            given,
+            pipe,
+            config,
             data.train.sides,
             lambda batches, until: stage.train(policy, data.train, batches, until, tokenizer.pad_token_id),
-            lambda told, work: {"tokens": tokens if work != WARM_UP else 0},
+            lambda metrics, work: {"tokens": tokens if work != WARM_UP else 0},
         )
 
 
 def run_ours(
-    wire: Wire,
-    given: Any,
+    pipe: WorkerPipe,
+    config: Any,
     sides: Any,
     train: Callable[[Any, Any], Iterator[dict[str, float]]],
     counted: Callable[[list[dict[str, float]], str], dict[str, int]],
@@ -106,27 +106,27 @@ def run_ours(
     from data.batches import batches_of
 
     for epoch in itertools.count():
-        work = wire.asked()
+        work = pipe.next_request()
         if work is None:
             return
-        batches = batches_of(sides, given, given.seed, (0, 1))
+        batches = batches_of(sides, config, config.seed, (0, 1))
         batches.set_epoch(epoch)
-        until = given.model_copy(update={"num_train_epochs": epoch + 1})
-        began = time.perf_counter()
-        told = list(itertools.islice(train(batches, until), 1 if work == WARM_UP else None))
-        seconds = time.perf_counter() - began
-        means = {name: sum(one[name] for one in told) / len(told) for name in ("loss", "padding")}
-        wire.tell(seconds=seconds, steps=len(told), **counted(told, work), **means)
+        until = config.model_copy(update={"num_train_epochs": epoch + 1})
+        start = time.perf_counter()
+        metrics = list(itertools.islice(train(batches, until), 1 if work == WARM_UP else None))
+        seconds = time.perf_counter() - start
+        means = {name: sum(one[name] for one in metrics) / len(metrics) for name in ("loss", "padding")}
+        pipe.reply(seconds=seconds, steps=len(metrics), **counted(metrics, work), **means)
 
 
-def trl(settings: dict[str, Any], wire: Wire, packing: bool = False) -> None:
+def trl(settings: dict[str, Any], pipe: WorkerPipe, packing: bool = False) -> None:
     """TRL's SFTTrainer, paced from its callbacks."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    wire.loading()
+    pipe.mark_baseline()
     bf16 = settings["dtype"] == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
@@ -144,11 +144,11 @@ def trl(settings: dict[str, Any], wire: Wire, packing: bool = False) -> None:
         arguments.per_device_train_batch_size = max(1, round(settings["batch_size"] * packs / len(settings["rows"])))
         trainer._train_batch_size = arguments.per_device_train_batch_size
     steps = -(-len(trainer.train_dataset) // arguments.per_device_train_batch_size)
-    run_paced(trainer, wire, steps)
+    run_paced(trainer, pipe, steps)
 
 
-def trl_packed(settings: dict[str, Any], wire: Wire) -> None:
-    trl(settings, wire, packing=True)
+def trl_packed(settings: dict[str, Any], pipe: WorkerPipe) -> None:
+    trl(settings, pipe, packing=True)
 
 
 def trainer_arguments(settings: dict[str, Any], bf16: bool) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def trainer_arguments(settings: dict[str, Any], bf16: bool) -> dict[str, Any]:
     return {
         "output_dir": f"{settings['folder']}/trl",
         "per_device_train_batch_size": settings["batch_size"],
-        "max_steps": ENDLESS,
+        "max_steps": UNLIMITED,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "bf16": bf16,
@@ -189,26 +189,26 @@ def paced(base: Any, count: Any) -> Any:
     return Paced
 
 
-def run_paced(trainer: Any, wire: Wire, steps: int, unit: str = "tokens") -> None:
+def run_paced(trainer: Any, pipe: WorkerPipe, steps: int, unit: str = "tokens") -> None:
     """Train as long as there are questions: a warm-up is one step, anything else `steps`, a pass over the set."""
     from transformers import TrainerCallback
 
     class Pace(TrainerCallback):  # type: ignore[misc]
         done = wanted = 0
-        began = 0.0
+        start = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            wire.ready()
+            pipe.ready()
             self.wait(control)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.done += 1
             if self.done == self.wanted:
-                wire.tell(seconds=time.perf_counter() - self.began, **{unit: trainer.counted}, steps=self.done)
+                pipe.reply(seconds=time.perf_counter() - self.began, **{unit: trainer.counted}, steps=self.done)
                 self.wait(control)
 
         def wait(self, control: Any) -> None:
-            work = wire.asked()
+            work = pipe.next_request()
             if work is None:
                 control.should_training_stop = True
             self.done, self.wanted = 0, 1 if work == WARM_UP else steps
@@ -221,30 +221,30 @@ def run_paced(trainer: Any, wire: Wire, steps: int, unit: str = "tokens") -> Non
 CONTENDERS = {OURS: ours, PADDED: trl, PACKED: trl_packed, MACHINE: limits.contender}
 
 
-def needed(options: Options, opened: Any) -> float:
+def needed_flop(options: Options, data: Any) -> float:
     """Floating-point operations that the loss of one pass over the set needs."""
-    items = list(opened.train)
+    items = list(data.train)
     lengths = [len(item.ids) for item in items]
     predicted = sum(end - start for item in items for start, end in item.spans)
-    return limits.work_of(options.model).training(sum(lengths), predicted, limits.seen_by(lengths))
+    return limits.model_work(options.model).training(sum(lengths), predicted, limits.attention_pairs(lengths))
 
 
 def measure(options: Options) -> dict[str, Any]:
     """All of it, as written to the JSON file."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given, opened = settings(options, folder)
+        config, data = settings(options, folder)
         trl_needs = peers.environment(peers.SFT)
-        envs = harness.chosen({OURS: {}, PADDED: trl_needs, PACKED: trl_needs, MACHINE: {}}, options)
-        with harness.started("benchmarks.sft", envs, given, options.threads, folder) as contenders:
+        envs = harness.select_contenders({OURS: {}, PADDED: trl_needs, PACKED: trl_needs, MACHINE: {}}, options)
+        with harness.start_contenders("benchmarks.sft", envs, config, options.threads, folder) as contenders:
             rows = harness.alternate(contenders, options.repeats)
-            flop = needed(options, opened)
+            flop = needed_flop(options, data)
             return outcome.results(
                 "sft", options, contenders, rows, "tokens",
                 peer=f"TRL {peers.SFT}",
                 set={
-                    "dialogues": len(opened.train),
-                    "tokens": int(opened.train.lengths.sum()),
+                    "dialogues": len(data.train),
+                    "tokens": int(data.train.lengths.sum()),
                     "needed_gflop": flop / 1e9,
                 },
                 ratios=outcome.ratios(rows, "tokens", TARGETS),
@@ -266,7 +266,7 @@ def shares(rows: harness.Rows, flop: float, dtype: str) -> dict[str, Any]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--contender"]:
-        return harness.contend(CONTENDERS, sys.argv[2:])
+        return harness.run_contender(CONTENDERS, sys.argv[2:])
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.sft", "Fine-tuning here and in TRL.")
     outcome.write(measure(options), options)
     return 0

@@ -25,8 +25,8 @@ STAGES = (1, 3)
 
 
 def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((outcome.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+    values: dict[str, Any] = json.loads((outcome.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return values
 
 
 def efficiency(compute: float, devices: int, stage: int, link: float, engines: int = 1) -> float:
@@ -42,18 +42,18 @@ def lines() -> Iterator[list[str]]:
     row = sft["set"]["tokens"] / sft["set"]["dialogues"] / sft["contenders"]["ours"]["tokens_per_s"]["all"]["median"]
     iteration = sum(part["median"] for part in ppo["seconds_of_parts"].values())
     for devices in DEVICES:
-        found = [str(devices)]
+        cells = [str(devices)]
         for compute, engines in ((row * STRONG_ROWS / devices, 1), (row * WEAK_ROWS, 1), (iteration, 2)):
             for stage in STAGES:
                 each = (efficiency(compute, devices, stage, link, engines) for link in LINKS.values())
-                found.append(", ".join(f"{share:.2f}" for share in each))
-        yield found
+                cells.append(", ".join(f"{share:.2f}" for share in each))
+        yield cells
 
 
 def table() -> str:
     """Markdown; two numbers of a cell are those of the two links."""
-    what = (f"SFT, {STRONG_ROWS} rows a step", f"SFT, {WEAK_ROWS} rows a device", "PPO, 16 responses a device")
-    head = ["devices", *(f"{name}, ZeRO {stage}" for name in what for stage in STAGES)]
+    columns = (f"SFT, {STRONG_ROWS} rows a step", f"SFT, {WEAK_ROWS} rows a device", "PPO, 16 responses a device")
+    head = ["devices", *(f"{name}, ZeRO {stage}" for name in columns for stage in STAGES)]
     body = [" | ".join(cells) for cells in (head, ["---"] * len(head), *lines())]
     return "\n".join(f"| {line} |" for line in body)
 

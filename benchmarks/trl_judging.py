@@ -47,7 +47,7 @@ def plan(ppo: Any) -> Plan:
     count, steps = iterations(ppo), ppo.num_ppo_epochs * ppo.num_mini_batches
     factor = schedule(ppo, count * steps)
     factors = [sum(factor(i * steps + step) for step in range(steps)) / steps for i in range(count)]
-    return Plan(tokenizer, data.train, list(islice(batches.take(epochs=count), count)), factors)
+    return Plan(tokenizer, data.train, list(islice(batches.until_epoch(epochs=count), count)), factors)
 
 
 def dtype(ppo: Any) -> str:
@@ -74,28 +74,30 @@ def judge(ppo: Any, plan: Plan, folder: Path, dtype: str) -> None:
         rows = [json.loads(line) for line in file]
     context = reward_context(with_inputs(ppo.model_copy(update={"dtype": "fp32"})), plan.tokenizer)
     judge = rewards.open_source(ppo.judge, context)
-    made = []
+    judged = []
     for number, indices in enumerate(plan.indices, 1):
-        part = [row for row in rows if row["iteration"] == number]
-        samples = _samples(part, indices, plan)
+        iteration_rows = [row for row in rows if row["iteration"] == number]
+        samples = _samples(iteration_rows, indices, plan)
         if number == 1:
-            _require_same_scores(rewards.open_source("learned", context)(samples).tolist(), part, SCORES_AGREE[dtype])
-        said = zip(part, samples.prompts, samples.responses, judge(samples).tolist(), strict=True)
+            _require_same_scores(
+                rewards.open_source("learned", context)(samples).tolist(), iteration_rows, SCORES_AGREE[dtype]
+            )
+        scored = zip(iteration_rows, samples.prompts, samples.responses, judge(samples).tolist(), strict=True)
         ended = samples.rollout.ended.tolist()
-        for i, (row, prompt, response, score) in enumerate(said):
-            made.append(
+        for i, (row, prompt, response, score) in enumerate(scored):
+            judged.append(
                 {"iteration": number, "prompt": prompt, "response": response, "kl": row["kl"], "kl_k3": row["kl_k3"]}
                 | {"tokens": len(row["response_ids"]), "ended": ended[i], "learned": row["learned"], "true": score}
             )
     staging = folder / "rollouts.tmp"
-    staging.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
+    staging.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in judged), encoding="utf-8")
     staging.rename(folder / "rollouts.jsonl")
 
 
-def _samples(part: list[dict[str, Any]], indices: list[int], plan: Plan) -> Samples:
+def _samples(rows: list[dict[str, Any]], indices: list[int], plan: Plan) -> Samples:
     """TRL's responses of one iteration as step 3 would hold them."""
     prompts = prompt_batch([plan.prompts[i] for i in indices], plan.tokenizer.pad_token_id)  # type: ignore[misc]
-    responses = [row["response_ids"] for row in part]
+    responses = [row["response_ids"] for row in rows]
     width = max(map(len, responses))
     mask = torch.tensor([[t < len(ids) for t in range(width)] for ids in responses])
     ids = torch.tensor([ids + [plan.tokenizer.pad_token_id] * (width - len(ids)) for ids in responses])
@@ -112,7 +114,7 @@ def _samples(part: list[dict[str, Any]], indices: list[int], plan: Plan) -> Samp
     return rewards.as_samples(rollout.to(collectives.local_device()), plan.tokenizer)
 
 
-def _require_same_scores(ours: list[float], part: list[dict[str, Any]], limit: float) -> None:
-    apart = [abs(score - row["learned"]) for score, row in zip(ours, part, strict=True)]
-    assert max(apart) < limit, f"the reward models differ by up to {max(apart):.3g}: {ours[:4]}, {part[:4]}"
-    print(f"trl: our reward model gives its first responses the same scores, within {max(apart):.2g}")
+def _require_same_scores(ours: list[float], rows: list[dict[str, Any]], limit: float) -> None:
+    gaps = [abs(score - row["learned"]) for score, row in zip(ours, rows, strict=True)]
+    assert max(gaps) < limit, f"the reward models differ by up to {max(gaps):.3g}: {ours[:4]}, {rows[:4]}"
+    print(f"trl: our reward model gives its first responses the same scores, within {max(gaps):.2g}")

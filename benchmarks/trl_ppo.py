@@ -41,24 +41,24 @@ class Recorder:
         if model is self._reward_model:
             policy, reference = self._logprobs
             self._logprobs = []
-            self._take(ids[:, context:], policy - reference, result[1])
+            self._record(ids[:, context:], policy - reference, result[1])
         return result
 
-    def _take(self, responses: Tensor, log_ratio: Tensor, scores: Tensor) -> None:
-        kept = responses != self._pad
-        log_ratio = log_ratio.double().masked_fill(~kept, 0.0)
+    def _record(self, responses: Tensor, log_ratio: Tensor, scores: Tensor) -> None:
+        mask = responses != self._pad
+        log_ratio = log_ratio.double().masked_fill(~mask, 0.0)
         k3 = (-log_ratio).exp() - 1 + log_ratio
         for i, row in enumerate(responses):
             self._rows.append(
                 {
-                    "response_ids": row[kept[i]].tolist(),
+                    "response_ids": row[mask[i]].tolist(),
                     "learned": scores[i].item(),
                     "kl": log_ratio[i].sum().item(),
                     "kl_k3": k3[i].sum().item(),
                 }
             )
 
-    def taken(self) -> list[dict[str, Any]]:
+    def pop_rows(self) -> list[dict[str, Any]]:
         """The rows since the last call."""
         rows, self._rows = self._rows, []
         return rows
@@ -66,11 +66,11 @@ class Recorder:
 
 def batches(prompts: list[list[list[int]]], pad: int) -> list[dict[str, Tensor]]:
     """The left-padded prompts of every iteration, each [B, P]."""
-    made = []
+    batches_of_prompts = []
     for rows in prompts:
         width = max(map(len, rows))
-        made.append({"input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in rows])})
-    return made
+        batches_of_prompts.append({"input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in rows])})
+    return batches_of_prompts
 
 
 def arguments(s: dict[str, Any], ppo_config: Any) -> Any:
@@ -150,17 +150,17 @@ def recording(base: Any, recorder: Recorder, folder: Path) -> Any:
 
         def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
             self.iteration += 1
-            rows = recorder.taken()
+            rows = recorder.pop_rows()
             mean = sum(row["kl"] for row in rows) / len(rows)
             assert abs(mean - logs["objective/kl"]) < 1e-3 * (1 + abs(mean)), (mean, logs["objective/kl"])
-            now = time.monotonic()
-            metrics = {"iteration": self.iteration, "seconds": now - self.began, **logs}
-            self.began = now
+            end = time.monotonic()
+            metrics = {"iteration": self.iteration, "seconds": end - self.start, **logs}
+            self.start = end
             append(folder / "metrics.jsonl", [metrics])
             append(folder / "responses.jsonl", [{"iteration": self.iteration, **row} for row in rows])
             names = {"objective/scores": "score", "objective/kl": "kl", "val/ratio": "ratio"}
-            said = " ".join(f"{short}={logs[name]:.4g}" for name, short in names.items())
-            print(f"trl: iteration {self.iteration}: {said} {metrics['seconds']:.1f} s", flush=True)
+            text = " ".join(f"{short}={logs[name]:.4g}" for name, short in names.items())
+            print(f"trl: iteration {self.iteration}: {text} {metrics['seconds']:.1f} s", flush=True)
 
     return RecordingTrainer
 
@@ -180,8 +180,8 @@ def main() -> int:
 
     set_seed(settings["seed"])
     trainer, tokenizer = trainer_of(settings)
-    half = torch.autocast(trainer.accelerator.device.type, torch.bfloat16)
-    with half if settings["dtype"] == "bf16" else contextlib.nullcontext():
+    autocast = torch.autocast(trainer.accelerator.device.type, torch.bfloat16)
+    with autocast if settings["dtype"] == "bf16" else contextlib.nullcontext():
         trainer.train()
     trainer.policy_model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

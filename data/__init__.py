@@ -1,1 +1,1 @@
-"""Data: sources of rows, one dataset for three stages, and batches with their masks."""
+"""Data: sources of rows, the datasets of the three stages, and batches with their masks."""

@@ -1,4 +1,4 @@
-"""Options of the data, the same in all three stages. Importing this module must not import torch."""
+"""Options of the data, the same in all three stages. This module must not import torch."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -37,32 +37,32 @@ Shares = Annotated[
 
 
 class DataOptions(Config):
-    """Which rows, how they are divided, and how they become tokens."""
+    """Which rows are used, how they are divided, and how they become tokens."""
 
     FREE: ClassVar[frozenset[str]] = frozenset({"data_workers", "data_cache"})
 
     data_path: tuple[str, ...] = ("hh_rlhf:Anthropic/hh-rlhf",)
-    """where the rows come from, one or more of [source[,option=value]:]place[=weight]: a local .json, .jsonl, .csv,
+    """paths of the rows, one or more of [source[,option=value]:]path[=weight]: a local .json, .jsonl, .csv,
     .parquet or .txt file (.gz too), a glob, a directory, a hub id (@revision too), a source by name (demo,
-    hh_rlhf:DIR), or a Python file of your own. With weights, training rows are drawn in their proportion"""
+    hh_rlhf:DIR), or your own Python file. With weights, training rows are drawn in their proportion"""
 
     sft_only_data_path: tuple[str, ...] = ()
-    """more places, whose rows serve fine-tuning (and its evaluation) only"""
+    """more paths, whose rows serve only fine-tuning (and its evaluation)"""
 
     reward_only_data_path: tuple[str, ...] = ()
-    """more places, for the reward model only"""
+    """more paths, for the reward model only"""
 
     ppo_only_data_path: tuple[str, ...] = ()
-    """more places, for PPO's prompts only"""
+    """more paths, for PPO's prompts only"""
 
     eval_data_path: tuple[str, ...] = ()
-    """places of rows to evaluate on, in all stages, instead of eval_fraction; no stage trains on their prompts"""
+    """paths of rows for evaluation, in all stages, instead of eval_fraction; no stage trains on their prompts"""
 
     data_split: Shares = (2, 4, 4)
-    """shares of the prompts that fine-tuning, reward modelling and PPO get of those they can use; none is in two"""
+    """shares of the prompts that fine-tuning, reward modelling and PPO get of those they can use, without overlap"""
 
     eval_fraction: float = Field(0.1, ge=0, lt=1)
-    """share of all prompts held out for evaluation, the same ones in every stage; taken before data_split"""
+    """share of all prompts held out for evaluation, the same ones in every stage; the rest is divided by data_split"""
 
     chat_template: str = "auto"
     """auto (the tokenizer's own, else human_assistant), plain, human_assistant, chatml, llama-2, llama-3, alpaca, or
@@ -72,34 +72,33 @@ class DataOptions(Config):
     """tokens; a longer prompt loses its oldest turns"""
 
     max_length: int = Field(512, ge=2)
-    """tokens of prompt and response together; the prompt gives way first, but for a fourth of them"""
+    """tokens of prompt and response together; the prompt is cut first, but keeps a fourth of them"""
 
     truncate: Literal["turns", "tokens"] = "turns"
-    """what a row that is too long gives up: turns = whole oldest turns of its prompt, and it is dropped and counted if
-    that is not enough; tokens = then also the first words of the last user's turn, and the response's end and EOS"""
+    """what is cut from a row that is too long: turns = the oldest turns of its prompt; the row is dropped and
+    counted if that is not enough; tokens = then also the first words of the last user turn, and the response's end"""
 
     max_dropped: float = Field(0.5, ge=0, le=1)
     """the run stops if more than this share of the training rows is too long, empty or equal on both sides"""
 
     max_train_rows: int | None = Field(None, ge=1)
-    """rows at most for training, of those that can be used; none: all. With weights: the rows of an epoch, some of them
-    more than once if a source is too small"""
+    """maximal number of usable rows for training; none: all. With weights: the rows of an epoch; a path with too few
+    rows repeats them"""
 
     max_eval_rows: int = Field(200, ge=0)
-    """rows at most for evaluation"""
+    """maximal number of rows for evaluation"""
 
     skip_bad_rows: int = Field(0, ge=0)
-    """malformed rows to go on without, in each place; what was skipped is written to bad_rows.txt"""
+    """malformed rows that are tolerated, per path; they are listed in bad_rows.txt"""
 
     data_seed: int = 0
     """seed of the split and of the order of the rows"""
 
     data_workers: int | None = Field(None, ge=1)
-    """processes that tokenise; none: one a core, at most 8"""
+    """processes that tokenise; none: one per core, at most 8"""
 
     data_cache: str | None = None
-    """directory of tokenised rows, made once for the same content and options; none: $RLHF_CACHE, else
-    ~/.cache/rlhf-pipeline"""
+    """directory for the cache of tokenised rows; none: $RLHF_CACHE, else ~/.cache/rlhf-pipeline"""
 
     @field_validator("data_split", mode="before")
     @classmethod
@@ -115,12 +114,12 @@ class DataOptions(Config):
 
 
 class BatchOptions(Config):
-    """How the rows of an epoch become batches. Sizes are of an optimizer step over all devices."""
+    """How the rows of an epoch become batches. Sizes are per optimizer step, over all devices."""
 
     batch_size: int = Field(16, ge=1)
     """rows: dialogues, packed contexts or pairs; the pairs of one ranked list are in one batch and count as one"""
     batch_tokens: int | None = Field(None, ge=1)
-    """tokens, instead of batch_size; of a pair its prompt once and both responses, or both sides in full where prompts
+    """tokens, instead of batch_size; a pair counts its prompt once and both responses, or both sides in full if prompts
     are so short that this saves less than a tenth"""
     group_by_length: bool = True
-    """rows of similar length in a batch: little padding, but less of a mixture; batch_tokens implies it"""
+    """put rows of similar length into a batch: little padding, but less mixing; batch_tokens implies it"""

@@ -1,4 +1,4 @@
-"""One dataset for three stages: rows are divided by content, become ids of bounded length, and are kept on disk."""
+"""The dataset of each stage: rows are divided by content, tokenised to bounded length, and cached on disk."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from data.build import cache
 from data.build.encode import Item
-from data.build.gather import to_text
-from data.build.making import Recipe, make
-from data.build.mixture import Origin, origins, places_of_others
-from data.build.report import dropped, notes, require_usable
+from data.build.gather import row_to_json
+from data.build.mixture import Origin, origins, origins_of_other_phases
+from data.build.pipeline import Recipe, build_dataset
+from data.build.report import data_warnings, dropped, require_usable
 from data.build.split import PHASES
 from data.build.store import read_items, to_item
 from data.config import DataOptions
@@ -29,15 +29,15 @@ from rlhf.text.tokenizer import Template
 
 T = TypeVar("T", bound=Item)
 
-UNCACHED = {"data_workers", "data_cache", "max_dropped", "chat_template"}
-"""Options that do not change what is made; the template's text is known with the tokenizer."""
-WORTH_JOINING = 0.9
-"""share of the tokens of both sides that may be left with the prompt once: attention is slower for such rows"""
+NOT_IN_CACHE_KEY = {"data_workers", "data_cache", "max_dropped", "chat_template"}
+"""options that do not change the items; the tokenizer's digest includes the template"""
+MAX_JOINED_SHARE = 0.9
+"""pairs are joined if that leaves at most this share of the tokens: attention is slower for joined rows"""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptDataset(Sequence[T]):
-    """The items of one split for one phase; they lie in a file and are made when asked for.
+    """The items of one split for one phase. They are in a file, and each is built on access.
 
     T: Demonstration for sft, Preference for reward, Prompt for ppo.
     """
@@ -45,13 +45,13 @@ class PromptDataset(Sequence[T]):
     phase: Phase
     table: datasets.Dataset | None
     positions: np.ndarray
-    """where the items stand in `table`, in their order. [N]"""
+    """rows of `table` that are the items, in order. [N]"""
     dropped: dict[str, int] = field(default_factory=dict)
-    """rows left out, counted by reason"""
+    """reason -> rows that were left out"""
     shortened: int = 0
-    """rows whose prompt or response was cut to length"""
+    """rows whose prompt or response was truncated"""
     elements: np.ndarray | None = None
-    """the number of the batch element of each: pairs of one ranked list are of one. [N]; None = each its own"""
+    """the batch element of each item: pairs of one ranked list share one. [N]; None = each item is its own"""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -65,28 +65,28 @@ class PromptDataset(Sequence[T]):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         position = int(self.positions[index])
         assert self.table is not None
-        # The phase decides the item's type at run time, the annotation of whoever opens the data tells mypy.
+        # The phase determines the item's type at run time; the caller's annotation tells mypy.
         return cast(T, to_item(self.phase, self.table[position]))
 
     @property
     def batch_elements(self) -> int:
-        """How many there are of what `batch_size` counts."""
+        """The number of batch elements, which `batch_size` counts."""
         return len(self) if self.elements is None else int(self.elements.max(initial=-1)) + 1
 
     @property
     def weights(self) -> np.ndarray:
-        """What each item weighs in a loss where every batch element weighs 1: one over the items of its element. [N]"""
+        """The loss weight of each item, 1 / (items of its batch element), so that each element weighs 1. [N]"""
         numbers = np.arange(len(self)) if self.elements is None else self.elements
         return 1 / np.bincount(numbers)[numbers]
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each item, of the longer side of a pair. [N]"""
+        """Tokens of each item; of a pair, of its longer side. [N]"""
         return self.sides[:, 0]
 
     @property
     def sides(self) -> np.ndarray:
-        """Tokens of each item [N, 1]; of the longer and the shorter side of a pair [N, 2]."""
+        """Tokens of each item [N, 1]; of pairs, of the longer and the shorter side [N, 2]."""
         names = ("length", "shorter") if self.phase == "reward" else ("length",)
         if self.table is None:
             return np.zeros((0, len(names)), dtype=np.int32)
@@ -94,18 +94,18 @@ class PromptDataset(Sequence[T]):
 
     @property
     def row_lengths(self) -> np.ndarray:
-        """Tokens of the rows that a model runs for each item. [N, 1]
+        """Tokens of the rows that a model computes for each item. [N, 1]
 
-        Of a pair that is one row with the prompt once, or, if prompts are few of all tokens, both sides [N, 2].
+        A pair is one row with a common prompt; or, if that saves too little, two rows [N, 2].
         """
         if self.phase != "reward" or self.table is None:
             return self.sides
         joined = self.sides.sum(1, keepdims=True) - self.prompt_lengths[:, None]
-        return joined if joined.sum() < WORTH_JOINING * self.sides.sum() else self.sides
+        return joined if joined.sum() < MAX_JOINED_SHARE * self.sides.sum() else self.sides
 
     @property
     def prompt_lengths(self) -> np.ndarray:
-        """Tokens of each item's prompt; of a demonstration, all before the last stretch that is learned. [N]"""
+        """Tokens of each item's prompt; of a demonstration, all before the last span of the loss. [N]"""
         if self.phase == "ppo":
             return self.lengths
         assert self.table is not None
@@ -117,73 +117,73 @@ class PromptDataset(Sequence[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened(Generic[T]):
-    """What one stage trains on and is measured on, and the account of where every row went."""
+class PhaseData(Generic[T]):
+    """The training and evaluation data of one phase, and the report on every row."""
 
     train: PromptDataset[T]
     evaluation: PromptDataset[T]
     report: dict[str, Any]
     notes: tuple[str, ...] = ()
-    """what a person should know before training"""
+    """warnings to print before training"""
 
 
-def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Opened[Any]:
-    """The data of one phase, with a tokenizer from `prepare_tokenizer`; made on the first call, read on the next ones.
+def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PhaseData[Any]:
+    """The data of one phase, built on the first call and read from the cache on later ones.
 
-    The rows come in an order that depends on their content and `data_seed` alone. The evaluation set is empty only
-    where eval_fraction or max_eval_rows is 0.
-    Raises: UserError if a place cannot be read, a row is malformed, or no row is left for training or evaluation.
+    tokenizer: from `prepare_tokenizer`. The order of the rows depends only on their content and `data_seed`. The
+    evaluation split is empty only if eval_fraction or max_eval_rows is 0.
+    Raises: UserError if a data path cannot be read, a row is malformed, or no row is left for training or evaluation.
     """
-    found = origins(options, recipe.phase, recipe.own_places)
-    content = [fingerprint(origin, recipe.phase, options) for origin in found]
-    read_too = places_of_others(options, recipe.phase, True) if recipe.own_places else []
-    later = () if recipe.own_places else PHASES[PHASES.index(recipe.phase) + 1 :]
-    others = {f"{phase}_only_data_path" for phase in later}
-    folder = cache.cache_root(options.data_cache) / cache.key(
-        options=options.model_dump(mode="json", include=set(DataOptions.model_fields) - UNCACHED - others),
+    own_origins = origins(options, recipe.phase, recipe.own_data_only)
+    fingerprints_of_own = [fingerprint(origin, recipe.phase, options) for origin in own_origins]
+    other_origins = origins_of_other_phases(options, recipe.phase, True) if recipe.own_data_only else []
+    later_phases = () if recipe.own_data_only else PHASES[PHASES.index(recipe.phase) + 1 :]
+    excluded = {f"{phase}_only_data_path" for phase in later_phases}
+    folder = cache.cache_root(options.data_cache) / cache.cache_key(
+        options=options.model_dump(mode="json", include=set(DataOptions.model_fields) - NOT_IN_CACHE_KEY - excluded),
         recipe=repr(recipe),
         tokenizer=cache.tokenizer_digest(tokenizer),
-        content=content,
-        read_too=[fingerprint(origin, phase, options) for phase, origin in read_too],
+        content=fingerprints_of_own,
+        read_too=[fingerprint(origin, phase, options) for phase, origin in other_origins],
     )
-    with cache.building(folder) as staging:
+    with cache.build_entry(folder) as staging:
         if staging is not None:
-            report = make(staging, found, options, recipe, Template(tokenizer))
-            for place, digest in zip(report["places"], content, strict=True):
-                place["fingerprint"] = digest
+            report = build_dataset(staging, own_origins, options, recipe, Template(tokenizer))
+            for source, digest in zip(report["sources"], fingerprints_of_own, strict=True):
+                source["fingerprint"] = digest
             report["files"] = {file.name: manifests.digest(file) for file in sorted(staging.iterdir())}
             manifests.write_manifest(staging / cache.REPORT, report)
             disk.flush_tree(staging)
-    opened = _read(folder, recipe.phase)
-    require_usable(opened.report, recipe.phase, options)
-    return replace(opened, notes=tuple(notes(opened.report, recipe.phase, options)))
+    data = _read_entry(folder, recipe.phase)
+    require_usable(data.report, recipe.phase, options)
+    return replace(data, notes=tuple(data_warnings(data.report, recipe.phase, options)))
 
 
-def _read(folder: Path, phase: Phase) -> Opened[Any]:
-    with _sound(folder / cache.REPORT) as path:
+def _read_entry(folder: Path, phase: Phase) -> PhaseData[Any]:
+    with _refuse_damage(folder / cache.REPORT) as path:
         report = disk.read_json(path)
         if report.pop("sha256") != manifests.content_digest(report):
             raise ValueError("it differs from its own sha256")
         files = report.pop("files")
-        why = {"train": dropped(report), "evaluation": report["evaluation"]["dropped"]}
-        shortened = {name: report[name]["shortened"] for name in why}
+        dropped_rows = {"train": dropped(report), "evaluation": report["evaluation"]["dropped"]}
+        shortened = {name: report[name]["shortened"] for name in dropped_rows}
     for name, entry in files.items():
-        with _sound(folder / name) as path:
+        with _refuse_damage(folder / name) as path:
             if manifests.digest(path) != entry:
                 raise ValueError(f"its content differs from {cache.REPORT}")
-    with _sound(folder / "items.arrow"):
+    with _refuse_damage(folder / "items.arrow"):
         table = read_items(folder)
-    sides: dict[str, PromptDataset[Any]] = {}
-    for name in why:
-        positions = _numbers(folder / f"{name}.npy", len(table or ()))
-        elements = _numbers(folder / f"{name}_elements.npy", len(positions)) if phase == "reward" else None
-        sides[name] = PromptDataset(phase, table, positions, why[name], shortened[name], elements)
-    return Opened(sides["train"], sides["evaluation"], report)
+    splits: dict[str, PromptDataset[Any]] = {}
+    for name in dropped_rows:
+        positions = _load_indices(folder / f"{name}.npy", len(table or ()))
+        elements = _load_indices(folder / f"{name}_elements.npy", len(positions)) if phase == "reward" else None
+        splits[name] = PromptDataset(phase, table, positions, dropped_rows[name], shortened[name], elements)
+    return PhaseData(splits["train"], splits["evaluation"], report)
 
 
-def _numbers(path: Path, below: int) -> np.ndarray:
-    """Numbers from 0 and below `below`, mapped into memory."""
-    with _sound(path):
+def _load_indices(path: Path, below: int) -> np.ndarray:
+    """Memory-mapped indices, each at least 0 and less than `below`."""
+    with _refuse_damage(path):
         numbers: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
         if numbers.ndim != 1 or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < below):
             raise ValueError("positions beyond the items")
@@ -191,8 +191,8 @@ def _numbers(path: Path, below: int) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _sound(path: Path) -> Iterator[Path]:
-    """Raises: UserError if what is read inside, a file of a set, is damaged or something else."""
+def _refuse_damage(path: Path) -> Iterator[Path]:
+    """Raises: UserError if reading a file of the cache inside the block fails because the file is damaged."""
     try:
         yield path
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pyarrow.ArrowException) as error:
@@ -202,32 +202,36 @@ def _sound(path: Path) -> Iterator[Path]:
         ) from None
 
 
-def fingerprints(options: DataOptions, phase: Phase, own_places: bool = False) -> dict[str, str]:
-    """A digest of what is at each place of a phase that is not on the hub."""
+def fingerprints(options: DataOptions, phase: Phase, own_data_only: bool = False) -> dict[str, str]:
+    """data path -> fingerprint, for each data path of a phase that is not on the hub."""
     return {
-        origin.location: fingerprint(origin, phase, options)
-        for origin in origins(options, phase, own_places)
+        origin.data_path: fingerprint(origin, phase, options)
+        for origin in origins(options, phase, own_data_only)
         if not origin.source.remote
     }
 
 
 def fingerprint(origin: Origin, phase: Phase, options: DataOptions) -> str:
-    """What changes whenever the rows do: the source's own word, else a digest of all its rows; and a user's code.
+    """A digest that changes whenever the rows or the code of a user's source change.
 
-    Of a place that phases share the rows of every phase with a share count, as they decide on the owners of prompts. A
-    hub dataset's own word, the commit, is that of all.
+    It contains the source's own fingerprint, or else all its rows. A shared origin contributes the rows of every phase
+    with a share, because they decide on the owners of prompts; for a hub dataset the commit covers all phases.
     """
     digest = blake2b(origin.code.encode(), digest_size=16)
     shares = zip(PHASES, options.data_split, strict=True)
-    others = [other for other, share in shares if share and other != phase]
+    other_phases = [other_phase for other_phase, share in shares if share and other_phase != phase]
     shared = origin.use == "shared" and not origin.source.remote and not origin.streaming
-    for each in [phase, *(others if shared else ())]:
-        own = origin.source.fingerprint
-        said = None if own is None else own(each)
-        if said is not None:
-            digest.update(str(said).encode())
+    for read_phase in [phase, *(other_phases if shared else ())]:
+        source_fingerprint = origin.source.fingerprint
+        text = None if source_fingerprint is None else source_fingerprint(read_phase)
+        if text is not None:
+            digest.update(str(text).encode())
             continue
-        for row in origin.rows(each):
-            said = row.reason if isinstance(row, Skipped) else f"{row.group}\0{row.ranking}\0{to_text(row, each)}"
-            digest.update(f"{said}\n".encode())
+        for row in origin.rows(read_phase):
+            text = (
+                row.reason
+                if isinstance(row, Skipped)
+                else f"{row.group}\0{row.ranking}\0{row_to_json(row, read_phase)}"
+            )
+            digest.update(f"{text}\n".encode())
     return digest.hexdigest()

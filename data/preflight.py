@@ -1,25 +1,25 @@
-"""Whether the data can fill one batch, asked before anything is trained."""
+"""A check before training: whether the data fills at least one batch."""
 
-from data.build.report import NEEDS, fates
+from data.build.report import REQUIRED, count_outcomes
 from data.config import DataOptions
-from data.dataset import Opened
+from data.dataset import PhaseData
 from rlhf.errors import UserError
 
 
-def require_rows(opened: Opened, options: DataOptions, batch_size: int, ranks: int = 1) -> None:
-    """Raises: UserError if there is no batch to train on, or some rank would have no row to evaluate on."""
+def require_rows(opened: PhaseData, options: DataOptions, batch_size: int, ranks: int = 1) -> None:
+    """Raises: UserError if the rows do not fill a training batch, or not every rank gets a row for evaluation."""
     train, held_out, phase = opened.train.batch_elements, len(opened.evaluation), opened.train.phase
     if not options.eval_fraction and not options.eval_data_path:
-        raise UserError("--eval-fraction 0: every stage is measured on held-out rows; expected more than 0")
-    for name, limit, least in (("train", options.max_train_rows, batch_size), ("eval", options.max_eval_rows, ranks)):
-        if limit is not None and limit < least:
-            raise UserError(f"--max-{name}-rows {limit}: expected at least {least} rows for {phase}")
+        raise UserError("--eval-fraction 0: every stage is evaluated on held-out rows; expected more than 0")
+    for name, limit, minimum in (("train", options.max_train_rows, batch_size), ("eval", options.max_eval_rows, ranks)):
+        if limit is not None and limit < minimum:
+            raise UserError(f"--max-{name}-rows {limit}: expected at least {minimum} rows for {phase}")
     if train >= batch_size and held_out >= ranks:
         return
-    places = opened.report["places"]
-    said = ", ".join(f"{count} {fate}" for fate, count in fates(opened.report).items())
+    sources = opened.report["sources"]
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(opened.report).items())
     raise UserError(
-        f"{', '.join(place['place'] for place in places)}: {phase} got {train} rows with {NEEDS[phase]} to train on "
-        f"and {held_out} held out, of {sum(place['rows'] for place in places)} rows ({said}); expected at least "
-        f"{batch_size} (one batch) and {ranks}; add rows, or lower --batch-size"
+        f"{', '.join(source['data_path'] for source in sources)}: {phase} got {train} rows with {REQUIRED[phase]} "
+        f"to train on and {held_out} held out, of {sum(source['rows'] for source in sources)} rows ({counts}); "
+        f"expected at least {batch_size} (one batch) and {ranks}; add rows, or lower --batch-size"
     )

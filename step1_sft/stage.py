@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, padding, sft_batch
+from data.batches import Batches, padding_share, sft_batch
 from data.build.encode import Demonstration
-from data.build.pack import ACROSS
-from data.dataset import Opened, PromptDataset, Recipe
+from data.build.pack import CROSS_TEXT_ATTENTION
+from data.dataset import PhaseData, PromptDataset, Recipe
 from rlhf import adapters, console
 from rlhf.distributed import collectives
 from rlhf.engine.export import save_policy
@@ -36,7 +36,7 @@ def train(
     policy: Engine[Policy], dataset: PromptDataset[Demonstration], batches: Batches, config: SFTConfig, pad_id: int
 ) -> Iterator[Metrics]:
     """The method: each batch's mean token loss, one optimizer step."""
-    for indices in batches.take(config.num_train_epochs):
+    for indices in batches.until_epoch(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id).to(policy.device)
         count = collectives.sum_over_ranks(batch.loss_mask.sum())
         groups = length_groups(batch.lengths, config.micro_batch_size)
@@ -46,7 +46,7 @@ def train(
             return losses.token_nll(policy(micro)[0], micro.loss_mask, count)
 
         metrics = policy.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
-        yield {**metrics, "padding": 0.0 if policy.module.packs else padding(micros)}
+        yield {**metrics, "padding": 0.0 if policy.module.packs else padding_share(micros)}
 
 
 def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], config: SFTConfig, pad_id: int) -> float:
@@ -80,7 +80,7 @@ class FineTuning:
         config: SFTConfig,
         place: str,
         tokenizer: PreTrainedTokenizerBase,
-        data: Opened[Demonstration],
+        data: PhaseData[Demonstration],
         total_steps: int,
     ) -> None:
         self._config, self._tokenizer, self._data = config, tokenizer, data
@@ -89,7 +89,7 @@ class FineTuning:
         model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)
         self.engine: Engine = Engine(model, config, config, total_steps)
         if config.objective == "text":
-            console.say(f"{STAGE.name}: {ACROSS}")
+            console.say(f"{STAGE.name}: {CROSS_TEXT_ATTENTION}")
         self.before = self.evaluate()
 
     def train(self, batches: Batches) -> Iterator[Metrics]:

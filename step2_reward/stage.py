@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, counted, padding, pair_batch
+from data.batches import Batches, counted_rows, padding_share, pair_batch
 from data.build.encode import Preference
-from data.dataset import Opened, PromptDataset, Recipe
+from data.dataset import PhaseData, PromptDataset, Recipe
 from rlhf import adapters, console
 from rlhf.distributed import collectives
 from rlhf.engine.export import save_scalar
@@ -42,8 +42,8 @@ def train(
     The pairs of K ranked responses are one element of a batch: together they weigh as much as a single pair.
     """
     lengths, weight_of = torch.from_numpy(dataset.row_lengths.max(1)), dataset.weights
-    for indices in batches.take(config.num_train_epochs):
-        weights = weight_of[indices] * counted(indices)
+    for indices in batches.until_epoch(config.num_train_epochs):
+        weights = weight_of[indices] * counted_rows(indices)
         batch = pair_batch([dataset[i] for i in indices], pad_id, weights).to(reward.device)
         count = collectives.sum_over_ranks(torch.tensor(weights.sum()))
         ran: list[Sequences | JoinedPairs] = []
@@ -56,7 +56,7 @@ def train(
 
         groups = length_groups(lengths[indices], config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
-        yield {**metrics, "padding": 0.0 if reward.module.packs else padding(ran)}
+        yield {**metrics, "padding": 0.0 if reward.module.packs else padding_share(ran)}
 
 
 def scoring(
@@ -91,7 +91,7 @@ class RewardModelling:
         config: RewardConfig,
         place: str,
         tokenizer: PreTrainedTokenizerBase,
-        data: Opened[Preference],
+        data: PhaseData[Preference],
         total_steps: int,
     ) -> None:
         self._config, self._tokenizer, self._data = config, tokenizer, data

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.build.encode import Demonstration, Prompt
-from data.build.mixture import open_origin, places_of_others
-from data.build.pack import ACROSS
-from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
+from data.build.mixture import open_origin, origins_of_other_phases
+from data.build.pack import CROSS_TEXT_ATTENTION
+from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
 from data.read.records import Phase
 from rlhf import generation, plugins, rewards
@@ -59,7 +59,7 @@ def with_inputs(config: Step3Config) -> Step3Config:
 
 def check(
     config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1
-) -> tuple[PreTrainedTokenizerBase, Opened[Prompt]]:
+) -> tuple[PreTrainedTokenizerBase, PhaseData[Prompt]]:
     """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
 
     `planned`: stages that will have run by then, and the model each starts from, which is looked at instead of theirs.
@@ -152,7 +152,7 @@ def _backend_options(config: Step3Config, eos_token_id: int, pad_token_id: int) 
     }
 
 
-def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, Opened[Prompt]]:
+def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Prompt]]:
     """The prepared tokenizer of the actor at `place`, and the prompts in its ids."""
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
@@ -183,7 +183,7 @@ def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptD
     """What the actor goes on learning beside the reward, if it does."""
     if config.ptx_coef == 0:
         return None
-    recipe = Recipe("sft", objective=config.ptx_objective, own_places=bool(config.ptx_data_path))
+    recipe = Recipe("sft", objective=config.ptx_objective, own_data_only=bool(config.ptx_data_path))
     return open_datasets(ptx_options(config), recipe, tokenizer).train
 
 
@@ -209,12 +209,12 @@ def ptx_options(config: Step3Config) -> Step3Config:
 def describe_ptx(config: Step3Config, rows: PromptDataset[Demonstration]) -> str:
     """How many rows `open_ptx` gave, what was left out and why, and which places it could not look through."""
     dropped = ", ".join(f"{count} {reason}" for reason, count in rows.dropped.items())
-    others = places_of_others(config, "sft", own_places=True) if config.ptx_data_path else []
-    streams = ", ".join(dict.fromkeys(origin.location for _, origin in others if origin.streaming))
+    others = origins_of_other_phases(config, "sft", own_data_only=True) if config.ptx_data_path else []
+    streams = ", ".join(dict.fromkeys(origin.data_path for _, origin in others if origin.streaming))
     return (
         f"ptx: {len(rows)} rows to learn beside the reward"
         + (f"; left out {dropped}" if dropped else "")
-        + (f"; {ACROSS}" if config.ptx_objective == "text" else "")
+        + (f"; {CROSS_TEXT_ATTENTION}" if config.ptx_objective == "text" else "")
         + (f"; warning: {streams}: streams, not looked through for prompts that both have" if streams else "")
     )
 
@@ -228,8 +228,8 @@ def ptx_content(config: Step3Config) -> dict[str, str]:
     """The same of the places of `open_ptx` alone."""
     if config.ptx_coef == 0:
         return {}
-    own_places = bool(config.ptx_data_path)
-    digests = fingerprints(ptx_options(config), "sft", own_places)
+    own_data_only = bool(config.ptx_data_path)
+    digests = fingerprints(ptx_options(config), "sft", own_data_only)
     return {f"{place} (ptx)": digest for place, digest in digests.items()}
 
 

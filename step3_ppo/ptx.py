@@ -35,7 +35,7 @@ class Ptx:
 
     def _endless(self) -> Iterator[list[int]]:
         for epoch in forever(1):
-            yield from self.batches.take(epoch)
+            yield from self.batches.until_epoch(epoch)
 
     def micro_batches(self) -> list[Sequences]:
         """This rank's part of the next batch; the same number of micro-batches on every rank."""

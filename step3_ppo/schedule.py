@@ -27,7 +27,7 @@ class Course:
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """Each iteration's number, from 0, and its prompts, every one of them `num_generations` times in a row."""
-        for indices in islice(self._batches.take(self._total), max(0, self._total - self.done)):
+        for indices in islice(self._batches.until_epoch(self._total), max(0, self._total - self.done)):
             self.done += 1
             yield self.done - 1, [i for i in indices for _ in range(self._copies)]
 

@@ -1,4 +1,7 @@
-"""A directory for each set of tokenised rows, named for all that it depends on; it appears whole or not at all."""
+"""The cache of tokenised rows: one directory per entry, named by a digest of everything that determines its content.
+
+A directory is complete from the moment that it appears.
+"""
 
 import contextlib
 import errno
@@ -22,13 +25,13 @@ from rlhf.errors import UserError
 from rlhf.shipped import ROOT
 
 REPORT = "report.json"
-CODE = ("data/read", "data/sources", "data/build", "data/dataset.py", "rlhf/text", "rlhf/types.py")
-"""What decides on ids; an edit elsewhere, in the preview say, leaves the sets as they are."""
+CODE_PATHS = ("data/read", "data/sources", "data/build", "data/dataset.py", "rlhf/text", "rlhf/types.py")
+"""code that determines token ids; a change of other code, such as the preview, leaves the cache valid"""
 LIBRARIES = ("tokenizers", "transformers", "jinja2", "datasets", "pyarrow")
 
 
 def cache_root(option: str | None) -> Path:
-    """Where the sets lie. Raises: UserError if nothing can be written there."""
+    """The directory of the cache. Raises: UserError if it cannot be written."""
     root = Path(option or os.environ.get("RLHF_CACHE") or "~/.cache/rlhf-pipeline").expanduser()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)  # rows may be private
@@ -41,54 +44,54 @@ def cache_root(option: str | None) -> Path:
     return root
 
 
-def key(**parts: Any) -> str:
-    """A digest of everything a set depends on."""
-    whole = json.dumps({**parts, "code": code_digest()}, sort_keys=True, default=str)
-    return hashlib.sha256(whole.encode()).hexdigest()[:32]
+def cache_key(**parts: Any) -> str:
+    """The name of an entry: a digest of `parts`, the code and the library versions."""
+    text = json.dumps({**parts, "code": code_digest()}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @functools.cache
 def code_digest() -> str:
-    """Of the code that makes a set, and of the libraries that render, tokenise and store."""
+    """A digest of the code and the library versions that determine token ids."""
     versions = " ".join(importlib.metadata.version(name) for name in LIBRARIES)
     digest = hashlib.sha256(versions.encode())
-    for path in (ROOT / name for name in CODE):
+    for path in (ROOT / name for name in CODE_PATHS):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of what decides how a text becomes ids."""
+    """A digest of everything that determines how the tokenizer turns text into ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    whole = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = [str(tokenizer.chat_template), tokenizer.bos_token_id, tokenizer.eos_token_id, type(tokenizer).__name__]
-    return hashlib.sha256((whole + json.dumps(special)).encode()).hexdigest()
+    return hashlib.sha256((text + json.dumps(special)).encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def building(folder: Path) -> Iterator[Path | None]:
-    """A temporary directory that becomes `folder` when the block ends well; None if `folder` is there already.
+def build_entry(folder: Path) -> Iterator[Path | None]:
+    """A temporary directory that is renamed to `folder` when the block succeeds; None if `folder` exists already.
 
-    Several processes may come at once: one builds, the others wait outside any collective and then find it. Where
-    file locks do not work (some network file systems) each builds, and the first to end wins. The lock is the process's
-    own (POSIX), so the kernel frees it when the builder dies, whatever children it leaves.
+    If several processes ask for one entry, one builds it and the others wait, outside any collective. Without working
+    file locks (some network file systems) each builds it, and the first to finish wins. It is a POSIX lock, which
+    belongs to the process: the kernel releases it when the builder dies, even if child processes survive.
     """
     root = folder.parent
     with (root / f"{folder.name}.lock").open("w") as lock:
         _lock(lock)
-        if is_whole(folder):
+        if is_complete(folder):
             yield None
             return
-        _sweep(root)
+        _remove_stale(root)
         staging = Path(tempfile.mkdtemp(prefix=f".tmp-{folder.name[:8]}-", dir=root))
         try:
             yield staging
-            if folder.exists() and not is_whole(folder):
+            if folder.exists() and not is_complete(folder):
                 shutil.rmtree(folder)
-            with contextlib.suppress(OSError):  # it appeared meanwhile
+            with contextlib.suppress(OSError):  # another process was faster
                 staging.rename(folder)
-            assert is_whole(folder)
+            assert is_complete(folder)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -109,14 +112,14 @@ def _lock(file: TextIO) -> None:
         return  # a file system without locks
 
 
-def _sweep(root: Path) -> None:
-    """Remove what builders left behind that died more than a day ago."""
-    for left in root.glob(".tmp-*"):
+def _remove_stale(root: Path) -> None:
+    """Remove temporary directories of processes that died more than a day ago."""
+    for folder in root.glob(".tmp-*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > 86400:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - folder.stat().st_mtime > 86400:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a set is there; its report is written last and the directory appears at once."""
+def is_complete(folder: Path) -> bool:
+    """Whether the entry exists and is complete. Its report is written last."""
     return (folder / REPORT).is_file()

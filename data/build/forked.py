@@ -1,4 +1,4 @@
-"""Work in several processes of this machine, none of which outlives the one that began them."""
+"""Jobs in forked processes, none of which outlives the process that started them."""
 
 import multiprocessing
 import os
@@ -10,47 +10,47 @@ from rlhf.hub.limits import leave_signals_to, uninterrupted
 
 
 def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
-    """Run each job in a forked process of its own, to its end. The first that fails, and Ctrl-C, end all at once.
+    """Run each job in its own forked process, and wait for all. A failing job, or Ctrl-C, ends all of them.
 
     Needs neither semaphores nor shared memory.
-    Raises: UserError of a job; RuntimeError for another error, which the process has printed, or a process killed.
+    Raises: UserError of a job; RuntimeError if a process failed otherwise (it printed the error) or was killed.
     """
     fork = multiprocessing.get_context("fork")
     processes = []
-    waiting: list[Connection] = []
+    receivers: list[Connection] = []
     try:
         for job in jobs:
-            ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_work, args=(job, theirs, os.getpid()), daemon=True)
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=_run_job, args=(job, sender, os.getpid()), daemon=True)
             with uninterrupted():
                 process.start()
-            theirs.close()
+            sender.close()
             processes.append(process)
-            waiting.append(ours)
-        while waiting:
-            for ready in wait(waiting):
+            receivers.append(receiver)
+        while receivers:
+            for ready in wait(receivers):
                 assert isinstance(ready, Connection)
-                _require_done(ready)
-                waiting.remove(ready)
+                _wait_for_success(ready)
+                receivers.remove(ready)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _require_done(ours: Connection) -> None:
+def _wait_for_success(receiver: Connection) -> None:
     try:
-        mistake = ours.recv()
+        error = receiver.recv()
     except EOFError:
         raise RuntimeError("a process failed (see above) or was killed (often: the machine is out of memory)") from None
-    if mistake:
-        raise UserError(mistake)
+    if error:
+        raise UserError(error)
 
 
-def _work(job: Callable[[], object], theirs: Connection, parent: int) -> None:
+def _run_job(job: Callable[[], object], sender: Connection, parent: int) -> None:
     leave_signals_to(parent)
     try:
         job()
-        theirs.send("")
+        sender.send("")
     except UserError as error:
-        theirs.send(str(error))
+        sender.send(str(error))

@@ -1,4 +1,7 @@
-"""Where the rows of a phase come from. A location is written `[source[,option=value]:]place[=weight]`."""
+"""The origins of a phase's rows: what the options `--data-path` and the like name, opened.
+
+A data path is written `[source[,option=value]:]path[=weight]`.
+"""
 
 import hashlib
 import re
@@ -10,7 +13,7 @@ from typing import Literal
 from data.build.split import PHASES
 from data.config import DataOptions
 from data.read.contract import checked_rows
-from data.read.places import is_hub_id, refuse_loading_script
+from data.read.paths import is_hub_id, refuse_loading_script
 from data.read.records import Phase, Skipped, Source
 from rlhf import plugins
 from rlhf.errors import UserError
@@ -18,7 +21,7 @@ from rlhf.types import Row
 
 FOLDER = "data.sources"
 
-LOCATION = re.compile(r"((?:[^:,]+\.py|[\w-]+)(?:,[^:]*)?)(?::(.*))?", re.DOTALL)
+DATA_PATH = re.compile(r"((?:[^:,]+\.py|[\w-]+)(?:,[^:]*)?)(?::(.*))?", re.DOTALL)
 WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
 
 Use = Literal["shared", "only", "evaluation"]
@@ -26,97 +29,99 @@ Use = Literal["shared", "only", "evaluation"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One location, opened. `use`: its rows are divided among the phases, serve this phase only, or are held out."""
+    """One data path, opened. `use`: its rows are divided among the phases, serve one phase only, or are held out."""
 
-    location: str
+    data_path: str
     source: Source
     use: Use = "shared"
     weight: float | None = None
     code: str = ""
-    """digest of the Python file that the source is, if it is a user's own"""
+    """digest of the source's Python file, if it is the user's own; else empty"""
 
     @property
     def streaming(self) -> bool:
-        """Whether it is read only as far as needed, as it may have no end."""
+        """Whether the rows are read only as far as needed, because there may be no last one."""
         return self.source.streaming
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
-        """Raises: UserError if a source of the user's own gives something else than rows."""
-        return checked_rows(self.source, phase, self.location) if self.code else self.source.rows(phase)
+        """The rows for one phase. Raises: UserError if a user's own source yields something other than rows."""
+        return checked_rows(self.source, phase, self.data_path) if self.code else self.source.rows(phase)
 
 
-def parse_location(location: str) -> tuple[str, str, float | None]:
-    """(plug-in spec, place, weight) of a location: `hh_rlhf,split=test:DIR=0.3` is ('hh_rlhf,split=test', 'DIR', 0.3).
+def parse_data_path(data_path: str) -> tuple[str, str, float | None]:
+    """(plug-in spec, path, weight) of a data path: `hh_rlhf,split=test:DIR=0.3` is ('hh_rlhf,split=test', 'DIR', 0.3).
 
-    What is there, a path by its look, and OWNER/NAME on the hub go to the source that knows that dataset, else to the
-    generic `files`; a bare word is a source (write ./demo for a directory of that name).
+    Existing paths, Windows paths and OWNER/NAME on the hub belong to the source that reads that dataset, else to the
+    generic source `files`. A single word is a source (write ./demo for a directory of that name).
     """
-    weighted = WEIGHTED.fullmatch(location)
-    if weighted and not Path(location).exists() and not re.search(r"^[^:]*,[\w-]+$", weighted[1]):
-        return *parse_location(weighted[1])[:2], float(weighted[2])
-    path = Path(location).expanduser()
-    match = LOCATION.fullmatch(location)
-    windows = re.match(r"[A-Za-z]:[\\/]", location)
-    there = path.exists() and path.suffix != ".py" and location not in plugins.names(FOLDER)
-    if there or windows or not match:
-        return source_for(location), location, None
+    weighted = WEIGHTED.fullmatch(data_path)
+    if weighted and not Path(data_path).exists() and not re.search(r"^[^:]*,[\w-]+$", weighted[1]):
+        return *parse_data_path(weighted[1])[:2], float(weighted[2])
+    path = Path(data_path).expanduser()
+    match = DATA_PATH.fullmatch(data_path)
+    has_drive = re.match(r"[A-Za-z]:[\\/]", data_path)
+    is_local = path.exists() and path.suffix != ".py" and data_path not in plugins.names(FOLDER)
+    if is_local or has_drive or not match:
+        return find_source(data_path), data_path, None
     return match[1], match[2] or "", None
 
 
-def source_for(place: str) -> str:
-    """The source whose HUB_IDS name the dataset at `place`, else `files`."""
-    if is_hub_id(place):
-        hub_id = place.partition("@")[0].casefold()
+def find_source(path: str) -> str:
+    """The source whose HUB_IDS list the dataset at `path`, else `files`."""
+    if is_hub_id(path):
+        hub_id = path.partition("@")[0].casefold()
         for name in plugins.names(FOLDER):
             if hub_id in map(str.casefold, plugins.find(FOLDER, name).HUB_IDS):
                 return name
     return "files"
 
 
-def open_origin(location: str, use: Use = "shared") -> Origin:
-    """Raises: UserError for an unknown source, a mistaken option, a place that is not there, or no source at all."""
-    spec, place, weight = parse_location(location)
+def open_origin(data_path: str, use: Use = "shared") -> Origin:
+    """Open a data path. Raises: UserError for an unknown source or option, or a path that does not exist."""
+    spec, path, weight = parse_data_path(data_path)
     name = spec.partition(",")[0]
     refuse_loading_script(name)
-    built: Source = plugins.build(FOLDER, spec, place)
-    source = plugins.conforming(built, Source, location)
+    source: Source = plugins.build(FOLDER, spec, path)
+    source = plugins.conforming(source, Source, data_path)
     code = hashlib.sha256(Path(name).read_bytes()).hexdigest() if name.endswith(".py") else ""
-    return Origin(location, source, use, weight, code)
+    return Origin(data_path, source, use, weight, code)
 
 
-def origins(options: DataOptions, phase: Phase, own_places: bool = False) -> list[Origin]:
-    """Every location that serves `phase`, but for those of weight 0; with `own_places` none that phases share.
+def origins(options: DataOptions, phase: Phase, own_data_only: bool = False) -> list[Origin]:
+    """The origins that serve `phase`, without those of weight 0; with `own_data_only` also without shared ones.
 
-    Raises: UserError if there is none, one cannot be opened, or only some of those to train on have a weight.
+    Raises: UserError if there is none, one cannot be opened, or only some training origins have a weight.
     """
     only: Sequence[str] = getattr(options, f"{phase}_only_data_path")
-    shared = () if own_places else options.data_path
+    shared = () if own_data_only else options.data_path
     if not shared and not only:
         raise UserError(f"{phase}: no data; name some with --data-path or --{phase}-only-data-path")
-    train = [open_origin(place) for place in shared] + [open_origin(place, "only") for place in only]
-    unweighted = [origin.location for origin in train if origin.weight is None]
+    train = [open_origin(path) for path in shared] + [open_origin(path, "only") for path in only]
+    unweighted = [origin.data_path for origin in train if origin.weight is None]
     if 0 < len(unweighted) < len(train):
         raise UserError(
-            f"{unweighted[0]}: got no weight beside weighted places; give every place one, or none: PLACE=0.5"
+            f"{unweighted[0]}: got no weight beside weighted paths; give all of them a weight, or none: PATH=0.5"
         )
     if train[0].weight is not None and not any(origin.weight for origin in train):
-        raise UserError(f"{train[0].location}: got only weights of 0, expected one above 0")
-    held_out = [open_origin(place, "evaluation") for place in options.eval_data_path]
-    weighted = [origin.location for origin in held_out if origin.weight is not None]
+        raise UserError(f"{train[0].data_path}: got only weights of 0, expected one above 0")
+    held_out = [open_origin(path, "evaluation") for path in options.eval_data_path]
+    weighted = [origin.data_path for origin in held_out if origin.weight is not None]
     if weighted:
         raise UserError(f"--eval-data-path {weighted[0]}: got a weight, expected none: all its rows are for evaluation")
     return [origin for origin in train if origin.weight != 0] + held_out
 
 
-def places_of_others(options: DataOptions, phase: Phase, own_places: bool = False) -> list[tuple[Phase, Origin]]:
-    """Where other phases have prompts that the own places of `phase` leave to them, each with the phase it serves.
+def origins_of_other_phases(
+    options: DataOptions, phase: Phase, own_data_only: bool = False
+) -> list[tuple[Phase, Origin]]:
+    """The origins whose prompts the own data paths of `phase` must not train on, each with the phase that it serves.
 
-    These are the shared places, and the own places of earlier phases; with `own_places`, those of all other phases.
+    These are the shared ones, and the own ones of earlier phases; with `own_data_only`, of all other phases.
     """
-    found: list[tuple[Phase, Origin]] = []
-    for other in PHASES:
-        earlier = own_places or PHASES.index(other) < PHASES.index(phase)
-        only = getattr(options, f"{other}_only_data_path") if earlier else ()
-        places = [open_origin(place) for place in options.data_path] + [open_origin(place, "only") for place in only]
-        found += [(other, origin) for origin in places if other != phase and origin.weight != 0]
-    return found
+    origins: list[tuple[Phase, Origin]] = []
+    for other_phase in PHASES:
+        earlier = own_data_only or PHASES.index(other_phase) < PHASES.index(phase)
+        only = getattr(options, f"{other_phase}_only_data_path") if earlier else ()
+        other_origins = [open_origin(path) for path in options.data_path] + [open_origin(path, "only") for path in only]
+        origins += [(other_phase, origin) for origin in other_origins if other_phase != phase and origin.weight != 0]
+    return origins

@@ -1,4 +1,4 @@
-"""What became of every row that was read, and when that is a reason to stop."""
+"""The report on the outcome of every row that was read, and the errors and warnings that follow from it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from data.build.gather import ELSEWHERE, Gathered
+from data.build.gather import OTHER_PHASE, GatheredRows
 from data.build.mixture import Origin
 from data.build.split import PHASES
 from data.build.store import read_items
@@ -15,116 +15,126 @@ from data.config import DataOptions
 from data.read.records import Phase
 from rlhf.errors import UserError
 
-NEEDS = {"sft": "a response", "reward": "a preferred and a rejected response", "ppo": "a prompt"}
-"""What a row must have to serve a phase."""
-SIDES = {"train": "training", "evaluation": "evaluation"}
-BEYOND = {"train": "beyond max_train_rows", "evaluation": "beyond max_eval_rows", "weight": "beyond its weight"}
-KEPT = (*SIDES, ELSEWHERE, *BEYOND.values())
-"""Fates of rows that nothing is wrong with."""
-EMPTY = ("empty prompt", "empty response")
-"""Fates of rows that come to nothing before the tokenizer."""
+REQUIRED = {"sft": "a response", "reward": "a preferred and a rejected response", "ppo": "a prompt"}
+"""what a row must have to serve a phase"""
+SPLITS = {"train": "training", "evaluation": "evaluation"}
+BEYOND_LIMIT = {"train": "beyond max_train_rows", "evaluation": "beyond max_eval_rows", "weight": "beyond its weight"}
+NORMAL_OUTCOMES = (*SPLITS, OTHER_PHASE, *BEYOND_LIMIT.values())
+"""outcomes of rows without a defect"""
+EMPTY_OUTCOMES = ("empty prompt", "empty response")
+"""outcomes of rows that are empty before tokenisation"""
 
 
-def account(
-    folder: Path, rows: Gathered, found: Sequence[Origin], picked: np.ndarray, sides: dict[str, np.ndarray]
+def make_report(
+    folder: Path, rows: GatheredRows, origins: Sequence[Origin], item_rows: np.ndarray, splits: dict[str, np.ndarray]
 ) -> dict[str, Any]:
-    """The report on the items of `folder`, made of the rows at positions `picked`; `sides` are numbers of items.
+    """The report on the items of `folder`.
 
-    Every row has one fate: the sum of a place's fates is the number of rows read there.
+    item_rows: the row that each item was made of. splits: the item numbers of training and evaluation.
+    Every row has one outcome: the outcomes of a source add up to the number of rows that were read of it.
     """
-    reasons, prompt_cut, response_cut, lengths = outcomes(folder)
+    reasons, prompt_cut, response_cut, lengths = item_outcomes(folder)
     for reason in np.unique(reasons[reasons != ""]):
-        rows.count(picked[reasons == reason], str(reason))
-    report: dict[str, Any] = {"useful": sum(ledger.useful for ledger in rows.ledgers)}
-    for name, index in sides.items():
-        different = np.unique(index)
-        rows.count(picked[different], name)
-        owners = rows.origins[picked[index]]
-        mine = rows.held_out[picked] == (name == "evaluation")
+        rows.count(item_rows[reasons == reason], str(reason))
+    report: dict[str, Any] = {"useful": sum(row_counts.useful for row_counts in rows.counts)}
+    for name, index in splits.items():
+        unique = np.unique(index)
+        rows.count(item_rows[unique], name)
+        row_origins = rows.origins[item_rows[index]]
+        in_split = rows.held_out[item_rows] == (name == "evaluation")
         report[name] = {
             "rows": len(index),
-            "different_rows": len(different),
-            "shortened": int((prompt_cut | response_cut)[different].sum()),
-            "prompts_shortened": int(prompt_cut[different].sum()),
-            "responses_shortened": int(response_cut[different].sum()),
-            "dropped": {str(reason): int(count) for reason, count in Counter(reasons[mine]).items() if reason},
-            "rows_by_place": np.bincount(owners, minlength=len(found)).tolist(),
-            "tokens_by_place": np.bincount(owners, weights=lengths[index], minlength=len(found)).astype(int).tolist(),
+            "different_rows": len(unique),
+            "shortened": int((prompt_cut | response_cut)[unique].sum()),
+            "prompts_shortened": int(prompt_cut[unique].sum()),
+            "responses_shortened": int(response_cut[unique].sum()),
+            "dropped": {str(reason): int(count) for reason, count in Counter(reasons[in_split]).items() if reason},
+            "rows_by_source": np.bincount(row_origins, minlength=len(origins)).tolist(),
+            "tokens_by_source": np.bincount(row_origins, weights=lengths[index], minlength=len(origins))
+            .astype(int)
+            .tolist(),
         }
-    report["places"] = [
-        {"place": o.location, "use": o.use, "rows": ledger.rows, "fates": dict(ledger.fates), "bad": ledger.bad}
-        for o, ledger in zip(found, rows.ledgers, strict=True)
+    report["sources"] = [
+        {
+            "data_path": origin.data_path,
+            "use": origin.use,
+            "rows": row_counts.rows,
+            "outcomes": dict(row_counts.outcomes),
+            "bad": row_counts.bad,
+        }
+        for origin, row_counts in zip(origins, rows.counts, strict=True)
     ]
     return report
 
 
-def outcomes(folder: Path) -> list[np.ndarray]:
-    """Of each item: why it was dropped (empty if it was not), whether its prompt and a response was cut, its tokens."""
+def item_outcomes(folder: Path) -> list[np.ndarray]:
+    """Columns of the items [N]: the reason for dropping each (empty if kept), prompt cut, response cut, tokens."""
     table = read_items(folder)
     kinds = {"reason": object, "prompt_cut": bool, "response_cut": bool, "length": int}
     return [np.array(table.data.column(name) if table is not None else [], kind) for name, kind in kinds.items()]
 
 
-def fates(report: dict[str, Any]) -> dict[str, int]:
-    """What became of the rows of all places, the most frequent first."""
+def count_outcomes(report: dict[str, Any]) -> dict[str, int]:
+    """outcome -> rows, over all sources, the most frequent outcome first."""
     total: Counter[str] = Counter()
-    for place in report["places"]:
-        total.update(place["fates"])
+    for source in report["sources"]:
+        total.update(source["outcomes"])
     return dict(total.most_common())
 
 
 def dropped(report: dict[str, Any]) -> dict[str, int]:
-    """Rows that something is wrong with, by reason."""
-    return {reason: count for reason, count in fates(report).items() if reason not in KEPT}
+    """reason -> rows, of the rows with a defect."""
+    return {reason: count for reason, count in count_outcomes(report).items() if reason not in NORMAL_OUTCOMES}
 
 
-def notes(report: dict[str, Any], phase: Phase, options: DataOptions) -> list[str]:
-    """What a person should know of the rows of a phase before it is trained: what was cut, and what others have."""
-    said, train = [], report["train"]
+def data_warnings(report: dict[str, Any], phase: Phase, options: DataOptions) -> list[str]:
+    """Warnings on the rows of a phase before training: how many were truncated, and how many other phases own."""
+    warnings, train = [], report["train"]
     if train["shortened"]:
         parts = {"part of the prompt": "prompts_shortened", "the end of a response": "responses_shortened"}
         lost = ", ".join(f"{train[key]} lost {part}" for part, key in parts.items() if train[key])
-        said.append(
+        warnings.append(
             f"{train['shortened']} of {train['different_rows']} training rows are cut to length: {lost} "
             f"(--max-length {options.max_length}, --max-prompt-length {options.max_prompt_length})"
         )
-    elsewhere = fates(report).get(ELSEWHERE, 0)
-    if elsewhere:
-        every = ",".join(str(int(name == phase)) for name in PHASES)
+    other_phase = count_outcomes(report).get(OTHER_PHASE, 0)
+    if other_phase:
+        split_for_all = ",".join(str(int(name == phase)) for name in PHASES)
         shares = ",".join(f"{share:g}" for share in options.data_split)
-        said.append(
-            f"{elsewhere} of {sum(place['rows'] for place in report['places'])} rows are the other stages' share "
-            f"(--data-split {shares}); --data-split {every} takes all, for a run without them"
+        warnings.append(
+            f"{other_phase} of {sum(source['rows'] for source in report['sources'])} rows are the other stages' "
+            f"share (--data-split {shares}); --data-split {split_for_all} uses all, for a run without the other stages"
         )
-    return said
+    return warnings
 
 
 def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -> None:
-    """Raises: UserError if nothing is left to train or to evaluate on, or too much of it had to be dropped."""
-    where = ", ".join(place["place"] for place in report["places"])
-    total = sum(place["rows"] for place in report["places"])
-    measured = options.max_eval_rows and (options.eval_data_path or options.eval_fraction)
-    for name, use in SIDES.items():
-        if not report[name]["rows"] and (name == "train" or measured):
-            said = ", ".join(f"{count} {reason}" for reason, count in fates(report).items())
+    """Raises: UserError if no row is left for training or evaluation, or too many rows were dropped."""
+    data_paths = ", ".join(source["data_path"] for source in report["sources"])
+    total = sum(source["rows"] for source in report["sources"])
+    evaluates = options.max_eval_rows and (options.eval_data_path or options.eval_fraction)
+    for name, purpose in SPLITS.items():
+        if not report[name]["rows"] and (name == "train" or evaluates):
+            counts = ", ".join(f"{count} {reason}" for reason, count in count_outcomes(report).items())
             raise UserError(
-                f"{where}: 0 usable rows for {use} in {phase}; of {total} rows: {said or 'none'}; expected rows with "
-                f"{NEEDS[phase]}; add some, or change --data-split ({','.join(f'{s:g}' for s in options.data_split)}), "
+                f"{data_paths}: 0 usable rows for {purpose} in {phase}; of {total} rows: {counts or 'none'}; "
+                f"expected rows with {REQUIRED[phase]}; add some, or change "
+                f"--data-split ({','.join(f'{share:g}' for share in options.data_split)}), "
                 f"--eval-fraction ({options.eval_fraction:g}), --max-length ({options.max_length}) or "
                 f"--max-prompt-length ({options.max_prompt_length})"
             )
-    empty = {reason: count for reason, count in fates(report).items() if reason in EMPTY}
-    for reasons, kept in ((report["train"]["dropped"], report["train"]["different_rows"]), (empty, report["useful"])):
-        share = sum(reasons.values()) / max(1, sum(reasons.values()) + kept)
+    empty = {reason: count for reason, count in count_outcomes(report).items() if reason in EMPTY_OUTCOMES}
+    for reasons, usable in ((report["train"]["dropped"], report["train"]["different_rows"]), (empty, report["useful"])):
+        share = sum(reasons.values()) / max(1, sum(reasons.values()) + usable)
         if share > options.max_dropped:
-            said = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-            longer = any("long" in reason or "truncation" in reason for reason in reasons)
+            counts = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            too_long = any("long" in reason or "truncation" in reason for reason in reasons)
             cure = (
                 "raise --max-length or --max-prompt-length, or cut such rows with --truncate tokens"
-                if longer
-                else "mend the data"
+                if too_long
+                else "fix the data"
             )
             raise UserError(
-                f"{where}: {share:.0%} of the training rows of {phase} cannot be used ({said}); expected at most "
-                f"{options.max_dropped:.0%} (--max-dropped); {cure}"
+                f"{data_paths}: {share:.0%} of the training rows of {phase} cannot be used ({counts}); "
+                f"expected at most {options.max_dropped:.0%} (--max-dropped); {cure}"
             )

@@ -1,4 +1,4 @@
-"""Items in memory-mapped Arrow files: unpadded ids, as small as the vocabulary allows, read without copying."""
+"""Items in memory-mapped Arrow files: unpadded ids, in the smallest integer type that holds the vocabulary."""
 
 import gc
 import sys
@@ -10,24 +10,24 @@ from typing import Any
 import datasets
 import numpy as np
 
-from data.build.cut import Cut
 from data.build.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEncoder
 from data.build.forked import run_forked
-from data.build.gather import from_text, to_text
+from data.build.gather import row_from_json, row_to_json
+from data.build.truncate import Truncation
 from data.read.records import Phase
 from rlhf.console import status
 from rlhf.text.encoder import id_count
 
-SMALL = 5000
-"""rows below which more processes cost more than they save"""
+PARALLEL_MIN_ROWS = 5000
+"""rows below which further processes cost more time than they save"""
 
 Columns = dict[str, list[Any]]
 
 
 def features(phase: Phase, vocabulary: int) -> datasets.Features:
-    """The columns of an item. `reason`: why a row was dropped, else empty."""
+    """The columns of an item. `reason`: why the row was dropped, or empty."""
     ids = datasets.List(datasets.Value("uint16" if vocabulary <= 2**16 else "int32"))
-    own: dict[Phase, dict[str, Any]] = {
+    phase_columns: dict[Phase, dict[str, Any]] = {
         "sft": {"ids": ids, "spans": datasets.List(datasets.Value("int32"))},
         "reward": {
             "prompt": ids,
@@ -38,35 +38,35 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
         },
         "ppo": {"ids": ids, "row": datasets.Value("string")},
     }
-    every = {"length": datasets.Value("int32"), "reason": datasets.Value("string")}
-    every |= dict.fromkeys(("prompt_cut", "response_cut"), datasets.Value("bool"))
-    return datasets.Features(own[phase] | every)
+    common = {"length": datasets.Value("int32"), "reason": datasets.Value("string")}
+    common |= dict.fromkeys(("prompt_cut", "response_cut"), datasets.Value("bool"))
+    return datasets.Features(phase_columns[phase] | common)
 
 
 def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -> Columns:
-    """The columns of some rows; `texts` are the rows as written by `data.build.gather`."""
+    """The columns of a batch of rows. texts: the rows as JSON, as `data.build.gather` wrote them."""
     columns: Columns = {name: [] for name in features(phase, 0)}
     for result, text in zip(encoded, texts, strict=True):
-        item, cut, reason = (None, Cut(), result) if isinstance(result, str) else (*result, "")
-        own = _EMPTY[phase] if item is None else _own_columns(item, text, cut)
-        every = {"prompt_cut": cut.prompt, "response_cut": cut.response, "reason": reason}
-        for name, value in (own | every).items():
+        item, cut, reason = (None, Truncation(), result) if isinstance(result, str) else (*result, "")
+        phase_columns = EMPTY_COLUMNS[phase] if item is None else _phase_columns(item, text, cut)
+        common = {"prompt_cut": cut.prompt, "response_cut": cut.response, "reason": reason}
+        for name, value in (phase_columns | common).items():
             columns[name].append(value)
     return columns
 
 
-_EMPTY: dict[Phase, dict[str, Any]] = {
+EMPTY_COLUMNS: dict[Phase, dict[str, Any]] = {
     "sft": {"ids": [], "spans": [], "length": 0},
     "reward": {"prompt": [], "chosen": [], "rejected": [], "margin": None, "length": 0, "shorter": 0},
     "ppo": {"ids": [], "row": "", "length": 0},
 }
 
 
-def _own_columns(item: Item, text: str, cut: Cut) -> dict[str, Any]:
+def _phase_columns(item: Item, text: str, cut: Truncation) -> dict[str, Any]:
     if isinstance(item, Demonstration):
         return {"ids": item.ids, "spans": [edge for span in item.spans for edge in span], "length": len(item.ids)}
     if isinstance(item, Prompt):
-        return {"ids": item.ids, "row": to_text(item.row, "ppo") if cut.prompt else text, "length": len(item.ids)}
+        return {"ids": item.ids, "row": row_to_json(item.row, "ppo") if cut.prompt else text, "length": len(item.ids)}
     start = item.prompt_length
     return {
         "prompt": item.chosen[:start],
@@ -84,7 +84,7 @@ def to_item(phase: Phase, columns: dict[str, Any]) -> Item:
         edges = columns["spans"]
         return Demonstration(tuple(columns["ids"]), tuple(zip(edges[::2], edges[1::2], strict=True)))
     if phase == "ppo":
-        return Prompt(tuple(columns["ids"]), from_text(columns["row"]))
+        return Prompt(tuple(columns["ids"]), row_from_json(columns["row"]))
     prompt = columns["prompt"]
     sides = (*prompt, *columns["chosen"]), (*prompt, *columns["rejected"])
     return Preference(*sides, len(prompt), columns["margin"])
@@ -97,31 +97,35 @@ class EncodeBatch:
         self._encoder = encoder
 
     def __call__(self, batch: Columns) -> Columns:
-        rows = [from_text(text) for text in batch["row"]]
+        rows = [row_from_json(text) for text in batch["row"]]
         return to_columns(self._encoder.phase, self._encoder(rows), batch["row"])
 
 
 def encode_file(
-    rows: Path, encoder: RowEncoder, folder: Path, workers: int, picked: np.ndarray, batch: int
+    rows: Path, encoder: RowEncoder, folder: Path, workers: int, positions: np.ndarray, batch: int
 ) -> np.ndarray:
-    """Tokenise the rows at positions `picked` of the file `rows` into `folder`/items-BATCH-*.arrow, in their order.
+    """Tokenise the rows at `positions` of the file `rows` into `folder`/items-BATCH-*.arrow, in that order.
 
-    batch: 0 for the first call, and one more for each that adds rows. Returns which can be used, bool [N].
+    batch: 0 for the first call, and one more for each further call. Returns which rows are usable, bool [N].
     """
-    if not len(picked):
+    if not len(positions):
         return np.zeros(0, dtype=bool)
     table = datasets.Dataset.from_file(str(rows))
-    if len(picked) < len(table):
-        table = table.select(picked)
-    if len(picked) > SMALL:
-        status(f"tokenising {len(picked):,} rows")
-    count = min(workers, -(-len(picked) // SMALL)) if len(picked) > SMALL else 1
-    (datasets.enable_progress_bars if len(picked) > SMALL and sys.stderr.isatty() else datasets.disable_progress_bars)()
+    if len(positions) < len(table):
+        table = table.select(positions)
+    if len(positions) > PARALLEL_MIN_ROWS:
+        status(f"tokenising {len(positions):,} rows")
+    processes = min(workers, -(-len(positions) // PARALLEL_MIN_ROWS)) if len(positions) > PARALLEL_MIN_ROWS else 1
+    (
+        datasets.enable_progress_bars
+        if len(positions) > PARALLEL_MIN_ROWS and sys.stderr.isatty()
+        else datasets.disable_progress_bars
+    )()
     name = f"items-{batch:03d}"
-    jobs = [partial(_encode_part, table, encoder, folder / name, part, count) for part in range(count)]
-    gc.freeze()  # what forked processes share with this one they then need not copy: 6 % less time, half the faults
+    jobs = [partial(_encode_part, table, encoder, folder / name, part, processes) for part in range(processes)]
+    gc.freeze()  # keeps pages shared with forked processes: 6 % less time, half the page faults
     try:
-        jobs[0]() if count == 1 else run_forked(jobs)
+        jobs[0]() if processes == 1 else run_forked(jobs)
     finally:
         gc.unfreeze()
     items = read_items(folder, name)
@@ -129,10 +133,10 @@ def encode_file(
     return np.array(items.data.column("reason"), object) == ""
 
 
-def _encode_part(table: datasets.Dataset, encoder: RowEncoder, file: Path, part: int, count: int) -> None:
+def _encode_part(table: datasets.Dataset, encoder: RowEncoder, file: Path, part: int, processes: int) -> None:
     if part > 0:
-        datasets.disable_progress_bars()  # that of the first one speaks for all
-    table.shard(count, part, contiguous=True).map(
+        datasets.disable_progress_bars()  # the bar of the first process stands for all
+    table.shard(processes, part, contiguous=True).map(
         EncodeBatch(encoder),
         batched=True,
         remove_columns=["row"],
@@ -140,11 +144,11 @@ def _encode_part(table: datasets.Dataset, encoder: RowEncoder, file: Path, part:
         cache_file_name=f"{file}-{part:05d}.arrow",
         new_fingerprint=f"items-{part}",
         load_from_cache_file=False,
-        desc="tokenising" + (f" (1 of {count} processes)" if count > 1 else ""),
+        desc="tokenising" + (f" (1 of {processes} processes)" if processes > 1 else ""),
     )
 
 
 def read_items(folder: Path, name: str = "items") -> datasets.Dataset | None:
-    """All items of `folder`, or of its files that begin with `name`, mapped into memory; None if there is none."""
+    """The items of the files in `folder` whose names begin with `name`, memory-mapped; None if there are none."""
     parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob(f"{name}*.arrow"))]
     return datasets.concatenate_datasets(parts) if parts else None

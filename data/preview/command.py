@@ -1,4 +1,4 @@
-"""`python -m data.preview`: rows as the model will see them, and what became of each, before anything is trained."""
+"""`python -m data.preview`: rows as the model will see them, and the outcome of each, before training."""
 
 import sys
 from typing import Literal
@@ -12,20 +12,20 @@ from rlhf.errors import UserError
 
 NAME = "python -m data.preview"
 MODELS = ("model", "actor")
-"""Models among what stages leave that the tokenizer may lie beside."""
+"""models in a stage's output directory that have a tokenizer"""
 
 
 class PreviewConfig(DataOptions):
-    """Which data to look at, and for which model. A stage with the same options finds the rows tokenised."""
+    """Which data to show, and for which model. A stage with the same options then finds the rows in the cache."""
 
     model: str = "opt-1.3b"
     """where the tokenizer comes from: directory, hub id, short name or .yaml"""
     phases: tuple[Literal["sft", "reward", "ppo"], ...] = Field(("sft", "reward", "ppo"), min_length=1)
     """phases to show"""
     rows: int = Field(3, ge=0)
-    """rows to show of each phase: the first ones of its training set"""
+    """rows to show of each phase: the first of its training rows"""
     loss_on: Literal["last", "every", "all"] = "last"
-    """what fine-tuning learns of a dialogue: the last assistant turn, every assistant turn, or everything"""
+    """what fine-tuning learns of a dialogue: the last assistant turn, every assistant turn, or all tokens"""
     objective: Literal["response", "text"] = "response"
     """of fine-tuning: response = learn responses to prompts; text = continued pretraining on packed plain text,
     in which a token attends to the texts before its own too"""
@@ -34,7 +34,7 @@ class PreviewConfig(DataOptions):
 
 
 def preview(options: PreviewConfig) -> list[str]:
-    """Print every phase that the data can serve; why not, of those that it cannot.
+    """Print every phase that the data can serve. Returns an error message for each other phase.
 
     Raises: UserError if there is no such tokenizer, or `output` cannot be written.
     """
@@ -44,34 +44,34 @@ def preview(options: PreviewConfig) -> list[str]:
     from rlhf.storage.manifests import resolve_model_path
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
-    place = resolve(resolve_model_path(options.model, *MODELS))
-    tokenizer = prepare_tokenizer(load_tokenizer(place), options.chat_template)
+    path = resolve(resolve_model_path(options.model, *MODELS))
+    tokenizer = prepare_tokenizer(load_tokenizer(path), options.chat_template)
     recipes = {
         "sft": Recipe("sft", options.loss_on, options.objective),
         "reward": Recipe("reward"),
         "ppo": Recipe("ppo"),
     }
-    screen = show.Screen(show.terminal(sys.stdout), tokenizer)
-    mistakes = []
+    screen = show.Screen(show.make_console(sys.stdout), tokenizer)
+    errors = []
     for phase in dict.fromkeys(options.phases):
         try:
-            opened = open_datasets(options, recipes[phase], tokenizer)
-        except UserError as mistake:
-            mistakes.append(str(mistake))
+            datasets = open_datasets(options, recipes[phase], tokenizer)
+        except UserError as error:
+            errors.append(str(error))
             continue
-        screen.show(opened, recipes[phase], options.rows)
+        screen.show(datasets, recipes[phase], options.rows)
         if options.output is not None:
-            show.export(opened, options.output)
-    return list(dict.fromkeys(mistakes))
+            show.export(datasets, options.output)
+    return list(dict.fromkeys(errors))
 
 
 def main() -> int:
-    """Exit code 2 if some phase cannot be served; each reason is one line on stderr, said once."""
+    """Exit code 2 if the data cannot serve some phase. Each different reason is one line on stderr."""
     options = parser.parse(
         PreviewConfig, sys.argv[1:], console.program(NAME), "Show the data as the model will see it."
     )
     console.quiet_libraries()
-    mistakes = preview(options)
-    for mistake in mistakes:
-        print(f"error: {mistake}", file=sys.stderr)
-    return 2 if mistakes else 0
+    errors = preview(options)
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return 2 if errors else 0

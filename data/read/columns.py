@@ -1,6 +1,7 @@
-"""A record's columns by type, and the prompts of rows: what the adapters in data/sources are written in.
+"""Typed access to the columns of a record, and prompts built from rows. The adapters in data/sources use it.
 
-A column that is missing or holds something else raises UserError: `file:line: column: got 3, expected a number`.
+A missing column, or a value of another type, raises UserError: `file:line: column: got 3, expected a number`. The
+parameter `location` of all functions is that `file:line`.
 """
 
 import contextlib
@@ -9,100 +10,103 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from data.read.records import Record, Unusable, names, shown, text
+from data.read.records import Record, Unusable, column_names, read_text, short_json
 from rlhf.errors import UserError
 from rlhf.types import Message
 
 ROLES = ("system", "user", "assistant")
 
 
-def value(record: Record, column: str, where: str) -> Any:
-    """Whatever is in one column."""
+def read_value(record: Record, column: str, location: str) -> Any:
+    """The value in one column, of any type."""
     if column not in record:
-        raise UserError(f"{where}: no column '{column}'; have {names(record)}")
+        raise UserError(f"{location}: no column '{column}'; have {column_names(record)}")
     return record[column]
 
 
-def number(record: Record, column: str, where: str) -> float:
-    """A finite number. True and False are none."""
-    found = value(record, column, where)
-    if not isinstance(found, bool) and isinstance(found, int | float):
+def read_number(record: Record, column: str, location: str) -> float:
+    """A finite number. True and False are not numbers."""
+    value = read_value(record, column, location)
+    if not isinstance(value, bool) and isinstance(value, int | float):
         with contextlib.suppress(OverflowError):  # an integer may have any size
-            if math.isfinite(found):
-                return float(found)
-    raise _mistake(found, column, where, "a number")
+            if math.isfinite(value):
+                return float(value)
+    raise _wrong_type(value, column, location, "a number")
 
 
-def flag(record: Record, column: str, where: str) -> bool | None:
-    """True or False; None where the column is null or not there."""
-    found = record.get(column)
-    if found is not None and not isinstance(found, bool):
-        raise _mistake(found, column, where, "true, false or null")
-    return found
+def read_flag(record: Record, column: str, location: str) -> bool | None:
+    """True or False; None if the column is null or missing."""
+    value = record.get(column)
+    if value is not None and not isinstance(value, bool):
+        raise _wrong_type(value, column, location, "true, false or null")
+    return value
 
 
-def one_of(record: Record, column: str, where: str, allowed: Sequence[str | int]) -> Any:
+def read_choice(record: Record, column: str, location: str, allowed: Sequence[str | int]) -> Any:
     """A value that must be one of `allowed`."""
-    found = value(record, column, where)
-    if isinstance(found, bool) or found not in allowed:
-        raise _mistake(found, column, where, " or ".join(map(json.dumps, allowed)))
-    return found
+    value = read_value(record, column, location)
+    if isinstance(value, bool) or value not in allowed:
+        raise _wrong_type(value, column, location, " or ".join(map(json.dumps, allowed)))
+    return value
 
 
-def struct(record: Record, column: str, where: str) -> Record:
+def read_struct(record: Record, column: str, location: str) -> Record:
     """A record inside a record."""
-    found = value(record, column, where)
-    if not isinstance(found, dict):
-        raise _mistake(found, column, where, "an object with named columns")
-    return found
+    value = read_value(record, column, location)
+    if not isinstance(value, dict):
+        raise _wrong_type(value, column, location, "an object with named columns")
+    return value
 
 
-def items(record: Record, column: str, where: str) -> list[Any]:
-    """A list, empty perhaps."""
-    found = value(record, column, where)
-    if not isinstance(found, list):
-        raise _mistake(found, column, where, "a list")
-    return found
+def read_list(record: Record, column: str, location: str) -> list[Any]:
+    """A list, which may be empty."""
+    value = read_value(record, column, location)
+    if not isinstance(value, list):
+        raise _wrong_type(value, column, location, "a list")
+    return value
 
 
-def structs(record: Record, column: str, where: str) -> list[tuple[str, Record]]:
-    """(where, record) of each record in a list."""
-    places = [(f"{column}[{i}]", found) for i, found in enumerate(items(record, column, where))]
-    return [(f"{where}: {place}", struct({place: found}, place, where)) for place, found in places]
+def read_structs(record: Record, column: str, location: str) -> list[tuple[str, Record]]:
+    """(location, record) of each record in a list."""
+    elements = [(f"{column}[{i}]", value) for i, value in enumerate(read_list(record, column, location))]
+    return [(f"{location}: {name}", read_struct({name: value}, name, location)) for name, value in elements]
 
 
-def messages(record: Record, column: str, where: str) -> tuple[Message, ...]:
+def read_messages(record: Record, column: str, location: str) -> tuple[Message, ...]:
     """A list of messages {role, content}, at least one."""
-    found = structs(record, column, where)
-    if not found:
-        raise UserError(f"{where}: {column}: got [], expected a list of messages {{role, content}}")
-    return tuple(Message(one_of(one, "role", at, ROLES), text(one, "content", at)) for at, one in found)
+    structs = read_structs(record, column, location)
+    if not structs:
+        raise UserError(f"{location}: {column}: got [], expected a list of messages {{role, content}}")
+    return tuple(
+        Message(read_choice(struct, "role", item_location, ROLES), read_text(struct, "content", item_location))
+        for item_location, struct in structs
+    )
 
 
-def kept(record: Record, *columns: str) -> dict[str, Any]:
-    """Those of `columns` that are there, for reward functions."""
+def select_columns(record: Record, *columns: str) -> dict[str, Any]:
+    """Those of `columns` that the record has. They become the row's columns, for reward functions."""
     return {column: record[column] for column in columns if column in record}
 
 
-def asked(words: str) -> tuple[Message, ...]:
-    """The prompt of one user's message."""
-    return (Message("user", words),)
+def user_prompt(text: str) -> tuple[Message, ...]:
+    """A prompt of one user message."""
+    return (Message("user", text),)
 
 
-def dialogue(turns: Iterable[tuple[str, str]]) -> tuple[Message, ...]:
-    """Messages of (role, words), neighbouring turns of one speaker made one, as chat templates want them."""
-    joined: list[Message] = []
-    for role, words in turns:
-        if joined and joined[-1].role == role:
-            words = f"{joined.pop().content}\n\n{words}".strip()
-        joined.append(Message(role, words))
-    return tuple(joined)
+def merge_turns(turns: Iterable[tuple[str, str]]) -> tuple[Message, ...]:
+    """Messages from (role, text). Consecutive turns of one role are merged, because chat templates alternate roles."""
+    merged: list[Message] = []
+    for role, text in turns:
+        if merged and merged[-1].role == role:
+            text = f"{merged.pop().content}\n\n{text}".strip()
+        merged.append(Message(role, text))
+    return tuple(merged)
 
 
-def before_response(turns: Sequence[Message]) -> tuple[Message, ...]:
-    """The prompt that `turns` are, without an empty last turn of the assistant, which only opens the response.
+def as_prompt(turns: Sequence[Message]) -> tuple[Message, ...]:
+    """`turns` as a prompt. An empty last assistant turn is removed, because it only opens the response.
 
-    Raises: Unusable if it does not end in the user's turn.
+    Raises: Unusable if the prompt does not end in the user's turn.
     """
     prompt = tuple(turns[:-1] if turns and turns[-1] == Message("assistant", "") else turns)
     if not prompt or prompt[-1].role != "user":
@@ -110,10 +114,10 @@ def before_response(turns: Sequence[Message]) -> tuple[Message, ...]:
     return prompt
 
 
-def opening(prompt: Sequence[Message]) -> str:
-    """The user's first words: the group that keeps a dialogue and its continuations in one split."""
+def first_user_text(prompt: Sequence[Message]) -> str:
+    """The first user message. As a row's group, it keeps a dialogue and its continuations in one split."""
     return next((message.content for message in prompt if message.role == "user"), "")
 
 
-def _mistake(found: object, column: str, where: str, expected: str) -> UserError:
-    return UserError(f"{where}: {column}: got {shown(found)}, expected {expected}")
+def _wrong_type(value: object, column: str, location: str, expected: str) -> UserError:
+    return UserError(f"{location}: {column}: got {short_json(value)}, expected {expected}")

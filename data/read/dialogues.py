@@ -1,14 +1,14 @@
-"""Messages in the columns of a record, in the ways that datasets write them.
+"""Dialogues in the columns of a record, in the forms that datasets use.
 
-Text is a string, or a list of messages {role, content} or {from, value}. A string that begins `\\n\\nHuman:` is a
-dialogue.
+A column holds text, or a list of messages {role, content} or {from, value}. Text that begins with `\\n\\nHuman:` is a
+transcript: a dialogue written as one text.
 """
 
 import re
 from itertools import pairwise
 
-from data.read.columns import before_response, dialogue
-from data.read.records import Record, checked, shown, text
+from data.read.columns import as_prompt, merge_turns
+from data.read.records import Record, read_text, require_text, short_json
 from rlhf.errors import UserError
 from rlhf.types import Message
 
@@ -24,136 +24,139 @@ ROLES = {
     "system": "system",
     "developer": "system",
 }
-DIALOGUE = re.compile(r"\s*Human:")
+TRANSCRIPT = re.compile(r"\s*Human:")
 TURN = re.compile(r"(?:^|\s+)(Human|Assistant):")
 
 
-def messages(record: Record, column: str, where: str) -> tuple[Message, ...]:
-    """A list of messages, at least one; neighbouring ones of one role become one."""
+def read_dialogue(record: Record, column: str, location: str) -> tuple[Message, ...]:
+    """A list of messages, at least one. Consecutive messages of one role are merged."""
     values = record[column]
     if not isinstance(values, list) or not values:
-        raise UserError(f"{where}: {column}: got {shown(values)}, expected a list of messages {{role, content}}")
-    turns = tuple([_message(value, where, column, i) for i, value in enumerate(values)])
-    if any(one.role == other.role for one, other in pairwise(turns)):
-        return dialogue((turn.role, turn.content) for turn in turns)
+        raise UserError(
+            f"{location}: {column}: got {short_json(values)}, expected a list of messages {{role, content}}"
+        )
+    turns = tuple([_read_message(value, location, column, i) for i, value in enumerate(values)])
+    if any(turn.role == following.role for turn, following in pairwise(turns)):
+        return merge_turns((turn.role, turn.content) for turn in turns)
     return turns
 
 
-def _message(value: object, where: str, column: str, i: int) -> Message:
+def _read_message(value: object, location: str, column: str, i: int) -> Message:
+    location = f"{location}: {column}[{i}]"
     if not isinstance(value, dict):
-        raise UserError(f"{where}: {column}[{i}]: got {shown(value)}, expected a message {{role, content}}")
+        raise UserError(f"{location}: got {short_json(value)}, expected a message {{role, content}}")
     role, content = value.get("role"), value.get("content")
     role = value.get("from") if role is None else role
     content = value.get("value") if content is None else content
     if not isinstance(role, str):
-        raise UserError(f"{where}: {column}[{i}]: got {shown(value)}, expected a message with a role")
-    known = ROLES.get(role) or ROLES.get(role.lower())
-    if not known:
+        raise UserError(f"{location}: got {short_json(value)}, expected a message with a role")
+    standard_role = ROLES.get(role) or ROLES.get(role.lower())
+    if not standard_role:
         expected = "expected system, user or assistant (or human, gpt); calls of tools cannot be used"
-        raise UserError(f"{where}: {column}[{i}]: got the role {shown(role)}, {expected}")
+        raise UserError(f"{location}: got the role {short_json(role)}, {expected}")
     if type(content) is str and content.isascii():
-        return Message(known, content)
-    return Message(known, checked(content, f"{where}: {column}[{i}].content"))
+        return Message(standard_role, content)
+    return Message(standard_role, require_text(content, f"{location}.content"))
 
 
-def prompt_in(record: Record, column: str, where: str) -> tuple[Message, ...]:
+def read_prompt(record: Record, column: str, location: str) -> tuple[Message, ...]:
     """The prompt in a column, which ends in the user's turn.
 
-    An `instruction` has its `input` or `context` on the next line; `history` is the pairs [said, replied] before it,
-    and `system` a message before all.
+    The text of an `input` or `context` column follows an `instruction` on the next line. A `history` column holds the
+    earlier turns as pairs [user, assistant]. The text of a `system` column becomes the first message.
     Raises: UserError, Unusable.
     """
     if isinstance(record[column], list):
-        return after_system(record, before_response(messages(record, column, where)), where)
-    words = text(record, column, where)
+        return with_system_message(record, as_prompt(read_dialogue(record, column, location)), location)
+    text = read_text(record, column, location)
+    history: tuple[Message, ...] = ()
     if column == "instruction":
-        parts = (optional(record, part, where) for part in ("input", "context"))
-        words = "\n".join(filter(None, (words, *parts)))
-        before = _history(record, where)
-    else:
-        before = ()
-    turns = _turns(words, f"{where}: {column}") if _is_dialogue(words) else (Message("user", words),)
-    return after_system(record, before + turns, where)
+        inputs = (read_optional_text(record, name, location) for name in ("input", "context"))
+        text = "\n".join(filter(None, (text, *inputs)))
+        history = _read_history(record, location)
+    turns = _parse_prompt(text, f"{location}: {column}") if _is_transcript(text) else (Message("user", text),)
+    return with_system_message(record, history + turns, location)
 
 
-def _is_dialogue(words: str) -> bool:
-    """Whether a text begins with the speaker `Human:`; its paragraphs show that, or the `Assistant:` at its end."""
-    return bool(DIALOGUE.match(words)) and (_in_paragraphs(words) or words.rstrip().endswith("Assistant:"))
+def _is_transcript(text: str) -> bool:
+    """Whether a text begins with `Human:` and either has turns in paragraphs or ends in `Assistant:`."""
+    return bool(TRANSCRIPT.match(text)) and (_has_paragraphs(text) or text.rstrip().endswith("Assistant:"))
 
 
-def _in_paragraphs(words: str) -> bool:
-    return words.startswith("\n\n") or "\n\nAssistant:" in words
+def _has_paragraphs(text: str) -> bool:
+    return text.startswith("\n\n") or "\n\nAssistant:" in text
 
 
-def parse_dialogue(words: str, where: str) -> tuple[Message, ...]:
-    """The turns of a dialogue written as `\\n\\nHuman: ...\\n\\nAssistant: ...`, without the spaces around them.
+def parse_transcript(text: str, location: str) -> tuple[Message, ...]:
+    """The turns of `\\n\\nHuman: ...\\n\\nAssistant: ...`, without the spaces around them.
 
-    Neighbouring turns of one speaker, which a turn that quotes a marker leaves behind, become one.
-    Raises: UserError if the text does not begin with a human's turn.
+    Consecutive turns of one speaker are merged; a turn that quotes a marker splits into such turns.
+    Raises: UserError if the text does not begin with a human turn.
     """
-    before, *parts = re.split(r"(?:^|\n\n)(Human|Assistant):", words)
+    before, *parts = re.split(r"(?:^|\n\n)(Human|Assistant):", text)
     if before.strip() or not parts or parts[0] != "Human":
-        raise UserError(f"{where}: got text that begins {words[:20]!r}, expected a dialogue: '\\n\\nHuman: ...'")
-    return dialogue((ROLES[who.lower()], said.strip()) for who, said in zip(parts[::2], parts[1::2], strict=True))
-
-
-def _turns(words: str, where: str) -> tuple[Message, ...]:
-    """The turns of a dialogue whose speakers begin paragraphs, or stand anywhere (` Human: ... Assistant:`)."""
-    if _in_paragraphs(words):
-        return before_response(parse_dialogue(words.lstrip(), where))
-    _, *parts = TURN.split(words)
+        raise UserError(f"{location}: got text that begins {text[:20]!r}, expected a dialogue: '\\n\\nHuman: ...'")
     turns = zip(parts[::2], parts[1::2], strict=True)
-    return before_response(dialogue((ROLES[speaker.lower()], said.strip()) for speaker, said in turns))
+    return merge_turns((ROLES[speaker.lower()], turn.strip()) for speaker, turn in turns)
 
 
-def optional(record: Record, column: str, where: str) -> str:
-    """The text in a column; empty where it is null or not there."""
-    return "" if record.get(column) is None else text(record, column, where)
+def _parse_prompt(text: str, location: str) -> tuple[Message, ...]:
+    """The turns of a transcript. Speakers begin paragraphs, or follow any space (` Human: ... Assistant:`)."""
+    if _has_paragraphs(text):
+        return as_prompt(parse_transcript(text.lstrip(), location))
+    _, *parts = TURN.split(text)
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return as_prompt(merge_turns((ROLES[speaker.lower()], turn.strip()) for speaker, turn in turns))
 
 
-def _history(record: Record, where: str) -> tuple[Message, ...]:
+def read_optional_text(record: Record, column: str, location: str) -> str:
+    """The text in a column; empty if the column is null or missing."""
+    return "" if record.get(column) is None else read_text(record, column, location)
+
+
+def _read_history(record: Record, location: str) -> tuple[Message, ...]:
     turns: list[Message] = []
     pairs = record.get("history") or []
     if not isinstance(pairs, list):
-        raise UserError(f"{where}: history: got {shown(pairs)}, expected a list of pairs")
+        raise UserError(f"{location}: history: got {short_json(pairs)}, expected a list of pairs [user, assistant]")
     for i, pair in enumerate(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise UserError(f"{where}: history[{i}]: got {shown(pair)}, expected [what the user said, the reply]")
-        said = [checked(words, f"{where}: history[{i}]") for words in pair]
-        turns += [Message("user", said[0]), Message("assistant", said[1])]
+            raise UserError(f"{location}: history[{i}]: got {short_json(pair)}, expected a pair [user, assistant]")
+        user, assistant = (require_text(text, f"{location}: history[{i}]") for text in pair)
+        turns += [Message("user", user), Message("assistant", assistant)]
     return tuple(turns)
 
 
-def after_system(record: Record, prompt: tuple[Message, ...], where: str) -> tuple[Message, ...]:
-    """The prompt behind the message in the column `system`, unless it has a system message of its own."""
-    words = optional(record, "system", where)
-    return (Message("system", words), *prompt) if words and (not prompt or prompt[0].role != "system") else prompt
+def with_system_message(record: Record, prompt: tuple[Message, ...], location: str) -> tuple[Message, ...]:
+    """The prompt, preceded by the text in the column `system` unless it has a system message already."""
+    text = read_optional_text(record, "system", location)
+    return (Message("system", text), *prompt) if text and (not prompt or prompt[0].role != "system") else prompt
 
 
-def response_in(record: Record, column: str, where: str) -> tuple[tuple[Message, ...], str]:
-    """(the messages before the response, which many datasets repeat here; the response)."""
+def read_response(record: Record, column: str, location: str) -> tuple[tuple[Message, ...], str]:
+    """(messages before the response, the response). Many datasets repeat the prompt before each response."""
     value = record[column]
     if not isinstance(value, list | dict):
-        return (), text(record, column, where)
-    *before, last = messages({column: value if isinstance(value, list) else [value]}, column, where)
+        return (), read_text(record, column, location)
+    *before, last = read_dialogue({column: value if isinstance(value, list) else [value]}, column, location)
     if last.role != "assistant":
-        raise UserError(f"{where}: {column}: got a last message of role '{last.role}', expected 'assistant'")
+        raise UserError(f"{location}: {column}: got a last message of role '{last.role}', expected 'assistant'")
     return tuple(before), last.content
 
 
-def joined(record: Record, column: str, before: tuple[Message, ...], where: str) -> tuple[Message, ...]:
-    """The prompt in a column, and the messages before the response as far as they do not repeat it."""
-    prompt = prompt_in(record, column, where)
+def join_prompt(record: Record, column: str, before: tuple[Message, ...], location: str) -> tuple[Message, ...]:
+    """The prompt in a column, followed by those messages `before` the response that do not repeat it."""
+    prompt = read_prompt(record, column, location)
     if not before:
         return prompt
     if isinstance(record[column], str) or before[: len(prompt)] == prompt:
-        return after_system(record, before_response(before), where)
-    return before_response(prompt + before)
+        return with_system_message(record, as_prompt(before), location)
+    return as_prompt(prompt + before)
 
 
-def reply(record: Record, prompt_column: str, response: str) -> str:
-    """A response as it is; after a dialogue in one string, without the spaces and the speaker before it."""
+def strip_speaker(record: Record, prompt_column: str, response: str) -> str:
+    """The response; if the prompt is a transcript, without the speaker `Assistant:` and the spaces around it."""
     prompt = record[prompt_column]
-    if isinstance(prompt, str) and _is_dialogue(prompt):
+    if isinstance(prompt, str) and _is_transcript(prompt):
         return response.strip().removeprefix("Assistant:").strip()
     return response

@@ -1,7 +1,7 @@
-"""Rows written as JSON: one a line, or one array, read in pieces so that it may be larger than the memory.
+"""Rows written as JSON: one per line, or one array, which is read in chunks because it may be larger than the memory.
 
-Python's reader lets a key that comes twice and NaN pass. The hook that sees them adds 0.4 us to a row of 600 bytes;
-what makes `json.loads` slow with a hook (1.5 us) is that it builds a decoder for every call.
+Python's decoder accepts NaN and repeated keys. The hook that refuses them adds 0.4 us to a row of 600 bytes. Passing
+the hook to `json.loads` would cost 1.5 us, because it builds a decoder for every call.
 """
 
 import codecs
@@ -18,45 +18,52 @@ from data.read.records import Record, Skipped
 from rlhf.errors import UserError
 
 SPACE = " \t\r\n"
-MARK = re.compile(rf"[^{SPACE}]")
-PIECE = 1 << 20
-"""bytes of an array read at once"""
-LONGEST_WORD = 16
-"""characters: a word such as -Infinity, an escape, or the 1e-05 that began as 1 may be cut by the end of a piece"""
-KINDS = {list: "an array", str: "text", int: "a number", float: "a number", bool: "true or false", NoneType: "null"}
+NOT_SPACE = re.compile(rf"[^{SPACE}]")
+CHUNK_BYTES = 1 << 20
+"""bytes of an array that are read at once"""
+MAX_TOKEN = 16
+"""characters of the longest token that the end of a chunk may split unnoticed: -Infinity, an escape, 1e-05 after 1"""
+TYPE_NAMES = {
+    list: "an array",
+    str: "text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+}
 
 
-def parse_record(line: str, where: str) -> Record:
+def parse_record(line: str, location: str) -> Record:
     """The object on one line, which is not blank.
 
-    Raises: UserError for what is no JSON, a key that comes twice, NaN, or another value than an object.
+    Raises: UserError if it is not valid JSON, has a repeated key or NaN, or is not an object.
     """
     try:
-        value = _parse(line.rstrip(SPACE))
+        value = _parse_line(line.rstrip(SPACE))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON: {_reason(error)}; mend or remove the line") from None
+        raise UserError(f"{location}: not valid JSON: {_reason(error)}; fix or remove the line") from None
     if type(value) is not dict:
-        raise UserError(_no_object(value, where))
+        raise UserError(_not_an_object(value, location))
     return value
 
 
-def _parse(line: str) -> Any:
+def _parse_line(line: str) -> Any:
     if line[0] in SPACE:
         return DECODER.decode(line)
     value, end = DECODER.raw_decode(line)
-    return value if end == len(line) else DECODER.decode(line)  # which says what follows
+    return value if end == len(line) else DECODER.decode(line)  # raises the error for what follows the value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Record:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> Record:
     record = dict(pairs)
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {json.dumps(twice)[:60]} is there twice")
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {json.dumps(repeated)[:60]} is repeated")
     return record
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"got {constant}, expected a finite number or null")
 
 
@@ -68,112 +75,112 @@ def _reason(error: ValueError | RecursionError) -> str:
     return "a number has too many digits" if str(error).startswith("Exceeds the limit") else str(error)
 
 
-def _no_object(value: Any, where: str) -> str:
-    return f"{where}: got {KINDS[type(value)]}, expected an object with named columns"
+def _not_an_object(value: Any, location: str) -> str:
+    return f"{location}: got {TYPE_NAMES[type(value)]}, expected an object with named columns"
 
 
-DECODER = JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
-LENIENT = JSONDecoder(parse_int=str, parse_float=str)
+DECODER = JSONDecoder(object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant)
+LENIENT_DECODER = JSONDecoder(parse_int=str, parse_float=str)
 """finds the end of a value that DECODER refuses"""
 
 
-def array_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Record | Skipped]]:
-    """(where, record) of each element of the array in a file; in place of one that is no row, why.
+def read_array(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Record | Skipped]]:
+    """(location, record) of each element of the array in a file; a Skipped replaces an element that is not a row.
 
-    Raises: UserError where the array itself is broken, for what follows cannot be told apart.
+    Raises: UserError if the array itself is broken, because the following elements cannot be separated.
     """
-    text = _Text(file, path)
-    text.take("[")
+    text = _JsonText(file, path)
+    text.expect("[")
     number = 0
-    mark = "," if text.next() != "]" else "]"
-    while mark == ",":
+    separator = "," if text.peek() != "]" else "]"
+    while separator == ",":
         number += 1
-        text.next()
-        where = f"{path}:{text.line}: row {number}"
-        value = text.value()
+        text.peek()
+        location = f"{path}:{text.line}: row {number}"
+        value = text.read_value()
         if isinstance(value, UserError):
-            yield where, Skipped(f"{where}: not valid JSON: {value}; mend or remove the row", bad=True)
+            yield location, Skipped(f"{location}: not valid JSON: {value}; fix or remove the row", bad=True)
         else:
-            yield where, value if type(value) is dict else Skipped(_no_object(value, where), bad=True)
-        mark = text.take(",]")
+            yield location, value if type(value) is dict else Skipped(_not_an_object(value, location), bad=True)
+        separator = text.expect(",]")
     if number == 0:
-        text.take("]")
-    if text.next():
-        raise text.mistake("something follows the array")
+        text.expect("]")
+    if text.peek():
+        raise text.error("something follows the array")
 
 
 @dataclass
-class _Text:
-    """The characters of a file, some of them at a time, and how far they have been read."""
+class _JsonText:
+    """The text of a file, of which a part is in memory, and the position of the parser in it."""
 
     file: IO[bytes]
     path: Path
     buffer: str = ""
     position: int = 0
     line: int = 1
-    """of the position"""
-    gone: int = 0
-    """characters before the buffer on the line it begins in"""
+    """line number of the position"""
+    columns_before: int = 0
+    """characters of the buffer's first line that are no longer in the buffer"""
     ended: bool = False
     decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
 
-    def next(self) -> str:
-        """The next character that is no white space, which becomes the position; empty at the end."""
+    def peek(self) -> str:
+        """Move to the next character that is not white space and return it; an empty text at the end of the file."""
         while True:
-            found = MARK.search(self.buffer, self.position)
-            self._advance(found.start() if found else len(self.buffer))
-            if found or self.ended:
-                return found[0] if found else ""
+            match = NOT_SPACE.search(self.buffer, self.position)
+            self._advance(match.start() if match else len(self.buffer))
+            if match or self.ended:
+                return match[0] if match else ""
             self._fill()
 
-    def take(self, marks: str) -> str:
-        """The next character, which must be one of `marks`."""
-        found = self.next()
-        if not found or found not in marks:
-            got = json.dumps(found) if found else "the end of the file (is it cut off?)"
-            raise self.mistake(f"got {got}, expected {' or '.join(repr(mark) for mark in marks)}")
+    def expect(self, characters: str) -> str:
+        """Read the next character, which must be one of `characters`."""
+        character = self.peek()
+        if not character or character not in characters:
+            got = json.dumps(character) if character else "the end of the file (is it cut off?)"
+            raise self.error(f"got {got}, expected {' or '.join(map(repr, characters))}")
         self._advance(self.position + 1)
-        return found
+        return character
 
-    def value(self) -> Any:
-        """The value at the position; a UserError in place of one that is refused but whose end is plain."""
+    def read_value(self) -> Any:
+        """Read the value at the position; a UserError if the value is refused but its end is known."""
         while True:
-            found, end = self._scan()
-            if end < len(self.buffer) - LONGEST_WORD or self.ended:
+            value, end = self._scan()
+            if end < len(self.buffer) - MAX_TOKEN or self.ended:
                 self._advance(end)
-                return found
+                return value
             self._fill()
 
-    def mistake(self, what: str, position: int | None = None) -> UserError:
+    def error(self, message: str, position: int | None = None) -> UserError:
         position = self.position if position is None else position
         line = self.line + self.buffer.count("\n", self.position, position)
         start = self.buffer.rfind("\n", 0, position) + 1
-        column = position - start + 1 + (0 if start else self.gone)
-        what = what.removesuffix(" at")
+        column = position - start + 1 + (0 if start else self.columns_before)
+        message = message.removesuffix(" at")
         return UserError(
-            f"{self.path}:{line}: not valid JSON: {what} at column {column}; expected one array of objects"
+            f"{self.path}:{line}: not valid JSON: {message} at column {column}; expected one array of objects"
         )
 
     def _scan(self) -> tuple[Any, int]:
-        """(value, its end); the end of the buffer if there must be more of it."""
+        """(value, its end); the end is that of the buffer if more text must be read first."""
         try:
             return DECODER.raw_decode(self.buffer, self.position)
         except JSONDecodeError as error:
-            return None, self._cut(error)
+            return None, self._incomplete_end(error)
         except (ValueError, RecursionError) as error:
             refused = UserError(_reason(error))
         try:
-            return refused, LENIENT.raw_decode(self.buffer, self.position)[1]
+            return refused, LENIENT_DECODER.raw_decode(self.buffer, self.position)[1]
         except JSONDecodeError as error:
-            return None, self._cut(error)
+            return None, self._incomplete_end(error)
         except RecursionError:
-            raise self.mistake("nested too deeply") from None
+            raise self.error("nested too deeply") from None
 
-    def _cut(self, error: JSONDecodeError) -> int:
-        """Go on reading if the value may only be cut by the end of the buffer."""
-        cut = error.msg.startswith("Unterminated string") or error.pos > len(self.buffer) - LONGEST_WORD
-        if self.ended or not cut:
-            raise self.mistake(error.msg, error.pos)
+    def _incomplete_end(self, error: JSONDecodeError) -> int:
+        """The end of the buffer, if the value may continue after it. Raises: UserError otherwise."""
+        incomplete = error.msg.startswith("Unterminated string") or error.pos > len(self.buffer) - MAX_TOKEN
+        if self.ended or not incomplete:
+            raise self.error(error.msg, error.pos)
         return len(self.buffer)
 
     def _advance(self, position: int) -> None:
@@ -182,15 +189,15 @@ class _Text:
             self.position = position
 
     def _fill(self) -> None:
-        """Drop what is read, and read as much again as is left: a long value is scanned a few times only."""
+        """Drop the text before the position and read at least as much as is left: long values then need few scans."""
         start = self.buffer.rfind("\n", 0, self.position) + 1
-        self.gone = self.position - start + (0 if start else self.gone)
+        self.columns_before = self.position - start + (0 if start else self.columns_before)
         self.buffer = self.buffer[self.position :]
         self.position = 0
-        piece = self.file.read(max(PIECE, len(self.buffer)))
-        self.ended = not piece
+        chunk = self.file.read(max(CHUNK_BYTES, len(self.buffer)))
+        self.ended = not chunk
         try:
-            self.buffer += self.decoder.decode(piece, final=self.ended)
+            self.buffer += self.decoder.decode(chunk, final=self.ended)
         except UnicodeDecodeError as error:
             line = self.line + self.buffer.count("\n") + error.object.count(b"\n", 0, error.start)
             offset = self.file.tell() - len(error.object) + error.start

@@ -1,4 +1,4 @@
-"""What a source gives, and what one of its records must hold."""
+"""Records as a file holds them, and the protocol of a source, which turns them into rows."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -11,82 +11,84 @@ from rlhf.types import Row
 Phase = Literal["sft", "reward", "ppo"]
 
 Record = dict[str, Any]
+"""column -> value, of one line of a file or one row of a table"""
 
 
 class Unusable(Exception):
-    """A sound row that has nothing to train on; the message is the reason it is counted under."""
+    """A valid row that cannot be trained on, such as a tie. The message is the reason under which it is counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """What stands in place of a row that cannot be used."""
+    """Replaces a row that cannot be used."""
 
     reason: str
-    """the reason it is counted under; of a bad row the whole message, `file:line: what`"""
+    """the reason under which the row is counted; for a bad row the whole message, `file:line: what`"""
     bad: bool = False
-    """a mistake in the data, which stops the run unless skip_bad_rows allows for it"""
+    """the data has an error, which stops the run unless skip_bad_rows allows it"""
 
 
 class Source(Protocol):
-    """What the pipeline asks of a source, which `build(config, place)` of a file in data/sources returns.
+    """What the pipeline requires of a source, which `build(config, path)` of a file in data/sources returns.
 
-    `rows` is required. A member with a value below is optional, and has that value if it is missing.
+    `rows` is required. The members with a default value below are optional.
     """
 
     remote: bool = False
-    """whether the hub must be asked what is there"""
+    """whether the source reads from the hub"""
     streaming: bool = False
-    """whether the rows are read only as far as needed, as they may have no end"""
+    """whether the rows are read only as far as needed, because there may be no last one"""
     fingerprint: Callable[[Phase], str | None] | None = None
-    """(phase) -> a text that changes whenever the rows do; None, or a result of None: the rows are read to see that"""
+    """(phase) -> a text that changes whenever the rows change; if it is None or returns None, all rows are read to
+    compute one"""
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
-        """The rows for one phase, the same ones in the same order every time.
+        """The rows for one phase, always the same ones in the same order.
 
-        A row of prompts only will do for ppo, a demonstration for sft and ppo, a preference for all three.
+        A row with only a prompt serves ppo, a demonstration serves sft and ppo, a preference serves all three.
         """
         ...
 
 
-def text(record: Record, column: str, where: str) -> str:
+def read_text(record: Record, column: str, location: str) -> str:
     """The text in one column.
 
-    Raises: UserError if the column is missing or holds something else.
+    Raises: UserError if the column is missing or does not hold text.
     """
     try:
         value = record[column]
     except KeyError:
-        raise UserError(f"{where}: no column '{column}'; have {names(record)}") from None
+        raise UserError(f"{location}: no column '{column}'; have {column_names(record)}") from None
     if type(value) is str and value.isascii():
         return value
-    return checked(value, f"{where}: {column}")
+    return require_text(value, f"{location}: {column}")
 
 
-def checked(value: object, where: str) -> str:
-    """`value`, if it is text that UTF-8 can write.
+def require_text(value: object, location: str) -> str:
+    """`value`, if it is text that UTF-8 can encode.
 
-    Raises: UserError for another type, or half of a surrogate pair, which no tokenizer takes.
+    Raises: UserError for another type, or for half a surrogate pair, which no tokenizer accepts.
     """
     if not isinstance(value, str):
-        raise UserError(f"{where}: got {shown(value)}, expected text")
+        raise UserError(f"{location}: got {short_json(value)}, expected text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: got half a surrogate pair at character {error.start}, expected text") from None
+        raise UserError(f"{location}: got half a surrogate pair at character {error.start}, expected text") from None
     return value
 
 
-def shown(value: object) -> str:
-    """A value as JSON on one line, cut short."""
+def short_json(value: object) -> str:
+    """A value as JSON on one line of at most 60 characters."""
     try:
-        whole = json.dumps(value, default=str)
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, cycles, great depth
-        whole = f"a {type(value).__name__}"
-    return whole if len(whole) <= 60 else whole[:57] + "..."
+        line = json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are not text, cycles, deep nesting
+        line = f"a {type(value).__name__}"
+    return line if len(line) <= 60 else line[:57] + "..."
 
 
-def names(columns: Iterable[object]) -> str:
-    """Names of columns, for an error; in a file without a header they may be long."""
-    every = [name if name.isprintable() else ascii(name)[1:-1] for name in map(str, columns)]
-    short = [name if len(name) <= 40 else name[:37] + "..." for name in every]
+def column_names(columns: Iterable[object]) -> str:
+    """Names of columns for an error message, shortened: without a header line, a CSV file has cells as its names."""
+    printable = [name if name.isprintable() else ascii(name)[1:-1] for name in map(str, columns)]
+    short = [name if len(name) <= 40 else name[:37] + "..." for name in printable]
     return ", ".join(short[:30] + ["..."] * (len(short) > 30)) or "none"

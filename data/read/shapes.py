@@ -1,6 +1,6 @@
-"""The shapes that the columns of a record may have, and what a record of each shape holds.
+"""The shapes that the columns of a record may have, and a reader for each shape.
 
-A shape is named for the columns it needs, such as `prompt-chosen-rejected`.
+A shape is named after the columns that it requires, such as `prompt-chosen-rejected`.
 """
 
 import contextlib
@@ -9,253 +9,281 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from data.read.columns import before_response, number, opening
-from data.read.dialogues import after_system, joined, messages, optional, prompt_in, reply, response_in
-from data.read.records import Record, Unusable, names, shown, text
+from data.read.columns import as_prompt, first_user_text, read_number
+from data.read.dialogues import (
+    join_prompt,
+    read_dialogue,
+    read_optional_text,
+    read_prompt,
+    read_response,
+    strip_speaker,
+    with_system_message,
+)
+from data.read.records import Record, Unusable, column_names, read_text, short_json
 from data.read.table import Labelled, Parsed, Ranked
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 LABELS = {"true": True, "1": True, True: True, "false": False, "0": False, False: False}
-"""1 and 0, of any type of number, are True and False"""
+"""the numbers 1 and 0, of any type, count as true and false"""
 
-PAIR, ONE, LITTLE = 3, 2, 1
-"""how much a record of a shape holds: responses to choose from, a response, less"""
+PAIR, SINGLE, NO_RESPONSE = 2, 1, 0
+"""how many responses a record of a shape has; a ranked list counts as a pair"""
+SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What `read(record, where, rest)` needs; `rest` becomes the columns of the row."""
+    """The columns of a record and their reader, `read(record, location, extra)`; `extra` becomes the row's columns."""
 
     columns: tuple[str, ...]
-    """that must be there"""
-    holds: int
+    """required columns, in the order of the shape's name"""
+    responses: int
+    """PAIR, SINGLE or NO_RESPONSE"""
     read: Callable[[Record, str, dict[str, Any]], Parsed]
-    also: tuple[str, ...]
-    """that are taken in where they are there"""
+    optional: tuple[str, ...]
+    """columns that are used if the record has them"""
 
     @property
     def name(self) -> str:
         return "-".join(self.columns)
 
-    def takes(self, have: frozenset[str]) -> frozenset[str]:
-        """The columns that it reads of those there are."""
-        return have & {*self.columns, *self.also}
+    def used_columns(self, columns: frozenset[str]) -> frozenset[str]:
+        """Those of `columns` that the shape uses."""
+        return columns & {*self.columns, *self.optional}
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """The shape of a record, and which of its columns are left over."""
+class ShapeMatch:
+    """The shape of a record, and its columns that the shape does not use."""
 
     shape: Shape
-    rest: tuple[str, ...]
+    extra: tuple[str, ...]
 
 
 @lru_cache(maxsize=4096)
-def fit(columns: tuple[str, ...], name: str | None, mapped: frozenset[str]) -> Fit | str:
-    """The shape of records with these columns: the one called `name`, else the one that fits and takes all `mapped`.
+def match_shape(columns: tuple[str, ...], name: str | None, mapped: frozenset[str]) -> ShapeMatch | str:
+    """The shape of records with these columns, or an error message.
 
-    A pair before a single response before a prompt alone; of those the one that needs, or takes in, all that another
-    does and more.
-    If none fits, or several, or a prompt that has only one side of a pair beside it, what is wrong.
+    name: the shape that the user chose, or None. mapped: columns that the user renamed; the shape must use all of them.
+    Shapes with a pair precede those with a single response, and these precede prompts alone. Ties go to the shape that
+    requires the most columns, then to the one that uses the most.
+    The error is that no shape fits, that several fit, or that a prompt has only one side of a pair beside it.
     """
-    have = frozenset(columns)
-    fits = [shape for shape in SHAPES if name in (None, shape.name) and have.issuperset(shape.columns)]
-    fits = [shape for shape in fits if mapped <= {*shape.columns, *shape.also}]
-    fits = [shape for shape in fits if shape.holds == max(other.holds for other in fits)]
-    fits = [shape for shape in fits if not any(set(shape.columns) < set(other.columns) for other in fits)]
-    fits = [shape for shape in fits if not any(shape.takes(have) < other.takes(have) for other in fits)]
-    if not fits:
-        wanted = f"those of shape={name}: {', '.join(name.split('-'))}" if name else f"one of: {_known()}"
-        cure = "or say which is which: files,prompt=COLUMN,response=COLUMN:PLACE"
-        return f"got the columns {names(columns)}; expected {wanted}; {cure}"
-    half = have & {"chosen", "rejected"}
-    if name is None and len(half) == 1 and fits[0].holds == LITTLE:
-        other = "rejected" if "chosen" in half else "chosen"
-        cure = f"where it is meant so, write files,shape={fits[0].name}:PLACE"
-        return f"no column '{other}' beside '{min(half)}'; have {names(columns)}; {cure}"
-    if len(fits) > 1:
-        which = " and ".join(shape.name for shape in fits)
-        return f"the columns fit {which}; say which, as in files,shape={fits[0].name}:PLACE"
-    return Fit(fits[0], tuple(column for column in columns if column not in fits[0].takes(have)))
+    available = frozenset(columns)
+    shapes = [shape for shape in SHAPES if name in (None, shape.name) and available.issuperset(shape.columns)]
+    shapes = [shape for shape in shapes if mapped <= {*shape.columns, *shape.optional}]
+    shapes = [shape for shape in shapes if shape.responses == max(other.responses for other in shapes)]
+    shapes = [shape for shape in shapes if not any(set(shape.columns) < set(other.columns) for other in shapes)]
+    used = {shape: shape.used_columns(available) for shape in shapes}
+    shapes = [shape for shape in shapes if not any(used[shape] < used[other] for other in shapes)]
+    if not shapes:
+        expected = f"those of shape={name}: {', '.join(name.split('-'))}" if name else f"one of: {_list_shapes()}"
+        cure = "or map the columns: files,prompt=COLUMN,response=COLUMN:PATH"
+        return f"got the columns {column_names(columns)}; expected {expected}; {cure}"
+    present = available & {*SIDES}
+    if name is None and len(present) == 1 and shapes[0].responses == NO_RESPONSE:
+        missing = "rejected" if "chosen" in present else "chosen"
+        cure = f"if the rows are prompts only, write files,shape={shapes[0].name}:PATH"
+        return f"no column '{missing}' beside '{min(present)}'; have {column_names(columns)}; {cure}"
+    if len(shapes) > 1:
+        names = " and ".join(shape.name for shape in shapes)
+        return f"the columns fit the shapes {names}; choose one, as in files,shape={shapes[0].name}:PATH"
+    return ShapeMatch(shapes[0], tuple(column for column in columns if column not in used[shapes[0]]))
 
 
-def _known() -> str:
-    """`prompt/question, response; ...`: the shapes without a label, those that differ in the first column together."""
-    heads: dict[tuple[str, ...], list[str]] = {}
+def _list_shapes() -> str:
+    """`prompt/question, response; ...`: the shapes without a label, those that differ in the first column joined."""
+    first_columns: dict[tuple[str, ...], list[str]] = {}
     for shape in SHAPES:
-        if shape.columns[-1] != "label" and shape.columns != ("chosen", "rejected"):
-            heads.setdefault(shape.columns[1:], []).append(shape.columns[0])
-    return "; ".join(", ".join(("/".join(first), *others)) for others, first in heads.items())
+        if shape.columns[-1] != "label" and shape.columns != SIDES:
+            first_columns.setdefault(shape.columns[1:], []).append(shape.columns[0])
+    return "; ".join(", ".join(("/".join(first), *following)) for following, first in first_columns.items())
 
 
-SIDES = ("chosen", "rejected")
-
-
-def _pair(
-    prompt_column: str, record: Record, where: str, rest: dict[str, Any], columns: tuple[str, str] = SIDES
+def _read_pair(
+    prompt_column: str, record: Record, location: str, extra: dict[str, Any], columns: tuple[str, str] = SIDES
 ) -> Row:
-    before, chosen, rejected = _sides(record, where, columns)
-    prompt = joined(record, prompt_column, before, where)
-    chosen, rejected = (reply(record, prompt_column, response) for response in (chosen, rejected))
-    return Row(prompt, chosen, rejected, opening(prompt), _with_margin(rest, where))
+    before, chosen, rejected = _read_sides(record, location, columns)
+    prompt = join_prompt(record, prompt_column, before, location)
+    chosen, rejected = (strip_speaker(record, prompt_column, response) for response in (chosen, rejected))
+    return Row(prompt, chosen, rejected, first_user_text(prompt), _read_margin(extra, location))
 
 
-def _pair_alone(record: Record, where: str, rest: dict[str, Any]) -> Row:
-    """Two dialogues that begin alike, or two responses to `messages`."""
-    before, chosen, rejected = _sides(record, where)
+def _read_pair_without_prompt(record: Record, location: str, extra: dict[str, Any]) -> Row:
+    """Two dialogues with the same beginning, or two responses to the dialogue in `messages`."""
+    before, chosen, rejected = _read_sides(record, location)
     if before:
-        prompt = after_system(record, before_response(before), where)
+        prompt = with_system_message(record, as_prompt(before), location)
     elif "messages" in record:
-        prompt = prompt_in(record, "messages", where)
+        prompt = read_prompt(record, "messages", location)
     else:
         raise UserError(
-            f"{where}: chosen: got no prompt before it, and there is no column 'prompt'; {_no_prompt(record)}"
+            f"{location}: chosen: got no prompt before it, and there is no column 'prompt'; "
+            f"{_missing_prompt_cure(record)}"
         )
-    return Row(prompt, chosen, rejected, opening(prompt), _with_margin(rest, where))
+    return Row(prompt, chosen, rejected, first_user_text(prompt), _read_margin(extra, location))
 
 
-def _voted(record: Record, where: str, rest: dict[str, Any]) -> Row:
-    """Two responses and the one that a person prefers; Unusable until that is filled in."""
-    vote = optional(record, "preference", where).strip().lower()
+def _read_voted(record: Record, location: str, extra: dict[str, Any]) -> Row:
+    """Two responses and a person's preference. Raises: Unusable for a tie, and if the preference is empty."""
+    vote = read_optional_text(record, "preference", location).strip().lower()
     if vote in ("", "tie"):
         raise Unusable("tie" if vote else "no preference filled in")
     if vote not in ("a", "b"):
-        raise UserError(f"{where}: preference: got {shown(record['preference'])}, expected a, b, tie or nothing yet")
-    both = ("response_a", "response_b")
-    return _pair("prompt", record, where, rest, both if vote == "a" else both[::-1])
+        got = short_json(record["preference"])
+        raise UserError(f"{location}: preference: got {got}, expected a, b, tie or an empty text")
+    columns = ("response_a", "response_b")
+    return _read_pair("prompt", record, location, extra, columns if vote == "a" else columns[::-1])
 
 
-def _with_margin(rest: dict[str, Any], where: str) -> dict[str, Any]:
-    """The columns of a pair, the margin among them a number; in CSV it is text, and empty where there is none."""
-    margin = rest.get("margin")
+def _read_margin(extra: dict[str, Any], location: str) -> dict[str, Any]:
+    """The columns of a pair, with the margin as a number. CSV has it as text, which is empty if there is no margin."""
+    margin = extra.get("margin")
     if margin in (None, ""):
-        return rest
+        return extra
     if isinstance(margin, str):
         with contextlib.suppress(ValueError):
             margin = float(margin)
-    return rest | {"margin": number({"margin": margin}, "margin", where)}
+    return extra | {"margin": read_number({"margin": margin}, "margin", location)}
 
 
-def _no_prompt(record: Record) -> str:
+def _missing_prompt_cure(record: Record) -> str:
     if isinstance(record["chosen"], str) and record["chosen"].lstrip().startswith("Human:"):
-        return "dialogues written '\\n\\nHuman: ...' are read by hh_rlhf:PLACE"
-    return "say where the prompt is: files,prompt=COLUMN:PLACE"
+        return "for dialogues written '\\n\\nHuman: ...' write hh_rlhf:PATH"
+    return "name the column of the prompt: files,prompt=COLUMN:PATH"
 
 
-def _sides(record: Record, where: str, columns: tuple[str, str] = SIDES) -> tuple[tuple[Message, ...], str, str]:
-    """(messages before the responses, the better response, the worse one)."""
-    (before, chosen), (other, rejected) = (response_in(record, column, where) for column in columns)
-    if before != other:
-        raise UserError(f"{where}: {columns[0]} and {columns[1]} differ before their last message; expected one prompt")
+def _read_sides(
+    record: Record, location: str, columns: tuple[str, str] = SIDES
+) -> tuple[tuple[Message, ...], str, str]:
+    """(messages before the responses, response of the first column, response of the second)."""
+    (before, chosen), (before_rejected, rejected) = (read_response(record, column, location) for column in columns)
+    if before != before_rejected:
+        raise UserError(
+            f"{location}: {columns[0]} and {columns[1]} differ before their last message; expected one prompt"
+        )
     return before, chosen, rejected
 
 
-def _single(prompt_column: str, column: str, record: Record, where: str, rest: dict[str, Any]) -> Row | Ranked:
+def _read_single(prompt_column: str, column: str, record: Record, location: str, extra: dict[str, Any]) -> Row | Ranked:
     if column == "output" and isinstance(record[column], list):
-        return _best_first(prompt_in(record, prompt_column, where), record, column, where, rest)
-    before, response = response_in(record, column, where)
-    prompt = joined(record, prompt_column, before, where)
-    return Row(prompt, reply(record, prompt_column, response), None, opening(prompt), rest)
+        return _rank_by_order(read_prompt(record, prompt_column, location), record, column, location, extra)
+    before, response = read_response(record, column, location)
+    prompt = join_prompt(record, prompt_column, before, location)
+    return Row(prompt, strip_speaker(record, prompt_column, response), None, first_user_text(prompt), extra)
 
 
-def _ranked(prompt_column: str, record: Record, where: str, rest: dict[str, Any]) -> Ranked:
-    prompt = prompt_in(record, prompt_column, where)
+def _read_ranked(prompt_column: str, record: Record, location: str, extra: dict[str, Any]) -> Ranked:
+    prompt = read_prompt(record, prompt_column, location)
     if not isinstance(record["responses"], list):
-        raise UserError(f"{where}: responses: got {shown(record['responses'])}, expected a list of responses")
-    ranked = _best_first(prompt, record, "responses", where, rest)
+        got = short_json(record["responses"])
+        raise UserError(f"{location}: responses: got {got}, expected a list of responses")
+    ranked = _rank_by_order(prompt, record, "responses", location, extra)
     for column, sign in (("scores", 1), ("ranks", -1)):
         if record.get(column) is not None:
-            worths = _numbers(record, column, where, len(ranked.responses))
-            responses = [(words, sign * worth) for (words, _), worth in zip(ranked.responses, worths, strict=True)]
-            return Ranked(prompt, tuple(responses), ranked.group, rest)
+            values = _read_numbers(record, column, location, len(ranked.responses))
+            responses = [(text, sign * value) for (text, _), value in zip(ranked.responses, values, strict=True)]
+            return Ranked(prompt, tuple(responses), ranked.group, extra)
     return ranked
 
 
-def _best_first(prompt: tuple[Message, ...], record: Record, column: str, where: str, rest: dict[str, Any]) -> Ranked:
+def _rank_by_order(
+    prompt: tuple[Message, ...], record: Record, column: str, location: str, extra: dict[str, Any]
+) -> Ranked:
+    """The responses in a column, the best one first."""
     values = {f"{column}[{i}]": value for i, value in enumerate(record[column])}
     if not values:
         raise Unusable("no response")
-    responses = tuple((response_in(values, name, where)[1], -float(i)) for i, name in enumerate(values))
-    return Ranked(prompt, responses, opening(prompt), rest)
+    responses = tuple((read_response(values, name, location)[1], -float(i)) for i, name in enumerate(values))
+    return Ranked(prompt, responses, first_user_text(prompt), extra)
 
 
-def _numbers(record: Record, column: str, where: str, count: int) -> list[float]:
+def _read_numbers(record: Record, column: str, location: str, count: int) -> list[float]:
     values = record[column]
     if not isinstance(values, list) or len(values) != count:
-        raise UserError(f"{where}: {column}: got {shown(values)}, expected {count} numbers, one for each response")
-    named = {f"{column}[{i}]": value for i, value in enumerate(values)}
-    return [number(named, name, where) for name in named]
+        expected = f"{count} numbers, one for each response"
+        raise UserError(f"{location}: {column}: got {short_json(values)}, expected {expected}")
+    elements = {f"{column}[{i}]": value for i, value in enumerate(values)}
+    return [read_number(elements, name, location) for name in elements]
 
 
-def _labelled(shape: Shape, record: Record, where: str, rest: dict[str, Any]) -> Labelled:
-    row = shape.read(record, where, rest)
+def _read_labelled(shape: Shape, record: Record, location: str, extra: dict[str, Any]) -> Labelled:
+    row = shape.read(record, location, extra)
     if not isinstance(row, Row) or row.response is None:
-        raise UserError(f"{where}: got a label but no single response, expected one response that is good or bad")
+        raise UserError(f"{location}: got a label but no single response, expected one response that is good or bad")
     label = record["label"]
-    word = label.lower() if isinstance(label, str) else label
-    good = LABELS.get(word) if isinstance(word, str | int | float) else None
+    key = label.lower() if isinstance(label, str) else label
+    good = LABELS.get(key) if isinstance(key, str | int | float) else None
     if good is None:
-        cure = f"if it says something else, write files,shape={shape.name}:PLACE"
-        raise UserError(f"{where}: label: got {shown(label)}, expected true or false (good or bad); {cure}")
+        cure = f"if the column has another meaning, write files,shape={shape.name}:PATH"
+        got = short_json(label)
+        raise UserError(f"{location}: label: got {got}, expected true or false (good or bad); {cure}")
     return Labelled(row.prompt, row.response, good, row.group, row.columns)
 
 
-def _conversation(column: str, record: Record, where: str, rest: dict[str, Any]) -> Row:
-    turns = after_system(record, messages(record, column, where), where)
+def _read_conversation(column: str, record: Record, location: str, extra: dict[str, Any]) -> Row:
+    turns = with_system_message(record, read_dialogue(record, column, location), location)
     if turns[-1].role == "assistant":
-        return Row(turns[:-1], turns[-1].content, None, opening(turns), rest)
-    return Row(before_response(turns), None, None, opening(turns), rest)
+        return Row(turns[:-1], turns[-1].content, None, first_user_text(turns), extra)
+    return Row(as_prompt(turns), None, None, first_user_text(turns), extra)
 
 
-def _text(record: Record, where: str, rest: dict[str, Any]) -> Row:
-    return Row((), text(record, "text", where), None, "", rest)
+def _read_plain_text(record: Record, location: str, extra: dict[str, Any]) -> Row:
+    return Row((), read_text(record, "text", location), None, "", extra)
 
 
-def _prompt(record: Record, where: str, rest: dict[str, Any]) -> Row:
-    prompt = prompt_in(record, "prompt", where)
-    return Row(prompt, None, None, opening(prompt), rest)
+def _read_prompt_only(record: Record, location: str, extra: dict[str, Any]) -> Row:
+    prompt = read_prompt(record, "prompt", location)
+    return Row(prompt, None, None, first_user_text(prompt), extra)
 
 
-SYSTEM = ("system",)
-INSTRUCTION = ("system", "input", "context", "history")
-"""what goes with an instruction"""
+SYSTEM_COLUMN = ("system",)
+INSTRUCTION_COLUMNS = ("system", "input", "context", "history")
+"""optional columns of an instruction"""
 
 PAIRS = tuple(
-    Shape((column, "chosen", "rejected"), PAIR, partial(_pair, column), also)
-    for column, also in (
-        ("prompt", SYSTEM),
-        ("instruction", INSTRUCTION),
-        ("question", SYSTEM),
-        ("conversations", SYSTEM),
-        ("context", SYSTEM),
+    Shape((column, "chosen", "rejected"), PAIR, partial(_read_pair, column), optional)
+    for column, optional in (
+        ("prompt", SYSTEM_COLUMN),
+        ("instruction", INSTRUCTION_COLUMNS),
+        ("question", SYSTEM_COLUMN),
+        ("conversations", SYSTEM_COLUMN),
+        ("context", SYSTEM_COLUMN),
     )
 )
 RANKED = tuple(
-    Shape((column, "responses"), PAIR, partial(_ranked, column), (*also, "scores", "ranks"))
-    for column, also in (("prompt", SYSTEM), ("instruction", INSTRUCTION), ("question", SYSTEM))
+    Shape((column, "responses"), PAIR, partial(_read_ranked, column), (*optional, "scores", "ranks"))
+    for column, optional in (
+        ("prompt", SYSTEM_COLUMN),
+        ("instruction", INSTRUCTION_COLUMNS),
+        ("question", SYSTEM_COLUMN),
+    )
 )
 SINGLES = (
     *(
-        Shape((column, response), ONE, partial(_single, column, response), also)
-        for column, response, also in (
-            ("prompt", "completion", SYSTEM),
-            ("prompt", "response", SYSTEM),
-            ("instruction", "output", INSTRUCTION),
-            ("instruction", "response", INSTRUCTION),
-            ("question", "answer", SYSTEM),
-            ("question", "response", SYSTEM),
+        Shape((column, response), SINGLE, partial(_read_single, column, response), optional)
+        for column, response, optional in (
+            ("prompt", "completion", SYSTEM_COLUMN),
+            ("prompt", "response", SYSTEM_COLUMN),
+            ("instruction", "output", INSTRUCTION_COLUMNS),
+            ("instruction", "response", INSTRUCTION_COLUMNS),
+            ("question", "answer", SYSTEM_COLUMN),
+            ("question", "response", SYSTEM_COLUMN),
         )
     ),
-    *(Shape((column,), ONE, partial(_conversation, column), SYSTEM) for column in ("messages", "conversations")),
+    *(
+        Shape((column,), SINGLE, partial(_read_conversation, column), SYSTEM_COLUMN)
+        for column in ("messages", "conversations")
+    ),
 )
 SHAPES = (
     *PAIRS,
-    Shape(("chosen", "rejected"), PAIR, _pair_alone, ("system", "messages")),
-    Shape(("prompt", "response_a", "response_b", "preference"), PAIR, _voted, SYSTEM),
+    Shape(("chosen", "rejected"), PAIR, _read_pair_without_prompt, ("system", "messages")),
+    Shape(("prompt", "response_a", "response_b", "preference"), PAIR, _read_voted, SYSTEM_COLUMN),
     *RANKED,
     *SINGLES,
-    *(Shape((*shape.columns, "label"), ONE, partial(_labelled, shape), shape.also) for shape in SINGLES),
-    Shape(("text",), LITTLE, _text, ()),
-    Shape(("prompt",), LITTLE, _prompt, SYSTEM),
+    *(Shape((*shape.columns, "label"), SINGLE, partial(_read_labelled, shape), shape.optional) for shape in SINGLES),
+    Shape(("text",), NO_RESPONSE, _read_plain_text, ()),
+    Shape(("prompt",), NO_RESPONSE, _read_prompt_only, SYSTEM_COLUMN),
 )

@@ -1,4 +1,4 @@
-"""A table of records, in files or on the hub, read through the `parse` of one adapter."""
+"""A source over records: reads them from files or the hub, and parses each with the `parse` of an adapter."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from data.read.places import HubDataset, Place, TableConfig
-from data.read.records import Phase, Record, Skipped, Unusable, names
+from data.read.paths import HubDataset, RecordReader, TableConfig
+from data.read.records import Phase, Record, Skipped, Unusable, column_names
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
-DEEPEST = 100
-"""levels of lists and mappings in a column: Python's readers and writers of JSON end at some 900"""
+MAX_DEPTH = 100
+"""levels of lists and mappings in a column; Python's JSON reader and writer fail at about 900"""
 NO_COUNTERPART = "no counterpart of the other label"
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Several responses to one prompt, each with its worth; responses of equal worth are a tie."""
+    """Several responses to one prompt, as (text, rating). A higher rating is better; equal ratings are a tie."""
 
     prompt: tuple[Message, ...]
     responses: tuple[tuple[str, float], ...]
@@ -28,7 +28,7 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """One response that is labelled good or bad by itself."""
+    """One response with a label: good or bad."""
 
     prompt: tuple[Message, ...]
     response: str
@@ -38,35 +38,35 @@ class Labelled:
 
 
 Parsed = Row | Ranked | Labelled | list[Row]
-"""What the `parse` of an adapter makes of one record."""
+"""what the `parse` of an adapter returns for one record"""
 
 
-def in_phase(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row | Skipped]:
+def phase_rows(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row | Skipped]:
     """The rows of one phase.
 
-    Rows are passed on as they are. Of ranked responses: the best one (sft), every pair of unequal worth (reward), the
-    prompt (ppo). Of labelled ones: the good ones (sft), pairs of a good and a bad one to the same prompt (reward), the
+    Rows pass unchanged. Ranked responses give the best one (sft), all pairs of different rating (reward) or the prompt
+    (ppo). Labelled responses give the good ones (sft), pairs of a good and a bad one to the same prompt (reward) or the
     prompts (ppo).
     """
-    pairs = _Pairs()
+    pairs = _LabelPairs()
     for number, item in enumerate(items):
         if isinstance(item, Row | Skipped):
             yield item
         elif isinstance(item, Ranked):
             yield from ranked_rows(item, phase, f"{number}")
         elif isinstance(item, Labelled):
-            yield from pairs.take(item) if phase == "reward" else _labelled_row(item, phase)
+            yield from pairs.add(item) if phase == "reward" else _labelled_row(item, phase)
         elif item:
             yield from item
         else:
             yield Skipped("no row in it")
-    yield from pairs.rest()
+    yield from pairs.finish()
 
 
-def ranked_rows(ranked: Ranked, phase: Phase, name: str) -> Iterator[Row | Skipped]:
-    """The rows of one prompt, the best response first (InstructGPT, arXiv 2203.02155, section 3.5: all pairs).
+def ranked_rows(ranked: Ranked, phase: Phase, ranking: str) -> Iterator[Row | Skipped]:
+    """The rows of one prompt; its pairs in order of rating (InstructGPT, arXiv 2203.02155, section 3.5: all pairs).
 
-    `name` tells this ranked list from all others of the source: it is the `ranking` of several pairs.
+    ranking: distinguishes this ranked list from all others of the source; several pairs get it as `Row.ranking`.
     """
     order = sorted(ranked.responses, key=lambda response: -response[1])
     if phase == "ppo":
@@ -76,11 +76,12 @@ def ranked_rows(ranked: Ranked, phase: Phase, name: str) -> Iterator[Row | Skipp
     elif phase == "sft":
         yield Row(ranked.prompt, order[0][0], None, ranked.group, ranked.columns)
     else:
-        pairs = [(one, other) for (one, high), (other, low) in combinations(order, 2) if high > low]
+        candidates = combinations(order, 2)
+        pairs = [(better, worse) for (better, high), (worse, low) in candidates if high > low]
         if not pairs:
             yield Skipped("tie" if len(order) > 1 else "only one response")
         for chosen, rejected in pairs:
-            yield Row(ranked.prompt, chosen, rejected, ranked.group, ranked.columns, name if len(pairs) > 1 else "")
+            yield Row(ranked.prompt, chosen, rejected, ranked.group, ranked.columns, ranking if len(pairs) > 1 else "")
 
 
 def _labelled_row(item: Labelled, phase: Phase) -> Iterator[Row | Skipped]:
@@ -94,104 +95,106 @@ def _labelled_row(item: Labelled, phase: Phase) -> Iterator[Row | Skipped]:
 
 @dataclass(slots=True)
 class _Responses:
-    """The labelled responses to one prompt so far; those still `alone`, in no pair, are all of one label."""
+    """The labelled responses to one prompt so far. Those still unpaired all have the same label."""
 
     good: list[Labelled] = field(default_factory=list)
     bad: list[Labelled] = field(default_factory=list)
-    alone: deque[Labelled] = field(default_factory=deque)
+    unpaired: deque[Labelled] = field(default_factory=deque)
 
 
-class _Pairs:
-    """Pairs of a good and a bad response to one prompt: as many as there are of the label with more.
+class _LabelPairs:
+    """Pairs of a good and a bad response to one prompt, as many as the more frequent label has responses.
 
-    A response is in one pair, unless its label is short: then it serves again.
+    Each response of the more frequent label is in one pair; those of the other label repeat where they are too few.
     """
 
     def __init__(self) -> None:
         self._prompts: dict[tuple[Message, ...], _Responses] = {}
 
-    def take(self, item: Labelled) -> Iterator[Row]:
+    def add(self, item: Labelled) -> Iterator[Row]:
         """The pair that `item` completes, if any."""
-        known = self._prompts.setdefault(item.prompt, _Responses())
-        (known.good if item.good else known.bad).append(item)
-        if known.alone and known.alone[0].good != item.good:
-            yield _pair(item, known.alone.popleft())
+        responses = self._prompts.setdefault(item.prompt, _Responses())
+        (responses.good if item.good else responses.bad).append(item)
+        if responses.unpaired and responses.unpaired[0].good != item.good:
+            yield _label_pair(item, responses.unpaired.popleft())
         else:
-            known.alone.append(item)
+            responses.unpaired.append(item)
 
-    def rest(self) -> Iterator[Row | Skipped]:
-        """What the responses that are still alone come to."""
-        for known in self._prompts.values():
-            for number, item in enumerate(known.alone):
-                others = known.bad if item.good else known.good
-                yield _pair(item, others[number % len(others)]) if others else Skipped(NO_COUNTERPART)
+    def finish(self) -> Iterator[Row | Skipped]:
+        """Pairs of the responses that are still unpaired with repeated ones of the other label."""
+        for responses in self._prompts.values():
+            for number, item in enumerate(responses.unpaired):
+                opposite = responses.bad if item.good else responses.good
+                yield _label_pair(item, opposite[number % len(opposite)]) if opposite else Skipped(NO_COUNTERPART)
 
 
-def _pair(one: Labelled, other: Labelled) -> Row:
-    good, bad = (one, other) if one.good else (other, one)
+def _label_pair(first: Labelled, second: Labelled) -> Row:
+    good, bad = (first, second) if first.good else (second, first)
     return Row(good.prompt, good.response, bad.response, good.group, good.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A source (`data.read.records.Source`) over records.
+    """A source (`data.read.records.Source`) that turns records into rows.
 
-    `parse(record, where)` raises UserError for a record that is malformed, which stops the run unless the user
-    tolerates it, and Unusable for one that is sound and says nothing (a tie). `combine` is for what needs several
-    records to make a row; it passes on what was skipped. `splits`: the split of each phase, where they differ.
+    `parse(record, location)` raises UserError for a malformed record, which stops the run unless the user tolerates
+    it, and Unusable for a valid one that cannot be trained on (a tie). `combine(parsed, phase)` makes the rows; replace
+    it where a row needs several records. It passes each Skipped on. `splits`: the split of each phase, if they differ.
     """
 
-    place: Place
+    reader: RecordReader
     config: TableConfig
     parse: Callable[[Record, str], Any]
-    combine: Callable[[Iterator[Any], Phase], Iterator[Row | Skipped]] = in_phase
+    combine: Callable[[Iterator[Any], Phase], Iterator[Row | Skipped]] = phase_rows
     splits: Mapping[Phase, str] = field(default_factory=dict)
 
     @property
     def streaming(self) -> bool:
-        """Whether it may be read only as far as needed."""
+        """Whether the rows are read only as far as needed."""
         return self.config.streaming
 
     @property
     def remote(self) -> bool:
-        """Whether the hub must be asked what is there."""
-        return isinstance(self.place, HubDataset)
+        """Whether the records are on the hub."""
+        return isinstance(self.reader, HubDataset)
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
-        return self.combine(self._items(phase), phase)
+        return self.combine(self._parsed(phase), phase)
 
     def fingerprint(self, phase: Phase) -> str:
-        """What changes whenever the records do."""
-        return self.place.fingerprint(self._split(phase), self.config)
+        """A text that changes whenever the records change."""
+        return self.reader.fingerprint(self._split(phase), self.config)
 
     def _split(self, phase: Phase) -> str:
         return self.config.split or self.splits.get(phase, "train")
 
-    def _items(self, phase: Phase) -> Iterator[Any]:
-        for where, record in self.place.records(self._split(phase), self.config):
+    def _parsed(self, phase: Phase) -> Iterator[Any]:
+        for location, record in self.reader.records(self._split(phase), self.config):
             if isinstance(record, Skipped):
                 yield record
                 continue
             try:
-                _refuse_depth(record, where)
-                yield self.parse(record, where)
-            except UserError as mistake:
-                yield Skipped(str(mistake), bad=True)
+                _require_depth(record, location)
+                yield self.parse(record, location)
+            except UserError as error:
+                yield Skipped(str(error), bad=True)
             except Unusable as reason:
                 yield Skipped(str(reason))
 
 
-def _refuse_depth(record: Record, where: str) -> None:
-    """Raises: UserError for a column that is nested deeper than every later reader of it can follow."""
+def _require_depth(record: Record, location: str) -> None:
+    """Raises: UserError for a column that is nested too deeply for the JSON writer."""
     for column, value in record.items():
-        if isinstance(value, list | dict) and _nested(value, DEEPEST):
-            raise UserError(f"{where}: {names([column])}: is nested more than {DEEPEST} deep; mend or remove the row")
+        if isinstance(value, list | dict) and _is_deeper_than(value, MAX_DEPTH):
+            raise UserError(
+                f"{location}: {column_names([column])}: is nested more than {MAX_DEPTH} deep; fix or remove the row"
+            )
 
 
-def _nested(value: object, levels: int) -> bool:
-    """Whether lists and mappings lie more than `levels` deep in each other."""
+def _is_deeper_than(value: object, levels: int) -> bool:
+    """Whether lists and mappings are nested more than `levels` deep."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list):
         return False
-    return levels == 0 or any(_nested(inner, levels - 1) for inner in value)
+    return levels == 0 or any(_is_deeper_than(item, levels - 1) for item in value)

@@ -1,6 +1,6 @@
-"""One dataset a file: `Config`, `HUB_IDS` (the hub datasets that it reads) and `build(config, place)`, a `Source`.
+"""Sources of rows, one dataset per file: `Config`, `HUB_IDS` and `build(config, path)`, which returns a `Source`.
 
-A user's own file needs no `HUB_IDS`: it goes by its path.
+A hub dataset that `HUB_IDS` lists is read by that file. A user's own file needs no `HUB_IDS`: `--data-path` names it.
 """
 
 from data.read.records import Source as Source

@@ -1,18 +1,18 @@
-"""Datasets whose hub page is a loading script."""
+"""Datasets that the hub has only as a loading script."""
 
-from data.read.places import CONVERTED, Place, open_place
+from data.read.paths import PARQUET_REVISION, RecordReader, open_path
 from rlhf.errors import UserError
 
 
-def open_download(source: str, place: str, hub_ids: tuple[str, ...]) -> Place:
-    """`open_place` of anything but the hub page itself, whose script `datasets` does not run; asks no network.
+def open_download(source: str, path: str, hub_ids: tuple[str, ...]) -> RecordReader:
+    """Open a path that is not the hub dataset itself, whose script `datasets` does not run. Needs no network.
 
-    Raises: UserError that says what to do instead.
+    Raises: UserError, with the cure, if `path` is empty or the hub dataset.
     """
-    if not place or place.casefold() in map(str.casefold, hub_ids):
-        hub_id = place or hub_ids[0]
+    if not path or path.casefold() in map(str.casefold, hub_ids):
+        hub_id = path or hub_ids[0]
         raise UserError(
             f"{source}: {hub_id} ships a loading script, which `datasets` refuses to run; download its data files and "
-            f"write {source}:PATH, or write {source}:{hub_id}@{CONVERTED} for the hub's conversion to parquet"
+            f"write {source}:PATH, or write {source}:{hub_id}@{PARQUET_REVISION} for the hub's conversion to parquet"
         )
-    return open_place(place)
+    return open_path(path)

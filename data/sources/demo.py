@@ -1,10 +1,10 @@
-"""A generated world whose true score is known and trained on by no stage: speak of the animal asked for, kindly.
+"""A generated dataset with a known true score, which no stage trains on: describe the animal of the prompt, kindly.
 
     prompt     tell me about the red fox in the forest
     response   the red fox is kind and calm and brave .
 
-A response names the animal and gives it SLOTS adjectives. Demonstrations use all adjectives alike, so fine-tuning
-scores about 0; preferences put the kinder response first; `true_score` says what PPO reached.
+A response names the animal with SLOTS adjectives. Demonstrations use all adjectives equally often, so fine-tuning
+scores about 0. Preferences prefer the kinder response. `true_score` measures what PPO has learned.
 """
 
 import hashlib
@@ -41,13 +41,13 @@ SLOTS = 3
 
 
 class Config(BaseConfig):
-    """Size of the world."""
+    """Size of the dataset."""
 
     rows: int = Field(6000, ge=1)
     """rows before they are divided among the phases and evaluation"""
     seed: int = 0
     malformed: float = Field(0.25, ge=0, le=1)
-    """share of the preferences whose rejected side names another animal or is no sentence"""
+    """share of the preferences whose rejected side names another animal or is not a correct sentence"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Demo:
     config: Config
 
     def rows(self, phase: Phase) -> Iterator[Row]:
-        """`config.rows` rows; row i of each phase has the same prompt. ppo gets no prompt twice."""
+        """`config.rows` rows; row i of each phase has the same prompt. For ppo no prompt is repeated."""
         order = random.Random(self.config.seed).sample(SUBJECTS, len(SUBJECTS))
         count = min(self.config.rows, len(order)) if phase == "ppo" else self.config.rows
         for i in range(count):
@@ -87,40 +87,40 @@ class Demo:
                 yield Row(prompt, *_pair(subject, rng, self.config.malformed))
 
     def fingerprint(self, phase: Phase) -> str:
-        """What changes whenever the rows do: this file and the config."""
+        """A text that changes whenever the rows change: a digest of this file and the config."""
         return hashlib.sha256(Path(__file__).read_bytes() + repr((phase, self.config)).encode()).hexdigest()
 
 
-def build(config: Config, place: str) -> Demo:
-    if place:
-        raise UserError(f"demo:{place}: the demo is generated, got a place; write demo or demo,rows=1000")
+def build(config: Config, path: str) -> Demo:
+    if path:
+        raise UserError(f"demo:{path}: the demo is generated, got a path; write demo or demo,rows=1000")
     return Demo(config)
 
 
 def true_score(prompts: Sequence[str], responses: Sequence[str], **columns: Any) -> list[float]:
-    """The mean worth of a response's adjectives, in [-1, 1]; -1 for another animal or anything but one sentence.
+    """The mean value of a response's adjectives, in [-1, 1]; -1 for another animal or an incorrect sentence.
 
-    Raises: UserError if a prompt is not of this world.
+    Raises: UserError if a prompt is not one of the demo's.
     """
     return [_score(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def words() -> tuple[str, ...]:
-    """Every word of the world."""
+    """Every word of the dataset."""
     frame = ("tell", "me", "about", "the", "in", "is", "and", ".")
     return (*frame, *COLOURS, *ANIMALS, *PLACES, *WORTH)
 
 
 def _score(prompt: str, response: str) -> float:
-    asked = re.findall(r"tell me about the (\w+) (\w+) in the \w+", prompt)
-    if not asked:
+    subjects = re.findall(r"tell me about the (\w+) (\w+) in the \w+", prompt)
+    if not subjects:
         raise UserError(f"demo: got the prompt {prompt[:80]!r}, expected 'tell me about the red fox in the forest'")
-    colour, animal = asked[-1]
+    colour, animal = subjects[-1]
     slots = " and ".join([r"(\w+)"] * SLOTS)
-    said = re.fullmatch(rf"the {colour} {animal} is {slots} \.", " ".join(response.split()))
-    if not said or not all(word in WORTH for word in said.groups()):
+    match = re.fullmatch(rf"the {colour} {animal} is {slots} \.", " ".join(response.split()))
+    if not match or not all(word in WORTH for word in match.groups()):
         return -1.0
-    return sum(WORTH[word] for word in said.groups()) / SLOTS
+    return sum(WORTH[word] for word in match.groups()) / SLOTS
 
 
 def _adjectives(rng: random.Random) -> list[str]:
@@ -128,31 +128,31 @@ def _adjectives(rng: random.Random) -> list[str]:
 
 
 def _pair(subject: Subject, rng: random.Random, malformed: float) -> tuple[str, str]:
-    """(the better response, the worse)."""
+    """(chosen response, rejected response)."""
     spoil = rng.random() < malformed
     while True:
-        one, other = subject.respond(_adjectives(rng)), subject.respond(_adjectives(rng))
+        chosen, rejected = subject.respond(_adjectives(rng)), subject.respond(_adjectives(rng))
         if spoil:
-            other = _spoil(other, subject, rng)
-        high, low = (_score(subject.prompt, text) for text in (one, other))
+            rejected = _spoil(rejected, subject, rng)
+        high, low = (_score(subject.prompt, text) for text in (chosen, rejected))
         if high > low:
-            return one, other
+            return chosen, rejected
 
 
 def _spoil(response: str, subject: Subject, rng: random.Random) -> str:
-    """A response about another animal, or a sentence with a word too few, too many or in the wrong place."""
-    said = response.split()
+    """A response about another animal, or a sentence with a missing, additional or misplaced word."""
+    tokens = response.split()
     kind = rng.randrange(5)
     if kind == 0:
-        said[2] = rng.choice([animal for animal in ANIMALS if animal != subject.animal])
+        tokens[2] = rng.choice([animal for animal in ANIMALS if animal != subject.animal])
     elif kind == 1:
-        said[1] = rng.choice([colour for colour in COLOURS if colour != subject.colour])
+        tokens[1] = rng.choice([colour for colour in COLOURS if colour != subject.colour])
     elif kind == 2:
-        del said[rng.randrange(len(said))]
+        del tokens[rng.randrange(len(tokens))]
     elif kind == 3:
-        i = rng.randrange(len(said))
-        said.insert(i, rng.choice([said[i], *WORTH]))
+        i = rng.randrange(len(tokens))
+        tokens.insert(i, rng.choice([tokens[i], *WORTH]))
     else:
-        i = rng.randrange(len(said) - 1)
-        said[i], said[i + 1] = said[i + 1], said[i]
-    return " ".join(said)
+        i = rng.randrange(len(tokens) - 1)
+        tokens[i], tokens[i + 1] = tokens[i + 1], tokens[i]
+    return " ".join(tokens)

@@ -1,10 +1,10 @@
 """Any local file or hub dataset whose columns have one of the usual shapes.
 
-`place` is a .json, .jsonl, .ndjson, .csv, .tsv, .parquet or .txt file (.gz too), a pattern such as 'data/*.jsonl', a
-directory of such files or one that `datasets` saved, or OWNER/NAME[@REVISION] on the hub. The shape is seen from the
-names of the columns; `shape` says it where two fit, and `prompt=question,response=reply` where names are others.
-Columns beyond the shape go with the row, for reward functions: `files,shape=prompt,prompt=question:PLACE` leaves the
-answer to them.
+`path` is a .json, .jsonl, .ndjson, .csv, .tsv, .parquet or .txt file (.gz too), a pattern such as 'data/*.jsonl', a
+directory of such files or one that `datasets` saved, or OWNER/NAME[@REVISION] on the hub. The names of the columns
+determine the shape. `shape` chooses one if two fit; `prompt=question,response=reply` maps other names. Columns that the
+shape does not use become columns of the row, for reward functions: with `files,shape=prompt,prompt=question:PATH` the
+answers go there.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from functools import partial
 
 from pydantic import field_validator
 
-from data.read.places import TableConfig, open_place
-from data.read.records import Record, names
-from data.read.shapes import SHAPES, fit
+from data.read.paths import TableConfig, open_path
+from data.read.records import Record, column_names
+from data.read.shapes import SHAPES, match_shape
 from data.read.table import Parsed, Table
 from rlhf.config import suggest
 from rlhf.errors import UserError
@@ -23,10 +23,10 @@ HUB_IDS = ()
 
 
 class Config(TableConfig):
-    """Which part of the dataset, and which of its columns is what."""
+    """Which part of the dataset, and the meaning of its columns."""
 
     shape: str | None = None
-    """the columns that count, where more than one shape fits: prompt-response, messages, chosen-rejected, ..."""
+    """the columns to use, if more than one shape fits: prompt-response, messages, chosen-rejected, ..."""
     prompt: str | None = None
     """column of the prompt: text or messages"""
     response: str | None = None
@@ -38,11 +38,11 @@ class Config(TableConfig):
     rejected: str | None = None
     """column of the worse response"""
     response_a: str | None = None
-    """column of one response of two"""
+    """column of the first of two responses"""
     response_b: str | None = None
-    """column of the other"""
+    """column of the second of two responses"""
     preference: str | None = None
-    """column of the one that a person prefers: a, b or tie; empty until it is filled in"""
+    """column of the response that a person prefers: a, b or tie; empty until it is filled in"""
     responses: str | None = None
     """column of the list of responses, the best one first unless there are scores or ranks"""
     scores: str | None = None
@@ -50,23 +50,23 @@ class Config(TableConfig):
     ranks: str | None = None
     """column of the list of their ranks, lower is better"""
     label: str | None = None
-    """column that says whether the response is good: true or false"""
+    """column of whether the response is good: true or false"""
     messages: str | None = None
     """column of the whole dialogue"""
     conversations: str | None = None
     """column of the whole dialogue, by another name"""
     context: str | None = None
-    """column of the dialogue before the chosen and the rejected response, or of what an instruction speaks of"""
+    """column of the dialogue before the chosen and the rejected response, or of the context of an instruction"""
     text: str | None = None
     """column of text without a prompt"""
     instruction: str | None = None
     """column of the instruction"""
     input: str | None = None
-    """column of what the instruction is about"""
+    """column of the input to the instruction"""
     output: str | None = None
     """column of the response to an instruction, or of several, the best one first"""
     history: str | None = None
-    """column of the pairs [said, replied] before an instruction"""
+    """column of the pairs [user, assistant] before an instruction"""
     question: str | None = None
     """column of the question"""
     answer: str | None = None
@@ -76,55 +76,58 @@ class Config(TableConfig):
 
     @field_validator("shape")
     @classmethod
-    def _known(cls, name: str | None) -> str | None:
-        known = [shape.name for shape in SHAPES]
-        if name not in (None, *known):
-            raise ValueError(f"no shape '{name}'{suggest(str(name), known)}; have {', '.join(known)}")
-        return name
+    def _known(cls, shape: str | None) -> str | None:
+        names = [candidate.name for candidate in SHAPES]
+        if shape not in (None, *names):
+            raise ValueError(f"no shape '{shape}'{suggest(str(shape), names)}; have {', '.join(names)}")
+        return shape
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the user said of the columns."""
+class ColumnOptions:
+    """The user's options on columns."""
 
     shape: str | None = None
     renamed: tuple[tuple[str, str], ...] = ()
-    """(what it is, the column's name)"""
+    """(standard name, the column's name) of each mapped column"""
     mapped: frozenset[str] = frozenset()
+    """the standard names of mapped columns"""
 
 
-NOTHING_SAID = Wanted()
+DEFAULT_COLUMNS = ColumnOptions()
 
 
-def build(config: Config, place: str) -> Table:
-    return Table(open_place(place), config, partial(parse, wanted=wanted_of(config)))
+def build(config: Config, path: str) -> Table:
+    return Table(open_path(path), config, partial(parse, options=column_options(config)))
 
 
-def wanted_of(config: Config) -> Wanted:
+def column_options(config: Config) -> ColumnOptions:
     columns = [name for name in Config.model_fields if name not in (*TableConfig.model_fields, "shape")]
     renamed = tuple((name, column) for name in columns if (column := getattr(config, name)) is not None)
-    return Wanted(config.shape, renamed, frozenset(name for name, _ in renamed))
+    return ColumnOptions(config.shape, renamed, frozenset(name for name, _ in renamed))
 
 
-def parse(record: Record, where: str, wanted: Wanted = NOTHING_SAID) -> Parsed:
-    """What a record holds, by the one shape whose columns it has.
+def parse(record: Record, location: str, options: ColumnOptions = DEFAULT_COLUMNS) -> Parsed:
+    """Parse a record by the shape that its columns have.
 
-    Raises: UserError naming the columns found, where no shape fits or two do, or a column holds something else;
-    Unusable for what has nothing to train on.
+    Raises: UserError if no shape fits, several fit, or a column has another type; Unusable for a valid record that
+    cannot be trained on.
     """
-    if wanted.renamed:
-        record = _rename(record, where, wanted)
-    found = fit(tuple(record), wanted.shape, wanted.mapped)
-    if isinstance(found, str):
-        raise UserError(f"{where}: {found}")
-    return found.shape.read(record, where, {column: record[column] for column in found.rest})
+    if options.renamed:
+        record = _rename(record, location, options)
+    match = match_shape(tuple(record), options.shape, options.mapped)
+    if isinstance(match, str):
+        raise UserError(f"{location}: {match}")
+    return match.shape.read(record, location, {column: record[column] for column in match.extra})
 
 
-def _rename(record: Record, where: str, wanted: Wanted) -> Record:
-    for name, column in wanted.renamed:
+def _rename(record: Record, location: str, options: ColumnOptions) -> Record:
+    for name, column in options.renamed:
         if column not in record:
-            near = suggest(column, list(record))
-            raise UserError(f"{where}: no column '{column}' ({name}={column}){near}; have {names(record)}")
-    gone = {*wanted.mapped, *(column for _, column in wanted.renamed)}
-    kept = {name: value for name, value in record.items() if name not in gone}
-    return {name: record[column] for name, column in wanted.renamed} | kept
+            suggestion = suggest(column, list(record))
+            raise UserError(
+                f"{location}: no column '{column}' ({name}={column}){suggestion}; have {column_names(record)}"
+            )
+    replaced = {*options.mapped, *(column for _, column in options.renamed)}
+    unchanged = {name: value for name, value in record.items() if name not in replaced}
+    return {name: record[column] for name, column in options.renamed} | unchanged

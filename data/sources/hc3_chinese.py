@@ -1,12 +1,12 @@
 """Questions answered by people and by ChatGPT, in Chinese (arXiv 2301.07597): Hello-SimpleAI/HC3-Chinese.
 
-The first human answer is the demonstration; there are no preferences. The hub page is a loading script: give a local
+The first human answer is the demonstration; there are no preferences. The hub has only a loading script: give a local
 file, such as all.jsonl. The English Hello-SimpleAI/HC3 has the same columns.
 """
 
-from data.read.columns import asked, items, kept
-from data.read.places import TableConfig
-from data.read.records import Record, Unusable, checked, text
+from data.read.columns import read_list, select_columns, user_prompt
+from data.read.paths import TableConfig
+from data.read.records import Record, Unusable, read_text, require_text
 from data.read.table import Table
 from data.sources._scripts import open_download
 from rlhf.types import Row
@@ -18,15 +18,15 @@ class Config(TableConfig):
     """Which part of the dataset."""
 
 
-def build(config: Config, place: str) -> Table:
-    return Table(open_download("hc3_chinese", place, HUB_IDS), config, parse)
+def build(config: Config, path: str) -> Table:
+    return Table(open_download("hc3_chinese", path, HUB_IDS), config, parse)
 
 
-def parse(record: Record, where: str) -> Row:
+def parse(record: Record, location: str) -> Row:
     """Raises: UserError, Unusable."""
-    prompt = text(record, "question", where).strip()
-    answers = items(record, "human_answers", where)
+    prompt = read_text(record, "question", location).strip()
+    answers = read_list(record, "human_answers", location)
     if not answers:
         raise Unusable("no human answer")
-    response = checked(answers[0], f"{where}: human_answers[0]").strip()
-    return Row(asked(prompt), response, None, prompt, kept(record, "id"))
+    response = require_text(answers[0], f"{location}: human_answers[0]").strip()
+    return Row(user_prompt(prompt), response, None, prompt, select_columns(record, "id"))

@@ -1,8 +1,8 @@
 """Responses rated 0 to 4 on five attributes: nvidia/HelpSteer (arXiv 2311.09528), HelpSteer2 (arXiv 2406.08673).
 
-Consecutive rows with one prompt are its responses, ranked by `attribute`: the best is the demonstration, every unequal
-pair a preference, and a single response or equal ratings make none. Splits: train, validation. Of HelpSteer2 the
-directory preference, whose rows are pairs, is the source helpsteer2_preference.
+Consecutive rows with the same prompt are its responses, ranked by `attribute`. The best is the demonstration; each pair
+of different rating is a preference. Splits: train, validation. The pairs of HelpSteer2, in its directory preference,
+are read by the source helpsteer2_preference.
 """
 
 import re
@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from data.read.columns import before_response, dialogue, number, opening
-from data.read.places import TableConfig, open_place
-from data.read.records import Phase, Record, Skipped, text
-from data.read.table import Ranked, Table, in_phase
+from data.read.columns import as_prompt, first_user_text, merge_turns, read_number
+from data.read.paths import TableConfig, open_path
+from data.read.records import Phase, Record, Skipped, read_text
+from data.read.table import Ranked, Table, phase_rows
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
@@ -31,40 +31,46 @@ class Config(TableConfig):
     """the rating that ranks the responses"""
 
 
-def build(config: Config, place: str) -> Table:
-    return Table(open_place(place or HUB_IDS[0]), config, partial(parse, attribute=config.attribute), by_prompt)
+def build(config: Config, path: str) -> Table:
+    return Table(open_path(path or HUB_IDS[0]), config, partial(parse, attribute=config.attribute), rows_by_prompt)
 
 
-def parse(record: Record, where: str, attribute: Attribute) -> Ranked:
+def parse(record: Record, location: str, attribute: Attribute) -> Ranked:
     """One response with its rating. Raises: UserError, Unusable."""
     if "preference_strength" in record:
-        raise UserError(f"{where}: preference_strength: got pairs, expected ratings; write helpsteer2_preference:PLACE")
-    prompt = before_response(parse_turns(text(record, "prompt", where)))
-    return Ranked(prompt, ((text(record, "response", where), number(record, attribute, where)),), opening(prompt))
+        raise UserError(
+            f"{location}: preference_strength: got pairs, expected ratings; write helpsteer2_preference:PATH"
+        )
+    prompt = as_prompt(parse_turns(read_text(record, "prompt", location)))
+    return Ranked(
+        prompt,
+        ((read_text(record, "response", location), read_number(record, attribute, location)),),
+        first_user_text(prompt),
+    )
 
 
-def parse_turns(words: str) -> tuple[Message, ...]:
+def parse_turns(text: str) -> tuple[Message, ...]:
     """The turns of a prompt: the user's first, then those that `\\n<extra_id_1>Assistant\\n` and `...User\\n` open."""
-    first, *parts = MARKER.split(words)
+    first, *parts = MARKER.split(text)
     turns = [("user", first)] if first or not parts else []
-    return dialogue([*turns, *((who.lower(), said) for who, said in zip(parts[::2], parts[1::2], strict=True))])
+    return merge_turns([*turns, *((role.lower(), turn) for role, turn in zip(parts[::2], parts[1::2], strict=True))])
 
 
-def by_prompt(items: Iterator[Ranked | Skipped], phase: Phase) -> Iterator[Row | Skipped]:
-    """Rows of the responses to each prompt; holds no more than those of one."""
-    return in_phase(_gathered(items), phase)
+def rows_by_prompt(items: Iterator[Ranked | Skipped], phase: Phase) -> Iterator[Row | Skipped]:
+    """The rows of each prompt's responses. The responses of only one prompt are in memory."""
+    return phase_rows(_merge_by_prompt(items), phase)
 
 
-def _gathered(items: Iterable[Ranked | Skipped]) -> Iterator[Ranked | Skipped]:
-    held: Ranked | None = None
+def _merge_by_prompt(items: Iterable[Ranked | Skipped]) -> Iterator[Ranked | Skipped]:
+    ranked: Ranked | None = None
     for item in items:
         if isinstance(item, Skipped):
             yield item
-        elif held and held.prompt == item.prompt:
-            held = replace(held, responses=held.responses + item.responses)
+        elif ranked and ranked.prompt == item.prompt:
+            ranked = replace(ranked, responses=ranked.responses + item.responses)
         else:
-            if held:
-                yield held
-            held = item
-    if held:
-        yield held
+            if ranked:
+                yield ranked
+            ranked = item
+    if ranked:
+        yield ranked

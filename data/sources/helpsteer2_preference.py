@@ -6,9 +6,9 @@ holds both splits: rows whose column `split` is not the option `split` (train; v
 
 from functools import partial
 
-from data.read.columns import before_response, kept, number, one_of, opening
-from data.read.places import TableConfig, is_hub_id, open_place
-from data.read.records import Record, Unusable, text
+from data.read.columns import as_prompt, first_user_text, read_choice, read_number, select_columns
+from data.read.paths import TableConfig, is_hub_id, open_path
+from data.read.records import Record, Unusable, read_text
 from data.read.table import Ranked, Table
 from data.sources.helpsteer import parse_turns
 
@@ -20,28 +20,33 @@ class Config(TableConfig):
     """Which part of the dataset."""
 
 
-class Part(TableConfig):
-    """What is read of the one file."""
+class FileConfig(TableConfig):
+    """Which file, and which of its rows."""
 
-    part: str
+    row_split: str
     """value of the column `split`"""
 
 
-def build(config: Config, place: str) -> Table:
-    place = place or HUB_ID
-    part = config.split or "train"
-    data_dir = config.data_dir or ("preference" if is_hub_id(place) else None)
-    inside = Part(subset=config.subset, data_dir=data_dir, streaming=config.streaming, part=part)
-    return Table(open_place(place), inside, partial(parse, part=part))
+def build(config: Config, path: str) -> Table:
+    path = path or HUB_ID
+    split = config.split or "train"
+    data_dir = config.data_dir or ("preference" if is_hub_id(path) else None)
+    table_config = FileConfig(subset=config.subset, data_dir=data_dir, streaming=config.streaming, row_split=split)
+    return Table(open_path(path), table_config, partial(parse, split=split))
 
 
-def parse(record: Record, where: str, part: str) -> Ranked:
+def parse(record: Record, location: str, split: str) -> Ranked:
     """Raises: UserError, Unusable for a row of the other split."""
-    found = one_of(record, "split", where, ("train", "validation", "val"))
-    found = "validation" if found == "val" else found
-    prompt = before_response(parse_turns(text(record, "prompt", where)))
-    one, other = text(record, "response_1", where), text(record, "response_2", where)
-    strength = number(record, "preference_strength", where)
-    if found != part:
-        raise Unusable(f"of split {found}")
-    return Ranked(prompt, ((one, -strength), (other, 0.0)), opening(prompt), kept(record, "preference_strength"))
+    row_split = read_choice(record, "split", location, ("train", "validation", "val"))
+    row_split = "validation" if row_split == "val" else row_split
+    prompt = as_prompt(parse_turns(read_text(record, "prompt", location)))
+    first, second = read_text(record, "response_1", location), read_text(record, "response_2", location)
+    strength = read_number(record, "preference_strength", location)
+    if row_split != split:
+        raise Unusable(f"of split {row_split}")
+    return Ranked(
+        prompt,
+        ((first, -strength), (second, 0.0)),
+        first_user_text(prompt),
+        select_columns(record, "preference_strength"),
+    )

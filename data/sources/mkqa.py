@@ -1,16 +1,16 @@
 """MKQA (arXiv 2007.15207): 10,000 questions with short answers in 26 languages (github.com/apple/ml-mkqa).
 
 `lang` picks the language. The first answer that is text is the demonstration; questions without one (unanswerable, or
-too long to answer) are left out; there are no preferences. All accepted answers go with the row as the column
-`answers`, for reward functions. The hub page is a loading script: give a local file, such as mkqa.jsonl.gz.
+too long to answer) are left out; there are no preferences. All accepted answers become the row's column `answers`, for
+reward functions. The hub has only a loading script: give a local file, such as mkqa.jsonl.gz.
 """
 
 from functools import partial
 from typing import Literal
 
-from data.read.columns import asked, items, kept, struct, structs, value
-from data.read.places import TableConfig
-from data.read.records import Record, Unusable, checked, text
+from data.read.columns import read_list, read_struct, read_structs, read_value, select_columns, user_prompt
+from data.read.paths import TableConfig
+from data.read.records import Record, Unusable, read_text, require_text
 from data.read.table import Table
 from data.sources._scripts import open_download
 from rlhf.types import Row
@@ -30,23 +30,25 @@ class Config(TableConfig):
     """language of questions and answers"""
 
 
-def build(config: Config, place: str) -> Table:
-    return Table(open_download("mkqa", place, HUB_IDS), config, partial(parse, lang=config.lang))
+def build(config: Config, path: str) -> Table:
+    return Table(open_download("mkqa", path, HUB_IDS), config, partial(parse, lang=config.lang))
 
 
-def parse(record: Record, where: str, lang: Lang) -> Row:
+def parse(record: Record, location: str, lang: Lang) -> Row:
     """Raises: UserError, Unusable."""
-    prompt = text(struct(record, "queries", where), lang, f"{where}: queries")
-    answers = structs(struct(record, "answers", where), lang, f"{where}: answers")
-    accepted = list(dict.fromkeys(words for at, answer in answers for words in _texts(answer, at)))
+    prompt = read_text(read_struct(record, "queries", location), lang, f"{location}: queries")
+    answers = read_structs(read_struct(record, "answers", location), lang, f"{location}: answers")
+    accepted = list(dict.fromkeys(text for item_location, answer in answers for text in _texts(answer, item_location)))
     if not accepted:
         raise Unusable("no short answer")
-    return Row(asked(prompt), accepted[0], None, prompt, {**kept(record, "example_id"), "answers": accepted})
+    return Row(
+        user_prompt(prompt), accepted[0], None, prompt, {**select_columns(record, "example_id"), "answers": accepted}
+    )
 
 
-def _texts(answer: Record, where: str) -> list[str]:
-    """The text of one answer and its aliases; none of an answer that is null."""
-    if value(answer, "text", where) is None:
+def _texts(answer: Record, location: str) -> list[str]:
+    """The text of one answer and its aliases; empty if the text is null."""
+    if read_value(answer, "text", location) is None:
         return []
-    aliases = items(answer, "aliases", where) if answer.get("aliases") is not None else []
-    return [text(answer, "text", where), *(checked(alias, f"{where}: aliases") for alias in aliases)]
+    aliases = read_list(answer, "aliases", location) if answer.get("aliases") is not None else []
+    return [read_text(answer, "text", location), *(require_text(alias, f"{location}: aliases") for alias in aliases)]

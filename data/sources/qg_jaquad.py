@@ -1,12 +1,12 @@
 """Questions on Japanese Wikipedia and the sentences that answer them (arXiv 2202.01764, 2210.03992): lmqg/qg_jaquad.
 
-The sentence is the demonstration; there are no preferences. Questions on one paragraph stay in one split. The hub page
-is a loading script: give a local file. Splits: train, validation, test.
+The sentence is the demonstration; there are no preferences. Questions on one paragraph stay in one split. The hub has
+only a loading script: give a local file. Splits: train, validation, test.
 """
 
-from data.read.columns import asked, kept
-from data.read.places import TableConfig
-from data.read.records import Record, text
+from data.read.columns import select_columns, user_prompt
+from data.read.paths import TableConfig
+from data.read.records import Record, read_text
 from data.read.table import Table
 from data.sources._scripts import open_download
 from rlhf.types import Row
@@ -18,11 +18,13 @@ class Config(TableConfig):
     """Which part of the dataset."""
 
 
-def build(config: Config, place: str) -> Table:
-    return Table(open_download("qg_jaquad", place, HUB_IDS), config, parse)
+def build(config: Config, path: str) -> Table:
+    return Table(open_download("qg_jaquad", path, HUB_IDS), config, parse)
 
 
-def parse(record: Record, where: str) -> Row:
+def parse(record: Record, location: str) -> Row:
     """Raises: UserError."""
-    prompt, response, paragraph = (text(record, column, where) for column in ("question", "sentence", "paragraph"))
-    return Row(asked(prompt), response, None, paragraph, kept(record, "answer"))
+    prompt, response, paragraph = (
+        read_text(record, column, location) for column in ("question", "sentence", "paragraph")
+    )
+    return Row(user_prompt(prompt), response, None, paragraph, select_columns(record, "answer"))

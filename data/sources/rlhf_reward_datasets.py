@@ -1,13 +1,13 @@
-"""Dialogues gathered from several preference sets: yitingxie/rlhf-reward-datasets (prompt, chosen, rejected).
+"""Dialogues from several preference sets: yitingxie/rlhf-reward-datasets (prompt, chosen, rejected).
 
 The prompt is a dialogue that begins `\\n\\nHuman:` and ends in the human's turn; chosen and rejected begin with the
 marker `Assistant:`, which is dropped. The chosen side is the demonstration. Splits: train, test.
 """
 
-from data.read.columns import before_response, opening
-from data.read.dialogues import parse_dialogue
-from data.read.places import TableConfig, open_place
-from data.read.records import Record, text
+from data.read.columns import as_prompt, first_user_text
+from data.read.dialogues import parse_transcript
+from data.read.paths import TableConfig, open_path
+from data.read.records import Record, read_text
 from data.read.table import Table
 from rlhf.errors import UserError
 from rlhf.types import Row
@@ -20,18 +20,20 @@ class Config(TableConfig):
     """Which part of the dataset."""
 
 
-def build(config: Config, place: str) -> Table:
-    return Table(open_place(place or HUB_IDS[0]), config, parse)
+def build(config: Config, path: str) -> Table:
+    return Table(open_path(path or HUB_IDS[0]), config, parse)
 
 
-def parse(record: Record, where: str) -> Row:
+def parse(record: Record, location: str) -> Row:
     """Raises: UserError, Unusable."""
-    prompt = before_response(parse_dialogue(text(record, "prompt", where), f"{where}: prompt"))
-    return Row(prompt, _response(record, "chosen", where), _response(record, "rejected", where), opening(prompt))
+    prompt = as_prompt(parse_transcript(read_text(record, "prompt", location), f"{location}: prompt"))
+    return Row(
+        prompt, _response(record, "chosen", location), _response(record, "rejected", location), first_user_text(prompt)
+    )
 
 
-def _response(record: Record, column: str, where: str) -> str:
-    words = text(record, column, where).strip()
-    if not words.startswith(MARKER):
-        raise UserError(f"{where}: {column}: got text that begins {words[:20]!r}, expected '{MARKER} ...'")
-    return words.removeprefix(MARKER).strip()
+def _response(record: Record, column: str, location: str) -> str:
+    text = read_text(record, column, location).strip()
+    if not text.startswith(MARKER):
+        raise UserError(f"{location}: {column}: got text that begins {text[:20]!r}, expected '{MARKER} ...'")
+    return text.removeprefix(MARKER).strip()

@@ -1,9 +1,9 @@
-"""Film-review sentences, positive and negative (Pang and Lee 2005): continue a sentence, and do it kindly.
+"""Film-review sentences, positive and negative (Pang and Lee 2005): continue a sentence, in a positive way.
 
-`place` is a directory with rt-polarity.pos and rt-polarity.neg (.gz too), or a hub id or file with the columns text and
-label, such as cornell-movie-review-data/rotten_tomatoes. Fine-tuning learns to continue sentences of both kinds; a
-reward pair is a positive sentence over a negative one; PPO continues the first words. Repeated sentences, and those
-that the other kind has no partner for, are left out. Best with chat_template plain.
+`path` is a directory with rt-polarity.pos and rt-polarity.neg (.gz too), or a hub id or file with the columns text and
+label, such as cornell-movie-review-data/rotten_tomatoes. Fine-tuning learns to continue sentences of both kinds. A pair
+of the reward model prefers a positive sentence to a negative one. PPO continues the first words. Repeated sentences,
+and those without a partner of the other kind, are left out. Works best with chat_template plain.
 """
 
 import gzip
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from data.read.columns import one_of
-from data.read.places import TableConfig, open_place
-from data.read.records import Phase, Skipped, text
+from data.read.columns import read_choice
+from data.read.paths import TableConfig, open_path
+from data.read.records import Phase, Skipped, read_text
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
@@ -35,7 +35,7 @@ class Config(TableConfig):
 @dataclass(frozen=True, slots=True)
 class Reviews:
     config: Config
-    place: str
+    path: str
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
         """sft: both sentences of each pair; reward: the pairs, with an empty prompt; ppo: the first words.
@@ -55,27 +55,27 @@ class Reviews:
                 )
 
     def fingerprint(self, phase: Phase) -> str:
-        """What changes whenever the rows do."""
-        if not _is_original(self.place):
-            return open_place(self.place).fingerprint(self.config.split or "train", self.config)
+        """A text that changes whenever the rows change."""
+        if not _is_directory(self.path):
+            return open_path(self.path).fingerprint(self.config.split or "train", self.config)
         digest = hashlib.sha256(repr((phase, self.config)).encode())
         for side in ("pos", "neg"):
-            digest.update(hashlib.sha256(_file(self.place, side).read_bytes()).digest())
+            digest.update(hashlib.sha256(_find_file(self.path, side).read_bytes()).digest())
         return digest.hexdigest()
 
     def _pairs(self) -> tuple[list[tuple[str, str]], list[Skipped]]:
-        """(the i-th positive and the i-th negative sentence, what is left out)."""
-        read = _from_files if _is_original(self.place) else _from_table
-        sides = read(self.place, self.config)
-        skipped = [one for side in sides for one in side if isinstance(one, Skipped)]
-        every = [[detokenize(one) for one in side if isinstance(one, str)] for side in sides]
-        positive, negative = (list(dict.fromkeys(side)) for side in every)
-        skipped += [Skipped("repeated sentence")] * (sum(map(len, every)) - len(positive) - len(negative))
+        """(pairs of the i-th positive and the i-th negative sentence, sentences that are left out)."""
+        read_sides = _read_files if _is_directory(self.path) else _read_table
+        sides = read_sides(self.path, self.config)
+        skipped = [sentence for side in sides for sentence in side if isinstance(sentence, Skipped)]
+        detokenized = [[detokenize(sentence) for sentence in side if isinstance(sentence, str)] for side in sides]
+        positive, negative = (list(dict.fromkeys(side)) for side in detokenized)
+        skipped += [Skipped("repeated sentence")] * (sum(map(len, detokenized)) - len(positive) - len(negative))
         skipped += [Skipped("no sentence of the other kind left for it")] * abs(len(positive) - len(negative))
         return list(zip(positive, negative, strict=False)), skipped
 
     def _groups(self, pairs: list[tuple[str, str]]) -> list[str]:
-        """One name per pair; pairs that share a prompt, however indirectly, share a name and so a split."""
+        """The group of each pair. Pairs that share a prompt, directly or through other pairs, have one group."""
         parent: dict[str, str] = {}
 
         def root(prompt: str) -> str:
@@ -84,10 +84,10 @@ class Reviews:
             return prompt
 
         first = [(self._cut(positive)[0], self._cut(negative)[0]) for positive, negative in pairs]
-        for one, other in first:
-            low, high = sorted((root(one), root(other)))
+        for positive, negative in first:
+            low, high = sorted((root(positive), root(negative)))
             parent[high] = low
-        return [root(one) for one, _ in first]
+        return [root(positive) for positive, _ in first]
 
     def _cut(self, sentence: str) -> tuple[str, str]:
         """(the first words, the rest with the space before it)."""
@@ -95,69 +95,69 @@ class Reviews:
         return words, sentence.removeprefix(words)
 
 
-def build(config: Config, place: str) -> Reviews:
-    if not place:
-        raise UserError("rt_polarity: got no place, expected rt_polarity:DIRECTORY or rt_polarity:HUB_ID")
-    if _is_original(place):
-        _file(place, "pos"), _file(place, "neg")
+def build(config: Config, path: str) -> Reviews:
+    if not path:
+        raise UserError("rt_polarity: got no path, expected rt_polarity:DIRECTORY or rt_polarity:HUB_ID")
+    if _is_directory(path):
+        _find_file(path, "pos"), _find_file(path, "neg")
     else:
-        open_place(place)
-    return Reviews(config, place)
+        open_path(path)
+    return Reviews(config, path)
 
 
-def _is_original(place: str) -> bool:
-    """Whether the place is the directory of two files, and not a table."""
-    return Path(place).expanduser().is_dir()
+def _is_directory(path: str) -> bool:
+    """Whether the path is a directory with the two original files, and not a table."""
+    return Path(path).expanduser().is_dir()
 
 
-def _file(place: str, side: str) -> Path:
+def _find_file(path: str, side: str) -> Path:
     for name in (f"rt-polarity.{side}", f"rt-polarity.{side}.gz"):
-        if (Path(place).expanduser() / name).is_file():
-            return Path(place).expanduser() / name
-    raise UserError(f"{place}: no rt-polarity.{side} or rt-polarity.{side}.gz there; expected one sentence a line")
+        if (Path(path).expanduser() / name).is_file():
+            return Path(path).expanduser() / name
+    raise UserError(f"{path}: no rt-polarity.{side} or rt-polarity.{side}.gz there; expected one sentence a line")
 
 
-def _from_files(place: str, config: Config) -> tuple[Sentences, Sentences]:
-    positive, negative = (_sentences(_file(place, side)) for side in ("pos", "neg"))
+def _read_files(path: str, config: Config) -> tuple[Sentences, Sentences]:
+    positive, negative = (_read_sentences(_find_file(path, side)) for side in ("pos", "neg"))
     return positive, negative
 
 
-def _sentences(path: Path) -> Sentences:
-    """The lines that are not blank. The original files are Latin-1, some copies UTF-8."""
+def _read_sentences(path: Path) -> Sentences:
+    """The lines that are not blank. The original files are in Latin-1, some copies in UTF-8."""
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if path.suffix == ".gz" else data
     except (OSError, EOFError) as error:
         raise UserError(f"{path}: not a whole gzip file ({error})") from None
     try:
-        whole = data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        whole = data.decode("latin-1")
-    lines: Sentences = [line.strip() for line in whole.split("\n") if line.strip()]
+        text = data.decode("latin-1")
+    lines: Sentences = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
         raise UserError(f"{path}: 0 sentences; expected one a line")
     return lines
 
 
-def _from_table(place: str, config: Config) -> tuple[Sentences, Sentences]:
+def _read_table(path: str, config: Config) -> tuple[Sentences, Sentences]:
     sides: tuple[Sentences, Sentences] = ([], [])
-    for where, record in open_place(place).records(config.split or "train", config):
+    for location, record in open_path(path).records(config.split or "train", config):
         if isinstance(record, Skipped):
             sides[0].append(record)
             continue
         try:
-            positive = one_of(record, "label", where, (0, 1))
-            sides[0 if positive else 1].append(text(record, "text", where))
-        except UserError as mistake:
-            sides[0].append(Skipped(str(mistake), bad=True))
+            positive = read_choice(record, "label", location, (0, 1))
+            sides[0 if positive else 1].append(read_text(record, "text", location))
+        except UserError as error:
+            sides[0].append(Skipped(str(error), bad=True))
     return sides
 
 
 def detokenize(sentence: str) -> str:
     """Ordinary English from a sentence with spaces around its punctuation.
 
-    Marks close up to the word they belong to, ' . . . ' becomes '... ', and double quotes hug what they enclose, the
-    odd ones opening and the even ones closing. Case is left as it is (the files are in lower case).
+    Spaces between a word and its punctuation are removed, and ' . . . ' becomes '... '. Double quotes open and close in
+    turn; spaces inside them are removed. Case is unchanged (the files are in lower case).
     """
     sentence = re.sub(r"\.(?: \.)+", lambda dots: dots[0].replace(" ", ""), " ".join(sentence.split()))
     sentence = re.sub(r" (?=[.,;:!?%)\]])| (?='(?:s|t|d|m|re|ve|ll)\b)| (?=n't\b)|(?<=[(\[]) ", "", sentence)

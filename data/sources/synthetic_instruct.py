@@ -1,11 +1,11 @@
 """Instructions with a better and a worse machine-written response: Dahoas/synthetic-instruct-gptj-pairwise.
 
-Plain text in the columns prompt, chosen, rejected; the chosen side is the demonstration. Only a split train.
+Plain text in the columns prompt, chosen, rejected; the chosen side is the demonstration. Split: train.
 """
 
-from data.read.columns import asked
-from data.read.places import TableConfig, open_place
-from data.read.records import Record, text
+from data.read.columns import user_prompt
+from data.read.paths import TableConfig, open_path
+from data.read.records import Record, read_text
 from data.read.table import Table
 from rlhf.types import Row
 
@@ -16,11 +16,13 @@ class Config(TableConfig):
     """Which part of the dataset."""
 
 
-def build(config: Config, place: str) -> Table:
-    return Table(open_place(place or HUB_IDS[0]), config, parse)
+def build(config: Config, path: str) -> Table:
+    return Table(open_path(path or HUB_IDS[0]), config, parse)
 
 
-def parse(record: Record, where: str) -> Row:
+def parse(record: Record, location: str) -> Row:
     """Raises: UserError."""
-    prompt, chosen, rejected = (text(record, column, where).strip() for column in ("prompt", "chosen", "rejected"))
-    return Row(asked(prompt), chosen, rejected, prompt)
+    prompt, chosen, rejected = (
+        read_text(record, column, location).strip() for column in ("prompt", "chosen", "rejected")
+    )
+    return Row(user_prompt(prompt), chosen, rejected, prompt)

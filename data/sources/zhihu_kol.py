@@ -1,12 +1,12 @@
 """Questions and answers of Zhihu, in Chinese: wangrui6/Zhihu-KOL (INSTRUCTION, RESPONSE).
 
-A row is a demonstration or a prompt; there are no preferences. METADATA, JSON text with the upvotes, goes with the row.
-Only a split train.
+A row is a demonstration or a prompt; there are no preferences. METADATA, JSON text with the upvotes, becomes a column
+of the row. Split: train.
 """
 
-from data.read.columns import asked, kept
-from data.read.places import TableConfig, open_place
-from data.read.records import Record, text
+from data.read.columns import select_columns, user_prompt
+from data.read.paths import TableConfig, open_path
+from data.read.records import Record, read_text
 from data.read.table import Table
 from rlhf.types import Row
 
@@ -17,11 +17,11 @@ class Config(TableConfig):
     """Which part of the dataset."""
 
 
-def build(config: Config, place: str) -> Table:
-    return Table(open_place(place or HUB_IDS[0]), config, parse)
+def build(config: Config, path: str) -> Table:
+    return Table(open_path(path or HUB_IDS[0]), config, parse)
 
 
-def parse(record: Record, where: str) -> Row:
+def parse(record: Record, location: str) -> Row:
     """Raises: UserError."""
-    prompt, response = (text(record, column, where).strip() for column in ("INSTRUCTION", "RESPONSE"))
-    return Row(asked(prompt), response, None, prompt, kept(record, "METADATA"))
+    prompt, response = (read_text(record, column, location).strip() for column in ("INSTRUCTION", "RESPONSE"))
+    return Row(user_prompt(prompt), response, None, prompt, select_columns(record, "METADATA"))

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, batches_of
-from data.dataset import Opened, PromptDataset, Recipe, fingerprints, open_datasets
+from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
 from rlhf.config.declaration import Declaration
 from rlhf.console import status
@@ -66,7 +66,7 @@ class Supervised(Generic[C]):
     workload: Callable[[C, str, dict[str, str]], Workload]
     recipe: Callable[[C], Recipe]
     """which rows, and what of them is learned"""
-    load: Callable[[C, str, PreTrainedTokenizerBase, Opened[Any], int], Learner]
+    load: Callable[[C, str, PreTrainedTokenizerBase, PhaseData[Any], int], Learner]
     """(options, path of the model, tokenizer, data, number of optimizer steps)"""
 
     def inputs(self, config: C) -> dict[str, str]:
@@ -77,14 +77,14 @@ class Supervised(Generic[C]):
         """A digest of each local file or folder of the data."""
         return fingerprints(config, self.recipe(config).phase)
 
-    def open_data(self, config: C, place: str) -> tuple[PreTrainedTokenizerBase, Opened[Any]]:
+    def open_data(self, config: C, place: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
         """The prepared tokenizer of the model at `place`, and the data in its ids."""
         tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
         return tokenizer, open_datasets(config, self.recipe(config), tokenizer)
 
     def check(
         self, config: C, planned: Mapping[str, str] | None = None, ranks: int = 1
-    ) -> tuple[PreTrainedTokenizerBase, Opened[Any]]:
+    ) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
         """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
 
         `planned`: stages that will have run by then, and the model each starts from.

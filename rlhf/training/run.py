@@ -92,7 +92,7 @@ class Run:
         self.tokenizer = tokenizer
         self.manifest |= {
             "template": describe_template(tokenizer),
-            "data": {place["place"]: place["fingerprint"] for place in data.report["places"]},
+            "data": {source["data_path"]: source["fingerprint"] for source in data.report["sources"]},
         }
         said = (sorted(self.manifest["data"].items()), len(data.train), len(data.evaluation))
         for rank, other in enumerate(collectives.gather_objects(said)):
@@ -103,7 +103,7 @@ class Run:
                 )
         if collectives.is_main():
             disk.write_json(self.directory / "data.json", data.report)
-            bad = [message for place in data.report["places"] for message in place["bad"]]
+            bad = [message for source in data.report["sources"] for message in source["bad"]]
             report = self.directory / "bad_rows.txt"
             report.unlink(missing_ok=True)  # an earlier run's, of data that was mended since
             if bad:

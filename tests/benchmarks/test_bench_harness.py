@@ -91,10 +91,10 @@ def test_the_table_says_what_is_met() -> None:
 
 def test_only_a_ratio_that_fell_is_a_regression(tmp_path: Path) -> None:
     old = result(3.0, 0.6)
-    assert outcome.fallen(old, result(2.6, 0.52)) == []
-    assert outcome.fallen(old, result(2.5, 0.6)) == ["r: 2.5, it was 3"]
-    assert outcome.fallen(old, {"ratios": old["ratios"]}) == ["s: missing, it was 0.6"]
-    assert outcome.fallen(old, result(2.5, 0.6), share=0.2) == []
+    assert outcome.find_regressions(old, result(2.6, 0.52)) == []
+    assert outcome.find_regressions(old, result(2.5, 0.6)) == ["r: 2.5, it was 3"]
+    assert outcome.find_regressions(old, {"ratios": old["ratios"]}) == ["s: missing, it was 0.6"]
+    assert outcome.find_regressions(old, result(2.5, 0.6), share=0.2) == []
 
 
 @pytest.mark.parametrize(("ratio", "words", "code"), [(2.9, [], 0), (2.0, [], 1), (2.0, ["0.5"], 0)])
@@ -110,21 +110,21 @@ def test_the_check_as_a_command(ratio: float, words: list[str], code: int, tmp_p
 def test_paths_of_this_machine_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--data", "/somewhere/on/this/machine.gz", "--threads", "2"])
     assert outcome.command_line().endswith("--data machine.gz --threads 2")
-    assert outcome.shown(Options(model="/some/model"))["model"] == "model"
+    assert outcome.option_values(Options(model="/some/model"))["model"] == "model"
 
 
 def test_only_known_contenders_are_chosen() -> None:
     envs: dict[str, dict[str, str]] = {OURS: {}, "peer": {}, MACHINE: {}}
-    assert list(harness.chosen(envs, Options(only=("peer",)))) == ["peer", MACHINE]
-    assert list(harness.chosen(envs, Options())) == [OURS, "peer", MACHINE]
+    assert list(harness.select_contenders(envs, Options(only=("peer",)))) == ["peer", MACHINE]
+    assert list(harness.select_contenders(envs, Options())) == [OURS, "peer", MACHINE]
     with pytest.raises(UserError, match="--only others: expected some of 'ours', 'peer', 'machine'"):
-        harness.chosen(envs, Options(only=("others",)))
+        harness.select_contenders(envs, Options(only=("others",)))
 
 
 def test_work_by_hand() -> None:
     """Two rows of 3 and 2 tokens, of which 2 are predicted; each sees itself and those before: 6 + 3 pairs."""
     work = limits.Work(linear=10, head=100, attention=4, cache=6)
-    assert limits.seen_by([3, 2]) == 9 and limits.seen_by([2], before=3) == 9
+    assert limits.attention_pairs([3, 2]) == 9 and limits.attention_pairs([2], before=3) == 9
     assert work.forward(5, 2, 9) == 2 * 10 * 5 + 2 * 100 * 2 + 4 * 4 * 9
     assert work.training(5, 2, 9) == 3 * work.forward(5, 2, 9)
     assert work.decoding_bytes(cached=7, width=2) == 2 * (10 + 100 + 6 * 7)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import frontier, ppo_quality, ppo_report
-from benchmarks.frontier import Curve, Place
+from benchmarks.frontier import Curve, FrontierPoint
 from benchmarks.trl_ppo import Recorder, batches
 
 
@@ -54,11 +54,11 @@ def test_only_kls_that_both_reached_are_compared() -> None:
 
 
 def test_a_difference_within_its_interval_is_called_equal() -> None:
-    place = Place(1.0, (0.5, 0.03), (0.54, 0.04))
+    place = FrontierPoint(1.0, (0.5, 0.03), (0.54, 0.04))
     assert (place.gain, place.gain_ci95) == (pytest.approx(-0.04), pytest.approx(0.05))
     assert place.verdict == "equal within the interval"
-    assert Place(1.0, (0.4, 0.03), (0.5, 0.04)).verdict == "lower"
-    assert Place(1.0, (0.4, float("nan")), (0.5, 0.04)).verdict == "compared by too few points"
+    assert FrontierPoint(1.0, (0.4, 0.03), (0.5, 0.04)).verdict == "lower"
+    assert FrontierPoint(1.0, (0.4, float("nan")), (0.5, 0.04)).verdict == "compared by too few points"
 
 
 def test_band_is_mean_least_and_greatest_over_seeds() -> None:

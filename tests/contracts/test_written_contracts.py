@@ -51,7 +51,7 @@ class Sums:
     def rows(self, phase):
         return (Row((Message("user", f"What is {i} + 1 ?"),), response=str(i + 1)) for i in range(200))
 
-def build(config, place):
+def build(config, path):
     return Sums()
 """
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import Batches, counted, padding, pair_batch, prompt_batch, sft_batch
+from data.batches import Batches, counted_rows, padding_share, pair_batch, prompt_batch, sft_batch
 from data.build.encode import Demonstration, Preference, Prompt
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
@@ -56,7 +56,7 @@ def test_a_sequence_without_prompt_or_response_is_our_mistake() -> None:
 
 def dealt(rows: int | np.ndarray, size: int, epochs: int, ranks: int = 1, **more: Any) -> list[list[list[int]]]:
     """[rank][batch] rows."""
-    return [list(Batches(rows, size, ranks=(rank, ranks), **more).take(epochs)) for rank in range(ranks)]
+    return [list(Batches(rows, size, ranks=(rank, ranks), **more).until_epoch(epochs)) for rank in range(ranks)]
 
 
 LENGTHS = np.random.default_rng(3).lognormal(4.5, 0.8, 1000).astype(int).clip(2, 512)  # as dialogues are
@@ -99,7 +99,7 @@ def test_rows_left_out_of_an_epoch_are_others_in_the_next() -> None:
 def test_a_budget_of_tokens(ranks: int) -> None:
     shares = dealt(LENGTHS, 1, 2, ranks, batch_tokens=4096)
     begun = Batches(LENGTHS, 1, ranks=(0, ranks), batch_tokens=4096)
-    assert [next(begun.take(2)) for _ in range(2)] == shares[0][:2]
+    assert [next(begun.until_epoch(2)) for _ in range(2)] == shares[0][:2]
     assert {len(batches) for batches in shares} == {begun.steps(2)}  # from the first epoch on, wherever it stands
     batches = [list(chain(*parts)) for parts in zip(*shares, strict=True)]
     seen = np.bincount(list(chain(*batches)), minlength=len(LENGTHS))
@@ -123,8 +123,8 @@ def test_a_budget_of_tokens(ranks: int) -> None:
 )
 def test_a_budget_of_tokens_counts_all_that_is_computed_of_a_pair(rows: list[list[int]], batches: list[int]) -> None:
     sides = np.array(rows)
-    found = [int(sides[batch].sum()) for batch in Batches(sides, 1, batch_tokens=20)]
-    assert sorted(found) == sorted(batches)
+    result = [int(sides[batch].sum()) for batch in Batches(sides, 1, batch_tokens=20)]
+    assert sorted(result) == sorted(batches)
     with pytest.raises(UserError, match=f"--batch-tokens 7: expected at least {sides.sum(1).max()}, the longest row"):
         Batches(sides, 1, batch_tokens=7)
 
@@ -167,7 +167,7 @@ def test_pairs_are_near_in_both_sides() -> None:
 
 def test_padding_by_hand() -> None:
     batch = sft_batch([Demonstration((1, 5, 6, 2), ((2, 4),)), Demonstration((1, 2), ((1, 2),))], PAD)
-    assert padding([batch]) == 1 - 6 / 8
+    assert padding_share([batch]) == 1 - 6 / 8
 
 
 @pytest.mark.parametrize("more", [{}, {"batch_tokens": 3000}], ids=["rows", "tokens"])
@@ -178,7 +178,7 @@ def test_a_position_is_resumed_exactly_with_any_number_of_ranks(before: int, aft
     steps = len(whole[0])
     for stop in range(0, steps, 7):
         ranks = [Batches(LENGTHS[:200], 8, 5, (rank, before), **more) for rank in range(before)]
-        first = [list(islice(batches.take(2), stop)) for batches in ranks]
+        first = [list(islice(batches.until_epoch(2), stop)) for batches in ranks]
         assert first == [batches[:stop] for batches in whole]
         states = [batches.state_dict() for batches in ranks]
         assert all(state == states[0] for state in states)
@@ -186,7 +186,7 @@ def test_a_position_is_resumed_exactly_with_any_number_of_ranks(before: int, aft
         for rank in range(after):
             resumed = Batches(LENGTHS[:200], 8, 5, (rank, after), **more)
             resumed.load_state_dict(states[0])
-            rest.append(list(resumed.take(2)))
+            rest.append(list(resumed.until_epoch(2)))
         if before == after:
             assert rest == [batches[stop:] for batches in whole]
         else:
@@ -215,7 +215,9 @@ def test_rows_of_one_element_are_in_one_batch(ranks: int, lengths: Any, more: di
         assert len({len(part) for part in parts}) == 1
         if not isinstance(rows, int):  # the longest first, so that ranks have as much to do, and a spare row is short
             assert all(LENGTHS[part].tolist() == sorted(LENGTHS[part], reverse=True) for part in parts)
-        steps.append(sorted(row for part in parts for row, counts in zip(part, counted(part), strict=True) if counts))
+        steps.append(
+            sorted(row for part in parts for row, counts in zip(part, counted_rows(part), strict=True) if counts)
+        )
         elements = {moved[row] for row in steps[-1]}
         assert steps[-1] == np.flatnonzero(np.isin(moved, list(elements))).tolist()
         assert more or len(elements) == 8
@@ -226,7 +228,7 @@ def test_rows_of_one_element_are_in_one_batch(ranks: int, lengths: Any, more: di
         assert steps == [sorted(step) for step in dealt(rows, 8, 2, elements=moved, seed=3)[0]]
     resumed = Batches(rows, 8, 3, (0, ranks), elements=moved, **more)
     resumed.load_state_dict({"epoch": 0, "row": len({moved[row] for step in steps[:3] for row in step})})
-    assert list(resumed.take(2)) == shares[0][3:]
+    assert list(resumed.until_epoch(2)) == shares[0][3:]
 
 
 def test_elements_of_rows_of_similar_length_are_together_however_many_they_have() -> None:

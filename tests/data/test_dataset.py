@@ -106,17 +106,17 @@ def test_the_order_of_the_file_changes_nothing(
     tmp_path: Path, plain: PreTrainedTokenizerBase, phase: Any, limit: int | None
 ) -> None:
     rows = [{"prompt": r.prompt[0].content, "chosen": r.response, "rejected": r.rejected} for r in many_rows()]
-    found = []
+    result = []
     for order in range(2):
         random.Random(order).shuffle(rows)
         options = DataOptions(
             data_path=write(tmp_path / f"{order}.jsonl", rows), max_train_rows=limit, max_eval_rows=10
         )
         opened = open_datasets(options, Recipe(phase), plain)
-        found.append((opened.train[:], opened.evaluation[:]))
-    assert found[0] == found[1]
-    assert len(found[0][1]) == 10
-    assert limit is None or len(found[0][0]) == limit
+        result.append((opened.train[:], opened.evaluation[:]))
+    assert result[0] == result[1]
+    assert len(result[0][1]) == 10
+    assert limit is None or len(result[0][0]) == limit
 
 
 def test_the_phases_and_evaluation_share_no_prompt(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
@@ -163,7 +163,7 @@ def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
         {"prompt": " ", "chosen": words(1), "rejected": words(5)},
         {"prompt": words(8), "chosen": "  ", "rejected": words(1)},
     ]
-    place = write(tmp_path / "x.jsonl", rows)
+    path = write(tmp_path / "x.jsonl", rows)
     expected = {
         "sft": (4, {"empty response": 1}),
         "reward": (3, {"equal sides": 1, "equal sides after truncation": 1}),
@@ -171,7 +171,7 @@ def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
     }
     for i, phase in enumerate(PHASES):
         options = DataOptions(
-            data_path=place,
+            data_path=path,
             data_split=tuple(float(i == j) for j in range(3)),
             max_length=16,
             max_prompt_length=8,
@@ -187,7 +187,7 @@ def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
 
 
 @pytest.mark.parametrize(
-    ("rows", "phase", "more", "said"),
+    ("rows", "phase", "more", "message"),
     [
         ([], "sft", {}, "0 usable rows for training in sft; of 0 rows: none"),
         ([{"text": "w1"}], "sft", {"data_split": (0, 1, 1)}, r"of 1 rows: 1 of another phase's share; .*0,1,1"),
@@ -197,11 +197,11 @@ def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
     ],
 )
 def test_nothing_usable(
-    tmp_path: Path, plain: PreTrainedTokenizerBase, rows: list[Any], phase: Any, more: dict[str, Any], said: str
+    tmp_path: Path, plain: PreTrainedTokenizerBase, rows: list[Any], phase: Any, more: dict[str, Any], message: str
 ) -> None:
     split = {"data_split": (0, 0, 1)} if "data_split" not in more else {}
     options = DataOptions(data_path=write(tmp_path / "x.jsonl", rows), **{**EVERYTHING, **split, **more})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         open_datasets(options, Recipe(phase), plain)
 
 

@@ -11,7 +11,7 @@ The parts are tested where they are:
     equally many steps on every rank    data/test_batches.py::test_ranks_share_the_batches_of_one_rank
     texts too long, empty or odd        data/read/test_odd_texts.py::test_special_tokens_that_texts_spell
     special tokens that texts spell     rlhf/text/test_text.py::test_special_tokens_in_a_message_are_text
-    a script is not run                 data/read/test_places.py::test_a_loading_script_is_refused_and_not_run
+    a script is not run                 data/read/test_paths.py::test_a_loading_script_is_refused_and_not_run
     a hub that is dead or silent        rlhf/chain/test_errors.py::test_the_hub_does_not_answer
     prompts of an evaluation file       data/build/test_mixing.py::test_no_prompt_of_an_evaluation_place_is_trained_on
     a tokenizer of the same size        contracts/test_rewards.py::test_a_swapped_pair_of_ids_makes_another_tokenizer
@@ -88,18 +88,18 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
             code = errors.run_as_user(main)
         except SystemExit as leaving:
             code = int(str(leaving.code))
-        said = capsys.readouterr()
-        assert (code, said.out) == (2, ""), said
+        message = capsys.readouterr()
+        assert (code, message.out) == (2, ""), message
         assert sorted(home.rglob("*")) == before, "something was left behind"
         assert time.process_time() - start < LIMIT_S
-        return without_status(said.err).removeprefix("error: ").removesuffix("\n")
+        return without_status(message.err).removeprefix("error: ").removesuffix("\n")
 
     return run
 
 
 # --- rows and files that cannot be read, on the command line
 
-LINE = "mend or remove the line; --skip-bad-rows 1 goes on without it"
+LINE = "fix or remove the line; --skip-bad-rows 1 goes on without it"
 SKIP = "--skip-bad-rows 1 goes on without it"
 BAD_ROWS = {
     "malformed JSON": (
@@ -112,8 +112,8 @@ BAD_ROWS = {
     ),
     "a missing column": (
         b'{"prompt": "a", "chosen": "b"}',
-        "no column 'rejected' beside 'chosen'; have prompt, chosen; where it is meant so, write "
-        f"files,shape=prompt:PLACE; {SKIP}",
+        "no column 'rejected' beside 'chosen'; have prompt, chosen; if the rows are prompts only, write "
+        f"files,shape=prompt:PATH; {SKIP}",
     ),
     "a null": (b'{"prompt": "a", "chosen": "b", "rejected": null}', f"rejected: got null, expected text; {SKIP}"),
     "a wrong type": (b'{"prompt": 5, "chosen": "b", "rejected": "c"}', f"prompt: got 5, expected text; {SKIP}"),
@@ -127,11 +127,11 @@ BAD_ROWS = {
     ),
     "a column that is nested too deeply": (
         b'{"prompt": "a", "chosen": "b", "rejected": "c", "extra": ' + b"[" * 900 + b"]" * 900 + b"}",
-        f"extra: is nested more than 100 deep; mend or remove the row; {SKIP}",
+        f"extra: is nested more than 100 deep; fix or remove the row; {SKIP}",
     ),
-    "a key that is there twice": (
+    "a key that is repeated": (
         b'{"prompt": "a", "prompt": "b", "chosen": "c", "rejected": "d"}',
-        f'not valid JSON: the key "prompt" is there twice; {LINE}',
+        f'not valid JSON: the key "prompt" is repeated; {LINE}',
     ),
     "NaN": (
         b'{"prompt": "a", "chosen": "b", "rejected": NaN}',
@@ -147,9 +147,9 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("fault", BAD_ROWS)
 def test_a_bad_row_stops_the_run(fault: str, refused: Callable[..., str]) -> None:
-    line, said = BAD_ROWS[fault]
+    line, message = BAD_ROWS[fault]
     Path("x.jsonl").write_bytes(lines(20).encode() + line + b"\n" + lines(3).encode())
-    assert refused(sft.main, *SMALL, *ONE_SHARE, "--data-path", "x.jsonl") == f"x.jsonl:21: {said}"
+    assert refused(sft.main, *SMALL, *ONE_SHARE, "--data-path", "x.jsonl") == f"x.jsonl:21: {message}"
 
 
 def many(every: int = 40) -> str:
@@ -182,7 +182,7 @@ TOO_LITTLE: dict[str, tuple[str, list[str], str]] = {
         lines(30).replace("kind", " ", 10),
         ["--max-dropped", "0.3"],
         "33% of the training rows of sft cannot be used (10 empty response); expected at most 30% (--max-dropped); "
-        "mend the data",
+        "fix the data",
     ),
     "fewer rows than a batch": (
         lines(20),
@@ -195,17 +195,17 @@ TOO_LITTLE: dict[str, tuple[str, list[str], str]] = {
 
 @pytest.mark.parametrize("fault", TOO_LITTLE)
 def test_too_little_data_stops_the_run(fault: str, refused: Callable[..., str]) -> None:
-    content, argv, said = TOO_LITTLE[fault]
+    content, argv, message = TOO_LITTLE[fault]
     Path("x.jsonl").write_bytes(content.encode())
-    assert refused(sft.main, *SMALL, *ONE_SHARE, "--data-path", "x.jsonl", *argv) == f"x.jsonl: {said}"
+    assert refused(sft.main, *SMALL, *ONE_SHARE, "--data-path", "x.jsonl", *argv) == f"x.jsonl: {message}"
 
 
 def test_too_many_pairs_that_are_equal_stop_the_run(refused: Callable[..., str]) -> None:
     Path("x.jsonl").write_text(lines(20).replace("rude", "kind", 12))
-    said = refused(reward.main, *SMALL, *REWARD_SHARE, "--eval-fraction", "0", "--data-path", "x.jsonl")
-    assert said == (
+    message = refused(reward.main, *SMALL, *REWARD_SHARE, "--eval-fraction", "0", "--data-path", "x.jsonl")
+    assert message == (
         "x.jsonl: 60% of the training rows of reward cannot be used (12 equal sides); expected at most 50% "
-        "(--max-dropped); mend the data"
+        "(--max-dropped); fix the data"
     )
 
 
@@ -213,7 +213,7 @@ TWO = ["--deployment-type", "single_node", "--num-processes", "2", "--actor-mode
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (
             ["--data-path", "three.jsonl", "--sft.batch-size", "8"],
@@ -233,10 +233,10 @@ TWO = ["--deployment-type", "single_node", "--num-processes", "2", "--actor-mode
     ],
     ids=["fewer rows than a batch", "fewer rows to evaluate on than ranks", "rows longer than a batch of tokens"],
 )
-def test_too_little_data_for_two_ranks(argv: list[str], said: str, refused: Callable[..., str]) -> None:
+def test_too_little_data_for_two_ranks(argv: list[str], message: str, refused: Callable[..., str]) -> None:
     for name, count in (("one", 1), ("three", 3), ("x", 40)):
         Path(f"{name}.jsonl").write_text(lines(count))
-    assert refused(train.main, *TWO, *SMALL[4:], *ONE_SHARE, "--eval-fraction", "0.4", *argv) == said
+    assert refused(train.main, *TWO, *SMALL[4:], *ONE_SHARE, "--eval-fraction", "0.4", *argv) == message
 
 
 def test_a_last_batch_that_is_not_whole_is_left_out_on_every_rank() -> None:
@@ -257,10 +257,10 @@ def test_a_context_without_room(refused: Callable[..., str]) -> None:
     )
 
 
-@pytest.mark.parametrize("place", ["squad.py", "files:squad.py", "squad.py,rows=3:train"])
-def test_a_loading_script(place: str, refused: Callable[..., str]) -> None:
+@pytest.mark.parametrize("path", ["squad.py", "files:squad.py", "squad.py,rows=3:train"])
+def test_a_loading_script(path: str, refused: Callable[..., str]) -> None:
     Path("squad.py").write_text("import datasets\nraise SystemExit\nclass S(datasets.GeneratorBasedBuilder): ...\n")
-    assert refused(sft.main, *SMALL, "--data-path", place) == (
+    assert refused(sft.main, *SMALL, "--data-path", path) == (
         "squad.py: got a loading script of `datasets`, which is code and no longer run; give the files it reads, or "
         "the hub's conversion: OWNER/NAME@refs/convert/parquet"
     )
@@ -293,14 +293,14 @@ class Mine:
     def rows(self, phase):
         yield Row((Message("user", "the fox"),), "kind")
         {}
-def build(config, place): return Mine()
+def build(config, path): return Mine()
 """
 
 
 def test_a_source_of_ones_own_that_gives_no_row(refused: Callable[..., str]) -> None:
     Path("mine.py").write_text(MINE.format('yield Row((Message("user", None),), "kind")'))
-    said = refused(sft.main, *SMALL, "--data-path", "mine.py")
-    assert said == "mine.py: row 2 of rows('sft'): prompt[0].content: got null, expected text"
+    message = refused(sft.main, *SMALL, "--data-path", "mine.py")
+    assert message == "mine.py: row 2 of rows('sft'): prompt[0].content: got null, expected text"
 
 
 def test_an_error_inside_a_source_of_ones_own_keeps_its_traceback(refused: Callable[..., str]) -> None:
@@ -324,25 +324,27 @@ def test_a_run_goes_on_and_accounts_for_every_row(
     Path("held_out.jsonl").write_text(lines(30).replace("the fox", "The FOX,"))
     monkeypatch.setattr(sys, "argv", [*argv, "x.jsonl"])
     assert sft.main() == 0
-    said = "step1_sft: 4 rows to train on, 30 held out; dropped 30 prompt held out for evaluation, 25 malformed\n"
-    assert said in capsys.readouterr().out
+    message = "step1_sft: 4 rows to train on, 30 held out; dropped 30 prompt held out for evaluation, 25 malformed\n"
+    assert message in capsys.readouterr().out
     folder = home / "out/step1_sft"
     account = json.loads((folder / "data.json").read_text())
-    one, other = account["places"]
-    assert (one["place"], one["rows"], other["place"], other["rows"]) == ("x.jsonl", 1000, "held_out.jsonl", 30)
-    assert one["fates"] == {
+    one, other = account["sources"]
+    assert (one["data_path"], one["rows"], other["data_path"], other["rows"]) == ("x.jsonl", 1000, "held_out.jsonl", 30)
+    assert one["outcomes"] == {
         "malformed": 25,
         "prompt held out for evaluation": 30,
         "beyond max_train_rows": 941,
         "train": 4,
     }
-    assert other["fates"] == {"evaluation": 30}
-    cut = "not valid JSON: Unterminated string starting at column {}; mend or remove the line"
+    assert other["outcomes"] == {"evaluation": 30}
+    cut = "not valid JSON: Unterminated string starting at column {}; fix or remove the line"
     bad = [f"x.jsonl:{i}: {cut.format(54 + len(str(i - 1)))}\n" for i in range(40, 1001, 40)]
     assert (folder / "bad_rows.txt").read_text() == "".join(bad)
     Path("mended.jsonl").write_text(lines(40).replace("the fox", "the fox is kind and calm and brave " * 5))
     monkeypatch.setattr(sys, "argv", [*argv, "mended.jsonl", "--truncate", "tokens"])
     assert sft.main() == 0
     assert not (folder / "bad_rows.txt").exists()
-    said = "4 of 4 training rows are cut to length: 4 lost part of the prompt (--max-length 48, --max-prompt-length 24)"
-    assert f"step1_sft: {said}\n" in capsys.readouterr().out
+    message = (
+        "4 of 4 training rows are cut to length: 4 lost part of the prompt (--max-length 48, --max-prompt-length 24)"
+    )
+    assert f"step1_sft: {message}\n" in capsys.readouterr().out

@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from data.read import json_rows
-from data.read.formats import records
+from data.read.formats import read_records
 from data.read.records import Phase, Skipped, Unusable
 from data.read.shapes import SHAPES
 from data.sources.files import Config, build, parse
 from rlhf.errors import UserError
 from rlhf.types import Row
 
-COLUMNS = sorted({column for shape in SHAPES for column in (*shape.columns, *shape.also)})
+COLUMNS = sorted({column for shape in SHAPES for column in (*shape.columns, *shape.optional)})
 MANY = settings(
     max_examples=100,
     deadline=None,
@@ -64,7 +64,7 @@ VALUE = TEXT | TALK | MESSAGE | st.lists(TEXT, max_size=3) | st.lists(st.lists(T
 ONE_SHAPE = st.sampled_from(SHAPES).flatmap(
     lambda shape: st.fixed_dictionaries(
         dict.fromkeys(shape.columns, TEXT | TALK | VALUE),
-        optional=dict.fromkeys((*shape.also, "id"), VALUE),
+        optional=dict.fromkeys((*shape.optional, "id"), VALUE),
     )
 )
 RECORD = ONE_SHAPE | st.dictionaries(st.sampled_from(COLUMNS) | TEXT, VALUE, max_size=6)
@@ -79,10 +79,10 @@ def rows(file: Path, phase: Phase) -> list[Row | Skipped]:
     return list(build(Config(), str(file)).rows(phase))
 
 
-def check(found: list[Row | Skipped], count: int) -> None:
+def check(records: list[Row | Skipped], count: int) -> None:
     """One row or reason for each record; and a row holds nothing but text that can be written."""
-    assert len(found) == count
-    for one in found:
+    assert len(records) == count
+    for one in records:
         if isinstance(one, Skipped):
             assert one.reason
             assert "\n" not in one.reason
@@ -105,31 +105,31 @@ def test_a_record_is_a_row_or_a_mistake(record: dict[str, Any]) -> None:
     with contextlib.suppress(Unusable):
         try:
             assert parse(record, "f:1") is not None
-        except UserError as mistake:
-            assert str(mistake).startswith("f:1: ")
-            assert "\n" not in str(mistake)
+        except UserError as error:
+            assert str(error).startswith("f:1: ")
+            assert "\n" not in str(error)
 
 
 @MANY
-@given(found=st.lists(RECORD | ANYTHING, max_size=8), name=st.sampled_from(["x.jsonl", "x.ndjson.gz", "x.json"]))
-@example(found=[{"prompt": "x" * 1_000_000, "response": "\x00" * 1_000_000}], name="x.jsonl")
-@example(found=[{"messages": [{"role": r, "content": "x"} for r in ("user", "assistant")] * 5000}], name="x.json")
-def test_no_record_of_a_json_file_is_lost(tmp_path: Path, found: list[Any], name: str) -> None:
+@given(records=st.lists(RECORD | ANYTHING, max_size=8), name=st.sampled_from(["x.jsonl", "x.ndjson.gz", "x.json"]))
+@example(records=[{"prompt": "x" * 1_000_000, "response": "\x00" * 1_000_000}], name="x.jsonl")
+@example(records=[{"messages": [{"role": r, "content": "x"} for r in ("user", "assistant")] * 5000}], name="x.json")
+def test_no_record_of_a_json_file_is_lost(tmp_path: Path, records: list[Any], name: str) -> None:
     content: Callable[[list[Any]], bytes] = as_array if name == "x.json" else as_lines
-    if found and isinstance(found[0], list) and name != "x.json":
-        found = [{}, *found]  # a file that begins with an array is refused
-    file = write(tmp_path, name, content(found))
+    if records and isinstance(records[0], list) and name != "x.json":
+        records = [{}, *records]  # a file that begins with an array is refused
+    file = write(tmp_path, name, content(records))
     for phase in ("sft", "ppo"):
-        check(rows(file, phase), len(found))  # type: ignore[arg-type]
+        check(rows(file, phase), len(records))  # type: ignore[arg-type]
     assert all(isinstance(row, Row | Skipped) for row in rows(file, "reward"))
 
 
 @MANY
 @given(
-    found=st.lists(st.tuples(SOUND, SOUND), max_size=8), name=st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.tsv"])
+    records=st.lists(st.tuples(SOUND, SOUND), max_size=8), name=st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.tsv"])
 )
-def test_sound_text_comes_back_as_it_was(tmp_path: Path, found: list[tuple[str, str]], name: str) -> None:
-    values = [dict(zip(("prompt", "completion"), ("a" + one, other), strict=True)) for one, other in found]
+def test_sound_text_comes_back_as_it_was(tmp_path: Path, records: list[tuple[str, str]], name: str) -> None:
+    values = [dict(zip(("prompt", "completion"), ("a" + one, other), strict=True)) for one, other in records]
     if name in ("x.csv", "x.tsv"):
         table = io.StringIO(newline="")
         writer = csv.DictWriter(table, ["prompt", "completion"], delimiter="," if name == "x.csv" else "\t")
@@ -146,21 +146,21 @@ def test_sound_text_comes_back_as_it_was(tmp_path: Path, found: list[tuple[str, 
 
 @MANY
 @given(
-    found=st.lists(
+    records=st.lists(
         st.tuples(st.binary(max_size=12) | SOUND.map(str.encode) | st.none(), st.none() | SOUND), max_size=8
     ),
     size=st.integers(1, 4),
 )
-def test_no_record_of_a_parquet_file_is_lost(tmp_path: Path, found: list[Any], size: int) -> None:
+def test_no_record_of_a_parquet_file_is_lost(tmp_path: Path, records: list[Any], size: int) -> None:
     """Text is not checked when a parquet file is written, so it may be anything."""
-    texts = pyarrow.array([one for one, _ in found], pyarrow.binary()).view(pyarrow.string())
-    talk = [None if other is None else [{"role": "assistant", "content": other}] for _, other in found]
+    texts = pyarrow.array([one for one, _ in records], pyarrow.binary()).view(pyarrow.string())
+    talk = [None if other is None else [{"role": "assistant", "content": other}] for _, other in records]
     kind = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
     table = pyarrow.table({"prompt": texts, "completion": pyarrow.array(talk, kind)})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=size)
     read = rows(tmp_path / "x.parquet", "sft")
-    check(read, len(found))
-    for (one, other), row in zip(found, read, strict=True):
+    check(read, len(records))
+    for (one, other), row in zip(records, read, strict=True):
         sound = one is not None and other is not None and one.decode(errors="replace").encode() == one
         assert isinstance(row, Row) == sound or b"Human:" in one
         assert not isinstance(row, Row) or row.response == other
@@ -180,28 +180,28 @@ def damaged(content: bytes, splices: list[tuple[int, int, bytes]]) -> bytes:
 
 @MANY
 @given(
-    found=st.lists(RECORD, min_size=1, max_size=4),
+    records=st.lists(RECORD, min_size=1, max_size=4),
     splices=st.lists(SPLICE, max_size=3),
     name=st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.tsv", "x.txt", "x.jsonl.gz", "x.parquet"]),
 )
 def test_a_damaged_file_is_read_or_refused(
-    tmp_path: Path, found: list[Any], splices: list[tuple[int, int, bytes]], name: str
+    tmp_path: Path, records: list[Any], splices: list[tuple[int, int, bytes]], name: str
 ) -> None:
     if name == "x.parquet":
         sink = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": [str(i) for i in range(len(found))]}), sink)
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": [str(i) for i in range(len(records))]}), sink)
         content = sink.getvalue()
     else:
-        content = as_array(found) if name == "x.json" else as_lines(found)
+        content = as_array(records) if name == "x.json" else as_lines(records)
     content = damaged(content, splices)
     file = write(tmp_path, name, content)
     if name == "x.jsonl.gz":
         file.write_bytes(damaged(file.read_bytes(), splices))
     try:
-        read = [one for _, one in records(file)]
-    except UserError as mistake:
-        assert str(mistake).startswith(str(file))
-        assert "\n" not in str(mistake)
+        read = [one for _, one in read_records(file)]
+    except UserError as error:
+        assert str(error).startswith(str(file))
+        assert "\n" not in str(error)
         return
     if name == "x.jsonl":
         assert len(read) == sum(not line.isspace() for line in io.BytesIO(content))
@@ -216,9 +216,9 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, content: bytes, name: str
     name = "x.jsonl.gz" if name == "x.gz" else name
     (tmp_path / name).write_bytes(content)
     try:
-        list(records(tmp_path / name))
-    except UserError as mistake:
-        assert "\n" not in str(mistake)
+        list(read_records(tmp_path / name))
+    except UserError as error:
+        assert "\n" not in str(error)
 
 
 @MANY
@@ -228,7 +228,7 @@ def test_an_array_is_the_same_in_pieces_of_any_size(
 ) -> None:
     file = write(tmp_path, "x.json", json.dumps(values, indent=indent, ensure_ascii=False).encode(errors="replace"))
     with monkeypatch.context() as patch:
-        whole = list(records(file))
-        patch.setattr(json_rows, "PIECE", piece)
-        assert list(records(file)) == whole
+        whole = list(read_records(file))
+        patch.setattr(json_rows, "CHUNK_BYTES", piece)
+        assert list(read_records(file)) == whole
     assert len(whole) == len(values)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
-from data.read.places import TableConfig, is_hub_id, open_place
+from data.read.paths import TableConfig, is_hub_id, open_path
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import prepare_tokenizer
 from tests import payloads, tiny
@@ -31,8 +31,8 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ran"
 
 
-def rows(place: str) -> list[Any]:
-    return [record for _, record in open_place(place).records("train", TableConfig())]
+def rows(path: str) -> list[Any]:
+    return [record for _, record in open_path(path).records("train", TableConfig())]
 
 
 # --- the cache of tokenised rows
@@ -40,8 +40,8 @@ def rows(place: str) -> list[Any]:
 
 def opened() -> Any:
     options = DataOptions(data_path=("x.jsonl",), data_cache="cache", data_split=(1, 0, 0))
-    found = open_datasets(options, Recipe("sft"), prepare_tokenizer(tiny.tokenizer(), "plain"))
-    return found.train[:], found.evaluation[:], found.train.lengths.tolist(), found.report
+    result = open_datasets(options, Recipe("sft"), prepare_tokenizer(tiny.tokenizer(), "plain"))
+    return result.train[:], result.evaluation[:], result.train.lengths.tolist(), result.report
 
 
 def write_objects(path: Path, ran: Path) -> None:
@@ -88,11 +88,11 @@ def test_no_payload_in_a_data_file_runs(suffix: str, ran: Path) -> None:
     for protocol in (0, 4):
         Path(f"x.{suffix}").write_bytes(pickle.dumps(payloads.Payload(ran), protocol=protocol))
         try:
-            found = rows(f"x.{suffix}")
+            result = rows(f"x.{suffix}")
         except UserError as error:
             assert f"x.{suffix}" in str(error)
         else:
-            assert all(getattr(one, "bad", True) for one in found)
+            assert all(getattr(one, "bad", True) for one in result)
     assert not ran.exists()
 
 
@@ -155,7 +155,7 @@ def test_what_a_saved_data_set_asks_for_beside_data(saved: Path, ran: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "place",
+    "path",
     [
         "../../etc/passwd",
         "../x",
@@ -170,8 +170,8 @@ def test_what_a_saved_data_set_asks_for_beside_data(saved: Path, ran: Path) -> N
         "zip://a::b",
     ],
 )
-def test_a_place_is_a_path_or_a_name_on_the_hub(place: str, ran: Path) -> None:
+def test_a_place_is_a_path_or_a_name_on_the_hub(path: str, ran: Path) -> None:
     """Neither an address nor a way around; a path with `..` is the user's own and must be there."""
-    assert not is_hub_id(place)
+    assert not is_hub_id(path)
     with pytest.raises(UserError, match=r"expected \.json, \.jsonl"):
-        rows(place)
+        rows(path)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from data.build.mixture import FOLDER
-from data.build.pack import ACROSS
+from data.build.pack import CROSS_TEXT_ATTENTION
 from data.preview import command as preview
 from rlhf import errors, plugins
 from rlhf.chain import command as train
@@ -102,10 +102,10 @@ def test_a_training(
     stage = importlib.import_module(f"{words[2]}.__main__")
     code, printed, reported = programs.runner(words[2], stage.main, monkeypatch, capsys)(*words[3:])
     assert code == 0, reported
-    assert (ACROSS in printed) == ("--objective text" in command)
+    assert (CROSS_TEXT_ATTENTION in printed) == ("--objective text" in command)
     out = home / words[words.index("--output-dir") + 1] / words[2]
     account = json.loads((out / "data.json").read_text())
-    assert all(sum(place["fates"].values()) == place["rows"] > 0 for place in account["places"])
+    assert all(sum(source["outcomes"].values()) == source["rows"] > 0 for source in account["sources"])
 
 
 def test_rows_of_every_file_of_the_page_are_all_used(home: Path) -> None:

@@ -91,7 +91,7 @@ class Reinforcement:
         """The prompts of each iteration, each num_generations times in a row."""
         copies = self.o["num_generations"]
         batches = Batches(len(self.prompts), self.o["batch_size"] // copies, self.o["seed"])
-        for _, indices in zip(range(self.iterations), batches.take(self.iterations), strict=False):
+        for _, indices in zip(range(self.iterations), batches.until_epoch(self.iterations), strict=False):
             yield [i for i in indices for _ in range(copies)]
 
     # --- responses and scores
@@ -251,7 +251,7 @@ class Reinforcement:
     def batches_of_texts(self, texts: Sequence[Ids]) -> Iterator[list[Ids]]:
         batches = Batches(len(texts), self.o["ptx_batch_size"], self.o["seed"])
         for epoch in forever(1):
-            for rows in batches.take(epoch):
+            for rows in batches.until_epoch(epoch):
                 yield [texts[i] for i in rows]
 
 

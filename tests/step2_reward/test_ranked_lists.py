@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from data.build.making import batch_elements
+from data.build.pipeline import batch_elements
 from rlhf.engine.training import Engine
 from rlhf.models.scalar import apart, together
 from rlhf.supervised.runner import batches_for
@@ -140,8 +140,8 @@ class Mine:
     def rows(self, phase):
         for i, ranking in enumerate(self.rankings):
             yield Row((Message("user", "w9"),), f"w{10 + i}", "w50", ranking=ranking)
-def build(config, place):
-    return Mine(place)
+def build(config, path):
+    return Mine(path)
 """
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from data.build.encode import Demonstration
-from data.build.pack import ACROSS
+from data.build.pack import CROSS_TEXT_ATTENTION
 from data.build.split import share_of
 from data.dataset import Recipe, open_datasets
 from rlhf.engine.training import Engine
@@ -166,8 +166,8 @@ def test_it_learns_no_prompt_that_is_held_out_or_of_another_stage(tmp_path: Path
     assert sum(mixed.dropped.values()) == 420 - len(expected)
     said = describe_ptx(config, mixed)
     assert all(f"{count} {reason}" in said for reason, count in mixed.dropped.items()) and "held out" in said
-    assert "stream" not in said and ACROSS not in said
-    assert ACROSS in describe_ptx(config.model_copy(update={"ptx_objective": "text"}), mixed)
+    assert "stream" not in said and CROSS_TEXT_ATTENTION not in said
+    assert CROSS_TEXT_ATTENTION in describe_ptx(config.model_copy(update={"ptx_objective": "text"}), mixed)
     ppo = open_datasets(config, Recipe("ppo"), tokenizer)
     assert len(ppo.evaluation) > 30
     assert not prompts(mixed, 2) & (prompts(ppo.train, 2) | prompts(ppo.evaluation, 2))

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from data import dataset
 from data.build import cache
 from data.config import DataOptions
-from data.dataset import Opened, Recipe, open_datasets
+from data.dataset import PhaseData, Recipe, open_datasets
 from data.preview.command import PreviewConfig
 from rlhf.errors import UserError
 from rlhf.shipped import ROOT
@@ -51,7 +51,7 @@ def sets() -> set[str]:
     return {path.name for path in Path("cache").iterdir() if path.is_dir()}
 
 
-def contents(data: Opened) -> tuple[Any, ...]:
+def contents(data: PhaseData) -> tuple[Any, ...]:
     return data.train[:], data.evaluation[:], data.report
 
 
@@ -96,14 +96,14 @@ def test_a_source_without_a_fingerprint_is_known_by_its_rows(home: Path) -> None
         "class Mine:\n"
         "    def rows(self, phase):\n"
         "        for line in Path('list.txt').read_text().split(): yield Row((Message('user', line),), 'w1')\n"
-        "def build(config, place): return Mine()\n"
+        "def build(config, path): return Mine()\n"
     )
     Path("mine.py").write_text(code)
     for count, lines in enumerate((range(50), range(50), range(51))):
         Path("list.txt").write_text(" ".join(f"w{i}" for i in lines))
         given = DataOptions(data_path=("mine.py",), data_cache="cache", data_split=(1, 0, 0))
         data = open_datasets(given, Recipe("sft"), tokenizer(home))
-        assert data.report["places"][0]["rows"] == len(lines)
+        assert data.report["sources"][0]["rows"] == len(lines)
         assert len(sets()) == max(1, count)
 
 
@@ -132,13 +132,13 @@ def test_old_leftovers_are_swept_and_nothing_else(home: Path) -> None:
 
 
 def build_slowly(folder: str, queue: Any) -> None:
-    with cache.building(Path(folder)) as staging:
+    with cache.build_entry(Path(folder)) as staging:
         if staging is not None:
             queue.put("built")
             time.sleep(0.3)
             (staging / "items").write_text("x")
             (staging / cache.REPORT).write_text("{}")
-    queue.put("there" if cache.is_whole(Path(folder)) else "missing")
+    queue.put("there" if cache.is_complete(Path(folder)) else "missing")
 
 
 def test_several_processes_build_once(tmp_path: Path) -> None:
@@ -147,16 +147,16 @@ def test_several_processes_build_once(tmp_path: Path) -> None:
     workers = [context.Process(target=build_slowly, args=(str(tmp_path / "set"), queue)) for _ in range(3)]
     for worker in workers:
         worker.start()
-    found = sorted(queue.get(timeout=60) for _ in range(4))
+    result = sorted(queue.get(timeout=60) for _ in range(4))
     for worker in workers:
         worker.join()
-    assert found == ["built", "there", "there", "there"]
+    assert result == ["built", "there", "there", "there"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set", "set.lock"]
 
 
 def build_and_die(folder: str, queue: Any) -> None:
     """A tokeniser that is killed while a child of it goes on."""
-    with cache.building(Path(folder)) as staging:
+    with cache.build_entry(Path(folder)) as staging:
         assert staging is not None
         if os.fork() == 0:
             time.sleep(30)
@@ -173,7 +173,7 @@ def test_a_killed_builder_blocks_nobody(tmp_path: Path) -> None:
     assert queue.get(timeout=60) == "building"
     builder.kill()
     builder.join()
-    with cache.building(tmp_path / "set") as staging:  # a lock that is held for good would block for good
+    with cache.build_entry(tmp_path / "set") as staging:  # a lock that is held for good would block for good
         assert staging is not None
         (staging / cache.REPORT).write_text("{}")
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.cut import fit_prompt
 from data.build.encode import Demonstration, Encoded, RowEncoder
 from data.build.split import PHASES
+from data.build.truncate import fit_prompt
 from data.config import DataOptions
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
@@ -80,8 +80,8 @@ def test_what_is_learned(plain: PreTrainedTokenizerBase, loss_on: str, expected:
     ],
 )
 def test_turns_that_are_left_are_learned(plain: PreTrainedTokenizerBase, length: int, expected: Any) -> None:
-    found = encoded(plain, DIALOGUE, "every", max_length=length)
-    assert found == expected if isinstance(expected, str) else learned(found) == expected
+    result = encoded(plain, DIALOGUE, "every", max_length=length)
+    assert result == expected if isinstance(expected, str) else learned(result) == expected
 
 
 def test_turns_that_are_left_of_a_cut_prompt_are_learned(plain: PreTrainedTokenizerBase) -> None:
@@ -89,10 +89,10 @@ def test_turns_that_are_left_of_a_cut_prompt_are_learned(plain: PreTrainedTokeni
     turns = [("user", (1, 2, 3, 4)), ("assistant", (5, 6)), ("system", (7,))]
     row = Row(tuple(Message(role, words(*numbers) + " ") for role, numbers in turns), words(8))
     for length, kept in ((10, 4), (9, 3), (8, 2)):
-        found = encoded(plain, row, "every", max_length=length, truncate="tokens")
-        assert learned(found) == [5, 6, 8, -1]
-        assert not isinstance(found, str)
-        assert found[0].ids == (BOS, *(FIRST + i for i in [*range(5 - kept, 5), 5, 6, 7, 8]), EOS)  # type: ignore[union-attr]
+        result = encoded(plain, row, "every", max_length=length, truncate="tokens")
+        assert learned(result) == [5, 6, 8, -1]
+        assert not isinstance(result, str)
+        assert result[0].ids == (BOS, *(FIRST + i for i in [*range(5 - kept, 5), 5, 6, 7, 8]), EOS)  # type: ignore[union-attr]
 
 
 def test_the_eos_that_stands_for_a_bos_stays_at_the_head() -> None:
@@ -123,8 +123,8 @@ def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) ->
 
 
 def test_a_special_token_in_a_text_is_text(plain: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = encoded(plain, Row((Message("user", "w1 </s> w2"),), "w3 </s>"))
-    assert not isinstance(found, str)
-    ids = found[0].ids  # type: ignore[union-attr]
+    result = encoded(plain, Row((Message("user", "w1 </s> w2"),), "w3 </s>"))
+    assert not isinstance(result, str)
+    ids = result[0].ids  # type: ignore[union-attr]
     assert ids.count(EOS) == 1
     assert ids[-1] == EOS

@@ -17,8 +17,8 @@ from tests.processes import alive, until
 ROOT = Path(__file__).parents[3]
 
 
-def note(place: Path, number: int) -> None:
-    (place / str(number)).write_text(str(os.getpid()))
+def note(path: Path, number: int) -> None:
+    (path / str(number)).write_text(str(os.getpid()))
 
 
 def mistake() -> None:
@@ -35,10 +35,10 @@ def test_each_job_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert len(pids) == 3 and str(os.getpid()) not in pids
 
 
-@pytest.mark.parametrize(("job", "error", "said"), [(mistake, UserError, "row 7"), (killed, RuntimeError, "killed")])
-def test_the_first_that_fails_ends_the_others(job: object, error: type[Exception], said: str) -> None:
+@pytest.mark.parametrize(("job", "error", "message"), [(mistake, UserError, "row 7"), (killed, RuntimeError, "killed")])
+def test_the_first_that_fails_ends_the_others(job: object, error: type[Exception], message: str) -> None:
     start = time.monotonic()
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         run_forked([partial(time.sleep, 300), job])  # type: ignore[list-item]
     assert time.monotonic() - start < 30
 
@@ -65,7 +65,7 @@ def test_no_process_outlives_its_parent(number: int, to_all: bool, code: int, tm
         until(lambda: len(list(tmp_path.iterdir())) == 3)
         assert len(alive(mark)) == 4
         (os.killpg if to_all else os.kill)(started.pid, number)
-        _, said = started.communicate(timeout=60)
+        _, message = started.communicate(timeout=60)
     assert started.returncode == code
-    assert said == ("interrupted\n" if number == signal.SIGINT else "")
+    assert message == ("interrupted\n" if number == signal.SIGINT else "")
     until(lambda: not alive(mark), 10)

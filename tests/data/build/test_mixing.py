@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from data.build.encode import Prompt
 from data.build.split import PHASES
 from data.config import DataOptions
-from data.dataset import Opened, Recipe, open_datasets
+from data.dataset import PhaseData, Recipe, open_datasets
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
@@ -38,7 +38,7 @@ def write(name: str, numbers: range, **more: Any) -> None:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def opened(tokenizer: PreTrainedTokenizerBase, phase: Any = "sft", **options: Any) -> Opened:
+def opened(tokenizer: PreTrainedTokenizerBase, phase: Any = "sft", **options: Any) -> PhaseData:
     return open_datasets(DataOptions(**options), Recipe(phase), tokenizer)
 
 
@@ -46,12 +46,12 @@ def prompts(items: Any, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [str(tokenizer.decode(item.ids[1])) for item in items]
 
 
-def accounted(data: Opened) -> Counter[str]:
+def accounted(data: PhaseData) -> Counter[str]:
     """The fates of all rows, having checked that every row has one."""
     total: Counter[str] = Counter()
-    for place in data.report["places"]:
-        assert sum(place["fates"].values()) == place["rows"], place
-        total.update(place["fates"])
+    for source in data.report["sources"]:
+        assert sum(source["outcomes"].values()) == source["rows"], source
+        total.update(source["outcomes"])
     assert total["evaluation"] == len(set(data.evaluation.positions.tolist()))
     assert total["train"] == len(set(data.train.positions.tolist()))
     return total
@@ -61,10 +61,10 @@ def test_weights_with_a_budget_repeat_what_is_too_small(home: Path, tokenizer: P
     write("a.jsonl", range(100))
     write("b.jsonl", range(1000, 1006))
     data = opened(tokenizer, data_path=("a.jsonl=0.7", "b.jsonl=0.3"), max_train_rows=40, **ALL)
-    found = Counter(int(prompt[1:]) for prompt in prompts(data.train, tokenizer))
-    assert sum(count for number, count in found.items() if number < 1000) == 28
-    assert {found[number] for number in range(1000, 1006)} == {2}
-    assert data.report["train"]["rows_by_place"] == [28, 12]
+    result = Counter(int(prompt[1:]) for prompt in prompts(data.train, tokenizer))
+    assert sum(count for number, count in result.items() if number < 1000) == 28
+    assert {result[number] for number in range(1000, 1006)} == {2}
+    assert data.report["train"]["rows_by_source"] == [28, 12]
     assert accounted(data) == {"train": 34, "beyond its weight": 72}
 
 
@@ -75,14 +75,14 @@ def test_a_weight_is_a_share_of_what_can_be_used(home: Path, tokenizer: PreTrain
     write("a.jsonl", range(500))
     places = ("long.jsonl=1", "a.jsonl=1")
     data = opened(tokenizer, data_path=places, max_length=64, max_train_rows=40, **ALL)
-    assert data.report["train"]["rows_by_place"] == [20, 20]
+    assert data.report["train"]["rows_by_source"] == [20, 20]
     assert data.report["train"]["different_rows"] == accounted(data)["train"] == 40
     data = opened(tokenizer, data_path=("long.jsonl",), max_length=64, max_train_rows=30, **ALL)
     assert len(data.train) == accounted(data)["train"] == 30
     every = opened(tokenizer, data_path=("long.jsonl",), max_length=64, **ALL)
     assert data.train[:] == every.train[:30] and len(every.train) == 50
     data = opened(tokenizer, data_path=places, max_length=64, **ALL)
-    assert data.report["train"]["rows_by_place"] == [50, 50]
+    assert data.report["train"]["rows_by_source"] == [50, 50]
     assert accounted(data)["prompt too long"] == 450
     with pytest.raises(UserError, match="450 prompt too long"):
         opened(tokenizer, data_path=places, max_length=64, **{**ALL, "max_dropped": 0.5})
@@ -92,7 +92,7 @@ def test_weights_without_a_budget_repeat_nothing(home: Path, tokenizer: PreTrain
     write("a.jsonl", range(90))
     write("b.jsonl", range(1000, 1020))
     data = opened(tokenizer, data_path=("a.jsonl=1", "b.jsonl=1"), **ALL)
-    assert data.report["train"]["rows_by_place"] == [20, 20]
+    assert data.report["train"]["rows_by_source"] == [20, 20]
     assert len(set(prompts(data.train, tokenizer))) == 40
 
 
@@ -100,16 +100,16 @@ def test_without_weights_every_row_is_taken(home: Path, tokenizer: PreTrainedTok
     write("a.jsonl", range(90))
     write("b.jsonl", range(1000, 1020))
     data = opened(tokenizer, data_path=("a.jsonl", "b.jsonl"), **ALL)
-    assert data.report["train"]["rows_by_place"] == [90, 20]
+    assert data.report["train"]["rows_by_source"] == [90, 20]
     tokens = [90 * 5, 20 * 5]  # BOS, prompt, two words, EOS
-    assert data.report["train"]["tokens_by_place"] == tokens
+    assert data.report["train"]["tokens_by_source"] == tokens
     assert accounted(data) == {"train": 110}
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"data_path": ("a.jsonl=0.5", "b.jsonl")}, "b.jsonl: got no weight beside weighted places"),
+        ({"data_path": ("a.jsonl=0.5", "b.jsonl")}, "b.jsonl: got no weight beside weighted paths"),
         ({"data_path": ("a.jsonl=0", "b.jsonl=0")}, "a.jsonl=0: got only weights of 0"),
         ({"data_path": ("a.jsonl",), "eval_data_path": ("b.jsonl=1",)}, "--eval-data-path b.jsonl=1: got a weight"),
         ({"data_path": ()}, "sft: no data; name some with --data-path or --sft-only-data-path"),
@@ -119,10 +119,12 @@ def test_without_weights_every_row_is_taken(home: Path, tokenizer: PreTrainedTok
         ),
     ],
 )
-def test_mistaken_mixtures(home: Path, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], said: str) -> None:
+def test_mistaken_mixtures(
+    home: Path, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], message: str
+) -> None:
     write("a.jsonl", range(10))
     write("b.jsonl", range(10, 20))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         opened(tokenizer, **options, **ALL)
 
 
@@ -143,7 +145,7 @@ def test_places_for_one_phase_do_not_break_the_split(home: Path, tokenizer: PreT
     assert not (set(trained["sft"]) | set(trained["ppo"])) & held_out
     assert set(trained["sft"]) | set(trained["ppo"]) | held_out == {f"w{i}" for i in range(450)}
     assert accounted(sft)["prompt of another phase's share"] > 50
-    assert len(ppo.report["places"]) == 1
+    assert len(ppo.report["sources"]) == 1
     accounted(ppo)
 
 
@@ -151,15 +153,15 @@ def test_no_prompt_of_an_evaluation_place_is_trained_on(home: Path, tokenizer: P
     write("train.jsonl", range(100))
     write("test.jsonl", range(90, 120))
     options: dict[str, Any] = {"data_path": ("train.jsonl",), "eval_data_path": ("test.jsonl",)}
-    found = {phase: opened(tokenizer, phase, **options) for phase in ("sft", "ppo")}
-    for data in found.values():
+    result = {phase: opened(tokenizer, phase, **options) for phase in ("sft", "ppo")}
+    for data in result.values():
         assert sorted(prompts(data.evaluation, tokenizer)) == sorted(f"w{i}" for i in range(90, 120))
-    trained = [prompts(data.train, tokenizer) for data in found.values()]
+    trained = [prompts(data.train, tokenizer) for data in result.values()]
     assert not set(chain := trained[0] + trained[1]) & {f"w{i}" for i in range(90, 120)}
     assert len(chain) == len(set(chain))
-    fates = accounted(found["sft"])
-    assert fates["prompt held out for evaluation"] + accounted(found["ppo"])["prompt held out for evaluation"] <= 10
-    assert fates["prompt held out for evaluation"] > 0
+    outcomes = accounted(result["sft"])
+    assert outcomes["prompt held out for evaluation"] + accounted(result["ppo"])["prompt held out for evaluation"] <= 10
+    assert outcomes["prompt held out for evaluation"] > 0
 
 
 def test_a_place_for_evaluation_holds_for_every_phase(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -185,20 +187,20 @@ def test_no_prompt_is_in_the_own_places_of_two_phases(home: Path, tokenizer: Pre
     sft, reward = (opened(tokenizer, phase, **places) for phase in ("sft", "reward"))
     assert accounted(sft)["train"] > 150
     assert accounted(reward)["prompt of another phase's share"] == accounted(sft)["train"]
-    assert reward.report["train"]["rows_by_place"][0] == 0
-    assert reward.report["train"]["rows_by_place"][1] > 150
+    assert reward.report["train"]["rows_by_source"][0] == 0
+    assert reward.report["train"]["rows_by_source"][1] > 150
 
 
 def test_ppo_gets_no_prompt_twice(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": f"w{i % 10}", "chosen": f"w{i}", "rejected": "w5", "answer": i % 10} for i in range(100)]
     for i, order in enumerate((rows, rows[::-1])):
         Path(f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in order))
-    found = [
+    result = [
         opened(tokenizer, "ppo", data_path=(f"{i}.jsonl",), eval_fraction=0.0, data_split=(0, 0, 1)) for i in range(2)
     ]
-    assert found[0].train[:] == found[1].train[:]
-    assert accounted(found[0]) == {"train": 10, "repeated prompt": 90}
-    for item in found[0].train:
+    assert result[0].train[:] == result[1].train[:]
+    assert accounted(result[0]) == {"train": 10, "repeated prompt": 90}
+    for item in result[0].train:
         assert isinstance(item, Prompt)
         assert item.row.columns["answer"] == int(item.row.prompt[0].content[1:])
     pairs = opened(tokenizer, "reward", data_path=("0.jsonl",), eval_fraction=0.0, data_split=(0, 1, 0))
@@ -211,10 +213,10 @@ def test_limits_are_counted(home: Path, tokenizer: PreTrainedTokenizerBase) -> N
         if phase == "reward":
             continue
         data = opened(tokenizer, phase, data_path=("a.jsonl",), max_train_rows=7, max_eval_rows=5)
-        fates = accounted(data)
-        assert (len(data.train), len(data.evaluation), fates["train"], fates["evaluation"]) == (7, 5, 7, 5)
-        assert fates["beyond max_train_rows"] > 10
-        assert fates["beyond max_eval_rows"] > 10
+        outcomes = accounted(data)
+        assert (len(data.train), len(data.evaluation), outcomes["train"], outcomes["evaluation"]) == (7, 5, 7, 5)
+        assert outcomes["beyond max_train_rows"] > 10
+        assert outcomes["beyond max_eval_rows"] > 10
 
 
 def test_too_much_dropped_is_an_error(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -254,9 +256,9 @@ def test_malformed_rows_can_be_skipped_and_are_reported(home: Path, tokenizer: P
     malformed(every=40)
     data = opened(tokenizer, data_path=("x.jsonl",), skip_bad_rows=25, **ALL)
     assert accounted(data) == {"train": 975, "malformed": 25}
-    [place] = data.report["places"]
-    assert len(place["bad"]) == 25
-    assert place["bad"][-1].startswith("x.jsonl:1000: not valid JSON")
+    [source] = data.report["sources"]
+    assert len(source["bad"]) == 25
+    assert source["bad"][-1].startswith("x.jsonl:1000: not valid JSON")
 
 
 def test_a_single_malformed_row_is_told_alone(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -307,5 +309,7 @@ def test_a_stream_is_read_as_far_as_needed(
         assert (len(data.train), len(data.evaluation)) == (50, 10)
         assert Endless.read < 400
         accounted(data)
-    with pytest.raises(UserError, match="demo: streaming reads the first rows only; say how many: --max-train-rows N"):
+    with pytest.raises(
+        UserError, match="demo: streaming reads the first rows only; give their number: --max-train-rows N"
+    ):
         opened(tokenizer, **{**options, "max_train_rows": None})

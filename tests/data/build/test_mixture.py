@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from data.build.mixture import open_origin, origins, parse_location
+from data.build.mixture import open_origin, origins, parse_data_path
 from data.config import DataOptions
 from rlhf.errors import UserError
 from rlhf.types import Row
 
 
 @pytest.mark.parametrize(
-    ("location", "spec", "place"),
+    ("data_path", "spec", "path"),
     [
         ("demo", "demo", ""),
         ("demo,rows=10,seed=3", "demo,rows=10,seed=3", ""),
@@ -30,9 +30,9 @@ from rlhf.types import Row
         ("typo", "typo", ""),
     ],
 )
-def test_locations(location: str, spec: str, place: str) -> None:
-    assert parse_location(location) == (spec, place, None)
-    assert parse_location(location + "=0.25") == (spec, place, 0.25)
+def test_locations(data_path: str, spec: str, path: str) -> None:
+    assert parse_data_path(data_path) == (spec, path, None)
+    assert parse_data_path(data_path + "=0.25") == (spec, path, 0.25)
 
 
 def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,15 +41,15 @@ def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "a:b.jsonl").touch()
     (tmp_path / "demo").mkdir()
     (tmp_path / "lr=1").touch()
-    assert parse_location("mydata") == ("files", "mydata", None)
-    assert parse_location("a:b.jsonl") == ("files", "a:b.jsonl", None)
-    assert parse_location("lr=1") == ("files", "lr=1", None)
-    assert parse_location("lr=1=3") == ("files", "lr=1", 3.0)
-    assert parse_location("demo") == ("demo", "", None)
+    assert parse_data_path("mydata") == ("files", "mydata", None)
+    assert parse_data_path("a:b.jsonl") == ("files", "a:b.jsonl", None)
+    assert parse_data_path("lr=1") == ("files", "lr=1", None)
+    assert parse_data_path("lr=1=3") == ("files", "lr=1", 3.0)
+    assert parse_data_path("demo") == ("demo", "", None)
 
 
 @pytest.mark.parametrize(
-    ("location", "said"),
+    ("data_path", "message"),
     [
         ("dmeo", r"no 'dmeo' in data.sources; have .*did you mean 'demo'"),
         ("hh-rlhf:x.jsonl", "did you mean 'hh_rlhf'"),
@@ -58,9 +58,9 @@ def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("absent.py", "absent.py: no such Python file"),
     ],
 )
-def test_mistaken_locations(location: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        open_origin(location)
+def test_mistaken_locations(data_path: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_origin(data_path)
 
 
 def test_a_plug_in_of_ones_own_among_others(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_plug_in_of_ones_own_among_others(tmp_path: Path) -> None:
         "class Mine:\n"
         "    def __init__(self, place): self.place = place\n"
         "    def rows(self, phase): yield Row((Message('user', phase + self.place),), 'r')\n"
-        "def build(config, place): return Mine(place)\n"
+        "def build(config, path): return Mine(path)\n"
     )
     options = DataOptions(data_path=("demo,rows=2", f"{tmp_path}/mine.py:here"), ppo_only_data_path=("demo",))
     demo, mine = origins(options, "sft")
@@ -82,4 +82,4 @@ def test_a_plug_in_of_ones_own_among_others(tmp_path: Path) -> None:
 
 def test_a_place_of_weight_0_is_left_out() -> None:
     options = DataOptions(data_path=("demo=0", "demo,seed=1=2"))
-    assert [origin.location for origin in origins(options, "sft")] == ["demo,seed=1=2"]
+    assert [origin.data_path for origin in origins(options, "sft")] == ["demo,seed=1=2"]

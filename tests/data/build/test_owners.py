@@ -95,7 +95,7 @@ class Sentences:  # demonstrations, pairs without a prompt, prompts: of one sent
             prompt = () if phase == "reward" else (Message("user", f"w{n}"),)
             sides = {"sft": ("w5", None), "reward": (f"w{n}", "w3"), "ppo": (None, None)}[phase]
             yield Row(prompt, *sides, f"w{n}")
-def build(config, place): return Sentences()
+def build(config, path): return Sentences()
 """
 
 
@@ -110,19 +110,19 @@ def test_rows_that_differ_from_phase_to_phase_decide_together(
     places: dict[str, Any] = {"data_path": ("mine.py", *(() if only else (more,)))}
     if only:
         places["ppo_only_data_path"] = (more,)
-    found = {phase: trained(tokenizer, phase, **places) for phase in PHASES}
+    result = {phase: trained(tokenizer, phase, **places) for phase in PHASES}
     expected = {n: owner(f"w{n}", (2, 4, 4)) for n in range(4, 84)}
     expected |= {n: "ppo" if only else owner(f"w{n}", (2, 0, 4)) for n in range(84, 90)}
-    assert found == {phase: {f"w{n}" for n, one in expected.items() if one == phase} for phase in PHASES}
+    assert result == {phase: {f"w{n}" for n, one in expected.items() if one == phase} for phase in PHASES}
 
 
 def test_a_stream_is_divided_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = write("stream.jsonl", ("demonstration", range(4, 84)))
-    found = trained(tokenizer, "sft", data_path=(f"files,streaming=true:{place}",), max_train_rows=80)
-    assert found == {f"w{n}" for n in range(4, 84) if owner(f"w{n}", (2, 4, 4)) == "sft"}
+    path = write("stream.jsonl", ("demonstration", range(4, 84)))
+    result = trained(tokenizer, "sft", data_path=(f"files,streaming=true:{path}",), max_train_rows=80)
+    assert result == {f"w{n}" for n in range(4, 84) if owner(f"w{n}", (2, 4, 4)) == "sft"}
 
 
 def test_the_set_is_made_again_when_what_other_phases_read_changes(

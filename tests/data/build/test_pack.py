@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from data.build import pack
 from data.build.encode import Demonstration
 from data.config import DataOptions
-from data.dataset import Opened, Recipe, open_datasets
+from data.dataset import PhaseData, Recipe, open_datasets
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
 BOS, EOS = 1, 2
@@ -29,7 +29,7 @@ def texts(count: int) -> list[str]:
     return [" ".join(f"w{i}" for _ in range(1 + i * 7 % 40)) for i in range(count)]
 
 
-def packed(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Opened:
+def packed(tokenizer: PreTrainedTokenizerBase, **options: Any) -> PhaseData:
     return open_datasets(DataOptions(data_split=(1, 0, 0), **options), Recipe("sft", objective="text"), tokenizer)
 
 
@@ -37,10 +37,10 @@ def test_all_tokens_are_there_and_contexts_are_full(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack, "TEXTS_AT_ONCE", 7)
-    place = tmp_path / "x.jsonl"
-    place.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(300)))
-    data = packed(tokenizer, data_path=(str(place),), max_length=64, eval_fraction=0.2)
-    found: list[tuple[int, ...]] = []
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(300)))
+    data = packed(tokenizer, data_path=(str(path),), max_length=64, eval_fraction=0.2)
+    result: list[tuple[int, ...]] = []
     for side in (data.train, data.evaluation):
         stream: list[int] = []
         for i, item in enumerate(side):
@@ -50,15 +50,15 @@ def test_all_tokens_are_there_and_contexts_are_full(
             stream += item.ids
         assert stream[0] == BOS
         ends = [i for i, token in enumerate(stream) if token == EOS]
-        found += [tuple(stream[start + 1 : end]) for start, end in pairwise([-1, *ends])]
+        result += [tuple(stream[start + 1 : end]) for start, end in pairwise([-1, *ends])]
         assert ends[-1] == len(stream) - 1
     expected = [(BOS, *tokenizer.encode(text, add_special_tokens=False)) for text in texts(300)]
-    assert sorted(found) == sorted(expected)
-    whole: dict[str, Any] = {"data_path": (str(place),), "max_length": 64, "eval_fraction": 0.0}
+    assert sorted(result) == sorted(expected)
+    whole: dict[str, Any] = {"data_path": (str(path),), "max_length": 64, "eval_fraction": 0.0}
     first, second = (packed(tokenizer, data_seed=seed, **whole).train[:] for seed in (0, 1))
     assert first != second  # the order is the seed's, not the file's
-    fates = data.report["places"][0]["fates"]
-    assert fates["train"] + fates["evaluation"] == 300
+    outcomes = data.report["sources"][0]["outcomes"]
+    assert outcomes["train"] + outcomes["evaluation"] == 300
     assert len(data.train) < 300
 
 
@@ -67,7 +67,7 @@ def test_paragraphs_of_a_text_file_and_weights(tmp_path: Path, tokenizer: PreTra
     (tmp_path / "b.txt").write_text("\n\n".join(f"w{i} w{i}" for i in range(1000, 1200)))
     places = (f"{tmp_path}/a.txt=1", f"{tmp_path}/b.txt=3")
     data = packed(tokenizer, data_path=places, max_length=32, eval_fraction=0.0)
-    assert data.report["train"]["rows_by_place"] == [50, 150]
+    assert data.report["train"]["rows_by_source"] == [50, 150]
 
 
 def test_a_last_token_alone_teaches_nothing(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -78,9 +78,9 @@ def test_a_last_token_alone_teaches_nothing(tmp_path: Path, tokenizer: PreTraine
 
 
 def test_rows_with_prompts_are_no_plain_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    place = tmp_path / "x.jsonl"
+    path = tmp_path / "x.jsonl"
     rows = [{"text": text} for text in texts(20)]
-    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "y.jsonl").write_text('{"prompt": "w1", "response": "w2"}\n')
-    data = packed(tokenizer, data_path=(str(place), f"{tmp_path}/y.jsonl"), max_length=32, eval_fraction=0.0)
+    data = packed(tokenizer, data_path=(str(path), f"{tmp_path}/y.jsonl"), max_length=32, eval_fraction=0.0)
     assert data.train.dropped == {"not plain text": 1}

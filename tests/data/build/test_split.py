@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.build.split import PHASES, blend, group_of, normalised, ordered, share_at, share_of, text_digest
+from data.build.split import PHASES, blend, group_of, normalise, order_by_group, share_of, share_of_points, text_digest
 from data.config import DataOptions
 from rlhf.types import Message, Row
 
@@ -20,13 +20,13 @@ from rlhf.types import Message, Row
     ],
 )
 def test_near_duplicates_are_one_group(text: str) -> None:
-    assert normalised(text) == "what is a fox"
+    assert normalise(text) == "what is a fox"
     assert group_of(Row((Message("user", text),))) == "what is a fox"
 
 
 def test_different_texts_stay_apart() -> None:
     texts = ["a fox", "afox", "a fix", "?!", "?", "狐", "狐狸", "", "1 2", "12", "été", "ete"]
-    assert len({normalised(text) for text in texts}) == len(texts)
+    assert len({normalise(text) for text in texts}) == len(texts)
 
 
 def test_the_group_decides_else_the_prompt_else_the_response() -> None:
@@ -45,11 +45,11 @@ def test_held_out_rows_come_from_their_own_places_where_there_are_some() -> None
 
 def test_the_edges_of_the_shares() -> None:
     options = DataOptions(eval_fraction=0.25, data_split=(1, 0, 3))
-    assert share_at(2**62 - 2**12, 0, options) == "evaluation"
-    assert share_at(2**62, 0, options) == "sft"
-    assert share_at(2**63, 2**62 - 2**12, options) == "sft"
-    assert share_at(2**63, 2**62, options) == "ppo"
-    assert share_at(2**64 - 1, 2**64 - 1, options) == "ppo"
+    assert share_of_points(2**62 - 2**12, 0, options) == "evaluation"
+    assert share_of_points(2**62, 0, options) == "sft"
+    assert share_of_points(2**63, 2**62 - 2**12, options) == "sft"
+    assert share_of_points(2**63, 2**62, options) == "ppo"
+    assert share_of_points(2**64 - 1, 2**64 - 1, options) == "ppo"
 
 
 def test_another_seed_makes_another_order_of_the_rows_of_a_group() -> None:
@@ -60,16 +60,16 @@ def test_order_by_hand() -> None:
     groups = np.array([7, 3, 7, 3, 5, 7], dtype=np.uint64)
     digests = np.array([30, 9, 10, 8, 1, 20], dtype=np.uint64)
     # One of every group first, by group: row 3 of group 3, 4 of 5, 2 of 7; then the second ones; then the third.
-    assert ordered(groups, digests).tolist() == [3, 4, 2, 1, 5, 0]
-    assert ordered(groups[:0], digests[:0]).tolist() == []
+    assert order_by_group(groups, digests).tolist() == [3, 4, 2, 1, 5, 0]
+    assert order_by_group(groups[:0], digests[:0]).tolist() == []
 
 
 def test_order_does_not_depend_on_where_rows_stand() -> None:
     random = np.random.default_rng(0)
     groups, digests = random.integers(0, 40, 200).astype(np.uint64), random.permutation(200).astype(np.uint64)
     moved = random.permutation(200)
-    first = [(groups[i], digests[i]) for i in ordered(groups, digests)]
-    assert [(groups[moved][i], digests[moved][i]) for i in ordered(groups[moved], digests[moved])] == first
+    first = [(groups[i], digests[i]) for i in order_by_group(groups, digests)]
+    assert [(groups[moved][i], digests[moved][i]) for i in order_by_group(groups[moved], digests[moved])] == first
 
 
 def test_proportions_by_hand() -> None:

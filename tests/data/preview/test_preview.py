@@ -16,10 +16,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data.batches import Batches, padding, pair_batch, sft_batch
+from data.batches import Batches, padding_share, pair_batch, sft_batch
 from data.build.encode import Demonstration, Preference
 from data.config import DataOptions
-from data.dataset import Opened, Recipe, open_datasets
+from data.dataset import PhaseData, Recipe, open_datasets
 from data.preview import command, show
 from rlhf import console, errors
 from rlhf.models.scalar import apart
@@ -60,8 +60,8 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def tokenizer_of(place: str) -> PreTrainedTokenizerBase:
-    return prepare_tokenizer(load_tokenizer(place), "plain")
+def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
+    return prepare_tokenizer(load_tokenizer(path), "plain")
 
 
 @pytest.fixture
@@ -72,55 +72,55 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     def call(*argv: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["preview", *argv])
         code = errors.run_as_user(command.main)
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        message = capsys.readouterr()
+        return code, message.out, message.err
 
     return call
 
 
 def numbers(printed: str, name: str) -> list[str]:
     """What stands after `name` in the table that has it."""
-    found = re.search(rf"^{re.escape(name)} +(.*?) *$", printed, re.MULTILINE)
-    assert found, f"no line '{name}' in:\n{printed}"
-    return found[1].split()
+    result = re.search(rf"^{re.escape(name)} +(.*?) *$", printed, re.MULTILINE)
+    assert result, f"no line '{name}' in:\n{printed}"
+    return result[1].split()
 
 
 # --- the program
 
 
-def shown(run: Any, place: str, words: str, phase: str, *more: str) -> str:
+def shown(run: Any, path: str, words: str, phase: str, *more: str) -> str:
     """What is printed of a phase that gets all rows."""
     shares = ",".join(str(int(name == phase)) for name in ("sft", "reward", "ppo"))
-    argv = ["--data-path", place, "--model", words, "--phases", phase, "--data-split", shares, *OPEN, *more]
-    code, printed, said = run(*argv)
-    assert (code, said) == (0, "")
+    argv = ["--data-path", path, "--model", words, "--phases", phase, "--data-split", shares, *OPEN, *more]
+    code, printed, message = run(*argv)
+    assert (code, message) == (0, "")
     return str(printed)
 
 
 def test_rows_as_the_model_sees_them(run: Any, tmp_path: Path, words: str) -> None:
     row = {"prompt": "w1 w2", "chosen": "w3 </s> w4", "rejected": "w5", "margin": 1.5}
-    place = write(tmp_path / "x.jsonl", row)
+    path = write(tmp_path / "x.jsonl", row)
     # the </s> that a response spells out is two unknown words, and no end
-    assert "sft row 1: 8 tokens, 5 learned\n<s> w1 w2⟦ w3 <unk> <unk> w4 </s>⟧\n" in shown(run, place, words, "sft")
-    printed = shown(run, place, words, "reward")
+    assert "sft row 1: 8 tokens, 5 learned\n<s> w1 w2⟦ w3 <unk> <unk> w4 </s>⟧\n" in shown(run, path, words, "sft")
+    printed = shown(run, path, words, "reward")
     assert "reward row 1: prompt, 3 tokens\n<s> w1 w2\n" in printed
     assert "chosen, 5 tokens, margin 1.5\n⟦ w3 <unk> <unk> w4 </s>⟧\n" in printed
     assert "rejected, 2 tokens\n⟦ w5 </s>⟧\n" in printed
-    assert "ppo row 1: 3 tokens, 0 learned\n<s> w1 w2\n" in shown(run, place, words, "ppo")
+    assert "ppo row 1: 3 tokens, 0 learned\n<s> w1 w2\n" in shown(run, path, words, "ppo")
 
 
 def test_every_row_that_was_read_is_in_the_account(
     run: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = write(
+    path = write(
         Path("x.jsonl"),
         *({"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w3"} for i in range(10)),
         *({"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w1 w2"} for i in range(20, 23)),
         {"prompt": "w31", "chosen": " ".join(["w1"] * 20), "rejected": "w2"},
         {"prompt": "w32", "chosen": None, "rejected": "w2"},
     )
-    printed = shown(run, place, words, "reward", "--max-length", "16", "--skip-bad-rows", "1")
+    printed = shown(run, path, words, "reward", "--max-length", "16", "--skip-bad-rows", "1")
     expected = {"train": 10, "equal sides": 3, "response too long": 1, "malformed": 1}
     table = printed.partition("what became of the rows")[2].partition("read in all")[0]
     table = table.partition("\n")[2]
@@ -150,18 +150,18 @@ def test_each_place_has_its_share(run: Any, tmp_path: Path, words: str, monkeypa
 
 
 def test_a_phase_without_rows_is_said_after_the_others(run: Any, tmp_path: Path, words: str) -> None:
-    place = write(tmp_path / "x.jsonl", *({"prompt": f"w{i}", "response": "w1"} for i in range(100)))
-    code, printed, said = run("--data-path", place, "--model", words, "--rows", "1")
+    path = write(tmp_path / "x.jsonl", *({"prompt": f"w{i}", "response": "w1"} for i in range(100)))
+    code, printed, message = run("--data-path", path, "--model", words, "--rows", "1")
     assert code == 2
     assert [line.partition(":")[0] for line in printed.splitlines() if "to train on," in line] == ["sft", "ppo"]
-    assert said.startswith(f"error: {place}: 0 usable rows for training in reward") and said.count("\n") == 1
+    assert message.startswith(f"error: {path}: 0 usable rows for training in reward") and message.count("\n") == 1
 
 
 @pytest.mark.parametrize("argv", [["--data-path", "./not-there"], ["--modle", "x"], ["--model", "./not-there"]])
 def test_a_mistake_is_one_line(run: Any, tmp_path: Path, words: str, argv: list[str]) -> None:
-    code, printed, said = run("--data-path", "demo", "--model", words, *argv)
-    assert (code, printed, said.count("\n")) == (2, "", 1)
-    assert said.startswith("error: ")
+    code, printed, message = run("--data-path", "demo", "--model", words, *argv)
+    assert (code, printed, message.count("\n")) == (2, "", 1)
+    assert message.startswith("error: ")
 
 
 def test_the_demo(run: Any) -> None:
@@ -186,16 +186,16 @@ def test_it_starts_without_torch_and_agrees_with_the_stages() -> None:
 # --- text on a terminal
 
 
-def painted(letters: str, opened: Opened, rows: int = 1, **terminal: Any) -> str:
+def painted(letters: str, opened: PhaseData, rows: int = 1, **terminal: Any) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=200, markup=False, highlight=False, emoji=False, **terminal)
     show.Screen(console, tokenizer_of(letters)).show(opened, Recipe(opened.train.phase), rows)
     return stream.getvalue()
 
 
-def opened_letters(tmp_path: Path, letters: str, prompt: str, response: str) -> Opened:
-    place = write(tmp_path / "x.jsonl", {"prompt": prompt, "response": response})
-    options = DataOptions(data_path=(place,), data_split=(1, 0, 0), eval_fraction=0)
+def opened_letters(tmp_path: Path, letters: str, prompt: str, response: str) -> PhaseData:
+    path = write(tmp_path / "x.jsonl", {"prompt": prompt, "response": response})
+    options = DataOptions(data_path=(path,), data_split=(1, 0, 0), eval_fraction=0)
     return open_datasets(options, Recipe("sft"), tokenizer_of(letters))
 
 
@@ -208,14 +208,14 @@ def test_text_is_neither_markup_nor_a_command(tmp_path: Path, letters: str) -> N
 def test_learned_is_in_colour_where_there_is_colour(tmp_path: Path, letters: str) -> None:
     opened = opened_letters(tmp_path, letters, "before", "after")
     coloured: dict[str, Any] = {"force_terminal": True, "color_system": "truecolor"}
-    said = painted(letters, opened, **coloured)
-    assert "⟦" not in said
-    assert "\x1b[36mbefore" in said and "\x1b[32mafter" in said and f"\x1b[1;32m{EOS}" in said
+    message = painted(letters, opened, **coloured)
+    assert "⟦" not in message
+    assert "\x1b[36mbefore" in message and "\x1b[32mafter" in message and f"\x1b[1;32m{EOS}" in message
     assert "before⟦after" in painted(letters, opened, no_color=True, **coloured).replace("\x1b[0m", "")
 
 
 def test_long_texts_lose_their_middle() -> None:
-    text = show.visible("a" * 700 + "b" * 1300)
+    text = show.escape_control("a" * 700 + "b" * 1300)
     assert text == "a" * 500 + " [... 1000 more characters ...] " + "b" * 500
 
 
@@ -223,7 +223,7 @@ def test_stretches_join_to_the_whole_text(letters: str) -> None:
     tokenizer = tokenizer_of(letters)
     end = tokenizer.eos_token_id
     ids = [end, *tokenizer.encode("é日b"), *tokenizer.encode(" c日"), end]  # of 1 + 6 + 5 + 1 tokens
-    parts = show.stretches(tokenizer, ids, ((7, 13),))
+    parts = show.split_segments(tokenizer, ids, ((7, 13),))
     assert [(part.text, part.learned, part.special) for part in parts] == [
         (EOS, False, True),
         ("é日b", False, False),
@@ -260,7 +260,7 @@ def test_padding_is_that_of_the_tensors() -> None:
                 for group in length_groups(batch.lengths, 8)
             ]
             micros += [part for micro in groups for part in (rows_of(micro) if collate is pair_batch else [micro])]
-        assert show.padding_share(tokens, batches, 8) == pytest.approx(padding(micros))
+        assert show.padding_share(tokens, batches, 8) == pytest.approx(padding_share(micros))
 
 
 @pytest.mark.parametrize(("loss_on", "spans"), [("last", ((8, 10),)), ("every", ((4, 5), (8, 10)))])
@@ -285,24 +285,22 @@ def test_the_prompt_ends_where_the_response_begins(tmp_path: Path, words: str, l
 
 def test_what_is_written_is_what_was_opened(run: Any, tmp_path: Path, words: str) -> None:
     rows = [{"prompt": f"w{i}", "chosen": f"w{i} w2", "rejected": "w3", "margin": i / 2} for i in range(60)]
-    place, out = write(tmp_path / "x.jsonl", *rows), tmp_path / "out"
-    argv = ["--data-path", place, "--model", words, "--chat-template", "plain", "--output", str(out), "--rows", "0"]
+    path, out = write(tmp_path / "x.jsonl", *rows), tmp_path / "out"
+    argv = ["--data-path", path, "--model", words, "--chat-template", "plain", "--output", str(out), "--rows", "0"]
     for _ in range(2):  # a second call takes the place of the first
         assert run(*argv)[0] == 0
-    opened = open_datasets(
-        DataOptions(data_path=(place,), chat_template="plain"), Recipe("reward"), tokenizer_of(words)
-    )
+    opened = open_datasets(DataOptions(data_path=(path,), chat_template="plain"), Recipe("reward"), tokenizer_of(words))
     assert sorted(path.name for path in out.iterdir()) == ["ppo", "reward", "sft"]
     assert json.loads((out / "reward" / "report.json").read_text()) == opened.report
     for name, side in (("train", opened.train), ("evaluation", opened.evaluation)):
         table = pyarrow.parquet.read_table(out / "reward" / f"{name}.parquet")
-        found = [
+        result = [
             Preference(
                 (*row["prompt"], *row["chosen"]), (*row["prompt"], *row["rejected"]), len(row["prompt"]), row["margin"]
             )
             for row in table.to_pylist()
         ]
-        assert tuple(found) == side[:] != ()
+        assert tuple(result) == side[:] != ()
     for phase, own in {"sft": "spans", "ppo": "row"}.items():
         columns = pyarrow.parquet.read_schema(out / phase / "train.parquet").names
         assert columns == ["ids", own, "length", "prompt_cut", "response_cut"]
@@ -312,8 +310,8 @@ def test_other_directories_are_left_alone(run: Any, tmp_path: Path, words: str) 
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "mine.txt").write_text("mine")
     argv = ["--data-path", "demo,rows=600", "--model", words, "--phases", "sft", "--rows", "0"]
-    code, _, said = run(*argv, "--output", str(tmp_path))
-    assert code == 2 and "is there and holds no report.json; name another directory" in said
+    code, _, message = run(*argv, "--output", str(tmp_path))
+    assert code == 2 and "exists and has no report.json; name another directory" in message
     assert (tmp_path / "sft" / "mine.txt").read_text() == "mine"
-    code, _, said = run(*argv, "--output", str(tmp_path / "sft" / "mine.txt"))
-    assert code == 2 and "cannot be written" in said and said.count("\n") == 1
+    code, _, message = run(*argv, "--output", str(tmp_path / "sft" / "mine.txt"))
+    assert code == 2 and "cannot be written" in message and message.count("\n") == 1

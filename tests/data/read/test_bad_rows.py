@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from data.read.formats import records
+from data.read.formats import read_records
 from data.read.records import Skipped
 from rlhf.errors import UserError
 from rlhf.plugins import build
 
-LINE = "mend or remove the line"
+LINE = "fix or remove the line"
 OBJECT = "expected an object with named columns"
 UTF8 = "expected UTF-8; convert the file, e.g. with iconv"
 CELL = 'write a cell with quotes or line breaks as "...", each quote inside it twice'
@@ -27,8 +27,8 @@ LINES = (
     (b'{"a": "x\ty"}', f":2: not valid JSON: Invalid control character at column 9; {LINE}"),
     (b'{"a": "\\x"}', f":2: not valid JSON: Invalid \\escape at column 8; {LINE}"),
     (b"\0\0\0", f":2: not valid JSON: Expecting value at column 1; {LINE}"),
-    (b'{"a": 1, "a": 1}', f':2: not valid JSON: the key "a" is there twice; {LINE}'),
-    (b'{"b": [{"a": 1, "\\n": 2, "\\n": 3}]}', f':2: not valid JSON: the key "\\n" is there twice; {LINE}'),
+    (b'{"a": 1, "a": 1}', f':2: not valid JSON: the key "a" is repeated; {LINE}'),
+    (b'{"b": [{"a": 1, "\\n": 2, "\\n": 3}]}', f':2: not valid JSON: the key "\\n" is repeated; {LINE}'),
     (b'{"a": NaN}', f":2: not valid JSON: got NaN, expected a finite number or null; {LINE}"),
     (b'{"a": [-Infinity]}', f":2: not valid JSON: got -Infinity, expected a finite number or null; {LINE}"),
     (b'{"a": ' + b"1" * 5000 + b"}", f":2: not valid JSON: a number has too many digits; {LINE}"),
@@ -43,8 +43,8 @@ LINES = (
     (b'{"a": "\xc3\xa9\xed\xa0\x80"}', f":2: got byte 0xed at offset 9 of the line, {UTF8}"),
 )
 CELLS = (
-    (b"3", ":2: cells: got 1, expected 2 as in the header; quote those that hold ','"),
-    (b"3,4,5", ":2: cells: got 3, expected 2 as in the header; quote those that hold ','"),
+    (b"3", ":2: cells: got 1, expected 2 as in the header; quote cells that contain ','"),
+    (b"3,4,5", ":2: cells: got 3, expected 2 as in the header; quote cells that contain ','"),
     (b'3,"4"5', f":2: not valid CSV: ',' expected after '\"'; {CELL}"),
     (b"3,\xff", f":2: got byte 0xff at offset 2 of the line, {UTF8}"),
     (b'"3\n\xe9",4', f":3: got byte 0xe9 at offset 0 of the line, {UTF8}"),
@@ -52,30 +52,30 @@ CELLS = (
 
 
 def read(file: Path) -> list[object]:
-    return [found.reason if isinstance(found, Skipped) and found.bad else found for _, found in records(file)]
+    return [result.reason if isinstance(result, Skipped) and result.bad else result for _, result in read_records(file)]
 
 
-@pytest.mark.parametrize(("line", "said"), LINES, ids=[said[:40] for _, said in LINES])
+@pytest.mark.parametrize(("line", "message"), LINES, ids=[message[:40] for _, message in LINES])
 @pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson.gz", "x.json"])
-def test_a_bad_line_is_one_row(tmp_path: Path, name: str, line: bytes, said: str) -> None:
+def test_a_bad_line_is_one_row(tmp_path: Path, name: str, line: bytes, message: str) -> None:
     file = tmp_path / name
     content = b'{"a": 1}\n' + line + b'\n{"a": 3}\n'
     file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    assert read(file) == [{"a": 1}, f"{file}{said}", {"a": 3}]
+    assert read(file) == [{"a": 1}, f"{file}{message}", {"a": 3}]
 
 
-@pytest.mark.parametrize(("line", "said"), CELLS)
-def test_a_bad_csv_row_is_one_row(tmp_path: Path, line: bytes, said: str) -> None:
+@pytest.mark.parametrize(("line", "message"), CELLS)
+def test_a_bad_csv_row_is_one_row(tmp_path: Path, line: bytes, message: str) -> None:
     file = tmp_path / "x.csv"
     file.write_bytes(b"a,b\n" + line + b'\n6,"7\n8"\n')
-    assert read(file) == [f"{file}{said}", {"a": "6", "b": "7\n8"}]
+    assert read(file) == [f"{file}{message}", {"a": "6", "b": "7\n8"}]
 
 
 def test_a_quote_that_is_never_closed(tmp_path: Path) -> None:
     file = tmp_path / "x.tsv"
     file.write_bytes(b'a\tb\n1\t2\n3\t"4\n5\t6\n')
-    said = f"{file}:3: not valid TSV: unexpected end of data at line 4; {CELL}"
-    assert read(file) == [{"a": "1", "b": "2"}, said]
+    message = f"{file}:3: not valid TSV: unexpected end of data at line 4; {CELL}"
+    assert read(file) == [{"a": "1", "b": "2"}, message]
 
 
 def test_bad_elements_of_an_array(tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_bad_elements_of_an_array(tmp_path: Path) -> None:
     assert read(file) == [
         {"a": 1},
         f"{file}:1: row 2: got a number, {OBJECT}",
-        f"{file}:2: row 3: not valid JSON: got NaN, expected a finite number or null; mend or remove the row",
-        f'{file}:2: row 4: not valid JSON: the key "b" is there twice; mend or remove the row',
-        f"{file}:2: row 5: not valid JSON: a number has too many digits; mend or remove the row",
+        f"{file}:2: row 3: not valid JSON: got NaN, expected a finite number or null; fix or remove the row",
+        f'{file}:2: row 4: not valid JSON: the key "b" is repeated; fix or remove the row',
+        f"{file}:2: row 5: not valid JSON: a number has too many digits; fix or remove the row",
         f"{file}:3: row 6: got text, {OBJECT}",
         {"a": 2},
     ]
@@ -105,8 +105,8 @@ def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "x.parquet"
     cells = pyarrow.array([b"one", b"t\xffwo", b"three"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"a": cells}), file)
-    said = f"{file}:2: got byte 0xff at offset 1 of a text, expected UTF-8"
-    assert read(file) == [{"a": "one"}, said, {"a": "three"}]
+    message = f"{file}:2: got byte 0xff at offset 1 of a text, expected UTF-8"
+    assert read(file) == [{"a": "one"}, message, {"a": "three"}]
 
 
 ARRAY = "expected one array of objects"
@@ -125,13 +125,13 @@ BROKEN = (
     (
         "x.json",
         b'{\n "a": 1\n}',
-        ":1: got an object over several lines, expected one row a line (jq -c . FILE writes it so), "
-        "or one array of rows in a .json file",
+        ":1: got an object over several lines, expected one row per line (convert with "
+        "jq -c . FILE), or one array of rows in a .json file",
     ),
-    ("x.jsonl", b'\n[{"a": 1}]', ":2: got an array, expected one object a line; name a file of one array .json"),
+    ("x.jsonl", b'\n[{"a": 1}]', ":2: got an array, expected one object per line; rename a file of one array to .json"),
     ("x.csv", b"a,b,a\n1,2,3\n", ":1: got the columns a, b, a, expected a once"),
-    ("x.csv", b"a;b\n1;2\n", ":1: got one column 'a;b', expected columns parted by commas (.csv)"),
-    ("x.tsv", b"a,b\n1,2\n", ":1: got one column 'a,b', expected columns parted by tabs (.tsv)"),
+    ("x.csv", b"a;b\n1;2\n", ":1: got one column 'a;b', expected columns separated by commas (.csv)"),
+    ("x.tsv", b"a,b\n1,2\n", ":1: got one column 'a,b', expected columns separated by tabs (.tsv)"),
     ("x.csv", b"\xff,b\n1,2\n", f":1: got byte 0xff at offset 0 of the line, {UTF8}"),
     ("x.csv", b'"a\n', f":1: not valid CSV: unexpected end of data; {CELL}"),
     (
@@ -152,26 +152,26 @@ BROKEN = (
     (
         "x.parquet",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-        ": got the pointer that Git LFS keeps in place of a file, expected .parquet; fetch the file: git lfs pull",
+        ": got a Git LFS pointer, expected .parquet; fetch the file: git lfs pull",
     ),
     *(
         (
             "x.jsonl",
             '{"a": "é"}'.encode(encoding),
-            ": got UTF-16 or UTF-32, expected UTF-8; write it anew: iconv -f UTF-16 -t UTF-8",
+            ": got UTF-16 or UTF-32, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8",
         )
         for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")
     ),
 )
 
 
-@pytest.mark.parametrize(("name", "content", "said"), BROKEN)
-def test_a_broken_file_is_refused(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+@pytest.mark.parametrize(("name", "content", "message"), BROKEN)
+def test_a_broken_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(UserError) as error:
-        list(records(file))
-    assert str(error.value) == f"{file}{said}"
+        list(read_records(file))
+    assert str(error.value) == f"{file}{message}"
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 no", b"no parquet at all", b"PAR1" + b"\0" * 100 + b"PAR1"])
@@ -179,7 +179,7 @@ def test_a_broken_parquet_file(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "x.parquet"
     file.write_bytes(content)
     with pytest.raises(UserError) as error:
-        list(records(file))
+        list(read_records(file))
     assert str(error.value).startswith(f"{file}: not a readable parquet file after row 0: ")
     assert "\n" not in str(error.value)
 
@@ -187,16 +187,16 @@ def test_a_broken_parquet_file(tmp_path: Path, content: bytes) -> None:
 def test_rows_before_the_damage_are_read(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl.gz"
     file.write_bytes(gzip.compress(b"".join(b'{"a": %d}\n' % (i * 7919) for i in range(99_999)), mtime=0)[:-9])
-    found = []
+    result = []
     with pytest.raises(UserError, match="not a whole gzip file"):
-        for _, record in records(file):
-            found.append(record)
-    assert found[:2] == [{"a": 0}, {"a": 7919}]
+        for _, record in read_records(file):
+            result.append(record)
+    assert result[:2] == [{"a": 0}, {"a": 7919}]
 
 
 def test_a_file_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
-        list(records(tmp_path / "x.jsonl"))
+        list(read_records(tmp_path / "x.jsonl"))
     assert str(error.value) == f"{tmp_path}/x.jsonl: cannot be read: No such file or directory"
 
 
@@ -222,37 +222,37 @@ ROWS = (
     ),
     (
         '{"chosen": "x", "rejected": "y"}',
-        "chosen: got no prompt before it, and there is no column 'prompt'; say where the prompt is: "
-        "files,prompt=COLUMN:PLACE",
+        "chosen: got no prompt before it, and there is no column 'prompt'; name the column of the prompt: "
+        "files,prompt=COLUMN:PATH",
     ),
     (
         '{"chosen": "\\n\\nHuman: x\\n\\nAssistant: y", "rejected": "z"}',
-        "chosen: got no prompt before it, and there is no column 'prompt'; dialogues written '\\n\\nHuman: ...' are "
-        "read by hh_rlhf:PLACE",
+        "chosen: got no prompt before it, and there is no column 'prompt'; for dialogues written "
+        "'\\n\\nHuman: ...' write hh_rlhf:PATH",
     ),
     (
         '{"prompt": "x", "response": "y", "label": "rude"}',
-        'label: got "rude", expected true or false (good or bad); if it says something else, write '
-        "files,shape=prompt-response:PLACE",
+        'label: got "rude", expected true or false (good or bad); if the column has another meaning, write '
+        "files,shape=prompt-response:PATH",
     ),
     (
         '{"prompt": "x", "response": "y", "messages": []}',
-        "the columns fit prompt-response and messages; say which, as in files,shape=prompt-response:PLACE",
+        "the columns fit the shapes prompt-response and messages; choose one, as in files,shape=prompt-response:PATH",
     ),
     (
         '{"question": "x"}',
         "got the columns question; expected one of: prompt/instruction/question/conversations/context, chosen, "
         "rejected; prompt, response_a, response_b, preference; prompt/instruction/question, responses; prompt, "
         "completion; prompt/instruction/question, response; instruction, output; question, answer; "
-        "messages/conversations/text/prompt; or say which is which: files,prompt=COLUMN,response=COLUMN:PLACE",
+        "messages/conversations/text/prompt; or map the columns: files,prompt=COLUMN,response=COLUMN:PATH",
     ),
 )
 
 
-@pytest.mark.parametrize(("line", "said"), ROWS)
-def test_a_bad_record_is_one_row(tmp_path: Path, line: str, said: str) -> None:
+@pytest.mark.parametrize(("line", "message"), ROWS)
+def test_a_bad_record_is_one_row(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text(f'{{"prompt": "one"}}\n{line}\n{{"prompt": "three"}}\n')
     one, two, three = build("data.sources", "files", str(file)).rows("sft")
-    assert two == Skipped(f"{file}:2: {said}", bad=True)
+    assert two == Skipped(f"{file}:2: {message}", bad=True)
     assert (one.prompt[0].content, three.prompt[0].content) == ("one", "three")

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.build.split import PHASES
 from data.config import DataOptions
-from data.dataset import Opened, Recipe, open_datasets
+from data.dataset import PhaseData, Recipe, open_datasets
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import prepare_tokenizer
 from tests.texts import words_tokenizer
@@ -24,7 +24,7 @@ class Mine:
             yield Row((Message("user", f"w{i}"),), "w3", "w4")
         EXPRESSION
 FINGERPRINT
-def build(config, place): return Mine()
+def build(config, path): return Mine()
 """
 FINGERPRINTS = ("", "    def fingerprint(self, phase): return None", "    def fingerprint(self, phase): return 'one'")
 
@@ -40,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def opened(tokenizer: PreTrainedTokenizerBase, phase: Any) -> Opened:
+def opened(tokenizer: PreTrainedTokenizerBase, phase: Any) -> PhaseData:
     shares = tuple(float(name == phase) for name in PHASES)
     options = DataOptions(data_path=("mine.py",), data_split=shares, eval_fraction=0.0, data_cache="cache")
     return open_datasets(options, Recipe(phase), tokenizer)
@@ -78,18 +78,20 @@ BROKEN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("fingerprint", FINGERPRINTS, ids=["none", "nothing said", "said"])
-@pytest.mark.parametrize(("expression", "said"), BROKEN, ids=[said[:40] for _, said in BROKEN])
-def test_a_row_that_is_none(expression: str, said: str, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("fingerprint", FINGERPRINTS, ids=["none", "nothing said", "message"])
+@pytest.mark.parametrize(("expression", "message"), BROKEN, ids=[message[:40] for _, message in BROKEN])
+def test_a_row_that_is_none(
+    expression: str, message: str, fingerprint: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
     write(expression, fingerprint)
     for phase in PHASES:
         with pytest.raises(UserError) as error:
             opened(tokenizer, phase)
-        assert str(error.value) == f"mine.py: row 4 of rows('{phase}'): {said}"
+        assert str(error.value) == f"mine.py: row 4 of rows('{phase}'): {message}"
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("rows = lambda self, phase: None", "rows('sft') gave null, expected an iterator of rows"),
         ("rows = lambda self, phase: 5", "rows('sft') gave 5, expected an iterator of rows"),
@@ -97,16 +99,16 @@ def test_a_row_that_is_none(expression: str, said: str, fingerprint: str, tokeni
         ("pass", "build returned a value of type Mine, which has no function rows; expected rows(phase)"),
     ],
 )
-def test_a_source_that_is_none(body: str, said: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_source_that_is_none(body: str, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
     Path("mine.py").write_text(
-        f"from rlhf.config import Config\nclass Mine:\n    {body}\ndef build(config, place): return Mine()\n"
+        f"from rlhf.config import Config\nclass Mine:\n    {body}\ndef build(config, path): return Mine()\n"
     )
     with pytest.raises(UserError) as error:
         opened(tokenizer, "sft")
-    assert str(error.value) == f"mine.py: {said}"
+    assert str(error.value) == f"mine.py: {message}"
 
 
-@pytest.mark.parametrize("fingerprint", FINGERPRINTS, ids=["none", "nothing said", "said"])
+@pytest.mark.parametrize("fingerprint", FINGERPRINTS, ids=["none", "nothing said", "message"])
 @pytest.mark.parametrize(
     ("expression", "kind"),
     [("1 / 0", ZeroDivisionError), ("open('absent')", FileNotFoundError), ("[][1]", IndexError)],
@@ -133,35 +135,35 @@ def test_what_a_source_may_give(tokenizer: PreTrainedTokenizerBase) -> None:
     columns = '{"day": datetime.date(2024, 1, 2), "price": decimal.Decimal("1.50"), "x": b"x", "y": [{"a": (1, None)}]}'
     write(f'yield Row([Message("user", "w5")], "w6", columns={columns}); yield Skipped("tie"); yield Row((), "w7")')
     data = opened(tokenizer, "ppo")
-    [place] = data.report["places"]
-    assert place["fates"] == {"train": 4, "tie": 1, "empty prompt": 1}
-    found = [item.row.columns for item in data.train if item.row.columns]  # type: ignore[union-attr]
-    assert found == [{"day": "2024-01-02", "price": "1.50", "x": None, "y": [{"a": [1, None]}]}]
+    [source] = data.report["sources"]
+    assert source["outcomes"] == {"train": 4, "tie": 1, "empty prompt": 1}
+    result = [item.row.columns for item in data.train if item.row.columns]  # type: ignore[union-attr]
+    assert result == [{"day": "2024-01-02", "price": "1.50", "x": None, "y": [{"a": [1, None]}]}]
 
 
 def test_what_a_source_says_of_its_rows_decides_whether_they_are_read_again(tokenizer: PreTrainedTokenizerBase) -> None:
     for fingerprint, seen in zip(FINGERPRINTS, ([4, 5], [4, 5], [4, 4]), strict=True):
         write("for word in open('words.txt'): yield Row((Message('user', word),), 'w6', 'w7')", fingerprint)
-        found = []
+        result = []
         for words in ("w5\n", "w5\nw6\n"):
             Path("words.txt").write_text(words)
-            found.append(opened(tokenizer, "sft").report["places"][0]["rows"])
-        assert found == seen
+            result.append(opened(tokenizer, "sft").report["sources"][0]["rows"])
+        assert result == seen
 
 
 def test_another_code_is_another_source(tokenizer: PreTrainedTokenizerBase) -> None:
     for count, expression in ((3, "pass"), (4, f"yield {ASK})")):
         write(expression, FINGERPRINTS[-1])
-        assert opened(tokenizer, "sft").report["places"][0]["rows"] == count
+        assert opened(tokenizer, "sft").report["sources"][0]["rows"] == count
 
 
 def test_a_table_of_ones_own_is_held_to_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
     Path("mine.py").write_text(
-        "from data.read.places import TableConfig as Config, open_place\n"
+        "from data.read.paths import TableConfig as Config, open_path\n"
         "from data.read.table import Table\n"
         "from rlhf.types import Message, Row\n"
-        "def parse(record, where): return Row((Message('user', record['q']),), record['a'])\n"
-        "def build(config, place): return Table(open_place(place), config, parse)\n"
+        "def parse(record, location): return Row((Message('user', record['q']),), record['a'])\n"
+        "def build(config, path): return Table(open_path(path), config, parse)\n"
     )
     Path("x.jsonl").write_text('{"q": "w1", "a": "w2"}\n{"q": "w1", "a": 5}\n')
     options = DataOptions(data_path=("mine.py:x.jsonl",), data_split=(1, 0, 0), eval_fraction=0.0, data_cache="cache")

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from data.read import formats, json_rows
-from data.read.formats import SUFFIXES, records, suffix
+from data.read.formats import SUFFIXES, read_records, suffix
 
 ROWS = [
     {"prompt": "a\u2028b\u0085c", "response": 'say "é"'},
@@ -47,17 +47,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("name", [*TEXTS, *(name + ".gz" for name in TEXTS), "X.JSONL", "x.parquet"])
 def test_every_kind_reads_the_same_rows(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, ROWS)
-    found = list(records(file))
-    assert [record for _, record in found] == ROWS
-    assert all(where.startswith(f"{file}:") for where, _ in found)
+    result = list(read_records(file))
+    assert [record for _, record in result] == ROWS
+    assert all(location.startswith(f"{file}:") for location, _ in result)
 
 
 def test_where_a_row_is(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text('a,b\n1,"2\n3"\n\n4,5\n')
-    assert [where.rpartition(":")[2] for where, _ in records(tmp_path / "x.csv")] == ["2", "5"]
+    assert [location.rpartition(":")[2] for location, _ in read_records(tmp_path / "x.csv")] == ["2", "5"]
     (tmp_path / "x.json").write_text('[{"a": 1},\n\n{"a":\n2}, {"a": 3}]')
-    wheres = [where.removeprefix(f"{tmp_path}/x.json") for where, _ in records(tmp_path / "x.json")]
-    assert wheres == [":1: row 1", ":3: row 2", ":4: row 3"]
+    locations = [location.removeprefix(f"{tmp_path}/x.json") for location, _ in read_records(tmp_path / "x.json")]
+    assert locations == [":1: row 1", ":3: row 2", ":4: row 3"]
 
 
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
@@ -65,16 +65,16 @@ def test_where_a_row_is(tmp_path: Path) -> None:
 def test_byte_order_mark_carriage_returns_and_blank_lines(tmp_path: Path, bom: bytes, end: bytes) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(bom + end.join([b'{"a": 1}', b"", b'  {"a": 2} \t', b"", b""]))
-    assert list(records(file)) == [(f"{file}:1", {"a": 1}), (f"{file}:3", {"a": 2})]
+    assert list(read_records(file)) == [(f"{file}:1", {"a": 1}), (f"{file}:3", {"a": 2})]
     table = tmp_path / "x.csv"
     table.write_bytes(bom + end.join([b"a,b", b"1,2", b""]))
-    assert list(records(table)) == [(f"{table}:2", {"a": "1", "b": "2"})]
+    assert list(read_records(table)) == [(f"{table}:2", {"a": "1", "b": "2"})]
     array = tmp_path / "x.json"
     array.write_bytes(bom + end + b"[" + end + b'{"a": 1}' + end + b"]" + end)
-    assert [record for _, record in records(array)] == [{"a": 1}]
+    assert [record for _, record in read_records(array)] == [{"a": 1}]
     documents = tmp_path / "x.txt"
     documents.write_bytes(bom + end.join([b"", b" one", b"two ", b" \t", b"", b"three", b""]))
-    assert list(records(documents)) == [
+    assert list(read_records(documents)) == [
         (f"{documents}:2", {"text": " one\ntwo "}),
         (f"{documents}:6", {"text": "three"}),
     ]
@@ -84,13 +84,13 @@ def test_byte_order_mark_carriage_returns_and_blank_lines(tmp_path: Path, bom: b
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf", b"\r\n"])
 def test_an_empty_file_has_no_rows(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    assert list(records(tmp_path / name)) == []
+    assert list(read_records(tmp_path / name)) == []
 
 
 @pytest.mark.parametrize("content", ["[]", " [ \n ] \n"])
 def test_an_empty_array_has_no_rows(tmp_path: Path, content: str) -> None:
     (tmp_path / "x.json").write_text(content)
-    assert list(records(tmp_path / "x.json")) == []
+    assert list(read_records(tmp_path / "x.json")) == []
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.parquet", "x.txt", "x.jsonl.gz"])
@@ -100,22 +100,22 @@ def test_a_line_of_ten_megabytes(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_text(long)
     else:
         write(tmp_path / name, [{"text": long}])
-    assert [record for _, record in records(tmp_path / name)] == [{"text": long}]
+    assert [record for _, record in read_records(tmp_path / name)] == [{"text": long}]
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 50])
 def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(json_rows, "PIECE", piece)
+    monkeypatch.setattr(json_rows, "CHUNK_BYTES", piece)
     rows = [*ROWS, {"n": -1.5e-3, "list": [None, True, {"deep": [[]]}], "empty": {}}]
     for name in ("array.json", "pretty.json"):
-        assert [record for _, record in records(write(tmp_path / name, rows))] == rows
+        assert [record for _, record in read_records(write(tmp_path / name, rows))] == rows
 
 
 def test_an_array_larger_than_a_piece(tmp_path: Path) -> None:
     rows = [{"n": i, "text": "é" * 1000} for i in range(1500)]
-    found = list(records(write(tmp_path / "array.json", rows)))
-    assert [record for _, record in found] == rows
-    assert found[-1][0].endswith(":1500: row 1500")
+    result = list(read_records(write(tmp_path / "array.json", rows)))
+    assert [record for _, record in result] == rows
+    assert result[-1][0].endswith(":1500: row 1500")
 
 
 def test_parquet_with_large_rows_is_read_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +123,9 @@ def test_parquet_with_large_rows_is_read_some_at_a_time(tmp_path: Path, monkeypa
     rows = [{"text": f"{i}" * 1000, "many": [{"i": i}] * 3} for i in range(40)]
     table = pyarrow.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=15, use_dictionary=False)
-    found = list(records(tmp_path / "x.parquet"))
-    assert [record for _, record in found] == rows
-    assert [where for where, _ in found] == [f"{tmp_path}/x.parquet:{i + 1}" for i in range(40)]
+    result = list(read_records(tmp_path / "x.parquet"))
+    assert [record for _, record in result] == rows
+    assert [location for location, _ in result] == [f"{tmp_path}/x.parquet:{i + 1}" for i in range(40)]
 
 
 def test_the_names_of_files() -> None:

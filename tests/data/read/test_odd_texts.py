@@ -12,7 +12,7 @@ from data.batches import pair_batch, sft_batch
 from data.build.encode import Demonstration, Item, Preference, Prompt
 from data.build.split import PHASES
 from data.config import DataOptions
-from data.dataset import Opened, Recipe, open_datasets
+from data.dataset import PhaseData, Recipe, open_datasets
 from rlhf.text.tokenizer import prepare_tokenizer
 from tests.texts import CHAT_TOKENS, MAKERS, byte_tokenizer, words_tokenizer
 
@@ -26,7 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(
     phase: Any, tokenizer: Any, rows: Iterable[dict[str, Any]] | str, objective: str = "response", **options: Any
-) -> Opened:
+) -> PhaseData:
     """The rows, all of them to train on, in their order by content."""
     text = rows if isinstance(rows, str) else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     Path("rows.jsonl").write_text(text, "utf-8", newline="")
@@ -52,17 +52,19 @@ def test_a_prompt_longer_than_max(phase: Any, truncate: str, plain: Any) -> None
     prompts = {length: [i % 90 for i in range(length, 2 * length - 1)] for length in (7, 8, 9, 80)}
     rows = [{"prompt": " ".join(f"w{i}" for i in p), "chosen": "w97", "rejected": "w98"} for p in prompts.values()]
     data = opened(phase, plain, rows, max_prompt_length=8, max_length=32, truncate=truncate)
-    found = {item.chosen[: item.prompt_length] if isinstance(item, Preference) else item.ids for item in data.train}
+    result = {item.chosen[: item.prompt_length] if isinstance(item, Preference) else item.ids for item in data.train}
     end = (FIRST + 97, EOS) if phase == "sft" else ()
     kept = [
         (BOS, *(FIRST + i for i in p[-7:]), *end) for length, p in prompts.items() if length < 9 or truncate == "tokens"
     ]
-    assert found == set(kept)
+    assert result == set(kept)
     assert data.train.shortened == (2 if truncate == "tokens" else 0)
-    said = "2 of 4 training rows are cut to length: 2 lost part of the prompt (--max-length 32, --max-prompt-length 8)"
-    assert data.notes == ((said,) if truncate == "tokens" else ())
-    fates = {"train": 4} if truncate == "tokens" else {"train": 2, "prompt too long": 2}
-    assert data.report["places"][0]["fates"] == fates
+    message = (
+        "2 of 4 training rows are cut to length: 2 lost part of the prompt (--max-length 32, --max-prompt-length 8)"
+    )
+    assert data.notes == ((message,) if truncate == "tokens" else ())
+    outcomes = {"train": 4} if truncate == "tokens" else {"train": 2, "prompt too long": 2}
+    assert data.report["sources"][0]["outcomes"] == outcomes
 
 
 def test_texts_that_are_empty(plain: Any) -> None:
@@ -72,20 +74,20 @@ def test_texts_that_are_empty(plain: Any) -> None:
         {"prompt": "w3", "chosen": "", "rejected": "w4"},
         {"prompt": "w5", "chosen": " \t\n", "rejected": ""},
     ]
-    found = {phase: opened(phase, plain, rows) for phase in PHASES}
-    accounts = {phase: data.report["places"][0]["fates"] for phase, data in found.items()}
+    result = {phase: opened(phase, plain, rows) for phase in PHASES}
+    accounts = {phase: data.report["sources"][0]["outcomes"] for phase, data in result.items()}
     assert accounts == {
         "sft": {"train": 2, "empty response": 2},
         "reward": {"train": 3, "equal sides": 1},
         "ppo": {"train": 2, "empty prompt": 2},
     }
-    assert {item.ids for item in found["sft"].train} == {(BOS, FIRST + 1, EOS), (BOS, FIRST + 2, EOS)}
-    assert {(item.chosen, item.rejected) for item in found["reward"].train} == {
+    assert {item.ids for item in result["sft"].train} == {(BOS, FIRST + 1, EOS), (BOS, FIRST + 2, EOS)}
+    assert {(item.chosen, item.rejected) for item in result["reward"].train} == {
         ((BOS, FIRST + 1, EOS), (BOS, EOS)),
         ((BOS, FIRST + 2, EOS), (BOS, EOS)),
         ((BOS, FIRST + 3, EOS), (BOS, FIRST + 3, FIRST + 4, EOS)),
     }
-    assert {item.ids for item in found["ppo"].train} == {(BOS, FIRST + 3), (BOS, FIRST + 5)}
+    assert {item.ids for item in result["ppo"].train} == {(BOS, FIRST + 3), (BOS, FIRST + 5)}
 
 
 ODD = ["a\u2028b\u2029c\x85d", "NUL \0 and \ufeff inside", "\u202e right to left", "two\r\nlines \U0001f98a"]
@@ -108,7 +110,7 @@ def test_a_line_of_ten_megabytes(plain: Any) -> None:
     rows = [{"prompt": "w1", "response": "w2 " + "x" * 10_000_000}, {"prompt": "w" * 10_000_000, "response": "w3"}]
     rows += [{"prompt": "w4", "response": "w5 " * 100_000}]
     data = opened("sft", plain, rows)
-    assert data.report["places"][0]["fates"] == {"train": 2, "response too long": 1}
+    assert data.report["sources"][0]["outcomes"] == {"train": 2, "response too long": 1}
 
 
 # --- tokenizers
@@ -119,15 +121,15 @@ def test_special_tokens_that_texts_spell(kind: str) -> None:
     """As many special tokens as in a dialogue that spells none, and the words come back."""
     tokenizer = prepare_tokenizer(MAKERS[kind](), "chatml")
     special = set(tokenizer.convert_tokens_to_ids([*CHAT_TOKENS, "<s>", "</s>"]))
-    found = {}
+    result = {}
     for words in ("abc", "a </s> b <|im_end|> c <|im_start|>assistant"):
         row = {"prompt": words, "chosen": f"{words} x", "rejected": f"{words} y", "text": words}
         items = [opened(phase, tokenizer, [row]).train[0] for phase in PHASES]
         items.append(opened("sft", tokenizer, [{"text": words}], objective="text").train[0])
         sides = [ids for item in items for ids in sides_of(item)]
-        found[words] = [[i for i in ids if i in special] for ids in sides]
+        result[words] = [[i for i in ids if i in special] for ids in sides]
         assert all(words in tokenizer.decode(ids) for ids in sides)
-    one, other = found.values()
+    one, other = result.values()
     assert one == other
     assert [len(ids) for ids in one] == [5, 5, 5, 4, 2]
 

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from data.read.records import checked, names, shown, text
+from data.read.records import column_names, read_text, require_text, short_json
 from rlhf.errors import UserError
 
 
 @pytest.mark.parametrize("words", ["", "plain", "naïve 漢字 🙂", "a\u2028b\x00c", "\n\t"])
 def test_text_is_passed_on_as_it_is(words: str) -> None:
-    assert text({"a": words}, "a", "f:1") is words
-    assert checked(words, "f:1") is words
+    assert read_text({"a": words}, "a", "f:1") is words
+    assert require_text(words, "f:1") is words
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,13 @@ def test_text_is_passed_on_as_it_is(words: str) -> None:
 )
 def test_another_value_is_a_mistake(value: Any, got: str) -> None:
     with pytest.raises(UserError) as error:
-        text({"a": value}, "a", "f:1")
+        read_text({"a": value}, "a", "f:1")
     assert str(error.value) == f"f:1: a: got {got}, expected text"
 
 
 def test_a_missing_column_names_those_there_are() -> None:
     with pytest.raises(UserError) as error:
-        text({"a": "", "b": ""}, "c", "f:1")
+        read_text({"a": "", "b": ""}, "c", "f:1")
     assert str(error.value) == "f:1: no column 'c'; have a, b"
 
 
@@ -41,9 +41,9 @@ def test_what_is_shown_is_short_and_on_one_line() -> None:
     deep: list[Any] = []
     for _ in range(10_000):
         deep = [deep]
-    assert shown("x" * 1000) == '"' + "x" * 56 + "..."
-    assert shown(deep) == "a list"
-    assert shown({(1, 2): 3}) == "a dict"
-    assert names([]) == "none"
-    assert names(["a", "b\nc", "\ud800", "x" * 50]) == "a, b\\nc, \\ud800, " + "x" * 37 + "..."
-    assert names(map(str, range(99))).endswith("28, 29, ...")
+    assert short_json("x" * 1000) == '"' + "x" * 56 + "..."
+    assert short_json(deep) == "a list"
+    assert short_json({(1, 2): 3}) == "a dict"
+    assert column_names([]) == "none"
+    assert column_names(["a", "b\nc", "\ud800", "x" * 50]) == "a, b\\nc, \\ud800, " + "x" * 37 + "..."
+    assert column_names(map(str, range(99))).endswith("28, 29, ...")

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from data.read.records import Unusable
-from data.read.shapes import SHAPES, Fit, Shape, fit
+from data.read.shapes import SHAPES, Shape, ShapeMatch, match_shape
 from data.read.table import Labelled, Ranked
-from data.sources.files import Wanted, parse
+from data.sources.files import ColumnOptions, parse
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
@@ -18,7 +18,7 @@ SYSTEM = {"role": "system", "content": "s"}
 MORE = [ASK, ONE, {"role": "user", "content": "and then?"}]
 
 
-def said(*turns: str) -> tuple[Message, ...]:
+def dialogue(*turns: str) -> tuple[Message, ...]:
     """`u: text`, `a: text`, `s: text` as messages."""
     roles = {"u": "user", "a": "assistant", "s": "system"}
     return tuple(Message(roles[turn[0]], turn[3:]) for turn in turns)
@@ -30,8 +30,8 @@ def shared(values: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{"from": names[value["role"]], "value": value["content"]} for value in values]
 
 
-Q = said("u: q")
-LONG = said("u: q", "a: good", "u: and then?")
+Q = dialogue("u: q")
+LONG = dialogue("u: q", "a: good", "u: and then?")
 PAIR = Row(Q, "good", "bad", "q")
 
 RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
@@ -41,7 +41,7 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
     "the prompt repeated as messages": ({"prompt": [ASK], "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, PAIR),
     "a system prompt, the rest in both": (
         {"prompt": [SYSTEM, ASK], "chosen": [ONE], "rejected": [TWO]},
-        Row(said("s: s", "u: q"), "good", "bad", "q"),
+        Row(dialogue("s: s", "u: q"), "good", "bad", "q"),
     ),
     "a pair without a prompt": ({"chosen": [*MORE, ONE], "rejected": [*MORE, TWO]}, Row(LONG, "good", "bad", "q")),
     "a pair after a conversation": (
@@ -54,7 +54,7 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
     ),
     "a vote for the second": (
         {"prompt": [SYSTEM, ASK], "response_a": "bad", "response_b": [ONE], "preference": " B ", "id": 7},
-        Row(said("s: s", "u: q"), "good", "bad", "q", {"id": 7}),
+        Row(dialogue("s: s", "u: q"), "good", "bad", "q", {"id": 7}),
     ),
     "a pair after messages": ({"messages": MORE, "chosen": "good", "rejected": TWO}, Row(LONG, "good", "bad", "q")),
     "a pair after messages that repeat it": (
@@ -71,11 +71,11 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
     ),
     "a pair for an instruction": (
         {"instruction": "do", "input": "this", "chosen": "good", "rejected": "bad"},
-        Row(said("u: do\nthis"), "good", "bad", "do\nthis"),
+        Row(dialogue("u: do\nthis"), "good", "bad", "do\nthis"),
     ),
     "a pair for a question, with a system message": (
         {"system": "s", "question": "q", "chosen": "good", "rejected": "bad"},
-        Row(said("s: s", "u: q"), "good", "bad", "q"),
+        Row(dialogue("s: s", "u: q"), "good", "bad", "q"),
     ),
     "a pair with a response that repeats it": (
         {"prompt": "q", "response": "good", "chosen": "good", "rejected": "bad"},
@@ -83,7 +83,7 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
     ),
     "a dialogue as prompt": (
         {"prompt": "\n\nHuman: q\n\nAssistant: a\n\nHuman: b\n\nAssistant:", "chosen": " good ", "rejected": " bad"},
-        Row(said("u: q", "a: a", "u: b"), "good", "bad", "q"),
+        Row(dialogue("u: q", "a: a", "u: b"), "good", "bad", "q"),
     ),
     "a dialogue whose responses name the speaker": (
         {"prompt": "\n\nHuman: q\n\n", "chosen": "Assistant: good", "rejected": "Assistant: bad"},
@@ -91,20 +91,20 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
     ),
     "a dialogue on one line": (
         {"prompt": " Human: q Assistant: a\n\nb Human: c Assistant:", "chosen": " good", "rejected": " bad"},
-        Row(said("u: q", "a: a\n\nb", "u: c"), "good", "bad", "q"),
+        Row(dialogue("u: q", "a: a\n\nb", "u: c"), "good", "bad", "q"),
     ),
     "a prompt that only mentions speakers": (
         {"prompt": "Human: a species. Assistant: a job.", "response": " good"},
-        Row(said("u: Human: a species. Assistant: a job."), " good", None, "Human: a species. Assistant: a job."),
+        Row(dialogue("u: Human: a species. Assistant: a job."), " good", None, "Human: a species. Assistant: a job."),
     ),
     "prompt and completion": (
         {"prompt": "q\n\nTL;DR:", "completion": " good"},
-        Row(said("u: q\n\nTL;DR:"), " good", None, "q\n\nTL;DR:"),
+        Row(dialogue("u: q\n\nTL;DR:"), " good", None, "q\n\nTL;DR:"),
     ),
     "prompt and completion as messages": ({"prompt": [ASK], "completion": [ONE]}, Row(Q, "good", None, "q")),
     "prompt and response": ({"prompt": "q", "response": "good"}, Row(Q, "good", None, "q")),
     "question and answer": ({"question": "q", "answer": "good"}, Row(Q, "good", None, "q")),
-    "messages": ({"messages": [SYSTEM, *MORE, ONE]}, Row(said("s: s") + LONG, "good", None, "q")),
+    "messages": ({"messages": [SYSTEM, *MORE, ONE]}, Row(dialogue("s: s") + LONG, "good", None, "q")),
     "messages beside their prompt and rendering": (
         {"prompt": "q", "messages": [ASK, ONE], "text": "Q: q A: good"},
         Row(Q, "good", None, "q", {"prompt": "q", "text": "Q: q A: good"}),
@@ -117,12 +117,12 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
     ),
     "messages of one speaker in a row": (
         {"messages": [ASK, {"role": "user", "content": "more"}, ONE]},
-        Row(said("u: q\n\nmore"), "good", None, "q\n\nmore"),
+        Row(dialogue("u: q\n\nmore"), "good", None, "q\n\nmore"),
     ),
     "conversations": ({"conversations": shared([*MORE, ONE])}, Row(LONG, "good", None, "q")),
     "conversations with a system column": (
         {"conversations": shared([ASK, ONE]), "system": "s"},
-        Row(said("s: s", "u: q"), "good", None, "q"),
+        Row(dialogue("s: s", "u: q"), "good", None, "q"),
     ),
     "other names of roles": (
         {
@@ -133,23 +133,23 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
                 {"from": "model", "value": "good"},
             ]
         },
-        Row(said("u: q", "a: a", "u: b"), "good", None, "q"),
+        Row(dialogue("u: q", "a: a", "u: b"), "good", None, "q"),
     ),
     "instruction and output": (
         {"instruction": "do", "input": "", "output": "good"},
-        Row(said("u: do"), "good", None, "do"),
+        Row(dialogue("u: do"), "good", None, "do"),
     ),
     "instruction, input, output": (
         {"instruction": "do", "input": "this", "output": "good", "text": "all of it"},
-        Row(said("u: do\nthis"), "good", None, "do\nthis", {"text": "all of it"}),
+        Row(dialogue("u: do\nthis"), "good", None, "do\nthis", {"text": "all of it"}),
     ),
     "instruction with a history": (
         {"instruction": "b", "input": None, "output": "good", "system": "s", "history": [["q", "a"]]},
-        Row(said("s: s", "u: q", "a: a", "u: b"), "good", None, "q"),
+        Row(dialogue("s: s", "u: q", "a: a", "u: b"), "good", None, "q"),
     ),
     "instruction, context, response": (
         {"instruction": "do", "context": "this", "response": "good", "category": "x"},
-        Row(said("u: do\nthis"), "good", None, "do\nthis", {"category": "x"}),
+        Row(dialogue("u: do\nthis"), "good", None, "do\nthis", {"category": "x"}),
     ),
     "text": ({"text": "words", "label": 1}, Row((), "words", None, "", {"label": 1})),
     "a prompt": ({"prompt": "q", "solution": 4}, Row(Q, None, None, "q", {"solution": 4})),
@@ -158,7 +158,7 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
         {"prompt": [ASK, {"role": "assistant", "content": ""}]},
         Row(Q, None, None, "q"),
     ),
-    "an empty prompt and response": ({"prompt": "", "response": ""}, Row(said("u: "), "", None, "")),
+    "an empty prompt and response": ({"prompt": "", "response": ""}, Row(dialogue("u: "), "", None, "")),
     "responses, best first": (
         {"prompt": "q", "responses": ["good", [ONE], "bad"], "id": 3},
         Ranked(Q, (("good", 0.0), ("good", -1.0), ("bad", -2.0)), "q", {"id": 3}),
@@ -173,7 +173,7 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
     ),
     "an instruction and outputs, best first": (
         {"instruction": "b", "input": "", "output": ["good", "bad"], "history": [["q", "a"]]},
-        Ranked(said("u: q", "a: a", "u: b"), (("good", 0.0), ("bad", -1.0)), "q"),
+        Ranked(dialogue("u: q", "a: a", "u: b"), (("good", 0.0), ("bad", -1.0)), "q"),
     ),
     "labelled good": (
         {"prompt": [ASK], "completion": [ONE], "label": True, "id": 1},
@@ -215,9 +215,9 @@ def test_a_shape_is_seen_from_its_columns(shape: Shape) -> None:
     if "chosen" in record and "conversations" in record:
         record["conversations"] = [ASK]
     for columns in (tuple(record), tuple(reversed(record)), (*record, "id")):
-        found = fit(columns, None, frozenset())
-        assert isinstance(found, Fit)
-        assert (found.shape, found.rest) == (shape, tuple(set(columns) - set(record)))
+        result = match_shape(columns, None, frozenset())
+        assert isinstance(result, ShapeMatch)
+        assert (result.shape, result.extra) == (shape, tuple(set(columns) - set(record)))
     row = parse(record, "f:1")
     assert isinstance(row, {"label": Labelled, "responses": Ranked}.get(shape.columns[-1], Row))
     assert row.prompt == (() if shape.name == "text" else Q)
@@ -238,9 +238,9 @@ UNUSABLE = (
 )
 
 
-@pytest.mark.parametrize(("record", "said"), UNUSABLE)
-def test_sound_records_of_no_use(record: dict[str, Any], said: str) -> None:
-    with pytest.raises(Unusable, match=said):
+@pytest.mark.parametrize(("record", "message"), UNUSABLE)
+def test_sound_records_of_no_use(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unusable, match=message):
         parse(record, "f:1")
 
 
@@ -259,14 +259,14 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"instruction": "x", "output": "y", "input": 3}, "input: got 3, expected text"),
     ({"instruction": "x", "output": "y", "system": {}}, "system: got {}, expected text"),
     ({"instruction": "x", "output": "y", "history": "z"}, 'history: got "z", expected a list of pairs'),
-    ({"instruction": "x", "output": "y", "history": [["q"]]}, 'history[0]: got ["q"], expected [what the user said'),
+    ({"instruction": "x", "output": "y", "history": [["q"]]}, 'history[0]: got ["q"], expected a pair [user'),
     ({"instruction": "x", "output": "y", "history": [["q", None]]}, "history[0]: got null, expected text"),
     ({"instruction": "x", "output": ["y", 3]}, "output[1]: got 3, expected text"),
     ({"prompt": "q", "responses": "x"}, 'responses: got "x", expected a list of responses'),
     ({"prompt": "q", "responses": ["x"], "scores": [1, 2]}, "scores: got [1, 2], expected 1 numbers"),
     ({"prompt": "q", "responses": ["x"], "scores": [float("nan")]}, "scores[0]: got NaN, expected a number"),
     ({"prompt": "q", "responses": ["x"], "ranks": [True]}, "ranks[0]: got true, expected a number"),
-    ({"prompt": "q", "chosen": "x"}, "no column 'rejected' beside 'chosen'; have prompt, chosen; where it is meant"),
+    ({"prompt": "q", "chosen": "x"}, "no column 'rejected' beside 'chosen'; have prompt, chosen; if the rows"),
     ({"prompt": "q", "rejected": "x", "n": 1}, "no column 'chosen' beside 'rejected'; have prompt, rejected, n;"),
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "much"}, 'margin: got "much", expected a number'),
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "inf"}, "margin: got Infinity, expected a number"),
@@ -278,19 +278,19 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": "q", "response": "x", "label": [1]}, "label: got [1], expected true or false"),
     ({"messages": [ASK], "label": True}, "got a label but no single response"),
     ({"instruction": "x", "output": ["y"], "label": True}, "got a label but no single response"),
-    ({"text": "a", "prompt": "b"}, "the columns fit text and prompt; say which, as in files,shape=text:PLACE"),
-    ({"prompt": "a", "response": "b", "completion": "c"}, "the columns fit prompt-completion and prompt-response;"),
-    ({"prompt": "q", "chosen": "a", "rejected": "b", "responses": []}, "fit prompt-chosen-rejected and"),
-    ({"instruction": "x", "output": "y", "response": "z"}, "fit instruction-output and instruction-response;"),
+    ({"text": "a", "prompt": "b"}, "columns fit the shapes text and prompt; choose one, as in files,shape=text:PATH"),
+    ({"prompt": "a", "response": "b", "completion": "c"}, "the columns fit the shapes prompt-completion and"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b", "responses": []}, "fit the shapes prompt-chosen-rejected and"),
+    ({"instruction": "x", "output": "y", "response": "z"}, "fit the shapes instruction-output and"),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("record", "said"), MISTAKES)
-def test_mistaken_records(record: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("record", "message"), MISTAKES)
+def test_mistaken_records(record: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         parse(record, "f:1")
     assert str(error.value).startswith("f:1: ")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -303,6 +303,8 @@ def test_a_margin_is_a_number_also_where_files_have_text_only(margin: Any, kept:
 
 def test_one_side_of_a_pair_may_be_meant_so() -> None:
     record = {"prompt": "q", "chosen": "x"}
-    assert parse(record, "f:1", Wanted("prompt")) == Row((Message("user", "q"),), None, None, "q", {"chosen": "x"})
-    mapped = Wanted(None, (("response", "chosen"),), frozenset({"response"}))
+    assert parse(record, "f:1", ColumnOptions("prompt")) == Row(
+        (Message("user", "q"),), None, None, "q", {"chosen": "x"}
+    )
+    mapped = ColumnOptions(None, (("response", "chosen"),), frozenset({"response"}))
     assert parse(record, "f:1", mapped) == Row((Message("user", "q"),), "x", None, "q")

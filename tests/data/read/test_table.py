@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from data.read.places import TableConfig
+from data.read.paths import TableConfig
 from data.read.records import Phase, Record, Skipped, Unusable
-from data.read.table import NO_COUNTERPART, Labelled, Parsed, Ranked, Table, in_phase, ranked_rows
+from data.read.table import NO_COUNTERPART, Labelled, Parsed, Ranked, Table, phase_rows, ranked_rows
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
@@ -34,9 +34,9 @@ class Listed:
         return f"{split} {config.streaming}"
 
 
-def parse(record: Record, where: str) -> Parsed:
+def parse(record: Record, location: str) -> Parsed:
     if record["kind"] == "bad":
-        raise UserError(f"{where}: bad")
+        raise UserError(f"{location}: bad")
     if record["kind"] == "tie":
         raise Unusable("tie")
     if record["kind"] == "many":
@@ -45,8 +45,8 @@ def parse(record: Record, where: str) -> Parsed:
 
 
 def test_every_record_gives_a_row_or_why_there_is_none() -> None:
-    found = [{"kind": "a"}, {"kind": "bad"}, Skipped("f:3: broken", bad=True), {"kind": "tie"}, {"kind": "none"}]
-    table = Table(Listed([*found, {"kind": "many"}]), TableConfig(), parse)
+    result = [{"kind": "a"}, {"kind": "bad"}, Skipped("f:3: broken", bad=True), {"kind": "tie"}, {"kind": "none"}]
+    table = Table(Listed([*result, {"kind": "many"}]), TableConfig(), parse)
     for phase in PHASES:
         assert list(table.rows(phase)) == [
             Row(PROMPT, "a"),
@@ -70,23 +70,23 @@ def test_rows_come_while_records_are_read() -> None:
 
 
 def test_each_phase_has_its_split_unless_the_user_names_one() -> None:
-    place = Listed([])
-    table = Table(place, TableConfig(), parse, splits={"sft": "train_sft"})
+    path = Listed([])
+    table = Table(path, TableConfig(), parse, splits={"sft": "train_sft"})
     for phase in PHASES:
         list(table.rows(phase))
-    assert place.splits == ["train_sft", "train", "train"]
+    assert path.splits == ["train_sft", "train", "train"]
     assert table.fingerprint("sft") == "train_sft False"
-    named = Table(place, TableConfig(split="test"), parse, splits={"sft": "train_sft"})
+    named = Table(path, TableConfig(split="test"), parse, splits={"sft": "train_sft"})
     list(named.rows("sft"))
-    assert place.splits[-1] == "test"
+    assert path.splits[-1] == "test"
 
 
 def test_combine_sees_every_item() -> None:
     def last_two(items: Iterator[Any], phase: Phase) -> Iterator[Row | Skipped]:
         return iter(list(items)[-2:])
 
-    found = [{"kind": "a"}, {"kind": "b"}, {"kind": "bad"}]
-    rows = list(Table(Listed(found), TableConfig(), parse, combine=last_two).rows("sft"))
+    result = [{"kind": "a"}, {"kind": "b"}, {"kind": "bad"}]
+    rows = list(Table(Listed(result), TableConfig(), parse, combine=last_two).rows("sft"))
     assert rows == [Row(PROMPT, "b"), Skipped("f:3: bad", bad=True)]
 
 
@@ -107,7 +107,7 @@ def test_ranked_responses() -> None:
 
 def test_each_ranked_list_has_a_name_of_its_own_and_a_single_pair_none() -> None:
     three, two = (Ranked(PROMPT, tuple((str(i), float(i)) for i in range(count))) for count in (3, 2))
-    rows = list(in_phase([three, Skipped("tie"), two, three], "reward"))
+    rows = list(phase_rows([three, Skipped("tie"), two, three], "reward"))
     names = [row.ranking for row in rows if isinstance(row, Row)]
     assert [bool(name) for name in names] == [True] * 3 + [False] + [True] * 3
     assert len(set(names)) == 3
@@ -133,15 +133,15 @@ def labelled(text: str, prompt: tuple[Message, ...] = PROMPT) -> Labelled:
 
 def test_labelled_responses() -> None:
     items = [labelled("good 1"), labelled("bad 1", OTHER), labelled("bad 2"), Skipped("tie"), labelled("good 2")]
-    assert list(in_phase(items, "sft")) == [
+    assert list(phase_rows(items, "sft")) == [
         Row(PROMPT, "good 1", None, "g", {"of": "good 1"}),
         Skipped("labelled bad"),
         Skipped("labelled bad"),
         Skipped("tie"),
         Row(PROMPT, "good 2", None, "g", {"of": "good 2"}),
     ]
-    assert [row.prompt for row in in_phase(items, "ppo") if isinstance(row, Row)] == [PROMPT, OTHER, PROMPT, PROMPT]
-    assert list(in_phase(items, "reward")) == [
+    assert [row.prompt for row in phase_rows(items, "ppo") if isinstance(row, Row)] == [PROMPT, OTHER, PROMPT, PROMPT]
+    assert list(phase_rows(items, "reward")) == [
         Row(PROMPT, "good 1", "bad 2", "g", {"of": "good 1"}),
         Skipped("tie"),
         Row(PROMPT, "good 2", "bad 2", "g", {"of": "good 2"}),  # after all have been read
@@ -155,7 +155,7 @@ def test_every_labelled_response_is_in_a_pair_or_told(seed: int) -> None:
     draw = random.Random(seed)
     prompts = [(Message("user", str(i)),) for i in range(4)]
     items = [labelled(f"{draw.choice(['good', 'bad'])} {i}", draw.choice(prompts)) for i in range(draw.randrange(25))]
-    rows = list(in_phase(items, "reward"))
+    rows = list(phase_rows(items, "reward"))
     for prompt in prompts:
         good = [item.response for item in items if item.prompt == prompt and item.good]
         bad = [item.response for item in items if item.prompt == prompt and not item.good]

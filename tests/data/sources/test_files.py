@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from data.read.places import TableConfig
+from data.read.paths import TableConfig
 from data.read.records import Phase, Skipped
 from data.read.shapes import SHAPES
 from data.read.table import NO_COUNTERPART, Labelled, Parsed
-from data.sources.files import Config, parse, wanted_of
+from data.sources.files import Config, column_options, parse
 from rlhf.config import validate
 from rlhf.errors import UserError
 from rlhf.plugins import build
@@ -22,15 +22,15 @@ BAD = Skipped("labelled bad")
 Q = (Message("user", "q"),)
 
 
-def rows(place: Path, phase: Phase, options: str = "") -> list[Row | Skipped]:
-    return list(build("data.sources", "files" + options, str(place)).rows(phase))
+def rows(path: Path, phase: Phase, options: str = "") -> list[Row | Skipped]:
+    return list(build("data.sources", "files" + options, str(path)).rows(phase))
 
 
 def parsed(record: dict[str, Any], **options: str) -> Parsed:
-    return parse(record, "f:1", wanted_of(Config(**options)))  # type: ignore[arg-type]
+    return parse(record, "f:1", column_options(Config(**options)))  # type: ignore[arg-type]
 
 
-def mistake(record: dict[str, Any], **options: str) -> str:
+def parse_error(record: dict[str, Any], **options: str) -> str:
     with pytest.raises(UserError) as error:
         parsed(record, **options)
     return str(error.value).removeprefix("f:1: ")
@@ -41,8 +41,8 @@ def mistake(record: dict[str, Any], **options: str) -> str:
 
 def test_columns_are_mapped_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "my.csv").write_text("id,question,good,bad\n7,q,yes,no\n")
-    found = rows(tmp_path / "my.csv", "reward", ",prompt=question,chosen=good,rejected=bad")
-    assert found == [Row(Q, "yes", "no", "q", {"id": "7"})]
+    result = rows(tmp_path / "my.csv", "reward", ",prompt=question,chosen=good,rejected=bad")
+    assert result == [Row(Q, "yes", "no", "q", {"id": "7"})]
 
 
 def test_a_mapped_column_takes_the_place_of_its_namesake() -> None:
@@ -61,7 +61,7 @@ def test_a_mapping_decides_between_shapes() -> None:
 
 def test_every_column_of_every_shape_can_be_mapped() -> None:
     fields = set(Config.model_fields) - set(TableConfig.model_fields) - {"shape"}
-    assert fields == {column for shape in SHAPES for column in (*shape.columns, *shape.also)}
+    assert fields == {column for shape in SHAPES for column in (*shape.columns, *shape.optional)}
 
 
 def test_the_answer_can_be_left_to_a_reward_function() -> None:
@@ -71,10 +71,10 @@ def test_the_answer_can_be_left_to_a_reward_function() -> None:
 
 def test_mistakes_in_a_mapping() -> None:
     record = {"question": "q", "good": "x"}
-    assert mistake(record, prompt="qestion") == (
+    assert parse_error(record, prompt="qestion") == (
         "no column 'qestion' (prompt=qestion) (did you mean 'question'?); have question, good"
     )
-    assert mistake(record, prompt="question", chosen="good").startswith(
+    assert parse_error(record, prompt="question", chosen="good").startswith(
         "got the columns prompt, chosen; expected one of: prompt/"
     )
     with pytest.raises(UserError, match=r"^data.sources.files: no option 'promt' \(did you mean 'prompt'\?\); have "):
@@ -87,21 +87,21 @@ def test_mistakes_in_a_mapping() -> None:
 def test_the_shape_is_named_where_two_fit() -> None:
     talk = [{"role": "user", "content": "m"}, {"role": "assistant", "content": "n"}]
     record = {"prompt": "q", "response": "x", "messages": talk}
-    assert mistake(record) == (
-        "the columns fit prompt-response and messages; say which, as in files,shape=prompt-response:PLACE"
+    assert parse_error(record) == (
+        "the columns fit the shapes prompt-response and messages; choose one, as in files,shape=prompt-response:PATH"
     )
     assert parsed(record, shape="prompt-response") == Row(Q, "x", None, "q", {"messages": talk})
     assert parsed(record, shape="messages") == Row(
         (Message("user", "m"),), "n", None, "m", {"prompt": "q", "response": "x"}
     )
-    assert mistake({"prompt": "q"}, shape="messages").startswith(
-        "got the columns prompt; expected those of shape=messages: messages; or say which is which"
+    assert parse_error({"prompt": "q"}, shape="messages").startswith(
+        "got the columns prompt; expected those of shape=messages: messages; or map the columns"
     )
 
 
 def test_a_label_that_is_none_is_left_alone() -> None:
     record = {"prompt": "q", "response": "x", "label": "physics"}
-    assert 'label: got "physics", expected true or false' in mistake(record)
+    assert 'label: got "physics", expected true or false' in parse_error(record)
     assert parsed(record, shape="prompt-response") == Row(Q, "x", None, "q", {"label": "physics"})
     assert isinstance(parsed(record | {"label": "TRUE"}), Labelled)
 
@@ -118,7 +118,7 @@ def test_a_shape_that_there_is_not() -> None:
 
 
 def test_a_place_is_needed() -> None:
-    with pytest.raises(UserError, match=r"^got no place, expected a file"):
+    with pytest.raises(UserError, match=r"^got no path, expected a file"):
         build("data.sources", "files", "")
 
 
@@ -176,11 +176,11 @@ def real(name: str) -> Path:
 @pytest.mark.parametrize("name", REAL)
 def test_real_files_load_without_options(name: str) -> None:
     for phase in ("sft", "ppo"):
-        found = rows(real(name), phase)  # type: ignore[arg-type]
-        assert len(found) == REAL[name]
-        kept = [row for row in found if isinstance(row, Row)]
-        assert all(row == BAD for row in found if isinstance(row, Skipped))
-        assert len(kept) == len(found) or (phase == "sft" and "kto" in name)
+        result = rows(real(name), phase)  # type: ignore[arg-type]
+        assert len(result) == REAL[name]
+        kept = [row for row in result if isinstance(row, Row)]
+        assert all(row == BAD for row in result if isinstance(row, Skipped))
+        assert len(kept) == len(result) or (phase == "sft" and "kto" in name)
         assert phase == "ppo" or any(only in name for only in PROMPTS_ONLY) or all(row.response for row in kept)
         for row in kept:
             assert [message.role for message in row.prompt][-1] == "user"
@@ -200,15 +200,15 @@ def test_real_files_load_without_options(name: str) -> None:
     ],
 )
 def test_real_preferences_are_pairs(name: str, count: int) -> None:
-    found = rows(real(name), "reward")
-    assert len(found) == count
-    assert all(isinstance(row, Row) and row.rejected and row.rejected != row.response for row in found)
+    result = rows(real(name), "reward")
+    assert len(result) == count
+    assert all(isinstance(row, Row) and row.rejected and row.rejected != row.response for row in result)
 
 
 def test_real_labels_are_halved() -> None:
     name = "llama-factory-demo/kto_en_demo.json.gz"
-    found = rows(real(name), "sft")
-    assert (sum(isinstance(row, Row) for row in found), found.count(BAD)) == (150, 150)
+    result = rows(real(name), "sft")
+    assert (sum(isinstance(row, Row) for row in result), result.count(BAD)) == (150, 150)
     pairs = rows(real(name), "reward")
     alone = pairs.count(Skipped(NO_COUNTERPART))
     assert (len(pairs) - alone, alone) == (1, 298)
@@ -223,11 +223,11 @@ def test_real_rankings_give_all_pairs() -> None:
         for i in range(len(record["output"]))
         for j in range(i + 1, len(record["output"]))
     ]
-    found = [row for row in rows(file, "reward") if isinstance(row, Row)]
-    assert [(row.response, row.rejected) for row in found] == expected
+    result = [row for row in rows(file, "reward") if isinstance(row, Row)]
+    assert [(row.response, row.rejected) for row in result] == expected
     assert [row.response for row in rows(file, "sft") if isinstance(row, Row)] == [r["output"][0] for r in records]
     long = next(record for record in records if len(record["history"]) == 2)
-    row = next(row for row in found if row.prompt[-1].content == long["instruction"])
+    row = next(row for row in result if row.prompt[-1].content == long["instruction"])
     assert [message.content for message in row.prompt] == [
         *long["history"][0],
         *long["history"][1],
@@ -236,11 +236,9 @@ def test_real_rankings_give_all_pairs() -> None:
 
 
 def test_hh_dialogues_are_sent_to_their_source() -> None:
-    found = rows(real("hh-rlhf/harmless-base.jsonl.gz"), "reward")
-    assert len(found) == 1541
-    assert all(
-        isinstance(row, Skipped) and row.bad and row.reason.endswith("are read by hh_rlhf:PLACE") for row in found
-    )
+    result = rows(real("hh-rlhf/harmless-base.jsonl.gz"), "reward")
+    assert len(result) == 1541
+    assert all(isinstance(row, Skipped) and row.bad and row.reason.endswith("write hh_rlhf:PATH") for row in result)
     for name, count in (("harmless", 1541), ("helpful", 1568)):
         source = build("data.sources", "hh_rlhf", str(DATA / f"hh-rlhf/{name}-base.jsonl.gz"))
         assert sum(isinstance(row, Row) for row in source.rows("reward")) == count

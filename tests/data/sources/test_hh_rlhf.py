@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data.build.mixture import open_origin
-from data.read.dialogues import parse_dialogue
+from data.read.dialogues import parse_transcript
 from data.sources.hh_rlhf import parse_pair
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
@@ -17,7 +17,7 @@ def test_a_dialogue_by_hand() -> None:
     dialogue = (
         "\n\nHuman: How do I boil an egg?\n\nAssistant: Seven minutes.\nOr eight.\n\nHuman: Thanks \n\nAssistant:"
     )
-    assert parse_dialogue(dialogue, "f:1") == (
+    assert parse_transcript(dialogue, "f:1") == (
         Message("user", "How do I boil an egg?"),
         Message("assistant", "Seven minutes.\nOr eight."),
         Message("user", "Thanks"),
@@ -27,7 +27,7 @@ def test_a_dialogue_by_hand() -> None:
 
 def test_neighbouring_turns_of_one_speaker_become_one() -> None:
     dialogue = "\n\nHuman: One\n\nHuman: two\n\nAssistant: Three, as in Human: four\n\nAssistant:"
-    assert parse_dialogue(dialogue, "f:1") == (
+    assert parse_transcript(dialogue, "f:1") == (
         Message("user", "One\n\ntwo"),
         Message("assistant", "Three, as in Human: four"),
     )

@@ -32,7 +32,7 @@ def say(*turns: str) -> tuple[Message, ...]:
     return tuple(Message(("user", "assistant")[i % 2], text) for i, text in enumerate(turns))
 
 
-def said(*turns: str) -> list[dict[str, str]]:
+def messages_of(*turns: str) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in say(*turns)]
 
 
@@ -41,8 +41,8 @@ def rows(folder: Path, spec: str, phase: Phase, *records: dict[str, Any]) -> lis
     return list(build("data.sources", spec, str(folder / "x.jsonl")).rows(phase))
 
 
-def pairs(found: list[Row | Skipped]) -> list[tuple[str | None, str | None] | str]:
-    return [(row.response, row.rejected) if isinstance(row, Row) else row.reason for row in found]
+def pairs(result: list[Row | Skipped]) -> list[tuple[str | None, str | None] | str]:
+    return [(row.response, row.rejected) if isinstance(row, Row) else row.reason for row in result]
 
 
 # --- dialogues with the prompt split off
@@ -124,24 +124,35 @@ def test_webgpt_scores_and_citations(tmp_path: Path) -> None:
 
 
 def test_arena_votes(tmp_path: Path) -> None:
-    record = {"conversation_a": said("q", "a"), "conversation_b": said("q", "b")}
-    later = {"conversation_a": said("q", "a", "then?", "x"), "conversation_b": said("q", "b", "then?", "y")}
-    same = {"conversation_a": said("q", "a", "then?", "x"), "conversation_b": said("q", "a", "then?", "y")}
+    record = {"conversation_a": messages_of("q", "a"), "conversation_b": messages_of("q", "b")}
+    later = {
+        "conversation_a": messages_of("q", "a", "then?", "x"),
+        "conversation_b": messages_of("q", "b", "then?", "y"),
+    }
+    same = {
+        "conversation_a": messages_of("q", "a", "then?", "x"),
+        "conversation_b": messages_of("q", "a", "then?", "y"),
+    }
     votes = [{**record, "winner": winner} for winner in ("model_a", "model_b", "tie", "tie (bothbad)")]
-    found = rows(tmp_path, "chatbot_arena", "reward", *votes, {**later, "winner": "model_a"})
-    assert pairs(found) == [("a", "b"), ("b", "a"), "tie", "tie", "conversations part before the last turn"]
+    result = rows(tmp_path, "chatbot_arena", "reward", *votes, {**later, "winner": "model_a"})
+    assert pairs(result) == [("a", "b"), ("b", "a"), "tie", "tie", "conversations differ before the last turn"]
     row = chatbot_arena.parse({**same, "winner": "model_b"}, "f:1")
     assert row == Row(say("q", "a", "then?"), "y", "x", "q")
     with pytest.raises(Unusable, match="does not end in the assistant's turn"):
-        chatbot_arena.parse({**record, "conversation_b": said("q"), "winner": "model_a"}, "f:1")
+        chatbot_arena.parse({**record, "conversation_b": messages_of("q"), "winner": "model_a"}, "f:1")
 
 
 def test_ultrafeedback_pairs_and_splits(tmp_path: Path) -> None:
-    record = {"chosen": said("q", "a"), "rejected": said("q", "b"), "score_chosen": 7.0, "score_rejected": 7.0}
+    record = {
+        "chosen": messages_of("q", "a"),
+        "rejected": messages_of("q", "b"),
+        "score_chosen": 7.0,
+        "score_rejected": 7.0,
+    }
     assert pairs(rows(tmp_path, "ultrafeedback", "reward", record)) == ["tie"]
     assert pairs(rows(tmp_path, "ultrafeedback", "sft", record)) == [("a", None)]
-    with pytest.raises(Unusable, match="part before the last turn"):
-        ultrafeedback.parse({**record, "rejected": said("other", "b")}, "f:1")
+    with pytest.raises(Unusable, match="differ before the last turn"):
+        ultrafeedback.parse({**record, "rejected": messages_of("other", "b")}, "f:1")
     assert ultrafeedback.SPLITS == {"sft": "train_sft", "reward": "train_prefs", "ppo": "train_gen"}
 
 
@@ -151,17 +162,17 @@ def test_ultrafeedback_pairs_and_splits(tmp_path: Path) -> None:
 def test_helpsteer_gathers_consecutive_responses(tmp_path: Path) -> None:
     ratings = (("p", "a", 1), ("p", "b", 3), ("p", "c", 3), ("q", "d", 2), ("p", "e", 0))
     records = [{"prompt": p, "response": r, "helpfulness": h, "verbosity": 4 - h} for p, r, h in ratings]
-    found = pairs(rows(tmp_path, "helpsteer", "reward", *records))
-    assert found == [("b", "a"), ("c", "a"), "only one response", "only one response"]
+    result = pairs(rows(tmp_path, "helpsteer", "reward", *records))
+    assert result == [("b", "a"), ("c", "a"), "only one response", "only one response"]
     assert pairs(rows(tmp_path, "helpsteer", "sft", *records)) == [("b", None), ("d", None), ("e", None)]
-    found = pairs(rows(tmp_path, "helpsteer,attribute=verbosity", "reward", *records))
-    assert found[:2] == [("a", "b"), ("a", "c")]
+    result = pairs(rows(tmp_path, "helpsteer,attribute=verbosity", "reward", *records))
+    assert result[:2] == [("a", "b"), ("a", "c")]
 
 
 def test_helpsteer_goes_on_after_a_bad_row(tmp_path: Path) -> None:
     records = [{"prompt": "p", "response": r, "helpfulness": h} for r, h in (("a", 1), ("b", None), ("c", 3))]
-    found = pairs(rows(tmp_path, "helpsteer", "reward", *records))
-    assert found == [f"{tmp_path / 'x.jsonl'}:2: helpfulness: got null, expected a number", ("c", "a")]
+    result = pairs(rows(tmp_path, "helpsteer", "reward", *records))
+    assert result == [f"{tmp_path / 'x.jsonl'}:2: helpfulness: got null, expected a number", ("c", "a")]
 
 
 def test_helpsteer_turns() -> None:
@@ -171,7 +182,7 @@ def test_helpsteer_turns() -> None:
     with pytest.raises(Unusable, match="prompt does not end in the user's turn"):
         record = {"prompt": "a\n<extra_id_1>Assistant\nb", "response": "c", "helpfulness": 1}
         helpsteer.parse(record, "f:1", "helpfulness")
-    with pytest.raises(UserError, match=r"f:1: preference_strength: .*write helpsteer2_preference:PLACE"):
+    with pytest.raises(UserError, match=r"f:1: preference_strength: .*write helpsteer2_preference:PATH"):
         helpsteer.parse({"preference_strength": 1}, "f:1", "helpfulness")
 
 
@@ -181,29 +192,34 @@ def test_helpsteer2_preference_takes_one_split(tmp_path: Path) -> None:
         {"split": split, "prompt": "p", "response_1": "one", "response_2": "two", "preference_strength": strength}
         for split, strength in marks
     ]
-    place = "helpsteer2_preference"
+    path = "helpsteer2_preference"
     left_out = ["of split validation"] * 2
-    assert pairs(rows(tmp_path, place, "reward", *records)) == [("one", "two"), "tie", *left_out]
-    found = pairs(rows(tmp_path, f"{place},split=validation", "reward", *records))
-    assert found == ["of split train"] * 2 + [("two", "one")] * 2
+    assert pairs(rows(tmp_path, path, "reward", *records)) == [("one", "two"), "tie", *left_out]
+    result = pairs(rows(tmp_path, f"{path},split=validation", "reward", *records))
+    assert result == ["of split train"] * 2 + [("two", "one")] * 2
     file = str(tmp_path / "x.jsonl")
-    sources = [build("data.sources", spec, file) for spec in (place, f"{place},split=validation")]
+    sources = [build("data.sources", spec, file) for spec in (path, f"{path},split=validation")]
     assert sources[0].fingerprint("reward") != sources[1].fingerprint("reward")
 
 
 @pytest.mark.parametrize(("preference", "expected"), [(-1, ("one", "two")), (2, ("two", "one")), (0, "tie")])
 def test_helpsteer3_preference(tmp_path: Path, preference: int, expected: object) -> None:
-    record = {"context": said("a", "b", "c"), "response1": "one", "response2": "two", "overall_preference": preference}
-    found = rows(tmp_path, "helpsteer3", "reward", record)
-    assert pairs(found) == [expected]
-    assert isinstance(found[0], Skipped) or found[0].prompt == say("a", "b", "c")
+    record = {
+        "context": messages_of("a", "b", "c"),
+        "response1": "one",
+        "response2": "two",
+        "overall_preference": preference,
+    }
+    result = rows(tmp_path, "helpsteer3", "reward", record)
+    assert pairs(result) == [expected]
+    assert isinstance(result[0], Skipped) or result[0].prompt == say("a", "b", "c")
 
 
 def test_stack_exchange_takes_answers_evenly_over_the_ranking(tmp_path: Path) -> None:
     answers = [{"text": f"<p>{score}</p>", "pm_score": score} for score in (2, 5, 1, 4, 3)]
     record = {"question": "<p>q</p>", "answers": answers, "qid": 7}
-    found = stack_exchange.parse(record, "f:1", 3)
-    assert found == Ranked(say("q"), (("5", 5.0), ("3", 3.0), ("1", 1.0)), "q", {"qid": 7})
+    result = stack_exchange.parse(record, "f:1", 3)
+    assert result == Ranked(say("q"), (("5", 5.0), ("3", 3.0), ("1", 1.0)), "q", {"qid": 7})
     assert len(rows(tmp_path, "stack_exchange", "reward", record)) == 10
     tied = {**record, "answers": [{"text": text, "pm_score": 0} for text in "ab"]}
     assert pairs(rows(tmp_path, "stack_exchange", "reward", tied, {**record, "answers": []})) == ["tie", "no answers"]
@@ -222,7 +238,7 @@ def test_stack_exchange_takes_answers_evenly_over_the_ranking(tmp_path: Path) ->
     ],
 )
 def test_html_to_text(source: str, plain: str | None) -> None:
-    assert stack_exchange.plain(source) == (plain or "Use `f(x)`:\n\n```\nif x:\n\n\n    y < 1\n```")
+    assert stack_exchange.html_to_text(source) == (plain or "Use `f(x)`:\n\n```\nif x:\n\n\n    y < 1\n```")
 
 
 def test_html_that_the_parser_refuses() -> None:

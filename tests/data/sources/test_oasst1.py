@@ -26,8 +26,8 @@ def rows(folder: Path, spec: str, phase: Phase, *records: dict[str, Any]) -> lis
     return list(build("data.sources", spec, str(folder / "x.jsonl")).rows(phase))
 
 
-def pairs(found: list[Row | Skipped]) -> list[tuple[str | None, str | None] | str]:
-    return [(row.response, row.rejected) if isinstance(row, Row) else row.reason for row in found]
+def pairs(result: list[Row | Skipped]) -> list[tuple[str | None, str | None] | str]:
+    return [(row.response, row.rejected) if isinstance(row, Row) else row.reason for row in result]
 
 
 def message(name: str, above: str | None, rank: int | None = None, **more: Any) -> dict[str, Any]:
@@ -49,8 +49,8 @@ TREE = [
 
 
 def test_a_tree_in_any_order(tmp_path: Path) -> None:
-    found = rows(tmp_path, "oasst1", "reward", *TREE)
-    assert pairs(found) == [("A0", "A1"), ("A0", "A2"), ("A1", "A2"), "only one response", (None, None)]
+    result = rows(tmp_path, "oasst1", "reward", *TREE)
+    assert pairs(result) == [("A0", "A1"), ("A0", "A2"), ("A1", "A2"), "only one response", (None, None)]
     rest = {"group": "P1"}
     assert rows(tmp_path, "oasst1", "sft", *TREE) == [
         Row(say("P1"), "A0", **rest, columns={"message_id": "p1"}),
@@ -63,17 +63,17 @@ def test_a_tree_in_any_order(tmp_path: Path) -> None:
 
 def test_messages_left_out_take_what_hangs_on_them(tmp_path: Path) -> None:
     spoiled = [{**one, "deleted": one["message_id"] == "a0"} for one in TREE]
-    found = pairs(rows(tmp_path, "oasst1", "reward", *spoiled))
-    assert found == ["deleted message", ("A1", "A2"), "no first message above it", (None, None)]
+    result = pairs(rows(tmp_path, "oasst1", "reward", *spoiled))
+    assert result == ["deleted message", ("A1", "A2"), "no first message above it", (None, None)]
     spoiled = [{**one, "review_result": one["message_id"] != "p1", "lang": "en"} for one in TREE]
-    found = pairs(rows(tmp_path, "oasst1,lang=en", "reward", *spoiled))
-    assert Counter(map(str, found)) == {
+    result = pairs(rows(tmp_path, "oasst1,lang=en", "reward", *spoiled))
+    assert Counter(map(str, result)) == {
         "message failed review": 1,
         "reply to no prompt": 3,
         "no first message above it": 2,
     }
-    found = pairs(rows(tmp_path, "oasst1,lang=ja", "reward", *spoiled[2:4]))
-    assert found == ["message not in language ja"] * 2
+    result = pairs(rows(tmp_path, "oasst1,lang=ja", "reward", *spoiled[2:4]))
+    assert result == ["message not in language ja"] * 2
 
 
 def test_replies_without_a_rank(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_replies_without_a_rank(tmp_path: Path) -> None:
 
 def test_trees_that_are_none(tmp_path: Path) -> None:
     twice = rows(tmp_path, "oasst1", "sft", message("p1", None), message("p1", None))
-    assert twice[0] == Skipped(f"{tmp_path / 'x.jsonl'}:2: message_id: got 'p1' a second time", bad=True)
+    assert twice[0] == Skipped(f"{tmp_path / 'x.jsonl'}:2: message_id: got 'p1' again, expected each id once", bad=True)
     circle = [message("p1", "a1"), message("a1", "p1"), message("p2", "p2")]
     assert pairs(rows(tmp_path, "oasst1", "sft", *circle)) == ["no first message above it"] * 2
 
@@ -122,8 +122,8 @@ def test_real_trees() -> None:
     with gzip.open(SHARED / "en_100_tree.jsonl.gz", "rt", encoding="utf-8") as file:
         for line in file:
             walk(json.loads(line)["prompt"])
-    found = {phase: [row for row in source.rows(phase) if isinstance(row, Row)] for phase in ("sft", "reward", "ppo")}
-    assert sum(row.rejected is not None for row in found["reward"]) == count["pairs"] > 300
-    assert sum(row.response is not None for row in found["sft"]) == count["answered"]
-    assert len(found["ppo"]) == count["prompts"]
-    assert not [row for phase in found for row in source.rows(phase) if isinstance(row, Skipped) and row.bad]
+    result = {phase: [row for row in source.rows(phase) if isinstance(row, Row)] for phase in ("sft", "reward", "ppo")}
+    assert sum(row.rejected is not None for row in result["reward"]) == count["pairs"] > 300
+    assert sum(row.response is not None for row in result["sft"]) == count["answered"]
+    assert len(result["ppo"]) == count["prompts"]
+    assert not [row for phase in result for row in source.rows(phase) if isinstance(row, Skipped) and row.bad]

@@ -38,8 +38,8 @@ def reviews(folder: Path, positive: str, negative: str) -> str:
 
 
 def test_rows_by_hand(tmp_path: Path) -> None:
-    place = reviews(tmp_path, "a naïve joy .\na naïve joy .\nsheer fun\n", "so very dull .\n\nweak\nspare\n")
-    source = open_origin(place)
+    path = reviews(tmp_path, "a naïve joy .\na naïve joy .\nsheer fun\n", "so very dull .\n\nweak\nspare\n")
+    source = open_origin(path)
     left_out = [Skipped("repeated sentence"), Skipped("no sentence of the other kind left for it")]
     every = list(source.rows("reward"))
     assert every[:2] == left_out
@@ -57,18 +57,18 @@ def test_rows_by_hand(tmp_path: Path) -> None:
 
 
 def test_pairs_that_share_a_prompt_share_a_group(tmp_path: Path) -> None:
-    place = reviews(tmp_path, "one is x\ntwo is x\nthree is x\nfour is x\n", "a b c\ntwo is y\na b d\nlast one is\n")
-    groups = [row.group for row in open_origin(place).rows("reward")]
+    path = reviews(tmp_path, "one is x\ntwo is x\nthree is x\nfour is x\n", "a b c\ntwo is y\na b d\nlast one is\n")
+    groups = [row.group for row in open_origin(path).rows("reward")]
     assert groups[0] == groups[2]  # by 'a b'
     assert len(set(groups)) == 3
 
 
 def test_a_table_of_sentences_and_labels(tmp_path: Path) -> None:
-    place = tmp_path / "x.jsonl"
-    place.write_text('{"text": "good .", "label": 1}\n{"text": "bad !", "label": 0}\n{"text": "so so", "label": 2}\n')
-    skipped, row = open_origin(f"rt_polarity:{place}").rows("reward")
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "good .", "label": 1}\n{"text": "bad !", "label": 0}\n{"text": "so so", "label": 2}\n')
+    skipped, row = open_origin(f"rt_polarity:{path}").rows("reward")
     assert row == Row((), "good.", "bad!", "bad!")
-    assert skipped == Skipped(f"{place}:3: label: got 2, expected 0 or 1", bad=True)
+    assert skipped == Skipped(f"{path}:3: label: got 2, expected 0 or 1", bad=True)
 
 
 def test_a_directory_without_the_files(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_a_crash_names_the_stage_and_starts_no_later_one(tmp_path: Path) -> None
         "    def rows(self, phase):\n"
         f"        if '{launcher.LAUNCHER}' in os.environ: 1 / 0\n"
         "        yield from self.demo.rows(phase)\n"
-        "def build(config, place): return Crash(build_demo(config, place))\n"
+        "def build(config, path): return Crash(build_demo(config, path))\n"
     )
     done = chain(tmp_path, "--data-path", f"{source},rows=2000")
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr

@@ -185,7 +185,7 @@ def test_the_loop(seed: int, loop: Loop) -> None:
         high, low = judged(loop, row["chosen"], row["rejected"])
         assert high > low and (row["score_chosen"], row["score_rejected"]) == pytest.approx((high, low))
     account = json.loads((loop.folder / "runs/round1/step2_reward/data.json").read_text())
-    fates = {Path(place["place"]).name: place["fates"] for place in account["places"]}
+    fates = {Path(source["data_path"]).name: source["outcomes"] for source in account["sources"]}
     assert sum(fates["pairs1.jsonl"].values()) == len(labelled)
     assert fates["votes1.jsonl"]["no preference filled in"] == len(loop.rows("votes1.jsonl")) // 2
     assert new > old + 0.02 and gain > 0

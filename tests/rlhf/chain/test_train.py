@@ -124,8 +124,8 @@ def test_metrics_have_one_line_a_step(out: Path) -> None:
         "step3_ppo": 2,
     }
     for stage, count in steps.items():
-        [place] = account[stage]["places"]
-        assert sum(place["fates"].values()) == place["rows"]
+        [source] = account[stage]["sources"]
+        assert sum(source["outcomes"].values()) == source["rows"]
         rows = [json.loads(line) for line in (out / stage / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, count + 1))
         before = [] if stage == "step2_reward" else [0]

@@ -49,13 +49,13 @@ ROWS: dict[int, tuple[str, ...]] = {
     # a data set that is a script
     58: (
         "data/test_faults.py::test_a_loading_script",
-        "data/read/test_places.py::test_a_loading_script_is_refused_and_not_run",
+        "data/read/test_paths.py::test_a_loading_script_is_refused_and_not_run",
     ),
     # a hub that cannot be reached
     59: (
         "rlhf/chain/test_errors.py::test_the_hub_does_not_answer",
         "rlhf/text/test_text.py::test_an_unreachable_hub_is_told_at_once",
-        "data/read/test_places.py::test_a_hub_that_does_not_answer_is_told_fast",
+        "data/read/test_paths.py::test_a_hub_that_does_not_answer_is_told_fast",
         "rlhf/hub/test_security.py::test_a_name_server_that_is_silent_holds_nobody_up",
     ),
     # secrets

@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from data.read.places import is_hub_id
+from data.read.paths import is_hub_id
 from rlhf.errors import UserError
 from tests.data.test_security_data import WRITERS, opened, ran, rows, saved
 
@@ -35,7 +35,7 @@ def test_a_saved_data_set_has_its_files_beside_it(name: str, saved: Path, ran: P
     state = json.loads((saved / "state.json").read_text())
     state["_data_files"] = [{"filename": name.replace("ABSOLUTE", str(outside))}]
     (saved / "state.json").write_text(json.dumps(state))
-    with pytest.raises(UserError, match=r"state\.json: names .*expected files beside it"):
+    with pytest.raises(UserError, match=r"state\.json: names .*expected files in the same directory"):
         rows("saved")
 
 

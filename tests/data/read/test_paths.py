@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from data.read.places import TableConfig, data_files, is_hub_id, open_place, refuse_loading_script
+from data.read.paths import TableConfig, data_files, is_hub_id, open_path, refuse_loading_script
 from rlhf.errors import UserError
 from rlhf.hub import offline
 
@@ -20,13 +20,13 @@ ROWS = [{"prompt": f"p{i}", "messages": [{"role": "user", "content": "é"}] * i,
 PLAIN = TableConfig()
 
 
-def read(place: str, split: str = "train", config: TableConfig = PLAIN) -> list[Any]:
-    return [record for _, record in open_place(place).records(split, config)]
+def read(path: str, split: str = "train", config: TableConfig = PLAIN) -> list[Any]:
+    return [record for _, record in open_path(path).records(split, config)]
 
 
-def mistake(place: str, split: str = "train", config: TableConfig = PLAIN) -> str:
+def read_error(path: str, split: str = "train", config: TableConfig = PLAIN) -> str:
     with pytest.raises(UserError) as error:
-        read(place, split, config)
+        read(path, split, config)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -62,9 +62,9 @@ def test_text_files_beside_data_are_no_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    ("path", "message"),
     [
-        ("", f"got no place, expected a file ({KINDS}), a directory, or OWNER/NAME on the hub"),
+        ("", f"got no path, expected a file ({KINDS}), a directory, or OWNER/NAME on the hub"),
         ("data/trian.jsonl", f"no such file or directory (did you mean 'data/train.jsonl'?); expected {KINDS}"),
         ("dta/train.jsonl", f"no such file or directory (did you mean 'data/train.jsonl'?); expected {KINDS}"),
         ("./dat", f"no such file or directory (did you mean 'data'?); expected {KINDS}"),
@@ -75,18 +75,18 @@ def test_text_files_beside_data_are_no_data(tmp_path: Path) -> None:
         ("empty", f"a directory without data files; expected {KINDS}"),
     ],
 )
-def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, said: str) -> None:
+def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path, "data/train.jsonl", "data/readme.md", "empty/.hidden.jsonl")
-    assert mistake(place) == (f"{place}: {said}" if place else said)
+    assert read_error(path) == (f"{path}: {message}" if path else message)
 
 
 def test_what_can_only_be_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a/b").mkdir(parents=True)
-    for place in ("owner/name", "owner/na.me-2_x", "a/c", "owner/name@main", "owner/name@refs/convert/parquet"):
-        assert is_hub_id(place)
-    for place in (
+    for path in ("owner/name", "owner/na.me-2_x", "a/c", "owner/name@main", "owner/name@refs/convert/parquet"):
+        assert is_hub_id(path)
+    for path in (
         "a/b",
         "a/b@main",
         "./x",
@@ -101,14 +101,14 @@ def test_what_can_only_be_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "",
         "x/",
     ):
-        assert not is_hub_id(place)
+        assert not is_hub_id(path)
 
 
 def test_files_have_no_parts(tmp_path: Path) -> None:
     make(tmp_path, "x.jsonl")
-    said = mistake(str(tmp_path), config=TableConfig(split="test"))
-    assert said.startswith(f"{tmp_path}: got split=test, expected none: files on disk have no parts")
-    assert "got data_dir=x" in mistake(str(tmp_path), config=TableConfig(data_dir="x"))
+    message = read_error(str(tmp_path), config=TableConfig(split="test"))
+    assert message.startswith(f"{tmp_path}: got split=test, expected none: files on disk have no parts")
+    assert "got data_dir=x" in read_error(str(tmp_path), config=TableConfig(data_dir="x"))
 
 
 def test_a_loading_script_is_refused_and_not_run(tmp_path: Path) -> None:
@@ -116,21 +116,21 @@ def test_a_loading_script_is_refused_and_not_run(tmp_path: Path) -> None:
     script.write_text("import datasets\nraise SystemExit\nclass Squad(datasets.GeneratorBasedBuilder):\n    pass\n")
     with pytest.raises(UserError) as error:
         refuse_loading_script(str(script))
-    assert str(error.value) == mistake(str(script))
+    assert str(error.value) == read_error(str(script))
     assert "got a loading script of `datasets`, which is code and no longer run" in str(error.value)
     assert "OWNER/NAME@refs/convert/parquet" in str(error.value)
     own = tmp_path / "mine.py"
-    own.write_text("def build(config, place): ...\n")
+    own.write_text("def build(config, path): ...\n")
     refuse_loading_script(str(own))
     refuse_loading_script(str(tmp_path / "absent.py"))
-    assert mistake(str(own)) == f"{own}: got a '.py' file, expected {KINDS}"
+    assert read_error(str(own)) == f"{own}: got a '.py' file, expected {KINDS}"
 
 
 # --- fingerprints
 
 
-def fingerprint(place: Path, split: str = "train", **options: Any) -> str:
-    return open_place(str(place)).fingerprint(split, TableConfig(**options))
+def fingerprint(path: Path, split: str = "train", **options: Any) -> str:
+    return open_path(str(path)).fingerprint(split, TableConfig(**options))
 
 
 def test_a_fingerprint_is_of_the_content(tmp_path: Path) -> None:
@@ -171,19 +171,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_saved_dataset(saved: Path) -> None:
     for name in ("one", "arrays"):
-        found = list(open_place(f"{saved}/{name}").records("train", PLAIN))
-        assert [record for _, record in found] == ROWS
-        assert [where for where, _ in found] == [f"{saved}/{name}:{i + 1}" for i in range(600)]
-    said = mistake(f"{saved}/one", "test", TableConfig(split="test"))
-    assert said == f"{saved}/one: got split=test, expected none: it was saved without splits"
+        result = list(open_path(f"{saved}/{name}").records("train", PLAIN))
+        assert [record for _, record in result] == ROWS
+        assert [location for location, _ in result] == [f"{saved}/{name}:{i + 1}" for i in range(600)]
+    message = read_error(f"{saved}/one", "test", TableConfig(split="test"))
+    assert message == f"{saved}/one: got split=test, expected none: it was saved without splits"
 
 
 def test_a_saved_dataset_with_splits(saved: Path) -> None:
-    assert "got subset=x, expected none" in mistake(f"{saved}/splits", config=TableConfig(subset="x"))
+    assert "got subset=x, expected none" in read_error(f"{saved}/splits", config=TableConfig(subset="x"))
     assert read(f"{saved}/splits") == ROWS
     assert read(f"{saved}/splits", "test") == ROWS[5:8]
-    said = mistake(f"{saved}/splits", "tets")
-    assert said == (f"{saved}/splits: no split 'tets'; have train, test (did you mean 'test'?); choose with split=NAME")
+    message = read_error(f"{saved}/splits", "tets")
+    assert message == (
+        f"{saved}/splits: no split 'tets'; have train, test (did you mean 'test'?); choose with split=NAME"
+    )
     assert fingerprint(saved / "splits") == fingerprint(saved / "splits")
     assert fingerprint(saved / "splits") != fingerprint(saved / "splits", "test")
 
@@ -198,7 +200,7 @@ def test_the_fingerprint_of_a_saved_dataset_is_of_its_content(tmp_path: Path) ->
 def test_a_damaged_saved_dataset(tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "x"))
     next((tmp_path / "x").glob("*.arrow")).write_bytes(b"no arrow")
-    assert mistake(str(tmp_path / "x")).startswith(f"{tmp_path}/x: cannot be read: ")
+    assert read_error(str(tmp_path / "x")).startswith(f"{tmp_path}/x: cannot be read: ")
 
 
 # --- the hub
@@ -207,7 +209,7 @@ def test_a_damaged_saved_dataset(tmp_path: Path) -> None:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that stands for the hub: `owner/name` is its directory `name`."""
-    monkeypatch.setattr("data.read.places.require_hub", lambda what: None)
+    monkeypatch.setattr("data.read.paths.require_hub", lambda what: None)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.disable_progress_bars()
     for name in ("load_dataset", "load_dataset_builder", "get_dataset_config_names"):
@@ -232,8 +234,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_hub_dataset(hub: Path, streaming: bool) -> None:
     config = TableConfig(subset="a", streaming=streaming)
-    found = list(open_place("owner/parts").records("train", config))
-    assert found == [(f"owner/parts/train:{i + 1}", {"prompt": str(i)}) for i in range(3)]
+    result = list(open_path("owner/parts").records("train", config))
+    assert result == [(f"owner/parts/train:{i + 1}", {"prompt": str(i)}) for i in range(3)]
     assert read("owner/parts", "test", config) == [{"prompt": "0"}]
     deep = TableConfig(data_dir="deep", streaming=streaming)
     assert read("owner/flat", "train", deep) == [{"text": "flat/deep/train.jsonl"}]
@@ -241,7 +243,7 @@ def test_a_hub_dataset(hub: Path, streaming: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "config", "said"),
+    ("path", "config", "message"),
     [
         ("owner/parts", PLAIN, "has several subsets; choose one of a, b with subset=NAME"),
         ("owner/parts", TableConfig(subset="aa"), "no subset 'aa'; have a, b (did you mean 'a'?)"),
@@ -254,13 +256,13 @@ def test_a_hub_dataset(hub: Path, streaming: bool) -> None:
         ),
     ],
 )
-def test_what_the_hub_does_not_have(hub: Path, place: str, config: TableConfig, said: str) -> None:
-    assert mistake(place, config.split or "train", config) == f"{place}: {said}"
+def test_what_the_hub_does_not_have(hub: Path, path: str, config: TableConfig, message: str) -> None:
+    assert read_error(path, config.split or "train", config) == f"{path}: {message}"
 
 
 def test_a_hub_dataset_that_is_not_there(hub: Path) -> None:
-    assert mistake("owner/absent").startswith("owner/absent: cannot be loaded: Couldn't find any data file at")
-    assert "cannot be loaded: The directory at" in mistake("owner/one", config=TableConfig(data_dir="absent"))
+    assert read_error("owner/absent").startswith("owner/absent: cannot be loaded: Couldn't find any data file at")
+    assert "cannot be loaded: The directory at" in read_error("owner/one", config=TableConfig(data_dir="absent"))
 
 
 def test_the_revision_is_asked_for(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,13 +276,13 @@ def test_the_revision_is_asked_for(hub: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_fingerprint_of_a_hub_dataset_changes_with_it(hub: Path) -> None:
-    place = open_place("owner/one")
-    first = place.fingerprint("train", PLAIN)
-    assert place.fingerprint("train", PLAIN) == first
-    assert place.fingerprint("test", PLAIN) != first
-    assert place.fingerprint("train", TableConfig(streaming=True)) != first
+    path = open_path("owner/one")
+    first = path.fingerprint("train", PLAIN)
+    assert path.fingerprint("train", PLAIN) == first
+    assert path.fingerprint("test", PLAIN) != first
+    assert path.fingerprint("train", TableConfig(streaming=True)) != first
     (hub / "one/train.jsonl").write_text('{"text": "another"}\n')
-    assert place.fingerprint("train", PLAIN) != first
+    assert path.fingerprint("train", PLAIN) != first
 
 
 def test_a_hub_that_does_not_answer_is_told_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +291,7 @@ def test_a_hub_that_does_not_answer_is_told_fast(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(offline.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(offline.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s to try again"))
-    said = mistake("data/trian")
-    assert said.startswith("data/trian: no such local path, and the hub at http://127.0.0.1:9 does not answer")
-    assert "HF_HUB_OFFLINE=1" in said
-    assert said.endswith(" (did you mean 'data/train'?)")
+    message = read_error("data/trian")
+    assert message.startswith("data/trian: no such local path, and the hub at http://127.0.0.1:9 does not answer")
+    assert "HF_HUB_OFFLINE=1" in message
+    assert message.endswith(" (did you mean 'data/train'?)")

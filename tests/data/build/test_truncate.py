@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.cut import Cut, fit_prompt
 from data.build.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder
+from data.build.truncate import Truncation, fit_prompt
 from data.config import DataOptions
 from data.read.records import Phase, Unusable
 from rlhf.text.tokenizer import Template, prepare_tokenizer
@@ -50,7 +50,7 @@ def test_the_prompt_gives_way_first(plain: PreTrainedTokenizerBase, length: int)
     kept = prompt if length <= 10 else prompt[-5:]
     item = Demonstration((BOS, *ids(*kept, 100, 101, 102), EOS), ((1 + len(kept), 5 + len(kept)),))
     row = Row(user(*prompt), words(100, 101, 102))
-    assert encoded(plain, "sft", row, max_length=10) == (item, Cut(prompt=length > 10))
+    assert encoded(plain, "sft", row, max_length=10) == (item, Truncation(prompt=length > 10))
 
 
 @pytest.mark.parametrize("size", [4, 5, 6, 90])
@@ -61,7 +61,7 @@ def test_a_prompt_keeps_a_fourth_of_the_length(plain: PreTrainedTokenizerBase, s
     ends = (*ids(*response), EOS)[: 9 - len(kept)]
     item = Demonstration((BOS, *ids(*kept), *ends), ((1 + len(kept), 10),))
     row = Row(user(*range(10)), words(*response))
-    assert encoded(plain, "sft", row, max_length=10) == (item, Cut(prompt=True, response=size > 5))
+    assert encoded(plain, "sft", row, max_length=10) == (item, Truncation(prompt=True, response=size > 5))
     assert encoded(plain, "sft", row, max_length=10, truncate="turns") == (
         "prompt too long" if size < 10 else "response too long"
     )
@@ -70,19 +70,19 @@ def test_a_prompt_keeps_a_fourth_of_the_length(plain: PreTrainedTokenizerBase, s
 def test_a_short_prompt_stays_whole_beside_any_response(plain: PreTrainedTokenizerBase) -> None:
     row = Row(user(1, 2), words(*range(100)))
     item = Demonstration((BOS, *ids(1, 2, *range(7))), ((3, 10),))
-    assert encoded(plain, "sft", row, max_length=10) == (item, Cut(response=True))
+    assert encoded(plain, "sft", row, max_length=10) == (item, Truncation(response=True))
 
 
 def test_both_sides_of_a_pair_lose_the_same(plain: PreTrainedTokenizerBase) -> None:
     """max_length 9: the prompt keeps BOS and three words, so each side has five tokens; EOS stands where one ended."""
     row = Row(user(0, 1, 2, 3), words(10), words(11, 12, 13, 14))
-    found = encoded(plain, "reward", row, max_length=9)
+    result = encoded(plain, "reward", row, max_length=9)
     pair = Preference((BOS, *ids(1, 2, 3, 10), EOS), (BOS, *ids(1, 2, 3, 11, 12, 13, 14), EOS), 4)
-    assert found == (pair, Cut(prompt=True))
+    assert result == (pair, Truncation(prompt=True))
     row = Row(user(0, 1, 2, 3), words(10), words(*range(11, 30)))
-    found = encoded(plain, "reward", row, max_length=9)
+    result = encoded(plain, "reward", row, max_length=9)
     pair = Preference((BOS, *ids(1, 2, 3, 10), EOS), (BOS, *ids(1, 2, 3, 11, 12, 13, 14, 15)), 4)
-    assert found == (pair, Cut(prompt=True, response=True))
+    assert result == (pair, Truncation(prompt=True, response=True))
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 80])
@@ -90,7 +90,7 @@ def test_a_prompt_of_ppo_keeps_its_end_and_its_row_has_no_more(plain: PreTrained
     prompt = range(length - 1)
     item = Prompt((BOS, *ids(*prompt[-7:])), Row(user(*prompt[-7:]), columns={"answer": 3}))
     row = Row(user(*prompt), columns={"answer": 3})
-    assert encoded(plain, "ppo", row, max_prompt_length=8) == (item, Cut(prompt=length > 8))
+    assert encoded(plain, "ppo", row, max_prompt_length=8) == (item, Truncation(prompt=length > 8))
 
 
 TURNS = [("system", (0,)), ("user", (1, 2)), ("assistant", (3,)), ("user", (4, 5, 6))]
@@ -112,9 +112,9 @@ def test_what_goes_when(plain: PreTrainedTokenizerBase, limit: int, expected: An
     dialogue = [Message(role, f"{words(*numbers)} ") for role, numbers in TURNS]  # plain puts nothing between turns
     for by_tokens in (True, False):
         if expected is not None and (by_tokens or by_turns):
-            found = fit_prompt(Template(plain), dialogue, limit, by_tokens)
-            assert tuple(found.ids) == (BOS, *ids(*expected))
-            assert Template(plain).prompt_ids(found.messages) == found.ids
+            result = fit_prompt(Template(plain), dialogue, limit, by_tokens)
+            assert tuple(result.ids) == (BOS, *ids(*expected))
+            assert Template(plain).prompt_ids(result.messages) == result.ids
         else:
             with pytest.raises(Unusable, match="prompt too long"):
                 fit_prompt(Template(plain), dialogue, limit, by_tokens)
@@ -164,5 +164,5 @@ def test_no_prompt_is_left_without_words() -> None:
     frame = len(Template(tokenizer).prompt_ids(()))
     for limit, fits in ((frame * 4 // 3 - 2, False), (frame * 4 // 3 + 2, True)):
         for phase in ("sft", "reward", "ppo"):
-            found = encoded(tokenizer, phase, row, max_prompt_length=limit, max_length=999)  # type: ignore[arg-type]
-            assert isinstance(found, tuple) == fits and (fits or found == "prompt too long")
+            result = encoded(tokenizer, phase, row, max_prompt_length=limit, max_length=999)  # type: ignore[arg-type]
+            assert isinstance(result, tuple) == fits and (fits or result == "prompt too long")

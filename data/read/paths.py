@@ -1,0 +1,298 @@
+"""Readers of records for a path: files, a directory saved by `datasets`, or a dataset on the hub."""
+
+import contextlib
+import difflib
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
+from rlhf.config import Config, suggest
+from rlhf.errors import UserError
+from rlhf.text.tokenizer import require_hub
+
+FILE_TYPES = f"{', '.join(SUFFIXES)} (.gz too)"
+HUB_ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
+METADATA_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+"""files that `datasets` writes beside the data"""
+BUILDER = re.compile(rb"\b(?:GeneratorBased|ArrowBased|Dataset)Builder\b")
+READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)
+"""errors of reading a damaged directory"""
+BATCH_ROWS = 256
+"""rows of a saved dataset that are read at once; reading one at a time takes 14 us per row instead of 2"""
+
+
+class TableConfig(Config):
+    """Which part of a dataset on the hub, or saved by `datasets`. Other files have no parts."""
+
+    split: str | None = None
+    """split of the dataset; train, unless the source has a split for each phase"""
+    subset: str | None = None
+    """configuration of the hub dataset"""
+    data_dir: str | None = None
+    """directory inside the hub dataset, such as harmless-base"""
+    streaming: bool = False
+    """read a hub dataset row by row without storing it; requires max_train_rows, and uses the first rows"""
+
+
+class RecordReader(Protocol):
+    """The records of one path. The parts are a split and what `config` names."""
+
+    def records(self, split: str, config: TableConfig) -> LocatedRecords:
+        """(location, record) of every record; a Skipped replaces a record that cannot be read.
+
+        Raises: UserError if nothing can be read, or the path has no such part.
+        """
+        ...
+
+    def fingerprint(self, split: str, config: TableConfig) -> str:
+        """A text that changes whenever the records change."""
+        ...
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether `path` is OWNER/NAME on the hub, or OWNER/NAME@REVISION, and not a local path."""
+    match = HUB_ID.fullmatch(path)
+    if ".." in re.split("[/@]", path):
+        return False
+    return bool(match) and suffix(Path(path)) not in SUFFIXES and not Path(match[1] if match else "").exists()
+
+
+def open_path(path: str) -> RecordReader:
+    """The reader for a path. Raises: UserError if the path is empty or does not exist."""
+    if not path:
+        raise UserError(f"got no path, expected a file ({FILE_TYPES}), a directory, or OWNER/NAME on the hub")
+    match = HUB_ID.fullmatch(path)
+    if match and is_hub_id(path):
+        return HubDataset(path, match[1], match[2])
+    folder = Path(path).expanduser()
+    if (folder / "dataset_dict.json").is_file() or all((folder / name).is_file() for name in METADATA_FILES[1::2]):
+        return SavedDataset(path, folder)
+    return LocalFiles(path, tuple(data_files(path)))
+
+
+def data_files(path: str) -> list[Path]:
+    """The file at `path`, or the data files that match a pattern or lie in a directory, sorted.
+
+    Hidden files are left out. So are a directory's .txt files, if it has data files of another type: they are often a
+    licence.
+    Raises: UserError if there is no data file.
+    """
+    local = Path(path).expanduser()
+    if local.is_file():
+        refuse_loading_script(path)
+        if suffix(local) not in SUFFIXES:
+            raise UserError(f"{path}: got a '{suffix(local)}' file, expected {FILE_TYPES}")
+        return [local]
+    if local.is_dir():
+        files = list(_data_files_in(local))
+        files = [file for file in files if suffix(file) != ".txt"] or files
+        got = "a directory without data files"
+    elif glob.has_magic(path):
+        matches = [Path(name) for name in glob.glob(str(local), recursive=True)]
+        candidates = [file for match in matches for file in (_data_files_in(match) if match.is_dir() else [match])]
+        files = [file for file in candidates if suffix(file) in SUFFIXES]
+        got = "the pattern matches no data file"
+    else:
+        files, got = [], f"no such file or directory{_suggest_path(local)}"
+    if not files:
+        raise UserError(f"{path}: {got}; expected {FILE_TYPES}")
+    return sorted(set(files))
+
+
+def refuse_loading_script(path: str) -> None:
+    """Raises: UserError if `path` is a Python file with which `datasets` once loaded a dataset. Does not run it."""
+    file = Path(path).expanduser()
+    if file.suffix == ".py" and file.is_file() and BUILDER.search(file.read_bytes()):
+        cure = f"give the files it reads, or the hub's conversion: OWNER/NAME@{PARQUET_REVISION}"
+        raise UserError(f"{path}: {LOADING_SCRIPT} {cure}")
+
+
+PARQUET_REVISION = "refs/convert/parquet"
+LOADING_SCRIPT = "got a loading script of `datasets`, which is code and no longer run;"
+
+
+def _data_files_in(folder: Path) -> Iterator[Path]:
+    for file in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if suffix(file) in SUFFIXES and not hidden and file.name not in METADATA_FILES and file.is_file():
+            yield file
+
+
+def _suggest_path(path: Path) -> str:
+    """` (did you mean 'data/train.jsonl'?)`: `path` with its first missing name replaced by a similar one."""
+    parent = next((parent for parent in path.parents if parent.is_dir()), None)
+    with contextlib.suppress(OSError):
+        first, *rest = path.relative_to(parent or path).parts or ("",)
+        matches = difflib.get_close_matches(first, os.listdir(parent), n=1) if parent else []
+        return f" (did you mean '{Path(parent or '', matches[0], *rest)}'?)" if matches else ""
+    return ""
+
+
+def _digest(options: object, files: Iterable[Path]) -> str:
+    """The sha256 of the repr of `options` and of the suffix and content of each file."""
+    digest = hashlib.sha256(repr(options).encode())
+    for path in files:
+        with _reading(str(path), OSError), path.open("rb") as file:
+            digest.update(suffix(path).encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _reading(name: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raises: UserError of one line for any of `errors` inside the block. name: what is read."""
+    try:
+        yield
+    except UserError:
+        raise
+    except errors as error:
+        raise UserError(f"{name}: cannot be read: {' '.join(str(error).split())[:300]}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    """Data files. They have no splits."""
+
+    name: str
+    files: tuple[Path, ...]
+
+    def records(self, split: str, config: TableConfig) -> LocatedRecords:
+        cure = "files on disk have no parts; name the files, for example by a pattern: 'data/train*'"
+        _refuse_options(self.name, config, ("split", "subset", "data_dir"), cure)
+        for file in self.files:
+            yield from read_records(file)
+
+    def fingerprint(self, split: str, config: TableConfig) -> str:
+        return _digest(config, self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDataset:
+    """A directory written by `save_to_disk` of a Dataset or a DatasetDict."""
+
+    name: str
+    folder: Path
+
+    def records(self, split: str, config: TableConfig) -> LocatedRecords:
+        import datasets  # half a second, needed here only
+        import pyarrow
+
+        _refuse_options(self.name, config, ("subset", "data_dir"), "a saved dataset has splits only")
+        self._refuse_other_folders()
+        with _reading(self.name, *READ_ERRORS, pyarrow.ArrowException):
+            saved = datasets.load_from_disk(str(self.folder))
+            if isinstance(saved, datasets.DatasetDict):
+                yield from _dataset_records(_choose_split(self.name, saved, split), f"{self.name}/{split}")
+            else:
+                _refuse_options(self.name, config, ("split",), "it was saved without splits")
+                yield from _dataset_records(saved, self.name)
+
+    def fingerprint(self, split: str, config: TableConfig) -> str:
+        self._refuse_other_folders()
+        split_folder = self.folder / split
+        paths = (split_folder if split_folder.is_dir() else self.folder).rglob("*")
+        return _digest((split, config), sorted(path for path in paths if path.is_file()))
+
+    def _refuse_other_folders(self) -> None:
+        """Raises: UserError if a state.json names a file in another directory."""
+        for path in sorted(self.folder.rglob("state.json")):
+            with _reading(self.name, *READ_ERRORS):
+                names = [
+                    str(entry["filename"]) for entry in json.loads(path.read_text(encoding="utf-8"))["_data_files"]
+                ]
+            for name in names:
+                if Path(name).name != name or name == "..":
+                    raise UserError(f"{path}: names {name!r}, expected files in the same directory")
+
+
+@dataclass(frozen=True, slots=True)
+class HubDataset:
+    """OWNER/NAME on the hub."""
+
+    name: str
+    hub_id: str
+    revision: str | None = None
+
+    def records(self, split: str, config: TableConfig) -> LocatedRecords:
+        import datasets
+
+        splits = self._load(datasets.load_dataset, config, streaming=config.streaming)
+        rows = _choose_split(self.name, splits, split)
+        location = f"{self.name}/{split}"
+        with _reading(location, OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
+            if not config.streaming:
+                yield from _dataset_records(rows, location)
+            else:
+                for number, record in enumerate(rows, 1):
+                    yield f"{location}:{number}", record
+
+    def fingerprint(self, split: str, config: TableConfig) -> str:
+        """A digest with the builder's hash, which is the commit of a hub dataset."""
+        import datasets
+
+        builder = self._load(datasets.load_dataset_builder, config)
+        return _digest((self.hub_id, builder.hash, split, config), ())
+
+    def _load(self, function: Any, config: TableConfig, **options: Any) -> Any:
+        """Call one of the loading functions of `datasets`.
+
+        Raises: UserError if the hub does not answer, or has no such dataset or subset.
+        """
+        import datasets
+
+        try:
+            require_hub(self.hub_id)
+        except UserError as error:
+            raise UserError(f"{error}{_suggest_path(Path(self.name))}") from None
+        options |= {"name": config.subset, "data_dir": config.data_dir, "revision": self.revision}
+        try:
+            return function(self.hub_id, **options)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise UserError(f"{self.name}: {self._explain(error, config)}") from None
+
+    def _explain(self, error: Exception, config: TableConfig) -> str:
+        import datasets
+
+        reason = " ".join(str(error).split())[:300]
+        if "scripts are no longer supported" in reason:
+            return (
+                f"{LOADING_SCRIPT} read the hub's conversion, {self.hub_id}@{PARQUET_REVISION}, or download its files"
+            )
+        if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+            return f"{reason} Check the name; if it is private or gated, log in: hf auth login"
+        subsets: list[str] = []
+        if isinstance(error, ValueError):
+            with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
+                subsets = datasets.get_dataset_config_names(self.hub_id, revision=self.revision)
+        if config.subset is None and len(subsets) > 1:
+            return f"has several subsets; choose one of {', '.join(subsets)} with subset=NAME"
+        if subsets and config.subset not in (None, *subsets):
+            return f"no subset '{config.subset}'; have {', '.join(subsets)}{suggest(str(config.subset), subsets)}"
+        return f"cannot be loaded: {reason}; download its files and give their path"
+
+
+def _refuse_options(name: str, config: TableConfig, options: Iterable[str], cure: str) -> None:
+    for option in options:
+        if getattr(config, option) is not None:
+            raise UserError(f"{name}: got {option}={getattr(config, option)}, expected none: {cure}")
+
+
+def _choose_split(name: str, splits: Any, split: str) -> Any:
+    if split not in splits:
+        suggestion = suggest(split, list(splits))
+        raise UserError(f"{name}: no split '{split}'; have {', '.join(splits)}{suggestion}; choose with split=NAME")
+    return splits[split]
+
+
+def _dataset_records(table: Any, location: str) -> LocatedRecords:
+    table = table.with_format(None)
+    for start in range(0, len(table), BATCH_ROWS):
+        columns = table[start : start + BATCH_ROWS]
+        for number, values in enumerate(zip(*columns.values(), strict=True), start + 1):
+            yield f"{location}:{number}", dict(zip(columns, values, strict=True))
