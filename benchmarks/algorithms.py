@@ -1,10 +1,10 @@
-"""`python -m benchmarks.algorithms`: what each algorithm makes of the demo world's true score, over several seeds.
+"""`python -m benchmarks.algorithms`: the true score that each algorithm reaches on the demo, over several seeds.
 
-Every algorithm starts from the same SFT and reward model of a seed and gets the same number of responses; its settings
-are configs/demo.yaml with configs/algorithms/NAME.yaml over it. A run takes half a minute on one core, the models of a
-seed two minutes. A finished run is taken as it stands, so a call that was cut short goes on where it was; remove its
-directory to make it again. One call at a time may write to an --output-dir: a second would train into the same runs.
-Writes a row a run to docs/results/algorithms.csv, and the same as a table to .md beside it.
+All algorithms start from the same SFT and reward model of a seed, and get the same number of responses. Their settings
+are configs/demo.yaml, changed by configs/algorithms/NAME.yaml. A run takes half a minute on one core, the models of a
+seed take two minutes. A finished run is not repeated, so an interrupted call can be resumed; remove a run's directory
+to repeat it. Only one process at a time may write to an --output-dir. Writes one row per run to
+docs/results/algorithms.csv, and a table of the same rows to algorithms.md.
 """
 
 import csv
@@ -29,18 +29,18 @@ NOTE = (
     "whatever else the machine was doing."
 )
 RATIO_LIMIT = 1e-5
-"""fp32: of the first minibatch's ratio to the policy that sampled, its standard deviation and its approx_kl"""
+"""fp32: limit of the standard deviation of the first minibatch's ratio, and of its approx_kl"""
 
 
 class Options(parser.Config):
-    """Which runs, and where they lie."""
+    """Which runs, and their directories."""
 
     algorithms: tuple[str, ...] = Field(("ppo", "a2c", "reinforce", "rloo", "grpo"), min_length=1)
-    """names in step3_ppo/algorithms/; configs/algorithms/NAME.yaml is laid over the demo's settings if it is there"""
+    """names in step3_ppo/algorithms/; configs/algorithms/NAME.yaml, if it exists, changes the demo's settings"""
     seeds: tuple[int, ...] = Field((0, 1, 2, 3, 4), min_length=1)
-    """of all three stages"""
+    """seeds of all three stages"""
     models: str = "runs/algorithms/models-{seed}"
-    """directory of each seed's SFT and reward model, {seed} in its name; made if they are not there"""
+    """directory of each seed's SFT and reward model, with {seed} in its name; trained if they do not exist"""
     output_dir: str = "runs/algorithms"
     """directory of the runs"""
     results: str = str(ROOT / "docs" / "results" / "algorithms.csv")
@@ -79,14 +79,14 @@ def settings(algorithm: str) -> list[str]:
 
 
 def make_models(directory: Path, seed: int) -> None:
-    """Steps 1 and 2 of the demo, unless they are there."""
+    """Run steps 1 and 2 of the demo, unless they are finished."""
     if (directory / "step2_reward" / "manifest.json").is_file():
         return
     _train("--config", str(DEMO), "--steps", "1", "2", "--seed", str(seed), "--output-dir", str(directory))
 
 
 def run(algorithm: str, seed: int, models: Path, directory: Path) -> Result:
-    """Step 3 from the models of a seed, unless it is finished; what came out."""
+    """Run step 3 from the models of a seed, unless it is finished. Returns its result."""
     manifest = directory / "step3_ppo" / "manifest.json"
     if not manifest.is_file():
         start = ("--ppo.actor-model", f"{models}/step1_sft", "--ppo.reward-model", f"{models}/step2_reward")
@@ -124,7 +124,7 @@ def _train(*words: str) -> None:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """A row a run, and for each algorithm how many seeds improved."""
+    """One row per run, and for each algorithm the number of seeds that improved."""
     lines = [
         "| algorithm | seed | true score before | after | gain | KL | distinct-2 before | after | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -138,15 +138,16 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """A line an algorithm, and one on the first minibatches of all."""
+    """One line per algorithm, and one on the first minibatches of all."""
     lines = []
     for name in dict.fromkeys(r.algorithm for r in results):
         algorithm_results = [r for r in results if r.algorithm == name]
         gains = [r.gain for r in algorithm_results]
-        improved, below = sum(r.improved for r in algorithm_results), sum(r.gain < 0 for r in algorithm_results)
+        improved = sum(r.improved for r in algorithm_results)
+        below = sum(r.gain < 0 for r in algorithm_results)
         lines.append(
-            f"- {name}: {improved} of {len(algorithm_results)} seeds improve, {below} below their start; gain {min(gains):.3f} to "
-            f"{max(gains):.3f}, mean {sum(gains) / len(gains):.3f}"
+            f"- {name}: {improved} of {len(gains)} seeds improve, {below} below their start; "
+            f"gain {min(gains):.3f} to {max(gains):.3f}, mean {sum(gains) / len(gains):.3f}"
         )
     ratio, kl = max(r.first_ratio_std for r in results), max(r.first_approx_kl for r in results)
     return [*lines, f"- first minibatches: ratio std at most {ratio:.1e}, approx_kl {kl:.1e} (limit {RATIO_LIMIT:g})"]

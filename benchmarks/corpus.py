@@ -1,8 +1,8 @@
-"""Generated rows that are as much work for a tokenizer as natural text, and a tokenizer trained on such rows.
+"""Generated rows that cost a tokenizer as much work as natural text, and a tokenizer trained on such rows.
 
-Words are made of syllables, and their frequencies follow Zipf's law in Mandelbrot's form, p ~ 1 / (rank + 4) ** 1.2,
-near what HH dialogues have (of which in brackets): the 100 most frequent are 0.55 (0.52) of a text, 1,000 are 0.78
-(0.78), 3,000 are 0.86 (0.89). A byte-level BPE of 32k knows most words whole and cuts the others.
+Words consist of syllables. Their frequencies follow Zipf's law in Mandelbrot's form, p ~ 1 / (rank + 4) ** 1.2, and
+resemble those of HH dialogues (in brackets): the 100 most frequent words are 0.55 (0.52) of a text, 1,000 are 0.78
+(0.78), 3,000 are 0.86 (0.89). A byte-level BPE of 32k tokens has most words as one token and splits the others.
 """
 
 import functools
@@ -87,7 +87,7 @@ def train_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def words_for(tokenizer: PreTrainedTokenizerBase, tokens: float, prompt_tokens: int) -> float:
-    """How many words make rows of `tokens` tokens, of which `prompt_tokens` are the template's own."""
+    """The number of words in a row of `tokens` tokens, of which the template writes `prompt_tokens`."""
     texts = Writer(3).texts(np.full(500, 100))
     each = sum(map(len, tokenizer(texts)["input_ids"])) / (500 * 100)
     return (tokens - prompt_tokens) / each

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.data`: what tokenised data costs on disk, in time and in memory. For Linux.
+"""`python -m benchmarks.data`: the cost of tokenised data: disk, time and memory. For Linux.
 
-Each part runs in a process of its own, so that memory and start-up are its own. Rows are generated (benchmarks.corpus)
-and have 129 tokens on average, prompt, template and EOS included.
+Each part runs in its own process, so that memory and start-up are measured separately. Rows are generated
+(benchmarks.corpus) and have 129 tokens on average, including prompt, template and EOS.
 """
 
 import json
@@ -37,9 +37,9 @@ TARGETS = {
     "second_start_s": 5,
     "padding": 0.10,
 }
-"""At most, of rows a second at least. Memory is for a million rows."""
+"""upper limits; for rows_a_second a lower limit. The memory is for a million rows."""
 DEEPSPEED_CHAT = {"bytes_a_row": 22_600, "rows_a_second": 2048}
-"""DeepSpeed-Chat's cache of padded tensors on 2 cores, for texts of 129 tokens: quoted, not measured here."""
+"""DeepSpeed-Chat's cache of padded tensors on 2 cores, for texts of 129 tokens: quoted, not measured."""
 
 
 class Options(parser.Config):
@@ -50,7 +50,7 @@ class Options(parser.Config):
     workers: int = Field(2, ge=1)
     """processes that tokenise"""
     repeat: int = Field(3, ge=1)
-    """first calls, of which the best counts"""
+    """number of first calls; the fastest counts"""
     vocabulary: int = Field(32_768, ge=1000)
     """tokens of the byte-level BPE that is trained for this"""
     tokenizer: str | None = None
@@ -62,7 +62,7 @@ class Options(parser.Config):
 
 
 def first_call(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
-    """Rows to items, the file read, divided and tokenised: time, and processor time."""
+    """The first call, which reads, divides and tokenises the rows: time, and processor time."""
     data, seconds = _open(path, tokenizer, workers, cache)
     rows = len(data.train)
     files = [file for file in Path(cache).rglob("*") if file.is_file()]
@@ -78,14 +78,14 @@ def first_call(path: str, tokenizer: str, workers: int, cache: str) -> dict[str,
 
 
 def first_memory(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
-    """Peaks of memory in the same call; looking at them takes time, so that is not measured here."""
+    """Peaks of memory in the same call. Time is not measured, because measuring memory takes time."""
     with _MemoryPeaks() as memory:
         _open(path, tokenizer, workers, cache, memory.begin)
     return memory.peaks()
 
 
 def second_start(path: str, tokenizer: str, workers: int, cache: str) -> dict[str, float]:
-    """The same call when the set is there, all lengths read; and what an epoch's order and an item cost then."""
+    """The same call with a warm cache, reading all lengths; and the cost of an epoch's order and of an item."""
     data, seconds = _open(path, tokenizer, workers, cache)
     from data.batches import Batches
 
@@ -123,12 +123,12 @@ def hh_lengths(path: str, tokenizer: str, phase: Any) -> np.ndarray:
 
 
 def drawn_lengths() -> np.ndarray:
-    """As in instruction data: lognormal, median 100, 8 to 512 tokens. [N, 1]"""
+    """Random lengths as in instruction data: lognormal, median 100, 8 to 512 tokens. [N, 1]"""
     return np.random.default_rng(0).lognormal(np.log(100), 0.6, 20_000).clip(8, 512).astype(int)[:, None]
 
 
 def prepare(folder: str, rows: int, vocabulary: int, tokenizer: str | None) -> dict[str, Any]:
-    """Write the rows, and train the tokenizer unless there is one; (its place, its size)."""
+    """Write the rows, and train a tokenizer unless one is given. Returns its path and size."""
     from benchmarks import corpus
     from rlhf.text.tokenizer import Template
 
@@ -153,7 +153,7 @@ def _tokenizer(path: str) -> Any:
 def _open(
     path: str, tokenizer: str, workers: int, cache: str, begin: Callable[[], object] = int
 ) -> tuple[Any, dict[str, float]]:
-    """(what was opened, seconds) of `open_datasets` for sft, all rows for training. `begin` is called just before."""
+    """(data, seconds) of `open_datasets` for sft, with all rows for training. `begin` is called just before it."""
     call_start = time.perf_counter()
     from data.config import DataOptions
     from data.dataset import Recipe, open_datasets
@@ -172,13 +172,13 @@ def _open(
 
 
 class _MemoryPeaks:
-    """Peaks of this process and its children from `begin` on, looked at every 20 ms, in MB.
+    """Peaks of memory since `begin`, measured every 20 ms, in MB.
 
-    Of this process: growth of resident memory, with the pages of mapped files that the kernel may drop, and without
-    them. Of a child: what it shares with nobody, and would be free without it.
+    Of this process: growth of resident memory, with and without the pages of mapped files, which the kernel may drop.
+    Of a child process: its unique memory (USS).
     """
 
-    def __enter__(self) -> "_Memory":
+    def __enter__(self) -> "_MemoryPeaks":
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll)
         self._thread.start()
@@ -211,7 +211,7 @@ class _MemoryPeaks:
                 try:
                     self._child = max(self._child, child.memory_full_info().uss / 1e6)
                 except (psutil.Error, OSError):
-                    continue  # it has just ended
+                    continue  # the process has ended
 
     @staticmethod
     def _read_memory() -> np.ndarray:
@@ -232,7 +232,7 @@ def _run_in_process(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def hardware() -> str:
-    """Processor, cores, memory, and what runs on them."""
+    """Processor, cores, memory and software versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -241,7 +241,7 @@ def hardware() -> str:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """All of it, as written to the JSON file."""
+    """All measurements, as written to the JSON file."""
     with tempfile.TemporaryDirectory() as folder:
         prepared = _run_in_process(prepare, folder, options.rows, options.vocabulary, options.tokenizer)
         tokenizer = prepared.pop("tokenizer")

@@ -1,4 +1,4 @@
-"""True score against KL of two systems: which one gets more for the same KL.
+"""True score against KL of two systems: which one reaches a higher score at the same KL.
 
 A point is one iteration of one run: mean true score and mean KL (nats per response) of the responses it was trained on.
 """
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 Z = 1.96
-"""of a normal 95 % interval"""
+"""quantile of a normal 95 % interval"""
 MIN_POINTS = 6
-"""points that a local line has at least"""
+"""minimal number of points for a local line"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """Both systems at one KL: score and half its 95 % interval."""
+    """Both systems at one KL: (score, half of its 95 % interval)."""
 
     kl: float
     ours: tuple[float, float]
@@ -98,12 +98,12 @@ def compare(ours: Curve, other: Curve, count: int = 7) -> list[FrontierPoint]:
 
 
 def _distance(x: np.ndarray, at: float) -> float:
-    """Of `at` from its NEAREST points: where they are sparse, a line is fitted over more of them."""
+    """The distance from `at` to its MIN_POINTS-th nearest point: where points are sparse, a line uses a wider range."""
     return float(np.sort(np.abs(x - at))[:MIN_POINTS][-1])
 
 
 def statement(points: list[FrontierPoint]) -> str:
-    """What the comparison shows, in a sentence or two, whichever way it went."""
+    """The finding of the comparison in one or two sentences."""
     if not points:
         return "The two systems reached no KL in common: nothing is compared."
     if all(np.isnan(p.gain_ci95) for p in points):

@@ -1,9 +1,9 @@
-"""Side by side: contenders in processes of their own that take turns in one run, and what is made of their times.
+"""Comparison of contenders, which run in separate processes and take turns.
 
-A contender is `python -m benchmarks.NAME --contender WHO SETTINGS.json`. It loads, says it is ready, and then does one
-piece of work for each line it gets, and answers with a line of JSON; in between it sleeps in a read. So ours and the
-peer alternate A B A B under the same heat and neighbours, and are compared pair by pair. Imports and loading are
-start-up, told apart from the work; the first piece is a warm-up.
+A contender is `python -m benchmarks.NAME --contender WHO SETTINGS.json`. It loads and reports that it is ready. Then it
+does one piece of work for each line that it reads, and answers with a line of JSON; between them it sleeps in a read.
+So our code and the peer alternate, A B A B, under the same temperature and load of the machine, and their times are
+compared in pairs. Imports and loading are measured separately as start-up; the first piece of work is a warm-up.
 
     python -m benchmarks.harness --check OLD.json NEW.json [SHARE]
 
@@ -33,22 +33,22 @@ OURS = "ours"
 MACHINE = "machine"
 
 Row = dict[str, Any]
-"""What a contender says of one piece of work: seconds, counts, and `peak_bytes` so far"""
+"""a contender's measurements of one piece of work: seconds, counts, and `peak_bytes` so far"""
 Rows = dict[str, dict[str, list[Row]]]
-"""By contender and by what it was asked for"""
+"""contender -> work -> rows"""
 
 
 class Options(parser.Config):
-    """What all comparisons have."""
+    """Options of all comparisons."""
 
     model: str = "models/smollm2-135m-instruct"
     """language model, as `make smollm2` leaves it"""
     data: str = "build/hh-rlhf/harmless-base.jsonl.gz"
-    """file of HH-RLHF pairs, whose first rows are taken"""
+    """file of HH-RLHF pairs, whose first rows are used"""
     threads: int = Field(2, ge=1)
-    """of each contender"""
+    """threads of each contender"""
     repeats: int = Field(3, ge=1)
-    """turns of each, the warm-up apart"""
+    """turns of each contender, without the warm-up"""
     only: tuple[str, ...] = ()
     """contenders to run; none: all"""
     output: str | None = None
@@ -59,7 +59,7 @@ class Options(parser.Config):
 
 
 class WorkerPipe:
-    """The line between a contender and the harness. What libraries print goes to the log."""
+    """A contender's connection to the harness. Prints of libraries go to the log."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -67,22 +67,22 @@ class WorkerPipe:
         self._baseline_bytes, self._sleeping_cpu_s = 0, 0.0
 
     def mark_baseline(self) -> None:
-        """Libraries are imported, nothing is loaded: the base line of memory."""
+        """Record the memory after imports and before loading."""
         self._baseline_bytes = memory_bytes("VmRSS")
 
     def ready(self) -> None:
-        """Everything is loaded."""
+        """Report that everything is loaded."""
         self._send({"before_bytes": self._baseline_bytes, "ready_bytes": memory_bytes("VmRSS")})
 
     def next_request(self) -> str | None:
-        """Sleep until the next piece of work is asked for; None: there is no more."""
+        """Sleep until the next piece of work is requested. None: there is no more."""
         start = time.process_time()
         line = sys.stdin.readline().strip()
         self._sleeping_cpu_s = time.process_time() - start
         return line or None
 
     def reply(self, **numbers: Any) -> None:
-        """What was asked for is done. `sleeping_cpu_s`: what this process took while others worked before it."""
+        """Report a finished piece of work. `sleeping_cpu_s`: processor time of this process while others worked."""
         self._send({**numbers, "peak_bytes": memory_bytes("VmHWM"), "sleeping_cpu_s": round(self._sleeping_cpu_s, 4)})
 
     def _send(self, numbers: Row) -> None:
@@ -91,13 +91,13 @@ class WorkerPipe:
 
 
 def memory_bytes(name: str) -> int:
-    """VmRSS or VmHWM of this process. Not ru_maxrss, which a process has from the one that started it."""
+    """VmRSS or VmHWM of this process. ru_maxrss would include the memory of the parent process."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 
 
 def run_contender(contenders: Mapping[str, Callable[[dict[str, Any], WorkerPipe], None]], argv: Sequence[str]) -> int:
-    """The process of one contender; argv: its name, and the file of its settings."""
+    """Run one contender. argv: its name, and the file of its settings."""
     pipe = WorkerPipe()
     contenders[argv[0]](json.loads(Path(argv[1]).read_text(encoding="utf-8")), pipe)
     return 0
@@ -107,9 +107,9 @@ def run_contender(contenders: Mapping[str, Callable[[dict[str, Any], WorkerPipe]
 
 
 class Contender:
-    """A process that works when asked.
+    """The process of a contender, seen from the harness.
 
-    Raises: UserError, with the end of what it said, when it ends before it has answered.
+    Raises: UserError, with the end of its log, if it ends before it has answered.
     """
 
     def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
@@ -124,7 +124,7 @@ class Contender:
         self.start["start_up_s"] = time.perf_counter() - start
 
     def ask(self, work: str) -> Row:
-        """One piece of work done."""
+        """Have one piece of work done. Returns its measurements."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no answer either
             self._process.stdin.write(work + "\n")
@@ -142,7 +142,7 @@ class Contender:
         return answer
 
     def close(self) -> None:
-        """No more work; what does not end by itself is killed."""
+        """End the process; kill it if it has not ended after 30 s."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -154,11 +154,11 @@ class Contender:
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """For a contender: how many threads.
+    """Environment variables that set the number of a contender's threads.
 
-    GNU OpenMP's threads go to sleep within milliseconds of the last work (`sleeping_cpu_s` shows it). They are not told
-    to do so at once, OMP_WAIT_POLICY=PASSIVE: that takes 0.1 ms for every operation of two threads (measured
-    2026-11-20), twice what an addition of a million numbers takes, from both sides.
+    GNU OpenMP's threads sleep within milliseconds after their last work (`sleeping_cpu_s` shows it). Immediate sleep,
+    OMP_WAIT_POLICY=PASSIVE, would cost both sides 0.1 ms per operation of two threads (measured 2026-11-20), twice as
+    long as an addition of a million numbers.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
     quiet = {"KMP_BLOCKTIME": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -166,9 +166,9 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 
 def select_contenders(envs: Mapping[str, Mapping[str, str]], options: Options) -> dict[str, Mapping[str, str]]:
-    """Those of `--only`, or all; the machine always.
+    """The contenders of `--only`, or all; always with the machine.
 
-    Raises: UserError for a name that is none of them.
+    Raises: UserError for an unknown name.
     """
     unknown = [name for name in options.only if name not in envs]
     if unknown:
@@ -180,7 +180,7 @@ def select_contenders(envs: Mapping[str, Mapping[str, str]], options: Options) -
 def start_contenders(
     module: str, envs: Mapping[str, Mapping[str, str]], settings: dict[str, Any], threads: int, folder: Path
 ) -> Iterator[dict[str, Contender]]:
-    """A contender of `module` for each of `envs`, by name, with the variables it needs; one loads after the other."""
+    """Start a contender of `module` for each of `envs` (name -> environment variables), one after the other."""
     path = folder / "settings.json"
     path.write_text(json.dumps(settings), encoding="utf-8")
     running: dict[str, Contender] = {}

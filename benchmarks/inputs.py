@@ -1,7 +1,7 @@
-"""What contenders are given: the first rows of HH-RLHF that fit, as ids, and scalar models with a fixed head.
+"""Inputs of contenders: the first rows of HH-RLHF that fit, as ids, and scalar models with a fixed head.
 
-Both sides get the same rows whole: rows are taken in file order, and one that is longer than the limits (which every
-library would cut its own way) is left out. Peers are given the very ids and loss masks that our stages make of them.
+Both sides get the same untruncated rows, in file order. Rows that exceed the limits are left out, because each library
+would truncate them differently. Peers get exactly the ids and loss masks that our stages compute.
 """
 
 import gzip
@@ -16,7 +16,7 @@ SPLIT = {"sft": (1, 0, 0), "reward": (0, 1, 0), "ppo": (0, 0, 1)}
 
 
 def require_inputs(options: Options) -> None:
-    """Raises: UserError unless model and data are there."""
+    """Raises: UserError unless model and data exist."""
     if not (Path(options.model) / "config.json").is_file():
         raise UserError(f"--model {options.model}: no model there; run make smollm2, or name a directory")
     if not Path(options.data).is_file():
@@ -27,9 +27,9 @@ def require_inputs(options: Options) -> None:
 
 
 def first_rows(options: Options, phase: str, count: int, folder: Path, **more: Any) -> tuple[dict[str, Any], Any]:
-    """(options of a stage that reads exactly `count` items of the file's first rows, the opened data).
+    """(options of a stage that reads exactly `count` items from the file's first rows, its data).
 
-    more: options beside those of the data. Raises: UserError if the file has fewer that fit.
+    more: further options of the stage. Raises: UserError if fewer rows fit.
     """
     require_inputs(options)
     row_count, items = count, -1
@@ -46,7 +46,7 @@ def first_rows(options: Options, phase: str, count: int, folder: Path, **more: A
 
 
 def _copy_rows(source: Path, path: Path, rows: int) -> int:
-    """The first rows of a file; how many there were."""
+    """Copy the first rows of a file. Returns their number."""
     open_text = gzip.open if source.suffix == ".gz" else open
     with open_text(source, "rt", encoding="utf-8") as file:
         lines = list(itertools.islice(file, rows))
@@ -55,7 +55,7 @@ def _copy_rows(source: Path, path: Path, rows: int) -> int:
 
 
 def data_options(path: Path, phase: str, folder: Path, **more: Any) -> dict[str, Any]:
-    """Of a stage that trains on all rows of the file at `place`; none is cut."""
+    """Options of a stage that trains on all rows of the file at `path`, without truncation."""
     return {
         "data_path": (f"hh_rlhf:{path}",),
         "data_split": SPLIT[phase],
@@ -79,14 +79,14 @@ def _open(config: dict[str, Any], model: str, phase: str) -> Any:
 
 
 def tokenizer(model: str) -> Any:
-    """As every stage prepares it."""
+    """The tokenizer, prepared as in every stage."""
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
     return prepare_tokenizer(load_tokenizer(model), "auto")
 
 
 def demonstrations(dataset: Any) -> list[dict[str, list[int]]]:
-    """Ids of every dialogue, and labels that are -100 where our loss does not look."""
+    """The ids of every dialogue, and labels that are -100 outside of our loss mask."""
     examples = []
     for item in dataset:
         labels = [-100] * len(item.ids)
@@ -97,7 +97,7 @@ def demonstrations(dataset: Any) -> list[dict[str, list[int]]]:
 
 
 def scalar_model(options: Options, folder: Path, seed: int = 0) -> str:
-    """A directory with the model under a random head of one label, made once: critic and reward model of both sides."""
+    """A directory with the model and a random head of one label: the critic and reward model of both sides."""
     import torch
     from transformers import AutoModelForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""What a machine can do at most, measured beside a benchmark, and the work that training and decoding cannot save.
+"""The limits of a machine, measured beside a benchmark, and the minimal work of training and decoding.
 
 Work of one forward pass, in floating-point operations (a multiplication and an addition are two):
 
@@ -6,8 +6,9 @@ Work of one forward pass, in floating-point operations (a multiplication and an 
 
 W weights of all linear layers but the head, n real tokens, H weights of the head, k tokens that the loss predicts, A
 layers x heads x width of a head (queries with keys, then weights with values: two products a pair of tokens), s tokens
-of a row, each of which sees itself and those before. A backward pass is twice a forward pass. Padding, tokens that are
-run through twice, logits that no loss needs, recomputation, optimizer and all that is no product count for nothing.
+of a row, each of which attends to itself and the earlier ones. A backward pass costs twice a forward pass. Not counted:
+padding, tokens that are computed twice, logits that no loss needs, recomputation, the optimizer, and all operations
+that are not products.
 """
 
 import statistics
@@ -21,12 +22,12 @@ from benchmarks.harness import WorkerPipe
 SHAPES = ((1024, 576, 576), (1024, 576, 1536), (1024, 1536, 576), (256, 576, 49152), (1536, 1536, 1536))
 """(rows, inputs, outputs): the layers of SmolLM2-135M for 1024 tokens, its head for 256, and a square"""
 MEASURE_S = 0.15
-"""seconds of each shape in a repeat"""
+"""seconds for each shape in a repeat"""
 READ_BYTES = 2**29
 
 
 def contender(settings: dict[str, Any], pipe: WorkerPipe) -> None:
-    """Measures the machine whenever it is asked, between the others."""
+    """Measure the machine at each request, between the other contenders."""
     import torch
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -42,7 +43,7 @@ def contender(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 
 
 def product_rate(shape: tuple[int, int, int], dtype: Any) -> float:
-    """Floating-point operations a second of `torch.mm` as a linear layer has it, weights [outputs, inputs]; median."""
+    """Floating-point operations per second of `torch.mm` in a linear layer, weights [outputs, inputs]; median."""
     import torch
 
     rows, inputs, outputs = shape
@@ -52,7 +53,7 @@ def product_rate(shape: tuple[int, int, int], dtype: Any) -> float:
 
 
 def read_rate(memory: Any) -> float:
-    """Bytes a second that a sum over memory far greater than the caches reads; median."""
+    """Bytes per second that are read by a sum over memory much larger than the caches; median."""
     return memory.numel() * memory.element_size() / _seconds(memory.sum, MEASURE_S)
 
 
@@ -68,19 +69,19 @@ def _seconds(call: Callable[[], object], budget: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one token costs a model."""
+    """The cost of one token in a model."""
 
     linear: int
-    """weights of linear layers that every token goes through, the head apart"""
+    """weights of the linear layers, without the head"""
     head: int
     """weights of the language model's head"""
     attention: int
     """layers x heads x width of a head"""
     cache: int
-    """numbers that the key-value cache has for a token"""
+    """numbers per token in the key-value cache"""
 
     def forward(self, tokens: float, predicted: float, pairs: float) -> float:
-        """Floating-point operations. seen: pairs of a token and one that it sees, over all rows (`seen_by`)."""
+        """Floating-point operations. pairs: of tokens that attend to each other, over all rows (`attention_pairs`)."""
         return 2.0 * self.linear * tokens + 2.0 * self.head * predicted + 4.0 * self.attention * pairs
 
     def training(self, tokens: float, predicted: float, pairs: float) -> float:
@@ -88,7 +89,7 @@ class Work:
         return 3 * self.forward(tokens, predicted, pairs)
 
     def decoding_bytes(self, cached: float, width: int) -> float:
-        """Bytes read in a decode step, every weight and the cache once; numbers have `width` bytes.
+        """Bytes read in a decode step: every weight and the cache once. width: bytes per number.
 
         cached: tokens in the cache, over all rows.
         """
@@ -96,7 +97,7 @@ class Work:
 
 
 def model_work(path: str) -> Work:
-    """Of a causal language model whose linear layers are `nn.Linear`."""
+    """The work of a causal language model whose linear layers are `nn.Linear`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,5 +118,5 @@ def model_work(path: str) -> Work:
 
 
 def attention_pairs(lengths: Iterable[int], before: int = 0) -> float:
-    """Pairs of a token and one that it sees in rows of these lengths, each behind `before` tokens that are there."""
+    """Pairs of a token and one that it attends to, in rows of these lengths each after `before` earlier ones."""
     return float(sum(s * (s + 1) // 2 + s * before for s in lengths))

@@ -1,12 +1,12 @@
-"""`python -m benchmarks.memory`: the memory that stages really use, against what a plan says. For Linux, on the CPU.
+"""`python -m benchmarks.memory`: the measured memory of stages against the plan. For Linux, on the CPU.
 
 A Llama-shaped model of 135 million random weights (that of SmolLM2-135M) is trained for three steps, of which the later
-have Adam's moments, under each ZeRO stage. Each process tells its peak of resident memory (VmHWM of /proc/self/status)
-less what it had when the model began to be loaded: Python, the libraries, the tokenizer and the rows. On a CPU the
-device's memory is the process's, so that is what `rlhf.plan` says of device and host together. Libraries that are first
-used later, 0.13 to 0.16 GB, are in the measured figure and not in the plan's. glibc keeps blocks that a program frees,
-so that a process grows beyond what its tensors ever held: runs are measured with MALLOC_MMAP_THRESHOLD_=131072, with
-which blocks are given back, and (`--malloc default`) as they are.
+have Adam's moments, under each ZeRO stage. Each process reports its peak of resident memory (VmHWM of
+/proc/self/status) minus its memory before loading the model: Python, the libraries, the tokenizer and the rows. On a
+CPU the device's memory is that of the process, so the peak is compared with the sum of device and host in `rlhf.plan`.
+Libraries that are imported later, 0.13 to 0.16 GB, are included in the measurement but not in the plan. glibc keeps
+blocks that a program frees, so a process can grow beyond the size of its tensors. Runs are measured with
+MALLOC_MMAP_THRESHOLD_=131072, which returns freed blocks, and (`--malloc default`) without.
 """
 
 import json
@@ -28,7 +28,7 @@ from rlhf.config import parser
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 ROOT = Path(__file__).parents[1]
 TARGET = 0.15
-"""share of the measured figure that the plan may be off"""
+"""maximal relative error of the plan"""
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 49152,
@@ -62,13 +62,13 @@ class Options(parser.Config):
     settings: tuple[int, ...] = Field(tuple(range(len(SETTINGS))), min_length=1)
     """numbers of the settings, in the order of SETTINGS"""
     malloc: tuple[Literal["default", "returning"], ...] = ("returning",)
-    """how glibc deals with freed blocks: as usual, or given back at once"""
+    """how glibc treats freed blocks: as usual, or returned to the system at once"""
     output: str = str(RESULTS)
     """JSON file to write"""
 
 
 def measure(stage: str, setting: dict[str, Any], processes: int, malloc: str) -> dict[str, Any]:
-    """One run: the peak of its hungriest process, in all and by moment, and what the plan says, bytes."""
+    """One run: the peak of the process with the most memory, in total and by moment, and the plan's, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         options = write_inputs(Path(folder), stage, setting)
         run_stage(stage, Path(folder), processes, malloc)
@@ -126,7 +126,7 @@ def write_inputs(folder: Path, stage: str, setting: dict[str, Any]) -> Any:
 
 
 def run_stage(stage: str, folder: Path, processes: int, malloc: str) -> None:
-    """Every rank of the stage to its end, each leaving its marks in `folder`."""
+    """Run all ranks of the stage. Each writes its marks into `folder`."""
     rendezvous = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     returning = {"MALLOC_MMAP_THRESHOLD_": "131072"} if malloc == "returning" else {}
     command = [sys.executable, "-m", "benchmarks.memory", "--rank-of", stage, str(folder)]
@@ -146,7 +146,7 @@ def _free_port() -> int:
 
 
 def predict(stage: str, options: Any, processes: int) -> dict[str, Any]:
-    """What the plan says of such a run: its peak, and those of each moment, bytes."""
+    """The plan's prediction of such a run: its peak, and that of each moment, in bytes."""
     from rlhf.plan.machine import describe_machine
     from rlhf.plan.options import PlanOptions
     from rlhf.plan.stage import forecast
@@ -163,19 +163,19 @@ def predict(stage: str, options: Any, processes: int) -> dict[str, Any]:
 
 
 class _PeakLog:
-    """Peaks of this process between the moments that it is told of, in a file."""
+    """Writes the peaks of this process between marked moments to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._marks = path, list[dict[str, Any]]()
         threading.Thread(target=self._write_continuously, daemon=True).start()
 
     def mark(self, name: str) -> None:
-        """What was the peak since the last mark, by the name of what ends here; counting begins anew."""
+        """Record the peak since the last mark under the name of the period that ends now, and reset the peak."""
         self._marks.append({"name": name, **self._read_memory()})
         Path("/proc/self/clear_refs").write_text("5")
 
     def _write_continuously(self) -> None:
-        # The last moment has no end that we are told of.
+        # The last period has no mark at its end.
         while True:
             written = [*self._marks, {"name": "save", **self._read_memory()}]
             self._path.with_suffix(".tmp").write_text(json.dumps(written))
@@ -189,7 +189,7 @@ class _PeakLog:
 
 
 def rank(stage: str, folder: str) -> None:
-    """`python -m STAGE`, which tells where it is when it loads a model, makes an engine, takes a step."""
+    """Run `python -m STAGE` with marks after loading a model, building an engine, and each optimizer step."""
     import importlib
 
     from rlhf.engine.training import Engine
@@ -213,11 +213,11 @@ def _record_around(owner: Any, name: str, marks: _PeakLog, after: str, before: s
         marks.mark(after)
         return result
 
-    setattr(owner, name, wrapper)
+    setattr(owner, name, marked)
 
 
 def table(results: dict[str, Any]) -> str:
-    """The runs as lines of Markdown."""
+    """The runs as a Markdown table."""
     lines = [
         "| stage | setting | processes | measured, GB | plan, GB | off | most memory |",
         "|---|---|---|---|---|---|---|",
@@ -231,7 +231,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def hardware() -> str:
-    """As benchmarks.data has it, and the versions that decide about memory."""
+    """The hardware as in benchmarks.data, and the library versions that affect memory."""
     from importlib.metadata import version
 
     from benchmarks import data

@@ -1,4 +1,4 @@
-"""What contenders did, as ratios pair by pair and shares of the machine's limits: JSON file, table, check."""
+"""Results of contenders: ratios of paired turns, and shares of the machine's limits. JSON file, table, check."""
 
 import json
 import os
@@ -16,24 +16,24 @@ from benchmarks.harness import MACHINE, OURS, ROOT, WARM_UP, Contender, Options,
 
 RESULTS = ROOT / "benchmarks" / "results"
 MAX_DROP = 0.15
-"""share by which a ratio may be lower than it was"""
+"""share by which a ratio may be lower than in an older result"""
 LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "datasets")
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, least and greatest, and all in their order."""
+    """Median, minimum, maximum, and all values in order."""
     rounded = [float(f"{value:.5g}") for value in values]
     middle = float(f"{statistics.median(values):.5g}")
     return {"median": middle, "min": min(rounded), "max": max(rounded), "each": rounded}
 
 
 def rate(row: Row, unit: str) -> float:
-    """`unit`s a second."""
+    """`unit`s per second."""
     return float(row[unit] / row["seconds"])
 
 
 def ratios(rows: Rows, unit: str, targets: Mapping[tuple[str, str], tuple[float, float]]) -> dict[str, Any]:
-    """Ours over each peer, pair by pair, in `unit`s a second. targets: (at least, aim) by (peer, work)."""
+    """Our rate over each peer's, for paired turns, in `unit`s per second. targets: (peer, work) -> (at least, aim)."""
     entries = {}
     for peer in rows:
         if peer in (OURS, MACHINE) or OURS not in rows:
@@ -49,7 +49,7 @@ def ratios(rows: Rows, unit: str, targets: Mapping[tuple[str, str], tuple[float,
 
 
 def share(values: Sequence[float], least: float, aim: float) -> dict[str, Any]:
-    """A share of the machine's limit, as ratios are written."""
+    """A share of the machine's limit, in the form of a ratio."""
     return {**spread(values), "at_least": least, "aim": aim}
 
 
@@ -70,7 +70,7 @@ def summary(contender: Contender, rows: Mapping[str, list[Row]], unit: str) -> d
 def results(
     name: str, options: Options, contenders: Mapping[str, Contender], rows: Rows, unit: str, **found: Any
 ) -> dict[str, Any]:
-    """All that goes into the JSON file."""
+    """The content of the JSON file."""
     summaries = {
         contender_name: summary(contender, rows[contender_name], unit)
         for contender_name, contender in contenders.items()
@@ -85,7 +85,7 @@ def results(
 
 
 def environment_info() -> dict[str, Any]:
-    """When, how and on what this is measured."""
+    """Date, command, hardware and versions of a measurement."""
     return {
         "date": date.today().isoformat(),
         "command": command_line(),
@@ -95,13 +95,13 @@ def environment_info() -> dict[str, Any]:
 
 
 def option_values(options: Options) -> dict[str, Any]:
-    """The options, of paths the last name only."""
+    """The options; of paths only the last name."""
     values = options.model_dump(mode="json", exclude={"output"})
     return {key: Path(value).name if isinstance(value, str) else value for key, value in values.items()}
 
 
 def command_line() -> str:
-    """This process's, of paths the last name only."""
+    """The command line of this process; of paths only the last name."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
     return " ".join(["python", "-m", spec.name if spec else Path(sys.argv[0]).stem, *words])
@@ -130,7 +130,7 @@ def _pair(line: str) -> tuple[str, str]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Contenders, then ratios and shares against what they are to be, as Markdown."""
+    """A Markdown table of the contenders, and one of ratios and shares beside their targets."""
     lines = ["| contender | a second | start-up, s | warm-up, s | peak, GB | over imports, GB |"]
     lines.append("|---|---|---|---|---|---|")
     for name, entry in result["contenders"].items():
@@ -161,7 +161,7 @@ def _numbers(s: Mapping[str, Any]) -> str:
 
 
 def limits(rows: Rows) -> dict[str, Any]:
-    """What the machine did between the contenders."""
+    """The machine's limits, measured between the contenders."""
     names = ("fp32_gflops", "bf16_gflops", "read_gb_per_s")
     measured = [row for work, work_rows in rows[MACHINE].items() if work != WARM_UP for row in work_rows]
     return {name: spread([row[name] for row in measured]) for name in names}
@@ -175,7 +175,7 @@ def write(result: dict[str, Any], options: Options) -> None:
 
 
 def save(result: dict[str, Any], output: Path | None) -> None:
-    """Write the file, if there is to be one."""
+    """Write the file, unless `output` is None."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -183,7 +183,7 @@ def save(result: dict[str, Any], output: Path | None) -> None:
 
 
 def find_regressions(old: Mapping[str, Any], new: Mapping[str, Any], share: float = MAX_DROP) -> list[str]:
-    """What is lower by more than `share` than in an older result, or missing: ratios and shares, never seconds."""
+    """The ratios and shares that are missing, or lower by more than `share` than in an older result. Not seconds."""
     regressions = []
     for kind in ("ratios", "shares"):
         for name, value in old.get(kind, {}).items():

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.peers`: the releases of TRL that the benchmarks compare with, each in a folder of its own.
+"""`python -m benchmarks.peers`: the releases of TRL that the benchmarks compare with, each in its own folder.
 
-`pip install --no-deps --target build/peers/trl-VERSION`: a peer runs in a process of its own under the very same
-interpreter, torch and transformers, with that folder before all others in PYTHONPATH. 1.12.0 is the last that has PPO.
+`pip install --no-deps --target build/peers/trl-VERSION`: a peer runs in its own process with the same interpreter,
+torch and transformers, and with that folder first in PYTHONPATH. 1.12.0 is the last release with PPO.
 """
 
 import os
@@ -20,9 +20,9 @@ VERSIONS = (SFT, PPO)
 
 
 def install_trl(version: str) -> Path:
-    """The folder of a release of TRL, fetched from PyPI if it is not there.
+    """The folder of a release of TRL, which pip installs if it is missing.
 
-    Raises: UserError if pip cannot get it.
+    Raises: UserError if pip fails.
     """
     folder = FOLDER / f"trl-{version}"
     if (folder / "trl" / "__init__.py").is_file():
@@ -36,7 +36,7 @@ def install_trl(version: str) -> Path:
 
 
 def environment(version: str) -> dict[str, str]:
-    """What a process that imports that release needs beside the variables of this one."""
+    """Further environment variables of a process that imports that release."""
     parts = [str(install_trl(version)), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(parts), "TRL_EXPERIMENTAL_SILENCE": "1"}
 

@@ -1,14 +1,14 @@
-"""`python -m benchmarks.ppo`: whole iterations of PPO here and in TRL 1.12.0 (the last with PPO), episodes a second.
+"""`python -m benchmarks.ppo`: iterations of PPO here and in TRL 1.12.0 (the last with PPO), episodes per second.
 
 A turn is one iteration: 16 responses of 48 new tokens to 16 prompts of at most 128, all scored, one pass of one
 optimizer step of actor and critic. Actor, reference, critic and reward model are all the same size; both sides get the
-same prompts in the same order, and no response ends before 48 tokens, so that the work is the same. Ours is step 3's
-own `train` with the models that `set_up` makes; its parts (generate, score, update) are told apart.
+same prompts in the same order, and no response ends before 48 tokens, so that the work is the same. Ours is the
+`train` of step 3 with the models from `set_up`; its parts (generate, score, update) are timed separately.
 
-What differs, as each library has it: ours keeps fp32 master weights and moments of actor and critic, each under an
-engine of its own with its gradient clipped; TRL has weights and moments in bf16 and both models in one. TRL takes its
-old log-probs from the logits of generation, which it keeps; ours, what step 3 does by default. Both give all 16 rows to
-a model at once. Ours compiles the layers (before the clock runs).
+Differences between the libraries: ours keeps fp32 master weights and moments of actor and critic, each in its
+own engine with a clipped gradient; TRL has weights and moments in bf16 and both models in one. TRL takes its
+old log-probs from the logits of generation, which it keeps; ours takes those that step 3 computes by
+default. Both compute all 16 rows in one pass. Ours compiles the layers (before the measurement).
 """
 
 import contextlib
@@ -31,16 +31,16 @@ PEER = "TRL"
 TARGETS = {(PEER, "all"): (1.4, 2.0)}
 PARTS = ("generate", "score", "update", "record")
 NO_TOKEN = -1
-"""an id that no token has, so that no response ends"""
+"""an id that no token has: no response ends early"""
 UNLIMITED = 10**4
-"""iterations: a contender works until nobody asks"""
+"""iterations: a contender works until no more work is requested"""
 
 
 class Options(harness.Options):
     """What to measure."""
 
     repeats: int = Field(4, ge=1)
-    """iterations of each, the warm-up apart"""
+    """iterations of each contender, without the warm-up"""
     batch_size: int = Field(16, ge=1)
     """responses of an iteration"""
     micro_batch_size: int = Field(16, ge=1)
@@ -48,15 +48,15 @@ class Options(harness.Options):
     response_length: int = Field(48, ge=1)
     """new tokens of each response"""
     max_prompt_length: int = Field(128, ge=1)
-    """most tokens of a prompt"""
+    """maximal tokens of a prompt"""
     dtype: str = "bf16"
-    """of both: bf16 or fp32"""
+    """dtype of both sides: bf16 or fp32"""
     torch_compile: bool = True
-    """ours: layers compiled, before the clock runs"""
+    """ours: compile the layers, before the measurement"""
 
 
 def settings(options: Options, folder: Path) -> dict[str, Any]:
-    """What the contenders read: ours its options, TRL the prompts of every iteration in our order."""
+    """The settings of the contenders: our options, and for TRL the prompts of every iteration in our order."""
     scalar = inputs.scalar_model(options, folder)
     stage_options = {
         name: getattr(options, name)
@@ -117,11 +117,11 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 
 
 class StopTraining(BaseException):
-    """Nobody asks any more: leaves TRL's loop, which is not to catch it."""
+    """No more work is requested: ends TRL's loop, which must not catch it."""
 
 
 def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
-    """TRL's PPOTrainer, paced by the batches that it is given: it asks for one when an iteration is over."""
+    """TRL's PPOTrainer. Its data loader waits for requests: the trainer takes a batch when an iteration is over."""
     import torch
 
     from benchmarks import trl_ppo
@@ -145,7 +145,7 @@ def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 
 
 def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
-    """(PPOTrainer, tokenizer). Everything in the dtype of the weights; a batch is one device batch."""
+    """(PPOTrainer, tokenizer). All computation is in the dtype of the weights; a batch is one device batch."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -172,7 +172,7 @@ def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
         lr_scheduler_type="constant",
         num_sample_generations=0,
         gradient_checkpointing=False,
-        bf16=False,  # of no effect in PPOTrainer, whose Accelerator is its own: the weights say it
+        bf16=False,  # no effect in PPOTrainer, which has its own Accelerator; the weights determine the dtype
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         report_to="none",
@@ -189,7 +189,7 @@ CONTENDERS = {OURS: ours, PEER: trl, MACHINE: limits.contender}
 
 
 def needed_flop(options: Options, prompts: list[list[int]]) -> float:
-    """Floating-point operations that one pass of actor and critic over an iteration needs."""
+    """Floating-point operations of one forward and backward pass of actor and critic over an iteration."""
     work = limits.model_work(options.model)
     lengths = [len(ids) + options.response_length for ids in prompts]
     predicted = len(prompts) * options.response_length
@@ -203,7 +203,7 @@ def part_seconds(rows: harness.Rows) -> dict[str, Any]:
 
 
 def shares(rows: harness.Rows, options: Options, prompts: list[list[list[int]]]) -> dict[str, Any]:
-    """Of the matrix-product peak in our update, measured in the same turn. prompts: of each iteration, warm-up first"""
+    """Our update's share of the matrix-product peak of the same turn. prompts: of each iteration, warm-up first"""
     if OURS not in rows:
         return {}
     work = [needed_flop(options, each) / 1e9 for each in prompts[1:]]
@@ -213,7 +213,7 @@ def shares(rows: harness.Rows, options: Options, prompts: list[list[list[int]]])
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """All of it, as written to the JSON file."""
+    """All measurements, as written to the JSON file."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = settings(options, folder)

@@ -1,21 +1,21 @@
-"""`python -m benchmarks.ppo_quality`: does step 3 learn, and what does it pay in KL beside TRL's PPOTrainer?
+"""`python -m benchmarks.ppo_quality`: does step 3 learn, and at which KL, compared with TRL's PPOTrainer?
 
 From one SFT model and one reward model (steps 1 and 2 of a recipe), PPO runs here and in TRL with each seed: the same
 prompts in the same order, the same sampling, episodes, epochs, minibatches and learning rates. The true score is that
-of the recipe's judge, which no stage trains on; it is taken of every response that either system trained on, and again
-of both final policies on held-out prompts.
+of the recipe's judge, which no stage trains on. It is computed for every response that either system trained on, and
+for both final policies on held-out prompts.
 
     python -m venv .venv-trl && .venv-trl/bin/pip install trl==1.12.0
     python -m benchmarks.ppo_quality --data-path rt_polarity:DIR
 
-What differs, as each library does it: TRL has no gradient clipping (ours: norm 1), moves its learning rate once an
-iteration (to the mean of ours), has one loss for both models (vf_coef 0.1, which AdamW's scale takes out again), and
+Differences between the libraries: TRL has no gradient clipping (ours: norm 1), changes its learning rate once per
+iteration (to the mean of ours), has one loss for both models (vf_coef 0.1, which AdamW's normalisation cancels), and
 computes in fp32 (ours: bf16 where that is fast, fp32 master weights).
 
 Cost, with the default recipe on one core of an AMD EPYC with AVX512-BF16: an iteration takes about 90 seconds here and
 140 in TRL, so the 22 iterations of 3 seeds take 5 hours, after 20 minutes for steps 1 and 2; on two cores about half.
-6 GB of memory, 2 GB of disk a seed. The CSV has the seconds of every iteration. What is finished is skipped, so it can
-be stopped, and --parts and --seeds can be divided over calls.
+6 GB of memory, 2 GB of disk per seed. The CSV has the seconds of every iteration. Finished parts are skipped, so a run
+can be interrupted, and --parts and --seeds can be divided among several calls.
 """
 
 import json
@@ -37,7 +37,7 @@ SHARED = (
     "missing_eos_penalty", "kl_coef", "cliprange", "cliprange_value", "gamma", "lam",
     "learning_rate", "critic_learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
 )  # fmt: skip
-"""Options that TRL gets as they are here."""
+"""options that TRL gets unchanged"""
 
 
 class Options(parser.Config):
@@ -47,30 +47,30 @@ class Options(parser.Config):
         "base", "ours", "trl", "evaluate", "report",
     )  # fmt: skip
     """base: SFT and reward model; ours, trl: PPO with each seed; evaluate: all policies on held-out prompts; report:
-    tables, CSV and picture of what is there"""
+    tables, CSV and picture of the finished runs"""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """of PPO; the SFT and reward model are the same for all"""
+    """seeds of PPO; all use the same SFT and reward model"""
     recipe: str = str(RECIPE)
     """YAML file of a chain"""
     data_path: tuple[str, ...] = ()
-    """places of the data instead of the recipe's"""
+    """paths of the data instead of the recipe's"""
     model: str | None = None
     """pretrained model for policy and reward model instead of the recipe's"""
     base: str | None = None
-    """directory with step1_sft and step2_reward; by default OUT/base, where part base makes them"""
+    """directory with step1_sft and step2_reward; by default OUT/base, where the part base trains them"""
     total_episodes: int | None = None
     """instead of the recipe's"""
     trl_python: str = ".venv-trl/bin/python"
     """interpreter of an environment that has trl==1.12.0"""
     trl_dtype: Literal["auto", "fp32", "bf16"] = "fp32"
-    """of TRL's computations, weights being fp32; auto = the dtype that our models are computed in. PPOTrainer takes its
-    old log-probs from generation, whose rounding in bf16 would be noise in its ratios: fp32 is its best case"""
+    """dtype of TRL's computation with fp32 weights; auto = our dtype. PPOTrainer takes old log-probs from generation. Rounding
+    them to bf16 would add noise to its ratios, so fp32 is its best case"""
     output_dir: str = "runs/ppo_quality"
     """runs, models and rollouts"""
     results: str = "docs/results"
-    """where the report goes"""
+    """directory of the report"""
     name: str = "sentiment"
-    """of the report's files"""
+    """name of the report's files"""
 
     @property
     def base_dir(self) -> Path:
@@ -91,7 +91,7 @@ def base_command(options: Options) -> list[str]:
 
 
 def ppo_options(options: Options, seed: int) -> Any:
-    """Step 3 of the recipe, from the base's models, with the judge as a score source that counts for nothing."""
+    """Step 3 of the recipe, from the base's models, with the judge as a reward source of weight 0."""
     from rlhf.chain import command as train
 
     argv = ["--config", options.recipe]
@@ -114,7 +114,7 @@ def ppo_options(options: Options, seed: int) -> Any:
 
 
 def run(command: list[str]) -> None:
-    """Raises: UserError if the command fails, which has said why."""
+    """Raises: UserError if the command fails; it has printed the reason."""
     print("+", " ".join(command), flush=True)
     environment = {"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
     code = subprocess.run(command, cwd=ROOT, check=False, env=os.environ | environment).returncode
@@ -130,7 +130,7 @@ def make_base(options: Options) -> None:
 
 
 def run_ours(options: Options, seed: int) -> None:
-    """The stage skips itself where it is finished."""
+    """Run step 3, unless it is finished."""
     ppo = ppo_options(options, seed)
     path = options.run_dir("ours", seed) / "ppo.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def run_ours(options: Options, seed: int) -> None:
 
 
 def run_trl(options: Options, seed: int) -> None:
-    """TRL's rollouts, judged by our judge into rollouts.jsonl, whose columns are those that step 3 exports."""
+    """Run TRL, and score its rollouts with our judge. rollouts.jsonl has the columns that step 3 exports."""
     folder = options.run_dir("trl", seed)
     if (folder / "rollouts.jsonl").is_file():
         print(f"trl: {folder} is there")
@@ -158,13 +158,13 @@ def run_trl(options: Options, seed: int) -> None:
     dtype = trl_judging.dtype(ppo) if options.trl_dtype == "auto" else options.trl_dtype
     settings = trl_settings(ppo, folder, dtype, plan)
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    if not (folder / "versions.json").is_file():  # it is the last thing that TRL's half writes
+    if not (folder / "versions.json").is_file():  # the last file that TRL's half writes
         run([options.trl_python, "benchmarks/trl_ppo.py", str((folder / "settings.json").resolve())])
     trl_judging.judge(ppo, plan, folder, dtype)
 
 
 def trl_settings(ppo: Any, folder: Path, dtype: str, plan: Any) -> dict[str, Any]:
-    """What TRL's half reads; `plan` has the prompts' token ids and the learning rate of every iteration."""
+    """The settings of TRL's half. plan: the token ids of prompts, and the learning rate, of every iteration."""
     from rlhf.storage.manifests import resolve_model_path
 
     return {name: getattr(ppo, name) for name in SHARED} | {
@@ -179,7 +179,7 @@ def trl_settings(ppo: Any, folder: Path, dtype: str, plan: Any) -> dict[str, Any
 
 
 def policies(options: Options) -> Iterator[tuple[str, int, Path]]:
-    """(system, seed, place) of every finished policy."""
+    """(system, seed, path) of every finished policy."""
     for system, model, last_file in (
         ("ours", "step3_ppo", "step3_ppo/manifest.json"),
         ("trl", "model", "rollouts.jsonl"),
@@ -207,7 +207,7 @@ def evaluate_command(ppo: Any, policy_paths: list[str], prompts: Path, output: P
 
 
 def evaluate(options: Options) -> None:
-    """Every policy that is finished, on the prompts that the recipe holds out; again if there are more by now."""
+    """Evaluate all finished policies on the prompts that the recipe holds out; again if more have finished."""
     from benchmarks import trl_judging
 
     policy_paths = [str(path) for _, _, path in policies(options)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.frontier import Curve, Place, compare, statement
+from benchmarks.frontier import Curve, FrontierPoint, compare, statement
 
 NAMES = {"ours": "ours", "trl": "TRL 1.12"}
 ROLLOUTS = {"ours": "step3_ppo/rollouts-0.jsonl", "trl": "rollouts.jsonl"}
@@ -82,7 +82,7 @@ def curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
     return found
 
 
-def frontier_table(places: list[Place]) -> list[str]:
+def frontier_table(places: list[FrontierPoint]) -> list[str]:
     """Markdown."""
     lines = ["| KL | ours | TRL 1.12 | difference | ours is |", "|---|---|---|---|---|"]
     for p in places:

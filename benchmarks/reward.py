@@ -1,14 +1,14 @@
-"""`python -m benchmarks.reward`: the pairwise reward model here and in TRL 1.16, pairs a second.
+"""`python -m benchmarks.reward`: the pairwise reward model here and in TRL 1.16, pairs per second.
 
-A turn is one pass over the same whole set of pairs, in batches of 8 pairs; the same ids of both sides. Ours is step 2's
-own `train`, the data path and engine included.
+A turn is one pass over the same pairs with the same ids, in batches of 8 pairs. Ours is the `train` of step 2,
+including its data pipeline and engine.
 
-What differs, as each library has it: ours keeps fp32 master weights and moments, clips the gradient, and groups pairs
+Differences between the libraries: ours keeps fp32 master weights and moments, clips the gradient, and groups pairs
 by length (within the set); TRL's RewardTrainer pads both sides of all pairs to the longest in one pass, in the given
 order, with weights and moments in bf16 under autocast.
 
-The work that the loss needs has the prompt of a pair once: what a model computes of it is the same for both sides.
-Ours compiles the layers, before the clock runs.
+The needed work counts the prompt of a pair once, because both sides share it. Ours compiles the layers before the
+measurement.
 """
 
 import sys
@@ -31,7 +31,7 @@ class Options(sft.Options):
     """What to measure."""
 
     rows: int = Field(64, ge=8, multiple_of=8)
-    """pairs of the set"""
+    """pairs of the data set"""
     batch_size: int = Field(8, ge=1)
     """pairs of an optimizer step"""
     micro_batch_size: int = Field(8, ge=1)
@@ -39,7 +39,7 @@ class Options(sft.Options):
 
 
 def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
-    """What the contenders read; and the opened data."""
+    """(the settings of the contenders, the data)."""
     stage, dataset = inputs.first_rows(options, "reward", options.rows, folder, **sft.stage_options(options))
     rows = [{"chosen_ids": list(item.chosen), "rejected_ids": list(item.rejected)} for item in dataset.train]
     contender_settings = {"stage": stage, "model": options.model, "rows": rows, "folder": str(folder)}
@@ -76,7 +76,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 
 
 def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
-    """TRL's RewardTrainer, paced from its callbacks."""
+    """TRL's RewardTrainer. Its callbacks wait for requests."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -98,7 +98,7 @@ CONTENDERS = {OURS: ours, PEER: trl, MACHINE: limits.contender}
 
 
 def needed_flop(options: Options, dataset: Any) -> float:
-    """Floating-point operations that the loss of one pass over the set needs, the prompt of a pair counted once."""
+    """Floating-point operations that the loss of one pass over the data needs. A pair's prompt counts once."""
     tokens = seen = 0.0
     for item in dataset.train:
         responses = [len(side) - item.prompt_length for side in (item.chosen, item.rejected)]
@@ -108,7 +108,7 @@ def needed_flop(options: Options, dataset: Any) -> float:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """All of it, as written to the JSON file."""
+    """All measurements, as written to the JSON file."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         contender_settings, dataset = settings(options, folder)

@@ -1,15 +1,14 @@
-"""`python -m benchmarks.rollout`: sampling responses here and with transformers' `generate`, new tokens a second.
+"""`python -m benchmarks.rollout`: sampling here and with transformers' `generate`, new tokens per second.
 
-A turn is 48 new tokens for each of the first 16 prompts of at most 128 tokens, then for each of 64, all in one batch;
-no response ends before, so that the work is the same. Both sample from the whole distribution at temperature 1, from
+A turn is 48 new tokens for each of the first 16 prompts of at most 128 tokens in one batch, then for 64 prompts. No
+response ends earlier, so the work is the same. Both sample from the whole distribution at temperature 1, from
 the same weights in bf16 and the same left-padded ids.
 
-A turn also generates one token alone, which is the prompts' own pass: the rest of the time over the rest of the tokens
-is a decode step. Its bound is the time in which the machine, measured in the same turn, reads every weight and what the
-cache holds of real tokens once.
+A turn also generates a single token, which is the pass over the prompts. The remaining time over the remaining tokens
+is the time of a decode step. Its lower bound is the time in which the machine, measured in the same turn, reads every
+weight and the cache of real tokens once.
 
-What differs: ours also tells the log-prob of every token at the moment of sampling, and draws from a random stream of
-its own for each response; `generate` tells none.
+Differences: ours also returns the log-prob of every sampled token, and has a separate random stream for each response.
 """
 
 import sys
@@ -30,26 +29,26 @@ PEER = "HF generate"
 MIN_RATIO, AIM_RATIO = 2.2, 3.5
 MIN_SHARE = 0.5
 NO_TOKEN = -1
-"""an id that no token has, so that no response ends"""
+"""an id that no token has: no response ends early"""
 
 
 class Options(harness.Options):
     """What to measure."""
 
     prompts: tuple[int, ...] = (16, 64)
-    """responses at once"""
+    """numbers of responses in a batch"""
     response_length: int = Field(48, ge=2)
-    """new tokens of each"""
+    """new tokens of each response"""
     max_prompt_length: int = Field(128, ge=1)
-    """most tokens of a prompt"""
+    """maximal tokens of a prompt"""
     dtype: str = "bf16"
-    """of both: bf16 or fp32"""
+    """dtype of both sides: bf16 or fp32"""
     torch_compile: bool = True
-    """ours: a decode step as one graph, and layers compiled, before the clock runs"""
+    """ours: compile the layers, and the decode step as one graph, before the measurement"""
 
 
 def settings(options: Options, folder: Path) -> dict[str, Any]:
-    """What the contenders read."""
+    """The settings of the contenders."""
     more = {"max_prompt_length": options.max_prompt_length}
     _, data = inputs.first_rows(options, "ppo", max(options.prompts), folder, **more)
     return {
@@ -90,7 +89,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     if settings["torch_compile"]:
         compiling.compile_layers(lm)
         compiling.round_alike()
-    keep_freed_memory()  # as from the first training step on
+    keep_freed_memory()  # as after the first training step
     backend = loop.build(loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id))
 
     def generate(rows: list[list[int]], length: int) -> int:
@@ -103,7 +102,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 
 
 def hf(settings: dict[str, Any], pipe: WorkerPipe) -> None:
-    """transformers' own loop."""
+    """`generate` of transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -126,7 +125,7 @@ def hf(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 def answer_requests(
     generate: Callable[[list[list[int]], int], int], settings: dict[str, Any], pipe: WorkerPipe
 ) -> None:
-    """Generate as long as there are questions. `generate(prompts, length)` tells how many tokens it made."""
+    """Answer requests. `generate(prompts, length)` returns the number of new tokens."""
     length, sizes = settings["response_length"], settings["sizes"]
     pipe.ready()
     while work := pipe.next_request():
@@ -147,18 +146,18 @@ CONTENDERS = {OURS: ours, PEER: hf, MACHINE: limits.contender}
 
 
 def work_name(size: int) -> str:
-    """What a contender is asked for."""
+    """The name of a piece of work."""
     return f"{size} prompts"
 
 
 def step_bytes(options: Options, prompts: list[list[int]]) -> float:
-    """Read in a decode step on average: the step that makes token t + 1 sees the prompts and t tokens of each."""
+    """Bytes read in a decode step, on average: the step for token t + 1 attends to the prompts and t tokens of each."""
     cached = sum(map(len, prompts)) + len(prompts) * options.response_length / 2
     return limits.model_work(options.model).decoding_bytes(cached, 2 if options.dtype == "bf16" else 4)
 
 
 def shares(rows: harness.Rows, options: Options, prompts: list[list[int]]) -> dict[str, Any]:
-    """Of the bound that memory sets, measured in the same turn."""
+    """Shares of the memory bound, measured in the same turn."""
     shares_by_name = {}
     for name in (name for name in rows if name != MACHINE):
         for size in options.prompts:
@@ -173,12 +172,13 @@ def shares(rows: harness.Rows, options: Options, prompts: list[list[int]]) -> di
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """All of it, as written to the JSON file."""
+    """All measurements, as written to the JSON file."""
     works = [work_name(size) for size in options.prompts]
     targets = {(PEER, work): (MIN_RATIO, AIM_RATIO) for work in works}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         contender_settings = settings(options, folder)
+        prompts = contender_settings["prompts"]
         envs = harness.select_contenders({OURS: {}, PEER: {}, MACHINE: {}}, options)
         with harness.start_contenders(
             "benchmarks.rollout", envs, contender_settings, options.threads, folder
@@ -194,13 +194,13 @@ def measure(options: Options) -> dict[str, Any]:
                 peer="transformers' generate",
                 ms_a_decode_step=steps,
                 set={
-                    "prompt_tokens": {work_name(size): sum(map(len, contender_settings["prompts"][:size])) for size in options.prompts},
+                    "prompt_tokens": {work_name(size): sum(map(len, prompts[:size])) for size in options.prompts},
                     "mb_a_step": {
-                        work_name(size): step_bytes(options, contender_settings["prompts"][:size]) / 1e6 for size in options.prompts
+                        work_name(size): step_bytes(options, prompts[:size]) / 1e6 for size in options.prompts
                     },
                 },
                 ratios=outcome.ratios(rows, "tokens", targets),
-                shares=shares(rows, options, contender_settings["prompts"]),
+                shares=shares(rows, options, prompts),
                 limits=outcome.limits(rows),
             )  # fmt: skip
 

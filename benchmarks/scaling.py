@@ -1,13 +1,13 @@
-"""`python -m benchmarks.scaling`: how cost grows, with processes and with the sizes of the work. For Linux, on the CPU.
+"""`python -m benchmarks.scaling`: how cost grows with processes and with the sizes of the work. For Linux, on the CPU.
 
 Ranks: steps of fine-tuning a small model of random weights in fp32 under ZeRO 0 to 3, by one process of one thread, one
 of two threads, and two of one thread each. Strong scaling keeps the rows of a step, weak scaling those of a process;
-both are told as throughput over that of one thread, and two processes against two threads in one. What is sent is
-counted where libraries call torch.distributed: a device sends (n - 1) / n of the bytes that it gathers or that are
-scattered to it, twice that in an all-reduce (a ring; gloo may send otherwise). `rlhf.plan.zero.bytes_sent` predicts it.
+both are reported as throughput over that of one thread, and two processes over two threads in one process. The bytes
+sent are counted where libraries call torch.distributed: a device sends (n - 1) / n of the bytes that it gathers or
+scatters, twice that in an all-reduce (a ring; gloo may differ). `rlhf.plan.zero.bytes_sent` predicts it.
 
 Growth: seconds of a step and of a rollout against the tokens of prompts, of responses, rows and weights, one of them
-changing at a time, with the exponent of the power law a x^e that fits best. Every figure is the median of a few.
+changing at a time, with the exponent of the power law a x^e that fits best. Every number is a median.
 """
 
 import json
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rlhf.errors import UserError
 
 STAGES = (0, 1, 2, 3)
 LAYOUTS = ((1, 1), (1, 2), (2, 1))
-"""(processes, threads of each)"""
+"""(processes, threads per process)"""
 SEED = 0
 VOCABULARY = 4096
 COLLECTIVES = {
@@ -40,7 +41,7 @@ COLLECTIVES = {
     "_all_gather_base": (1, 0), "all_gather": (1, 0), "reduce_scatter_tensor": (1, 1), "_reduce_scatter_base": (1, 1),
     "reduce_scatter": (1, 1), "all_to_all_single": (1, 1),
 }  # fmt: skip
-"""How often (n - 1) / n of the bytes of which argument is sent"""
+"""(how often (n - 1) / n of the bytes are sent, the number of the argument with the bytes)"""
 
 
 class Options(parser.Config):
@@ -49,13 +50,13 @@ class Options(parser.Config):
     parts: tuple[str, ...] = ("ranks", "growth")
     """ranks, growth"""
     width: int = Field(256, ge=64, multiple_of=64)
-    """of the hidden states of the model of `ranks`"""
+    """width of the hidden states of the model in `ranks`"""
     layers: int = Field(6, ge=1)
-    """its layers"""
+    """layers of that model"""
     rows: int = Field(8, ge=2, multiple_of=2)
-    """of a step of one process, 128 tokens each"""
+    """rows of a step of one process, 128 tokens each"""
     repeats: int = Field(5, ge=1)
-    """steps, or rollouts, of which the median is told; the first one comes before"""
+    """steps or rollouts for each median, after a first one that does not count"""
     output: str | None = None
     """JSON file to write; by default benchmarks/results/scaling.json if all parts ran"""
 
@@ -89,7 +90,7 @@ def items(rows: int, prompt: int, response: int) -> list[Any]:
 
 
 class Trainer:
-    """Step 1's `train` on rows that are made up."""
+    """The `train` of step 1 on random rows."""
 
     def __init__(self, model: str, stage: int, dtype: str) -> None:
         import torch
@@ -116,7 +117,7 @@ class Trainer:
 
 
 def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Seconds, the median of `repeats` after one that is not counted."""
+    """The median of the seconds of `repeats` calls, after a first call that does not count."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -129,7 +130,7 @@ def median_seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 class ByteCounter:
-    """Bytes that this rank sends, as far as torch.distributed is asked to; it is before DeepSpeed is imported."""
+    """Counts the bytes that this rank sends through torch.distributed. Create it before DeepSpeed is imported."""
 
     def __init__(self) -> None:
         import torch.distributed
@@ -145,11 +146,8 @@ class ByteCounter:
             from torch import distributed
 
             n = distributed.get_world_size(options.get("group"))
-            values = [
-                *args,
-                *(value for key, value in options.items() if "tensor" in key or key in ("input", "output")),
-            ]
-            tensors = values[argument]
+            named = (value for key, value in options.items() if "tensor" in key or key in ("input", "output"))
+            tensors = [*args, *named][argument]
             parts = tensors if isinstance(tensors, list | tuple) else [tensors]
             size = sum(part.numel() * part.element_size() for part in parts)
             self.sent[name] = self.sent.get(name, 0.0) + times * size * (n - 1) / n
@@ -159,7 +157,7 @@ class ByteCounter:
 
 
 def run_rank(path: str) -> int:
-    """One process of `ranks`: every ZeRO stage, with each number of rows; rank 0 writes what it measured."""
+    """One process of `ranks`: measure every ZeRO stage with each number of rows. Rank 0 writes the results."""
     settings = json.loads(Path(path).read_text(encoding="utf-8"))
     counter = ByteCounter()
     from rlhf.distributed import collectives
@@ -169,15 +167,12 @@ def run_rank(path: str) -> int:
         for stage in STAGES:
             trainer = Trainer(settings["model"], stage, "fp32")
             for rows in settings["rows"]:
-                demonstrations = items(rows, 64, 64)
-                trainer.step(demonstrations)
+                batch = items(rows, 64, 64)
+                trainer.step(batch)
                 counter.sent.clear()
-                trainer.step(demonstrations)
+                trainer.step(batch)
                 sent = dict(counter.sent)
-                seconds = median_seconds(
-                    lambda trainer=trainer, demonstrations=demonstrations: trainer.step(demonstrations),
-                    settings["repeats"],
-                )
+                seconds = median_seconds(partial(trainer.step, batch), settings["repeats"])
                 results.append({"stage": stage, "rows": rows, "seconds": seconds, "sent": sent})
         if collectives.is_main():
             Path(settings["output"]).write_text(json.dumps(results), encoding="utf-8")
@@ -186,9 +181,9 @@ def run_rank(path: str) -> int:
 
 
 def launch(settings: dict[str, Any], processes: int, threads: int, folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 measured.
+    """Run all ranks. Returns the measurements of rank 0.
 
-    Raises: UserError, with the end of what it said, if a rank fails.
+    Raises: UserError, with the end of its log, if a rank fails.
     """
     settings = {**settings, "output": str(folder / f"ranks-{processes}-{threads}.json")}
     path = folder / f"settings-{processes}-{threads}.json"
@@ -212,13 +207,13 @@ def launch(settings: dict[str, Any], processes: int, threads: int, folder: Path)
                 raise UserError(f"scaling: a rank ended with {process.returncode}: {log_tail}")
     finally:
         for process in processes_of_ranks:
-            process.kill()  # of those that have ended it is nothing
+            process.kill()  # no effect on processes that have ended
     results: list[dict[str, Any]] = json.loads(Path(settings["output"]).read_text(encoding="utf-8"))
     return results
 
 
 def predicted_bytes(model: str, stage: int) -> float:
-    """Bytes that a device sends in a step of two processes, as a plan has it."""
+    """The bytes that a device sends in a step of two processes, as predicted by the plan."""
     from rlhf.plan import sizes, zero
     from step1_sft.config import SFTConfig
 
@@ -227,7 +222,7 @@ def predicted_bytes(model: str, stage: int) -> float:
 
 
 def measure_ranks(options: Options, folder: Path) -> list[dict[str, Any]]:
-    """Of every ZeRO stage: rows a second of each way, their ratios, and what was sent against the formula."""
+    """For every ZeRO stage: rows per second of each layout, their ratios, and the bytes sent against the formula."""
     model = write_model(folder, options.width, options.layers)
     settings = {"model": model, "repeats": options.repeats}
     results: dict[tuple[int, int, int, int], dict[str, Any]] = {}
@@ -240,7 +235,7 @@ def measure_ranks(options: Options, folder: Path) -> list[dict[str, Any]]:
 
 
 def compare_layouts(results: dict[Any, dict[str, Any]], stage: int, rows: int, formula: float) -> dict[str, Any]:
-    """One ZeRO stage: rates in rows a second. found: by (processes, threads, stage, rows)"""
+    """One ZeRO stage: rates in rows per second. results: by (processes, threads, stage, rows)"""
     rates = {
         name: key[3] / results[key]["seconds"]
         for name, key in {
@@ -268,7 +263,7 @@ def compare_layouts(results: dict[Any, dict[str, Any]], stage: int, rows: int, f
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """e of the power law a x^e that fits best: the slope of the logarithms, by least squares."""
+    """e of the power law a x^e that fits best: the slope of the logarithms by least squares."""
     x, y = [math.log(v) for v in xs], [math.log(v) for v in ys]
     mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
     covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
@@ -276,7 +271,7 @@ def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def series() -> dict[str, list[dict[str, int]]]:
-    """What changes, and all sizes of each measurement; width and layers are those of the model."""
+    """The varied quantity -> all sizes of each measurement. width and layers are those of the model."""
     base = {"prompt": 64, "response": 32, "rows": 4, "width": 256, "layers": 4}
     changes: dict[str, list[dict[str, int]]] = {
         "prompt tokens": [{"prompt": size} for size in (64, 128, 256, 512)],
@@ -288,7 +283,7 @@ def series() -> dict[str, list[dict[str, int]]]:
 
 
 def measure_growth(options: Options, folder: Path) -> list[dict[str, Any]]:
-    """Of each series: what changed, seconds of a step and of a rollout, and the exponents."""
+    """For each series: the varied quantity, seconds of a step and of a rollout, and the exponents."""
     from rlhf.distributed import collectives
 
     lines = []
@@ -309,7 +304,7 @@ def measure_growth(options: Options, folder: Path) -> list[dict[str, Any]]:
 
 
 def measure_point(size: dict[str, int], repeats: int, folder: Path) -> dict[str, Any]:
-    """Seconds of one optimizer step, and of generating responses, at one size of everything."""
+    """Seconds of one optimizer step, and of one rollout, for given sizes."""
     import torch
 
     from rlhf.config.options import SamplingOptions
@@ -340,7 +335,7 @@ def measure_point(size: dict[str, int], repeats: int, folder: Path) -> dict[str,
 
 
 def table(results: dict[str, Any]) -> str:
-    """Both parts as Markdown."""
+    """Both parts as Markdown tables."""
     lines = []
     if "ranks" in results:
         lines.append(
@@ -365,7 +360,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """All of it, as written to the JSON file; ratios are those of two processes over one thread."""
+    """All measurements, as written to the JSON file. Ratios are of two processes over one thread."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found: dict[str, Any] = {}

@@ -1,14 +1,14 @@
-"""`python -m benchmarks.sft`: supervised fine-tuning here and in TRL 1.16 (padded, and packed), real tokens a second.
+"""`python -m benchmarks.sft`: fine-tuning here and in TRL 1.16 (padded, and packed), real tokens per second.
 
-A turn is one pass over the same whole set of rows, in batches of 8 dialogues; the same ids, and the loss on the same
-tokens (the last response of each dialogue). Ours is step 1's own `train`, the data path and engine included.
+A turn is one pass over the same rows, in batches of 8 dialogues, with the same ids and the loss on the same tokens (the
+last response of each dialogue). Ours is the `train` of step 1, including its data pipeline and engine.
 
-What differs, as each library has it: ours keeps fp32 master weights and moments and clips the gradient to norm 1
-inside DeepSpeed, and groups rows by length (here within the set, a tenth of what it sorts by default); TRL has weights
-and moments in bf16 under autocast, takes rows in the given order, and tells entropy and token accuracy of each batch.
-Packed, TRL fills rows of 512 tokens (best fit decreasing) and flattens a batch into one row, whose dialogues sdpa keeps
-apart by a mask; a step then has as many such rows as hold 8 dialogues, rounded.
-Ours compiles the layers, before the clock runs.
+Differences between the libraries: ours keeps fp32 master weights and moments and clips the gradient to norm 1 inside
+DeepSpeed, and groups rows by length (here within this small set, a tenth of the rows that it sorts by default). TRL has
+weights and moments in bf16 under autocast, uses rows in the given order, and computes entropy and token accuracy.
+Packed, TRL fills rows of 512 tokens (best fit decreasing) and flattens a batch into one row, whose dialogues sdpa
+separates by a mask. A step then has as many such rows as hold 8 dialogues, rounded. Ours compiles the layers before the
+measurement.
 """
 
 import itertools
@@ -31,33 +31,33 @@ TARGETS = {(PADDED, "all"): (3.0, 5.0), (PACKED, "all"): (2.5, 5.0)}
 LEAST_SHARE, AIM_SHARE = 0.55, 0.65
 LEARNING_RATE = 1e-5
 UNLIMITED = 10**6
-"""epochs or steps: a contender works until nobody asks"""
+"""epochs or steps: a contender works until no more work is requested"""
 
 
 class Options(harness.Options):
     """What to measure."""
 
     rows: int = Field(48, ge=8, multiple_of=8)
-    """dialogues of the set"""
+    """dialogues of the data set"""
     batch_size: int = Field(8, ge=1)
     """dialogues of an optimizer step"""
     micro_batch_size: int = Field(8, ge=1)
     """ours: dialogues of a forward and backward pass"""
     dtype: str = "bf16"
-    """of both: bf16 or fp32"""
+    """dtype of both sides: bf16 or fp32"""
     torch_compile: bool = True
-    """ours: layers compiled, before the clock runs"""
+    """ours: compile the layers, before the measurement"""
 
 
 def stage_options(options: Options) -> dict[str, Any]:
-    """Of step 1 or 2, beside those of the data."""
+    """Options of step 1 or 2, without those of the data."""
     names = ("model", "batch_size", "micro_batch_size", "dtype", "torch_compile")
     config = {key: getattr(options, key) for key in names}
     return {**config, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "learning_rate": LEARNING_RATE}
 
 
 def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
-    """What the contenders read; and the opened data."""
+    """(the settings of the contenders, the data)."""
     stage, data = inputs.first_rows(options, "sft", options.rows, folder, **stage_options(options))
     made = {"stage": stage, "model": options.model, "rows": inputs.demonstrations(data.train), "folder": str(folder)}
     return {**made, "batch_size": options.batch_size, "dtype": options.dtype}, data
@@ -81,7 +81,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         lm = load_causal_lm(config.model, dtype, len(tokenizer), config.seed, shards_of(config))
         policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, UNLIMITED)
         pipe.ready()
-        # A warm-up is one step of rows that nobody counts.
+        # The warm-up is one step, whose tokens do not count.
         tokens = int(data.train.lengths.sum())
         run_ours(
             pipe,
@@ -99,9 +99,9 @@ def run_ours(
     train: Callable[[Any, Any], Iterator[dict[str, float]]],
     counted: Callable[[list[dict[str, float]], str], dict[str, int]],
 ) -> None:
-    """A pass over the set each time one is asked for, a step where it is the warm-up.
+    """Train one pass over the data per request; for the warm-up only one step.
 
-    `train(batches, options)` is a stage's; `counted(steps, work)` what of it is told as done.
+    `train(batches, options)` is that of a stage; `counted(steps, work)` returns the counts of finished work.
     """
     from data.batches import batches_of
 
@@ -120,7 +120,7 @@ def run_ours(
 
 
 def trl(settings: dict[str, Any], pipe: WorkerPipe, packing: bool = False) -> None:
-    """TRL's SFTTrainer, paced from its callbacks."""
+    """TRL's SFTTrainer. Its callbacks wait for requests."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -152,7 +152,7 @@ def trl_packed(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 
 
 def trainer_arguments(settings: dict[str, Any], bf16: bool) -> dict[str, Any]:
-    """Those of transformers' Trainer, for both of TRL's. No checkpoint, no activation checkpointing."""
+    """Arguments of transformers' Trainer, for both trainers of TRL. No checkpoint, no activation checkpointing."""
     return {
         "output_dir": f"{settings['folder']}/trl",
         "per_device_train_batch_size": settings["batch_size"],
@@ -177,7 +177,7 @@ def count_tokens(inputs: dict[str, Any]) -> int:
 
 
 def paced(base: Any, count: Any) -> Any:
-    """A trainer that adds up what `count` says of its batches."""
+    """A trainer that adds up `count(batch)` over its batches."""
 
     class Paced(base):  # type: ignore[misc]
         counted = 0
@@ -190,7 +190,7 @@ def paced(base: Any, count: Any) -> Any:
 
 
 def run_paced(trainer: Any, pipe: WorkerPipe, steps: int, unit: str = "tokens") -> None:
-    """Train as long as there are questions: a warm-up is one step, anything else `steps`, a pass over the set."""
+    """Train at each request: one step for the warm-up, otherwise `steps`, which are one pass over the data."""
     from transformers import TrainerCallback
 
     class Pace(TrainerCallback):  # type: ignore[misc]
@@ -222,7 +222,7 @@ CONTENDERS = {OURS: ours, PADDED: trl, PACKED: trl_packed, MACHINE: limits.conte
 
 
 def needed_flop(options: Options, data: Any) -> float:
-    """Floating-point operations that the loss of one pass over the set needs."""
+    """Floating-point operations that the loss of one pass over the data needs."""
     items = list(data.train)
     lengths = [len(item.ids) for item in items]
     predicted = sum(end - start for item in items for start, end in item.spans)
@@ -230,7 +230,7 @@ def needed_flop(options: Options, data: Any) -> float:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """All of it, as written to the JSON file."""
+    """All measurements, as written to the JSON file."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config, data = settings(options, folder)
@@ -254,7 +254,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def shares(rows: harness.Rows, flop: float, dtype: str) -> dict[str, Any]:
-    """Of the matrix-product peak, measured in the same turn: needed work over the time of a pass."""
+    """Shares of the matrix-product peak of the same turn: needed work over the time of a pass."""
     found = {}
     for who in (name for name in rows if name != MACHINE):
         pairs = zip(rows[who]["all"], rows[MACHINE]["all"], strict=True)

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.simulation`: how far one model's training would scale, from what was measured on one process.
+"""`python -m benchmarks.simulation`: a model of how training scales, from measurements on one process.
 
-Prints a table of docs/scaling.md. The seconds of a token are those of benchmarks/results (SmolLM2-135M in bf16 on two
-cores); what a device sends is the formula's, over links of stated bandwidth, as if nothing of it happened during
-computation. Strong scaling divides the rows of a step among devices, weak scaling gives each device its own. An
-efficiency is the time of computation alone over the whole time.
+Prints a table of docs/scaling.md. The seconds per token are those of benchmarks/results (SmolLM2-135M in bf16 on two
+cores). A formula gives the bytes that a device sends, over links of stated bandwidth, without overlap with computation.
+ Strong scaling divides the rows of a step among devices, weak scaling gives each device its own. An
+efficiency is the time of computation over the total time.
 """
 
 import json
@@ -20,7 +20,7 @@ MODEL = Size(134_515_008, 134_515_008, 28_311_552, 28_312_128, 30, 576, 2 * 30 *
 DEVICES = (1, 2, 4, 8, 16, 64, 256, 1024)
 LINKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9}
 STRONG_ROWS, WEAK_ROWS = 1024, 8
-"""of a step: in all, and of each device"""
+"""rows of a step: in total, and of each device"""
 STAGES = (1, 3)
 
 
@@ -30,7 +30,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def efficiency(compute: float, devices: int, stage: int, link: float, engines: int = 1) -> float:
-    """Of one step of so many models that all take `compute` seconds together on each device."""
+    """Efficiency of one step of `engines` models, which together take `compute` seconds on each device."""
     site = zero.RankLayout(devices)
     options = EngineOptions(zero_stage=stage, dtype="bf16")  # type: ignore[arg-type]
     return compute / (compute + engines * zero.bytes_sent(MODEL, options, 2, site) / link)
@@ -51,7 +51,7 @@ def lines() -> Iterator[list[str]]:
 
 
 def table() -> str:
-    """Markdown; two numbers of a cell are those of the two links."""
+    """A Markdown table. The two numbers of a cell are for the two links."""
     columns = (f"SFT, {STRONG_ROWS} rows a step", f"SFT, {WEAK_ROWS} rows a device", "PPO, 16 responses a device")
     head = ["devices", *(f"{name}, ZeRO {stage}" for name in columns for stage in STAGES)]
     body = [" | ".join(cells) for cells in (head, ["---"] * len(head), *lines())]

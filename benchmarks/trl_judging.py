@@ -1,4 +1,4 @@
-"""What benchmarks/ppo_quality.py takes from step 3 for TRL: the prompts in their order, the judge, held-out prompts."""
+"""The parts of step 3 that benchmarks/ppo_quality.py uses for TRL: order of prompts, judge, held-out prompts."""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from step3_ppo.models import reward_context
 from step3_ppo.schedule import iterations
 
 SCORES_AGREE = {"fp32": 0.01, "bf16": 0.5}
-"""TRL's reward model says the same of a response as ours in fp32, but for rounding; scores are about 4 at most."""
+"""largest difference by rounding of TRL's and our reward model; scores are at most about 4"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Plan:
     prompts: PromptDataset
     indices: list[list[int]]
     learning_rate_factors: list[float]
-    """of the peak rate, mean over the optimizer steps of each iteration"""
+    """factor of the peak learning rate, mean over the optimizer steps of each iteration"""
 
     @property
     def ids(self) -> list[list[list[int]]]:
@@ -40,7 +40,7 @@ class Plan:
 
 
 def plan(ppo: Any) -> Plan:
-    """The prompts that step 3 takes with these options on one device, iteration by iteration."""
+    """The prompts of each iteration that step 3 uses with these options on one device."""
     quiet_libraries()
     tokenizer, data = check(ppo)
     batches = Batches(len(data.train), ppo.batch_size, ppo.seed)
@@ -51,12 +51,12 @@ def plan(ppo: Any) -> Plan:
 
 
 def dtype(ppo: Any) -> str:
-    """The name of what step 3 computes in on this machine."""
+    """The name of the dtype in which step 3 computes on this machine."""
     return "fp32" if compute_dtype(ppo, collectives.local_device()) == torch.float32 else "bf16"
 
 
 def write_heldout(ppo: Any, path: Path) -> None:
-    """The prompts that no stage trains on, as `rlhf evaluate` reads them."""
+    """Write the held-out prompts in the format that `rlhf evaluate` reads."""
     quiet_libraries()
     _, data = check(ppo)
     with path.open("w", encoding="utf-8") as file:
@@ -66,11 +66,11 @@ def write_heldout(ppo: Any, path: Path) -> None:
 
 
 def judge(ppo: Any, plan: Plan, folder: Path, dtype: str) -> None:
-    """responses.jsonl of TRL's half into rollouts.jsonl, each response with its text and its true score.
+    """Turn responses.jsonl of TRL's half into rollouts.jsonl, with the text and the true score of each response.
 
-    The first iteration is scored by our reward model too, which must say what TRL's said. `dtype`: of TRL's run.
+    Our reward model also scores the first iteration, and must agree with TRL's. dtype: that of TRL's run.
     """
-    with (folder / "responses.jsonl").open(encoding="utf-8") as file:  # splitlines would part a text at U+2028
+    with (folder / "responses.jsonl").open(encoding="utf-8") as file:  # splitlines would split a text at U+2028
         rows = [json.loads(line) for line in file]
     context = reward_context(with_inputs(ppo.model_copy(update={"dtype": "fp32"})), plan.tokenizer)
     judge = rewards.open_source(ppo.judge, context)
@@ -95,7 +95,7 @@ def judge(ppo: Any, plan: Plan, folder: Path, dtype: str) -> None:
 
 
 def _samples(rows: list[dict[str, Any]], indices: list[int], plan: Plan) -> Samples:
-    """TRL's responses of one iteration as step 3 would hold them."""
+    """TRL's responses of one iteration, in the form that step 3 has them."""
     prompts = prompt_batch([plan.prompts[i] for i in indices], plan.tokenizer.pad_token_id)  # type: ignore[misc]
     responses = [row["response_ids"] for row in rows]
     width = max(map(len, responses))

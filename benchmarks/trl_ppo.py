@@ -1,9 +1,8 @@
 """TRL's half of benchmarks/ppo_quality.py: `PYTHON_OF_TRL benchmarks/trl_ppo.py SETTINGS.json`.
 
-It imports TRL's environment alone, none of this project: TRL 1.12 is the last release that has PPO, and has its own
-dependencies. What PPOTrainer samples is taken down as it goes by: ids, score and KL of every response, one JSON line
-each. TRL's own code is not changed; its batches are given to it, so that both systems respond to the same prompts in
-the same order.
+It imports only TRL's environment and nothing of this project: TRL 1.12 is the last release with PPO, and has its own
+dependencies. The ids, score and KL of every response that PPOTrainer samples are recorded, one JSON line each. TRL's
+code is not changed. Its batches are given, so that both systems respond to the same prompts in the same order.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from torch import Tensor
 
 
 class Recorder:
-    """Listens to two functions of TRL's trainer and keeps what a rollout's responses got, until it is asked for."""
+    """Wraps two functions of TRL's trainer, and records the responses of a rollout until `pop_rows`."""
 
     def __init__(self, trainer: Any, reward_model: Any, pad: int) -> None:
         """`trainer`: the module trl.experimental.ppo.ppo_trainer."""
@@ -29,14 +28,14 @@ class Recorder:
         trainer.selective_log_softmax, trainer.get_reward = self.log_softmax, self.get_reward
 
     def log_softmax(self, logits: Tensor, index: Tensor) -> Tensor:
-        """In a rollout it is called for the policy, then for the reference. [B, T]"""
+        """A rollout calls it for the policy, then for the reference. [B, T]"""
         logprobs: Tensor = self._log_softmax(logits, index)
         if not torch.is_grad_enabled():
             self._logprobs.append(logprobs)
         return logprobs
 
     def get_reward(self, model: Any, ids: Tensor, pad: int, context: int) -> Any:
-        """Called for the critic, then for the reward model, which closes a part of the rollout."""
+        """A rollout calls it for the critic, then for the reward model, which ends a micro-batch."""
         result = self._get_reward(model, ids, pad, context)
         if model is self._reward_model:
             policy, reference = self._logprobs
@@ -59,7 +58,7 @@ class Recorder:
             )
 
     def pop_rows(self) -> list[dict[str, Any]]:
-        """The rows since the last call."""
+        """The rows recorded since the last call."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -74,7 +73,7 @@ def batches(prompts: list[list[list[int]]], pad: int) -> list[dict[str, Tensor]]
 
 
 def arguments(s: dict[str, Any], ppo_config: Any) -> Any:
-    """PPOConfig of the settings. A batch is one device batch: PPOTrainer then makes an optimizer step a minibatch."""
+    """The PPOConfig. A batch is one device batch: PPOTrainer then takes one optimizer step per minibatch."""
     return ppo_config(
         output_dir=s["output_dir"],
         seed=s["seed"],
@@ -96,7 +95,7 @@ def arguments(s: dict[str, Any], ppo_config: Any) -> Any:
         learning_rate=s["learning_rate"],
         num_sample_generations=0,
         gradient_checkpointing=False,
-        bf16=False,  # of no effect in PPOTrainer, whose Accelerator is its own
+        bf16=False,  # no effect in PPOTrainer, which has its own Accelerator
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         report_to="none",
@@ -107,7 +106,7 @@ def arguments(s: dict[str, Any], ppo_config: Any) -> Any:
 
 def trainer_of(s: dict[str, Any]) -> tuple[Any, Any]:
     """(PPOTrainer, tokenizer). The optimizer is AdamW with the learning rates of actor and critic, iteration by
-    iteration; PPOTrainer neither clips gradients nor moves the rate within an iteration."""
+    iteration. PPOTrainer does not clip gradients, and changes the rate only between iterations."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     from trl.experimental.ppo import PPOConfig, ppo_trainer
@@ -166,7 +165,7 @@ def recording(base: Any, recorder: Recorder, folder: Path) -> Any:
 
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """JSON lines."""
+    """Append rows as JSON lines."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 

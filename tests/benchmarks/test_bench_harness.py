@@ -15,18 +15,18 @@ from rlhf.errors import UserError
 FAKE = """
 import sys, json
 from pathlib import Path
-from benchmarks.harness import Wire
-wire = Wire()
+from benchmarks.harness import WorkerPipe
+wire = WorkerPipe()
 print("what a library prints is no answer")
-wire.loading()
+wire.mark_baseline()
 wire.ready()
 log = Path(sys.argv[1])
-while (work := wire.asked()):
+while (work := wire.next_request()):
     if work == "fail":
         sys.exit("out of luck")
     with log.open("a") as file:
         file.write(f"{sys.argv[2]} {work}\\n")
-    wire.tell(seconds=float(sys.argv[3]), tokens=100)
+    wire.reply(seconds=float(sys.argv[3]), tokens=100)
 """
 
 

@@ -42,13 +42,13 @@ def test_a_wide_local_line_is_least_squares_with_its_textbook_error() -> None:
 def test_only_kls_that_both_reached_are_compared() -> None:
     ours = curve([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
     other = curve([1, 2, 3, 4, 5, 6], [0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
-    places = frontier.compare(ours, other, places=4)
+    places = frontier.compare(ours, other, count=4)
     assert [p.kl for p in places] == pytest.approx([1, 2, 3, 4])
     assert [p.gain for p in places] == pytest.approx([0.5] * 4)
     assert "at least as high at every KL compared" in frontier.statement(places) and "4 higher" in frontier.statement(
         places
     )
-    assert "lower at 4 of the 4" in frontier.statement(frontier.compare(other, ours, places=4))
+    assert "lower at 4 of the 4" in frontier.statement(frontier.compare(other, ours, count=4))
     assert frontier.compare(curve([0, 1], [0, 0]), curve([2, 3], [0, 0])) == []
     assert "nothing is compared" in frontier.statement([])
 
@@ -163,11 +163,11 @@ def test_what_trl_samples_is_taken_down_without_padding() -> None:
         module.get_reward("critic", ids, 0, 1)
         module.get_reward("reward", ids, 0, 1)
     module.selective_log_softmax(torch.zeros(2, 3), ids[:, 1:])  # the update's, with gradients
-    first, second = recorder.taken()
+    first, second = recorder.pop_rows()
     assert (first["response_ids"], second["response_ids"]) == ([3, 4, 1], [3, 1])
     assert (first["kl"], second["kl"]) == (0.0, 1.5) and (first["learned"], second["learned"]) == (5.0, 6.0)
     assert first["kl_k3"] == pytest.approx((np.exp(-1) - 1 + 1) + 0 + (np.exp(1) - 1 - 1))
-    assert recorder.taken() == []
+    assert recorder.pop_rows() == []
 
 
 def test_trl_gets_left_padded_prompts() -> None:
