@@ -63,8 +63,8 @@ class Options(parser.Config):
     trl_python: str = ".venv-trl/bin/python"
     """interpreter of an environment that has trl==1.12.0"""
     trl_dtype: Literal["auto", "fp32", "bf16"] = "fp32"
-    """dtype of TRL's computation with fp32 weights; auto = our dtype. PPOTrainer takes old log-probs from generation. Rounding
-    them to bf16 would add noise to its ratios, so fp32 is its best case"""
+    """dtype of TRL's computation with fp32 weights; auto = our dtype. PPOTrainer takes old log-probs from generation.
+    Rounding them to bf16 would add noise to its ratios, so fp32 is its best case"""
     output_dir: str = "runs/ppo_quality"
     """runs, models and rollouts"""
     results: str = "docs/results"

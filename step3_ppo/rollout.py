@@ -100,7 +100,7 @@ def score(rollout: Rollout, actor: Engine[Policy], critic: Engine[ScalarModel] |
         with critic.inference() as model:
             values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
     # A source may be random, or dear: ranks that share a model must not learn from different answers.
-    scores, by_source = collectives.of_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
+    scores, by_source = collectives.broadcast_in_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
     scores = scores.to(old.device)
     source_scores = torch.stack([each.to(old.device) for each in by_source.values()], dim=1)
     if scorer.missing_eos_penalty is not None:

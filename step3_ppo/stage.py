@@ -74,7 +74,7 @@ def train(players: Players, prompts: PromptDataset[Prompt], course: Course, conf
         credit = players.algorithm.credit(scaled)
         metrics = learn(players, (scaled, credit), indices, config, iteration)
         clock.lap("update")
-        if config.export_rollouts and collectives.leads_share():
+        if config.export_rollouts and collectives.is_share_leader():
             samples = rewards.as_samples(rollout, players.scorer.tokenizer)
             write_rollout(rollouts_file(config), iteration + 1, rollout, players.scorer.sources.names, samples)
         said = rollout_metrics(scaled, heard, config.score_clip)
@@ -176,7 +176,7 @@ def run(config: Step3Config) -> None:
         return
     status(f"{STAGE.name}: reading the data")
     tokenizer, data = check(config, ranks=collectives.world_size())
-    collectives.work_alike(config.tensor_parallel_size)
+    collectives.set_ranks_per_share(config.tensor_parallel_size)
     given, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
     with open_run(STAGE, given, found, {name: str(getattr(config, name)) for name in inputs(given)}) as stage:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlhf import adapters
 from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.distributed import collectives
-from rlhf.distributed.zero3 import whole_shape
+from rlhf.distributed.zero3 import full_shape
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.frozen import shards_of as frozen_shards_of
@@ -166,7 +166,7 @@ def memory(folder: Path) -> dict[str, Any]:
                 model(rows[[0]])
 
         asking, _ = peak(ask)
-        size = 2 * sum(whole_shape(weight).numel() for weight in lm.parameters())
+        size = 2 * sum(full_shape(weight).numel() for weight in lm.parameters())
         found[kind] = collectives.gather_objects((loading / size, asking / size))
     return found
 

@@ -137,14 +137,14 @@ def one_sided(size: int) -> list[float]:
 def runs(folder: Path, everything: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"alone": {}, "tensor": {}, "sequence": {}}
     stages = (0, 1, 2, 3) if everything else (3,)
-    collectives.work_alike(1)
+    collectives.set_ranks_per_share(1)
     found["scores alone"], found["losses alone"] = scored(1), one_sided(1)
-    collectives.work_alike(2)
+    collectives.set_ranks_per_share(2)
     found["scores sequence"], found["losses sequence"] = scored(2), one_sided(2)
-    collectives.work_alike(1)
+    collectives.set_ranks_per_share(1)
     for family in sorted({*TENSOR, *SEQUENCE}) if everything else ("llama",):
         found["alone"][family] = trained(folder, family, {}, generating=True)
-    collectives.work_alike(2)
+    collectives.set_ranks_per_share(2)
     # Once a model is split, DeepSpeed holds every other in the process for split too.
     for kind, families in (("sequence", SEQUENCE), ("tensor", TENSOR)):
         for family in families if everything else ("llama",):

@@ -1,4 +1,4 @@
-"""One parameter-efficient method a file: `Config`, and the two functions of a `Method`."""
+"""Parameter-efficient methods, one per file: `Config`, and the two functions of a `Method`."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -12,29 +12,30 @@ FOLDER = __name__
 
 
 class Adapted(Protocol):
-    """What the pipeline asks of a wrapped model. It is an `nn.Module` with the forward pass and the attributes of the
-    model inside, such as `config`. Only what the method trains requires gradients. The names are those of peft."""
+    """What the pipeline requires of a wrapped model. It is an `nn.Module` with the forward pass and the attributes of
+    the base model, such as `config`. Only the weights that the method trains require gradients. The names are those of
+    peft."""
 
     def get_base_model(self) -> PreTrainedModel:
-        """The model inside, whose weights the method may have replaced."""
+        """The base model, whose weights the method may have replaced."""
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Inside the block the model computes what it computed before it was wrapped."""
+        """A context in which the model computes the same as before wrapping."""
 
 
 class Method(Protocol):
-    """What the pipeline asks of a file."""
+    """What the pipeline requires of a method's file."""
 
     def build(self, config: Any, model: PreTrainedModel) -> Adapted:
-        """`model`, wrapped; until the first step it computes what `model` computed."""
+        """Wrap `model`. The result computes the same as `model` until the first optimizer step."""
 
     def merged_state(self, model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights to save, by the names that transformers has for them: `state`, those of `get_base_model()` on
-        the CPU, with the adapter merged in. Every rank calls it, and all but rank 0 with an empty `state`."""
+        """The weights to save, with the adapter merged into them, by their names in transformers. state: the weights of
+        `get_base_model()` on the CPU. Every rank calls it; all ranks but 0 have an empty `state`."""
 
 
 def method(spec: str) -> Method:
-    """The file that `spec` names. Raises: UserError for an unknown name or option, or a function that it lacks."""
+    """The method that `spec` names. Raises: UserError for an unknown name or option, or a missing function."""
     plugins.options(FOLDER, spec)
     name, _ = plugins.parse_spec(spec)
     found: Any = plugins.find(FOLDER, name)
@@ -42,9 +43,9 @@ def method(spec: str) -> Method:
 
 
 def wrap(model: Any, spec: str | None) -> Any:
-    """`model` with the adapter that `spec` names, or as it is.
+    """`model` with the adapter that `spec` names; unchanged if `spec` is None.
 
-    Raises: UserError as of `method`, or for a wrapped model that lacks a method of `Adapted`.
+    Raises: UserError as in `method`, or if the wrapped model lacks a method of `Adapted`.
     """
     if spec is None:
         return model

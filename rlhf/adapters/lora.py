@@ -1,4 +1,4 @@
-"""LoRA: low-rank updates beside frozen weights (arXiv 2106.09685), through peft."""
+"""LoRA: low-rank updates of frozen weights (arXiv 2106.09685), by peft."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.config import Config as Base
-from rlhf.distributed.zero3 import whole
+from rlhf.distributed.zero3 import gather_weights
 
 
 class Config(Base):
@@ -21,7 +21,7 @@ class Config(Base):
 
 
 def build(config: Config, model: PreTrainedModel) -> PeftModel:
-    """`model` with adapters in its own dtype; equal to `model` until the first step. Dropout stays 0, as PPO needs."""
+    """`model` with adapters in its dtype. It equals `model` until the first step. Dropout is 0, as PPO requires."""
     lora = LoraConfig(
         r=config.r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=config.target_modules, bias="none"
     )
@@ -29,13 +29,15 @@ def build(config: Config, model: PreTrainedModel) -> PeftModel:
 
 
 def merged_state(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state`, the weights of the wrapped base model, with the updates added in fp32 and under its own names."""
+    """`state`, the weights of the wrapped base model, with the updates added in fp32, by their original names."""
     merged = {_own_name(name): value for name, value in state.items() if "lora_" not in name}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             layer: Any = module
-            parameter = getattr(layer, "parameter_name", "weight")  # a mixture's experts are parameters of one module
-            with whole(layer.parameters()):
+            parameter = getattr(
+                layer, "parameter_name", "weight"
+            )  # the experts of a mixture are parameters of one module
+            with gather_weights(layer.parameters()):
                 weight = getattr(layer.get_base_layer(), parameter)
                 delta = layer.get_delta_weight(layer.active_adapters[0])
                 updated = (weight.float() + delta.float()).to(weight.dtype)
@@ -44,5 +46,5 @@ def merged_state(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _own_name(name: str) -> str:
-    """A name without what wrapping put into it."""
+    """The name that the weight had before wrapping."""
     return ".".join(part for part in name.split(".") if part != "base_layer")

@@ -1,4 +1,4 @@
-"""Ranks: one door to torch.distributed, the same on one CPU process and on many nodes."""
+"""Ranks and collectives: the interface to torch.distributed, the same on one CPU process and on many nodes."""
 
 import contextlib
 import datetime
@@ -15,24 +15,24 @@ from torch import Tensor
 from rlhf.distributed import rendezvous
 from rlhf.errors import UserError
 
-ALIKE = "RLHF_RANKS_ALIKE"
-"""variable of this process: ranks next to each other that work on the same rows, each on its part of the model or of
-the tokens"""
+RANKS_PER_SHARE = "RLHF_RANKS_PER_SHARE"
+"""environment variable: number of consecutive ranks that compute the same rows, each its part of the model or of the
+tokens (tensor or sequence parallelism)"""
 
 
 @contextlib.contextmanager
 def process_group(timeout_s: float = 1800) -> Iterator[None]:
-    """The process group for the length of a run, always destroyed at its end.
+    """The process group of a run, which is always destroyed at its end.
 
     Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun, deepspeed and accelerate
-    set them; without them this process is alone. Leaving the group open made 11 of 15 good runs exit
-    non-zero, hence the `finally`.
-    A collective that has waited `timeout_s` seconds for another rank fails.
+    set them; without them there is one process. Without destroying the group, 11 of 15 successful runs
+    ended with an exit code other than 0.
+    A collective fails after waiting `timeout_s` seconds for another rank.
 
-    Raises: UserError if this rank has no GPU where others have, or finds nobody at that address.
+    Raises: UserError if there are more processes than GPUs on this host, or nothing answers at that address.
     """
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in alone.items():
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in defaults.items():
         os.environ.setdefault(name, value)
     device = local_device()
     if device.type == "cuda":
@@ -46,34 +46,34 @@ def process_group(timeout_s: float = 1800) -> Iterator[None]:
 
     # The shared-memory all-reduce is compiled with g++ on first use (20 to 40 s, and an error without a compiler).
     compatible["deepspeed_shm_comm"] = False
-    backend, patience = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout_s)
-    if rendezvous.several():
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout_s)
+    if rendezvous.is_multi_process():
         rendezvous.choose_interface()
         dist.init_process_group(
             backend,
             store=rendezvous.group_store(),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=patience,
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    deepspeed.init_distributed(dist_backend=backend, timeout=patience, verbose=False)
-    # DeepSpeed makes groups of its own and names no timeout: its backward pass would wait for 30 minutes.
-    usual = {name: getattr(c10d, name) for name in ("default_pg_timeout", "default_pg_nccl_timeout")}
-    vars(c10d).update(dict.fromkeys(usual, patience))
+    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+    # DeepSpeed creates further groups without a timeout: its backward pass would wait for 30 minutes.
+    default_timeouts = {name: getattr(c10d, name) for name in ("default_pg_timeout", "default_pg_nccl_timeout")}
+    vars(c10d).update(dict.fromkeys(default_timeouts, timeout))
     try:
         yield
     finally:
-        vars(c10d).update(usual)
+        vars(c10d).update(default_timeouts)
         dist.destroy_process_group()
-        split = ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu")
-        for name in ("_WORLD_GROUP", *split):
-            setattr(groups, name, None)  # DeepSpeed would go on using those that are gone
+        parallel_groups = ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu")
+        for name in ("_WORLD_GROUP", *parallel_groups):
+            setattr(groups, name, None)  # DeepSpeed would use destroyed groups
         deepspeed.comm.comm.cdb = None
 
 
 def _require_device(device: torch.device) -> None:
-    """Raises: UserError if this process has a higher number on its host than there are GPUs."""
+    """Raises: UserError if this host has no GPU with the number of this process."""
     count = torch.cuda.device_count()
     if device.index >= count:
         raise UserError(
@@ -83,7 +83,7 @@ def _require_device(device: torch.device) -> None:
 
 
 def local_device() -> torch.device:
-    """The device of this process: its GPU where there is one, else the CPU."""
+    """The device of this process: its GPU if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
@@ -97,34 +97,36 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
-def work_alike(count: int) -> None:
-    """From now on every `count` ranks next to each other get the same rows: they share one model, or its tokens."""
-    os.environ[ALIKE] = str(count)
+def set_ranks_per_share(count: int) -> None:
+    """Let every `count` consecutive ranks get the same rows: they share one model, or its tokens."""
+    os.environ[RANKS_PER_SHARE] = str(count)
 
 
-def alike() -> int:
-    """How many ranks get the same rows as this one, itself included."""
-    return int(os.environ.get(ALIKE, 1))
+def ranks_per_share() -> int:
+    """The number of ranks that get the same rows as this one, including itself."""
+    return int(os.environ.get(RANKS_PER_SHARE, 1))
 
 
 def data_rank() -> int:
-    """The number of this rank's share of the rows; ranks that work alike have the same."""
-    return rank() // alike()
+    """The number of this rank's share of the rows. Ranks with the same rows have the same number."""
+    return rank() // ranks_per_share()
 
 
 def data_world_size() -> int:
-    """Into how many shares rows are dealt out: the number of ranks, unless some work alike."""
-    return world_size() // alike()
+    """The number of shares into which rows are divided: the number of ranks, unless some get the same rows."""
+    return world_size() // ranks_per_share()
 
 
-def leads_share() -> bool:
-    """Whether this is the first of the ranks that work alike."""
-    return rank() % alike() == 0
+def is_share_leader() -> bool:
+    """Whether this is the first of the ranks with the same rows."""
+    return rank() % ranks_per_share() == 0
 
 
-def alike_group() -> Any:
-    """The ranks that work alike with this one, as a group; every rank calls this together."""
-    groups = [dist.new_group(range(first, first + alike())) for first in range(0, world_size(), alike())]
+def share_group() -> Any:
+    """The process group of the ranks with the same rows as this one. All ranks must call it."""
+    groups = [
+        dist.new_group(range(first, first + ranks_per_share())) for first in range(0, world_size(), ranks_per_share())
+    ]
     return groups[data_rank()]
 
 
@@ -140,43 +142,43 @@ def barrier() -> None:
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """The elementwise sum of `tensor` over all shares of the rows, in float64 so that counts stay exact.
 
-    Ranks that work alike bring the same, which counts once.
+    Ranks with the same rows have the same `tensor`, which counts once.
     """
     total = tensor.detach().to(torch.float64)
     if world_size() > 1:
-        total = total.to(local_device(), copy=True)  # NCCL takes no tensor of the CPU
+        total = total.to(local_device(), copy=True)  # NCCL accepts no CPU tensor
         dist.all_reduce(total)
-        total = total.to(tensor.device) / alike()
+        total = total.to(tensor.device) / ranks_per_share()
     return total
 
 
 def max_over_ranks(numbers: Sequence[float]) -> list[float]:
-    """The elementwise greatest of `numbers` over all ranks."""
+    """The elementwise maximum of `numbers` over all ranks."""
     if world_size() == 1:
         return list(numbers)
-    greatest = torch.tensor(numbers, dtype=torch.float64, device=local_device())
-    dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
-    return [float(number) for number in greatest.tolist()]
+    maxima = torch.tensor(numbers, dtype=torch.float64, device=local_device())
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return [float(number) for number in maxima.tolist()]
 
 
 def broadcast(tensor: Tensor, source: int) -> None:
-    """Fill `tensor`, of the same shape and dtype on every rank, with that of rank `source`."""
+    """Overwrite `tensor` with that of rank `source`. Shape and dtype are the same on every rank."""
     if world_size() > 1:
         dist.broadcast(tensor, source)
 
 
-def of_share(value: Any) -> Any:
-    """What the first of the ranks that work alike with this one brings as `value`: the same for all of them."""
-    return value if alike() == 1 else gather_objects(value)[rank() - rank() % alike()]
+def broadcast_in_share(value: Any) -> Any:
+    """The `value` of the first of the ranks with the same rows as this one."""
+    return value if ranks_per_share() == 1 else gather_objects(value)[rank() - rank() % ranks_per_share()]
 
 
 def gather_shares(value: Any) -> list[Any]:
-    """What each share of the rows brings as `value`, in the order of `data_rank`, on every rank."""
-    return gather_objects(value)[:: alike()]
+    """The `value` of each share of the rows, in the order of `data_rank`, on every rank."""
+    return gather_objects(value)[:: ranks_per_share()]
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """`value` of every rank, in rank order, on every rank."""
+    """The `value` of every rank, in rank order, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()

@@ -1,6 +1,6 @@
-"""Where the ranks of a stage first meet: who is missing, whether all have the same, and see the same directory.
+"""The rendezvous of a stage's ranks: checks for missing ranks, different options or code, and a shared directory.
 
-All of it goes through a key-value store, as JSON, before any data is read or model loaded.
+The ranks exchange JSON through a key-value store, before any data is read or model loaded.
 """
 
 import datetime
@@ -29,36 +29,36 @@ from rlhf.storage import manifests
 TIMEOUT = "RLHF_RENDEZVOUS_TIMEOUT_S"
 TIMEOUT_S = 300.0
 PART = "RLHF_STORE_PART"
-"""variable that names the part of a launcher's store in which the ranks of this run meet"""
-SHARED_S = 30.0
-"""in which a file that rank 0 writes must show to every other rank"""
-READING_S = 30.0
-"""that a rank waits for the verdict of rank 0 after the latter has stopped waiting"""
-SHOWN = 4
-"""differences that are named"""
+"""environment variable with the prefix of the launcher's store under which the ranks of this run meet"""
+SHARED_FILE_S = 30.0
+"""seconds in which a file that rank 0 writes must become visible to every other rank"""
+VERDICT_S = 30.0
+"""seconds that a rank waits for the verdict after rank 0 has stopped waiting"""
+MAX_SHOWN = 4
+"""differences that an error lists"""
 
 
-def several() -> bool:
+def is_multi_process() -> bool:
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
-def _one_host() -> bool:
+def _is_one_host() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 def timeout_s() -> float:
-    """Seconds in which every rank must have come."""
+    """Seconds in which every rank must arrive."""
     return float(os.environ.get(TIMEOUT, TIMEOUT_S))
 
 
 def store() -> Store:
-    """The store of this run: torchrun and our launcher hold one; otherwise rank 0 does, at MASTER_ADDR alone.
+    """The store of this run. torchrun and our launcher provide one; otherwise rank 0 listens at MASTER_ADDR only.
 
     Raises: UserError if it cannot be reached, or its port is taken.
     """
-    place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"]))
-    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return part_of(_connect(*place, held, timeout_s()))
+    endpoint = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"]))
+    exists = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return part_of(_connect(*endpoint, exists, timeout_s()))
 
 
 def part_of(whole: Store) -> Store:
@@ -67,17 +67,17 @@ def part_of(whole: Store) -> Store:
 
 
 def group_store() -> Store:
-    """A part of the store that no earlier process group of these ranks has used."""
-    whole = store()
-    number = whole.add(f"groups/{os.environ['RANK']}", 1)
-    return PrefixStore(f"group {number}", whole)
+    """A prefix of the store that no earlier process group of these ranks has used."""
+    run_store = store()
+    number = run_store.add(f"groups/{os.environ['RANK']}", 1)
+    return PrefixStore(f"group {number}", run_store)
 
 
 @cache
-def _connect(address: str, port: int, rank: int, held: bool, seconds: float) -> TCPStore:
-    """One store a process: it must be there for as long as the process is."""
+def _connect(address: str, port: int, rank: int, exists: bool, seconds: float) -> TCPStore:
+    """Cached, because the store must exist as long as the process."""
     patience = datetime.timedelta(seconds=seconds)
-    if rank == 0 and not held:
+    if rank == 0 and not exists:
         listening = addresses.listen(address, port, "MASTER_PORT")
         return TCPStore(
             address, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listening.detach()
@@ -92,102 +92,106 @@ def _connect(address: str, port: int, rank: int, held: bool, seconds: float) -> 
 
 
 def choose_interface() -> None:
-    """Have gloo and NCCL use the interface on the way to the others; alone on a host, the loopback interface.
+    """Let gloo and NCCL use the interface on the route to the other hosts; on a single host, the loopback interface.
 
-    By itself gloo takes the address of the host's name, often 127.0.1.1, and then waits for ever. What the environment
-    says goes before.
+    By default gloo uses the address of the host's name, often 127.0.1.1, and then waits forever. Values that the user
+    set in the environment take precedence.
     """
-    towards = addresses.LOOPBACK if _one_host() else addresses.address_towards(os.environ["MASTER_ADDR"])
-    interface = None if towards is None else addresses.interface_of(towards)
+    address = addresses.LOOPBACK if _is_one_host() else addresses.address_towards(os.environ["MASTER_ADDR"])
+    interface = None if address is None else addresses.interface_of(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if not _one_host():
+        if not _is_one_host():
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
-def meet(options: RunOptions) -> None:
-    """Wait for every rank; one process alone has none to wait for.
+def check_ranks(options: RunOptions) -> None:
+    """Wait for every rank, and check that all agree. Does nothing for a single process.
 
-    Raises: UserError, on every rank, if one is missing after RLHF_RENDEZVOUS_TIMEOUT_S, has other options, code or
+    Raises: UserError, on every rank, if one is missing after RLHF_RENDEZVOUS_TIMEOUT_S, has different options, code or
     versions, or does not see the output directory.
     """
-    if not several():
+    if not is_multi_process():
         return
-    ranks = Meeting(store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    own = {"host": socket.gethostname(), "has": what_must_agree(options)}
-    ranks.agree("here", own, timeout_s(), lambda said: differences(said, ranks.size))
-    if not _one_host():
-        ranks.require_shared(Path(options.output_dir))
+    rank_check = RankCheck(store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    own = {"host": socket.gethostname(), "has": shared_properties(options)}
+    rank_check.require_agreement("here", own, timeout_s(), lambda values: describe_differences(values, rank_check.size))
+    if not _is_one_host():
+        rank_check.require_shared(Path(options.output_dir))
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """This rank among all, who speak through `store`."""
+class RankCheck:
+    """This rank's part in checks of all ranks through `store`."""
 
     store: Store
     rank: int
     size: int
 
-    def agree(self, name: str, own: Any, seconds: float, judge: Callable[[Mapping[int, Any]], str | None]) -> None:
-        """Rank 0 looks at what every rank has to say, of those that came within `seconds`; its verdict is for all.
+    def require_agreement(
+        self, name: str, own_value: Any, seconds: float, judge: Callable[[Mapping[int, Any]], str | None]
+    ) -> None:
+        """Rank 0 judges the values of the ranks that arrive within `seconds`; all ranks get its verdict.
 
-        Raises: UserError with the verdict, if there is one.
+        judge(rank -> value): an error message, or None. Raises: UserError with the verdict, if it is not None.
         """
-        store, verdict = self.store, f"{name}/verdict"
-        store.set(f"{name}/{self.rank}", json.dumps(own))
+        store, verdict_key = self.store, f"{name}/verdict"
+        store.set(f"{name}/{self.rank}", json.dumps(own_value))
         if self.rank == 0:
-            said = self._said(name, seconds)
-            store.set(verdict, json.dumps(judge(said)))
-            # The store may end with us, so the others read first.
-            _until(lambda: store.add(f"{name}/read", 0) >= len(said) - 1, READING_S)
+            values = self._collect(name, seconds)
+            store.set(verdict_key, json.dumps(judge(values)))
+            # The store may end with this process, so the others read first.
+            _wait_until(lambda: store.add(f"{name}/read", 0) >= len(values) - 1, VERDICT_S)
         elif not (
-            _until(lambda: store.check([f"{name}/0"]), seconds)
-            and _until(lambda: store.check([verdict]), seconds + READING_S)
+            _wait_until(lambda: store.check([f"{name}/0"]), seconds)
+            and _wait_until(lambda: store.check([verdict_key]), seconds + VERDICT_S)
         ):
-            raise UserError(f"rank 0 did not come within {seconds:g} s; start the first host too")
-        found = json.loads(store.get(verdict))
+            raise UserError(f"rank 0 did not arrive within {seconds:g} s; start the first host too")
+        decision = json.loads(store.get(verdict_key))
         if self.rank > 0:
             store.add(f"{name}/read", 1)
-        if found is not None:
-            raise UserError(found)
+        if decision is not None:
+            raise UserError(decision)
 
-    def _said(self, name: str, seconds: float) -> dict[int, Any]:
-        """What each rank says, of those that come in time."""
+    def _collect(self, name: str, seconds: float) -> dict[int, Any]:
+        """The value of each rank that arrives in time."""
         missing = set(range(self.size))
 
-        def came() -> bool:
+        def all_arrived() -> bool:
             missing.difference_update([rank for rank in missing if self.store.check([f"{name}/{rank}"])])
             return not missing
 
-        _until(came, seconds)
-        there = sorted(set(range(self.size)) - missing)
-        return {rank: json.loads(self.store.get(f"{name}/{rank}")) for rank in there}
+        _wait_until(all_arrived, seconds)
+        arrived = sorted(set(range(self.size)) - missing)
+        return {rank: json.loads(self.store.get(f"{name}/{rank}")) for rank in arrived}
 
     def require_shared(self, directory: Path) -> None:
-        """Raises: UserError, on every rank, unless a file that rank 0 writes where the output goes shows to all."""
+        """Raises: UserError, on every rank, unless all ranks see a file that rank 0 writes beside the output."""
         path: Path | None = None
-        trouble = ""
+        write_error = ""
         if self.rank > 0:
-            shown = self.store.get("shared/path").decode()
-            seen = not shown or _until(Path(shown).is_file, SHARED_S)
+            written_path = self.store.get("shared/path").decode()
+            is_visible = not written_path or _wait_until(Path(written_path).is_file, SHARED_FILE_S)
         else:
-            there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir()).absolute()
-            path = there / f".rlhf-shared-{uuid.uuid4().hex}"
+            existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir()).absolute()
+            path = existing / f".rlhf-shared-{uuid.uuid4().hex}"
             try:
                 path.touch()
             except OSError as error:
-                trouble = f"rank 0 cannot write to {there} ({error.strerror})"
-            seen = not trouble
-            self.store.set("shared/path", "" if trouble else str(path))
+                write_error = f"rank 0 cannot write to {existing} ({error.strerror})"
+            is_visible = not write_error
+            self.store.set("shared/path", "" if write_error else str(path))
         try:
-            own = {"host": socket.gethostname(), "seen": seen, "trouble": trouble}
-            self.agree("shared", own, SHARED_S + READING_S, lambda said: _unseen(said, directory))
+            own_value = {"host": socket.gethostname(), "seen": is_visible, "trouble": write_error}
+            self.require_agreement(
+                "shared", own_value, SHARED_FILE_S + VERDICT_S, lambda values: _describe_unshared(values, directory)
+            )
         finally:
             if path is not None:
                 path.unlink(missing_ok=True)
 
 
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -199,17 +203,19 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 # --- the same on every rank
 
 
-def what_must_agree(options: RunOptions) -> dict[str, str]:
-    """Options, versions, and digests of the project's code and of the Python files that options name, each by name."""
+def shared_properties(options: RunOptions) -> dict[str, str]:
+    """name -> value of what all ranks must share: options, versions, and digests of the code and of user files."""
     values = options.model_dump(mode="json")
-    found = {f"--{name.replace('_', '-')}": json.dumps(value) for name, value in values.items()}
-    found |= {name: version for name, version in manifests.versions().items() if name not in ("python", "platform")}
-    found["python"] = ".".join(map(str, sys.version_info[:2]))
-    own = [path for path in re.findall(r"[\w./~-]+\.py\b", json.dumps(values)) if Path(path).is_file()]
-    return found | dict(_code()) | {path: _digest(Path(path)) for path in own}
+    properties = {f"--{name.replace('_', '-')}": json.dumps(value) for name, value in values.items()}
+    properties |= {
+        name: version for name, version in manifests.versions().items() if name not in ("python", "platform")
+    }
+    properties["python"] = ".".join(map(str, sys.version_info[:2]))
+    user_files = [path for path in re.findall(r"[\w./~-]+\.py\b", json.dumps(values)) if Path(path).is_file()]
+    return properties | dict(_code_digests()) | {path: _digest(Path(path)) for path in user_files}
 
 
-def _code() -> Iterator[tuple[str, str]]:
+def _code_digests() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             yield str(path.relative_to(ROOT)), _digest(path)
@@ -219,37 +225,42 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def differences(said: Mapping[int, Any], size: int) -> str | None:
-    """Who is missing of `size` ranks, else how the first rank that has something else differs from rank 0; None if
-    nothing is wrong."""
-    missing = [rank for rank in range(size) if rank not in said]
+def describe_differences(values: Mapping[int, Any], size: int) -> str | None:
+    """An error message: the missing of `size` ranks, else how the first rank that differs from rank 0 does so. None if
+    all agree."""
+    missing = [rank for rank in range(size) if rank not in values]
     if missing:
-        here = ", ".join(dict.fromkeys(str(one["host"]) for one in said.values()))
+        hosts = ", ".join(dict.fromkeys(str(value["host"]) for value in values.values()))
         return (
-            f"{len(missing)} of {size} ranks did not come within {timeout_s():g} s: rank {_ranges(missing)}; there are "
-            f"those of {here}; start the others too, or raise {TIMEOUT}"
+            f"{len(missing)} of {size} ranks did not arrive within {timeout_s():g} s: rank {_format_ranks(missing)}; "
+            f"ranks of {hosts} are there; start the others too, or raise {TIMEOUT}"
         )
-    first = said[0]
-    for rank, other in said.items():
-        one, two = other["has"], first["has"]
-        names = [name for name in {**two, **one} if one.get(name) != two.get(name)]
+    first = values[0]
+    for rank, other in values.items():
+        properties, first_properties = other["has"], first["has"]
+        names = [
+            name for name in {**first_properties, **properties} if properties.get(name) != first_properties.get(name)
+        ]
         if names:
-            shown = "; ".join(_difference(name, one.get(name), two.get(name)) for name in names[:SHOWN])
-            more = f"; {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            listed = "; ".join(
+                _describe_difference(name, properties.get(name), first_properties.get(name))
+                for name in names[:MAX_SHOWN]
+            )
+            more = f"; {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
             return (
-                f"rank {rank} on {other['host']} is not like rank 0 on {first['host']}: {shown}{more}; "
+                f"rank {rank} on {other['host']} differs from rank 0 on {first['host']}: {listed}{more}; "
                 "every host needs the same options, code and libraries"
             )
     return None
 
 
-def _difference(name: str, one: str | None, other: str | None) -> str:
-    if one is None or other is None:
-        return f"{name} {'is missing' if one is None else 'is there'}"
-    return f"{name} differs" if name.endswith(".py") else f"{name} {one}, not {other}"
+def _describe_difference(name: str, value: str | None, first_value: str | None) -> str:
+    if value is None or first_value is None:
+        return f"{name} {'is missing' if value is None else 'is there'}"
+    return f"{name} differs" if name.endswith(".py") else f"{name} {value}, not {first_value}"
 
 
-def _ranges(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     """`1-3, 6` of [1, 2, 3, 6]."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -263,13 +274,13 @@ def _ranges(ranks: list[int]) -> str:
 # --- one directory
 
 
-def _unseen(said: Mapping[int, Any], directory: Path) -> str | None:
-    if said[0]["trouble"]:
-        return f"--output-dir {directory}: {said[0]['trouble']}; name another"
-    blind = list(dict.fromkeys(one["host"] for one in said.values() if not one["seen"]))
-    if not blind:
+def _describe_unshared(values: Mapping[int, Any], directory: Path) -> str | None:
+    if values[0]["trouble"]:
+        return f"--output-dir {directory}: {values[0]['trouble']}; name another"
+    hosts = list(dict.fromkeys(value["host"] for value in values.values() if not value["seen"]))
+    if not hosts:
         return None
     return (
-        f"--output-dir {directory}: {', '.join(blind)} does not see what rank 0 on {said[0]['host']} writes there; it "
-        "must be one directory that all hosts share"
+        f"--output-dir {directory}: {', '.join(hosts)} does not see what rank 0 on {values[0]['host']} writes there; "
+        "it must be one directory that all hosts share"
     )

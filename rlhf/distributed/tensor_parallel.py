@@ -1,4 +1,4 @@
-"""Models whose matrices lie in parts on ranks that work alike (DeepSpeed's AutoTP): told, measured, read whole, set."""
+"""Models whose matrices are split over the ranks with the same rows (tensor parallelism by DeepSpeed's AutoTP)."""
 
 import math
 from collections.abc import Iterable
@@ -9,25 +9,25 @@ from torch import Tensor, nn
 
 from rlhf.distributed import collectives
 
-PART = 2**17
-"""squares that are added up in fp32: of 28 million, which an embedding has, the sum is off by 5e-4"""
+CHUNK = 2**17
+"""squares that are summed in fp32; for 28 million, the size of an embedding, the error would be 5e-4"""
 
 
-def settings(size: int) -> dict[str, Any]:
-    """DeepSpeed's section for `size` ranks that share a model; nothing where each has its own.
+def autotp_settings(size: int) -> dict[str, Any]:
+    """DeepSpeed's section for `size` ranks that share a model; empty for 1.
 
-    The head stays whole: log-probs want the logits of the whole vocabulary on every rank.
+    The head is not split: log-probs need the logits of the whole vocabulary on every rank.
     """
     return {"tensor_parallel": {"autotp_size": size, "vocab_parallel_lm_head": False}} if size > 1 else {}
 
 
-def show_plan(model: nn.Module) -> None:
-    """AutoTP looks for the plan of which matrices are split in the config of the model it is given."""
+def set_autotp_config(model: nn.Module) -> None:
+    """Set `model.config`, in which AutoTP looks for the plan of which matrices to split."""
     model.config = next(part.config for part in model.children() if hasattr(part, "config"))
 
 
-def require_even(model: nn.Module) -> None:
-    """Of each matrix every rank must have known rows or columns."""
+def require_known_split(model: nn.Module) -> None:
+    """Fail unless DeepSpeed states for each split matrix which rows or columns each rank has."""
     for name, weight in model.named_parameters():
         layout = _layout(weight)
         if getattr(weight, "tensor_model_parallel", False):
@@ -35,26 +35,26 @@ def require_even(model: nn.Module) -> None:
             assert layout["sub_param_sizes"] is None, f"{name}: DeepSpeed splits it in several places"
 
 
-def joined(weight: Tensor, value: Tensor) -> Tensor:
-    """The whole of which this rank has `value`, of the shape of its part of `weight`. Ranks that share it do this
-    together."""
+def gather_full(weight: Tensor, value: Tensor) -> Tensor:
+    """Gather the full tensor of which this rank has `value`, of the shape of its part of `weight`. All ranks that share
+    the weight must call it."""
     layout = _split(weight)
     if layout is None:
         return value
     from deepspeed.utils import groups
 
-    group, mine, parts = groups.get_tensor_model_parallel_group(), value.detach().contiguous(), []
+    group, own_value, parts = groups.get_tensor_model_parallel_group(), value.detach().contiguous(), []
     for number, size in enumerate(layout["partition_sizes"]):
-        shape = list(mine.shape)
+        shape = list(own_value.shape)
         shape[layout["partition_dim"]] = size
-        here = torch.distributed.get_rank(group) == number
-        parts.append(mine if here else torch.empty(shape, dtype=mine.dtype, device=mine.device))
+        is_own = torch.distributed.get_rank(group) == number
+        parts.append(own_value if is_own else torch.empty(shape, dtype=own_value.dtype, device=own_value.device))
         torch.distributed.broadcast(parts[-1], group_src=number, group=group)
     return torch.cat(parts, layout["partition_dim"])
 
 
-def part(weight: Tensor, value: Tensor) -> Tensor:
-    """This rank's part of `value`, which has the whole shape of `weight`."""
+def local_part(weight: Tensor, value: Tensor) -> Tensor:
+    """This rank's part of `value`, which has the full shape of `weight`."""
     layout = _split(weight)
     if layout is None:
         return value
@@ -64,37 +64,37 @@ def part(weight: Tensor, value: Tensor) -> Tensor:
     return value.split(layout["partition_sizes"], layout["partition_dim"])[number].contiguous()
 
 
-def numel(weight: Tensor) -> int:
-    """Elements of the whole weight."""
+def full_numel(weight: Tensor) -> int:
+    """Elements of the full weight."""
     layout = _split(weight)
     return int(getattr(weight, "ds_numel", weight.numel())) if layout is None else math.prod(layout["logical_shape"])
 
 
 def gradient_norm(weights: Iterable[Tensor]) -> float:
-    """The norm of all gradients together; parts on other ranks count, copies on other ranks do not."""
-    own: list[Tensor] = []
-    parts: list[Tensor] = []
+    """The norm of all gradients. Parts on other ranks count, copies on other ranks do not."""
+    whole_gradients: list[Tensor] = []
+    split_gradients: list[Tensor] = []
     for weight in weights:
         if weight.grad is not None:
-            (own if _split(weight) is None else parts).append(weight.grad)
-    square = _squares(own)
-    if parts:
-        # Every share of the rows has all parts, and the sum over ranks counts each rank that works alike once.
+            (whole_gradients if _split(weight) is None else split_gradients).append(weight.grad)
+    square = _squares(whole_gradients)
+    if split_gradients:
+        # Every share of the rows has all parts; sum_over_ranks divides by the ranks per share.
         square = square + collectives.sum_over_ranks(
-            _squares(parts) * collectives.alike() / collectives.data_world_size()
+            _squares(split_gradients) * collectives.ranks_per_share() / collectives.data_world_size()
         )
     return math.sqrt(float(square))
 
 
 def _squares(gradients: list[Tensor]) -> Tensor:
     """The sum of all squares, in fp64."""
-    parts = (part for g in gradients for part in g.flatten().split(PART))
+    parts = (part for g in gradients for part in g.flatten().split(CHUNK))
     norms = [torch.linalg.vector_norm(part.float()).double() for part in parts]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def _split(weight: Tensor) -> dict[str, Any] | None:
-    """How a weight is split, None = it is whole."""
+    """How a weight is split; None = it is not."""
     layout = _layout(weight)
     return None if layout is None or layout["partition_dim"] is None else layout
 

@@ -1,4 +1,4 @@
-"""Models whose weights lie in parts on the ranks (ZeRO-3): built so, read whole, and run whole or layer by layer."""
+"""Models whose weights are sharded over the ranks (ZeRO-3): building them, gathering weights, and forward passes."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -12,53 +12,53 @@ from rlhf.distributed import collectives
 from rlhf.types import Sequences
 
 
-def zero3(offload: dict[str, Any] | None) -> dict[str, Any]:
-    """DeepSpeed's section for ZeRO-3. offload: where the parts are kept between uses, None = on the device.
+def zero3_config(offload: dict[str, Any] | None) -> dict[str, Any]:
+    """DeepSpeed's section for ZeRO-3. offload: where shards are stored between uses, None = on the device.
 
-    Without the threshold of 0 small weights stay whole, and in tests all of them.
+    The threshold of 0 also shards small weights. Otherwise these stay whole; in tests all weights are small.
     """
-    kept = {} if offload is None else {"offload_param": offload}
-    return {"stage": 3, "stage3_param_persistence_threshold": 0, **kept}
+    offload_config = {} if offload is None else {"offload_param": offload}
+    return {"stage": 3, "stage3_param_persistence_threshold": 0, **offload_config}
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How a model is built of which no rank ever holds all weights."""
+    """How to build a model so that no rank ever holds all its weights."""
 
     dtype: torch.dtype
     offload: dict[str, Any] | None
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Inside, `from_pretrained` of transformers leaves each rank its part of every weight it reads.
+        """A context in which `from_pretrained` of transformers leaves each rank its shard of every weight.
 
-        Random numbers are as if nothing had been drawn, as they are where a model is read whole.
+        The random state afterwards is as before, as it is when a model is loaded without shards.
         """
         from transformers.integrations import HfDeepSpeedConfig
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        made = deepspeed_settings(self.dtype) | {"zero_optimization": zero3(self.offload)}
-        kept = HfDeepSpeedConfig(made)  # transformers refers to it weakly
+        settings = deepspeed_settings(self.dtype) | {"zero_optimization": zero3_config(self.offload)}
+        reference = HfDeepSpeedConfig(settings)  # transformers has only a weak reference to it
         try:
             with torch.random.fork_rng(devices=[]):
                 yield
         finally:
             unset_hf_deepspeed_config()
-            del kept
+            del reference
 
 
 def deepspeed_settings(dtype: torch.dtype, micro_batch_size: int = 1) -> dict[str, Any]:
-    """What DeepSpeed is told of any model that computes in `dtype`.
+    """DeepSpeed's configuration of any model that computes in `dtype`.
 
-    Gradients are summed over micro-batches and ranks in fp32: in the compute dtype each of 1,024 rows would be rounded
-    beside the sum of those before it (a relative error of 12 % in bf16).
+    Gradients are summed over micro-batches and ranks in fp32. Summing 1,024 rows in bf16 would give a relative error of
+    12 %.
     """
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": 1,  # the step's micro-batches are counted in Engine.step
+        "gradient_accumulation_steps": 1,  # Engine.step counts the micro-batches
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
-        # Under ZeRO-1 a gradient in bf16 is freed once it is added to the sum, not after the whole backward pass.
+        # Under ZeRO-1, a bf16 gradient is freed as soon as it is added to the sum, not after the whole backward pass.
         "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True},
         "fp16": {"enabled": dtype == torch.float16},
         "steps_per_print": 1 << 60,
@@ -69,16 +69,16 @@ def is_sharded(weight: Tensor) -> bool:
     return hasattr(weight, "ds_id")
 
 
-def whole_shape(weight: Tensor) -> torch.Size:
-    """The shape of a weight, of which this rank may have a part only."""
+def full_shape(weight: Tensor) -> torch.Size:
+    """The full shape of a weight, of which this rank may have only a shard."""
     return torch.Size(getattr(weight, "ds_shape", weight.shape))
 
 
 @contextlib.contextmanager
-def whole(weights: Iterable[Tensor], changed: bool = False) -> Iterator[None]:
-    """The sharded ones among `weights` whole on every rank meanwhile; every rank does this together.
+def gather_weights(weights: Iterable[Tensor], changed: bool = False) -> Iterator[None]:
+    """A context in which the sharded ones among `weights` are whole on every rank. All ranks must enter it.
 
-    With `changed`, what rank 0 has written into them lasts. Those that are whole already stay so, and are left alone.
+    changed: keep what rank 0 writes into them. Weights that are whole already are left unchanged.
     """
     sharded: list[Any] = [weight for weight in weights if is_sharded(weight)]
     sharded = [weight for weight in sharded if weight.ds_status.name == "NOT_AVAILABLE"]
@@ -92,21 +92,21 @@ def whole(weights: Iterable[Tensor], changed: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gathered(offload: Any) -> Iterator[None]:
-    """Every weight of a model under ZeRO-3 whole on every rank, and the hooks that fetch and release them taken off.
+def gather_model(offload: Any) -> Iterator[None]:
+    """A context in which all weights of a model under ZeRO-3 are whole on every rank, and its hooks are removed.
 
-    With the hooks on, each forward pass would gather again (10 times slower to generate), and ranks with different
-    numbers of passes would wait for each other for ever. offload: DeepSpeed's ZeRO-3 part of an engine.
+    With the hooks, each forward pass would gather the weights again (generation would be 10 times slower), and ranks
+    with different numbers of passes would deadlock. offload: the ZeRO-3 object of a DeepSpeed engine.
     """
     model = offload.module
-    with whole(list(model.parameters())):
+    with gather_weights(list(model.parameters())):
         for hook in [*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook]:
             hook.remove()
         offload.forward_hooks, offload.backward_hooks = [], []
         try:
             yield
         finally:
-            # The order matters: a pass first resets the coordinator, then fetches.
+            # The order matters: a pass first resets the coordinator, then gathers.
             offload.fwd_pre_hook = model.register_forward_pre_hook(lambda *_: _reset(offload))
             offload._register_deepspeed_module(model)
 
@@ -115,11 +115,11 @@ def _reset(offload: Any) -> None:
     offload.get_param_coordinator().reset_step()
 
 
-class InStep:
-    """A model under ZeRO-3 whose every forward pass fetches each layer's weights from all ranks and lets them go.
+class SynchronizedPasses:
+    """A context for a model under ZeRO-3 that gathers each layer's weights in every forward pass and releases them.
 
-    Ranks take part in each other's fetches, so all must run equally many passes: a rank that leaves the context early
-    goes on with passes over a single token until the last has left. Other collectives have no place inside.
+    Gathering needs all ranks, so all must run equally many passes: a rank that leaves the context early runs dummy
+    passes until the last rank has left. Other collectives must not run inside.
     """
 
     def __init__(self, offload: Any) -> None:
@@ -132,7 +132,7 @@ class InStep:
             model.register_forward_pre_hook(self._begin, prepend=True),
             model.register_forward_hook(self._end),
         ]
-        if hasattr(model, "lm"):  # generation asks the language model of a policy without the policy
+        if hasattr(model, "lm"):  # generation calls the language model directly, not the policy
             self._hooks.append(model.lm.register_forward_pre_hook(self._begin_inner, prepend=True))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -140,10 +140,10 @@ class InStep:
             hook.remove()
         if kind is not None:
             return
-        while (others := _passes([0, 0]))[0] + others[1]:
-            assert others[0] * others[1] == 0, "ranks run different parts of the model at the same time"
+        while (passes := _passes([0, 0]))[0] + passes[1]:
+            assert passes[0] * passes[1] == 0, "ranks run different parts of the model at the same time"
             ids = torch.zeros(1, 2, dtype=torch.long, device=collectives.local_device())
-            if others[0]:
+            if passes[0]:
                 mask = torch.ones_like(ids, dtype=torch.bool)
                 self._model(Sequences(ids, mask, mask & (torch.arange(2, device=ids.device) > 0)))
             else:
@@ -163,6 +163,6 @@ class InStep:
             _reset(self._offload)  # as a pass of the whole model does
 
 
-def _passes(mine: list[int]) -> list[int]:
-    """How many ranks begin a pass of the whole model, and of its language model alone; 0 and 0 when none does."""
-    return [int(count) for count in collectives.sum_over_ranks(torch.tensor(mine)).tolist()]
+def _passes(own: list[int]) -> list[int]:
+    """How many ranks begin a pass of the whole model, and of its language model alone. own: this rank's two numbers."""
+    return [int(count) for count in collectives.sum_over_ranks(torch.tensor(own)).tolist()]

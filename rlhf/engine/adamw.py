@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from rlhf.config.options import OptimizerOptions
-from rlhf.distributed.zero3 import whole_shape
+from rlhf.distributed.zero3 import full_shape
 
 MASTER = "weight"
 """the fp32 weight beside a narrower one, among the state of that one"""
@@ -22,7 +22,7 @@ def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, 
     """
     if decay == 0:
         return [{"params": list(weights.values()), "weight_decay": 0.0}]
-    decays = {name: len(whole_shape(w)) > 1 and not name.endswith("bias") for name, w in weights.items()}
+    decays = {name: len(full_shape(w)) > 1 and not name.endswith("bias") for name, w in weights.items()}
     groups = [
         {"params": [w for name, w in weights.items() if decays[name] == decaying], "weight_decay": decay * decaying}
         for decaying in (True, False)

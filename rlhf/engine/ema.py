@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.distributed import collectives
-from rlhf.distributed.tensor_parallel import joined, part
-from rlhf.distributed.zero3 import whole
+from rlhf.distributed.tensor_parallel import gather_full, local_part
+from rlhf.distributed.zero3 import gather_weights
 from rlhf.engine.training import Engine
 
 
@@ -64,12 +64,12 @@ def _exchanged(trained: list[tuple[str, Any]], values: dict[str, Tensor]) -> dic
     """Set every weight on every rank from the `values`, fp32, of the rank that keeps it; gives what it had there."""
     before = {}
     for i, (name, parameter) in enumerate(trained):
-        with whole([parameter], changed=True):
-            value, held = values.get(name), joined(parameter, parameter.detach())
+        with gather_weights([parameter], changed=True):
+            value, held = values.get(name), gather_full(parameter, parameter.detach())
             if i % collectives.world_size() == collectives.rank():
                 before[name] = held.float().clone()
             if value is None:
                 value = torch.empty(held.shape, device=parameter.device)
             collectives.broadcast(value, i % collectives.world_size())
-            parameter.data.copy_(part(parameter, value))
+            parameter.data.copy_(local_part(parameter, value))
     return before

@@ -9,8 +9,8 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig, P
 
 from rlhf import adapters
 from rlhf.distributed import collectives
-from rlhf.distributed.tensor_parallel import joined
-from rlhf.distributed.zero3 import is_sharded, whole
+from rlhf.distributed.tensor_parallel import gather_full
+from rlhf.distributed.zero3 import gather_weights, is_sharded
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.models import traits
@@ -64,7 +64,7 @@ def save_scalar(
     backbone = traits.base(model.backbone)
     prefix = backbone.base_model_prefix
     state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
-    with whole([model.score.weight]):
+    with gather_weights([model.score.weight]):
         head = model.score.exact.detach().to("cpu")
     if collectives.is_main():
         state[HEAD] = head
@@ -91,8 +91,8 @@ def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
     copies: dict[int, Tensor] = {}
     state = {}
     for name, weight in traits.base(model).state_dict(keep_vars=True).items():
-        with whole([weight]):
-            value = joined(weight, weight.detach())
+        with gather_weights([weight]):
+            value = gather_full(weight, weight.detach())
             if collectives.is_main():
                 if id(weight) not in copies:
                     copies[id(weight)] = value.to("cpu", copy=is_sharded(weight))

@@ -9,7 +9,7 @@ from torch import nn
 
 from rlhf.config.options import FrozenOptions
 from rlhf.distributed import collectives
-from rlhf.distributed.zero3 import InStep, Shards, deepspeed_settings, gathered, zero3
+from rlhf.distributed.zero3 import Shards, SynchronizedPasses, deepspeed_settings, gather_model, zero3_config
 from rlhf.models.cpu import compiling
 
 
@@ -27,7 +27,7 @@ class FrozenEngine:
         if options.zero_stage == 3:
             import deepspeed
 
-            config = deepspeed_settings(dtype) | {"zero_optimization": zero3(_kept(options))}
+            config = deepspeed_settings(dtype) | {"zero_optimization": zero3_config(_kept(options))}
             engine, *_ = deepspeed.initialize(model=model.to(self.device), config=config)
             self.module, self._sharded = engine.module, engine.optimizer
         elif not options.offload:
@@ -45,7 +45,11 @@ class FrozenEngine:
     @contextlib.contextmanager
     def _at_hand(self) -> Iterator[None]:
         if self._sharded is not None:
-            with InStep(self._sharded) if self._options.gather_whole is False else gathered(self._sharded):
+            with (
+                SynchronizedPasses(self._sharded)
+                if self._options.gather_whole is False
+                else gather_model(self._sharded)
+            ):
                 yield
             return
         self.module.to(self.device)

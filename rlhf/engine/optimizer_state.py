@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.distributed.tensor_parallel import joined, part
+from rlhf.distributed.tensor_parallel import gather_full, local_part
 
 Named = Sequence[tuple[str, nn.Parameter]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -46,7 +46,7 @@ def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
                 state = safe_get_full_optimizer_state(parameter, moment)
             else:
                 state = _adam(engine).state[parameter][moment]
-            yield f"{moment}:{name}", joined(parameter, state)
+            yield f"{moment}:{name}", gather_full(parameter, state)
 
 
 def master(engine: Any, parameter: nn.Parameter) -> Tensor:
@@ -54,8 +54,8 @@ def master(engine: Any, parameter: nn.Parameter) -> Tensor:
     from deepspeed.utils import safe_get_full_fp32_param
 
     if _divided(parameter):
-        return joined(parameter, safe_get_full_fp32_param(parameter).detach())
-    return joined(parameter, _adam(engine).master(parameter))
+        return gather_full(parameter, safe_get_full_fp32_param(parameter).detach())
+    return gather_full(parameter, _adam(engine).master(parameter))
 
 
 def set_master(engine: Any, parameter: nn.Parameter, value: Tensor) -> None:
@@ -105,7 +105,7 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
     for key, value in saved:
         kind, name = key.split(":", 1)
         parameter = parameters[name]
-        value = part(parameter, value)
+        value = local_part(parameter, value)
         if kind == "weight":
             missing.discard(name)
             set_master(engine, parameter, value)

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
-from rlhf.distributed.zero3 import InStep, Shards, deepspeed_settings, gathered, whole_shape, zero3
+from rlhf.distributed.zero3 import (
+    Shards,
+    SynchronizedPasses,
+    deepspeed_settings,
+    full_shape,
+    gather_model,
+    zero3_config,
+)
 from rlhf.engine import optimizer_state
 from rlhf.engine.adamw import MasterAdamW, decay_groups, schedule
 from rlhf.engine.nonfinite import Tolerance
@@ -78,7 +85,7 @@ class Engine(Generic[M]):
         o = optimizer_options
         split = options.tensor_parallel_size > 1
         if split:
-            tensor_parallel.show_plan(model)
+            tensor_parallel.set_autotp_config(model)
         # ZeRO leaves gradient norm, clipping and bad steps to us where it divides nothing.
         self._plain = effective_stage(options, dtype.itemsize, collectives.world_size()) == 0
         self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
@@ -89,10 +96,10 @@ class Engine(Generic[M]):
             model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, total_steps)),
-            config=deepspeed_config(options, o, dtype, sum(math.prod(whole_shape(p)) for p in trained.values())),
+            config=deepspeed_config(options, o, dtype, sum(math.prod(full_shape(p)) for p in trained.values())),
         )
         if split:
-            tensor_parallel.require_even(self._engine.module)
+            tensor_parallel.require_known_split(self._engine.module)
             self._engine.first_dataloader_check.remove()  # it compares tensors only
         if self._plain and collectives.world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it copies every gradient twice, to nobody
@@ -226,7 +233,7 @@ class Engine(Generic[M]):
 
     def size(self) -> int:
         """Bytes of what `tensors` gives on all ranks."""
-        return 12 * sum(tensor_parallel.numel(p) for _, p in self._trained())
+        return 12 * sum(tensor_parallel.full_numel(p) for _, p in self._trained())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Weights and AdamW's moments, whole and in fp32, of every `world_size`th trained weight: this rank's share.
@@ -266,7 +273,7 @@ class Engine(Generic[M]):
             yield
             return
         offload = self._engine.optimizer.parameter_offload
-        with gathered(offload) if self._options.gather_whole else InStep(offload):
+        with gather_model(offload) if self._options.gather_whole else SynchronizedPasses(offload):
             yield
 
 
@@ -304,7 +311,7 @@ def deepspeed_config(
     """
     stage = effective_stage(options, dtype.itemsize, collectives.world_size())
     plain = stage == 0
-    zero: dict[str, Any] = zero3(_kept(options)) if stage == 3 else {"stage": stage}
+    zero: dict[str, Any] = zero3_config(_kept(options)) if stage == 3 else {"stage": stage}
     zero["reduce_bucket_size"] = min(trained, BUCKET)
     if options.offload_optimizer:
         zero["offload_optimizer"] = _off(options)
@@ -313,7 +320,7 @@ def deepspeed_config(
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        **tensor_parallel.settings(options.tensor_parallel_size),
+        **tensor_parallel.autotp_settings(options.tensor_parallel_size),
     }
 
 

@@ -163,7 +163,7 @@ def stage_main(
             from rlhf.distributed import rendezvous
             from rlhf.storage import manifests
 
-            rendezvous.meet(options)
+            rendezvous.check_ranks(options)
             manifests.require_writable(options.output_dir, stage)
             require_trackers(options.report_to)
             console.quiet_libraries()

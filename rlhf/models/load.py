@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from rlhf import console
 from rlhf.config import read_yaml
 from rlhf.distributed import collectives
-from rlhf.distributed.zero3 import Shards, whole, whole_shape
+from rlhf.distributed.zero3 import Shards, full_shape, gather_weights
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import LOAD_ERRORS, reason, refuse_adapter, refuse_model, refuse_whole_numbers
@@ -146,7 +146,7 @@ def load_causal_lm(
     """
     model = _load(AutoModelForCausalLM, place, dtype, tokenizer_size, seed, shards)
     head = model.get_output_embeddings()
-    if whole_shape(head.weight)[0] > tokenizer_size:
+    if full_shape(head.weight)[0] > tokenizer_size:
         head.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
     return model
 
@@ -240,14 +240,14 @@ def _add_rows(model: PreTrainedModel, rows: int, size: int) -> None:
     with torch.no_grad():
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             for weight in [] if layer is None else layer.parameters():
-                with whole([weight], changed=True):
+                with gather_weights([weight], changed=True):
                     weight[rows:] = weight[:rows].float().mean(0)
 
 
 def refuse_non_finite(model: nn.Module, place: str) -> None:
     """Raises UserError naming the first weight with a NaN or an infinity."""
     for name, weight in model.named_parameters():
-        with whole([weight]):
+        with gather_weights([weight]):
             sound = torch.isfinite(weight.sum(dtype=torch.float32)) or torch.isfinite(weight).all()
         if not sound:
             raise UserError(f"model '{place}': weight {name} has values that are not finite")

@@ -77,8 +77,8 @@ class Stretch:
     """This rank's stretch of each row, and the model's attention over all of them. Every rank makes this together."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._group = collectives.alike_group()
-        self._size, self._number = collectives.alike(), collectives.rank() % collectives.alike()
+        self._group = collectives.share_group()
+        self._size, self._number = collectives.ranks_per_share(), collectives.rank() % collectives.ranks_per_share()
         AttentionInterface.register(ATTENTION, self._attend)
         traits.base(model).set_attn_implementation(ATTENTION)
 

@@ -113,7 +113,7 @@ class Supervised(Generic[C]):
             return
         status(f"{name}: reading the data")
         tokenizer, data = self.check(config, ranks=collectives.world_size())
-        collectives.work_alike(config.tensor_parallel_size * config.sequence_parallel_size)
+        collectives.set_ranks_per_share(config.tensor_parallel_size * config.sequence_parallel_size)
         place = resolve_model_path(config.model, *FOLDERS)
         batches = batches_for(data.train, config, (collectives.data_rank(), collectives.data_world_size()))
         total = batches.steps(config.num_train_epochs)

@@ -113,7 +113,7 @@ def test_hosts_with_other_code_refuse_each_other(hosts: World, tmp_path: Path) -
     with over(hosts.beta, LOSSES, changed):
         done = hosts.run(*chain(hosts, tmp_path / "out", "--steps", "1"))
     assert done.returncode == 2
-    assert "error: rank 1 on beta is not like rank 0 on alpha: rlhf/maths/losses.py differs" in done.stderr
+    assert "error: rank 1 on beta differs from rank 0 on alpha: rlhf/maths/losses.py differs" in done.stderr
     nothing_left(hosts)
 
 
@@ -194,7 +194,7 @@ def test_the_chain_under_srun(hosts: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (0, "1 of 2 ranks did not come within 5 s: rank 1; there are those of alpha;"),
+        (0, "1 of 2 ranks did not arrive within 5 s: rank 1; ranks of alpha are there;"),
         (1, "rank 1 on beta: nothing answers at 10.203.77.1:20077 within 5 s;"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf.distributed.zero3 import Shards, is_sharded, whole
+from rlhf.distributed.zero3 import Shards, gather_weights, is_sharded
 from rlhf.errors import UserError
 from rlhf.models.load import load_causal_lm
 from tests import forked_ranks, tiny
@@ -115,7 +115,7 @@ def test_every_family_is_read_in_parts(family: str, tmp_path: Path, alone: Shard
         load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB + ADDED, shards=shards) for shards in (None, alone)
     )
     assert {len(weight) for weight in parted.parameters() if not is_sharded(weight)} == {tiny.VOCAB + ADDED}
-    with whole(list(parted.parameters())):
+    with gather_weights(list(parted.parameters())):
         for name, value in whole_one.state_dict().items():
             assert torch.equal(parted.state_dict()[name], value), name
 

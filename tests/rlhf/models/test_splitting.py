@@ -96,11 +96,11 @@ def test_every_family_that_is_let_through(kind: str, family: str, made: Made) ->
 
 def test_ranks_that_work_alike_have_one_share_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
-    monkeypatch.setenv(collectives.ALIKE, "2")
+    monkeypatch.setenv(collectives.RANKS_PER_SHARE, "2")
     found = []
     for rank in range(6):
         monkeypatch.setenv("RANK", str(rank))
-        found.append((collectives.data_rank(), collectives.data_world_size(), collectives.leads_share()))
+        found.append((collectives.data_rank(), collectives.data_world_size(), collectives.is_share_leader()))
     assert found == [(rank, 3, first) for rank in range(3) for first in (True, False)]
 
 
