@@ -62,7 +62,7 @@ def many_rows() -> list[Row]:
     return [Row((Message("user", words(i // 3, i // 7)),), words(i), words(i + 1)) for i in range(500)]
 
 
-def test_no_group_is_in_two_shares_and_the_shares_are_as_asked() -> None:
+def test_no_group_is_in_two_shares_and_shares_match_the_options() -> None:
     options = DataOptions(eval_fraction=0.2, data_split=(1, 1, 2))
     rows = [Row((Message("user", f"question {i}"),)) for i in range(8000)]
     counts = dict.fromkeys((*PHASES, "evaluation"), 0)

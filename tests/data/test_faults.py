@@ -13,9 +13,9 @@ The parts are tested where they are:
     special tokens that texts spell     rlhf/text/test_text.py::test_special_tokens_in_a_message_are_text
     a script is not run                 data/read/test_paths.py::test_a_loading_script_is_refused_and_not_run
     a hub that is dead or silent        rlhf/chain/test_errors.py::test_the_hub_does_not_answer
-    prompts of an evaluation file       data/build/test_mixing.py::test_no_prompt_of_an_evaluation_place_is_trained_on
+    prompts of an evaluation file       data/build/test_mixing.py::test_no_prompt_of_an_evaluation_path_is_trained_on
     a tokenizer of the same size        contracts/test_rewards.py::test_a_swapped_pair_of_ids_makes_another_tokenizer
-    a source of the user's own          data/read/test_contract.py::test_a_row_that_is_none
+    a source of the user's own          data/read/test_contract.py::test_a_value_that_is_not_a_row_is_refused
     padding that is EOS, or none        rlhf/text/test_text.py::test_padding_is_neither_eos_nor_in_use
     one BOS                             rlhf/text/test_text.py::test_one_bos_and_at_the_start
     no chat template                    rlhf/text/test_templates.py::test_templates_by_name_and_by_file

@@ -170,7 +170,7 @@ def test_what_a_saved_data_set_asks_for_beside_data(saved: Path, ran: Path) -> N
         "zip://a::b",
     ],
 )
-def test_a_place_is_a_path_or_a_name_on_the_hub(path: str, ran: Path) -> None:
+def test_a_path_is_local_or_a_hub_id(path: str, ran: Path) -> None:
     """Neither an address nor a way around; a path with `..` is the user's own and must be there."""
     assert not is_hub_id(path)
     with pytest.raises(UserError, match=r"expected \.json, \.jsonl"):

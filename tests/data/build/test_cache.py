@@ -55,7 +55,7 @@ def contents(data: PhaseData) -> tuple[Any, ...]:
     return data.train[:], data.evaluation[:], data.report
 
 
-def test_the_second_call_reads_what_the_first_made(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_call_reads_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_datasets(options(), Recipe("sft"), tokenizer(home))
     before = {path: path.stat().st_mtime_ns for path in Path("cache").rglob("*") if path.suffix != ".lock"}
     monkeypatch.setattr(dataset, "make", None)  # it would not work again
@@ -107,7 +107,7 @@ def test_a_source_without_a_fingerprint_is_known_by_its_rows(home: Path) -> None
         assert len(sets()) == max(1, count)
 
 
-def test_a_set_that_is_not_whole_is_made_again(home: Path) -> None:
+def test_an_incomplete_entry_is_rebuilt(home: Path) -> None:
     first = contents(open_datasets(options(), Recipe("sft"), tokenizer(home)))
     [name] = sets()
     (Path("cache") / name / cache.REPORT).unlink()
@@ -179,7 +179,7 @@ def test_a_killed_builder_blocks_nobody(tmp_path: Path) -> None:
 
 
 def test_what_makes_no_row_makes_no_set(home: Path) -> None:
-    """Learning rate and output directory, and the preview of the same data, share one set."""
+    """Learning rate and output directory, and the preview of the same data, share one cache entry."""
     common: dict[str, Any] = {"data_path": ("x.jsonl",), "data_cache": "cache", "data_split": (1, 0, 0)}
     for given in (
         SFTConfig(**common),
@@ -192,7 +192,7 @@ def test_what_makes_no_row_makes_no_set(home: Path) -> None:
         assert len(sets()) == 1
 
 
-def test_a_place_that_cannot_be_written(home: Path) -> None:
+def test_a_cache_that_cannot_be_written(home: Path) -> None:
     Path("file").touch()
     with pytest.raises(UserError, match=r"file: cannot be written.*--data-cache"):
         open_datasets(DataOptions(data_path=("x.jsonl",), data_cache="file"), Recipe("sft"), tokenizer(home))
@@ -230,7 +230,7 @@ def test_more_processes_make_the_same(home: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["items-000-00000.arrow", "evaluation.npy", "train.npy", "report.json"])
-def test_a_changed_set_is_not_read(home: Path, name: str) -> None:
+def test_a_changed_entry_is_not_read(home: Path, name: str) -> None:
     """One bit of an id, of an order, of a count."""
     write(range(60))
     open_datasets(options(), SFT, tokenizer(home))

@@ -36,7 +36,7 @@ def test_each_job_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("job", "error", "message"), [(mistake, UserError, "row 7"), (killed, RuntimeError, "killed")])
-def test_the_first_that_fails_ends_the_others(job: object, error: type[Exception], message: str) -> None:
+def test_a_failing_job_ends_the_others(job: object, error: type[Exception], message: str) -> None:
     start = time.monotonic()
     with pytest.raises(error, match=message):
         run_forked([partial(time.sleep, 300), job])  # type: ignore[list-item]

@@ -69,7 +69,7 @@ def test_weights_with_a_budget_repeat_what_is_too_small(home: Path, tokenizer: P
 
 
 def test_a_weight_is_a_share_of_what_can_be_used(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Nine rows in ten of one place are too long."""
+    """Nine rows in ten of one path are too long."""
     rows = [{"prompt": "w1 " * (70 if i % 10 else 1) + f"w{i}", "response": "w2"} for i in range(1000, 1500)]
     Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write("a.jsonl", range(500))
@@ -129,7 +129,7 @@ def test_mistaken_mixtures(
 
 
 def test_places_for_one_phase_do_not_break_the_split(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Half of the fine-tuning places' prompts are in the shared data, too."""
+    """Half of the prompts of the fine-tuning path are in the shared data, too."""
     write("shared.jsonl", range(300))
     write("only.jsonl", range(150, 450))
     options: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_places_for_one_phase_do_not_break_the_split(home: Path, tokenizer: PreT
     accounted(ppo)
 
 
-def test_no_prompt_of_an_evaluation_place_is_trained_on(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_no_prompt_of_an_evaluation_path_is_trained_on(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     write("train.jsonl", range(100))
     write("test.jsonl", range(90, 120))
     options: dict[str, Any] = {"data_path": ("train.jsonl",), "eval_data_path": ("test.jsonl",)}
@@ -164,7 +164,7 @@ def test_no_prompt_of_an_evaluation_place_is_trained_on(home: Path, tokenizer: P
     assert outcomes["prompt held out for evaluation"] > 0
 
 
-def test_a_place_for_evaluation_holds_for_every_phase(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_evaluation_path_holds_for_every_phase(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """The demonstrations to evaluate fine-tuning on are no pairs; still no phase trains on their prompts."""
     rows = [{"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w3"} for i in range(100)]
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -177,7 +177,7 @@ def test_a_place_for_evaluation_holds_for_every_phase(home: Path, tokenizer: Pre
         assert accounted(data)["prompt held out for evaluation"] == 50
 
 
-def test_no_prompt_is_in_the_own_places_of_two_phases(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_no_prompt_is_in_the_own_paths_of_two_phases(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w3"} for i in range(200)]
     Path("x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("y.jsonl").write_text("".join(json.dumps({**row, "prompt": row["prompt"] + " w7"}) + "\n" for row in rows))
@@ -261,13 +261,13 @@ def test_malformed_rows_can_be_skipped_and_are_reported(home: Path, tokenizer: P
     assert source["bad"][-1].startswith("x.jsonl:1000: not valid JSON")
 
 
-def test_a_single_malformed_row_is_told_alone(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_single_malformed_row_is_one_line(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     malformed(every=1000)
     with pytest.raises(UserError, match=r"^x.jsonl:1000: not valid JSON.*; --skip-bad-rows 1 goes on without it$"):
         opened(tokenizer, data_path=("x.jsonl",), **ALL)
 
 
-def test_another_kind_of_data_is_told_soon(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_another_kind_of_data_is_refused_early(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     Path("x.jsonl").write_text('{"picture": "w1"}\n' * 50_000)
     with pytest.raises(
         UserError, match=r"^x.jsonl:1: got the columns picture; .*none of the first 1000 rows can be read$"

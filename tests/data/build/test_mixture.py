@@ -30,7 +30,7 @@ from rlhf.types import Row
         ("typo", "typo", ""),
     ],
 )
-def test_locations(data_path: str, spec: str, path: str) -> None:
+def test_data_paths(data_path: str, spec: str, path: str) -> None:
     assert parse_data_path(data_path) == (spec, path, None)
     assert parse_data_path(data_path + "=0.25") == (spec, path, 0.25)
 
@@ -58,7 +58,7 @@ def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("absent.py", "absent.py: no such Python file"),
     ],
 )
-def test_mistaken_locations(data_path: str, message: str) -> None:
+def test_mistaken_data_paths(data_path: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         open_origin(data_path)
 
@@ -80,6 +80,6 @@ def test_a_plug_in_of_ones_own_among_others(tmp_path: Path) -> None:
     assert len(origins(options, "ppo")) == 3
 
 
-def test_a_place_of_weight_0_is_left_out() -> None:
+def test_a_path_of_weight_0_is_left_out() -> None:
     options = DataOptions(data_path=("demo=0", "demo,seed=1=2"))
     assert [origin.data_path for origin in origins(options, "sft")] == ["demo,seed=1=2"]

@@ -125,7 +125,7 @@ def test_a_stream_is_divided_as_it_stands(
     assert result == {f"w{n}" for n in range(4, 84) if owner(f"w{n}", (2, 4, 4)) == "sft"}
 
 
-def test_the_set_is_made_again_when_what_other_phases_read_changes(
+def test_an_entry_is_rebuilt_when_rows_of_other_phases_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -37,7 +37,7 @@ def test_the_group_decides_else_the_prompt_else_the_response() -> None:
     assert group_of(Row((Message("user", "a"), Message("assistant", "b")), "c")) == "a"
 
 
-def test_held_out_rows_come_from_their_own_places_where_there_are_some() -> None:
+def test_eval_data_path_replaces_the_evaluation_share() -> None:
     rows = [Row((Message("user", str(i)),)) for i in range(300)]
     options = DataOptions(eval_fraction=0.5, eval_data_path=("x.jsonl",))
     assert {share_of(row, options) for row in rows} == set(PHASES)

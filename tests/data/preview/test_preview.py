@@ -66,7 +66,7 @@ def tokenizer_of(path: str) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The program in this process: (exit code, what it printed, what it said on stderr)."""
+    """The program in this process: (exit code, stdout, stderr)."""
     monkeypatch.setattr(console, "quiet_libraries", lambda: None)
 
     def call(*argv: str) -> tuple[int, str, str]:
@@ -139,7 +139,7 @@ def test_lengths_and_steps(run: Any, tmp_path: Path, words: str) -> None:
     assert "batches of 16: 6 optimizer steps an epoch" in printed
 
 
-def test_each_place_has_its_share(run: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_data_path_has_its_share(run: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     one = write(Path("one.jsonl"), *({"prompt": f"w{i}", "response": "w1"} for i in range(30)))
     two = write(Path("two.jsonl"), *({"prompt": f"w{i}", "response": "w1 w1"} for i in range(30, 40)))
@@ -149,7 +149,7 @@ def test_each_place_has_its_share(run: Any, tmp_path: Path, words: str, monkeypa
     assert numbers(printed, two) == ["10", "10", "25.0%", "50", "29.4%"]
 
 
-def test_a_phase_without_rows_is_said_after_the_others(run: Any, tmp_path: Path, words: str) -> None:
+def test_a_phase_without_rows_is_reported_after_the_others(run: Any, tmp_path: Path, words: str) -> None:
     path = write(tmp_path / "x.jsonl", *({"prompt": f"w{i}", "response": "w1"} for i in range(100)))
     code, printed, message = run("--data-path", path, "--model", words, "--rows", "1")
     assert code == 2
@@ -283,7 +283,7 @@ def test_the_prompt_ends_where_the_response_begins(tmp_path: Path, words: str, l
 # --- the directory it writes
 
 
-def test_what_is_written_is_what_was_opened(run: Any, tmp_path: Path, words: str) -> None:
+def test_export_writes_the_opened_data(run: Any, tmp_path: Path, words: str) -> None:
     rows = [{"prompt": f"w{i}", "chosen": f"w{i} w2", "rejected": "w3", "margin": i / 2} for i in range(60)]
     path, out = write(tmp_path / "x.jsonl", *rows), tmp_path / "out"
     argv = ["--data-path", path, "--model", words, "--chat-template", "plain", "--output", str(out), "--rows", "0"]

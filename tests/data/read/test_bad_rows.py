@@ -194,7 +194,7 @@ def test_rows_before_the_damage_are_read(tmp_path: Path) -> None:
     assert result[:2] == [{"a": 0}, {"a": 7919}]
 
 
-def test_a_file_that_is_gone(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         list(read_records(tmp_path / "x.jsonl"))
     assert str(error.value) == f"{tmp_path}/x.jsonl: cannot be read: No such file or directory"

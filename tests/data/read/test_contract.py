@@ -80,7 +80,7 @@ BROKEN = (
 
 @pytest.mark.parametrize("fingerprint", FINGERPRINTS, ids=["none", "nothing said", "message"])
 @pytest.mark.parametrize(("expression", "message"), BROKEN, ids=[message[:40] for _, message in BROKEN])
-def test_a_row_that_is_none(
+def test_a_value_that_is_not_a_row_is_refused(
     expression: str, message: str, fingerprint: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     write(expression, fingerprint)
@@ -99,7 +99,7 @@ def test_a_row_that_is_none(
         ("pass", "build returned a value of type Mine, which has no function rows; expected rows(phase)"),
     ],
 )
-def test_a_source_that_is_none(body: str, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_object_that_is_not_a_source_is_refused(body: str, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
     Path("mine.py").write_text(
         f"from rlhf.config import Config\nclass Mine:\n    {body}\ndef build(config, path): return Mine()\n"
     )
@@ -123,14 +123,14 @@ def test_an_error_inside_a_source_stays_what_it_is(
     assert error.value.__notes__ == ["mine.py: rows('sft') failed after 3 rows"]
 
 
-def test_a_mistake_that_a_source_tells_itself(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_user_error_of_a_source_is_passed_on(tokenizer: PreTrainedTokenizerBase) -> None:
     write("from rlhf.errors import UserError; raise UserError('the archive is locked; unlock it')")
     with pytest.raises(UserError, match=r"^the archive is locked; unlock it$") as error:
         opened(tokenizer, "sft")
     assert not hasattr(error.value, "__notes__")
 
 
-def test_what_a_source_may_give(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_what_a_source_may_yield(tokenizer: PreTrainedTokenizerBase) -> None:
     """A list for a tuple, rows skipped, and columns of all sorts, which reward functions get as JSON has them."""
     columns = '{"day": datetime.date(2024, 1, 2), "price": decimal.Decimal("1.50"), "x": b"x", "y": [{"a": (1, None)}]}'
     write(f'yield Row([Message("user", "w5")], "w6", columns={columns}); yield Skipped("tie"); yield Row((), "w7")')
@@ -157,7 +157,7 @@ def test_another_code_is_another_source(tokenizer: PreTrainedTokenizerBase) -> N
         assert opened(tokenizer, "sft").report["sources"][0]["rows"] == count
 
 
-def test_a_table_of_ones_own_is_held_to_the_same(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_rows_of_a_users_table_are_checked_too(tokenizer: PreTrainedTokenizerBase) -> None:
     Path("mine.py").write_text(
         "from data.read.paths import TableConfig as Config, open_path\n"
         "from data.read.table import Table\n"

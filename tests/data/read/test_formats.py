@@ -52,7 +52,7 @@ def test_every_kind_reads_the_same_rows(tmp_path: Path, name: str) -> None:
     assert all(location.startswith(f"{file}:") for location, _ in result)
 
 
-def test_where_a_row_is(tmp_path: Path) -> None:
+def test_locations_of_rows(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text('a,b\n1,"2\n3"\n\n4,5\n')
     assert [location.rpartition(":")[2] for location, _ in read_records(tmp_path / "x.csv")] == ["2", "5"]
     (tmp_path / "x.json").write_text('[{"a": 1},\n\n{"a":\n2}, {"a": 3}]')

@@ -75,13 +75,13 @@ def test_text_files_beside_data_are_no_data(tmp_path: Path) -> None:
         ("empty", f"a directory without data files; expected {KINDS}"),
     ],
 )
-def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
+def test_paths_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path, "data/train.jsonl", "data/readme.md", "empty/.hidden.jsonl")
     assert read_error(path) == (f"{path}: {message}" if path else message)
 
 
-def test_what_can_only_be_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_and_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a/b").mkdir(parents=True)
     for path in ("owner/name", "owner/na.me-2_x", "a/c", "owner/name@main", "owner/name@refs/convert/parquet"):
@@ -104,7 +104,7 @@ def test_what_can_only_be_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert not is_hub_id(path)
 
 
-def test_files_have_no_parts(tmp_path: Path) -> None:
+def test_files_have_no_splits_or_subsets(tmp_path: Path) -> None:
     make(tmp_path, "x.jsonl")
     message = read_error(str(tmp_path), config=TableConfig(split="test"))
     assert message.startswith(f"{tmp_path}: got split=test, expected none: files on disk have no parts")
@@ -265,7 +265,7 @@ def test_a_hub_dataset_that_is_not_there(hub: Path) -> None:
     assert "cannot be loaded: The directory at" in read_error("owner/one", config=TableConfig(data_dir="absent"))
 
 
-def test_the_revision_is_asked_for(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_revision_is_requested(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
         datasets, "load_dataset", lambda hub_id, **options: asked.append((hub_id, options)) or {"train": []}
@@ -285,7 +285,7 @@ def test_the_fingerprint_of_a_hub_dataset_changes_with_it(hub: Path) -> None:
     assert path.fingerprint("train", PLAIN) != first
 
 
-def test_a_hub_that_does_not_answer_is_told_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_refused_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make(tmp_path, "data/train/x.jsonl")
     monkeypatch.setattr(offline.constants, "HF_HUB_OFFLINE", False)

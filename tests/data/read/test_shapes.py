@@ -210,7 +210,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=[shape.name for shape in SHAPES])
-def test_a_shape_is_seen_from_its_columns(shape: Shape) -> None:
+def test_columns_determine_the_shape(shape: Shape) -> None:
     record = {column: VALUES[column] for column in shape.columns}
     if "chosen" in record and "conversations" in record:
         record["conversations"] = [ASK]

@@ -21,7 +21,7 @@ PHASES: tuple[Phase, ...] = ("sft", "reward", "ppo")
 
 @dataclass
 class Listed:
-    """A place that is a list; it notes the splits that it was asked for."""
+    """A reader over a list, which records the requested splits."""
 
     found: list[Any]
     splits: list[str] = field(default_factory=list)
@@ -150,7 +150,7 @@ def test_labelled_responses() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_labelled_response_is_in_a_pair_or_told(seed: int) -> None:
+def test_every_labelled_response_is_in_a_pair_or_counted(seed: int) -> None:
     """In any order: each serves at least once where the other label is there, no oftener than its label is short."""
     draw = random.Random(seed)
     prompts = [(Message("user", str(i)),) for i in range(4)]

@@ -73,7 +73,7 @@ def test_many_prompts_and_none_twice_for_ppo() -> None:
     assert [row.prompt for row in build(Config(rows=100), "").rows("sft")] == prompts[:100]
 
 
-def test_a_seed_makes_a_world_and_a_place_is_refused() -> None:
+def test_a_seed_determines_the_rows_and_a_path_is_refused() -> None:
     one, other = (list(build(Config(rows=50, seed=seed), "").rows("sft")) for seed in (1, 2))
     assert one != other
     with pytest.raises(UserError, match="the demo is generated"):

@@ -45,7 +45,7 @@ def test_columns_are_mapped_on_the_command_line(tmp_path: Path) -> None:
     assert result == [Row(Q, "yes", "no", "q", {"id": "7"})]
 
 
-def test_a_mapped_column_takes_the_place_of_its_namesake() -> None:
+def test_a_mapped_column_replaces_its_namesake() -> None:
     record = {"prompt": "the rendered one", "ask": "q", "response": "x"}
     assert parsed(record, prompt="ask") == Row(Q, "x", None, "q")
     assert parsed({"prompt": "x", "response": "q"}, prompt="response", response="prompt") == Row(Q, "x", None, "q")
@@ -117,7 +117,7 @@ def test_a_shape_that_there_is_not() -> None:
 # --- places
 
 
-def test_a_place_is_needed() -> None:
+def test_a_path_is_required() -> None:
     with pytest.raises(UserError, match=r"^got no path, expected a file"):
         build("data.sources", "files", "")
 

@@ -40,7 +40,7 @@ def test_a_pair_shares_its_prompt_and_its_first_message_is_the_group() -> None:
     assert row == Row(prompt, "Robin.", "No.", "Name a bird.")
 
 
-def test_dialogues_that_part_early_are_no_pair() -> None:
+def test_dialogues_that_differ_early_are_no_pair() -> None:
     record = {"chosen": "\n\nHuman: A\n\nAssistant: B", "rejected": "\n\nHuman: C\n\nAssistant: D"}
     assert parse_pair(record, "f:1") == Row((Message("user", "A"),), "B", None, "A")
 

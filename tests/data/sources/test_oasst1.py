@@ -85,7 +85,7 @@ def test_replies_without_a_rank(tmp_path: Path) -> None:
     assert pairs(rows(tmp_path, "oasst1", "sft", *none)) == [("A0", None)]
 
 
-def test_trees_that_are_none(tmp_path: Path) -> None:
+def test_invalid_trees(tmp_path: Path) -> None:
     twice = rows(tmp_path, "oasst1", "sft", message("p1", None), message("p1", None))
     assert twice[0] == Skipped(f"{tmp_path / 'x.jsonl'}:2: message_id: got 'p1' again, expected each id once", bad=True)
     circle = [message("p1", "a1"), message("a1", "p1"), message("p2", "p2")]

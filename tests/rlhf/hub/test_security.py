@@ -55,7 +55,7 @@ ROWS: dict[int, tuple[str, ...]] = {
     59: (
         "rlhf/chain/test_errors.py::test_the_hub_does_not_answer",
         "rlhf/text/test_text.py::test_an_unreachable_hub_is_told_at_once",
-        "data/read/test_paths.py::test_a_hub_that_does_not_answer_is_told_fast",
+        "data/read/test_paths.py::test_a_hub_that_does_not_answer_is_refused_fast",
         "rlhf/hub/test_security.py::test_a_name_server_that_is_silent_holds_nobody_up",
     ),
     # secrets
