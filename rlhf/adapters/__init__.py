@@ -38,8 +38,8 @@ def method(spec: str) -> Method:
     """The method that `spec` names. Raises: UserError for an unknown name or option, or a missing function."""
     plugins.options(FOLDER, spec)
     name, _ = plugins.parse_spec(spec)
-    found: Any = plugins.find(FOLDER, name)
-    return plugins.conforming(found, Method, name)
+    module: Any = plugins.find(FOLDER, name)
+    return plugins.conforming(module, Method, name)
 
 
 def wrap(model: Any, spec: str | None) -> Any:

@@ -47,7 +47,7 @@ def prompts(items: Any, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def accounted(data: PhaseData) -> Counter[str]:
-    """The fates of all rows, having checked that every row has one."""
+    """The outcomes of all rows; checks that every row has one."""
     total: Counter[str] = Counter()
     for source in data.report["sources"]:
         assert sum(source["outcomes"].values()) == source["rows"], source
