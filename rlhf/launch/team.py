@@ -167,7 +167,7 @@ def lead() -> Iterator[Team]:
 def start(deployment: Deployment) -> Iterator[Team]:
     """Lead the ranks of the deployment's hosts, which DeepSpeed's launcher starts. Raises: UserError."""
     options = deployment.options
-    others = [host for host in deployment.hosts if not addresses.is_here(host)]
+    others = [host for host in deployment.hosts if not addresses.is_this_host(host)]
     address = options.master_addr or (addresses.first_address(others) if others else addresses.LOOPBACK)
     if address is None:
         raise UserError("no way to the hosts is known; give --master-addr, an address of this machine that they reach")
