@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlhf import plugins
 from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
+from rlhf.generation import loop
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, Rollout
@@ -22,6 +23,10 @@ SAMPLING = SamplingOptions(response_length=12)
 pytestmark = pytest.mark.usefixtures("vllm")
 backends = pytest.mark.parametrize("backend", BACKENDS)
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
+sampled_families = pytest.mark.parametrize(
+    ("backend", "family"), [*(("loop", family) for family in tiny.FAMILIES), *((name, "gpt2") for name in BACKENDS[1:])]
+)
+"""of what another program samples, families differ in their weights alone: greedy tokens show them"""
 
 
 def built(backend: str) -> Any:
@@ -91,8 +96,7 @@ def test_greedy_tokens_equal_those_of_transformers(backend: str, family: str) ->
     assert torch.equal(rollout.response_ids, theirs)
 
 
-@backends
-@families
+@sampled_families
 def test_logprobs_of_sampling_equal_those_of_a_forward_pass(backend: str, family: str) -> None:
     model = leaning_to(tiny.EOS, 1.0, family)
     rollout = sampled(backend, model)
@@ -100,8 +104,7 @@ def test_logprobs_of_sampling_equal_those_of_a_forward_pass(backend: str, family
     assert float((rollout.sampled_logprobs - rescored(model, rollout)).abs().max()) < 1e-5
 
 
-@backends
-@families
+@sampled_families
 def test_bf16_sampling_is_near_the_forward_pass(backend: str, family: str) -> None:
     model = leaning_to(tiny.EOS, 1.0, family).to(torch.bfloat16)
     rollout = sampled(backend, model)
@@ -110,8 +113,7 @@ def test_bf16_sampling_is_near_the_forward_pass(backend: str, family: str) -> No
     assert float(difference.abs().exp().mean()) < (1.01 if backend == "loop" else 1.015)
 
 
-@backends
-@families
+@sampled_families
 def test_padding_of_the_prompt_changes_no_token(backend: str, family: str) -> None:
     model = tiny.causal_lm(family)
     expected = greedy(backend, model).response_ids
@@ -216,8 +218,7 @@ def test_weights_and_gradients_stay(backend: str) -> None:
     assert all(weight.grad is None for weight in model.parameters())
 
 
-@backends
-@families
+@sampled_families
 def test_rows_that_end_early_change_no_other(backend: str, family: str) -> None:
     """Ten rows, most of which end soon and are dropped, sample what each samples alone."""
     model = leaning_to(tiny.EOS, 3.0, family)
@@ -228,6 +229,17 @@ def test_rows_that_end_early_change_no_other(backend: str, family: str) -> None:
     for b in range(10):
         alone = built(backend)(model, prompts[b : b + 1], SAMPLING, given[b : b + 1])
         assert alone.response_tokens() == together[b : b + 1].response_tokens()
+
+
+def test_prompts_are_read_in_groups_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 16 tokens at once, padding too: a prompt of 9, of 8 and 5, of 4, 3 and 3; equal ones once."""
+    monkeypatch.setattr(loop, "TOGETHER", 16)
+    model, read = leaning_to(tiny.EOS, -2.0), []
+    model.register_forward_pre_hook(lambda _, __, options: read.append(options["input_ids"].numel()), with_kwargs=True)
+    prompts = tiny.prompts([3, 9, 8, 5, 4, 3])[torch.tensor([4, 2, 1, 0, 3, 5, 2, 0])]
+    rollout = sampled("loop", model, prompts)
+    assert read[:4] == [9, 2 * 8, 3 * 4, 8]
+    assert float((rollout.sampled_logprobs - rescored(model, rollout)).abs().max()) < 1e-5
 
 
 def test_a_prompt_with_several_responses_is_read_once() -> None:

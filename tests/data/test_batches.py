@@ -251,3 +251,6 @@ def test_impossible_batches_are_refused_before_the_first_one() -> None:
         Batches(5, 3, elements=np.array([0, 0, 1, 1, 1]))
     with pytest.raises(UserError, match="--batch-tokens 30: expected at least 37, the longest row for each of 2 ranks"):
         Batches(np.array([20, 3, 17, 9]), 1, ranks=(0, 2), batch_tokens=30)
+    with pytest.raises(UserError, match=r"--batch-tokens 99: expected at least 20, .* and 3 rows"):
+        Batches(np.array([20]), 1, ranks=(0, 3), batch_tokens=99)
+    assert [len(batch) for batch in Batches(np.array([20, 17]), 1, ranks=(0, 2), batch_tokens=37)] == [1]

@@ -9,7 +9,15 @@ from pathlib import Path
 import libcst as cst
 from libcst.metadata import CodePosition, MetadataWrapper, WhitespaceInclusivePositionProvider
 
-from tests.mutation.operators import OPERATORS, UNSEEN_ARGUMENTS, UNSEEN_CALLS, name_of, negated, without_method
+from tests.mutation.operators import (
+    OPERATORS,
+    UNSEEN_ARGUMENTS,
+    UNSEEN_CALLS,
+    elsewhere,
+    name_of,
+    negated,
+    without_method,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +74,14 @@ class _Edits(cst.CSTVisitor):
         self._scopes: list[str] = []
         self._functions = 0
         self._statement: cst.CSTNode | None = None
+        self._elsewhere: cst.CSTNode | None = None
         self._module.visit(self)
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        if _is_unseen(node):
+        if _is_unseen(node) or node is self._elsewhere:
             return False
+        if isinstance(node, cst.If | cst.IfExp):
+            self._elsewhere = elsewhere(node) or self._elsewhere
         if isinstance(node, cst.FunctionDef | cst.ClassDef):
             self._scopes.append(node.name.value)
             self._functions += isinstance(node, cst.FunctionDef)

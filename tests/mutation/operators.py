@@ -20,9 +20,9 @@ from pydantic import BaseModel
 
 Operator = Callable[[Any], Iterable[cst.CSTNode]]
 
-UNSEEN_ARGUMENTS = {"strict", "device", "encoding", "non_blocking"}
-"""arguments by keyword that change no number on a CPU"""
-UNSEEN_CALLS = {"len", "isinstance", "cast", "say", "show_table", "Field"}
+UNSEEN_ARGUMENTS = {"strict", "device", "encoding", "non_blocking", "fused", "shown"}
+"""arguments by keyword that change no number on a CPU, or only what a terminal shows"""
+UNSEEN_CALLS = {"len", "isinstance", "cast", "say", "status", "show_table", "Field"}
 """calls whose arguments are words or types, or that tests of the option tables own"""
 UNSEEN_METHODS = {"cpu", "contiguous", "item", "items", "keys", "tolist", "values"}
 """methods without which the same numbers stand elsewhere, or in another kind of container"""
@@ -124,6 +124,16 @@ OPERATORS: tuple[tuple[type[cst.CSTNode], Operator], ...] = (
     (cst.Call, without_method),
     (cst.SubscriptElement, early),
 )
+
+
+def elsewhere(node: cst.If | cst.IfExp) -> cst.CSTNode | None:
+    """What of a condition on the kind of a device does not run on a CPU."""
+    for kind, branch in (("cpu", node.orelse), ("cuda", node.body)):
+        device = m.Attribute(attr=m.Name("type"))
+        is_kind = m.ComparisonTarget(m.Equal(), m.SimpleString(f'"{kind}"'))
+        if m.matches(node.test, m.Comparison(device, [is_kind])):
+            return branch
+    return None
 
 
 def name_of(node: cst.CSTNode) -> str:

@@ -47,6 +47,16 @@ def test_the_mutants_of_a_function(tmp_path: Path) -> None:
         compile(mutant.source, "file.py", "exec")
 
 
+def test_what_another_device_runs_is_left_alone(tmp_path: Path) -> None:
+    source = (
+        'def size(x):\n    if x.device.type == "cuda":\n        return 99\n    return 2 if x.type == "cpu" else 88\n'
+    )
+    (tmp_path / "file.py").write_text(source, encoding="utf-8")
+    made = [mutant.source for mutant in mutants(tmp_path, "file.py")]
+    assert made and all("99" in mutant and "88" in mutant for mutant in made)
+    assert any("return 3 if" in mutant for mutant in made)
+
+
 def test_the_tables_name_files_and_mutants_that_there_are() -> None:
     table = owners()
     for file, tests in table.items():

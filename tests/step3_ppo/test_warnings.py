@@ -160,11 +160,12 @@ def test_evaluations_far_apart_do_not_repeat_a_warning() -> None:
 
 
 def test_after_a_resume_the_start_is_still_the_start() -> None:
-    rows = [HEALTHY] * 5
-    watch = Watch(Limits())
-    for iteration, row in enumerate(rows):  # as read from the file of the run before
-        watch.look(iteration, row)
-    assert [n.name for n in watch.look(6, HEALTHY | {"response_length": 90.0})] == ["length_exploding"]
+    before, after = Watch(Limits()), Watch(Limits())
+    for iteration, row in enumerate([HEALTHY] * 4 + [HEALTHY | {"kl": 12.0}]):
+        before.look(iteration, row)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    found = after.look(6, HEALTHY | {"kl": 12.0, "response_length": 90.0})
+    assert [notice.name for notice in found] == ["length_exploding"]  # the KL was warned of
 
 
 def test_a_warm_up_of_the_critic_is_not_the_start_of_the_policy() -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.build.encode import Demonstration, Encoded, RowEncoder
 from data.build.split import PHASES
-from data.build.truncate import fit_prompt
+from data.build.truncate import Truncation, fit_prompt
 from data.config import DataOptions
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
@@ -93,6 +93,17 @@ def test_turns_that_are_left_of_a_cut_prompt_are_learned(plain: PreTrainedTokeni
         assert learned(result) == [5, 6, 8, -1]
         assert not isinstance(result, str)
         assert result[0].ids == (BOS, *(FIRST + i for i in [*range(5 - kept, 5), 5, 6, 7, 8]), EOS)  # type: ignore[union-attr]
+
+
+def test_what_was_cut_is_told_apart(plain: PreTrainedTokenizerBase) -> None:
+    """BOS, four words and three of a response with EOS: 9 tokens fit whole; a prompt keeps a fourth of max_length."""
+    row = Row((Message("user", words(1, 2, 3, 4)),), words(5, 6, 7))
+    long = Row((Message("user", words(1)),), words(*range(2, 12)))
+    for given, length, cut in ((row, 9, Truncation()), (row, 8, Truncation(prompt=True)), (long, 8, Truncation(response=True))):
+        found = encoded(plain, given, max_length=length, truncate="tokens")
+        assert not isinstance(found, str) and found[1] == cut
+    both = encoded(plain, Row(row.prompt, long.response), max_length=4, truncate="tokens")
+    assert not isinstance(both, str) and both[1] == Truncation(prompt=True, response=True)
 
 
 def test_the_eos_that_stands_for_a_bos_stays_at_the_head() -> None:

@@ -1,10 +1,14 @@
-"""AdamW with master weights, beside torch's own on fp32 copies."""
+"""AdamW with master weights, beside torch's own on fp32 copies; schedules by hand."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf.engine.adamw import MASTER, MasterAdamW, decay_groups
+from rlhf.config.options import OptimizerOptions
+from rlhf.engine.adamw import MASTER, MasterAdamW, decay_groups, schedule
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -41,10 +45,18 @@ def test_it_is_torchs_adamw_in_fp32_whatever_the_weights_are(dtype: torch.dtype,
 
 def test_matrices_decay_but_for_those_of_biases() -> None:
     """Experts of gpt-oss have a bias each, the rows of one matrix."""
-    shapes = {"experts.down_proj": (4, 3, 2), "experts.down_proj_bias": (4, 3), "norm.weight": (3,), "q.bias": (3,)}
+    shapes = {
+        "q.weight": (3, 3),
+        "experts.down_proj": (4, 3, 2),
+        "experts.down_proj_bias": (4, 3),
+        "norm.weight": (3,),
+        "q.bias": (3,),
+    }
     given = {name: torch.zeros(shape) for name, shape in shapes.items()}
     decay = {id(w): group["weight_decay"] for group in decay_groups(given, 0.1) for w in group["params"]}
-    assert [decay[id(weight)] for weight in given.values()] == [0.1, 0, 0, 0]
+    assert [decay[id(weight)] for weight in given.values()] == [0.1, 0.1, 0, 0, 0]
+    assert decay_groups(given, 0.0) == [{"params": list(given.values()), "weight_decay": 0.0}]
+    assert len(decay_groups({"q.bias": given["q.bias"]}, 0.1)) == 1
 
 
 def test_steps_too_small_for_bf16_add_up() -> None:
@@ -76,3 +88,22 @@ def test_parts_of_a_gradient_are_added_up_in_fp32() -> None:
         sums[dtype] = weight.grad.tolist() if weight.grad is not None else []
         optimizer.zero_grad()
     assert sums == {torch.float32: [1.5] * 4, None: [1.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup_ratio", "expected"),
+    [
+        ("constant", 0.0, [1, 1, 1, 1, 1, 1]),
+        ("constant", 0.4, [1 / 2, 1, 1, 1, 1, 1]),
+        ("linear", 0.0, [1, 4 / 5, 3 / 5, 2 / 5, 1 / 5, 0]),
+        ("linear", 0.2, [1, 1, 3 / 4, 1 / 2, 1 / 4, 0]),
+        ("linear", 0.01, [1, 1, 3 / 4, 1 / 2, 1 / 4, 0]),
+        ("linear", 0.8, [1 / 4, 1 / 2, 3 / 4, 1, 1, 0]),
+        ("cosine", 0.2, [1, 1, (2 + math.sqrt(2)) / 4, 1 / 2, (2 - math.sqrt(2)) / 4, 0]),
+    ],
+)
+def test_schedules_by_hand(kind: Any, warmup_ratio: float, expected: list[float]) -> None:
+    """Of five steps, and what stays from their end on."""
+    factor = schedule(OptimizerOptions(lr_scheduler_type=kind, warmup_ratio=warmup_ratio), 5)
+    assert [factor(step) for step in range(6)] == pytest.approx(expected, abs=1e-12)
+    assert [factor(step) for step in (7, 10**9)] == pytest.approx(expected[-1:] * 2, abs=1e-12)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config.options import EngineOptions, OptimizerOptions
-from rlhf.engine.adamw import schedule
 from rlhf.engine.training import Engine, compute_dtype
 from rlhf.errors import UserError
 from rlhf.models.policy import Policy
@@ -189,7 +188,7 @@ def test_the_same_run_twice_is_bit_exact() -> None:
     assert one["metrics"] == again["metrics"] and apart(one["weights"], again["weights"]) == 0
 
 
-# --- dtypes and schedules
+# --- dtypes
 
 
 def test_fp16_on_a_cpu_is_refused() -> None:
@@ -198,23 +197,6 @@ def test_fp16_on_a_cpu_is_refused() -> None:
     with pytest.raises(UserError, match="fp16"):
         Engine(Policy(start()), EngineOptions(dtype="fp16"), OPTIMIZER, 1)
     assert compute_dtype(EngineOptions(dtype="fp16"), torch.device("cuda")) == torch.float16
-
-
-@pytest.mark.parametrize(
-    ("kind", "warmup_ratio", "expected"),
-    [
-        ("constant", 0.0, [1, 1, 1, 1, 1]),
-        ("constant", 0.4, [1 / 2, 1, 1, 1, 1]),
-        ("linear", 0.0, [1, 4 / 5, 3 / 5, 2 / 5, 1 / 5]),
-        ("linear", 0.2, [1, 1, 3 / 4, 1 / 2, 1 / 4]),
-        ("linear", 0.01, [1, 1, 3 / 4, 1 / 2, 1 / 4]),
-        ("cosine", 0.2, [1, 1, (2 + math.sqrt(2)) / 4, 1 / 2, (2 - math.sqrt(2)) / 4]),
-    ],
-)
-def test_schedules_by_hand(kind: Any, warmup_ratio: float, expected: list[float]) -> None:
-    factor = schedule(OptimizerOptions(lr_scheduler_type=kind, warmup_ratio=warmup_ratio), 5)
-    assert [factor(i) for i in range(5)] == pytest.approx(expected)
-    assert 0 <= factor(5) <= factor(4)
 
 
 # --- inference between steps

@@ -225,6 +225,18 @@ def test_pairwise_matches_log1p_exp() -> None:
     assert float(metrics["margin"]) == pytest.approx(sum(c - r for c, r, _ in pairs) / 8, abs=1e-6)
 
 
+def test_pairs_of_a_ranked_list_weigh_as_one() -> None:
+    """Three pairs of one list and a pair alone, count 2. Scores 1, 0, -1: the gaps are 1, 1, 2; the other's is -1."""
+    chosen, rejected = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0.0, -1.0, -1.0, 1.0])
+    weight = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0])
+    loss, metrics = losses.pairwise_logistic(chosen, rejected, count=2, weight=weight)
+    one, two, lost = (math.log1p(math.exp(-gap)) for gap in (1, 2, -1))
+    assert float(loss) == pytest.approx(((2 * one + two) / 3 + lost) / 2, rel=1e-6)
+    assert float(metrics["accuracy"]) == pytest.approx(0.5) and float(metrics["margin"]) == pytest.approx(
+        (4 / 3 - 1) / 2
+    )
+
+
 def test_pairwise_starts_at_log_two_and_half() -> None:
     loss, metrics = losses.pairwise_logistic(torch.zeros(4), torch.zeros(4))
     assert float(loss) == pytest.approx(math.log(2.0))

@@ -129,6 +129,7 @@ def test_masked_mean_by_hand() -> None:
     assert float(ops.masked_sum(x, mask)) == 9.0
     assert float(ops.masked_mean(x, mask)) == 3.0
     assert float(ops.masked_mean(x, mask, count=18.0)) == 0.5
+    assert float(ops.masked_mean(x, mask, count=1.0)) == float(ops.masked_mean(x, mask, count=torch.tensor(1))) == 9.0
     assert float(ops.masked_mean(x, mask, count=torch.tensor(18))) == 0.5
     nothing = torch.zeros_like(mask)
     assert float(ops.masked_mean(x, nothing)) == 0.0 and float(ops.masked_mean(x, nothing, count=0.0)) == 0.0
