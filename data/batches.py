@@ -216,7 +216,7 @@ class Batches:
             stretch = order[start : min(start + SORTED_BATCHES * rows, used)]
             batches += self._split(self._sort(stretch, rows))
         batches = [batches[i] for i in random.permutation(len(batches))]
-        return np.concatenate([*batches, order[used:]]), np.cumsum([len(batch) for batch in batches])
+        return np.concatenate(batches), np.cumsum([len(batch) for batch in batches])
 
     def _sort(self, stretch: np.ndarray, size: int) -> np.ndarray:
         """Sorted by length; pairs also by the shorter side in NEAR_BATCHES batches: 6 % padding on HH, not 12 %."""

@@ -1,6 +1,7 @@
 """Looks at the held-out prompts between iterations, and the samples they leave."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from step3_ppo.heldout import (
     Best,
     Evaluation,
     Turns,
+    at_start,
+    collapse,
     compare,
+    flaw,
     look,
     looked_at,
     show_samples,
@@ -127,18 +131,90 @@ def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
         write_samples(tmp_path / "samples.jsonl", iteration, before, after)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
     assert [row["iteration"] for row in rows] == [5, 5, 10, 10]
+    write_samples(tmp_path / "unjudged.jsonl", 1, replace(before, judged=None), after)
+    assert "judge" not in (tmp_path / "unjudged.jsonl").read_text(encoding="utf-8")
     assert rows[1] == {
         "iteration": 5, "prompt": "p1", "before": "old 1", "after": "né\u2028w 1", "score_before": 2.0, "score": 4.0,
         "kl": 0.5, "judge_before": 0.5, "judge": 1.5,
     }  # fmt: skip
 
 
-def test_intervals_by_hand() -> None:
-    scores = [1.0, 2.0, 3.0, 4.0]  # s = 1.29099, and t of three degrees of freedom is 3.18245
-    found = compare(seen([1.0] * 4, None, "a"), seen(scores, None, "b"))
-    assert found["eval_score"] == 2.5
-    assert found["eval_score_ci95"] == pytest.approx(3.18245 * 1.29099 / 2, rel=0.01)
-    assert "eval_judge" not in found
+def test_the_final_numbers_by_hand() -> None:
+    """s = 1.29099 of 1, 2, 3, 4, and t of three degrees of freedom is 3.18245."""
+    half = pytest.approx(3.18245 * 1.29099 / 2, rel=0.01)
+    before = seen([1.0, 1.0, 1.0, 2.0], [0.5, 1.0, 0.0, 2.0], "a")
+    after = replace(
+        seen([1.0, 2.0, 3.0, 4.0], [1.5, 3.0, 3.0, 6.0], "b"),
+        kl=torch.tensor([4.0, 1.0, 2.0, 3.0]),
+        ref_nll=torch.tensor([1.0, 2.0, 3.0, 6.0]),
+        lengths=torch.tensor([2.0, 2.0, 2.0, 10.0]),
+        ended=torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        distinct_2=0.25,
+    )
+    numbers = {
+        "eval_score_before": 1.25, "eval_score": 2.5, "eval_score_ci95": half, "eval_kl": 2.5, "eval_kl_ci95": half,
+        "eval_kl_floor": 0.5, "eval_response_length": 4.0, "eval_ended": 0.75, "eval_ref_nll_before": 0.5,
+        "eval_ref_nll": 0.75, "eval_distinct_2_before": 0.5, "eval_distinct_2": 0.25,
+    }  # fmt: skip
+    gain = pytest.approx(3.18245 * 1.29099 / 2, rel=0.01)  # of 1, 2, 3, 4
+    judged = {"eval_judge_before": 0.875, "eval_judge": 3.375, "eval_judge_gain_ci95": gain}
+    found = compare(before, after)
+    assert found.pop("eval_judge_ci95") == pytest.approx(3.18245 * 1.887459 / 2, rel=0.01)
+    assert found == {**numbers, **judged}
+    for unjudged in ((replace(before, judged=None), after), (before, replace(after, judged=None))):
+        assert compare(*unjudged) == numbers
+    start = at_start(after)
+    assert start.pop("eval_kl_floor") == start["eval_kl"] and start.pop("eval_judge_gain_ci95") == 0.0
+    assert start.pop("eval_judge_ci95") > 0
+    assert start == {n: v for n, v in {**numbers, **judged}.items() if n in start} and len(start) == 9
+    one = seen([1.0], None, "a")
+    assert math.isnan(compare(one, one)["eval_score_ci95"])
+
+
+def test_a_policy_that_has_collapsed_is_said() -> None:
+    """Below a tenth of the distinct pairs of tokens that it had."""
+    before = replace(seen([1.0], None, "a"), kl=torch.tensor([50.0]))
+    assert collapse(before, replace(before, distinct_2=0.05)) is None
+    said = collapse(before, replace(before, distinct_2=0.0499))
+    assert said is not None and "eval_distinct_2 was 0.5, now 0.0499; eval_kl 50" in said and "--kl-coef" in said
+
+
+def test_the_first_number_that_is_not_finite_is_named() -> None:
+    good = replace(seen([1.0, 2.0, 3.0], None, "a"), prompts=("p0", "p" * 99 + "\n", "p2"))
+    bad = torch.tensor([1.0, math.nan, math.inf])
+    assert flaw(good) is None and flaw(replace(good, judged=good.scores)) is None
+    words = f"is not a finite number for 2 of 3 held-out responses, the first of them to prompt {'p' * 59 + chr(10)!r};"
+    for name, found in {
+        "score": replace(good, scores=bad),
+        "judge": replace(good, judged=bad),
+        "mine": replace(good, by_source={"other": good.scores, "mine": bad}),
+    }.items():
+        said = flaw(found)
+        assert said is not None and said.startswith(f"{name} {words}")
+
+
+def test_each_of_several_sources_is_in_a_look() -> None:
+    rollout = scored([5, 6])
+    scores = {"one": torch.tensor([1.0, 2.0]), "other": torch.tensor([3.0, 4.0])}
+    found = look(rollout, None, tiny.tokenizer(), scores).by_source
+    assert {name: values.tolist() for name, values in found.items()} == {"one": [1.0, 2.0], "other": [3.0, 4.0]}
+    assert look(rollout, None, tiny.tokenizer(), {"one": scores["one"]}).by_source == {}
+
+
+def test_a_run_that_was_stopped_goes_on_with_its_looks_and_its_patience() -> None:
+    values = {3: 0.5, 4: 0.2, 6: 0.1, 7: 0.1}
+    kept: list[int] = []
+    first = Best("eval_score", 2, lambda: kept.append(3))
+    list(looked_at([{}, {}, {}], Turns(2, 9, done=1), lambda at: {"eval_score": values.get(at, 0.4)}, first))
+    assert first.state_dict() == {"value": 0.4, "waited": 1} and kept == [3]
+    again = Best("eval_score", 2, lambda: kept.append(6))
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    rows = list(looked_at([{}] * 5, Turns(3, 9, done=4), lambda at: {"eval_score": values[at]}, again))
+    assert rows == [{}, {"eval_score": 0.1}] and again.is_over and kept == [3]
+    assert list(looked_at([{}], Turns(3, 9, done=6), lambda at: {"eval_score": 1.0}, again)) == []
+    last = Best("eval_score", 1, lambda: None)
+    last.load_state_dict({"value": 1.0, "waited": 0})
+    assert len(list(looked_at([{}], Turns(0, 1), lambda at: {"eval_score": 0.0}, last))) == 1
 
 
 @pytest.mark.parametrize(

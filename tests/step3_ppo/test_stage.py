@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from data.batches import pair_batch
 from rlhf import plugins
 from rlhf.config import parser
+from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
@@ -29,7 +29,7 @@ from step2_reward import heldout as pairs
 from step2_reward.config import RewardConfig
 from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import __main__ as ppo_program
-from step3_ppo import heldout, stage
+from step3_ppo import stage
 from tests import programs
 from tests.small_demo import SMALL
 
@@ -94,15 +94,6 @@ def test_a_learning_rate_of_0_is_said(models: Path, tmp_path: Path, capsys: pyte
     assert "warning: --learning-rate 0: what it is for does not change" in capsys.readouterr().out
 
 
-def test_a_policy_that_has_collapsed_is_said() -> None:
-    """Below a tenth of the distinct pairs of tokens that it had."""
-    one = torch.ones(1)
-    before = heldout.Evaluation(("a",), ("b",), one, None, 50 * one, one, one, one, distinct_2=0.5)
-    assert heldout.collapse(before, replace(before, distinct_2=0.05)) is None
-    said = heldout.collapse(before, replace(before, distinct_2=0.0499))
-    assert said is not None and "eval_distinct_2 was 0.5, now 0.0499; eval_kl 50" in said and "--kl-coef" in said
-
-
 def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> None:
     extras = {"ptx_coef": 0.5, "ptx_batch_size": 8, "ema_decay": 0.5, "entropy_coef": 0.01, "use_score_scaling": True}
     extras |= {"score_clip": 2.0, "reward": "learned,normalize=true", "kl_target": 1.0, "kl_horizon": 1000}
@@ -156,6 +147,35 @@ def test_vllm_is_refused_before_anything_is_written(models: Path, tmp_path: Path
     with pytest.raises(UserError, match=r"rlhf.generation.loop: .*memory_share"):
         stage.run(options(models, tmp_path, rollout_backend="loop,memory_share=0.3"))
     assert not (tmp_path / "step3_ppo").exists()
+
+
+def test_every_stage_checks_for_the_processes_there_are(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "world_size", lambda: 5)
+    small = {**SMALL, "model": "demo-llama", "output_dir": str(tmp_path)}
+    for run, config in (
+        (sft.run, SFTConfig(**small)),
+        (reward.run, RewardConfig(**small)),
+        (stage.run, options(models, tmp_path)),
+    ):
+        with pytest.raises(UserError, match=r"--batch-size \d+: expected a multiple of \d+ \(5 processes"):
+            run(config)
+
+
+def test_a_backend_of_ones_own_checks_the_actors_options_and_those_of_sampling(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from rlhf.errors import UserError\n"
+        "from rlhf.generation import loop\n"
+        "build = loop.build\n"
+        "class Config(loop.Config):\n"
+        "    def check(self, engine, sampling):\n"
+        "        raise UserError(f'{engine.zero_stage} {sampling.temperature} {self.max_tokens}')\n"
+    )
+    own = {"rollout_backend": str(tmp_path / "own.py"), "actor": {"zero_stage": 2}, "temperature": 0.75}
+    chosen = options(models, tmp_path, **own)
+    with pytest.raises(UserError, match=rf"^2 0\.75 {chosen.max_prompt_length + chosen.response_length}$"):
+        stage.check(chosen)
 
 
 def test_the_reward_model_knows_its_scores(models: Path) -> None:

@@ -15,7 +15,7 @@ from rlhf.maths.uniforms import uniforms
 from rlhf.rewards import Part, Sources
 from rlhf.types import Credit, Rollout, Samples
 from step3_ppo.rollout import generate, per_token
-from step3_ppo.update import Learners, update
+from step3_ppo.update import Learners, _means, update
 from tests import tiny
 from tests.players import PROMPTS, Players, config_of, count_of_words, language_model, players, twice_each
 
@@ -261,6 +261,19 @@ def plain_losses(lm: Any, critic: Any, rollout: Rollout, credit: Credit) -> tupl
             near = old + (values[t] - old).clamp(-0.2, 0.2)
             value.append(0.5 * torch.max((values[t] - target) ** 2, (near - target) ** 2))
     return torch.stack(policy).mean(), torch.stack(value).mean()
+
+
+def test_means_over_the_steps_of_an_iteration_by_hand() -> None:
+    """The ratio of the second step varies: 0.5 - 0.6^2 = 0.14; of the first rounding alone says that it does."""
+    steps = {"ratio_square": [0.0, 0.5], "ratio_mean": [1.001, 1.6], "approx_kl": [0.25, 0.75], "policy_loss": [1.0]}
+    found = _means({name: list(values) for name, values in steps.items()})
+    assert found == pytest.approx(
+        {
+            "ratio_mean": 1.3005, "ratio_std": math.sqrt(0.14) / 2, "approx_kl": 0.5, "policy_loss": 1.0,
+            "first_approx_kl": 0.25, "first_ratio_std": 0.0,
+        }
+    )  # fmt: skip
+    assert _means({"value_loss": [1.0, 2.0]}) == {"value_loss": 1.5}
 
 
 def first_kl(*, temperature: float = 1.0, dropout: float = 0.0) -> float:

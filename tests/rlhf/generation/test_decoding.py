@@ -1,0 +1,62 @@
+"""Products and attention of single tokens, beside float64; which layers take part, and what is left afterwards."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rlhf.generation import _decoding
+
+NEAR = 9 * 10 * torch.finfo(torch.float32).eps
+"""sums of 9 products of numbers below 10, each addition off by eps at most"""
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_attention_where_our_own_does_not_fit(dtype: torch.dtype, masked: bool) -> None:
+    """Without a mask, and in bf16 with heads of odd width: a weighted mean of values, two queries a key."""
+    q, k, v = (normal(2, heads, n, 5, seed=i).to(dtype) for i, (heads, n) in enumerate(((4, 1), (2, 7), (2, 7))))
+    seen = (torch.arange(7) > torch.tensor([[1], [4]]))[:, None, None] if masked else None
+    found = _decoding._one_token(q, k, v, seen, 0.3)
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), seen, scale=0.3, enable_gqa=True)
+    # scores below 2 and weights that add up to 1, each rounded once or twice, and the result
+    bound = 8 * torch.finfo(dtype).eps * float(v.abs().max())
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), rtol=0, atol=bound)
+
+
+def model() -> nn.ModuleDict:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = {"biased": nn.Linear(9, 6), "plain": nn.Linear(9, 7, bias=False), "wide": nn.Linear(9, 4).double()}
+        layers["own"] = nn.Linear(9, 3)
+        layers["other"] = nn.modules.linear.NonDynamicallyQuantizableLinear(9, 3)
+    layers["own"].forward = lambda x: -x  # type: ignore[method-assign]
+    return nn.ModuleDict(layers)
+
+
+def test_layers_multiply_by_weights_in_another_order_meanwhile() -> None:
+    layers, x = model(), normal(2, 1, 9)
+    kinds = {name: type(layer) for name, layer in layers.items()}
+    expected = {name: layers[name].double()(x.double()) for name in ("biased", "plain")}
+    layers = model()
+    with torch.no_grad(), _decoding._products_by(_decoding._Sorted, layers):
+        assert {name for name, layer in layers.items() if type(layer) is _decoding._Sorted} == {"biased", "plain"}
+        for _ in range(2):  # the second time from the order that is known
+            for name, exact in expected.items():
+                torch.testing.assert_close(layers[name](x).double(), exact, rtol=0, atol=NEAR)
+        assert len(_decoding._in_order()) == 2
+    assert {name: type(layer) for name, layer in layers.items()} == kinds
+    assert not _decoding._in_order(), "weights that change would be used as they were"
+
+
+def test_products_of_several_weights_lie_beside_each_other() -> None:
+    layers, x = model(), normal(3, 1, 9)
+    both = [layers["biased"], nn.Linear(9, 5)]
+    with torch.no_grad():
+        found = _decoding._products(x, [layer.weight for layer in both], [layer.bias for layer in both])
+        exact = torch.cat([F.linear(x.double(), layer.weight.double(), layer.bias.double()) for layer in both], -1)
+    _decoding._in_order().clear()
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=NEAR)
