@@ -86,11 +86,7 @@ def order_by_group(groups: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """
     by_group = np.lexsort((rows, groups))
     sorted_groups = groups[by_group]
-    starts = (
-        np.flatnonzero(np.r_[True, sorted_groups[1:] != sorted_groups[:-1]])
-        if len(sorted_groups)
-        else np.zeros(0, dtype=np.int64)
-    )
+    starts = np.flatnonzero(np.r_[True, sorted_groups[1:] != sorted_groups[:-1]])
     sizes = np.diff(np.r_[starts, len(sorted_groups)])
     rank = np.arange(len(sorted_groups)) - np.repeat(starts, sizes)
     return by_group[np.lexsort((sorted_groups, rank))]

@@ -389,5 +389,3 @@ def _checkpoint_activations(model: nn.Module) -> None:
     for part in parts:
         if hasattr(part, "gradient_checkpointing_enable"):
             part.gradient_checkpointing_enable({"use_reentrant": False})
-            if hasattr(part, "enable_input_require_grads"):
-                part.enable_input_require_grads()

@@ -88,7 +88,8 @@ def test_a_kl_above_the_limit_for_long_ends_the_run(kls: list[float], in_a_row: 
         run()
         assert seen == kls
         return
-    with pytest.raises(RunawayError, match=rf"^iteration {ended_at}: kl is .*above --abort-kl 10"):
+    times = rf" for {in_a_row} iterations" if in_a_row > 1 else ""
+    with pytest.raises(RunawayError, match=rf"^iteration {ended_at}: kl is .*above --abort-kl 10{times}; lower"):
         run()
     assert seen == kls[:ended_at]  # the iteration that ended it was recorded
 

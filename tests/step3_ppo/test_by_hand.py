@@ -104,6 +104,11 @@ def test_credit(name: str) -> None:
             assert row == pytest.approx(other, abs=1e-5)
 
 
+@each
+def test_the_coefficient_of_the_kl_begins_at_its_option(name: str) -> None:
+    assert built(name, **OPTIONS[name], kl_coef=0.07).kl_coef == 0.07
+
+
 def policy_loss_of_a_token(name: str, new: float, old: float, ref: float, advantage: float) -> float:
     ratio = math.exp(new - old)
     if name == "a2c":

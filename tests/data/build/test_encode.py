@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Demonstration, Encoded, RowEncoder
+from data.build.encode import Demonstration, Encoded, Preference, RowEncoder
 from data.build.split import PHASES
 from data.build.truncate import Truncation, fit_prompt
 from data.config import DataOptions
@@ -121,15 +121,50 @@ def test_a_margin_is_a_number_of_any_kind(plain: PreTrainedTokenizerBase, margin
     assert result[0].margin == expected  # type: ignore[union-attr]
 
 
+def test_a_side_without_words_is_an_end_at_once(plain: PreTrainedTokenizerBase) -> None:
+    encoder = RowEncoder("reward", Template(plain), DataOptions())
+    for row, ids in (
+        (Row((Message("user", "w1"),), None, "w2"), ((BOS, 5, EOS), (BOS, 5, 6, EOS))),
+        (Row((Message("user", "w1"),), "w2", ""), ((BOS, 5, 6, EOS), (BOS, 5, EOS))),
+    ):
+        [result] = encoder([row])
+        assert not isinstance(result, str) and isinstance(result[0], Preference)
+        assert (result[0].chosen, result[0].rejected) == ids
+
+
+def test_a_plain_text_is_learned_from_its_first_token_to_its_end(plain: PreTrainedTokenizerBase) -> None:
+    encoder = RowEncoder("sft", Template(plain), DataOptions(max_length=2), plain_text=True)
+    rows = [Row((), "w1 w2 w3"), Row((Message("user", "w1"),), "w2"), Row((), None)]
+    texts = [(Demonstration((BOS, 5, 6, 7, EOS), ((1, 5),)), Truncation()), (Demonstration((BOS, EOS), ((1, 2),)), Truncation())]
+    assert encoder(rows) == [texts[0], "not plain text", texts[1]]
+
+
+def test_a_response_to_no_words_opens_its_text(plain: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SentencePiece writes before the first word of a text is the template's to know."""
+    openings: list[Any] = []
+
+    def response_ids(template: Template, texts: Any, opening: Any) -> list[list[int]]:
+        openings.append(opening)
+        return [[5, EOS] for _ in texts]
+
+    monkeypatch.setattr(Template, "response_ids_many", response_ids)
+    RowEncoder("sft", Template(plain), DataOptions())(
+        [Row((), "w1"), Row((Message("user", "w1"),), "w1"), Row((Message("user", ""),), "w1")]
+    )
+    assert openings == [[True, False, True]]
+
+
 def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) -> None:
     rows = [
         Row(DIALOGUE.prompt[: 2 + i % 4], words(*range(i % 7)) or "w1", words(i % 5), columns={"margin": i})
         for i in range(50)
     ]
     rows += [Row((), "w1 w2", "w3"), Row((Message("user", "</s> w1"),), "<s>", "</s>")]
+    rows.insert(20, Row((Message("user", words(*range(30))),), "w1", "w2"))
     for phase in PHASES:
         encoder = RowEncoder(phase, Template(plain), DataOptions(max_length=12, max_prompt_length=8))
-        assert encoder(rows) == [result for row in rows for result in encoder([row])]
+        found = encoder(rows)
+        assert found == [result for row in rows for result in encoder([row])] and found[20] == "prompt too long"
         assert encoder([]) == []
 
 

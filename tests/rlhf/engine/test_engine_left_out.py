@@ -50,6 +50,11 @@ def test_a_gradient_of_nan_under_a_finite_loss_is_left_out_too(
     assert engine.step([rows], loss)["skipped"] == 1
     assert apart(weights(engine), before) == 0
     assert re.search(r"warning, step 2: grad_norm is (nan|inf); left out", capsys.readouterr().out)
+    state, other = engine.state_dict(), engine_runs.engine({"zero_stage": stage, "dtype": dtype})
+    counts = {"steps": 2, "overflows": 1, "bad_in_a_row": 1, "adam_steps": 1}
+    assert {name: state[name] for name in counts} == counts
+    other.load_state_dict(state)
+    assert other.state_dict() == state
 
 
 def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

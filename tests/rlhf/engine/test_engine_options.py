@@ -10,8 +10,9 @@ import torch
 from rlhf.chain import command as train
 from rlhf.config import parser
 from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions, OwnEngineOptions
-from rlhf.engine.training import deepspeed_config, require_possible, shards_of
+from rlhf.engine.training import compute_dtype, deepspeed_config, require_possible, shards_of
 from rlhf.errors import UserError
+from rlhf.models.cpu import compiling
 from step3_ppo.algorithms.ppo import Config as PPOConfig
 from step3_ppo.inputs import check
 
@@ -58,6 +59,28 @@ def test_what_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> 
     with pytest.raises(UserError) as refusal:
         require_possible(EngineOptions(**options | here), CPU)
     assert str(refusal.value) == said.replace("HERE", str(tmp_path))
+
+
+def test_layers_are_compiled_where_no_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(compiling, "require_compiler", asked.append)
+    require_possible(EngineOptions(torch_compile=True, zero_stage=2), GPU)
+    for more in ({"zero_stage": 3}, {"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}):
+        with pytest.raises(UserError, match="--torch-compile: expected --zero-stage 0, 1 or 2"):
+            require_possible(EngineOptions(torch_compile=True, **more), CPU)  # type: ignore[arg-type]
+    require_possible(EngineOptions(), CPU)
+    assert asked == [GPU]
+
+
+@pytest.mark.parametrize(("avx512", "amx"), [(False, False), (True, False), (False, True)])
+def test_bf16_is_chosen_where_the_cpu_multiplies_in_it(
+    avx512: bool, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    for dtype, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("auto", None)):
+        chosen = expected or (torch.bfloat16 if avx512 or amx else torch.float32)
+        assert compute_dtype(EngineOptions(dtype=dtype), CPU) == chosen  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("there", [True, False])

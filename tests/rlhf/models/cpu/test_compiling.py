@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
-from rlhf.engine.training import Engine, require_possible
+from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.generation import loop
 from rlhf.generation._cache import MaskedStaticLayer
@@ -194,13 +194,6 @@ def test_what_torch_cannot_compile_is_said_once_and_runs_as_it_was_written(
             assert torch.equal(policy(rows)[0], plain)
     assert sum("runs uncompiled" in str(warning.message) for warning in caught) == 1
     assert not torch._dynamo.config.suppress_errors, "other errors are not hidden"
-
-
-def test_it_is_refused_where_layers_lie_in_parts() -> None:
-    cpu = torch.device("cpu")
-    for more in ({"zero_stage": 3}, {"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}):
-        with pytest.raises(UserError, match="--torch-compile: expected --zero-stage 0, 1 or 2"):
-            require_possible(EngineOptions(torch_compile=True, **more), cpu)  # type: ignore[arg-type]
 
 
 def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
