@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from data.batches import pair_batch
 from rlhf import plugins
 from rlhf.config import parser
-from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
@@ -101,6 +100,8 @@ def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> N
     out = tmp_path / "step3_ppo"
     found = rows(tmp_path)
     assert len(found) == 3 and all(row["ptx_nll"] > 0 for row in found)
+    timed = {name for name in found[0] if name.startswith("seconds_")}
+    assert timed == {f"seconds_{part}" for part in ("generate", "score", "update", "record", "iteration")}
     # The first scores over their own deviation, but for the clip.
     assert found[0]["score_std"] == pytest.approx(1.0, abs=0.1) and abs(found[0]["score_learned_std"] - 1) > 0.2
     state = json.loads((out / "state.json").read_text(encoding="utf-8"))
@@ -126,7 +127,7 @@ def test_vllm_samples_in_the_place_of_the_loop(
 ) -> None:
     """A stand-in for it, on a CPU: one engine takes the weights before each rollout, those of the last look too."""
     monkeypatch.setattr(served.Config, "check", lambda *_: None)
-    changes = {"adapter": "lora,r=4", "rollout_backend": "vllm,memory_share=0.3"}
+    changes = {"adapter": "lora,r=4", "rollout_backend": "vllm,memory_share=0.3", "ema_decay": 0.5}
     chosen = options(models, tmp_path, **changes)
     stage.run(chosen)
     found = rows(tmp_path)
@@ -135,8 +136,12 @@ def test_vllm_samples_in_the_place_of_the_loop(
     assert engine.share == 0.3 and engine.max_model_len == chosen.max_prompt_length + chosen.response_length
     assert engine.calls.count("generate") == engine.calls.count("reload_weights") == 3 + 2
     assert engine.asleep
-    last = AutoModelForCausalLM.from_pretrained(tmp_path / "step3_ppo/actor").state_dict()
+    last, average, first = (
+        AutoModelForCausalLM.from_pretrained(place).state_dict()
+        for place in (tmp_path / "step3_ppo/actor", tmp_path / "step3_ppo/ema", models / "step1_sft/model")
+    )
     assert distance(engine.model.state_dict(), last) == 0
+    assert 0 < distance(average, first) < distance(last, first)
 
 
 def test_vllm_is_refused_before_anything_is_written(models: Path, tmp_path: Path) -> None:
@@ -147,35 +152,6 @@ def test_vllm_is_refused_before_anything_is_written(models: Path, tmp_path: Path
     with pytest.raises(UserError, match=r"rlhf.generation.loop: .*memory_share"):
         stage.run(options(models, tmp_path, rollout_backend="loop,memory_share=0.3"))
     assert not (tmp_path / "step3_ppo").exists()
-
-
-def test_every_stage_checks_for_the_processes_there_are(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collectives, "world_size", lambda: 5)
-    small = {**SMALL, "model": "demo-llama", "output_dir": str(tmp_path)}
-    for run, config in (
-        (sft.run, SFTConfig(**small)),
-        (reward.run, RewardConfig(**small)),
-        (stage.run, options(models, tmp_path)),
-    ):
-        with pytest.raises(UserError, match=r"--batch-size \d+: expected a multiple of \d+ \(5 processes"):
-            run(config)
-
-
-def test_a_backend_of_ones_own_checks_the_actors_options_and_those_of_sampling(models: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from rlhf.errors import UserError\n"
-        "from rlhf.generation import loop\n"
-        "build = loop.build\n"
-        "class Config(loop.Config):\n"
-        "    def check(self, engine, sampling):\n"
-        "        raise UserError(f'{engine.zero_stage} {sampling.temperature} {self.max_tokens}')\n"
-    )
-    own = {"rollout_backend": str(tmp_path / "own.py"), "actor": {"zero_stage": 2}, "temperature": 0.75}
-    chosen = options(models, tmp_path, **own)
-    with pytest.raises(UserError, match=rf"^2 0\.75 {chosen.max_prompt_length + chosen.response_length}$"):
-        stage.check(chosen)
 
 
 def test_the_reward_model_knows_its_scores(models: Path) -> None:
@@ -345,6 +321,8 @@ def test_an_option_that_an_earlier_run_did_not_know(models: Path, tmp_path: Path
 def test_nothing_of_an_earlier_run_is_left(models: Path, tmp_path: Path) -> None:
     out = tmp_path / "step3_ppo"
     stage.run(options(models, tmp_path, ema_decay=0.5, export_rollouts=True))
+    exported = (out / "rollouts-0.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["iteration"] for line in exported] == [1] * 32 + [2] * 32 + [3] * 32
     (out / "bad_batch").mkdir()
     (out / "rollouts-1.jsonl").touch()
     assert {"actor", "critic", "ema", "rollouts-0.jsonl"} <= {path.name for path in out.iterdir()}

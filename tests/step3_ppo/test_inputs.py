@@ -1,0 +1,79 @@
+"""What the stages check before they load a model, and what step 3 then loads."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.distributed import collectives
+from rlhf.errors import UserError
+from step1_sft import stage as sft
+from step1_sft.config import SFTConfig
+from step2_reward import stage as reward
+from step2_reward.config import RewardConfig
+from step3_ppo import stage as ppo
+from step3_ppo.algorithms import rloo
+from step3_ppo.models import set_up
+from tests import tiny
+from tests.small_demo import SMALL
+
+
+def options(out: Path, **changes: Any) -> rloo.Config:
+    """Of a policy that is drawn, without a learned reward."""
+    made = {"actor_model": "demo-llama", "reward": ("length,target=5",), "output_dir": str(out), "response_length": 16}
+    return rloo.Config(**{**SMALL, **made, "algorithm": "rloo", **changes})
+
+
+def each_stage(out: Path) -> list[tuple[Any, Any]]:
+    small = {**SMALL, "model": "demo-llama", "output_dir": str(out)}
+    return [(sft, SFTConfig(**small)), (reward, RewardConfig(**small)), (ppo, options(out))]
+
+
+def test_every_stage_checks_for_the_processes_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "world_size", lambda: 5)
+    for stage, config in each_stage(tmp_path):
+        with pytest.raises(UserError, match=r"--batch-size \d+: expected a multiple of \d+ \(5 processes"):
+            stage.run(config)
+
+
+def test_every_stage_checks_the_room_for_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 bytes a number that learns, for each checkpoint that is kept and the one being written."""
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    for stage, config in each_stage(tmp_path):
+        with pytest.raises(UserError, match=rf"^{re.escape(str(tmp_path / stage.STAGE))}: .* are free there, expected"):
+            stage.check(config)
+
+
+def test_a_reference_drawn_from_a_config_is_the_actor_as_it_was_drawn(tmp_path: Path) -> None:
+    """A model without weights of its own gets those of the seed."""
+    drawn = []
+    for seed in (3, 4):
+        config = options(tmp_path, seed=seed)
+        tokenizer, _ = ppo.check(config)
+        with tiny.one_rank():
+            made = set_up(config, tokenizer)
+            assert made.scorer.reference.frozen is not None
+            with made.actor.inference() as actor, made.scorer.reference.frozen.inference() as reference:
+                own, other = actor.state_dict(), reference.state_dict()
+                assert own and all(torch.equal(weight, other[name]) for name, weight in own.items())
+                drawn.append(actor.lm.get_output_embeddings().weight.clone())
+    assert not torch.equal(*drawn)
+
+
+def test_a_backend_of_ones_own_checks_the_actors_options_and_those_of_sampling(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from rlhf.errors import UserError\n"
+        "from rlhf.generation import loop\n"
+        "build = loop.build\n"
+        "class Config(loop.Config):\n"
+        "    def check(self, engine, sampling):\n"
+        "        raise UserError(f'{engine.zero_stage} {sampling.temperature} {self.max_tokens}')\n"
+    )
+    own = {"rollout_backend": str(tmp_path / "own.py"), "actor": {"zero_stage": 2}, "temperature": 0.75}
+    chosen = options(tmp_path, **own)
+    with pytest.raises(UserError, match=rf"^2 0\.75 {chosen.max_prompt_length + chosen.response_length}$"):
+        ppo.check(chosen)
