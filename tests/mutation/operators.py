@@ -26,7 +26,7 @@ UNSEEN_CALLS = {"len", "isinstance", "cast", "say", "status", "show_table", "Fie
 """calls whose arguments are words or types, or that tests of the option tables own"""
 UNSEEN_METHODS = {"cpu", "contiguous", "item", "items", "keys", "tolist", "values"}
 """methods without which the same numbers stand elsewhere, or in another kind of container"""
-SYMMETRIC = {"max", "min", "maximum", "minimum", "zip", "isinstance", "equal"}
+SYMMETRIC = {"max", "min", "maximum", "minimum", "zip", "isinstance", "equal", "_distance"}
 """functions whose first arguments may be exchanged, or whose result is exchanged with them"""
 
 

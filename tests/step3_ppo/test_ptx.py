@@ -118,6 +118,8 @@ def test_batches_go_on_through_epochs() -> None:
         for part in ptx.micro_batches()
         for ids, kept in zip(part.ids, part.mask, strict=True)
     ]
+    loss, metrics = ptx.loss(game.actor, ptx.micro_batches()[0])
+    assert loss.requires_grad and not metrics["ptx_nll"].requires_grad
     assert len(seen) == 20 and set(seen) <= {row.ids for row in rows}
     assert len(set(seen[:8])) == 8 and len(set(seen[8:16])) == 8  # no row twice in an epoch
 
