@@ -34,7 +34,7 @@ ROWS: dict[int, tuple[str, ...]] = {
     72: (
         "rlhf/engine/test_engine_left_out.py::test_fp16_that_overflows_for_ever_ends_the_run",
         "rlhf/engine/test_engine_left_out.py::test_the_search_for_a_loss_scale_raises_nothing_of_its_own",
-        "step3_ppo/test_warnings.py::test_a_warning_comes_alone_and_at_its_onset",
+        "step3_ppo/test_warnings.py::test_a_warning_comes_alone_and_at_its_onset_with_its_numbers",
     ),
     76: (
         "contracts/test_rewards.py::test_a_score_that_is_not_finite_names_its_prompt_and_response",
@@ -99,7 +99,7 @@ ROWS: dict[int, tuple[str, ...]] = {
     # a reward that is hacked
     83: (
         "step3_ppo/test_alarms.py::test_a_reward_for_length_is_hacked_and_told",
-        "step3_ppo/test_warnings.py::test_a_warning_comes_alone_and_at_its_onset",
+        "step3_ppo/test_warnings.py::test_a_warning_comes_alone_and_at_its_onset_with_its_numbers",
         "step3_ppo/test_looks.py::test_samples_are_appended_side_by_side",
     ),
     # an entropy that collapses

@@ -27,14 +27,15 @@ def options(out: Path, **changes: Any) -> rloo.Config:
     return rloo.Config(**{**SMALL, **made, "algorithm": "rloo", **changes})
 
 
-def each_stage(out: Path) -> list[tuple[Any, Any]]:
+def each_stage(out: Path) -> list[tuple[str, Any, Any]]:
     small = {**SMALL, "model": "demo-llama", "output_dir": str(out)}
-    return [(sft, SFTConfig(**small)), (reward, RewardConfig(**small)), (ppo, options(out))]
+    supervised = [("step1_sft", sft, SFTConfig(**small)), ("step2_reward", reward, RewardConfig(**small))]
+    return [*supervised, ("step3_ppo", ppo, options(out))]
 
 
 def test_every_stage_checks_for_the_processes_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "world_size", lambda: 5)
-    for stage, config in each_stage(tmp_path):
+    for _, stage, config in each_stage(tmp_path):
         with pytest.raises(UserError, match=r"--batch-size \d+: expected a multiple of \d+ \(5 processes"):
             stage.run(config)
 
@@ -43,8 +44,8 @@ def test_every_stage_checks_the_room_for_its_checkpoints(tmp_path: Path, monkeyp
     """12 bytes a number that learns, for each checkpoint that is kept and the one being written."""
     usage = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    for stage, config in each_stage(tmp_path):
-        with pytest.raises(UserError, match=rf"^{re.escape(str(tmp_path / stage.STAGE))}: .* are free there, expected"):
+    for name, stage, config in each_stage(tmp_path):
+        with pytest.raises(UserError, match=rf"^{re.escape(str(tmp_path / name))}: .* are free there, expected"):
             stage.check(config)
 
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from rlhf.generation import open_backend
 from rlhf.maths import losses
 from rlhf.maths.uniforms import uniforms
+from rlhf.models.policy import Policy
 from rlhf.rewards import Part, Sources
 from rlhf.types import Credit, Rollout, Samples
-from step3_ppo.rollout import generate, per_token
+from step3_ppo.rollout import Reference, generate, per_token
 from step3_ppo.update import Learners, _means, update
-from tests import tiny
+from tests import engine_runs, tiny
 from tests.players import PROMPTS, Players, config_of, count_of_words, language_model, players, twice_each
 
 
@@ -69,6 +70,22 @@ def test_old_and_reference_logprobs_are_those_of_plain_models(game: Players, rol
         for found in (rollout.logprobs, rollout.ref_logprobs):
             assert float((found[b, : len(response)] - exact).abs().max()) < 1e-5
             assert not found[b, len(response) :].any()
+
+
+def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
+    actor = engine_runs.engine({"zero_stage": 0}, adapter="lora")
+    rows = engine_runs.batches(1)[0]
+    with torch.no_grad():
+        exact = Policy(engine_runs.start())(rows)[0]
+        for weight in actor.module.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1)
+    with actor.inference() as policy, torch.no_grad():
+        moved = policy(rows)[0]
+    with Reference(None).of(actor) as reference:
+        torch.testing.assert_close(reference(rows)[0], exact, rtol=0, atol=1e-5)
+    with actor.inference() as policy:
+        assert torch.equal(policy(rows)[0], moved) and float((moved - exact).abs().max()) > 1e-2
 
 
 def test_values_are_those_of_the_states_before_each_token(game: Players, rollout: Rollout) -> None:

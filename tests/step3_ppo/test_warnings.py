@@ -85,13 +85,44 @@ PROVOKED: dict[str, list[Changes]] = {
 """By warning: changes to a healthy run of which the last is the first that deserves it."""
 
 
+NUMBERS: dict[str, Changes] = {
+    "first_ratio": {"first_approx_kl": 2e-3, "first_ratio_std": 3e-6, "limit": 1e-3},
+    "negative_kl": {"kl": -0.11, "limit": -0.1, "iterations": 3},
+    "kl_above_limit": {"kl": 10.1, "limit": 10.0},
+    "equal_advantages": {"raw_advantage_std": 0.0, "score_std": 0.7},
+    "score_at_clip": {"score_at_clip": 0.51, "limit": 0.5},
+    "clip_fraction": {"clip_fraction": 0.31, "limit": 0.3, "iterations": 3},
+    "length_exploding": {"response_length": 81.0, "at_start": 40.0},
+    "length_collapsing": {"response_length": 19.0, "at_start": 40.0},
+    "truncated": {"truncated": 0.96, "limit": 0.95},
+    "score_follows_length": {"score_length_correlation": 0.71, "limit": 0.7, "iterations": 3},
+    "repeated_ngrams": {"repeated_4_grams": 0.31, "limit": 0.3},
+    "entropy_collapse": {"entropy": 0.39, "at_start": 2.0},
+    "over_optimisation": {"eval_judge": 0.6, "best": 1.0, "score": 4.0, "score_at_best": 2.0},
+    "overfitting": {"eval_score": -0.2, "best": 0.0, "score": 3.0, "score_at_best": 0.0},
+    "skipped_steps": {"skipped_steps": 8.0, "optimizer_steps": 8.0},
+}
+"""What each then shows."""
+
+
 def test_every_warning_is_provoked() -> None:
-    assert set(PROVOKED) == {rule.name for rule in RULES}
+    assert set(PROVOKED) == set(NUMBERS) == {rule.name for rule in RULES}
 
 
 @pytest.mark.parametrize("name", PROVOKED)
-def test_a_warning_comes_alone_and_at_its_onset(name: str) -> None:
-    assert names(PROVOKED[name]) == [(len(PROVOKED[name]), name)]
+def test_a_warning_comes_alone_and_at_its_onset_with_its_numbers(name: str) -> None:
+    watch = Watch(Limits())
+    notices = [watch.look(i, HEALTHY | dict(changes)) for i, changes in enumerate(PROVOKED[name])]
+    assert [[notice.name for notice in each] for each in notices] == [[]] * (len(notices) - 1) + [[name]]
+    assert notices[-1][0].numbers == NUMBERS[name]
+
+
+def test_at_its_limit_a_number_warns_of_nothing_but_for_a_spread() -> None:
+    at: Changes = {"kl": 10.0, "score_at_clip": 0.5, "clip_fraction": 0.3, "truncated": 0.95, "repeated_4_grams": 0.3}
+    more = {"first_approx_kl": 1e-3, "first_ratio_std": 1e-3, "score_length_correlation": 0.7}
+    assert names([{**at, **more}] * 4) == []
+    assert names([{"kl": -0.1}] * 4 + [{"response_length": 80.0}, {"response_length": 20.0}]) == []
+    assert names([QUIET, {"score_std": 1e-6}]) == [(2, "equal_advantages")]
 
 
 @pytest.mark.parametrize("name", PROVOKED)
