@@ -1,11 +1,11 @@
-"""Products and attention of single tokens, beside float64; which layers take part, and what is left afterwards."""
+"""Products and attention of single tokens, and the choice of the next one, beside float64."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rlhf.generation import _decoding
+from rlhf.generation import _decoding, loop
 
 NEAR = 9 * 10 * torch.finfo(torch.float32).eps
 """sums of 9 products of numbers below 10, each addition off by eps at most"""
@@ -60,3 +60,32 @@ def test_products_of_several_weights_lie_beside_each_other() -> None:
         exact = torch.cat([F.linear(x.double(), layer.weight.double(), layer.bias.double()) for layer in both], -1)
     _decoding._in_order().clear()
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=NEAR)
+
+
+@pytest.mark.parametrize(("size", "temperature"), [(700, 1.0), (512, 0.5), (40, 2.0)])
+def test_a_token_is_the_first_whose_sum_of_probabilities_exceeds_its_number(size: int, temperature: float) -> None:
+    """Looked for block by block: among 2.7 blocks, two whole ones, and less than one. In float64 token by token."""
+    logits, numbers = 3 * normal(300, size), torch.rand(300, generator=torch.Generator().manual_seed(1)).double()
+    numbers[:2] = torch.tensor([0.0, 1 - 2.0**-53])
+    token, logprob = loop.choose(logits, temperature, numbers)
+    exact = (logits.double() / temperature).log_softmax(-1)
+    edges = exact.exp().cumsum(-1)
+    sure = (edges - numbers[:, None]).abs().amin(-1) > size * torch.finfo(torch.float32).eps
+    assert sure.sum() > 200 and int(token[0]) == 0 and int(token[1]) == size - 1
+    assert torch.equal(token[sure], (edges <= numbers[:, None]).sum(-1)[sure])
+    # a number below 30, and the log of a sum of weights that are rounded once each
+    near = 40 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(logprob.double(), exact.gather(1, token[:, None]).squeeze(1), rtol=0, atol=near)
+    greedy, logprob = loop.choose(logits, temperature, None)
+    assert torch.equal(greedy, logits.argmax(-1))
+    torch.testing.assert_close(logprob.double(), exact.amax(-1), rtol=0, atol=near)
+
+
+def test_of_a_row_that_is_not_finite_some_token_is_drawn_and_its_log_prob_says_so() -> None:
+    logits = normal(3, 600)
+    logits[0, 5], logits[1] = torch.nan, -torch.inf
+    token, logprob = loop.choose(logits, 1.0, torch.tensor([0.3, 0.9, 0.5], dtype=torch.float64))
+    assert ((token >= 0) & (token < 600)).all() and logprob.isnan().tolist() == [True, True, False]
+    logits[2, :599] = -torch.inf  # all that can be drawn is the last, in a block that is not full
+    token, logprob = loop.choose(logits[2:], 1.0, torch.tensor([0.0], dtype=torch.float64))
+    assert token.tolist() == [599] and logprob.tolist() == [0.0]
