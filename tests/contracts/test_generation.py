@@ -12,6 +12,8 @@ from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
 from rlhf.generation import loop
 from rlhf.maths.uniforms import uniforms
+from rlhf.models import packing
+from rlhf.models.cpu import attention
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, Rollout
 from tests import tiny
@@ -231,15 +233,24 @@ def test_rows_that_end_early_change_no_other(backend: str, family: str) -> None:
         assert alone.response_tokens() == together[b : b + 1].response_tokens()
 
 
-def test_prompts_are_read_in_groups_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 16 tokens at once, padding too: a prompt of 9, of 8 and 5, of 4, 3 and 3; equal ones once."""
+@pytest.mark.parametrize(("packs", "read"), [(False, [9, 2 * 8, 3 * 4]), (True, [9, 8 + 5, 4 + 3 + 3])])
+def test_prompts_are_read_in_groups_of_few_tokens(
+    packs: bool, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 16 tokens at once, padding too: a prompt of 9, of 8 and 5, of 4, 3 and 3; equal ones once. A cache is
+    filled from padded rows, or from packed ones."""
     monkeypatch.setattr(loop, "TOGETHER", 16)
-    model, read = leaning_to(tiny.EOS, -2.0), []
-    model.register_forward_pre_hook(lambda _, __, options: read.append(options["input_ids"].numel()), with_kwargs=True)
+    model, asked = leaning_to(tiny.EOS, -2.0), []
+    if packs:
+        attention.use(model)
+        packing.allow(model, whole=True)
+    assert packing.packs(model) == packs
+    model.register_forward_pre_hook(lambda _, __, options: asked.append(options["input_ids"].numel()), with_kwargs=True)
     prompts = tiny.prompts([3, 9, 8, 5, 4, 3])[torch.tensor([4, 2, 1, 0, 3, 5, 2, 0])]
     rollout = sampled("loop", model, prompts)
-    assert read[:4] == [9, 2 * 8, 3 * 4, 8]
-    assert float((rollout.sampled_logprobs - rescored(model, rollout)).abs().max()) < 1e-5
+    assert asked[:4] == [*read, 8]
+    plain = leaning_to(tiny.EOS, -2.0)
+    assert float((rollout.sampled_logprobs - rescored(plain, rollout)).abs().max()) < 1e-5
 
 
 def test_a_prompt_with_several_responses_is_read_once() -> None:

@@ -127,8 +127,12 @@ def test_policy_loss(name: str) -> None:
     rows = zip(*(table(x, r.mask) for x in (logprobs, r.logprobs, r.ref_logprobs, credit.advantages)), strict=True)
     tokens = [policy_loss_of_a_token(name, *token) for row in rows for token in zip(*row, strict=True)]
     # A part of a step: `count` is that of the whole.
-    found, _ = player.policy_loss(logprobs, r, credit, torch.tensor(100))
+    found, metrics = player.policy_loss(logprobs, r, credit, torch.tensor(100))
     assert found.item() == pytest.approx(sum(tokens) / 100, abs=1e-5)
+    if name == "grpo":
+        apart = (logprobs - r.ref_logprobs)[r.mask].double()
+        assert metrics["kl_loss"].item() == pytest.approx(apart.square().sum().item() / 200, abs=1e-5)
+        assert not metrics["kl_loss"].requires_grad
 
 
 @pytest.mark.parametrize("name", ["ppo", "a2c"])

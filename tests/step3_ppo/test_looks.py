@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.maths.intervals import mean_interval
 from rlhf.types import Metrics, Rollout, Samples
 from step3_ppo import heldout
 from step3_ppo.heldout import (
@@ -167,6 +168,9 @@ def test_the_final_numbers_by_hand() -> None:
     assert start.pop("eval_kl_floor") == start["eval_kl"] and start.pop("eval_judge_gain_ci95") == 0.0
     assert start.pop("eval_judge_ci95") > 0
     assert start == {n: v for n, v in {**numbers, **judged}.items() if n in start} and len(start) == 9
+    far = 1000 + torch.rand(999, generator=torch.Generator().manual_seed(0))  # a mean in fp32 is off by some 1e-5
+    exact = mean_interval(far)
+    assert heldout._ci95(far) == pytest.approx((exact.high - exact.low) / 2, rel=1e-9)
     one = seen([1.0], None, "a")
     assert math.isnan(compare(one, one)["eval_score_ci95"])
 

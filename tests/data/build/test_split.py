@@ -34,6 +34,7 @@ def test_the_group_decides_else_the_prompt_else_the_response() -> None:
     assert group_of(Row(prompt, "r", group="Some group")) == "some group"
     assert group_of(Row(prompt, "r", group=" ")) == "x"
     assert group_of(Row((), "a response")) == "a response"
+    assert group_of(Row((), None)) == group_of(Row((), " ")) == ""
     assert group_of(Row((Message("user", "a"), Message("assistant", "b")), "c")) == "a"
 
 
@@ -73,6 +74,7 @@ def test_order_does_not_depend_on_where_rows_stand() -> None:
 
 
 def test_proportions_by_hand() -> None:
+    assert blend([50, 50], [1, 1], budget=None).tolist() == [[source, row] for row in range(50) for source in (0, 1)]
     assert blend([3, 9], [1, 3], budget=None).tolist() == [
         [1, 0], [0, 0], [1, 1], [1, 2], [1, 3], [0, 1], [1, 4], [1, 5], [1, 6], [0, 2], [1, 7], [1, 8],
     ]  # fmt: skip

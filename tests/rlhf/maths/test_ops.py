@@ -160,6 +160,15 @@ def test_mean_and_biased_variance() -> None:
     assert math.isclose(float(var), statistics.pvariance(values), rel_tol=1e-9)
 
 
+def test_what_rounding_leaves_is_no_variance() -> None:
+    """A share of the mean square, however large that is: 1e-13 is nothing, 1e-8 is not."""
+    for mean_square, share, kept in ((1e4, 1e-13, False), (1e-4, 1e-8, True)):
+        mean = mean_square**0.5
+        squares = mean_square * (1 + share)
+        variance = float(ops.mean_var(torch.tensor([1.0, mean, squares], dtype=torch.float64))[1])
+        assert variance == pytest.approx(mean_square * share if kept else 0.0, rel=1e-6, abs=0)
+
+
 def test_moments_of_ranks_add_up() -> None:
     x, mask, _ = _random_masked()
     whole = ops.mean_var(ops.moments(x, mask))
