@@ -10,10 +10,10 @@ import torch
 
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from step1_sft import stage as sft
 from step1_sft.config import SFTConfig
-from step2_reward import stage as reward
+from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.config import RewardConfig
+from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import stage as ppo
 from step3_ppo.algorithms import rloo
 from step3_ppo.models import set_up
