@@ -117,11 +117,10 @@ def test_what_saves_memory_changes_no_number(options: dict[str, Any], plain: dic
     require_plain(run(options, 3), plain)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_adapter_learns_the_same_from_activations_that_are_computed_again(stage: int) -> None:
+def test_an_adapter_learns_the_same_from_activations_that_are_computed_again() -> None:
     """No weight below it learns, so no gradient comes to the inputs of a layer."""
     plain, again = (
-        run({"zero_stage": stage, "gradient_checkpointing": checkpointing}, adapter="lora")
+        run({"zero_stage": 0, "gradient_checkpointing": checkpointing}, adapter="lora")
         for checkpointing in (False, True)
     )
     assert column(again, "loss") == pytest.approx(column(plain, "loss"), rel=8 * EPS)
