@@ -99,7 +99,11 @@ def test_what_was_cut_is_told_apart(plain: PreTrainedTokenizerBase) -> None:
     """BOS, four words and three of a response with EOS: 9 tokens fit whole; a prompt keeps a fourth of max_length."""
     row = Row((Message("user", words(1, 2, 3, 4)),), words(5, 6, 7))
     long = Row((Message("user", words(1)),), words(*range(2, 12)))
-    for given, length, cut in ((row, 9, Truncation()), (row, 8, Truncation(prompt=True)), (long, 8, Truncation(response=True))):
+    for given, length, cut in (
+        (row, 9, Truncation()),
+        (row, 8, Truncation(prompt=True)),
+        (long, 8, Truncation(response=True)),
+    ):
         found = encoded(plain, given, max_length=length, truncate="tokens")
         assert not isinstance(found, str) and found[1] == cut
     both = encoded(plain, Row(row.prompt, long.response), max_length=4, truncate="tokens")
@@ -135,7 +139,10 @@ def test_a_side_without_words_is_an_end_at_once(plain: PreTrainedTokenizerBase) 
 def test_a_plain_text_is_learned_from_its_first_token_to_its_end(plain: PreTrainedTokenizerBase) -> None:
     encoder = RowEncoder("sft", Template(plain), DataOptions(max_length=2), plain_text=True)
     rows = [Row((), "w1 w2 w3"), Row((Message("user", "w1"),), "w2"), Row((), None)]
-    texts = [(Demonstration((BOS, 5, 6, 7, EOS), ((1, 5),)), Truncation()), (Demonstration((BOS, EOS), ((1, 2),)), Truncation())]
+    texts = [
+        (Demonstration((BOS, 5, 6, 7, EOS), ((1, 5),)), Truncation()),
+        (Demonstration((BOS, EOS), ((1, 2),)), Truncation()),
+    ]
     assert encoder(rows) == [texts[0], "not plain text", texts[1]]
 
 
