@@ -16,5 +16,14 @@ def workload(config: RewardConfig, device: str, model_paths: dict[str, str]) -> 
     model = ModelSpec("reward model", model_paths.get("model", config.model), "scalar", config, config.adapter)
     shape = PassShape(2 * config.micro_batch_size, config.max_length, 0)
     batch = config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // (2 * config.max_length))
-    dtype = dtype_on(config, device)
-    return Workload(STAGE.name, (model,), dtype, batch, config.micro_batch_size, shape, config.keep, note=RANKED)
+    return Workload(
+        STAGE.name,
+        (model,),
+        dtype_on(config, device),
+        batch,
+        config.micro_batch_size,
+        shape,
+        config.keep,
+        copied=config.async_checkpoints,
+        note=RANKED,
+    )

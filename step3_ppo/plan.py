@@ -41,6 +41,7 @@ def workload(config: Step3Config, device: str, model_paths: dict[str, str]) -> W
         config.keep,
         rollout,
         averages=int(config.ema_decay is not None),
+        copied=config.async_checkpoints,
         models_written=int(config.ema_decay is not None) + int(config.keep_best is not None),
     )
 

@@ -19,12 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.launch import launcher
 from rlhf.storage import disk
 from rlhf.training import checkpoints
 from rlhf.training.checkpoints import Resumable
+from rlhf.training.saving import Saver
 from tests.killing import Killed
 
 ABOUT: dict[str, Any] = {"stage": "step1_sft", "config": {"seed": 0}, "inputs": {}, "models": []}
@@ -122,7 +124,7 @@ def whole_ones(path: Path, *_: Any) -> bool:
 
 
 POINTS: dict[str, tuple[Any, str, Callable[..., bool], bool, bool]] = {
-    "before any write": (checkpoints, "_write", always, False, False),
+    "before any write": (checkpoints, "write", always, False, False),
     "before a shard": (disk, "save_tensors", always, False, False),
     "after a shard": (disk, "save_tensors", always, True, False),
     "before the manifest": (disk, "write_json", manifests, False, False),
@@ -199,8 +201,22 @@ def harmed(stage: Path, kind: str, name: str) -> dict[str, Any]:
     return found
 
 
+def beside(stage: Path) -> dict[str, Any]:
+    """Three saves by threads, while the ranks have other things to tell each other; the last fails on rank 1."""
+    saver, state = Saver(stage, RunOptions(async_checkpoints=True, timeout_s=60.0)), shared()
+    for step in (1, 2, 3):
+        with files_up_to(10) if (collectives.rank(), step) == (1, 3) else contextlib.nullcontext():
+            saver.save(step, Resumable(state, state), ABOUT)
+            told = [collectives.gather_objects((step, number, collectives.rank())) for number in range(50)]
+            saver.wait()
+        assert told == [[(step, number, rank) for rank in (0, 1)] for number in range(50)]
+    saver.close()
+    collectives.barrier()
+    return {"newest": whole(stage), "last": saver.last()}
+
+
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {"renames": counted_renames(folder / "renames")}
+    seen: dict[str, Any] = {"renames": counted_renames(folder / "renames"), "beside": beside(folder / "beside")}
     for rank in (0, 1):
         seen[f"full {rank}"] = full_on_one(folder / f"full {rank}", rank)
     for kind, names in HARMS.items():

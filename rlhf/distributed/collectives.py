@@ -177,10 +177,17 @@ def gather_shares(value: Any) -> list[Any]:
     return gather_objects(value)[:: ranks_per_share()]
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """The `value` of every rank, in rank order, on every rank."""
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """The `value` of every rank, in rank order, on every rank. group: a process group of all ranks; None: the default"""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
+
+
+def group_for_threads(timeout_s: float) -> Any:
+    """All ranks once more, for threads: what they gather there does not mix with what the ranks do meanwhile. Every
+    rank calls this together."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return dist.new_group(backend="gloo", timeout=timeout) if world_size() > 1 else None

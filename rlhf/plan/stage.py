@@ -1,7 +1,7 @@
 """One stage: its models, the moments at which its processes use memory, and the largest of them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,6 +75,8 @@ class Workload:
     """number of fp32 averages (EMA) of the first trained model's weights"""
     models_written: int = 0
     """copies of the first trained model written at the end, in addition to one copy of each trained model"""
+    copied: bool = False
+    """whether checkpoints are written from a copy in CPU memory"""
     note: str = ""
     """a limit of the plan, for the user: a cost that depends on the data"""
 
@@ -88,10 +90,12 @@ class Workload:
 
     @property
     def checkpoints(self) -> int:
-        """Bytes of the checkpoints that stay and of one being written: weights, two moments and averages, in fp32."""
-        sizes = [spec.size() for spec in self.trained()]
-        one = 3 * sum(size.trained for size in sizes) + self.averages * sizes[0].trained
-        return MASTER * one * (self.keep + 1)
+        """Bytes of the checkpoints that stay and of one being written."""
+        return self.checkpoint([spec.size() for spec in self.trained()]) * (self.keep + 1)
+
+    def checkpoint(self, trained: Sequence[Size]) -> int:
+        """Bytes of one: weights and two moments, and averages of the first model, in fp32."""
+        return MASTER * (3 * sum(size.trained for size in trained) + self.averages * trained[0].trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +208,8 @@ def _moments(
     trained = [model for model in models if model.spec.trained]
     resident = sum((model.memory.resident for model in models), Bytes())
     resident += Bytes(workload.averages * MASTER * math.ceil(trained[0].size.trained / layout.ranks))
+    if workload.copied:  # each rank copies what it writes, an even share
+        resident += Bytes(host=workload.checkpoint([model.size for model in trained]) / layout.ranks)
     for i, model in enumerate(models):
         earlier = sum((loaded.memory.weights + loaded.memory.optimizer for loaded in models[:i]), Bytes())
         yield Moment(f"{model.spec.role}: start", earlier + model.memory.starting)

@@ -12,15 +12,15 @@ ranks have succeeded. Any number of ranks and any ZeRO stage reads it. Nothing i
 
 import contextlib
 import os
-import random
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -30,13 +30,11 @@ from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
 from rlhf.storage.manifests import CHECKPOINTS, content_digest
-from rlhf.training import logs
+from rlhf.training import logs, random_sources
+from rlhf.training.snapshots import STATE, Snapshot, write
 
-STATE = "state.json"
 KINDS = {"step": int, "world_size": int, "logs": dict, "models": list}
 """what a manifest has beside what every manifest has"""
-PART_BYTES = 1 << 29
-"""tensors that a rank holds back before it writes them: what saving costs in memory"""
 VISIBLE_S = 30.0
 """most seconds that a network file system may take to show a directory that another host has made"""
 
@@ -75,6 +73,10 @@ class Resumable:
         return sum(part.size() for part in self.tensors.values())
 
 
+Copying = Callable[[str, Iterator[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
+"""Makes fp32 tensors on the CPU of those of a part, which it gets with the name of the part."""
+
+
 def save(
     stage: Path, step: int, state: Resumable, about: Mapping[str, Any], keep: int, growing: Sequence[str] = ()
 ) -> str | None:
@@ -84,31 +86,64 @@ def save(
 
     Returns why it could not be written, if so: nothing is left of it then, and the ones before it stay.
     """
+    return begin(stage, step, state, about, keep, growing)()
+
+
+def begin(
+    stage: Path,
+    step: int,
+    state: Resumable,
+    about: Mapping[str, Any],
+    keep: int,
+    growing: Sequence[str] = (),
+    copy: Copying | None = None,
+    group: Any = None,
+) -> Callable[[], str | None]:
+    """Prepare what `save` does; the result does the rest. Every rank calls both together.
+
+    With `copy`, which copies the tensors of a part at once, the state may change meanwhile, and with a `group` of all
+    ranks the result may be called in a thread.
+    """
     final = folder_of(stage, step)
     staging = final.with_name(f".tmp-{final.name}")
     failure = collectives.gather_objects(_made_anew(staging) if collectives.is_main() else "")[0]
     if failure:
-        return failure
+        return lambda: failure
     _wait_for(staging)
-    written = _write(staging, state)
-    parts = collectives.gather_objects((written.digests, written.failure))
+    numbers = {name: deepcopy(part.state_dict()) for name, part in state.numbers.items()}  # some ask all ranks
+    tensors = {name: (copy or _one_by_one)(name, part.tensors()) for name, part in state.tensors.items()}
+    snapshot = Snapshot(numbers, tensors, random_sources.state(), logs.sizes(stage, growing))
+    manifest = {**about, "step": step, "world_size": collectives.world_size(), "logs": snapshot.logs}
+    return partial(_commit, staging, final, snapshot, manifest, keep, group)
+
+
+def _one_by_one(_: str, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in tensors:
+        yield key, tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+def _commit(
+    staging: Path, final: Path, snapshot: Snapshot, manifest: dict[str, Any], keep: int, group: Any
+) -> str | None:
+    written = write(staging, snapshot)
+    parts = collectives.gather_objects((written.digests, written.failure), group)
     failures = [failure for _, failure in parts if failure]
     if not failures and collectives.is_main():
         files = {name: digest for digests, _ in parts for name, digest in sorted(digests.items())}
         try:
-            manifest = {**about, "step": step, "world_size": collectives.world_size(), "files": files}
-            manifests.write_manifest(staging / manifests.MANIFEST, manifest | {"logs": logs.sync(stage, growing)})
+            logs.sync(final.parents[1], [*snapshot.logs])
+            manifests.write_manifest(staging / manifests.MANIFEST, manifest | {"files": files})
             shutil.rmtree(final, ignore_errors=True)
             os.rename(staging, final)
             disk.flush(final.parent)
         except OSError as error:
             failures = [str(error)]
-    failures = collectives.gather_objects(failures)[0]
+    failures = collectives.gather_objects(failures, group)[0]
     if collectives.is_main():
         shutil.rmtree(staging, ignore_errors=True)
         if not failures:
             _delete_others(final, keep)
-    collectives.barrier()
+    collectives.gather_objects(None, group)  # the next save finds the directory as it is now
     return failures[0] if failures else None
 
 
@@ -140,62 +175,6 @@ def _wait_for(folder: Path) -> None:
 def folder_of(stage: Path, step: int) -> Path:
     """Where the checkpoint of that step lies."""
     return stage / CHECKPOINTS / f"step-{step:08d}"
-
-
-class _Writer:
-    """Writes this rank's files; after the first failure it writes no more, and the other ranks' collectives go on."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._held: dict[str, Tensor] = {}
-        self.digests: dict[str, dict[str, Any]] = {}
-        self.failure = ""
-
-    def json(self, name: str, value: Any) -> None:
-        self._guarded(name, lambda path: disk.write_json(path, value))
-
-    def tensors(self, name: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        part = size = 0
-        for key, tensor in tensors:
-            if self.failure:
-                continue
-            self._held[key] = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-            size += tensor.numel() * 4
-            if size >= PART_BYTES:
-                self._part(name, part)
-                part, size = part + 1, 0
-        self._part(name, part)
-
-    def _part(self, name: str, part: int) -> None:
-        held, self._held = self._held, {}
-        if held:
-            file = f"{name}.rank-{collectives.rank()}.part-{part}.safetensors"
-            self._guarded(file, lambda path: disk.save_tensors(held, path))
-
-    def _guarded(self, name: str, write: Any) -> None:
-        path = self._folder / name
-        if self.failure:
-            return
-        try:
-            write(path)
-            disk.flush(path)
-            self.digests[name] = manifests.digest(path)
-        except (OSError, SafetensorError) as error:
-            free = shutil.disk_usage(self._folder).free if self._folder.exists() else 0
-            self.failure = (
-                f"rank {collectives.rank()} cannot write {path} ({error}); {free / 1e6:,.0f} MB are free there"
-            )
-
-
-def _write(staging: Path, state: Resumable) -> _Writer:
-    writer = _Writer(staging)
-    for name, part in state.tensors.items():
-        writer.tensors(name, part.tensors())
-    numbers = {name: part.state_dict() for name, part in state.numbers.items()}  # some ask all ranks
-    writer.json(f"rng.rank-{collectives.rank()}.json", _random_state())
-    if collectives.is_main():
-        writer.json(STATE, numbers)
-    return writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +213,7 @@ class Checkpoint:
             if name in held:
                 tensors.load_tensors(self._tensors(name))
         if self.manifest["world_size"] == collectives.world_size():
-            _set_random_state(disk.read_json(self.folder / f"rng.rank-{collectives.rank()}.json"))
+            random_sources.set_state(disk.read_json(self.folder / f"rng.rank-{collectives.rank()}.json"))
         else:
             torch.manual_seed((seed * 1_000_003 + self.step) * 4096 + collectives.rank())
 
@@ -356,27 +335,3 @@ def _fault(folder: Path, name: str, manifest: Mapping[str, Any]) -> str:
         return "" if manifests.digest(path)["sha256"] == entry["sha256"] else f"{name} differs from its sha256"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-
-
-def _random_state() -> dict[str, Any]:
-    """Of torch's CPU and GPU generators, of numpy and of Python, which a user's score function may draw from."""
-    gpu = bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_available() else None
-    legacy: Any = np.random.get_state(legacy=False)
-    legacy["state"]["key"] = legacy["state"]["key"].tolist()
-    return {
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-        "gpu": gpu,
-        "python": random.getstate(),
-        "numpy": legacy,
-    }
-
-
-def _set_random_state(saved: Mapping[str, Any]) -> None:
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(saved["torch"])), dtype=torch.uint8))
-    if saved["gpu"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(saved["gpu"])), dtype=torch.uint8))
-    version, words, gauss = saved["python"]
-    random.setstate((version, tuple(words), gauss))
-    state = saved["numpy"]["state"]
-    key = np.array(state["key"], dtype=np.uint32)
-    np.random.set_state({**saved["numpy"], "state": {**state, "key": key}})

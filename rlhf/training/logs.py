@@ -8,14 +8,15 @@ from rlhf import console
 from rlhf.storage import disk
 
 
-def sync(directory: Path, patterns: Sequence[str]) -> dict[str, int]:
-    """Have the disk hold the files of these patterns; the bytes of each, by name."""
-    sizes = {}
-    for path in _logs(directory, patterns):
+def sizes(directory: Path, patterns: Sequence[str]) -> dict[str, int]:
+    """The bytes of each file of these patterns, by name."""
+    return {path.name: path.stat().st_size for path in _logs(directory, patterns)}
+
+
+def sync(directory: Path, patterns: Sequence[str]) -> None:
+    """Have the disk hold them."""
+    for path in (*_logs(directory, patterns), directory):
         disk.flush(path)
-        sizes[path.name] = path.stat().st_size
-    disk.flush(directory)
-    return sizes
 
 
 def _logs(directory: Path, patterns: Sequence[str]) -> list[Path]:

@@ -24,7 +24,7 @@ from rlhf.hub.untrusted import PlainErrors
 from rlhf.launch import launcher
 from rlhf.storage import disk, manifests
 from rlhf.text.tokenizer import describe_template
-from rlhf.training import checkpoints, logs, out_of_memory, progress, record, spikes
+from rlhf.training import checkpoints, logs, out_of_memory, progress, record, saving, spikes
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.progress import Standing
 from rlhf.training.signals import CODES, Ending
@@ -74,6 +74,7 @@ class Run:
         if collectives.is_main():
             logs.cut(self.directory, self._logs, self._found.manifest["logs"] if self._found else {})
         collectives.barrier()
+        self.saver = saving.Saver(self.directory, options, self._logs)
         self.recorder = record.Recorder(self.directory, options.report_to, self.done)
         self.manifest: dict[str, Any] = {}  # what is known before the end
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -177,10 +178,13 @@ class Run:
                 last = step == total and self.options.keep_last_checkpoint
                 asked, due = ending.heard(late or last or (every is not None and step % every == 0))
                 if asked or due:
-                    self._save_checkpoint(step)
+                    self.saver.save(step, self._state, self._about() | {"models": [*self.models]})
                     saved = time.monotonic()
+                else:
+                    self.saver.look()
                 if asked:
                     break
+            self.saver.wait()
         if asked:
             self._leave(self.step, asked)
 
@@ -202,22 +206,10 @@ class Run:
             slowest, fastest = collectives.max_over_ranks([mine, -mine])
             yield {**metrics, "forward_seconds_slowest": slowest, "forward_seconds_fastest": -fastest}
 
-    def _save_checkpoint(self, step: int) -> None:
-        about = self._about() | {"models": self.models}
-        failure = checkpoints.save(self.directory, step, self._state, about, self.options.keep, self._logs)
-        if failure is not None:
-            console.say(f"warning, step {step}: no checkpoint, {failure}; {self._last_checkpoint()}")
-
-    def _last_checkpoint(self) -> str:
-        manifest = checkpoints.newest_manifest(self.directory)
-        if manifest is None:
-            return "there is no checkpoint"
-        return f"the last checkpoint is {checkpoints.folder_of(self.directory, manifest['step'])}"
-
     def _leave(self, step: int, asked: signal.Signals) -> NoReturn:
         self.recorder.close()
         launcher.give_up(
-            f"{self.stage}: {asked.name} after step {step}; {self._last_checkpoint()}; the same command goes on",
+            f"{self.stage}: {asked.name} after step {step}; {self.saver.last()}; the same command goes on",
             CODES[asked],
         )
 
@@ -328,6 +320,7 @@ def open_run(
             advice = out_of_memory.lack_of_memory(error, options, declaration.phases, *ranks)
             launcher.give_up(f"error: {stage}: {advice}", 1)
         finally:
+            run.saver.close()
             run.recorder.close()
 
 

@@ -249,6 +249,15 @@ ROWS_C: dict[int, tuple[str, ...]] = {
         "rlhf/launch/test_launch.py::test_too_few_open_files_are_refused_at_the_start",
         "rlhf/config/test_config.py::test_a_word_that_is_no_utf8_is_refused",
     ),
+    # a checkpoint that is written beside training
+    113: (
+        "rlhf/training/test_checkpoints.py::test_a_process_that_dies_while_saving_leaves_the_old_or_the_new",
+        "rlhf/training/test_checkpoints.py::test_two_ranks_save_and_fall_back_together",
+        "rlhf/training/test_saving.py::test_a_checkpoint_has_the_state_of_its_step",
+        "rlhf/training/test_saving.py::test_the_next_save_and_the_end_wait_for_the_one_before",
+        "rlhf/training/test_saving.py::test_a_full_disk_is_told_in_the_loop",
+        "rlhf/training/test_going_on.py::test_step_3_goes_on_to_the_same_bytes",
+    ),
     101: ("rlhf/launch/test_launch.py::test_nothing_of_the_current_directory_runs",),
     100: ("rlhf/storage/test_unreadable.py::test_links_are_followed_or_refused_at_the_start",),
 }

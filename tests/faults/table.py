@@ -75,6 +75,7 @@ FAULTS = {
     110: "stdout closed, its reader gone, or the disk behind it full",
     111: "SIGHUP: the terminal is gone",
     112: "16 open files; a path that is no UTF-8",
+    113: "a kill, a full disk or a mistake while a checkpoint is written beside training",
     101: "Python files in the current directory",
     100: "symbolic links in place of checkpoints or models",
 }

@@ -15,8 +15,9 @@ from rlhf.config import parser
 from rlhf.config.options import RunOptions
 from rlhf.errors import UserError
 from rlhf.storage import disk
-from rlhf.training import checkpoints
+from rlhf.training import checkpoints, snapshots
 from rlhf.training.checkpoints import Resumable
+from rlhf.training.saving import Saver
 from tests import forked_ranks, programs, saving
 from tests.killing import Killed
 from tests.saving import POINTS, Memory, killed_by, save, whole
@@ -39,14 +40,18 @@ def names(stage: Path) -> set[str]:
 # --- the order of what a save does
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["in the loop", "beside it"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_process_that_dies_while_saving_leaves_the_old_or_the_new(
-    stage: Path, monkeypatch: pytest.MonkeyPatch, point: str
+    stage: Path, monkeypatch: pytest.MonkeyPatch, point: str, beside: bool
 ) -> None:
     *call, is_there = POINTS[point]
+    memory = Memory({"w": saving.WEIGHTS.clone()})
+    saver = Saver(stage, RunOptions(async_checkpoints=beside))
     with monkeypatch.context() as patched, pytest.raises(Killed):
         killed_by(patched, *call)
-        save(stage, 3)
+        saver.save(3, Resumable({"weights": memory}, {"weights": memory}), saving.ABOUT)
+        saver.wait()
     assert whole(stage) == (3 if is_there else 2)
     if not is_there:  # the old ones were not touched
         assert {"step-00000001", "step-00000002"} <= names(stage)
@@ -274,6 +279,9 @@ def test_two_ranks_save_and_fall_back_together(tmp_path: Path) -> None:
     # Rank 0 alone gives a checkpoint its name.
     assert zero.pop("renames") == ["step-00000001", "step-00000002", "step-00000003"] and one.pop("renames") == []
     assert zero == one  # of all else the ranks say the same
+    folder = tmp_path / "beside/checkpoints/step-00000002"
+    assert zero.pop("beside") == {"newest": 2, "last": f"the last checkpoint is {folder}"}
+    assert f"warning, step 3: no checkpoint, rank 1 cannot write {tmp_path}/beside" in printed
 
     for rank in (0, 1):  # the disk of one of them is full
         seen = zero.pop(f"full {rank}")
@@ -299,7 +307,7 @@ def test_what_was_saved_comes_back_whatever_the_size_of_its_parts(
 ) -> None:
     tensors = {f"layer.{i}": torch.randn(3, i + 1) for i in range(7)} | {"bits": torch.randn(4).to(torch.bfloat16)}
     for bytes_held in (1, 50, 1 << 20):
-        monkeypatch.setattr(checkpoints, "PART_BYTES", bytes_held)
+        monkeypatch.setattr(snapshots, "PART_BYTES", bytes_held)
         memory = Memory(tensors)
         stage = tmp_path / str(bytes_held)
         assert save(stage, 1, {"weights": memory}) is None

@@ -92,7 +92,7 @@ def test_a_log_that_lost_rows_is_named(here: Path, capsys: pytest.CaptureFixture
     patterns = ("metrics.jsonl", "samples.jsonl", "chosen.jsonl", "rollouts-*.jsonl")
     for name in ("metrics.jsonl", "samples.jsonl", "chosen.jsonl"):
         (here / name).write_text(rows)
-    known = logs.sync(here, patterns)
+    known = logs.sizes(here, patterns)
     (here / "samples.jsonl").write_text(rows[:17])
     (here / "chosen.jsonl").unlink()
     (here / "metrics.jsonl").write_text(rows + rows)

@@ -11,7 +11,7 @@ import torch
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.launch import launcher
-from rlhf.training import checkpoints
+from rlhf.training import checkpoints, random_sources
 from tests import engine_runs, forked_ranks, resuming, tiny
 from tests.engine_runs import ROUNDING
 
@@ -56,7 +56,7 @@ def test_an_adapter_goes_on_to_the_bit(stage: int, tmp_path: Path) -> None:
 
 def test_without_the_random_sources_it_would_be_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = resuming.save_half(tmp_path, {"zero_stage": 1})
-    monkeypatch.setattr(checkpoints, "_set_random_state", lambda saved: None)
+    monkeypatch.setattr(random_sources, "set_state", lambda saved: None)
     other = resuming.go_on(tmp_path, {"zero_stage": 1})
     assert engine_runs.apart(whole["state"], other["state"]) > 1e-4  # a tenth of the learning rate
 

@@ -1,0 +1,31 @@
+"""The random sources of a process, as JSON has them: a run goes on with the numbers that would have come next."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def state() -> dict[str, Any]:
+    """Of torch's CPU and GPU generators, of numpy and of Python, which a user's score function may draw from."""
+    gpu = bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_available() else None
+    legacy: Any = np.random.get_state(legacy=False)
+    legacy["state"]["key"] = legacy["state"]["key"].tolist()
+    return {
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "gpu": gpu,
+        "python": random.getstate(),
+        "numpy": legacy,
+    }
+
+
+def set_state(saved: dict[str, Any]) -> None:
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(saved["torch"])), dtype=torch.uint8))
+    if saved["gpu"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(saved["gpu"])), dtype=torch.uint8))
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words), gauss))
+    state = saved["numpy"]["state"]
+    key = np.array(state["key"], dtype=np.uint32)
+    np.random.set_state({**saved["numpy"], "state": {**state, "key": key}})
