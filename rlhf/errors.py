@@ -17,6 +17,8 @@ def system_error_line(error: OSError) -> str | None:
     """One line for a full disk, missing permissions or too many open files; None for other errors."""
     cures = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free disk space there")
     cures |= dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)")
+    cures[errno.ENAMETOOLONG] = "shorten the path"
+    cures |= dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.ELOOP), "correct that")
     cures |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE), "correct that")
     if error.errno not in cures:
         return None

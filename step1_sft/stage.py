@@ -91,6 +91,10 @@ class FineTuning:
         if config.objective == "text":
             console.say(f"{STAGE.name}: {CROSS_TEXT_ATTENTION}")
         self.before = self.evaluate()
+        if math.isinf(self.before["eval_perplexity"]):
+            raise NonFiniteError(
+                f"model '{place}' has no finite loss on held-out rows, before any step; mend the model"
+            )
 
     def train(self, batches: Batches) -> Iterator[Metrics]:
         return train(self.engine, self._data.train, batches, self._config, self._tokenizer.pad_token_id)
@@ -104,7 +108,7 @@ class FineTuning:
         tokens."""
         before, after = metrics["eval_perplexity_before"], metrics["eval_perplexity"]
         vocabulary = len(self._tokenizer)
-        if after > max(before, vocabulary):
+        if math.isinf(after) or after > max(before, vocabulary):
             raise NonFiniteError(
                 f"the run has diverged: eval_perplexity was {before:.4g} before training and is {after:.4g} now, where "
                 f"guessing among {vocabulary} tokens has {vocabulary}; nothing was exported; lower --learning-rate "

@@ -85,6 +85,8 @@ def _refuse_signature(path: Path, head: bytes) -> None:
         )
         if head.lower().startswith(signature.lower()) and not valid:
             raise UserError(f"{path}: got {name}, expected {file_type}; {cure}")
+    if head and not head.strip(b"\0"):
+        raise UserError(f"{path}: begins with zero bytes, as a file that was not written to its end; fetch it again")
     is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or head.count(b"\0") * 3 > len(head)
     if is_utf16 and file_type != ".parquet":
         raise UserError(f"{path}: got UTF-16 or UTF-32, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8")

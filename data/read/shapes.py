@@ -4,6 +4,7 @@ A shape is named after the columns that it requires, such as `prompt-chosen-reje
 """
 
 import contextlib
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -84,7 +85,9 @@ def match_shape(columns: tuple[str, ...], name: str | None, mapped: frozenset[st
     present = available & {*SIDES}
     if name is None and len(present) == 1 and shapes[0].responses == NO_RESPONSE:
         missing = "rejected" if "chosen" in present else "chosen"
-        cure = f"if the rows are prompts only, write files,shape={shapes[0].name}:PATH"
+        similar = difflib.get_close_matches(missing, available - present, n=1)
+        cure = f"if '{similar[0]}' is it, write files,{missing}={similar[0]}:PATH; " if similar else ""
+        cure += f"if the rows are prompts only, write files,shape={shapes[0].name}:PATH"
         return f"no column '{missing}' beside '{min(present)}'; have {column_names(columns)}; {cure}"
     if len(shapes) > 1:
         names = " and ".join(shape.name for shape in shapes)

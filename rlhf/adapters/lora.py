@@ -4,6 +4,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -12,9 +13,9 @@ from rlhf.distributed.zero3 import gather_weights
 
 
 class Config(Base):
-    r: int = 16
+    r: int = Field(16, ge=1)
     """rank of the update"""
-    lora_alpha: int = 32
+    lora_alpha: int = Field(32, ge=1)
     """the update is scaled by lora_alpha / r"""
     target_modules: str | list[str] = "all-linear"
     """modules that get an update, as peft names them"""

@@ -268,7 +268,7 @@ def _with_base(argv: list[str]) -> tuple[list[str], str]:
     """
     if any(re.match(r"--(config|actor[-_]model|help)|-h$", word) for word in argv):
         return argv, ""
-    before = Path(parser.peek(argv, "output-dir", "runs/demo")) / "config.yaml"
+    before = Path(parser.peek(argv, "output-dir", "runs/demo")).expanduser() / "config.yaml"
     if before.is_file():
         return [f"--config={before}", *argv], f"options that are not given: as in {before}\n"
     known = parser.peek(argv, "data-path", "demo").startswith("demo")

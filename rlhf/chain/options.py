@@ -10,7 +10,7 @@ from pydantic import Field, create_model
 from data.config import DataOptions
 from rlhf.chain.stages import STAGES
 from rlhf.config import Config, parser
-from rlhf.config.options import EngineOptions, RunOptions, SharedOptimizerOptions
+from rlhf.config.options import EngineOptions, OutputDir, RunOptions, SharedOptimizerOptions
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.plan.options import PlanOptions
@@ -55,7 +55,7 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     steps: tuple[Literal[1, 2, 3], ...] | None = Field(None, min_length=1)
     """the part of the chain to run; by default step 3 and those it needs. Inputs of the rest are found in the output
     directory"""
-    output_dir: str = "runs/rlhf"
+    output_dir: OutputDir = "runs/rlhf"
     """directory of the run: step1_sft/, step2_reward/, step3_ppo/"""
     sft: SFTConfig = SFTConfig()
     """step 1, supervised fine-tuning; what is not set here is as at the top"""

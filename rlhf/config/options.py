@@ -1,14 +1,33 @@
 """Options that every stage has, each declared once. Torch-free, like rlhf.config.parser."""
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rlhf.config import Config
 from rlhf.errors import UserError
+
+MAX_SEED = 2**32 - 1
+"""numpy takes no larger seed, and streams of torch are numbered by multiples of it"""
+
+
+def _on_a_file_system(path: str) -> str:
+    """With the home directory in place of `~`, which a shell leaves in --output-dir=~/runs, as YAML does."""
+    if not path:
+        raise ValueError("expected a directory")
+    if "://" in path:
+        raise ValueError(
+            "expected a directory on a disk or a mounted file system (a run locks, renames and extends files, which "
+            "object stores cannot; copy what is finished)"
+        )
+    return os.path.expanduser(path)
+
+
+OutputDir = Annotated[str, AfterValidator(_on_a_file_system)]
 
 
 class RunOptions(Config):
@@ -32,9 +51,9 @@ class RunOptions(Config):
         }
     )
 
-    output_dir: str = "runs/demo"
+    output_dir: OutputDir = "runs/demo"
     """directory of the whole run; each stage writes its own folder inside"""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MAX_SEED)
     """seed of initial heads, data order and sampling"""
     report_to: tuple[Literal["tensorboard"], ...] = ()
     """trackers in addition to metrics.jsonl"""
@@ -214,7 +233,7 @@ class PromptFileOptions(SamplingOptions):
     """.jsonl with a column prompt (text, or a list of messages), or .txt with one prompt per line"""
     reward: str | None = None
     """score source: file.py:function, learned,model=DIR, or another name in rlhf/rewards/"""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MAX_SEED)
     """seed of the sampling"""
     chat_template: str = "auto"
     """auto (each policy's own template), a name such as chatml, or a Jinja file; all policies must have the same"""

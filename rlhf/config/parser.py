@@ -149,6 +149,13 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
+    def construct_scalar(self, node: Any) -> Any:
+        text = super().construct_scalar(node)
+        if "\0" in str(text) or not _is_utf8(str(text)):
+            problem = f"got {text[:40]!a}, expected text that a file or a path can have"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return text
+
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         names: set[str] = set()
         for key, _ in node.value:

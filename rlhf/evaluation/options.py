@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from rlhf.config.options import PromptFileOptions
+from rlhf.config.options import MAX_SEED, PromptFileOptions
 
 
 class EvaluateConfig(PromptFileOptions):
@@ -14,7 +14,7 @@ class EvaluateConfig(PromptFileOptions):
     """policy to which KL and perplexity are measured; by default the baseline"""
     samples: int = Field(2, ge=2)
     """responses of each policy to each prompt; at least 2, as the win rate compares independent samples"""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MAX_SEED)
     """seed of the sampling; every policy uses the same random numbers"""
     micro_batch_size: int = Field(8, ge=1)
     """responses in one forward pass for log-probs; changes memory and speed, never results"""

@@ -34,6 +34,9 @@ MAX_IDS = 1 << 24
 PROBE_TEXT = " ".join(char * 50 for char in string.printable[:94])
 """a text on which exponential regular expressions and replacements take too much time or memory"""
 
+MAX_COUNTS = {"num_hidden_layers": 10_000, "n_layer": 10_000, "num_layers": 10_000, "num_labels": 1_000_000}
+"""counts of a config.json that transformers builds one by one; the deepest models have hundreds of layers"""
+
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ADAPTER = "adapter_config.json"
@@ -57,7 +60,10 @@ def refuse_model(path: str) -> None:
     folder = Path(path)
     if (folder / ADAPTER).is_file():
         raise UserError(f"model '{path}': got an adapter ({ADAPTER}), expected whole weights; {MERGE}")
-    read_mappings(f"model '{path}'", folder, MODEL_FILES)
+    config = read_mappings(f"model '{path}'", folder, MODEL_FILES).get("config.json", {})
+    for name, maximum in MAX_COUNTS.items():
+        if isinstance(config.get(name), int) and config[name] > maximum:
+            raise UserError(f"model '{path}': config.json: {name}: got {config[name]}, expected at most {maximum}")
     for index in sorted(folder.glob("*.index.json")):
         shards = read_mappings(f"model '{path}'", folder, [index.name])[index.name].get("weight_map")
         for name in shards.values() if isinstance(shards, dict) else [shards]:
@@ -137,6 +143,8 @@ def reason(path: str, error: BaseException) -> str:
     message = " ".join(str(error).split()).replace(REPORT_NOTE, "")[:200] or type(error).__name__
     config = isinstance(error, StrictDataclassError | AssertionError)  # torch asserts the sizes and ids of the config
     file = "config.json" if config else _first_unreadable(Path(path))
+    if isinstance(error, KeyError) and not file:  # an activation, a kind of positions
+        return f"config.json: transformers has no {message}"
     return f"{file}: {message}" if file and file not in message else message
 
 

@@ -107,8 +107,12 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 def size(model_path: str, head: Head, adapter: str | None = None, frozen: bool = False) -> Size:
     """Exact sizes of a model, counted on the meta device from its config. A frozen model has no trainable weights."""
     config = resized_config(model_path)
-    with torch.device("meta"):
-        model = build(config, head, adapter)
+    try:
+        with torch.device("meta"):
+            model = build(config, head, adapter)
+    except KeyError as error:  # an activation, a kind of positions
+        message = f"model '{model_path}': cannot be built: transformers has no {error}, as in its config"
+        raise UserError(message) from None
     counts = [weight.numel() for weight in model.parameters()]  # tied weights count once
     trained = [weight.numel() for weight in model.parameters() if weight.requires_grad and not frozen]
     layers = layers_of(model)

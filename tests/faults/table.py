@@ -76,6 +76,10 @@ FAULTS = {
     111: "SIGHUP: the terminal is gone",
     112: "16 open files; a path that is no UTF-8",
     113: "a kill, a full disk or a mistake while a checkpoint is written beside training",
+    114: "a seed of 2^70, an update of rank 0; an output directory that is empty, in the cloud, too long, or in `~`",
+    115: "a model whose loss is not finite from the start",
+    116: "a config.json with an activation that there is not, or a billion layers or labels",
+    117: "a data file of zero bytes; a column whose name is misspelt",
     101: "Python files in the current directory",
     100: "symbolic links in place of checkpoints or models",
 }

@@ -1,6 +1,7 @@
 """The whole stage on the demo world, with what is off by default switched on, and with scores that are no numbers."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -75,6 +76,25 @@ def test_a_run_that_diverges_is_said_so_and_exports_nothing(
     assert last.startswith(f"error: {folder.name}: the run has diverged: {number} ")
     assert "lower --learning-rate (now 50) and add --overwrite" in last
     assert not (folder / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("perplexities", "said"),
+    [
+        ([math.inf], "model 'demo-llama' has no finite loss on held-out rows, before any step; mend the model"),
+        ([9.0, math.inf], "the run has diverged: eval_perplexity was 9 before training and is inf now"),
+    ],
+)
+def test_a_model_without_a_finite_loss_is_refused_and_not_exported(
+    perplexities: list[float], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """As with a NaN in its config.json: before, four steps were left out, and the model was written as the result."""
+    coming = iter(perplexities)
+    monkeypatch.setattr("step1_sft.stage.perplexity", lambda *_: next(coming))
+    with pytest.raises(SystemExit) as leaving:
+        sft.run(SFTConfig(**SMALL, max_train_rows=32, num_train_epochs=1, model="demo-llama", output_dir=str(tmp_path)))
+    assert leaving.value.code == launcher.NON_FINITE and not (tmp_path / "step1_sft/model").exists()
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: step1_sft: {said}")
 
 
 def test_a_reward_model_that_overfits_has_not_diverged() -> None:

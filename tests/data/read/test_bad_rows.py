@@ -154,6 +154,7 @@ BROKEN = (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
         ": got a Git LFS pointer, expected .parquet; fetch the file: git lfs pull",
     ),
+    ("x.jsonl", bytes(5000), ": begins with zero bytes, as a file that was not written to its end; fetch it again"),
     *(
         (
             "x.jsonl",

@@ -267,6 +267,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": "q", "responses": ["x"], "scores": [float("nan")]}, "scores[0]: got NaN, expected a number"),
     ({"prompt": "q", "responses": ["x"], "ranks": [True]}, "ranks[0]: got true, expected a number"),
     ({"prompt": "q", "chosen": "x"}, "no column 'rejected' beside 'chosen'; have prompt, chosen; if the rows"),
+    ({"prompt": "q", "choosen": "x", "rejected": "y"}, "if 'choosen' is it, write files,chosen=choosen:PATH; if the"),
     ({"prompt": "q", "rejected": "x", "n": 1}, "no column 'chosen' beside 'rejected'; have prompt, rejected, n;"),
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "much"}, 'margin: got "much", expected a number'),
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "inf"}, "margin: got Infinity, expected a number"),

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from rlhf import console, errors
 from rlhf.chain import command as train
-from rlhf.config import options
+from rlhf.config import options, parser
 from rlhf.hub import offline
 from rlhf.launch import launcher
 from rlhf.storage import manifests
@@ -83,6 +84,7 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "bad number": (["--ppo.kl-coef", "much"], ["--ppo.kl-coef", "'much'"]),
     "bad choice": (["--deployment-type", "cloud"], ["cloud", "single_gpu", "single_node"]),
     "temperature 0": (["--ppo.temperature", "0"], ["--ppo.temperature", "greater than 0", "got 0"]),
+    "a seed too large": (["--seed", "4294967296"], ["--seed", "less than or equal to 4294967295"]),
     "no epochs": (["--sft.num-train-epochs", "0"], ["--sft.num-train-epochs", "greater than or equal to 1"]),
     "no steps": (["--steps"], ["--steps", "at least 1"]),
     "step 4": (["--steps", "4"], ["'4'", "--steps"]),
@@ -110,6 +112,7 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "no reward": (["--ppo.reward", "vadr"], ["no 'vadr'", "did you mean 'vader'"]),
     "no reward function": (["--ppo.reward", "no.py:score"], ["no.py", "no such Python file"]),
     "no adapter": (["--adapter", "lroa"], ["no 'lroa'", "did you mean 'lora'"]),
+    "adapter of no rank": (["--adapter", "lora,r=0"], ["rlhf.adapters.lora: r:", "greater than or equal to 1, got 0"]),
     "adapter option": (["--adapter", "lora,rank=8"], ["no option 'rank'", "have lora_alpha, r"]),
     "no template": (["--chat-template", "chatlm"], ["no chat template 'chatlm'", "did you mean 'chatml'"]),
     "fp16 on a CPU": (["--dtype", "fp16"], ["--dtype fp16", "bf16 or fp32"]),
@@ -141,6 +144,30 @@ def test_a_directory_that_cannot_be_made(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert f"--output-dir {place}: cannot write there" in mistake(main, out=place)
+
+
+@pytest.mark.parametrize("main", [train.main, sft.main], ids=["train", "step1_sft"])
+def test_a_directory_that_is_none(main: Callable[[], Any], mistake: Callable[..., str]) -> None:
+    """Before, `s3://bucket/run` became the local directory s3:/bucket/run, and the empty word the root."""
+    for out in ("s3://bucket/run", "gs://x"):
+        said = mistake(main, out=out)
+        assert "--output-dir: expected a directory on a disk or a mounted" in said and f"got '{out}'" in said
+    with pytest.raises(errors.UserError, match="--output-dir: expected a directory, got ''"):
+        parser.parse(options.RunOptions, ["--output-dir="], "", "")
+    assert "File name too long" in mistake(main, out="x" * 256)
+
+
+def test_the_home_directory_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No shell expands --output-dir=~/x, and a run in a directory called ~ ends with `rm -r ~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/config.yaml").write_text("seed: 7\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--output-dir=~/x", "--print-config"])
+    train.main()
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["output_dir"], shown["ppo"]["output_dir"], shown["seed"]) == (f"{tmp_path}/x", f"{tmp_path}/x", 7)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,8 @@ def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
         ("inner: {}\ninner: {}", [":2:", "key 'inner' comes twice"]),
         ("inner:\n  kl-coef: 1\n  kl_coef: 2", [":3:", "key 'kl_coef' comes twice"]),
         ("inner:\n  steps: 1\n steps: 2", [":3:", "not valid YAML"]),
+        ('name: "a\\0b"', [":1:", "not valid YAML", "got 'a\\x00b', expected text that a file or a path can have"]),
+        ('name: "\\ud800"', [":1:", "not valid YAML", "got '\\ud800', expected text that"]),
         ("name: a\0b", ["not valid YAML", "special characters"]),
         ("inner: " + "[" * 5000, ["not valid YAML", "nested too deeply"]),
         ("inner: 2020-13-45", ["not valid YAML", "month must be in 1..12"]),

@@ -20,6 +20,7 @@ from rlhf.hub import untrusted
 from rlhf.maths import losses
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
+from rlhf.plan.sizes import size
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
 from rlhf.training.checks import check_start
 from rlhf.types import Message, Row
@@ -255,6 +256,9 @@ def test_a_malformed_config_is_one_line(place: Path, name: str, content: str) ->
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         {"attn_implementation": "nonsense"},
         {"rope_scaling": {"rope_type": "evil"}},
+        {"hidden_act": "os.system"},
+        {"num_hidden_layers": 10**9},
+        {"num_labels": 10**9},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -263,6 +267,9 @@ def test_a_config_that_makes_no_sense_is_one_line(place: Path, change: dict[str,
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     said = refusal(lambda: load_causal_lm(str(place), torch.float32, tiny.VOCAB))
     assert said.startswith(f"model '{place}': ")
+    if next(iter(change)) in ("rope_scaling", "hidden_act"):
+        assert "transformers has no 'evil'" in said or "transformers has no 'os.system'" in said
+        assert "transformers has no '" in refusal(lambda: size(str(place), "lm"))
 
 
 @pytest.mark.parametrize(
