@@ -67,9 +67,9 @@ def settings(options: Options, folder: Path) -> dict[str, Any]:
     stage_options |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}
     count = options.batch_size * (options.repeats + 1)
     stage, data = inputs.first_rows(options, "ppo", count, folder, **stage_options)
-    from step3_ppo.schedule import Course
+    from step3_ppo.schedule import Schedule
 
-    order = [indices for _, indices in itertools.islice(Course(count, _config(stage)), options.repeats + 1)]
+    order = [indices for _, indices in itertools.islice(Schedule(count, _config(stage)), options.repeats + 1)]
     return {
         "stage": stage,
         "model": options.model,
@@ -96,7 +96,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     from step3_ppo import stage
     from step3_ppo.inputs import open_data, with_inputs
     from step3_ppo.models import set_up
-    from step3_ppo.schedule import Course
+    from step3_ppo.schedule import Schedule
 
     config = with_inputs(_config(settings["stage"]))
     with collectives.process_group(config.timeout_s):
@@ -105,7 +105,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         players = set_up(config, tokenizer)
         endless = loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
         players = replace(players, backend=loop.build(endless))
-        steps = stage.train(players, data.train, Course(len(data.train), config), config)
+        steps = stage.train(players, data.train, Schedule(len(data.train), config), config)
         pipe.ready()
         while pipe.next_request():
             start = time.perf_counter()

@@ -15,7 +15,7 @@ from rlhf.console import quiet_libraries
 from rlhf.distributed import collectives
 from rlhf.engine.adamw import schedule
 from rlhf.engine.training import compute_dtype
-from rlhf.types import Rollout, Samples
+from rlhf.types import SampledRollout, Samples
 from step3_ppo.inputs import check, with_inputs
 from step3_ppo.models import reward_context
 from step3_ppo.schedule import iterations
@@ -102,7 +102,7 @@ def _samples(rows: list[dict[str, Any]], indices: list[int], plan: Plan) -> Samp
     mask = torch.tensor([[t < len(ids) for t in range(width)] for ids in responses])
     ids = torch.tensor([ids + [plan.tokenizer.pad_token_id] * (width - len(ids)) for ids in responses])
     ended = torch.tensor([bool(ids) and ids[-1] == plan.tokenizer.eos_token_id for ids in responses])
-    rollout = Rollout(
+    rollout = SampledRollout(
         prompt_ids=prompts.ids,
         prompt_mask=prompts.mask,
         response_ids=ids,

@@ -75,6 +75,8 @@ def _rows(value: Any, index: Any) -> Any:
 
 
 def _concatenated(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], TensorRecord):
+        return type(values[0]).concatenated(values)
     if values[0] is None or isinstance(values[0], Tensor):
         return None if values[0] is None else torch.cat(list(values))
     return tuple(item for value in values for item in value)
@@ -193,8 +195,8 @@ class Prompts(TensorRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout(TensorRecord):
-    """Responses sampled from the policy, y ~ pi_old(. | x); scoring sets the fields that are None at first."""
+class SampledRollout(TensorRecord):
+    """Responses sampled from the policy, y ~ pi_old(. | x)."""
 
     prompt_ids: Tensor
     """[B, P] long, left-padded"""
@@ -209,16 +211,7 @@ class Rollout(TensorRecord):
     ended: Tensor
     """[B] bool, True if the response ended with EOS, False if it was cut at T"""
     rows: tuple[Row, ...]
-    logprobs: Tensor | None = None
-    """[B, T] log-probs of the training forward under the sampling policy: the old log-probs of PPO"""
-    ref_logprobs: Tensor | None = None
-    """[B, T]"""
-    values: Tensor | None = None
-    """[B, T] critic's value of the state in which token t was chosen"""
-    scores: Tensor | None = None
-    """[B] combined score of the whole response"""
-    source_scores: Tensor | None = None
-    """[B, N] score of each of the N sources, before its weight"""
+    """the B source rows of the prompts"""
 
     @property
     def sequences(self) -> Sequences:
@@ -236,26 +229,48 @@ class Rollout(TensorRecord):
 
     def response_tokens(self) -> list[list[int]]:
         """The ids of each response, EOS included, without padding."""
-        return [ids[in_response].tolist() for ids, in_response in zip(self.response_ids, self.mask, strict=True)]
+        return [ids[mask].tolist() for ids, mask in zip(self.response_ids, self.mask, strict=True)]
 
-    def trimmed(self) -> "Rollout":
-        """Without the columns that are padding in every row, so that P and T are those of these rows."""
+    def trimmed(self) -> Self:
+        """Without the columns that are padding in every row: P and T of these rows."""
         width = int(self.lengths.max())
         prompt = self.prompt_mask.any(0)
-        narrow = {name: value[:, :width] for name, value in self._token_fields().items()}
+        narrow: dict[str, Any] = {name: value[:, :width] for name, value in self._response_tensors().items()}
         narrow |= {"prompt_ids": self.prompt_ids[:, prompt], "prompt_mask": self.prompt_mask[:, prompt]}
         return replace(self, **narrow)
 
-    def widened(self, prompt: int, response: int) -> "Rollout":
-        """Padded to P = `prompt` on the left and T = `response` on the right, with zeros and False in the masks."""
-        wide: dict[str, Any] = {name: _padded(value, right=response) for name, value in self._token_fields().items()}
+    def widened(self, prompt: int, response: int) -> Self:
+        """With padding up to P = `prompt` on the left and T = `response` on the right: zeros under masks of False."""
+        wide: dict[str, Any] = {
+            name: _padded(value, right=response) for name, value in self._response_tensors().items()
+        }
         wide |= {name: _padded(getattr(self, name), left=prompt) for name in ("prompt_ids", "prompt_mask")}
         return replace(self, **wide)
 
-    def _token_fields(self) -> dict[str, Any]:
-        """The fields of shape [B, T] that are set."""
-        names = ("response_ids", "mask", "sampled_logprobs", "logprobs", "ref_logprobs", "values")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    def _response_tensors(self) -> dict[str, Tensor]:
+        """The fields [B, T]."""
+        return {"response_ids": self.response_ids, "mask": self.mask, "sampled_logprobs": self.sampled_logprobs}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout(SampledRollout):
+    """A rollout with everything that credit is assigned from."""
+
+    logprobs: Tensor
+    """[B, T] log-probs of the training forward under the sampling policy: the old log-probs of PPO"""
+    ref_logprobs: Tensor
+    """[B, T] log-probs under the reference"""
+    scores: Tensor
+    """[B] score of the whole response: the reward sources combined"""
+    source_scores: Tensor
+    """[B, N] score by each of the N reward sources, before its weight"""
+    values: Tensor | None = None
+    """[B, T] critic's value of the state in which token t was chosen; None if the algorithm has no critic"""
+
+    def _response_tensors(self) -> dict[str, Tensor]:
+        tensors = {"logprobs": self.logprobs, "ref_logprobs": self.ref_logprobs}
+        tensors |= {} if self.values is None else {"values": self.values}
+        return SampledRollout._response_tensors(self) | tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +281,10 @@ class Credit(TensorRecord):
     """[B, T], 0 off the mask"""
     returns: Tensor
     """[B, T] targets of the critic, 0 off the mask"""
+
+    def cut(self, response: int) -> "Credit":
+        """The first T = `response` columns."""
+        return Credit(self.advantages[:, :response], self.returns[:, :response])
 
     def widened(self, response: int) -> "Credit":
         """Padded with zeros on the right to T = `response`."""
@@ -278,7 +297,7 @@ class Samples:
 
     prompts: tuple[str, ...]
     responses: tuple[str, ...]
-    rollout: Rollout
+    rollout: SampledRollout
 
 
 Metrics = dict[str, float]

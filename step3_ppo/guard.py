@@ -1,4 +1,4 @@
-"""The end of a run whose policy has left the reference for good."""
+"""Ends a run whose policy has moved too far from the reference to come back."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,17 +7,17 @@ from rlhf.types import Metrics
 
 
 class RunawayError(NonFiniteError):
-    """The run must end: a number is beyond what training can come back from."""
+    """A number is beyond what training can recover from, so the run ends."""
 
 
 class KLGuard:
     """Ends a run once `kl`, nats per response, was above `limit` in `in_a_row` iterations in a row; no limit: never.
 
-    `kl` is the same on every rank, so all end together. An iteration without one, left out, counts for nothing.
+    `kl` is the same on every rank, so all ranks end together. A skipped iteration has no `kl` and is not counted.
     """
 
     def __init__(self, limit: float | None, in_a_row: int) -> None:
-        self._limit, self._in_a_row, self._beyond = limit, in_a_row, 0
+        self._limit, self._in_a_row, self._count = limit, in_a_row, 0
 
     def guarded(self, steps: Iterable[Metrics], done: int = 0) -> Iterator[Metrics]:
         """The iterations after `done`, the one that ends the run among them.
@@ -26,17 +26,17 @@ class KLGuard:
         """
         for iteration, metrics in enumerate(steps, start=done + 1):
             if self._limit is not None and "kl" in metrics:
-                self._beyond = self._beyond + 1 if metrics["kl"] > self._limit else 0
+                self._count = self._count + 1 if metrics["kl"] > self._limit else 0
             yield metrics
-            if self._beyond >= self._in_a_row:
+            if self._count >= self._in_a_row:
                 times = f" for {self._in_a_row} iterations" if self._in_a_row > 1 else ""
-                said = f"kl is {metrics['kl']:.4g} nats per response, above --abort-kl {self._limit:g}{times}"
+                problem = f"kl is {metrics['kl']:.4g} nats per response, above --abort-kl {self._limit:g}{times}"
                 advice = "lower --learning-rate, raise --kl-coef, or set --target-kl"
-                raise RunawayError(f"iteration {iteration}: {said}; {advice}")
+                raise RunawayError(f"iteration {iteration}: {problem}; {advice}")
 
     def state_dict(self) -> int:
         """Iterations in a row above the limit."""
-        return self._beyond
+        return self._count
 
     def load_state_dict(self, state: int) -> None:
-        self._beyond = state
+        self._count = state

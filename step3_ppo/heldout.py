@@ -1,4 +1,4 @@
-"""What the policy does on held-out prompts: scores, KL, length, and whether it still writes language."""
+"""Evaluation of the policy on held-out prompts: scores, KL, response length, diversity."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,51 +16,53 @@ from rlhf.evaluation.results_table import distinct
 from rlhf.maths import ops
 from rlhf.maths.intervals import mean_interval
 from rlhf.rewards import Source, as_samples
-from rlhf.types import Message, Metrics, Rollout, Samples
+from rlhf.types import Message, Metrics, Samples, ScoredRollout
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One look at the policy: N sampled responses of all ranks, in the order of their prompts, with a number each."""
+    """The N sampled responses of all ranks, in the order of their prompts, and their numbers: tensors [N]."""
 
     prompts: tuple[str, ...]
     responses: tuple[str, ...]
     scores: Tensor
-    judged: Tensor | None
+    judge_scores: Tensor | None
     kl: Tensor
     ref_nll: Tensor
     lengths: Tensor
     ended: Tensor
     distinct_2: float
     by_source: dict[str, Tensor] = field(default_factory=dict)
-    """what each of several reward sources says"""
+    """scores [N] of each reward source, if there are several"""
     questions: tuple[str, ...] = ()
-    """what the user says last in each prompt"""
+    """the user's last turn of each prompt"""
 
 
-def look(
-    rollout: Rollout, judge: Source | None, tokenizer: PreTrainedTokenizerBase, sources: Mapping[str, Tensor]
+def gather_evaluation(
+    rollout: ScoredRollout,
+    judge: Source | None,
+    tokenizer: PreTrainedTokenizerBase,
+    source_scores: Mapping[str, Tensor],
 ) -> Evaluation:
-    """Gather what a scored rollout says from every rank. sources: scores [B] of each reward source by its name.
+    """The numbers of a scored rollout, of all ranks. source_scores: [B] of each reward source by its name.
 
     The KL is the mean of log pi_s(y|x) - log ref(y|x), pi_s being the policy as it sampled y: no rounding makes its
     expectation negative. A second pass over the same weights gives another pi_t in bf16, and with log pi_t in its place
     the mean is too small by KL(pi_s, pi_t).
     """
-    assert rollout.logprobs is not None and rollout.ref_logprobs is not None and rollout.scores is not None
     samples = as_samples(rollout, tokenizer)
-    judged = None if judge is None else _all(judge(samples))
+    judge_scores = None if judge is None else _all(judge(samples))
     return Evaluation(
         prompts=tuple(_of_all_ranks(samples.prompts)),
         responses=tuple(_of_all_ranks(samples.responses)),
         scores=_all(rollout.scores),
-        judged=judged,
+        judge_scores=judge_scores,
         kl=_all(ops.zero_off_mask(rollout.sampled_logprobs - rollout.ref_logprobs, rollout.mask).sum(1)),
         ref_nll=_all(-rollout.ref_logprobs.sum(1)),
         lengths=_all(rollout.lengths),
         ended=_all(rollout.ended),
         distinct_2=distinct(_of_all_ranks(rollout.response_tokens()), 2),
-        by_source={name: _all(scores) for name, scores in sources.items()} if len(sources) > 1 else {},
+        by_source={name: _all(scores) for name, scores in source_scores.items()} if len(source_scores) > 1 else {},
         questions=tuple(_of_all_ranks([_question(row.prompt) for row in rollout.rows])),
     )
 
@@ -70,7 +72,7 @@ def _question(prompt: Sequence[Message]) -> str:
 
 
 def collapse(before: Evaluation, after: Evaluation) -> str | None:
-    """What to say of a policy whose held-out responses have lost nine tenths of their distinct pairs of tokens."""
+    """A warning if the held-out responses have lost nine tenths of their distinct token pairs; None if not."""
     if 10 * after.distinct_2 >= before.distinct_2:
         return None
     return (
@@ -79,14 +81,15 @@ def collapse(before: Evaluation, after: Evaluation) -> str | None:
     )
 
 
-def flaw(seen: Evaluation) -> str | None:
-    """What is not a finite number for which held-out response, the same on every rank; None where all are."""
-    for what, values in {"score": seen.scores, "judge": seen.judged, **seen.by_source}.items():
+def nonfinite_scores(evaluation: Evaluation) -> str | None:
+    """Which score is not finite for which held-out response, the same on every rank; None if all are finite."""
+    e = evaluation
+    for name, values in {"score": e.scores, "judge": e.judge_scores, **e.by_source}.items():
         bad = [] if values is None else (~values.isfinite()).nonzero().flatten().tolist()
         if bad:
             return (
-                f"{what} is not a finite number for {len(bad)} of {len(seen.scores)} held-out responses, the first of "
-                f"them to prompt {seen.prompts[bad[0]][-60:]!r}; look at what --reward and --judge make of it"
+                f"{name} is not a finite number for {len(bad)} of {len(e.scores)} held-out responses, the first to "
+                f"prompt {e.prompts[bad[0]][-60:]!r}; check what --reward and --judge return for it"
             )
     return None
 
@@ -96,7 +99,7 @@ def _all(values: Tensor) -> Tensor:
 
 
 def _of_all_ranks(values: Sequence[Any]) -> list[Any]:
-    """One value a response of each rank, in the order in which their prompts were dealt out."""
+    """One value per response of each rank, in the order in which the prompts were dealt to the ranks."""
     shares = collectives.gather_shares(list(values))
     return [share[i] for i in range(len(shares[0])) for share in shares if i < len(share)]
 
@@ -109,7 +112,7 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
         "eval_score_ci95": _ci95(after.scores),
         "eval_kl": after.kl.mean().item(),
         "eval_kl_ci95": _ci95(after.kl),
-        "eval_kl_floor": before.kl.mean().item(),  # the weights were the reference's: what remains is rounding
+        "eval_kl_floor": before.kl.mean().item(),  # the weights were the reference's: only rounding is left
         "eval_response_length": after.lengths.mean().item(),
         "eval_ended": after.ended.mean().item(),
         "eval_ref_nll_before": (before.ref_nll.sum() / before.lengths.sum()).item(),
@@ -120,12 +123,12 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
     for name, scores in after.by_source.items():
         metrics[f"eval_score_{name}_before"] = before.by_source[name].mean().item()
         metrics[f"eval_score_{name}"] = scores.mean().item()
-    if before.judged is not None and after.judged is not None:
+    if before.judge_scores is not None and after.judge_scores is not None:
         metrics |= {
-            "eval_judge_before": before.judged.mean().item(),
-            "eval_judge": after.judged.mean().item(),
-            "eval_judge_ci95": _ci95(after.judged),
-            "eval_judge_gain_ci95": _ci95(after.judged - before.judged),
+            "eval_judge_before": before.judge_scores.mean().item(),
+            "eval_judge": after.judge_scores.mean().item(),
+            "eval_judge_ci95": _ci95(after.judge_scores),
+            "eval_judge_gain_ci95": _ci95(after.judge_scores - before.judge_scores),
         }
     return metrics
 
@@ -141,59 +144,62 @@ def _ci95(values: Tensor) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """Iterations whose policy is looked at: each `every`th (0: none) and the last of `total`; `done` are past."""
+class EvaluationSchedule:
+    """Evaluate after every `every`th iteration (0: none) and after the last of `total`; `done` iterations are past."""
 
     every: int
     total: int
     done: int = 0
 
 
-def looked_at(
-    steps: Iterable[Metrics], turns: Turns, look: Callable[[int], Metrics], best: "Best | None" = None
+def with_evaluations(
+    iterations: Iterable[Metrics],
+    schedule: EvaluationSchedule,
+    evaluate: Callable[[int], Metrics],
+    best: "BestPolicy | None" = None,
 ) -> Iterator[Metrics]:
-    """The iterations that are left, those whose turn it is with the numbers of `look(iteration)` besides.
+    """The metrics of the iterations that are left, with those of `evaluate(iteration)` where the schedule asks for it.
 
-    They end early where `best` has waited long enough.
+    The iterations end early if `best` runs out of patience.
     """
-    if best is not None and best.is_over:  # gone on from the look that ended it
+    if best is not None and best.is_over:  # resumed after the evaluation that ended it
         return
-    for iteration, metrics in enumerate(steps, start=turns.done + 1):
-        if iteration != turns.total and (not turns.every or iteration % turns.every):
+    for iteration, metrics in enumerate(iterations, start=schedule.done + 1):
+        if iteration != schedule.total and (not schedule.every or iteration % schedule.every):
             yield metrics
             continue
-        seen = look(iteration)
+        evaluation = evaluate(iteration)
         if best is not None:
-            best.note(seen)
-        yield {**metrics, **seen}
-        if best is not None and best.is_over and iteration != turns.total:
+            best.update(evaluation)
+        yield {**metrics, **evaluation}
+        if best is not None and best.is_over and iteration != schedule.total:
             console.say(
-                f"iteration {iteration}: {best.name} has not risen above {best.value:.4g} for {best.waited} looks"
+                f"iteration {iteration}: {best.name} has not risen above {best.value:.4g} for {best.waited} evaluations"
             )
             return
 
 
-class Best:
-    """Keeps the policy with the highest of a held-out number, and says when there was no better one for too long."""
+class BestPolicy:
+    """Saves the policy with the highest value of a held-out metric, and ends the run if it has not risen for long."""
 
-    def __init__(self, name: str, patience: int | None, keep: Callable[[], None]) -> None:
+    def __init__(self, name: str, patience: int | None, save: Callable[[], None]) -> None:
         self.name, self.value, self.waited = name, float("-inf"), 0
-        self._patience, self._keep = patience, keep
+        self._patience, self._save = patience, save
 
-    def note(self, seen: Metrics) -> None:
-        """Take note of a look."""
+    def update(self, evaluation: Metrics) -> None:
+        """Compare a new evaluation with the best one, and save the policy if it is better."""
         self.waited += 1
-        if seen[self.name] > self.value:
-            self.value, self.waited = seen[self.name], 0
-            self._keep()
+        if evaluation[self.name] > self.value:
+            self.value, self.waited = evaluation[self.name], 0
+            self._save()
 
     @property
     def is_over(self) -> bool:
-        """Whether to stop."""
+        """Whether `patience` evaluations in a row were no better."""
         return self._patience is not None and self.waited >= self._patience
 
     def state_dict(self) -> dict[str, float]:
-        """The best so far, and the looks since."""
+        """The best value, and the number of evaluations since."""
         return {"value": self.value, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -209,15 +215,13 @@ def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluat
         for i, (prompt, old, new) in enumerate(texts):
             row = {"iteration": iteration, "prompt": prompt, "before": old, "after": new}
             row |= {"score_before": before.scores[i].item(), "score": after.scores[i].item(), "kl": after.kl[i].item()}
-            if before.judged is not None and after.judged is not None:
-                row |= {"judge_before": before.judged[i].item(), "judge": after.judged[i].item()}
+            if before.judge_scores is not None and after.judge_scores is not None:
+                row |= {"judge_before": before.judge_scores[i].item(), "judge": after.judge_scores[i].item()}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def write_rollout(path: Path, iteration: int, rollout: Rollout, names: Sequence[str], samples: Samples) -> None:
-    """Append a line for each response of this rank: its text, what each source in `names` says, its KL and length."""
-    assert rollout.scores is not None and rollout.source_scores is not None
-    assert rollout.logprobs is not None and rollout.ref_logprobs is not None
+def write_rollout(path: Path, iteration: int, rollout: ScoredRollout, names: Sequence[str], samples: Samples) -> None:
+    """Append a line for each response of this rank: its text, its score by each source in `names`, KL and length."""
     numbers = {
         "score": rollout.scores,
         "kl": (rollout.logprobs - rollout.ref_logprobs).sum(1),
@@ -233,7 +237,7 @@ def write_rollout(path: Path, iteration: int, rollout: Rollout, names: Sequence[
 
 
 def show_samples(before: Evaluation, after: Evaluation, count: int) -> None:
-    """What users said last, with the response before and after side by side."""
+    """A table of the users' last turns, with the responses before and after training side by side."""
     rows = [
         (question, f"{old}\n[{old_score:.2f}]", f"{new}\n[{new_score:.2f}]")
         for question, old, new, old_score, new_score in zip(

@@ -1,4 +1,4 @@
-"""What an iteration says of itself: masked numbers over the responses of all ranks. docs/metrics.md explains each.
+"""The metrics of an iteration: masked numbers over the responses of all ranks. docs/metrics.md explains each.
 
 Everything is added up in float64 and over ranks before anything is divided, so that the result depends neither on
 padding nor on how many ranks share the responses.
@@ -13,29 +13,28 @@ from torch import Tensor
 
 from rlhf.distributed import collectives
 from rlhf.maths import ops
-from rlhf.types import Credit, Metrics, Rollout
+from rlhf.types import Credit, Metrics, ScoredRollout
 
 ID_BASE = 1 << 31
 """Token ids are below this, so that two of them make one int64."""
 
 
 def rollout_metrics(
-    rollout: Rollout, by_source: Mapping[str, Tensor] | None = None, score_clip: float | None = None
+    rollout: ScoredRollout, by_source: Mapping[str, Tensor] | None = None, score_clip: float | None = None
 ) -> Metrics:
     """Numbers of a scored rollout, means over the responses of all ranks. KL in nats per response.
 
     by_source: scores [B] of each source by its name, the same names on every rank; `score_NAME` and `score_NAME_std`.
     score_clip: the scores were clipped to +- this; `score_at_clip` is then the share of them that stands there.
     """
-    assert rollout.scores is not None
-    spread = {"score": rollout.scores, "response_length": rollout.lengths}
-    spread |= {f"score_{name}": scores for name, scores in (by_source or {}).items()}
+    with_std = {"score": rollout.scores, "response_length": rollout.lengths}
+    with_std |= {f"score_{name}": scores for name, scores in (by_source or {}).items()}
     repeated, grams = _repeated(rollout, 4)
     each = {
         "rows": torch.ones(len(rollout)),
         **_kl(rollout),
-        **spread,
-        **{f"{name} squared": values.double().square() for name, values in spread.items()},
+        **with_std,
+        **{f"{name} squared": values.double().square() for name, values in with_std.items()},
         "score x length": rollout.scores.double() * rollout.lengths,
         "prompt_length": rollout.prompt_mask.sum(1),
         "ended": rollout.ended,
@@ -50,7 +49,7 @@ def rollout_metrics(
     rows, repeated_grams, all_grams = (sums.pop(name) for name in ("rows", "repeated", "grams"))
     means = {name: total / max(rows, 1.0) for name, total in sums.items()}
     product = means.pop("score x length")
-    variances = {name: _variance(means[name], means.pop(f"{name} squared")) for name in spread}
+    variances = {name: _variance(means[name], means.pop(f"{name} squared")) for name in with_std}
     covariance = product - means["score"] * means["response_length"]
     return {
         **means,
@@ -63,9 +62,8 @@ def rollout_metrics(
     }
 
 
-def _kl(rollout: Rollout) -> dict[str, Tensor]:
+def _kl(rollout: ScoredRollout) -> dict[str, Tensor]:
     """KL to the reference, summed over each response [B], and how far training and sampling log-probs are apart."""
-    assert rollout.logprobs is not None and rollout.ref_logprobs is not None
     sampled, old, ref = (
         ops.zero_off_mask(x.double(), rollout.mask)
         for x in (rollout.sampled_logprobs, rollout.logprobs, rollout.ref_logprobs)
@@ -77,52 +75,52 @@ def _kl(rollout: Rollout) -> dict[str, Tensor]:
     }
 
 
-def credit_metrics(rollout: Rollout, credit: Credit) -> Metrics:
-    """Mean and standard deviation over the tokens of all ranks of what the algorithm made of the scores.
+def credit_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:
+    """Mean and standard deviation of advantages, returns and values over the tokens of all ranks.
 
     With a critic also `raw_advantage_*`, which is returns - values: the advantages before they were whitened; and
         explained_variance = 1 - var(returns - values) / var(returns)
-    1 = the critic foretells every return, 0 = no better than their mean, NaN = the returns do not vary.
+    1 = the critic predicts every return, 0 = no better than their mean, NaN = the returns do not vary.
     """
     mask = rollout.mask
-    parts = {"advantage": credit.advantages.double(), "return": credit.returns.double()}
+    columns = {"advantage": credit.advantages.double(), "return": credit.returns.double()}
     if rollout.values is not None:
         values = rollout.values.double()
-        parts |= {"value": values, "raw_advantage": parts["return"] - values}
-    moments = collectives.sum_over_ranks(torch.stack([ops.moments(part, mask) for part in parts.values()]))
-    found: Metrics = {}
+        columns |= {"value": values, "raw_advantage": columns["return"] - values}
+    moments = collectives.sum_over_ranks(torch.stack([ops.moments(x, mask) for x in columns.values()]))
+    metrics: Metrics = {}
     variances: Metrics = {}
-    for name, (count, total, squares) in zip(parts, moments.tolist(), strict=True):
+    for name, (count, total, squares) in zip(columns, moments.tolist(), strict=True):
         mean = total / max(count, 1.0)
         variances[name] = _variance(mean, squares / max(count, 1.0))
-        found |= {f"{name}_mean": mean, f"{name}_std": math.sqrt(variances[name])}
+        metrics |= {f"{name}_mean": mean, f"{name}_std": math.sqrt(variances[name])}
     if "raw_advantage" in variances:
-        found["explained_variance"] = 1 - _ratio(variances["raw_advantage"], variances["return"])
-    return found
+        metrics["explained_variance"] = 1 - _ratio(variances["raw_advantage"], variances["return"])
+    return metrics
 
 
 class Clock:
-    """Seconds of the parts of an iteration, on this rank."""
+    """Seconds of the phases of an iteration, on this rank."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """The part `name` has just ended."""
+        """The phase `name` has just ended."""
         now = time.monotonic()
         self.seconds[name] = now - self._last
         self._last = now
 
 
 def speed(tokens: float, seconds: Mapping[str, float]) -> Metrics:
-    """Seconds of each part of an iteration on this rank, of the whole, and real tokens of all ranks in each second.
+    """Seconds of each phase of an iteration on this rank and of all phases; tokens of all ranks per second.
 
     tokens: of prompts and responses, padding not counted, each once however often it went through a model.
     """
-    whole = sum(seconds.values())
-    parts = {f"seconds_{name}": value for name, value in seconds.items()}
-    return parts | {"seconds_iteration": whole, "tokens_per_second": _ratio(tokens, whole)}
+    total = sum(seconds.values())
+    phases = {f"seconds_{name}": value for name, value in seconds.items()}
+    return phases | {"seconds_iteration": total, "tokens_per_second": _ratio(tokens, total)}
 
 
 def _variance(mean: float, mean_square: float) -> float:
@@ -135,18 +133,18 @@ def _ratio(above: float, below: float) -> float:
     return above / below if below > 0 else math.nan
 
 
-def _distinct(rollout: Rollout, n: int) -> float:
+def _distinct(rollout: ScoredRollout, n: int) -> float:
     """Share of different n-grams among all n-grams of all ranks (Li et al. 2016, arXiv 1510.03055); n is 1 or 2."""
     assert n in (1, 2), f"_distinct: {n=}, expected 1 or 2"
     grams, _ = _grams(rollout, n)
     keys = grams[:, 0] if n == 1 else grams[:, 0] * ID_BASE + grams[:, 1]
-    parts = collectives.gather_shares((keys.unique().cpu(), len(keys)))
-    different = len(torch.cat([found for found, _ in parts]).unique())
-    return different / max(1, sum(count for _, count in parts))
+    shares = collectives.gather_shares((keys.unique().cpu(), len(keys)))
+    different = len(torch.cat([unique for unique, _ in shares]).unique())
+    return different / max(1, sum(count for _, count in shares))
 
 
-def _repeated(rollout: Rollout, n: int) -> tuple[Tensor, Tensor]:
-    """n-grams that stood earlier in the same response, and all n-grams: two counts (seq-rep-n, arXiv 1908.04319)."""
+def _repeated(rollout: ScoredRollout, n: int) -> tuple[Tensor, Tensor]:
+    """Counts of repeated n-grams within a response and of all n-grams (seq-rep-n, arXiv 1908.04319)."""
     grams, labels = _grams(rollout, n)
     for column in grams.unbind(1):
         # Numbered anew after each token, so that label and id always fit one int64; unique(dim=0) is 20 times slower.
@@ -155,9 +153,9 @@ def _repeated(rollout: Rollout, n: int) -> tuple[Tensor, Tensor]:
     return count - len(labels.unique()), count
 
 
-def _grams(rollout: Rollout, n: int) -> tuple[Tensor, Tensor]:
+def _grams(rollout: ScoredRollout, n: int) -> tuple[Tensor, Tensor]:
     """All n-grams [N, n] that lie on the mask, and the row of each [N]."""
     missing = max(0, n - rollout.mask.shape[1])
     ids, mask = (torch.nn.functional.pad(x, (0, missing)) for x in (rollout.response_ids, rollout.mask))
-    kept = mask.unfold(1, n, 1).all(2)
-    return ids.unfold(1, n, 1)[kept], kept.nonzero()[:, 0]
+    on_mask = mask.unfold(1, n, 1).all(2)
+    return ids.unfold(1, n, 1)[on_mask], on_mask.nonzero()[:, 0]

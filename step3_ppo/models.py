@@ -1,4 +1,4 @@
-"""Who takes part in step 3: the models, and the algorithm."""
+"""The models of step 3 and the algorithm: loading, engines, what a checkpoint holds of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +29,8 @@ from step3_ppo.schedule import iterations
 
 
 @dataclass(frozen=True, slots=True)
-class Players:
-    """Who takes part: the trained models (not every algorithm has a critic), the scorer that holds the frozen ones, and
-    the algorithm."""
+class Models:
+    """The trained models (not every algorithm has a critic), the scorer with the frozen ones, and the algorithm."""
 
     actor: Engine
     critic: Engine | None
@@ -44,7 +43,7 @@ class Players:
     ema: EMA | None
 
     def state_dict(self) -> dict[str, Any]:
-        """What is learned beside the weights: the KL coefficient, and the statistics of the scores."""
+        """State beside the weights: the KL coefficient and the statistics of the scores."""
         return self.kl.state_dict() | {"scores": self.scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -53,7 +52,7 @@ class Players:
         self.scaling.load_state_dict(state["scores"])
 
 
-def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
+def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
     """Load every model and build the engines."""
     if config.torch_compile:
         compiling.round_alike()  # else the first ratio is not 1, nor the first KL 0
@@ -79,7 +78,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Players:
     mixed = open_ptx(config, tokenizer)
     if mixed is not None:
         console.say(describe_ptx(config, mixed))
-    return Players(
+    return Models(
         actor,
         critic,
         scorer,

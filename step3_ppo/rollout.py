@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from rlhf.generation import Backend
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, state_values
 from rlhf.rewards import Sources, as_samples
-from rlhf.types import Prompts, Rollout, Sequences, length_groups
+from rlhf.types import Prompts, SampledRollout, ScoredRollout, Sequences, length_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class Reference:
 
     @contextlib.contextmanager
     def of(self, actor: Engine) -> Iterator[Any]:
-        """The reference, ready to be asked."""
-        off = contextlib.nullcontext() if self.frozen is not None else actor.module.lm.disable_adapter()
-        # In this order: a rank that waits for others inside `inference` asks what they ask.
-        with off, (self.frozen or actor).inference() as reference:
+        """The reference model in eval mode, without gradients."""
+        no_adapter = contextlib.nullcontext() if self.frozen is not None else actor.module.lm.disable_adapter()
+        # Disable the adapter first: in `inference` a waiting rank runs dummy passes of the same model.
+        with no_adapter, (self.frozen or actor).inference() as reference:
             yield reference
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Everything that looks at a finished response."""
+    """Everything that scores a finished response."""
 
     reference: Reference
     sources: Sources
@@ -52,36 +52,28 @@ def generate(
     backend: Backend,
     prompts: Prompts,
     sampling: SamplingOptions,
-    draws: Tensor,
+    uniforms: Tensor,
     batch_size: int,
-) -> Rollout:
-    """Responses to `prompts`, y ~ pi_old(. | x), at most `batch_size` at once, or all if the backend `takes_all`;
-    `draws` as the backend has them."""
+) -> SampledRollout:
+    """Responses y ~ pi_old(. | x) to `prompts`, `batch_size` at a time, or all at once if the backend `takes_all`.
+
+    uniforms: [B, T] in [0, 1), the only randomness.
+    """
     if backend.takes_all:
         batch_size = len(prompts)
     with actor.inference() as policy:
-        parts = [
-            backend(policy.lm, prompts[slice(i, i + batch_size)], sampling, draws[i : i + batch_size])
+        batches = [
+            backend(policy.lm, prompts[slice(i, i + batch_size)], sampling, uniforms[i : i + batch_size])
             for i in range(0, len(prompts), batch_size)
         ]
-    width = max(part.response_ids.shape[1] for part in parts)
-    return Rollout(
-        prompt_ids=prompts.ids,
-        prompt_mask=prompts.mask,
-        response_ids=torch.cat([_widened(part.response_ids, width) for part in parts]),
-        mask=torch.cat([_widened(part.mask, width) for part in parts]),
-        sampled_logprobs=torch.cat([_widened(part.sampled_logprobs, width) for part in parts]),
-        ended=torch.cat([part.ended for part in parts]),
-        rows=prompts.rows,
-    )
-
-
-def _widened(tensor: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
+    prompt, response = prompts.ids.shape[1], max(batch.response_ids.shape[1] for batch in batches)
+    return SampledRollout.concatenated([batch.widened(prompt, response) for batch in batches])
 
 
 @torch.no_grad()
-def score(rollout: Rollout, actor: Engine[Policy], critic: Engine[ScalarModel] | None, scorer: Scorer) -> Rollout:
+def score(
+    rollout: SampledRollout, actor: Engine[Policy], critic: Engine[ScalarModel] | None, scorer: Scorer
+) -> ScoredRollout:
     """The rollout with scores, old and reference log-probs, and the critic's values.
 
     Old log-probs are those of the training forward, not of sampling: in bf16 the two differ (std 5e-2),
@@ -99,40 +91,41 @@ def score(rollout: Rollout, actor: Engine[Policy], critic: Engine[ScalarModel] |
     if critic is not None:
         with critic.inference() as model:
             values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
-    # A source may be random, or dear: ranks that share a model must not learn from different answers.
+    # A source may be random, or slow: ranks that share a model must learn from the same scores.
     scores, by_source = collectives.broadcast_in_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
     scores = scores.to(old.device)
     source_scores = torch.stack([each.to(old.device) for each in by_source.values()], dim=1)
     if scorer.missing_eos_penalty is not None:
         scores = scores - scorer.missing_eos_penalty * (~rollout.ended).float()
-    return replace(rollout, logprobs=old, ref_logprobs=ref, values=values, scores=scores, source_scores=source_scores)
+    sampled = {field.name: getattr(rollout, field.name) for field in fields(SampledRollout)}
+    return ScoredRollout(
+        **sampled, logprobs=old, ref_logprobs=ref, scores=scores, source_scores=source_scores, values=values
+    )
 
 
-def by_source(scorer: Scorer, rollout: Rollout) -> dict[str, Tensor]:
-    """What each reward source says of a scored rollout, by its name. [B] each"""
-    assert rollout.source_scores is not None
+def scores_by_source(scorer: Scorer, rollout: ScoredRollout) -> dict[str, Tensor]:
+    """The scores [B] of each reward source, by its name."""
     return dict(zip(scorer.sources.names, rollout.source_scores.unbind(1), strict=True))
 
 
-def flaws(rollout: Rollout, sources: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Of each number of a scored rollout that is not finite: `score is nan`, and in which rows of this rank.
+def nonfinite(rollout: ScoredRollout, source_scores: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """What is not a finite number, such as `score is nan`, with the rows [b] of this rank that have it.
 
-    sources: what each reward source says, by its name; named where the score is not finite. [B] each
+    source_scores: [B] of each reward source by its name; a source is named where the score is not finite.
     """
-    assert rollout.scores is not None
-    sound = rollout.scores.isfinite()
+    finite = rollout.scores.isfinite()
     numbers = {"score": rollout.scores}
-    numbers |= {f"score of {name}": scores.masked_fill(sound, 0.0) for name, scores in sources.items()}
+    numbers |= {f"score of {name}": scores.masked_fill(finite, 0.0) for name, scores in source_scores.items()}
     for name in ("sampled_logprobs", "logprobs", "ref_logprobs", "values"):
         tokens = getattr(rollout, name)
         if tokens is not None:
             numbers[name] = tokens.masked_fill(~rollout.mask, 0.0).sum(1)
-    found = {}
+    problems = {}
     for name, values in numbers.items():
         rows = (~values.isfinite()).nonzero().squeeze(1).tolist()
         if rows:
-            found[f"{name} is {values[rows[0]].item()}"] = rows
-    return found
+            problems[f"{name} is {values[rows[0]].item()}"] = rows
+    return problems
 
 
 def critic_values(model: ScalarModel | Engine) -> Callable[[Sequences, int], Tensor]:
@@ -140,11 +133,11 @@ def critic_values(model: ScalarModel | Engine) -> Callable[[Sequences, int], Ten
     return lambda sequences, prompt: state_values(model(sequences), prompt)
 
 
-def per_token(rollout: Rollout, forward: Callable[[Sequences, int], Tensor], micro_batch_size: int) -> Tensor:
+def per_token(rollout: SampledRollout, forward: Callable[[Sequences, int], Tensor], micro_batch_size: int) -> Tensor:
     """`forward(sequences, P)` for every response token, [B, T], 0 off the mask; rows of similar length together."""
     result = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    for index in length_groups(rollout.sequences.lengths, micro_batch_size):
-        part = rollout[index].trimmed()
-        values = forward(part.sequences, part.prompt_ids.shape[1])
-        result[index, : values.shape[1]] = values.float().masked_fill(~part.mask, 0.0)
+    for rows in length_groups(rollout.sequences.lengths, micro_batch_size):
+        micro = rollout[rows].trimmed()
+        values = forward(micro.sequences, micro.prompt_ids.shape[1])
+        result[rows, : values.shape[1]] = values.float().masked_fill(~micro.mask, 0.0)
     return result

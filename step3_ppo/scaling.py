@@ -1,4 +1,4 @@
-"""What is done to scores before an algorithm sees them: scaled by what scores have been so far, then clipped."""
+"""Scores are scaled by the running statistics of the run, then clipped, before an algorithm sees them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from step3_ppo.config import ScoreOptions
 
 
 class ScoreScaling:
-    """Scores over the running standard deviation of all scores of the run, their running mean first taken away or not.
+    """Scores divided by the running standard deviation of all scores of the run, optionally centred on their mean.
 
         score' = clip((score [- mean]) / std, -score_clip, score_clip)
 
@@ -24,11 +24,11 @@ class ScoreScaling:
         self._moments = torch.zeros(3, dtype=torch.float64)
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """The scores [B] as the algorithm is to see them; takes note of them. Every rank calls this together."""
+        """The scores [B] for the algorithm; updates the running statistics. All ranks call this together."""
         c = self._options
         if c.use_score_scaling:
-            everything = torch.ones_like(scores, dtype=torch.bool)
-            self._moments += collectives.sum_over_ranks(ops.moments(scores, everything)).cpu()
+            mask = torch.ones_like(scores, dtype=torch.bool)
+            self._moments += collectives.sum_over_ranks(ops.moments(scores, mask)).cpu()
             mean, var = ops.mean_var(self._moments)
             if var > 0:  # else all scores so far are equal: there is nothing to divide by
                 scores = ((scores.double() - (mean if c.use_score_norm else 0.0)) / var.sqrt()).to(scores.dtype)

@@ -1,4 +1,4 @@
-"""Where a run of step 3 is: which iteration, and which prompts come next."""
+"""The schedule of step 3: which iterations are left, and the prompts of each."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -15,8 +15,8 @@ def iterations(config: Step3Config) -> int:
     return config.total_episodes // config.batch_size
 
 
-class Course:
-    """The iterations that are left, each with the prompts of this rank; and how many in a row were left out."""
+class Schedule:
+    """The iterations that are left, each with the prompts of this rank; and how many in a row were skipped."""
 
     def __init__(self, prompts: int, config: Step3Config) -> None:
         self._total, self._copies = iterations(config), config.num_generations
@@ -26,7 +26,7 @@ class Course:
         self.tolerance = Tolerance(config.max_bad_steps)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        """Each iteration's number, from 0, and its prompts, every one of them `num_generations` times in a row."""
+        """Each iteration's number, from 0, and the indices of its prompts, each `num_generations` times in a row."""
         for indices in islice(self._batches.until_epoch(self._total), max(0, self._total - self.done)):
             self.done += 1
             yield self.done - 1, [i for i in indices for _ in range(self._copies)]

@@ -11,18 +11,21 @@ from torch import Tensor
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.maths import losses, ops
-from rlhf.types import Credit, Metrics, Sequences, length_groups
+from rlhf.types import Metrics, Sequences, length_groups
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import UpdateOptions
-from step3_ppo.global_rollout import Part, dealt
+from step3_ppo.global_rollout import CreditedRollout, deal
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import critic_values
 
 
 @dataclass(frozen=True, slots=True)
 class Learners:
-    """Who learns in an iteration. Without an actor (critic warm-up) or a critic (the algorithm needs none) the other
-    learns alone; with `ptx` the actor learns its batches too, and `ema` follows its weights."""
+    """What an iteration trains.
+
+    No actor: the critic warms up alone. No critic: the algorithm has none. With `ptx` each step of the actor also
+    learns a batch of demonstrations; `ema` averages the actor's weights.
+    """
 
     actor: Engine | None
     critic: Engine | None
@@ -32,88 +35,85 @@ class Learners:
 
 
 def update(
-    learners: Learners, scored: Part, config: UpdateOptions, generator: torch.Generator, numbers: Sequence[int] = ()
+    learners: Learners,
+    credited: CreditedRollout,
+    config: UpdateOptions,
+    generator: torch.Generator,
+    indices: Sequence[int] = (),
 ) -> Metrics:
     """`num_ppo_epochs` passes over the rollout, each in `num_mini_batches` optimizer steps; fewer beyond `target_kl`.
 
-    `scored`: the rollout of all ranks with its credit, the same on every rank (`sharing.of_all_ranks`). Minibatches are
-    drawn from it, and each is dealt out to the ranks. `numbers`: those of its prompts in the data, for messages.
-    Returns metrics averaged over the steps that were applied, how many steps there were, and `first_approx_kl`: that of
-    the first minibatch, on which the policy is still the one that sampled, so it must be 0.
+    `credited`: the rollout of all ranks, the same on every rank (`global_rollout.gather`). Minibatches are drawn from
+    it, and each is dealt to the ranks. `indices`: of its prompts in the data, for messages.
+    Returns metrics averaged over the steps that were applied, the number of steps, and `first_approx_kl`: of the first
+    minibatch, on which the policy is still the one that sampled, so it must be 0.
     Raises: NonFiniteError.
     """
     actor, critic, algorithm, ptx = learners.actor, learners.critic, learners.algorithm, learners.ptx
 
-    def actor_loss(part: Part | Sequences) -> losses.Loss:
+    def actor_loss(micro: CreditedRollout | Sequences) -> losses.Loss:
         assert actor is not None
-        if isinstance(part, Sequences):
+        if isinstance(micro, Sequences):
             assert ptx is not None
-            return ptx.loss(actor, part)
-        rollout, credit = part
-        entropy_is = "trained" if config.entropy_coef else "watched"
-        logprobs, entropy = actor(rollout.sequences, config.temperature, entropy=entropy_is)
+            return ptx.loss(actor, micro)
+        rollout, credit = micro.rollout, micro.credit
+        mode = "trained" if config.entropy_coef else "watched"
+        logprobs, entropies = actor(rollout.sequences, config.temperature, entropy=mode)
         prompt = rollout.prompt_ids.shape[1]
         loss, metrics = algorithm.policy_loss(logprobs[:, prompt:], rollout, credit, count)
-        spread = ops.masked_mean(entropy[:, prompt:], rollout.mask, count)
-        return loss - config.entropy_coef * spread, {**metrics, "entropy": spread.detach()}
+        entropy = ops.masked_mean(entropies[:, prompt:], rollout.mask, count)
+        return loss - config.entropy_coef * entropy, {**metrics, "entropy": entropy.detach()}
 
-    def value_loss(part: Part) -> losses.Loss:
-        rollout, credit = part
+    def value_loss(micro: CreditedRollout) -> losses.Loss:
+        rollout, credit = micro.rollout, micro.credit
         assert critic is not None and algorithm.value_loss is not None
         values = critic_values(critic)(rollout.sequences, rollout.prompt_ids.shape[1])
         return algorithm.value_loss(values, rollout, credit, count)
 
-    seen: dict[str, list[float]] = defaultdict(list)
+    history: dict[str, list[float]] = defaultdict(list)
     steps = skipped = 0
-    lengths = scored[0].sequences.lengths.cpu()
-    for drawn in _minibatches(len(scored[0]), config, generator):
-        count = scored[0].mask[drawn].sum().double()
-        rows = dealt(drawn, lengths)
-        minibatch = (scored[0][rows], scored[1][rows])
-        groups = length_groups(lengths[rows], config.micro_batch_size)
-        micros = [_part(minibatch, group) for group in groups]
-        named = [[numbers[row] for row in rows[group].tolist()] for group in groups] if numbers else []
+    lengths = credited.rollout.sequences.lengths.cpu()
+    for minibatch in _minibatches(len(credited), config, generator):
+        count = credited.rollout.mask[minibatch].sum().double()
+        rows = deal(minibatch, lengths)
+        groups = [rows[group] for group in length_groups(lengths[rows], config.micro_batch_size)]
+        micros = [credited[group].trimmed() for group in groups]
+        micro_indices = [[indices[row] for row in group.tolist()] for group in groups] if indices else []
         metrics: Metrics = {}
         if actor is not None:
             mixed = ptx.micro_batches() if ptx is not None else []
-            whose = [*named, *([] for _ in mixed)] if named else []
-            metrics |= _named("policy", actor.step([*micros, *mixed], actor_loss, whose))
+            all_indices = [*micro_indices, *([] for _ in mixed)] if indices else []
+            metrics |= _prefixed("policy", actor.step([*micros, *mixed], actor_loss, all_indices))
             if learners.ema is not None and not metrics["policy_skipped"]:
                 learners.ema.update()
-        # What the actor cannot learn from (in fp16: an overflow) is left out for the critic too.
+        # A step that the actor skips (in fp16: an overflow) is skipped for the critic too.
         if critic is not None and not metrics.get("policy_skipped"):
-            metrics |= _named("value", critic.step(micros, value_loss, named))
+            metrics |= _prefixed("value", critic.step(micros, value_loss, micro_indices))
         steps += 1
         skipped += any([metrics.pop("policy_skipped", 0.0), metrics.pop("value_skipped", 0.0)])
         for name, value in metrics.items():
-            seen[name].append(value)
+            history[name].append(value)
         if config.target_kl is not None and metrics.get("approx_kl", 0.0) > config.target_kl:
             break
-    return _means(seen) | {"optimizer_steps": float(steps), "skipped_steps": float(skipped)}
+    return _means(history) | {"optimizer_steps": float(steps), "skipped_steps": float(skipped)}
 
 
-def _means(seen: dict[str, list[float]]) -> Metrics:
-    if "ratio_square" in seen:
-        squares = zip(seen.pop("ratio_square"), seen["ratio_mean"], strict=True)
-        seen["ratio_std"] = [math.sqrt(max(0.0, square - (mean - 1) ** 2)) for square, mean in squares]
-    means = {name: sum(values) / len(values) for name, values in seen.items()}
-    first = {f"first_{name}": seen[name][0] for name in ("approx_kl", "ratio_std") if name in seen}
+def _means(history: dict[str, list[float]]) -> Metrics:
+    if "ratio_square" in history:
+        squares = zip(history.pop("ratio_square"), history["ratio_mean"], strict=True)
+        history["ratio_std"] = [math.sqrt(max(0.0, square - (mean - 1) ** 2)) for square, mean in squares]
+    means = {name: sum(values) / len(values) for name, values in history.items()}
+    first = {f"first_{name}": history[name][0] for name in ("approx_kl", "ratio_std") if name in history}
     return {**means, **first}
 
 
-def _named(who: str, metrics: Metrics) -> Metrics:
-    """What every engine reports gets a prefix."""
+def _prefixed(model: str, metrics: Metrics) -> Metrics:
+    """The metrics that both engines report get the model's name as a prefix."""
     shared = ("loss", "grad_norm", "learning_rate", "skipped")
-    return {f"{who}_{name}" if name in shared else name: value for name, value in metrics.items()}
+    return {f"{model}_{name}" if name in shared else name: value for name, value in metrics.items()}
 
 
 def _minibatches(size: int, config: UpdateOptions, generator: torch.Generator) -> Iterator[Tensor]:
-    """Row numbers of each optimizer step: the whole rollout shuffled anew every epoch, alike on every rank."""
+    """Row numbers of each optimizer step: the whole rollout is shuffled anew in every epoch, alike on every rank."""
     for _ in range(config.num_ppo_epochs):
         yield from torch.randperm(size, generator=generator).tensor_split(config.num_mini_batches)
-
-
-def _part(minibatch: Part, rows: Tensor) -> Part:
-    rollout, credit = minibatch[0][rows].trimmed(), minibatch[1]
-    width = rollout.mask.shape[1]
-    return rollout, Credit(credit.advantages[rows, :width], credit.returns[rows, :width])

@@ -1,7 +1,7 @@
-"""Named warnings while step 3 runs: what the numbers of an iteration mean, and what to do. Pure: numbers in, words out.
+"""Named warnings while step 3 runs: what the metrics of an iteration mean, and what to do. Pure functions.
 
-A warning comes once when its condition sets in, and again only after the condition had cleared. An iteration that lacks
-a number says nothing of its condition.
+A warning is given once when its condition begins to hold, and again only after the condition has cleared. An iteration
+without a metric does not change the conditions that need it.
 """
 
 import math
@@ -18,14 +18,14 @@ from rlhf.config import Config
 
 Numbers = dict[str, float]
 Rows = Sequence[Mapping[str, float]]
-"""Numbers of every iteration so far, the newest last."""
+"""Metrics of every iteration so far, the newest last."""
 
 
 class Limits(Config):
-    """When the numbers of step 3 deserve a warning."""
+    """The limits beyond which a metric of step 3 gives a warning."""
 
     start_iterations: int = Field(3, ge=1)
-    """iterations at the start whose mean is what length and entropy are compared with"""
+    """iterations at the start; length and entropy are compared with their mean"""
     in_a_row: int = Field(3, ge=1)
     """iterations in a row that a noisy condition must hold: negative_kl, clip_fraction, score_follows_length"""
     first_ratio: float = Field(1e-3, gt=0)
@@ -35,7 +35,7 @@ class Limits(Config):
     negative_kl: float = Field(-0.1, le=0)
     """mean KL below this, nats per response"""
     kl_rounding: float = Field(0.0, ge=0)
-    """and below this many nats for each token, by which rounding makes it too small"""
+    """and below this many nats per token, which rounding may take from it"""
     kl: float = Field(10.0, gt=0)
     """mean KL above this, nats per response"""
     equal_advantages: float = Field(1e-6, ge=0)
@@ -53,7 +53,7 @@ class Limits(Config):
     score_length_correlation: float = Field(0.7, ge=0, le=1)
     """correlation of score and response length above this"""
     repeated_4_grams: float = Field(0.3, ge=0, le=1)
-    """share of 4-grams that stood earlier in the same response above this"""
+    """share of 4-grams that occurred earlier in the same response above this"""
     entropy: float = Field(0.2, gt=0, lt=1)
     """entropy below this many times that of the start"""
     over_optimisation: float = Field(0.2, ge=0)
@@ -63,7 +63,7 @@ class Limits(Config):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One warning: its name, the numbers it rests on, and the next step."""
+    """One warning: its name, the numbers behind it, and the next step."""
 
     name: str
     numbers: Numbers
@@ -72,11 +72,11 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`look` gives the numbers to show if the condition holds for the newest row, which has all it `needs`."""
+    """`condition` gives the numbers to show if it holds for the newest row, which has all metrics in `needs`."""
 
     name: str
     needs: tuple[str, ...]
-    look: Callable[[Limits, Rows], Numbers | None]
+    condition: Callable[[Limits, Rows], Numbers | None]
     advice: str
 
 
@@ -93,13 +93,13 @@ class Watch:
         self._holding: set[str] = set()
 
     def look(self, iteration: int, metrics: Mapping[str, float]) -> list[Notice]:
-        """What has set in at this iteration."""
+        """The warnings whose conditions begin to hold at this iteration."""
         self._rows.append({"iteration": iteration} | {n: metrics[n] for n in WATCHED if n in metrics})
         notices = []
         for rule in RULES:
             if not all(name in metrics for name in rule.needs):
                 continue
-            numbers = rule.look(self._limits, self._rows)
+            numbers = rule.condition(self._limits, self._rows)
             if numbers is None:
                 self._holding.discard(rule.name)
             elif rule.name not in self._holding:
@@ -160,29 +160,29 @@ def _start(name: str, limits: Limits, rows: Rows) -> float:
 
 
 def _first_ratio(limits: Limits, rows: Rows) -> Numbers | None:
-    found = {name: rows[-1][name] for name in ("first_approx_kl", "first_ratio_std") if name in rows[-1]}
-    over = any(value > limits.first_ratio for value in found.values())
-    return {**found, "limit": limits.first_ratio} if over else None
+    numbers = {name: rows[-1][name] for name in ("first_approx_kl", "first_ratio_std") if name in rows[-1]}
+    over = any(value > limits.first_ratio for value in numbers.values())
+    return {**numbers, "limit": limits.first_ratio} if over else None
 
 
 def _equal_advantages(limits: Limits, rows: Rows) -> Numbers | None:
     row = rows[-1]
     spread = "raw_advantage_std" if "raw_advantage_std" in row else "advantage_std"
-    found = {name: row[name] for name in (spread, "score_std") if name in row}
-    return found if any(value <= limits.equal_advantages for value in found.values()) else None
+    numbers = {name: row[name] for name in (spread, "score_std") if name in row}
+    return numbers if any(value <= limits.equal_advantages for value in numbers.values()) else None
 
 
 def _fell(name: str, limits: Limits, rows: Rows) -> Numbers | None:
     """`name`, a held-out number, was below its best in the last two evaluations; the training score has risen since."""
-    seen = [(row[name], row["score"]) for row in rows if name in row and "score" in row]
-    if len(seen) < 3:
+    evaluations = [(row[name], row["score"]) for row in rows if name in row and "score" in row]
+    if len(evaluations) < 3:
         return None
-    best, score_then = max(seen, key=lambda pair: pair[0])
+    best, score_at_best = max(evaluations, key=lambda pair: pair[0])
     noise = rows[-1].get(f"{name}_ci95", 0.0)
-    floor = best - max(noise, limits.over_optimisation * (best - seen[0][0]))
-    if not all(held_out < floor and score > score_then for held_out, score in seen[-2:]):
+    floor = best - max(noise, limits.over_optimisation * (best - evaluations[0][0]))
+    if not all(held_out < floor and score > score_at_best for held_out, score in evaluations[-2:]):
         return None
-    return {name: seen[-1][0], "best": best, "score": seen[-1][1], "score_at_best": score_then}
+    return {name: evaluations[-1][0], "best": best, "score": evaluations[-1][1], "score_at_best": score_at_best}
 
 
 def _skipped_steps(limits: Limits, rows: Rows) -> Numbers | None:

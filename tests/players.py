@@ -19,14 +19,14 @@ from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.rewards import Source, Sources, WeightedSource
-from rlhf.types import Credit, Metrics, Prompts, Rollout, Samples
+from rlhf.types import Credit, Metrics, Prompts, SampledRollout, Samples, ScoredRollout
 from step3_ppo import algorithms, stage
-from step3_ppo.global_rollout import of_all_ranks
+from step3_ppo.global_rollout import CreditedRollout, gather
 from step3_ppo.kl import KLController
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
-from step3_ppo.schedule import Course
+from step3_ppo.schedule import Schedule
 from step3_ppo.stage import chosen_file
 from step3_ppo.update import Learners, update
 from tests import tiny
@@ -72,20 +72,22 @@ class Players:
     algorithm: Any
     scorer: Scorer
 
-    def sample(self, prompts: Prompts, seed: int = 1, backend: str = "loop") -> Rollout:
+    def sample(self, prompts: Prompts, seed: int = 1, backend: str = "loop") -> SampledRollout:
         draws = uniforms([(seed, i) for i in range(len(prompts))], self.config.response_length)
         ends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
         drawing = open_backend(backend, **ends)
         return generate(self.actor, drawing, prompts, self.config, draws, self.config.rollout_batch_size)
 
-    def score(self, rollout: Rollout) -> Rollout:
+    def score(self, rollout: SampledRollout) -> ScoredRollout:
         return score(rollout, self.actor, self.critic, self.scorer)
 
-    def update(self, rollout: Rollout, credit: Credit | None = None) -> Metrics:
+    def update(self, rollout: ScoredRollout, credit: Credit | None = None) -> Metrics:
         """Of this process alone."""
         credit = self.algorithm.credit(rollout) if credit is None else credit
         draw = torch.Generator().manual_seed(0)
-        return update(Learners(self.actor, self.critic, self.algorithm), (rollout, credit), self.config, draw)
+        return update(
+            Learners(self.actor, self.critic, self.algorithm), CreditedRollout(rollout, credit), self.config, draw
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the weights of both models, by name."""
@@ -131,12 +133,12 @@ def players(algorithm: str, **changes: Any) -> Players:
     )
 
 
-def on_stage(game: Players) -> stage.Players:
+def on_stage(game: Players) -> stage.Models:
     """The same players as step 3 itself has them."""
     c = game.config
     backend = open_backend("loop", eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
     ema = None if c.ema_decay is None else EMA(game.actor, c.ema_decay)
-    return stage.Players(
+    return stage.Models(
         game.actor,
         game.critic,
         game.scorer,
@@ -152,7 +154,7 @@ def on_stage(game: Players) -> stage.Players:
 def on_course(game: Players) -> Iterator[Metrics]:
     """The iterations of step 3 with these players."""
     prompts = prompts_to_train_on()
-    return stage.train(on_stage(game), prompts, Course(len(prompts), game.config), game.config)  # type: ignore[arg-type]
+    return stage.train(on_stage(game), prompts, Schedule(len(prompts), game.config), game.config)  # type: ignore[arg-type]
 
 
 def prompts_to_train_on() -> list[Prompt]:
@@ -201,11 +203,10 @@ def a_step_of_everything() -> dict[str, Any]:
     rollout = game.score(game.sample(twice_each())[mine])
     rows, credit = game.algorithm.select(rollout), game.algorithm.credit(rollout)
     ptx = Ptx(demonstrations(8), game.config, tiny.PAD, torch.device("cpu"))  # type: ignore[arg-type]
-    assert rollout.scores is not None
     scale = ScoreScaling(config_of("ppo", use_score_scaling=True, use_score_norm=True))
     scaled_scores = [score for part in collectives.gather_objects(scale(rollout.scores).tolist()) for score in part]
     learners = Learners(game.actor, None, game.algorithm, ptx)
-    scored, _ = of_all_ranks((rollout[rows], credit[rows]), rows.tolist(), 1)
+    scored, _ = gather(CreditedRollout(rollout, credit)[rows], rows.tolist(), 1)
     metrics = update(learners, scored, game.config, torch.Generator().manual_seed(0))
     return {"metrics": metrics, "weights": game.weights(), "scaled": sorted(scaled_scores)}
 

@@ -178,7 +178,7 @@ def gather_shares(value: Any) -> list[Any]:
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """The `value` of every rank, in rank order, on every rank. group: a process group of all ranks; None: the default"""
+    """The `value` of every rank, in rank order, on every rank. group: of all ranks; None: the default process group"""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.storage import disk
-from rlhf.types import Rollout, Sequences
+from rlhf.types import SampledRollout, Sequences
 
 SHOWN = 8
 """rows that a message lists"""
@@ -84,8 +84,8 @@ def _collect(
         for i, part in enumerate(value):
             _collect(part, f"{path}{i}.", tensors, texts, tokenizer)
     elif is_dataclass(value):
-        if isinstance(value, Rollout | Sequences) and tokenizer is not None:
-            whole = value.sequences if isinstance(value, Rollout) else value
+        if isinstance(value, SampledRollout | Sequences) and tokenizer is not None:
+            whole = value.sequences if isinstance(value, SampledRollout) else value
             texts += [str(tokenizer.decode(ids[kept])) for ids, kept in zip(whole.ids, whole.mask, strict=True)]
         for field in fields(value):
             _collect(getattr(value, field.name), f"{path}{field.name}.", tensors, texts, tokenizer)

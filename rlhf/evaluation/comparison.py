@@ -23,7 +23,7 @@ from rlhf.evaluation.options import EvaluateConfig
 from rlhf.maths import ops
 from rlhf.models.policy import Policy
 from rlhf.text.prompt_file import read_prompts
-from rlhf.types import Rollout, length_groups
+from rlhf.types import SampledRollout, length_groups
 
 RESULTS = "results.json"
 
@@ -148,7 +148,7 @@ def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.
 
 
 @torch.no_grad()
-def _logprobs(policy: Policy, rollout: Rollout, temperature: float, micro_batch_size: int) -> Tensor:
+def _logprobs(policy: Policy, rollout: SampledRollout, temperature: float, micro_batch_size: int) -> Tensor:
     """Log-probs of the response tokens, [B, T] float64, 0 off the mask; rows of similar length together."""
     result = torch.zeros(rollout.mask.shape, dtype=torch.float64, device=rollout.mask.device)
     for index in length_groups(rollout.sequences.lengths, micro_batch_size):

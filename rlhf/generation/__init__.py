@@ -10,7 +10,7 @@ from rlhf import plugins
 from rlhf.config import Config
 from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.errors import UserError
-from rlhf.types import Prompts, Rollout
+from rlhf.types import Prompts, SampledRollout
 
 FOLDER = __name__
 
@@ -43,7 +43,7 @@ class Backend(Protocol):
 
     def __call__(
         self, lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None
-    ) -> Rollout:
+    ) -> SampledRollout:
         """A response to each of the left-padded prompts [B, P], with the log-probs it was sampled with [B, T].
 
         uniforms: random numbers [B, T] in [0, 1), the only source of randomness; None: greedy

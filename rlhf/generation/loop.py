@@ -19,7 +19,7 @@ from rlhf.models.cpu import compiling
 from rlhf.models.packing import States, packs, reading
 from rlhf.models.policy import only
 from rlhf.models.traits import keeps_all, takes
-from rlhf.types import Prompts, Rollout, token_groups
+from rlhf.types import Prompts, SampledRollout, token_groups
 
 KEPT = 0.75
 """When at most this share of the rows is unfinished, finished rows are removed from the cache, which copies it."""
@@ -33,10 +33,14 @@ class Config(BackendOptions):
     """The loop has no options of its own."""
 
 
-def build(config: BackendOptions) -> Callable[[PreTrainedModel, Prompts, SamplingOptions, Tensor | None], Rollout]:
+def build(
+    config: BackendOptions,
+) -> Callable[[PreTrainedModel, Prompts, SamplingOptions, Tensor | None], SampledRollout]:
     """The backend. It raises a UserError for a recurrent model such as Mamba."""
 
-    def generate(lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None) -> Rollout:
+    def generate(
+        lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None
+    ) -> SampledRollout:
         refuse_recurrent(lm)
         tokens, logprobs, mask = _sample(lm, prompts, sampling, uniforms, config)
         return sampled(prompts, tokens, mask, logprobs, config)
@@ -44,10 +48,10 @@ def build(config: BackendOptions) -> Callable[[PreTrainedModel, Prompts, Samplin
     return generate
 
 
-def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, config: BackendOptions) -> Rollout:
+def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, config: BackendOptions) -> SampledRollout:
     """The rollout of sampled tokens, [B, T] each. A response has ended if it has EOS."""
     ended = ((tokens == config.eos_token_id) & mask).any(1)
-    return Rollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
+    return SampledRollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
 
 
 def refuse_recurrent(lm: PreTrainedModel) -> None:

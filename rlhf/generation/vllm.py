@@ -26,7 +26,7 @@ from rlhf.generation import Backend, BackendOptions, loop
 from rlhf.models import traits
 from rlhf.models.load import known_ids
 from rlhf.models.policy import Policy
-from rlhf.types import Prompts, Rollout
+from rlhf.types import Prompts, SampledRollout
 
 MIN_TEMPERATURE = 0.01
 """vLLM's lowest temperature; it raises a lower one to this"""
@@ -107,7 +107,7 @@ class VllmBackend:
     @torch.no_grad()
     def __call__(
         self, lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None
-    ) -> Rollout:
+    ) -> SampledRollout:
         loop.refuse_recurrent(lm)
         # For a greedy request vLLM returns the log-probs at temperature 1.
         assert uniforms is not None or sampling.temperature == 1, f"greedy at temperature {sampling.temperature}"
@@ -195,7 +195,7 @@ def weights(lm: PreTrainedModel, config: Config) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(model, unique))
 
 
-def _check_logprobs(lm: PreTrainedModel, rollout: Rollout, sampling: SamplingOptions) -> None:
+def _check_logprobs(lm: PreTrainedModel, rollout: SampledRollout, sampling: SamplingOptions) -> None:
     """vLLM ignores weights that it does not know, with only a line in its log; so its log-probs are compared.
 
     Raises: UserError if the log-probs of sampling differ from those of `lm`.
@@ -233,7 +233,7 @@ def _parameters(sampling: SamplingOptions, uniforms: Tensor | None, rows: int, c
     ]
 
 
-def _rollout(prompts: Prompts, outputs: list[Any], config: Config) -> Rollout:
+def _rollout(prompts: Prompts, outputs: list[Any], config: Config) -> SampledRollout:
     device = prompts.ids.device
     lengths = torch.tensor([len(output.token_ids) for output in outputs], device=device)
     mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]

@@ -61,9 +61,9 @@ def refuse_model(path: str) -> None:
     if (folder / ADAPTER).is_file():
         raise UserError(f"model '{path}': got an adapter ({ADAPTER}), expected whole weights; {MERGE}")
     config = read_mappings(f"model '{path}'", folder, MODEL_FILES).get("config.json", {})
-    for name, maximum in MAX_COUNTS.items():
-        if isinstance(config.get(name), int) and config[name] > maximum:
-            raise UserError(f"model '{path}': config.json: {name}: got {config[name]}, expected at most {maximum}")
+    for count, maximum in MAX_COUNTS.items():
+        if isinstance(config.get(count), int) and config[count] > maximum:
+            raise UserError(f"model '{path}': config.json: {count}: got {config[count]}, expected at most {maximum}")
     for index in sorted(folder.glob("*.index.json")):
         shards = read_mappings(f"model '{path}'", folder, [index.name])[index.name].get("weight_map")
         for name in shards.values() if isinstance(shards, dict) else [shards]:

@@ -18,7 +18,7 @@ from rlhf import plugins
 from rlhf.config.options import FrozenOptions
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import Template
-from rlhf.types import Rollout, Samples
+from rlhf.types import SampledRollout, Samples
 
 Combine = Literal["sum", "min"]
 
@@ -158,7 +158,7 @@ def _numbered(names: list[str]) -> list[str]:
     return [f"{name}#{names[: i + 1].count(name)}" if name in repeated else name for i, name in enumerate(names)]
 
 
-def as_samples(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
+def as_samples(rollout: SampledRollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
     """Prompts and responses of a rollout as text."""
     template = Template(tokenizer)
     prompts = tuple(template.prompt_text(row.prompt) for row in rollout.rows)

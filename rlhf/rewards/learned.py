@@ -15,7 +15,7 @@ from rlhf.rewards import Context, Source
 from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
-from rlhf.types import Rollout, Samples, Sequences, length_groups
+from rlhf.types import SampledRollout, Samples, Sequences, length_groups
 
 
 class Config(Base):
@@ -67,7 +67,7 @@ def score_sequences(model: ScalarModel, sequences: Sequences, micro_batch_size: 
 def _retokenized(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Sequences:
     """The samples encoded with another tokenizer and template; a response that was cut gets no EOS."""
     template = Template(tokenizer)
-    rollout: Rollout = samples.rollout
+    rollout: SampledRollout = samples.rollout
     rows = []
     for row, response, ended in zip(rollout.rows, samples.responses, rollout.ended.tolist(), strict=True):
         response_ids = template.response_ids(response)

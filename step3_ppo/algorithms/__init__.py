@@ -8,7 +8,7 @@ from torch import Tensor
 from rlhf import plugins
 from rlhf.errors import UserError
 from rlhf.maths.losses import Loss
-from rlhf.types import Credit, Rollout
+from rlhf.types import Credit, ScoredRollout
 from step3_ppo.config import Step3Config
 
 FOLDER = __name__
@@ -24,16 +24,16 @@ class Algorithm(Protocol):
 
     kl_coef: float = 0.0
     """the KL coefficient of the iteration: the stage sets it before `credit`, if Config is a `KLOptions`"""
-    value_loss: Callable[[Tensor, Rollout, Credit, Tensor], Loss] | None = None
+    value_loss: Callable[[Tensor, ScoredRollout, Credit, Tensor], Loss] | None = None
     """(values [B, T], rollout, credit, count) -> loss of the critic; there is a critic if there is this loss"""
-    select: Callable[[Rollout], Tensor] | None = None
+    select: Callable[[ScoredRollout], Tensor] | None = None
     """(scored rollout) -> the row numbers of this rank that are learned from; None: all rows"""
 
-    def credit(self, rollout: Rollout) -> Credit:
+    def credit(self, rollout: ScoredRollout) -> Credit:
         """Advantages and returns, [B, T] each, of a scored rollout: `scores` [B] and, each [B, T], `logprobs`,
         `ref_logprobs`, `mask` and, with a critic, `values`."""
 
-    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> Loss:
+    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> Loss:
         """(loss [], metrics [] each) of the actor, whose log-probs of the response tokens are `logprobs` [B, T]."""
 
 

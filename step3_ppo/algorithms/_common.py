@@ -8,7 +8,7 @@ from torch import Tensor
 from rlhf.distributed import collectives
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses, ops
-from rlhf.types import Credit, Rollout
+from rlhf.types import Credit, ScoredRollout
 from step3_ppo.config import Step3Config
 from step3_ppo.kl import KLOptions
 
@@ -38,15 +38,14 @@ class ClippedConfig(Step3Config):
     """the policy's ratio counts within 1 +- cliprange"""
 
 
-def rewards_of(rollout: Rollout, config: KLRewardConfig, kl_coef: float) -> Tensor:
+def rewards_of(rollout: ScoredRollout, config: KLRewardConfig, kl_coef: float) -> Tensor:
     """Per-token rewards of a scored rollout, KL penalty and score. [B, T]"""
-    assert rollout.scores is not None and rollout.logprobs is not None and rollout.ref_logprobs is not None
     return crediting.kl_rewards(
         rollout.scores, rollout.logprobs, rollout.ref_logprobs, rollout.mask, kl_coef, config.kl_estimator
     )
 
 
-def gae_credit(rollout: Rollout, config: GAEConfig, kl_coef: float) -> Credit:
+def gae_credit(rollout: ScoredRollout, config: GAEConfig, kl_coef: float) -> Credit:
     """Advantages and returns of a scored rollout with values, whitened over all ranks if asked for. [B, T]"""
     assert rollout.values is not None
     rewards = rewards_of(rollout, config, kl_coef)
@@ -61,10 +60,14 @@ def whitened(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def clipped_loss(
-    logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor, cliprange: float, dual_clip: float | None = None
+    logprobs: Tensor,
+    rollout: ScoredRollout,
+    credit: Credit,
+    count: Tensor,
+    cliprange: float,
+    dual_clip: float | None = None,
 ) -> losses.Loss:
     """The actor's clipped loss on (part of) a rollout. logprobs [B, T], count = tokens of the optimizer step."""
-    assert rollout.logprobs is not None
     return losses.clipped_policy(
         logprobs, rollout.logprobs, credit.advantages, rollout.mask, cliprange, count, dual_clip
     )

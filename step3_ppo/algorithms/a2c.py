@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlhf.maths import losses
-from rlhf.types import Credit, Rollout
+from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms._common import GAEConfig, clipped_loss, gae_credit
 
 
@@ -27,15 +27,15 @@ class A2C:
     def __init__(self, config: Config) -> None:
         self.config, self.kl_coef = config, config.kl_coef
 
-    def credit(self, rollout: Rollout) -> Credit:
+    def credit(self, rollout: ScoredRollout) -> Credit:
         """Advantages by GAE, and returns. [B, T]"""
         return gae_credit(rollout, self.config, self.kl_coef)
 
-    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """-sum A * ratio / count, whose gradient at ratio 1 is -sum A * grad logprob / count."""
         return clipped_loss(logprobs, rollout, credit, count, cliprange=math.inf)
 
-    def value_loss(self, values: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """0.5 * sum (V - return)^2 / count."""
         return losses.clipped_value(values, values.detach(), credit.returns, rollout.mask, math.inf, count)
 

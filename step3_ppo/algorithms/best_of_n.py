@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
-from rlhf.types import Credit, Rollout
+from rlhf.types import Credit, ScoredRollout
 from step3_ppo.config import Step3Config
 
 
@@ -43,27 +43,24 @@ class BestOfN:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def select(self, rollout: Rollout) -> Tensor:
+    def select(self, rollout: ScoredRollout) -> Tensor:
         """Row numbers [B / K] that are learned from: the best of every K neighbours, the first of equals."""
-        assert rollout.scores is not None
         group = self.config.num_generations
         assert len(rollout) % group == 0, f"{len(rollout)} responses in groups of {group}"
         best = rollout.scores.reshape(-1, group).argmax(1)
         return best + group * torch.arange(len(best), device=best.device)
 
-    def credit(self, rollout: Rollout) -> Credit:
+    def credit(self, rollout: ScoredRollout) -> Credit:
         """Advantages 1 on the tokens of chosen responses, 0 on others; returns: the score on every token. [B, T]"""
-        assert rollout.scores is not None
         chosen = rollout.scores.new_zeros(len(rollout)).index_fill(0, self.select(rollout), 1.0)
         returns = crediting.on_every_token(rollout.scores, rollout.mask)
         return Credit(crediting.on_every_token(chosen, rollout.mask), returns)
 
-    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """-sum logprobs / count over the tokens of chosen responses, on (part of) a rollout. logprobs [B, T].
 
         `count` = tokens of the optimizer step. Metrics: nll; approx_kl, the k3 estimate of KL(old || new).
         """
-        assert rollout.logprobs is not None
         loss, metrics = losses.token_nll(logprobs, rollout.mask & (credit.advantages > 0), count)
         moved = losses.kl_penalty(rollout.logprobs, logprobs.detach(), rollout.mask, "k3", count)
         return loss, {**metrics, "approx_kl": moved}

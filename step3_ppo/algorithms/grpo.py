@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
-from rlhf.types import Credit, Rollout
+from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms._common import ClippedConfig, clipped_loss
 from step3_ppo.kl import KLOptions
 
@@ -31,17 +31,15 @@ class GRPO:
     def __init__(self, config: Config) -> None:
         self.config, self.kl_coef = config, config.kl_coef
 
-    def credit(self, rollout: Rollout) -> Credit:
+    def credit(self, rollout: ScoredRollout) -> Credit:
         """A_i = (score_i - mean of its group) [/ std of its group]. [B, T]"""
         c = self.config
-        assert rollout.scores is not None
         centred = crediting.group_relative(rollout.scores, c.num_generations, c.scale_rewards)
         returns = crediting.on_every_token(rollout.scores, rollout.mask)
         return Credit(crediting.on_every_token(centred, rollout.mask), returns)
 
-    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """Clipped loss + kl_coef * sum KL / count, on (part of) a rollout; logprobs [B, T]."""
-        assert rollout.ref_logprobs is not None
         c = self.config
         loss, metrics = clipped_loss(logprobs, rollout, credit, count, c.cliprange)
         kl = losses.kl_penalty(logprobs, rollout.ref_logprobs, rollout.mask, c.kl_estimator, count)

@@ -4,7 +4,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlhf.maths import losses
-from rlhf.types import Credit, Rollout
+from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms._common import ClippedConfig, GAEConfig, clipped_loss, gae_credit
 
 
@@ -23,15 +23,15 @@ class PPO:
     def __init__(self, config: Config) -> None:
         self.config, self.kl_coef = config, config.kl_coef
 
-    def credit(self, rollout: Rollout) -> Credit:
+    def credit(self, rollout: ScoredRollout) -> Credit:
         """Advantages and returns of a scored rollout, whitened over all ranks."""
         return gae_credit(rollout, self.config, self.kl_coef)
 
-    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The actor's loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
         return clipped_loss(logprobs, rollout, credit, count, self.config.cliprange, self.config.dual_clip)
 
-    def value_loss(self, values: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The critic's loss on (part of) a rollout; values [B, T]."""
         assert rollout.values is not None
         return losses.clipped_value(

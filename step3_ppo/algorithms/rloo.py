@@ -5,7 +5,7 @@ from torch import Tensor
 
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
-from rlhf.types import Credit, Rollout
+from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
 
 
@@ -24,7 +24,7 @@ class RLOO:
     def __init__(self, config: Config) -> None:
         self.config, self.kl_coef = config, config.kl_coef
 
-    def credit(self, rollout: Rollout) -> Credit:
+    def credit(self, rollout: ScoredRollout) -> Credit:
         """R_i = sum_t reward_t; every token's advantage is R_i - mean_{j != i} R_j. [B, T]"""
         c = self.config
         totals = rewards_of(rollout, c, self.kl_coef).sum(1)
@@ -32,7 +32,7 @@ class RLOO:
         advantages = crediting.on_every_token(crediting.leave_one_out(totals, c.num_generations), rollout.mask)
         return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)
 
-    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The actor's clipped loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
         return clipped_loss(logprobs, rollout, credit, count, self.config.cliprange)
 

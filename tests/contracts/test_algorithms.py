@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf import plugins
-from rlhf.types import Credit, Message, Rollout, Row
+from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo import algorithms
 from tests import tiny
 from tests.players import config_of, players, twice_each
@@ -31,7 +31,7 @@ def learns_from_all(name: str) -> None:
         pytest.skip("learns from the responses it chooses alone")
 
 
-def rollout(fill: float = 0.0, lengths: Tensor = LENGTHS) -> Rollout:
+def rollout(fill: float = 0.0, lengths: Tensor = LENGTHS) -> ScoredRollout:
     """A scored rollout of 8 responses to 4 prompts, each prompt twice in a row; `fill` stands off the mask."""
     draw = torch.Generator().manual_seed(0)
     mask = torch.arange(WIDTH) < lengths[:, None]
@@ -41,7 +41,7 @@ def rollout(fill: float = 0.0, lengths: Tensor = LENGTHS) -> Rollout:
 
     logprobs = values(0.5, -3.0)
     prompts = tuple(Row((Message("user", f"w{4 + b // 2}"),)) for b in range(8))
-    return Rollout(
+    return ScoredRollout(
         prompt_ids=torch.full((8, 3), 5),
         prompt_mask=torch.ones(8, 3, dtype=torch.bool),
         response_ids=torch.randint(4, tiny.VOCAB, (8, WIDTH), generator=draw),
@@ -53,10 +53,11 @@ def rollout(fill: float = 0.0, lengths: Tensor = LENGTHS) -> Rollout:
         ref_logprobs=values(0.5, -3.0),
         values=values(1.0),
         scores=torch.randn(8, generator=draw),
+        source_scores=torch.empty(8, 0),
     )
 
 
-def moved(r: Rollout, fill: float = 0.0) -> tuple[Tensor, Tensor]:
+def moved(r: ScoredRollout, fill: float = 0.0) -> tuple[Tensor, Tensor]:
     """Log-probs and values a few steps later, with gradients."""
     draw = torch.Generator().manual_seed(9)
     noise = torch.randn(2, *r.mask.shape, generator=draw)[:, :, : r.mask.shape[1]]
@@ -66,7 +67,7 @@ def moved(r: Rollout, fill: float = 0.0) -> tuple[Tensor, Tensor]:
     return logprobs.requires_grad_(), values.requires_grad_()
 
 
-def losses_and_gradients(algorithm: Any, r: Rollout, credit: Credit, fill: float = 0.0) -> list[Tensor]:
+def losses_and_gradients(algorithm: Any, r: ScoredRollout, credit: Credit, fill: float = 0.0) -> list[Tensor]:
     """Of the losses it has, each loss; then the gradient of what goes into each."""
     parts = [
         (loss(x, r, credit, r.mask.sum())[0], x) for loss, x in zip(losses_of(algorithm), moved(r, fill), strict=False)
@@ -166,7 +167,6 @@ def test_equal_scores_that_were_foreseen_teach_nothing(name: str) -> None:
     r = replace(r, scores=torch.full((8,), 2.0), values=same, ref_logprobs=r.logprobs)
     credit = algorithm.credit(r)
     assert credit.advantages.abs().max() < 1e-4 and torch.isfinite(credit.returns).all()
-    assert r.logprobs is not None
     logprobs = r.logprobs.clone().requires_grad_()
     loss, _ = algorithm.policy_loss(logprobs, r, credit, r.mask.sum())
     assert torch.autograd.grad(loss, logprobs)[0].abs().max() < 1e-4
@@ -200,7 +200,6 @@ def test_whitened_advantages_have_mean_0_and_variance_1(name: str) -> None:
 def test_a_better_score_makes_its_response_likelier(name: str) -> None:
     """One step along the policy's gradient raises the log-probs of the response that scored far above the others."""
     algorithm, r = built(name), rollout()
-    assert r.scores is not None and r.logprobs is not None
     scores = torch.zeros(8).index_fill(0, torch.tensor([3]), 50.0)
     r = replace(r, scores=scores, values=torch.zeros_like(r.sampled_logprobs), ref_logprobs=r.logprobs)
     logprobs = r.logprobs.clone().requires_grad_()
@@ -226,7 +225,6 @@ def test_the_first_minibatch_finds_the_policy_that_sampled(name: str, temperatur
     """Ratio 1, approximate KL 0, clip fraction 0: the best single test of a PPO implementation."""
     game = players(name, num_ppo_epochs=1, num_mini_batches=1, temperature=temperature, micro_batch_size=size)
     rollout = game.score(game.sample(twice_each()))
-    assert rollout.logprobs is not None and rollout.ref_logprobs is not None
     assert not torch.any(rollout.logprobs - rollout.ref_logprobs)  # the reference is the policy, to the bit
     assert float((rollout.logprobs - rollout.sampled_logprobs).abs().max()) < 1e-5
     metrics = game.update(rollout)
@@ -255,7 +253,6 @@ def test_the_second_iteration_starts_from_the_policy_of_the_first(name: str) -> 
     assert metrics["optimizer_steps"] == game.config.num_ppo_epochs * game.config.num_mini_batches
     assert metrics["approx_kl"] > 1e-4 or metrics["optimizer_steps"] == 1
     second = game.score(game.sample(twice_each(), seed=1))
-    assert second.logprobs is not None and second.ref_logprobs is not None
     assert float((second.logprobs - second.ref_logprobs).abs().max()) > 1e-3
     assert float((second.logprobs - second.sampled_logprobs).abs().max()) < 1e-5
     assert abs(game.update(second)["first_approx_kl"]) < 1e-6

@@ -15,7 +15,7 @@ from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
 from rlhf.models.cpu import attention
 from rlhf.models.policy import Policy
-from rlhf.types import Prompts, Rollout
+from rlhf.types import Prompts, SampledRollout
 from tests import tiny
 
 BACKENDS = plugins.names("rlhf.generation")
@@ -37,11 +37,13 @@ def built(backend: str) -> Any:
 
 def sampled(
     backend: str, model: PreTrainedModel, prompts: Prompts = PROMPTS, sampling: SamplingOptions = SAMPLING
-) -> Rollout:
+) -> SampledRollout:
     return built(backend)(model, prompts, sampling, draws(0, len(prompts), sampling))
 
 
-def sampled_with(model: PreTrainedModel, prompts: Prompts, numbers: Tensor, sampling: SamplingOptions) -> Rollout:
+def sampled_with(
+    model: PreTrainedModel, prompts: Prompts, numbers: Tensor, sampling: SamplingOptions
+) -> SampledRollout:
     return built("loop")(model, prompts, sampling, numbers)
 
 
@@ -49,7 +51,7 @@ def draws(seed: int, rows: int, sampling: SamplingOptions = SAMPLING) -> Tensor:
     return uniforms([(seed, row) for row in range(rows)], sampling.response_length)
 
 
-def greedy(backend: str, model: PreTrainedModel, prompts: Prompts = PROMPTS) -> Rollout:
+def greedy(backend: str, model: PreTrainedModel, prompts: Prompts = PROMPTS) -> SampledRollout:
     return built(backend)(model, prompts, SAMPLING, None)
 
 
@@ -62,11 +64,11 @@ def leaning_to(token: int, strength: float, family: str = "llama") -> PreTrained
 
 
 @torch.no_grad()
-def rescored(model: PreTrainedModel, rollout: Rollout, temperature: float = 1.0) -> Tensor:
+def rescored(model: PreTrainedModel, rollout: SampledRollout, temperature: float = 1.0) -> Tensor:
     return Policy(model)(rollout.sequences, temperature)[0][:, rollout.prompt_ids.shape[1] :]
 
 
-def require_well_formed(rollout: Rollout, prompts: Prompts) -> None:
+def require_well_formed(rollout: SampledRollout, prompts: Prompts) -> None:
     """What types.Rollout says of its fields."""
     ids, mask = rollout.response_ids, rollout.mask
     assert rollout.prompt_ids is prompts.ids and rollout.rows == prompts.rows

@@ -141,11 +141,11 @@ def test_an_algorithm_of_what_the_readme_says_trains(critic: bool, tmp_path: Pat
             "logprobs, credit)",
             "Mine: got policy_loss(logprobs, credit), expected policy_loss(",
         ),
-        ("class Mine:", "class Mine:\n    select = 3", "no function select; expected select(Rollout)"),
+        ("class Mine:", "class Mine:\n    select = 3", "no function select; expected select(ScoredRollout)"),
         (
             "class Mine:",
             "class Mine:\n    def value_loss(self): ...",
-            "got value_loss(), expected value_loss(Tensor, Rollout, Credit, Tensor)",
+            "got value_loss(), expected value_loss(Tensor, ScoredRollout, Credit, Tensor)",
         ),
         ("return Mine()", "pass", "build returned a value of type NoneType, which has no function credit"),
         ("Config(Step3Config)", "Config", "expected a class derived from step3_ppo.config.Step3Config"),

@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 
 from data.build.mixture import open_origin
 from rlhf import rewards
-from rlhf.types import Rollout, Samples
+from rlhf.types import SampledRollout, Samples
 from tests import tiny
 from tests.contracts import test_adapters as adapter_contract
 from tests.contracts import test_generation as backend_contract
@@ -51,7 +51,7 @@ def lines() -> None:
 def scored(name: str, *responses: str) -> list[float]:
     """What the function `score` of a file says of these responses."""
     nothing = torch.zeros(len(responses), 1, dtype=torch.long)
-    rollout = Rollout(nothing, nothing > 0, nothing, nothing == 0, nothing.float(), nothing[:, 0] == 0, rows=())
+    rollout = SampledRollout(nothing, nothing > 0, nothing, nothing == 0, nothing.float(), nothing[:, 0] == 0, rows=())
     context = rewards.Context(None, torch.device("cpu"), torch.float32, "", 1)  # type: ignore[arg-type]
     samples = Samples(("a",) * len(responses), responses, rollout)
     return rewards.open_source(f"{name}:score", context)(samples).tolist()

@@ -22,7 +22,7 @@ from rlhf.launch import launcher
 from rlhf.models import load
 from rlhf.training import run as stage_run
 from rlhf.training.run import Run
-from rlhf.types import Metrics, Rollout
+from rlhf.types import Metrics, SampledRollout
 from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import stage as ppo
@@ -128,17 +128,17 @@ def noting_batches(observed: Observed) -> Callable[..., Metrics]:
 
     def noted(self: Engine, micro_batches: Any, *arguments: Any) -> Metrics:
         micros = list(micro_batches)
-        rows = [rows_of(micro[0] if isinstance(micro, tuple) else micro) for micro in micros]
+        rows = [rows_of(getattr(micro, "rollout", micro)) for micro in micros]
         observed.batches.append((self._title, rows))
         return step(self, micros, *arguments)
 
     return noted
 
 
-def noting_rollouts(observed: Observed) -> Callable[..., Rollout]:
+def noting_rollouts(observed: Observed) -> Callable[..., SampledRollout]:
     generate = ppo.generate
 
-    def noted(*arguments: Any) -> Rollout:
+    def noted(*arguments: Any) -> SampledRollout:
         rollout = generate(*arguments)
         ended = rollout.ended.tolist()
         observed.rollouts.append([(*row, end) for row, end in zip(rows_of(rollout), ended, strict=True)])
@@ -149,7 +149,7 @@ def noting_rollouts(observed: Observed) -> Callable[..., Rollout]:
 
 def rows_of(rows: Any) -> list[Any]:
     """The tokens of each row; of a rollout (prompt, response), of pairs (chosen, rejected)."""
-    if isinstance(rows, Rollout):
+    if isinstance(rows, SampledRollout):
         sides = [(rows.prompt_ids, rows.prompt_mask), (rows.response_ids, rows.mask)]
     elif hasattr(rows, "chosen"):
         sides = [(side.ids, side.mask) for side in (rows.chosen, rows.rejected)]

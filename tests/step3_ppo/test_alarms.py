@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.maths import losses, ops
-from rlhf.rewards import Part, Sources
-from rlhf.types import Metrics, Rollout, Samples
+from rlhf.rewards import Sources, WeightedSource
+from rlhf.types import Metrics, Samples, ScoredRollout
 from step3_ppo.algorithms import ppo
 from step3_ppo.guard import KLGuard, RunawayError
-from step3_ppo.heldout import Best, Turns, looked_at
+from step3_ppo.heldout import BestPolicy, EvaluationSchedule, with_evaluations
 from step3_ppo.metrics import credit_metrics, rollout_metrics
 from step3_ppo.warnings import Limits, Watch
 from tests import tiny
@@ -26,7 +26,7 @@ def ranks() -> Iterator[None]:
         yield
 
 
-def metrics_of(game: Players, rollout: Rollout) -> Metrics:
+def metrics_of(game: Players, rollout: ScoredRollout) -> Metrics:
     """What an iteration says of itself, its update included."""
     credit = game.algorithm.credit(rollout)
     return rollout_metrics(rollout) | credit_metrics(rollout, credit) | game.update(rollout, credit)
@@ -48,7 +48,7 @@ def alarms(steps: Iterable[Metrics]) -> dict[str, int]:
 
 
 def scored_by(game: Players, score: Callable[[Samples], Tensor]) -> Players:
-    return replace(game, scorer=replace(game.scorer, sources=Sources((Part("own", 1.0, score),))))
+    return replace(game, scorer=replace(game.scorer, sources=Sources((WeightedSource("own", 1.0, score),))))
 
 
 def length(samples: Samples) -> Tensor:
@@ -108,9 +108,11 @@ def test_a_run_that_explodes_is_warned_of_and_ended_and_its_best_policy_stays() 
     fast = {"num_mini_batches": 1, "micro_batch_size": 8}
     game = players("ppo", learning_rate=0.3, critic_learning_rate=0.3, kl_coef=0.0, **fast)
     kept: list[dict[str, Tensor]] = []
-    best = Best("eval_score", None, lambda: kept.append(game.weights()))
+    best = BestPolicy("eval_score", None, lambda: kept.append(game.weights()))
     looks = iter(range(0, -99, -1))  # the first look is the best
-    steps = looked_at(iterations(game, 12), Turns(1, 12), lambda _: {"eval_score": float(next(looks))}, best)
+    steps = with_evaluations(
+        iterations(game, 12), EvaluationSchedule(1, 12), lambda _: {"eval_score": float(next(looks))}, best
+    )
     with pytest.raises(RunawayError, match="--abort-kl 10 for 2 iterations; lower --learning-rate"):
         alarms(KLGuard(10.0, 2).guarded(steps))
     assert len(kept) == 1 and all(torch.isfinite(weight).all() for weight in kept[0].values())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf import plugins
 from rlhf.maths import ops
-from rlhf.types import Message, Rollout, Row
+from rlhf.types import Message, Row, ScoredRollout
 from step3_ppo import algorithms
 
 ACTIONS = 8
@@ -43,11 +43,13 @@ def total_variation(p: Tensor, q: Tensor) -> float:
     return 0.5 * float((p.double() - q.double()).abs().sum())
 
 
-def sampled(logits: Tensor, ref_logits: Tensor, baseline: Tensor, scores: Tensor, draw: torch.Generator) -> Rollout:
+def sampled(
+    logits: Tensor, ref_logits: Tensor, baseline: Tensor, scores: Tensor, draw: torch.Generator
+) -> ScoredRollout:
     """BATCH responses of one token to one prompt."""
     ids = torch.multinomial(logits.softmax(0), BATCH, replacement=True, generator=draw).unsqueeze(1)
     old = logprobs_of(logits, ids)
-    return Rollout(
+    return ScoredRollout(
         prompt_ids=torch.zeros(BATCH, 1, dtype=torch.long),
         prompt_mask=torch.ones(BATCH, 1, dtype=torch.bool),
         response_ids=ids,
@@ -59,6 +61,7 @@ def sampled(logits: Tensor, ref_logits: Tensor, baseline: Tensor, scores: Tensor
         ref_logprobs=logprobs_of(ref_logits, ids),
         values=baseline.expand(BATCH, 1).clone(),
         scores=scores[ids[:, 0]],
+        source_scores=torch.empty(BATCH, 0),
     )
 
 

@@ -18,7 +18,7 @@ from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.maths import ops
 from rlhf.models.policy import Policy
-from rlhf.types import Message, Rollout, Row, Samples
+from rlhf.types import Message, Row, Samples, ScoredRollout
 from step3_ppo import inputs
 from step3_ppo.algorithms.best_of_n import BestOfN, Config, build
 from step3_ppo.chosen import append_chosen
@@ -31,10 +31,10 @@ def built(group: int, **changes: Any) -> BestOfN:
     return build(Config(algorithm="best_of_n", num_generations=group, batch_size=group, **changes))
 
 
-def one_token(ids: Tensor, scores: Tensor, logprobs: Tensor) -> Rollout:
+def one_token(ids: Tensor, scores: Tensor, logprobs: Tensor) -> ScoredRollout:
     """Responses of one token to one prompt; ids [B], scores of each id [V], log-probs of each id [V]."""
     size, real = len(ids), torch.ones(len(ids), 1, dtype=torch.bool)
-    return Rollout(
+    return ScoredRollout(
         prompt_ids=torch.zeros(size, 1, dtype=torch.long),
         prompt_mask=real,
         response_ids=ids[:, None],
@@ -45,6 +45,7 @@ def one_token(ids: Tensor, scores: Tensor, logprobs: Tensor) -> Rollout:
         logprobs=logprobs[ids][:, None],
         ref_logprobs=logprobs[ids][:, None],
         scores=scores[ids],
+        source_scores=torch.empty(size, 0),
     )
 
 
@@ -207,7 +208,7 @@ PROMPTS = (
 RESPONSES = ("because", "  spaces  ", "a\n\nHuman: b", "née\u2028", "[1, 2]")
 
 
-def scored(prompts: tuple[tuple[Message, ...], ...], scores: list[float]) -> Rollout:
+def scored(prompts: tuple[tuple[Message, ...], ...], scores: list[float]) -> ScoredRollout:
     size = len(prompts)
     rollout = one_token(torch.zeros(size, dtype=torch.long), torch.zeros(1), torch.zeros(1))
     return replace(rollout, rows=tuple(Row(prompt, "old", "worse") for prompt in prompts), scores=torch.tensor(scores))

@@ -12,7 +12,7 @@ from rlhf.config import validate
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.maths import ops
-from rlhf.types import Rollout
+from rlhf.types import ScoredRollout
 from step3_ppo.algorithms import _common, a2c
 from tests.contracts.test_algorithms import built, moved, rollout
 
@@ -43,8 +43,7 @@ def table(x: Tensor | None, mask: Tensor) -> Table:
     return [row[kept].tolist() for row, kept in zip(x.detach().double(), mask, strict=True)]
 
 
-def rewards(r: Rollout) -> Table:
-    assert r.scores is not None
+def rewards(r: ScoredRollout) -> Table:
     old, ref = table(r.logprobs, r.mask), table(r.ref_logprobs, r.mask)
     found = [[-KL_COEF * (p - q) for p, q in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)]
     for row, score in zip(found, r.scores.double().tolist(), strict=True):
@@ -52,7 +51,7 @@ def rewards(r: Rollout) -> Table:
     return found
 
 
-def gae(r: Rollout, gamma: float, lam: float) -> tuple[Table, Table]:
+def gae(r: ScoredRollout, gamma: float, lam: float) -> tuple[Table, Table]:
     """Advantages as the sum of (gamma lam)^l delta_{t+l}, and returns."""
     advantages, returns = [], []
     for reward, value in zip(rewards(r), table(r.values, r.mask), strict=True):
@@ -71,12 +70,11 @@ def white(rows: Table) -> Table:
     return [[(x - mean) / deviation for x in row] for row in rows]
 
 
-def on_tokens(numbers: list[float], r: Rollout) -> Table:
+def on_tokens(numbers: list[float], r: ScoredRollout) -> Table:
     return [[x] * int(length) for x, length in zip(numbers, r.lengths, strict=True)]
 
 
-def credit_by_hand(name: str, r: Rollout) -> tuple[Table, Table]:
-    assert r.scores is not None
+def credit_by_hand(name: str, r: ScoredRollout) -> tuple[Table, Table]:
     options, scores = OPTIONS[name], r.scores.double().tolist()
     if name in ("ppo", "a2c"):
         advantages, returns = gae(r, options["gamma"], options["lam"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlhf import plugins
 from rlhf.config import parser
 from rlhf.errors import UserError
-from rlhf.rewards import Part, Sources
+from rlhf.rewards import Sources, WeightedSource
 from rlhf.training import checks
 from step3_ppo.algorithms import grpo, ppo
 from step3_ppo.inputs import check
@@ -158,7 +158,7 @@ def scored_alike(game: Players) -> Players:
     with torch.no_grad():
         for weight in game.critic.module.score.parameters() if game.critic is not None else ():
             weight.zero_()
-    alike = Sources((Part("alike", 1.0, lambda samples: torch.full((len(samples.responses),), 2.0)),))
+    alike = Sources((WeightedSource("alike", 1.0, lambda samples: torch.full((len(samples.responses),), 2.0)),))
     return replace(game, scorer=replace(game.scorer, sources=alike))
 
 

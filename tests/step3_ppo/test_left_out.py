@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf.engine.nonfinite import NonFiniteError, save_batch
-from rlhf.types import Rollout, Samples
-from step3_ppo.rollout import flaws
+from rlhf.types import Samples, ScoredRollout
+from step3_ppo.rollout import nonfinite
 from tests import tiny
 from tests.players import Players, count_of_words, on_course, players, prompts_to_train_on, scored_by
 
@@ -93,7 +93,7 @@ def test_enough_in_a_row_end_the_run_and_keep_the_batch(tmp_path: Path) -> None:
     assert tensors["response_ids"].shape == tensors["mask"].shape
 
 
-def scored(game: Players) -> Rollout:
+def scored(game: Players) -> ScoredRollout:
     return game.score(game.sample(tiny.prompts([3, 9, 8, 4])))
 
 
@@ -101,30 +101,29 @@ def scored(game: Players) -> Rollout:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_every_number_of_a_rollout_is_looked_at(name: str, value: float) -> None:
     rollout = scored(players("ppo"))
-    assert flaws(rollout, {}) == {}
+    assert nonfinite(rollout, {}) == {}
     tensor = getattr(rollout, name).clone()
     tensor[2, 0] = value
-    assert flaws(replace(rollout, **{name: tensor}), {}) == {f"{name} is {value}": [2]}
+    assert nonfinite(replace(rollout, **{name: tensor}), {}) == {f"{name} is {value}": [2]}
     padded = tensor.clone()
     padded[2, 0] = 0.0
-    assert flaws(replace(rollout, **{name: padded.masked_fill(~rollout.mask, value)}), {}) == {}  # off the mask
+    assert nonfinite(replace(rollout, **{name: padded.masked_fill(~rollout.mask, value)}), {}) == {}  # off the mask
 
 
 def test_a_source_that_counts_for_nothing_stops_nothing() -> None:
     rollout = scored(players("ppo"))
     nan = torch.full((4,), torch.nan)
-    assert flaws(rollout, {"logged": nan}) == {}
-    assert rollout.scores is not None
+    assert nonfinite(rollout, {"logged": nan}) == {}
     bad = rollout.scores.clone()
     bad[1] = torch.inf
-    assert flaws(replace(rollout, scores=bad), {"mine": bad}) == {"score is inf": [1], "score of mine is inf": [1]}
+    assert nonfinite(replace(rollout, scores=bad), {"mine": bad}) == {"score is inf": [1], "score of mine is inf": [1]}
 
 
 def test_logits_of_nan_are_found_after_sampling() -> None:
     """Sampling goes on with any token, on every rank alike, and the log-prob tells."""
     game = players("ppo")
     game.actor.module.lm.model.norm.register_forward_hook(lambda norm, inputs, states: states * torch.nan)
-    found = flaws(scored(game), {})
+    found = nonfinite(scored(game), {})
     assert found["sampled_logprobs is nan"] == found["logprobs is nan"] == [0, 1, 2, 3]
 
 
@@ -137,7 +136,7 @@ def test_an_algorithm_that_selects_names_the_rows_it_learned_from(
     (tmp_path / "step3_ppo").mkdir()
     right, blamed = game.algorithm.policy_loss, []
 
-    def policy_loss(logprobs: Tensor, rollout: Rollout, *args: Any) -> Any:
+    def policy_loss(logprobs: Tensor, rollout: ScoredRollout, *args: Any) -> Any:
         loss, metrics = right(logprobs, rollout, *args)
         if not blamed:
             blamed.append(rollout.rows[0])

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from rlhf.maths.intervals import mean_interval
-from rlhf.types import Metrics, Rollout, Samples
+from rlhf.types import Metrics, Samples, ScoredRollout
 from step3_ppo import heldout
 from step3_ppo.heldout import (
-    Best,
+    BestPolicy,
     Evaluation,
-    Turns,
+    EvaluationSchedule,
     at_start,
     collapse,
     compare,
-    flaw,
-    look,
-    looked_at,
+    gather_evaluation,
+    nonfinite_scores,
     show_samples,
+    with_evaluations,
     write_rollout,
     write_samples,
 )
@@ -35,7 +35,7 @@ def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluat
         prompts=tuple(f"p{i}" for i in range(count)),
         responses=tuple(f"{words} {i}" for i in range(count)),
         scores=torch.tensor(scores),
-        judged=None if judged is None else torch.tensor(judged),
+        judge_scores=None if judged is None else torch.tensor(judged),
         kl=torch.tensor([0.5] * count),
         ref_nll=torch.tensor([2.0] * count),
         lengths=torch.tensor([4.0] * count),
@@ -53,7 +53,7 @@ def test_a_look_has_the_responses_of_all_ranks_in_the_order_of_their_prompts(mon
         alone: list[Any] = []
         with monkeypatch.context() as patch:
             patch.setattr(heldout.collectives, "gather_shares", lambda mine: alone.append(mine) or [mine])
-            look(whole[torch.arange(rank, 5, 2)], judge, tokenizer, {})
+            gather_evaluation(whole[torch.arange(rank, 5, 2)], judge, tokenizer, {})
         return alone
 
     def judge(samples: Samples) -> torch.Tensor:
@@ -61,18 +61,18 @@ def test_a_look_has_the_responses_of_all_ranks_in_the_order_of_their_prompts(mon
 
     other = iter(of_rank(1))
     monkeypatch.setattr(heldout.collectives, "gather_shares", lambda mine: [mine, next(other)])
-    found = look(whole[torch.arange(0, 5, 2)], judge, tokenizer, {})
+    found = gather_evaluation(whole[torch.arange(0, 5, 2)], judge, tokenizer, {})
     monkeypatch.undo()
-    alone = look(whole, judge, tokenizer, {})
+    alone = gather_evaluation(whole, judge, tokenizer, {})
     assert found.prompts == alone.prompts and found.questions == alone.questions
     assert found.responses == alone.responses == ("w5", "w6", "w7", "w8", "w9")
-    for name in ("scores", "judged", "kl", "ref_nll", "lengths", "ended"):
+    for name in ("scores", "judge_scores", "kl", "ref_nll", "lengths", "ended"):
         assert torch.equal(getattr(found, name), getattr(alone, name)), name
     assert found.scores.tolist() == [50.0, 60.0, 70.0, 80.0, 90.0] and found.distinct_2 == alone.distinct_2
 
 
 def test_the_table_shows_what_users_say_and_no_template(capsys: pytest.CaptureFixture[str]) -> None:
-    found = look(scored([5, 6, 7]), None, tiny.tokenizer(), {})
+    found = gather_evaluation(scored([5, 6, 7]), None, tiny.tokenizer(), {})
     assert found.prompts[0].startswith("<s>")
     show_samples(found, found, 2)
     printed = capsys.readouterr().out
@@ -80,14 +80,14 @@ def test_the_table_shows_what_users_say_and_no_template(capsys: pytest.CaptureFi
     assert "<s>" not in printed
 
 
-def scored(words: list[int]) -> Rollout:
+def scored(words: list[int]) -> ScoredRollout:
     """A response of one word to each of as many prompts."""
     prompts, count = tiny.prompts([3] * len(words)), len(words)
     ids, mask = torch.tensor([[word, tiny.EOS] for word in words]), torch.ones(count, 2, dtype=torch.bool)
     logprobs = -torch.arange(2.0 * count).view(count, 2)
-    return Rollout(
+    return ScoredRollout(
         prompts.ids, prompts.mask, ids, mask, logprobs, mask[:, 0], prompts.rows,
-        logprobs, 2 * logprobs, None, 10.0 * ids[:, 0], 10.0 * ids[:, :1],
+        logprobs, 2 * logprobs, 10.0 * ids[:, 0], 10.0 * ids[:, :1],
     )  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def test_rounding_makes_no_kl_negative() -> None:
     rollout = scored([5, 6, 7, 8])
     here = rollout.mask.float() * torch.tensor([1.0, 0.0])
     logs = {name: here * of[drawn][:, None] for name, of in (("sampled_logprobs", sampler), ("logprobs", second))}
-    found = look(replace(rollout, **logs, ref_logprobs=logs["sampled_logprobs"]), None, tiny.tokenizer(), {})
+    found = gather_evaluation(
+        replace(rollout, **logs, ref_logprobs=logs["sampled_logprobs"]), None, tiny.tokenizer(), {}
+    )
     assert found.kl.tolist() == [0.0] * 4
     assert (logs["logprobs"] - logs["sampled_logprobs"]).sum(1).mean() < -0.005  # what was reported
     floor = replace(found, kl=torch.tensor([0.01, 0.03, 0.02, 0.02]))
@@ -113,7 +115,7 @@ def test_every_so_many_iterations_and_the_last_have_held_out_numbers(every: int,
         looks.append(iteration)
         return {"eval_score": float(iteration)}
 
-    rows = list(looked_at(({"score": float(i)} for i in range(1, 6)), Turns(every, 5), look))
+    rows = list(with_evaluations(({"score": float(i)} for i in range(1, 6)), EvaluationSchedule(every, 5), look))
     assert [row["score"] for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert looks == at
     assert [row["eval_score"] for row in rows if "eval_score" in row] == at
@@ -132,7 +134,7 @@ def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
         write_samples(tmp_path / "samples.jsonl", iteration, before, after)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
     assert [row["iteration"] for row in rows] == [5, 5, 10, 10]
-    write_samples(tmp_path / "unjudged.jsonl", 1, replace(before, judged=None), after)
+    write_samples(tmp_path / "unjudged.jsonl", 1, replace(before, judge_scores=None), after)
     assert "judge" not in (tmp_path / "unjudged.jsonl").read_text(encoding="utf-8")
     assert rows[1] == {
         "iteration": 5, "prompt": "p1", "before": "old 1", "after": "né\u2028w 1", "score_before": 2.0, "score": 4.0,
@@ -162,7 +164,7 @@ def test_the_final_numbers_by_hand() -> None:
     found = compare(before, after)
     assert found.pop("eval_judge_ci95") == pytest.approx(3.18245 * 1.887459 / 2, rel=0.01)
     assert found == {**numbers, **judged}
-    for unjudged in ((replace(before, judged=None), after), (before, replace(after, judged=None))):
+    for unjudged in ((replace(before, judge_scores=None), after), (before, replace(after, judge_scores=None))):
         assert compare(*unjudged) == numbers
     start = at_start(after)
     assert start.pop("eval_kl_floor") == start["eval_kl"] and start.pop("eval_judge_gain_ci95") == 0.0
@@ -186,39 +188,45 @@ def test_a_policy_that_has_collapsed_is_said() -> None:
 def test_the_first_number_that_is_not_finite_is_named() -> None:
     good = replace(seen([1.0, 2.0, 3.0], None, "a"), prompts=("p0", "p" * 99 + "\n", "p2"))
     bad = torch.tensor([1.0, math.nan, math.inf])
-    assert flaw(good) is None and flaw(replace(good, judged=good.scores)) is None
-    words = f"is not a finite number for 2 of 3 held-out responses, the first of them to prompt {'p' * 59 + chr(10)!r};"
+    assert nonfinite_scores(good) is None and nonfinite_scores(replace(good, judge_scores=good.scores)) is None
+    words = f"is not a finite number for 2 of 3 held-out responses, the first to prompt {'p' * 59 + chr(10)!r};"
     for name, found in {
         "score": replace(good, scores=bad),
-        "judge": replace(good, judged=bad),
+        "judge": replace(good, judge_scores=bad),
         "mine": replace(good, by_source={"other": good.scores, "mine": bad}),
     }.items():
-        said = flaw(found)
+        said = nonfinite_scores(found)
         assert said is not None and said.startswith(f"{name} {words}")
 
 
 def test_each_of_several_sources_is_in_a_look() -> None:
     rollout = scored([5, 6])
     scores = {"one": torch.tensor([1.0, 2.0]), "other": torch.tensor([3.0, 4.0])}
-    found = look(rollout, None, tiny.tokenizer(), scores).by_source
+    found = gather_evaluation(rollout, None, tiny.tokenizer(), scores).by_source
     assert {name: values.tolist() for name, values in found.items()} == {"one": [1.0, 2.0], "other": [3.0, 4.0]}
-    assert look(rollout, None, tiny.tokenizer(), {"one": scores["one"]}).by_source == {}
+    assert gather_evaluation(rollout, None, tiny.tokenizer(), {"one": scores["one"]}).by_source == {}
 
 
 def test_a_run_that_was_stopped_goes_on_with_its_looks_and_its_patience() -> None:
     values = {3: 0.5, 4: 0.2, 6: 0.1, 7: 0.1}
     kept: list[int] = []
-    first = Best("eval_score", 2, lambda: kept.append(3))
-    list(looked_at([{}, {}, {}], Turns(2, 9, done=1), lambda at: {"eval_score": values.get(at, 0.4)}, first))
+    first = BestPolicy("eval_score", 2, lambda: kept.append(3))
+    list(
+        with_evaluations(
+            [{}, {}, {}], EvaluationSchedule(2, 9, done=1), lambda at: {"eval_score": values.get(at, 0.4)}, first
+        )
+    )
     assert first.state_dict() == {"value": 0.4, "waited": 1} and kept == [3]
-    again = Best("eval_score", 2, lambda: kept.append(6))
+    again = BestPolicy("eval_score", 2, lambda: kept.append(6))
     again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    rows = list(looked_at([{}] * 5, Turns(3, 9, done=4), lambda at: {"eval_score": values[at]}, again))
+    rows = list(
+        with_evaluations([{}] * 5, EvaluationSchedule(3, 9, done=4), lambda at: {"eval_score": values[at]}, again)
+    )
     assert rows == [{}, {"eval_score": 0.1}] and again.is_over and kept == [3]
-    assert list(looked_at([{}], Turns(3, 9, done=6), lambda at: {"eval_score": 1.0}, again)) == []
-    last = Best("eval_score", 1, lambda: None)
+    assert list(with_evaluations([{}], EvaluationSchedule(3, 9, done=6), lambda at: {"eval_score": 1.0}, again)) == []
+    last = BestPolicy("eval_score", 1, lambda: None)
     last.load_state_dict({"value": 1.0, "waited": 0})
-    assert len(list(looked_at([{}], Turns(0, 1), lambda at: {"eval_score": 0.0}, last))) == 1
+    assert len(list(with_evaluations([{}], EvaluationSchedule(0, 1), lambda at: {"eval_score": 0.0}, last))) == 1
 
 
 @pytest.mark.parametrize(
@@ -235,14 +243,14 @@ def test_the_best_is_kept_and_patience_ends(patience: int | None, kept: list[flo
         now = values[iteration - 1]
         return {"eval_score": now}
 
-    best = Best("eval_score", patience, lambda: found.append(now))
-    rows = list(looked_at(({"score": 0.0} for _ in values), Turns(1, len(values)), look, best))
+    best = BestPolicy("eval_score", patience, lambda: found.append(now))
+    rows = list(with_evaluations(({"score": 0.0} for _ in values), EvaluationSchedule(1, len(values)), look, best))
     assert len(rows) == iterations
     assert found == kept
 
 
 def test_a_rollout_is_written_as_it_was(tmp_path: Path) -> None:
-    rollout = Rollout(
+    rollout = ScoredRollout(
         prompt_ids=torch.zeros(2, 1, dtype=torch.long),
         prompt_mask=torch.ones(2, 1, dtype=torch.bool),
         response_ids=torch.tensor([[5, 6], [7, 0]]),

@@ -18,7 +18,7 @@ from rlhf.config import option_names
 from rlhf.distributed import collectives
 from rlhf.maths import credit as crediting
 from rlhf.maths import ops
-from rlhf.types import Credit, Message, Metrics, Rollout, Row
+from rlhf.types import Credit, Message, Metrics, Row, ScoredRollout
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.config import RewardConfig
@@ -34,9 +34,9 @@ OLD = torch.tensor([[-1.0, -2.0, -1.5, -0.5, 0, 0], [-3.0, -0.25, 0, 0, 0, 0], [
 REF = torch.tensor([[-1.5, -2.0, -2.0, -1.0, 0, 0], [-2.0, -0.25, 0, 0, 0, 0], [-1.5, -1.0, -1.5, -3.0, -2.5, -1.125]])
 
 
-def by_hand() -> Rollout:
+def by_hand() -> ScoredRollout:
     """Three responses of 4, 2 and 6 tokens after prompts of 3, 1 and 2; the second was cut."""
-    return Rollout(
+    return ScoredRollout(
         prompt_ids=torch.full((3, 3), 4),
         prompt_mask=torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1]]).bool(),
         response_ids=IDS,
@@ -48,10 +48,11 @@ def by_hand() -> Rollout:
         ref_logprobs=REF,
         values=torch.where(MASK, 0.5, 0.0),
         scores=torch.tensor([1.0, -2.0, 4.0]),
+        source_scores=torch.empty(3, 0),
     )
 
 
-def drawn(seed: int, rows: int, width: int) -> Rollout:
+def drawn(seed: int, rows: int, width: int) -> ScoredRollout:
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, width + 1, (rows,), generator=draw)
     mask = torch.arange(width) < lengths[:, None]
@@ -60,7 +61,7 @@ def drawn(seed: int, rows: int, width: int) -> Rollout:
         return (torch.randn(rows, width, generator=draw) * scale + shift).masked_fill(~mask, 0.0)
 
     old = some(0.5, -2.0)
-    return Rollout(
+    return ScoredRollout(
         prompt_ids=torch.full((rows, 5), 4),
         prompt_mask=torch.arange(5) >= torch.randint(0, 4, (rows, 1), generator=draw),
         response_ids=torch.randint(0, 6, (rows, width), generator=draw),
@@ -72,17 +73,17 @@ def drawn(seed: int, rows: int, width: int) -> Rollout:
         ref_logprobs=old + some(0.2, -0.1),
         values=some(1.0, 0.3),
         scores=torch.randn(rows, generator=draw) + 3,
+        source_scores=torch.empty(rows, 0),
     )
 
 
-def credited(rollout: Rollout) -> Credit:
-    assert rollout.scores is not None and rollout.logprobs is not None
-    assert rollout.ref_logprobs is not None and rollout.values is not None
+def credited(rollout: ScoredRollout) -> Credit:
+    assert rollout.values is not None
     rewards = crediting.kl_rewards(rollout.scores, rollout.logprobs, rollout.ref_logprobs, rollout.mask, 0.1)
     return Credit(*crediting.gae(rewards, rollout.values, rollout.mask, 0.99, 0.95))
 
 
-def all_metrics(rollout: Rollout, credit: Credit) -> Metrics:
+def all_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:
     scores = rollout.scores
     assert scores is not None
     return rollout_metrics(rollout, {"half": scores / 2}, score_clip=3.5) | credit_metrics(rollout, credit)
@@ -158,7 +159,6 @@ def test_raw_advantages_are_those_before_whitening() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_against_plain_python(seed: int) -> None:
     rollout = drawn(seed, 23, 12)
-    assert rollout.scores is not None
     found = rollout_metrics(rollout, {"half": rollout.scores / 2})
     responses, lengths = rollout.response_tokens(), rollout.lengths.double()
 

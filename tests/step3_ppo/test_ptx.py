@@ -19,8 +19,9 @@ from rlhf.errors import UserError
 from rlhf.maths import losses
 from rlhf.models.policy import Policy
 from rlhf.text.tokenizer import prepare_tokenizer
-from rlhf.types import Credit, Message, Rollout, Row
+from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo.config import Step3Config
+from step3_ppo.global_rollout import CreditedRollout
 from step3_ppo.inputs import describe_ptx, open_ptx
 from step3_ppo.ptx import Ptx
 from step3_ppo.update import Learners, update
@@ -42,7 +43,7 @@ def learn(game: Players, ptx: Ptx | None, advantage: float = 0.0) -> dict[str, f
     rollout = game.score(game.sample(twice_each()))
     credit = Credit(torch.where(rollout.mask, advantage, 0.0), torch.zeros(rollout.mask.shape))
     learners = Learners(game.actor, None, game.algorithm, ptx)
-    return update(learners, (rollout, credit), game.config, torch.Generator().manual_seed(0))
+    return update(learners, CreditedRollout(rollout, credit), game.config, torch.Generator().manual_seed(0))
 
 
 def stream(game: Players, rows: Sequence[Demonstration]) -> Ptx:
@@ -218,7 +219,7 @@ def test_an_entropy_that_is_only_watched_has_no_gradient() -> None:
     assert torch.allclose(watched, trained, atol=1e-5) and trained.requires_grad and not watched.requires_grad
 
 
-def entropy_of(game: Players, rollout: Rollout) -> float:
+def entropy_of(game: Players, rollout: ScoredRollout) -> float:
     with game.actor.inference() as policy:
         found = policy(rollout.sequences, entropy="watched")[1]
     return float(found[rollout.sequences.loss_mask].mean())

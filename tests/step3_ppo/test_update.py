@@ -13,8 +13,9 @@ from rlhf.generation import open_backend
 from rlhf.maths import losses
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.policy import Policy
-from rlhf.rewards import Part, Sources
-from rlhf.types import Credit, Rollout, Samples
+from rlhf.rewards import Sources, WeightedSource
+from rlhf.types import Credit, Samples, ScoredRollout
+from step3_ppo.global_rollout import CreditedRollout
 from step3_ppo.rollout import Reference, generate, per_token
 from step3_ppo.update import Learners, _means, update
 from tests import engine_runs, tiny
@@ -34,7 +35,7 @@ def game() -> Players:
 
 
 @pytest.fixture
-def rollout(game: Players) -> Rollout:
+def rollout(game: Players) -> ScoredRollout:
     return game.score(game.sample(twice_each()))
 
 
@@ -59,9 +60,8 @@ def test_rollout_batches_are_joined_to_one(game: Players) -> None:
 # --- scoring
 
 
-def test_old_and_reference_logprobs_are_those_of_plain_models(game: Players, rollout: Rollout) -> None:
+def test_old_and_reference_logprobs_are_those_of_plain_models(game: Players, rollout: ScoredRollout) -> None:
     model = language_model()
-    assert rollout.logprobs is not None and rollout.ref_logprobs is not None
     for b in range(len(rollout)):
         prompt, response = rollout.prompt_ids[b][rollout.prompt_mask[b]], rollout.response_ids[b][rollout.mask[b]]
         with torch.no_grad():
@@ -88,7 +88,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
         assert torch.equal(policy(rows)[0], moved) and float((moved - exact).abs().max()) > 1e-2
 
 
-def test_values_are_those_of_the_states_before_each_token(game: Players, rollout: Rollout) -> None:
+def test_values_are_those_of_the_states_before_each_token(game: Players, rollout: ScoredRollout) -> None:
     assert rollout.values is not None
     critic = game.critic.module
     for b in range(len(rollout)):
@@ -101,7 +101,7 @@ def test_values_are_those_of_the_states_before_each_token(game: Players, rollout
         assert not rollout.values[b, len(response) :].any()
 
 
-def test_a_response_without_end_pays_the_penalty(rollout: Rollout) -> None:
+def test_a_response_without_end_pays_the_penalty(rollout: ScoredRollout) -> None:
     fined = players("ppo", missing_eos_penalty=3.0)
     assert rollout.ended.any() and not rollout.ended.all()
     scores = fined.score(rollout).scores
@@ -109,14 +109,14 @@ def test_a_response_without_end_pays_the_penalty(rollout: Rollout) -> None:
     assert torch.equal(scores, torch.where(rollout.ended, rollout.scores, rollout.scores - 3.0))
 
 
-def test_the_source_gets_the_text_without_special_tokens(game: Players, rollout: Rollout) -> None:
+def test_the_source_gets_the_text_without_special_tokens(game: Players, rollout: ScoredRollout) -> None:
     seen: list[Samples] = []
 
     def source(samples: Samples) -> Tensor:
         seen.append(samples)
         return count_of_words(samples)
 
-    replace(game, scorer=replace(game.scorer, sources=Sources((Part("heard", 1.0, source),)))).score(rollout)
+    replace(game, scorer=replace(game.scorer, sources=Sources((WeightedSource("heard", 1.0, source),)))).score(rollout)
     (samples,) = seen
     assert samples.rollout is rollout
     for b, (prompt, response) in enumerate(zip(samples.prompts, samples.responses, strict=True)):
@@ -124,7 +124,7 @@ def test_the_source_gets_the_text_without_special_tokens(game: Players, rollout:
         assert response.split() == words and prompt == "<s>" + rollout.rows[b].prompt[0].content
 
 
-def test_scoring_does_not_depend_on_micro_batches_or_padding(game: Players, rollout: Rollout) -> None:
+def test_scoring_does_not_depend_on_micro_batches_or_padding(game: Players, rollout: ScoredRollout) -> None:
     pad = nn.functional.pad
     wider = replace(
         rollout,
@@ -142,7 +142,7 @@ def test_scoring_does_not_depend_on_micro_batches_or_padding(game: Players, roll
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_every_row_gets_its_own_numbers_back(rollout: Rollout) -> None:
+def test_every_row_gets_its_own_numbers_back(rollout: ScoredRollout) -> None:
     """Rows are sorted by length on the way; here the number of a row is the sum of its ids."""
     found = per_token(
         rollout, lambda s, prompt: (s.ids * s.mask).sum(1, keepdim=True).expand(-1, s.ids.shape[1])[:, prompt:], 3
@@ -160,29 +160,29 @@ class Watcher:
 
     rows: list[list[float]] = field(default_factory=list)
 
-    def policy_loss(self, logprobs: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         assert logprobs.shape == rollout.mask.shape == credit.advantages.shape == credit.returns.shape
         assert torch.equal(credit.returns[:, 0], rollout.scores)  # a row keeps its own credit
         self.rows.append(rollout.scores.tolist())
         share = rollout.mask.sum() / count
         return share + 0.0 * logprobs.sum(), {"approx_kl": torch.zeros(()), "share": share}
 
-    def value_loss(self, values: Tensor, rollout: Rollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         share = rollout.mask.sum() / count
         return share + 0.0 * values.sum(), {}
 
 
-def numbered(rollout: Rollout) -> tuple[Rollout, Credit]:
+def numbered(rollout: ScoredRollout) -> CreditedRollout:
     """Scores 0 to 7, and credit that starts with the row's number."""
     numbers = torch.arange(8.0)
     credit = torch.zeros_like(rollout.sampled_logprobs)
     credit[:, 0] = numbers
-    return replace(rollout, scores=numbers), Credit(credit, credit)
+    return CreditedRollout(replace(rollout, scores=numbers), Credit(credit, credit))
 
 
 @pytest.mark.parametrize(("minibatches", "size"), [(1, 8), (1, 3), (2, 3), (4, 1), (8, 3), (3, 2)])
 def test_each_epoch_takes_every_row_once_and_minibatches_count_their_tokens(
-    game: Players, rollout: Rollout, minibatches: int, size: int
+    game: Players, rollout: ScoredRollout, minibatches: int, size: int
 ) -> None:
     watcher = Watcher()
     still = {"learning_rate": 0.0, "critic_learning_rate": 0.0}
@@ -261,7 +261,7 @@ def test_two_epochs_equal_a_plain_ppo_loop() -> None:
         torch.testing.assert_close(weight, plain[name], rtol=0, atol=1e-5, msg=name)
 
 
-def plain_losses(lm: Any, critic: Any, rollout: Rollout, credit: Credit) -> tuple[Tensor, Tensor]:
+def plain_losses(lm: Any, critic: Any, rollout: ScoredRollout, credit: Credit) -> tuple[Tensor, Tensor]:
     """Clipped policy and value losses, summed token by token over unpadded rows, divided by the number of tokens."""
     policy, value = [], []
     assert rollout.logprobs is not None and rollout.values is not None
@@ -318,15 +318,13 @@ def test_the_average_follows_every_step_that_was_applied() -> None:
         def update(self) -> None:
             moves.append(len(moves))
 
-    def play(rollout: Rollout) -> dict[str, float]:
+    def play(rollout: ScoredRollout) -> dict[str, float]:
         learners = Learners(game.actor, game.critic, game.algorithm, ema=Average())  # type: ignore[arg-type]
-        return update(
-            learners, (rollout, game.algorithm.credit(rollout)), game.config, torch.Generator().manual_seed(0)
-        )
+        credited = CreditedRollout(rollout, game.algorithm.credit(rollout))
+        return update(learners, credited, game.config, torch.Generator().manual_seed(0))
 
     rollout = game.score(game.sample(twice_each()))
     play(rollout)
     assert len(moves) == 4
-    assert rollout.logprobs is not None
     bad = replace(rollout, logprobs=rollout.logprobs + torch.nan)
     assert play(bad)["skipped_steps"] == 4 and len(moves) == 4

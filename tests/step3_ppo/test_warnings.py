@@ -13,7 +13,7 @@ import torch
 
 from rlhf.config import option_names
 from rlhf.training.record import Recorder
-from rlhf.types import Credit, Message, Rollout, Row
+from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo import warnings
 from step3_ppo.algorithms import ppo
 from step3_ppo.metrics import credit_metrics, rollout_metrics
@@ -210,11 +210,13 @@ def test_a_warm_up_of_the_critic_is_not_the_start_of_the_policy() -> None:
 # --- from real rollouts
 
 
-def rollout(lengths: list[int], scores: list[float], ids: torch.Tensor | None = None, ref: float = -2.0) -> Rollout:
+def rollout(
+    lengths: list[int], scores: list[float], ids: torch.Tensor | None = None, ref: float = -2.0
+) -> ScoredRollout:
     size, width = len(lengths), max(lengths)
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
     draw = torch.Generator().manual_seed(0)
-    return Rollout(
+    return ScoredRollout(
         prompt_ids=torch.ones(size, 2).long(),
         prompt_mask=torch.ones(size, 2).bool(),
         response_ids=torch.randint(4, 10_000, (size, width), generator=draw) if ids is None else ids,
@@ -225,11 +227,11 @@ def rollout(lengths: list[int], scores: list[float], ids: torch.Tensor | None = 
         logprobs=mask * -2.0,
         ref_logprobs=mask * ref,
         scores=torch.tensor(scores),
+        source_scores=torch.empty(size, 0),
     )
 
 
-def of_rollout(found: Rollout, iterations: int = 3, score_clip: float | None = None) -> set[str]:
-    assert found.scores is not None
+def of_rollout(found: ScoredRollout, iterations: int = 3, score_clip: float | None = None) -> set[str]:
     advantages = (found.scores - found.scores.mean())[:, None] * found.mask
     metrics = rollout_metrics(found, score_clip=score_clip) | credit_metrics(found, Credit(advantages, advantages))
     watch = Watch(Limits())

@@ -21,7 +21,7 @@ from rlhf.generation import vllm as backend
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
-from rlhf.types import Rollout
+from rlhf.types import SampledRollout
 from step3_ppo.rollout import generate
 from tests import forked_ranks, stand_in_vllm, tiny
 from tests.players import PROMPTS as FOUR
@@ -50,7 +50,7 @@ def draws(seed: int = 0, rows: int = 3) -> Tensor:
 
 
 @torch.no_grad()
-def mismatch(model: Any, rollout: Rollout) -> float:
+def mismatch(model: Any, rollout: SampledRollout) -> float:
     """How far the log-probs of sampling are from those of a forward pass of `model`, at most."""
     scored = Policy(model)(rollout.sequences)[0][:, rollout.prompt_ids.shape[1] :]
     return float((rollout.sampled_logprobs - scored).abs().max())

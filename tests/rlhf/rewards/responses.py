@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf.rewards import Context, as_samples
-from rlhf.types import Rollout, Samples
+from rlhf.types import SampledRollout, Samples
 from tests import tiny
 
 
-def rollout() -> Rollout:
+def rollout() -> SampledRollout:
     """Three responses: 5 tokens and EOS, EOS alone, and one cut at 8 tokens, the last 4 as the first.
 
     The first ends in the number that its row has as answer.
@@ -27,10 +27,10 @@ def rollout() -> Rollout:
     ids = ids.masked_fill(~mask, tiny.PAD)
     answers = (f"so\n#### {ids[0, 4]}", "0", "0")
     rows = tuple(replace(row, columns={"answer": text}) for row, text in zip(prompts.rows, answers, strict=True))
-    return Rollout(prompts.ids, prompts.mask, ids, mask, torch.zeros(3, 8), ended, rows)
+    return SampledRollout(prompts.ids, prompts.mask, ids, mask, torch.zeros(3, 8), ended, rows)
 
 
-def padded(r: Rollout) -> Rollout:
+def padded(r: SampledRollout) -> SampledRollout:
     """The same with 7 more columns before the prompts and 5 after the responses."""
     pad = torch.nn.functional.pad
     return replace(
@@ -69,5 +69,5 @@ def context(place: Path, micro_batch_size: int = 2) -> Context:
     return Context(tiny.tokenizer(), torch.device("cpu"), torch.float32, str(place), micro_batch_size)
 
 
-def samples(r: Rollout) -> Samples:
+def samples(r: SampledRollout) -> Samples:
     return as_samples(r, tiny.tokenizer())

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf import rewards
 from rlhf.rewards import Context, as_samples
 from rlhf.text.templates import BUILT_IN
-from rlhf.types import Message, Rollout, Row
+from rlhf.types import Message, Row, SampledRollout
 from tests import tiny
 from tests.rlhf.rewards.responses import reward_model
 
@@ -44,7 +44,7 @@ def letters() -> PreTrainedTokenizerFast:
     return made
 
 
-def spelled(responses: tuple[str, ...], ended: tuple[bool, ...]) -> Rollout:
+def spelled(responses: tuple[str, ...], ended: tuple[bool, ...]) -> SampledRollout:
     """The responses as the policy would have sampled them, letter by letter."""
     rows = [[4 + LETTERS.index(c) for c in text] + [tiny.EOS] * end for text, end in zip(responses, ended, strict=True)]
     width = max(map(len, rows))
@@ -52,7 +52,7 @@ def spelled(responses: tuple[str, ...], ended: tuple[bool, ...]) -> Rollout:
     mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
     prompts = torch.full((len(rows), 1), tiny.BOS)
     dialogues = tuple(Row(prompt) for prompt in DIALOGUES)
-    return Rollout(prompts, prompts > 0, ids, mask, torch.zeros(ids.shape), torch.tensor(ended), dialogues)
+    return SampledRollout(prompts, prompts > 0, ids, mask, torch.zeros(ids.shape), torch.tensor(ended), dialogues)
 
 
 @torch.no_grad()

@@ -9,12 +9,12 @@ import torch
 from rlhf import rewards
 from rlhf.errors import UserError
 from rlhf.rewards.repetition import repeated_share
-from rlhf.types import Rollout
+from rlhf.types import SampledRollout
 from tests import tiny
 from tests.rlhf.rewards.responses import context, rollout, samples
 
 
-def scores(spec: str, r: Rollout) -> list[float]:
+def scores(spec: str, r: SampledRollout) -> list[float]:
     found: list[float] = rewards.open_source(spec, context(Path()))(samples(r)).tolist()
     return found
 

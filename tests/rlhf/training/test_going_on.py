@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf.training import checkpoints
-from step3_ppo.schedule import Course
+from step3_ppo.schedule import Schedule
 from tests import killing, saving
 from tests.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
 
@@ -146,9 +146,9 @@ def test_a_run_that_patience_ended_stays_ended(
 
 def test_fewer_iterations_than_are_done_end_the_run() -> None:
     """A run may go on with a smaller total: with what it has, if that is more."""
-    course = Course(40, ppo_options())
+    course = Schedule(40, ppo_options())
     assert [iteration for iteration, _ in itertools.islice(course, 3)] == [0, 1, 2]
     for episodes, rest in ((8, []), (24, []), (40, [3, 4])):
-        again = Course(40, ppo_options(total_episodes=episodes))
+        again = Schedule(40, ppo_options(total_episodes=episodes))
         again.load_state_dict(course.state_dict())
         assert [iteration for iteration, _ in again] == rest
