@@ -55,6 +55,7 @@ def test_the_edges_of_the_shares() -> None:
 
 def test_another_seed_makes_another_order_of_the_rows_of_a_group() -> None:
     assert text_digest("a", 0) == text_digest("a", 0) != text_digest("a", 1)
+    assert 2**60 < max(text_digest(str(i), 0) for i in range(99)) < 2**64
 
 
 def test_order_by_hand() -> None:
