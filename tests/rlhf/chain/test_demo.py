@@ -11,18 +11,14 @@ import pytest
 from benchmarks import algorithms
 
 ROOT = Path(__file__).parents[3]
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3, 4))]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_ppo_closes_half_the_gap_to_the_best_true_score(seed: int, tmp_path: Path) -> None:
-    command = [sys.executable, "train.py", "--seed", str(seed), "--output-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, encoding="utf-8", check=False)
-    assert done.returncode == 0, done.stderr
+def require_better_policy(out: Path) -> None:
+    """Reward model and policy of a finished demo are better, the policy by half of what it could gain."""
 
     def metrics(stage: str) -> dict[str, float]:
-        found: dict[str, float] = json.loads((tmp_path / stage / "manifest.json").read_text())["metrics"]
-        return found
+        numbers: dict[str, float] = json.loads((out / stage / "manifest.json").read_text())["metrics"]
+        return numbers
 
     assert metrics("step2_reward")["eval_accuracy"] >= 0.9
     ppo = metrics("step3_ppo")
@@ -30,6 +26,16 @@ def test_ppo_closes_half_the_gap_to_the_best_true_score(seed: int, tmp_path: Pat
     assert ppo["eval_judge"] - ppo["eval_judge_before"] >= 0.5 * (best - ppo["eval_judge_before"])
     # Kind adjectives alone cost 3 ln 3 = 3.3 nats; the rest is room for which of them.
     assert 0 < ppo["eval_kl"] < 6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_other_seeds_close_half_the_gap_to_the_best_true_score(seed: int, tmp_path: Path) -> None:
+    """Seed 0 is the run of test_train.py."""
+    command = [sys.executable, "train.py", "--seed", str(seed), "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, done.stderr
+    require_better_policy(tmp_path)
 
 
 @pytest.fixture(scope="module")
