@@ -15,6 +15,7 @@ from data.config import DataOptions
 from data.read.contract import checked_rows
 from data.read.paths import is_hub_id, refuse_loading_script
 from data.read.records import Phase, Skipped, Source
+from data.read.remote import is_remote
 from rlhf import plugins
 from rlhf.errors import UserError
 from rlhf.types import Row
@@ -61,7 +62,7 @@ def parse_data_path(data_path: str) -> tuple[str, str, float | None]:
     match = DATA_PATH.fullmatch(data_path)
     has_drive = re.match(r"[A-Za-z]:[\\/]", data_path)
     is_local = path.exists() and path.suffix != ".py" and data_path not in plugins.names(FOLDER)
-    if is_local or has_drive or not match:
+    if is_local or has_drive or is_remote(data_path) or not match:
         return find_source(data_path), data_path, None
     return match[1], match[2] or "", None
 

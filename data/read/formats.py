@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 
 from data.read.json_rows import parse_record, read_array
 from data.read.records import Record, Skipped, column_names
+from data.read.remote import DataFile, RemoteFile
 from rlhf.errors import UserError
 
 LocatedRecords = Iterator[tuple[str, Record | Skipped]]
@@ -39,12 +40,12 @@ SIGNATURES = (
 )
 
 
-def suffix(path: Path) -> str:
+def suffix(path: DataFile) -> str:
     """The suffix in lower case and without .gz: `.jsonl` for both x.jsonl and x.JSONL.gz."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def read_records(path: Path) -> LocatedRecords:
+def read_records(path: DataFile) -> LocatedRecords:
     """Every row of a data file. A row that cannot be read gives a Skipped, and reading goes on with the next row.
 
     Raises: UserError if the whole file cannot be read: it is damaged, or its format differs from its suffix.
@@ -54,7 +55,7 @@ def read_records(path: Path) -> LocatedRecords:
 
 
 @contextmanager
-def _open_file(path: Path) -> Iterator[IO[bytes]]:
+def _open_file(path: DataFile) -> Iterator[IO[bytes]]:
     """The bytes of a file, decompressed, without a byte order mark."""
     try:
         with _decompressed(path) as file:
@@ -70,13 +71,15 @@ def _open_file(path: Path) -> Iterator[IO[bytes]]:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _decompressed(path: Path) -> io.BufferedReader:
+def _decompressed(path: DataFile) -> io.BufferedReader:
     # reading lines from a buffer over a gzip file is faster than from the gzip file
-    raw = gzip.GzipFile(path) if path.suffix.lower() == ".gz" else io.FileIO(path)
-    return io.BufferedReader(cast(io.RawIOBase, raw), BUFFER)
+    raw = path.open() if isinstance(path, RemoteFile) else io.FileIO(path)
+    if path.suffix.lower() == ".gz":
+        return io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=io.BufferedReader(raw, BUFFER))), BUFFER)
+    return io.BufferedReader(raw, BUFFER)
 
 
-def _refuse_signature(path: Path, head: bytes) -> None:
+def _refuse_signature(path: DataFile, head: bytes) -> None:
     """Raises: UserError if a file begins like one of another format."""
     file_type = suffix(path)
     for signature, name, cure in SIGNATURES:
@@ -92,7 +95,7 @@ def _refuse_signature(path: Path, head: bytes) -> None:
         raise UserError(f"{path}: got UTF-16 or UTF-32, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
 
 
-def _read_json(path: Path, file: IO[bytes]) -> LocatedRecords:
+def _read_json(path: DataFile, file: IO[bytes]) -> LocatedRecords:
     """One row per line, or one array."""
     head = cast(io.BufferedReader, file).peek(1 << 16).lstrip()
     if not head.startswith(b"["):
@@ -101,7 +104,7 @@ def _read_json(path: Path, file: IO[bytes]) -> LocatedRecords:
     yield from read_array(path, file)
 
 
-def _read_json_lines(path: Path, file: IO[bytes]) -> LocatedRecords:
+def _read_json_lines(path: DataFile, file: IO[bytes]) -> LocatedRecords:
     first = True
     for number, line in enumerate(file, 1):
         if line.isspace():
@@ -118,7 +121,7 @@ def _read_json_lines(path: Path, file: IO[bytes]) -> LocatedRecords:
             yield location, Skipped(str(error), bad=True)
 
 
-def _refuse_layout(path: Path, number: int, line: bytes) -> None:
+def _refuse_layout(path: DataFile, number: int, line: bytes) -> None:
     """Raises: UserError if the first line shows that the file does not have one row per line."""
     start = line.strip()
     if start[:1] == b"[":
@@ -137,7 +140,7 @@ def _not_utf8(location: str, error: UnicodeDecodeError, offset: int = 0) -> str:
     return f"{location}: got {byte}, expected UTF-8; convert the file, e.g. with iconv"
 
 
-def _read_csv(path: Path, file: IO[bytes], delimiter: str) -> LocatedRecords:
+def _read_csv(path: DataFile, file: IO[bytes], delimiter: str) -> LocatedRecords:
     errors: list[str] = []
     csv.field_size_limit(MAX_CELL)
     reader = csv.reader(_decode_csv_lines(path, file, errors), delimiter=delimiter, strict=True)
@@ -167,7 +170,7 @@ def _read_csv(path: Path, file: IO[bytes], delimiter: str) -> LocatedRecords:
             yield location, Skipped(f"{location}: {count}; quote cells that contain {delimiter!r}", bad=True)
 
 
-def _decode_csv_lines(path: Path, file: IO[bytes], errors: list[str]) -> Iterator[str]:
+def _decode_csv_lines(path: DataFile, file: IO[bytes], errors: list[str]) -> Iterator[str]:
     """The lines as text. A line that is not UTF-8 adds to `errors` and is passed on: a row may have several lines."""
     for number, line in enumerate(file, 1):
         try:
@@ -187,7 +190,7 @@ def _read_header(location: str, cells: list[str], delimiter: str) -> list[str]:
     return cells
 
 
-def _read_documents(path: Path, file: IO[bytes]) -> LocatedRecords:
+def _read_documents(path: DataFile, file: IO[bytes]) -> LocatedRecords:
     """Documents separated by blank lines, in a column `text`."""
     lines: list[bytes] = []
     for number, line in enumerate(chain(file, [b""]), 1):
@@ -198,7 +201,7 @@ def _read_documents(path: Path, file: IO[bytes]) -> LocatedRecords:
             lines = []
 
 
-def _decode_document(path: Path, number: int, content: bytes) -> tuple[str, Record | Skipped]:
+def _decode_document(path: DataFile, number: int, content: bytes) -> tuple[str, Record | Skipped]:
     try:
         return f"{path}:{number}", {"text": content.decode().replace("\r\n", "\n").rstrip("\n")}
     except UnicodeDecodeError as error:
@@ -206,7 +209,7 @@ def _decode_document(path: Path, number: int, content: bytes) -> tuple[str, Reco
         return location, Skipped(_not_utf8(location, error, content.rfind(b"\n", 0, error.start) + 1), bad=True)
 
 
-def _read_parquet(path: Path, file: IO[bytes]) -> LocatedRecords:
+def _read_parquet(path: DataFile, file: IO[bytes]) -> LocatedRecords:
     import pyarrow  # heavy, needed here only
     import pyarrow.parquet
 
@@ -242,7 +245,7 @@ def _read_batch(batch: Any) -> Iterator[Record | str]:
                 yield " ".join(str(error).split())[:200]
 
 
-FORMATS: dict[str, Callable[[Path, IO[bytes]], LocatedRecords]] = {
+FORMATS: dict[str, Callable[[DataFile, IO[bytes]], LocatedRecords]] = {
     ".json": _read_json,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,

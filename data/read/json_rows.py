@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from json import JSONDecodeError, JSONDecoder
-from pathlib import Path
 from types import NoneType
 from typing import IO, Any
 
 from data.read.records import Record, Skipped
+from data.read.remote import DataFile
 from rlhf.errors import UserError
 
 SPACE = " \t\r\n"
@@ -84,7 +84,7 @@ LENIENT_DECODER = JSONDecoder(parse_int=str, parse_float=str)
 """finds the end of a value that DECODER refuses"""
 
 
-def read_array(path: Path, file: IO[bytes]) -> Iterator[tuple[str, Record | Skipped]]:
+def read_array(path: DataFile, file: IO[bytes]) -> Iterator[tuple[str, Record | Skipped]]:
     """(location, record) of each element of the array in a file; a Skipped replaces an element that is not a row.
 
     Raises: UserError if the array itself is broken, because the following elements cannot be separated.
@@ -114,7 +114,7 @@ class _JsonText:
     """The text of a file, of which a part is in memory, and the position of the parser in it."""
 
     file: IO[bytes]
-    path: Path
+    path: DataFile
     buffer: str = ""
     position: int = 0
     line: int = 1

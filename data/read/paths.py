@@ -1,4 +1,4 @@
-"""Readers of records for a path: files, a directory saved by `datasets`, or a dataset on the hub."""
+"""Readers of records for a path: files, their URL, a directory saved by `datasets`, or a dataset on the hub."""
 
 import contextlib
 import difflib
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
+from data.read.remote import RemoteFile, find_files, is_remote
 from rlhf.config import Config, suggest
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import require_hub
@@ -24,6 +25,7 @@ METADATA_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json"
 BUILDER = re.compile(rb"\b(?:GeneratorBased|ArrowBased|Dataset)Builder\b")
 READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)
 """errors of reading a damaged directory"""
+NO_PARTS = "files have no parts; name the files, for example by a pattern: 'data/train*'"
 BATCH_ROWS = 256
 """rows of a saved dataset that are read at once; reading one at a time takes 14 us per row instead of 2"""
 
@@ -65,7 +67,9 @@ def is_hub_id(path: str) -> bool:
 
 
 def open_path(path: str) -> RecordReader:
-    """The reader for a path. Raises: UserError if the path is empty or does not exist."""
+    """The reader for a path. Raises: UserError if the path is empty or does not exist, or a store fails."""
+    if is_remote(path):
+        return RemoteFiles(path, tuple(find_files(path, lambda file: suffix(file) in SUFFIXES)))
     if not path:
         raise UserError(f"got no path, expected a file ({FILE_TYPES}), a directory, or OWNER/NAME on the hub")
     match = HUB_ID.fullmatch(path)
@@ -163,13 +167,31 @@ class LocalFiles:
     files: tuple[Path, ...]
 
     def records(self, split: str, config: TableConfig) -> LocatedRecords:
-        cure = "files on disk have no parts; name the files, for example by a pattern: 'data/train*'"
-        _refuse_options(self.name, config, ("split", "subset", "data_dir"), cure)
+        _refuse_options(self.name, config, ("split", "subset", "data_dir"), NO_PARTS)
         for file in self.files:
             yield from read_records(file)
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
         return _digest(config, self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFiles:
+    """Data files in an object store or on a web server. They have no splits."""
+
+    name: str
+    files: tuple[RemoteFile, ...]
+
+    def records(self, split: str, config: TableConfig) -> LocatedRecords:
+        _refuse_options(self.name, config, ("split", "subset", "data_dir"), NO_PARTS)
+        for file in self.files:
+            yield from read_records(file)
+
+    def fingerprint(self, split: str, config: TableConfig) -> str:
+        digest = hashlib.sha256(repr(config).encode())
+        for file in self.files:
+            digest.update(suffix(file).encode() + file.digest())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

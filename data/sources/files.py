@@ -1,10 +1,10 @@
 """Any local file or hub dataset whose columns have one of the usual shapes.
 
 `path` is a .json, .jsonl, .ndjson, .csv, .tsv, .parquet or .txt file (.gz too), a pattern such as 'data/*.jsonl', a
-directory of such files or one that `datasets` saved, or OWNER/NAME[@REVISION] on the hub. The names of the columns
-determine the shape. `shape` chooses one if two fit; `prompt=question,response=reply` maps other names. Columns that the
-shape does not use become columns of the row, for reward functions: with `files,shape=prompt,prompt=question:PATH` the
-answers go there.
+directory of such files or one that `datasets` saved, the URL of such files in an object store or on a web server, or
+OWNER/NAME[@REVISION] on the hub. The names of the columns determine the shape. `shape` chooses one if two fit;
+`prompt=question,response=reply` maps other names. Columns that the shape does not use become columns of the row, for
+reward functions: with `files,shape=prompt,prompt=question:PATH` the answers go there.
 """
 
 from dataclasses import dataclass

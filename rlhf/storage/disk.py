@@ -42,8 +42,11 @@ def make_directory(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write atomically: a reader sees the old file or the whole new one, also after a power cut."""
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        flush(temporary)
+    except OSError as error:  # what write and fsync raise names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     os.replace(temporary, path)
     flush(path.parent)
 

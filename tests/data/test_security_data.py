@@ -164,14 +164,14 @@ def test_what_a_saved_data_set_asks_for_beside_data(saved: Path, ran: Path) -> N
         "a/b\0",
         "a/b/../../../etc/passwd",
         "file:///etc/passwd",
-        "https://example.org/x.jsonl",
-        "s3://b/x.jsonl",
+        "http://example.org/x.jsonl",
+        "https://a/x.jsonl::file:///etc/passwd",
         "hf://datasets/x",
         "zip://a::b",
     ],
 )
 def test_a_path_is_local_or_a_hub_id(path: str, ran: Path) -> None:
-    """Neither an address nor a way around; a path with `..` is the user's own and must be there."""
+    """Or a URL of the kinds in remote.py. Other addresses are refused; a path with `..` must exist."""
     assert not is_hub_id(path)
     with pytest.raises(UserError, match=r"expected \.json, \.jsonl"):
         rows(path)

@@ -222,6 +222,7 @@ ROWS_C: dict[int, tuple[str, ...]] = {
     # a disk that is full anywhere else; the modes of files
     103: (
         "rlhf/storage/test_full_disk.py::test_a_model_that_cannot_be_written_is_one_line",
+        "rlhf/storage/test_full_disk.py::test_a_small_file_that_cannot_be_written_is_named",
         "rlhf/storage/test_full_disk.py::test_metrics_that_cannot_be_written_are_one_line",
         "rlhf/storage/test_full_disk.py::test_what_the_machine_refuses_at_the_start_is_one_line",
     ),
@@ -269,6 +270,10 @@ ROWS_C: dict[int, tuple[str, ...]] = {
     117: (
         "data/read/test_bad_rows.py::test_a_broken_file_is_refused",
         "data/read/test_shapes.py::test_mistaken_records",
+    ),
+    118: (
+        "data/read/test_remote.py::test_a_failed_request_is_repeated",
+        "data/read/test_remote.py::test_what_is_not_there_is_one_line",
     ),
     101: ("rlhf/launch/test_launch.py::test_nothing_of_the_current_directory_runs",),
     100: ("rlhf/storage/test_unreadable.py::test_links_are_followed_or_refused_at_the_start",),

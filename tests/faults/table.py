@@ -80,6 +80,7 @@ FAULTS = {
     115: "a model whose loss is not finite from the start",
     116: "a config.json with an activation that there is not, or a billion layers or labels",
     117: "a data file of zero bytes; a column whose name is misspelt",
+    118: "an object store or a web server that fails while data is read from it, or has no package here",
     101: "Python files in the current directory",
     100: "symbolic links in place of checkpoints or models",
 }

@@ -107,7 +107,7 @@ def test_hub_ids_and_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_files_have_no_splits_or_subsets(tmp_path: Path) -> None:
     make(tmp_path, "x.jsonl")
     message = read_error(str(tmp_path), config=TableConfig(split="test"))
-    assert message.startswith(f"{tmp_path}: got split=test, expected none: files on disk have no parts")
+    assert message.startswith(f"{tmp_path}: got split=test, expected none: files have no parts")
     assert "got data_dir=x" in read_error(str(tmp_path), config=TableConfig(data_dir="x"))
 
 

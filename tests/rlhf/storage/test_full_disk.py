@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from rlhf import errors
 from rlhf.chain import command as train
 from rlhf.errors import UserError
+from rlhf.storage import disk
 from rlhf.training import record
 from rlhf.training.run import Run
 from tests import programs, saving
@@ -53,6 +55,14 @@ def test_metrics_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
         with contextlib.suppress(UserError):
             file.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+
+
+def test_a_small_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with saving.files_up_to(10), pytest.raises(OSError, match="File too large") as caught:
+        disk.write_text(tmp_path / "config.yaml", "x" * 100)
+    assert errors.system_error_line(caught.value) == (
+        f"{tmp_path}/config.yaml: File too large; free disk space there, and run the same command again"
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO])
