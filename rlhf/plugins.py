@@ -54,7 +54,7 @@ def load_file(path: str) -> ModuleType:
     """Import a user's Python file. Its module name is the whole path, so that `json.py` hides no other module.
 
     A process executes a file only once, unless the file has changed; so a model in it is loaded once.
-    Raises: UserError if there is no such file.
+    Raises: UserError if there is no such file, or it raises an exception.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -67,8 +67,12 @@ def load_file(path: str) -> ModuleType:
     spec.loader_state = content
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pydantic resolve annotations there
+    caught = CatchUserCode()
     try:
-        spec.loader.exec_module(module)
+        with caught:
+            spec.loader.exec_module(module)
+        if caught.error is not None:
+            raise UserError(f"{path}: cannot be imported: {error_location(caught.error)}") from caught.error
     except BaseException:
         del sys.modules[spec.name]
         raise
@@ -192,7 +196,7 @@ def error_location(error: BaseException) -> str:
     """`my_reward.py:7: in score: KeyError: 'x'`, with the innermost line that is not in a library."""
     frames = traceback.extract_tb(error.__traceback__)[2:]  # the first two frames are the pipeline's own
     user_frames = [
-        frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
+        frame for frame in frames if not re.search("site-packages|/lib/python|^<frozen importlib", frame.filename)
     ]
     message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if not user_frames:

@@ -135,8 +135,18 @@ def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
     assert mistake(folder, half).startswith(f"{half}: has no build;")
 
 
-def test_an_error_inside_a_users_file_stays_what_it_is(folder: str, tmp_path: Path) -> None:
-    path = user_file(tmp_path, "1 / 0")
-    with pytest.raises(ZeroDivisionError):
-        plugins.build(folder, path)
-    assert path not in sys.modules
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def score(:", "SyntaxError: invalid syntax ({name}, line 1)"),
+        ("import json\nimport nope_zzz\n", "{path}:2: in <module>: ModuleNotFoundError: No module named 'nope_zzz'"),
+        ("def f():\n    return {}['x']\nf()\n", "{path}:2: in f: KeyError: 'x'"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_one_line(tmp_path: Path, source: str, said: str) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(source)
+    with pytest.raises(UserError) as caught:
+        plugins.load_file(str(file))
+    assert str(caught.value) == f"{file}: cannot be imported: " + said.format(path=file, name=file.name)
+    assert caught.value.__cause__ is not None and str(file) not in sys.modules
