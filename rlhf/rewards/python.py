@@ -44,7 +44,7 @@ def build(config: Config, context: Context) -> Source:
         values = _call(config.function, function, samples, columns)
         try:
             return torch.tensor([float(value) for value in values], device=context.device)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"reward '{config.function}': got {type(values).__name__}, expected a list of numbers ({error})"
             ) from None
