@@ -175,18 +175,21 @@ def _require_callable(plugin: Any, name: str, arguments: list[str], source: str)
 class CatchUserCode:
     """A context that catches an exception of the user's code and stores it in `error`.
 
-    It does not catch a UserError, which has its message already, an out-of-memory error, or what is not an Exception,
-    such as Ctrl-C.
+    It catches sys.exit(0) too, which would end the stage as if it had finished. It does not catch a UserError, which
+    has its message already, an out-of-memory error, or any other exception that is not an Exception, such as Ctrl-C.
     """
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, UserError) or errors.is_out_of_memory(error):
+        ends_as_finished = isinstance(error, SystemExit) and not error.code
+        if isinstance(error, UserError) or not (isinstance(error, Exception) or ends_as_finished):
+            return False
+        if errors.is_out_of_memory(error):
             return False
         self.error = error
         return True

@@ -29,6 +29,10 @@ from rlhf.shipped import CONFIGS
 TEXTS = {"--help", "-h", "--help-all", "--plan"}
 """options that make the chain print a text and end"""
 DEMO = CONFIGS / "demo.yaml"
+UNFINISHED = (
+    "exit code 0 without a manifest.json (look for sys.exit and os._exit in your reward function and other files of "
+    "your own)"
+)
 
 
 def deployment(chain: ChainConfig) -> Deployment:
@@ -150,16 +154,32 @@ def run_stage(step: int, options: Any, run: Callable[[str, list[str]], launcher.
 def run_with_restarts(
     step: int, options: Any, run: Callable[[str, list[str]], launcher.Ended], restarts: int
 ) -> launcher.Ended:
-    """Start one stage, and after a crash again from its newest checkpoint, at most so often: how it ended at last."""
-    ended = run_stage(step, options, run)
+    """Start one stage, and after a crash again from its newest checkpoint, at most `restarts` times: its last end.
+
+    A stage that ends with code 0 without a new manifest has crashed: code of the user has called os._exit, say.
+    """
     stage = Path(options.output_dir) / STAGES[step].name
-    for number in range(1, restarts + 1):
+    old = manifest_version(stage)
+    for number in range(restarts + 1):
+        # once the old result is gone, --overwrite would remove the checkpoints of this run
+        overwrite = options.overwrite and (number == 0 or manifest_version(stage) == old is not None)
+        ended = run_stage(step, options.model_copy(update={"overwrite": overwrite}), run)
+        if ended == 0 and manifest_version(stage) in (None, old):
+            ended = launcher.Ended(1, UNFINISHED, crashed=True)
         if not ended.crashed:
             break
-        print(f"\n{stage.name}: {ended.cause}; restart {number} of {restarts}", file=sys.stderr, flush=True)
-        begun = not (stage / "manifest.json").exists()  # the old result is gone: --overwrite would remove our own
-        ended = run_stage(step, options.model_copy(update={"overwrite": options.overwrite and not begun}), run)
+        if number < restarts:
+            print(f"\n{stage.name}: {ended.cause}; restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
     return ended
+
+
+def manifest_version(stage: Path) -> tuple[int, int] | None:
+    """Inode and modification time of a stage's manifest; None if the stage has none."""
+    with contextlib.suppress(FileNotFoundError):
+        os.listdir(stage)  # on NFS this updates what this host knows of a directory that another one has written
+        status = (stage / "manifest.json").stat()
+        return status.st_ino, status.st_mtime_ns
+    return None
 
 
 def leave(step: int, ended: launcher.Ended, todo: dict[int, Any]) -> NoReturn:

@@ -187,6 +187,7 @@ def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
         ("def score(p, r): return [10**400, 1, 2]", "got list, expected a list of numbers (int too large to convert"),
         ("def score(p, r): return [1, float('nan'), 2]", "got nan for prompt"),
         ("def score(p, r): return [1, 2, -float('inf')]", "got -inf for prompt"),
+        ("def score(p, r): raise SystemExit", "mine.py:1: in score: SystemExit:, for prompt"),
         ("def points(p, r): return [1, 2, 3]", "no function 'score'"),
     ],
 )

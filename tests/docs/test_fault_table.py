@@ -276,6 +276,11 @@ ROWS_C: dict[int, tuple[str, ...]] = {
         "data/read/test_remote.py::test_what_is_not_there_is_one_line",
     ),
     119: ("rlhf/test_plugins.py::test_a_file_that_cannot_be_imported_is_one_line",),
+    120: (
+        "rlhf/chain/test_restarts.py::test_a_stage_that_ends_without_its_manifest_has_failed",
+        "rlhf/test_plugins.py::test_a_file_that_cannot_be_imported_is_one_line",
+        "contracts/test_rewards.py::test_mistakes_of_a_function_are_one_line",
+    ),
     101: ("rlhf/launch/test_launch.py::test_nothing_of_the_current_directory_runs",),
     100: ("rlhf/storage/test_unreadable.py::test_links_are_followed_or_refused_at_the_start",),
 }

@@ -82,6 +82,7 @@ FAULTS = {
     117: "a data file of zero bytes; a column whose name is misspelt",
     118: "an object store or a web server that fails while data is read from it, or has no package here",
     119: "a user's own reward or dataset file that cannot be imported",
+    120: "sys.exit(0) or os._exit(0) in a user's own code",
     101: "Python files in the current directory",
     100: "symbolic links in place of checkpoints or models",
 }

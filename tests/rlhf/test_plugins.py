@@ -141,6 +141,7 @@ def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
         ("def score(:", "SyntaxError: invalid syntax ({name}, line 1)"),
         ("import json\nimport nope_zzz\n", "{path}:2: in <module>: ModuleNotFoundError: No module named 'nope_zzz'"),
         ("def f():\n    return {}['x']\nf()\n", "{path}:2: in f: KeyError: 'x'"),
+        ("import sys\nsys.exit(0)\n", "{path}:2: in <module>: SystemExit: 0"),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_one_line(tmp_path: Path, source: str, said: str) -> None:
