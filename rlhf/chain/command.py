@@ -164,7 +164,9 @@ def run_with_restarts(
         # once the old result is gone, --overwrite would remove the checkpoints of this run
         overwrite = options.overwrite and (number == 0 or manifest_version(stage) == old is not None)
         ended = run_stage(step, options.model_copy(update={"overwrite": overwrite}), run)
-        if ended == 0 and manifest_version(stage) in (None, old):
+        if ended == 0 and manifest_version(stage) not in (None, old):
+            break
+        if ended == 0:
             ended = launcher.Ended(1, UNFINISHED, crashed=True)
         if not ended.crashed:
             break

@@ -58,7 +58,7 @@ def contents(data: PhaseData) -> tuple[Any, ...]:
 def test_the_second_call_reads_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_datasets(options(), Recipe("sft"), tokenizer(home))
     before = {path: path.stat().st_mtime_ns for path in Path("cache").rglob("*") if path.suffix != ".lock"}
-    monkeypatch.setattr(dataset, "make", None)  # it would not work again
+    monkeypatch.setattr(dataset, "build_dataset", None)  # it would not work again
     second = open_datasets(options(data_workers=3), Recipe("sft"), tokenizer(home))
     assert contents(first) == contents(second)
     assert before == {path: path.stat().st_mtime_ns for path in Path("cache").rglob("*") if path.suffix != ".lock"}
@@ -211,7 +211,7 @@ from data.dataset import Recipe, open_datasets
 from tests.data.build.test_cache import options, tokenizer
 from pathlib import Path
 
-data.build.store.SMALL = 50
+data.build.store.PARALLEL_MIN_ROWS = 50
 given = options(data_workers=2).model_copy(update={"data_cache": "other"})
 open_datasets(given, Recipe("sft"), tokenizer(Path.cwd()))
 """

@@ -36,7 +36,7 @@ def packed(tokenizer: PreTrainedTokenizerBase, **options: Any) -> PhaseData:
 def test_all_tokens_are_there_and_contexts_are_full(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "TEXTS_AT_ONCE", 7)
+    monkeypatch.setattr(pack, "BATCH_TEXTS", 7)
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(300)))
     data = packed(tokenizer, data_path=(str(path),), max_length=64, eval_fraction=0.2)

@@ -3,7 +3,7 @@
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,11 @@ def refusal(call: Callable[[], object]) -> str:
 def test_addresses_and_interfaces() -> None:
     assert addresses.address_towards("127.0.0.1") == "127.0.0.1"
     assert addresses.address_towards("no.such.host.invalid") is None
-    assert addresses.is_here("localhost") and addresses.is_here("127.0.0.1") and not addresses.is_here("203.0.113.7")
+    assert (
+        addresses.is_this_host("localhost")
+        and addresses.is_this_host("127.0.0.1")
+        and not addresses.is_this_host("203.0.113.7")
+    )
     assert addresses.interface_of("127.0.0.1") in ("lo", "lo0") and addresses.interface_of("203.0.113.7") is None
     assert addresses.first_address(["no.such.host.invalid", "127.0.0.1"]) == "127.0.0.1"
     assert addresses.first_address([]) is None
@@ -48,9 +52,13 @@ def meet(records: list[Any]) -> list[str | None]:
     told: list[str | None] = [None] * len(records)
 
     def rank(number: int) -> None:
-        ranks = rendezvous.Meeting(store, number, len(records))
+        check = rendezvous.RankCheck(store, number, len(records))
+
+        def judge(values: Mapping[int, Any]) -> str | None:
+            return rendezvous.describe_differences(values, len(records))
+
         try:
-            ranks.agree("here", records[number], 1.0, lambda said: rendezvous.differences(said, len(records)))
+            check.require_agreement("here", records[number], 1.0, judge)
         except UserError as error:
             told[number] = str(error)
 
@@ -77,7 +85,7 @@ def test_a_difference_is_told_to_every_rank() -> None:
     told = meet([record("a"), record("b"), other])
     assert told[0] == told[1] == told[2]
     assert told[0] is not None and told[0].startswith(
-        "rank 2 on b is not like rank 0 on a: torch 2.11, not 2.10; --seed 1, not 0; rlhf/training/run.py differs; "
+        "rank 2 on b differs from rank 0 on a: torch 2.11, not 2.10; --seed 1, not 0; rlhf/training/run.py differs; "
         "my.py is there; 2 more; "
     )
 
@@ -85,37 +93,37 @@ def test_a_difference_is_told_to_every_rank() -> None:
 def test_who_is_missing_is_listed_and_the_others_released() -> None:
     told = meet([record("a"), None, record("b"), None, None])
     assert told[0] == told[2] and told[1] is None
-    assert told[0] is not None and "3 of 5 ranks did not come" in told[0]
-    assert "rank 1, 3-4; there are those of a, b;" in told[0]
+    assert told[0] is not None and "3 of 5 ranks did not arrive" in told[0]
+    assert "rank 1, 3-4; ranks of a, b are there;" in told[0]
 
 
 def test_rank_0_is_missing() -> None:
     told = meet([None, record("b")])
-    assert told[1] == "rank 0 did not come within 1 s; start the first host too"
+    assert told[1] == "rank 0 did not arrive within 1 s; start the first host too"
 
 
 def test_what_must_agree(tmp_path: Path) -> None:
     reward = tmp_path / "my_reward.py"
     reward.write_text("1")
-    found = rendezvous.what_must_agree(RunOptions(output_dir=f"{reward}:score", seed=3))
+    found = rendezvous.shared_properties(RunOptions(output_dir=f"{reward}:score", seed=3))
     assert found["--seed"] == "3" and found["python"] == f"{sys.version_info[0]}.{sys.version_info[1]}"
     assert {"torch", "deepspeed", "rlhf/distributed/rendezvous.py", "step3_ppo/stage.py", "data/batches.py"} <= set(
         found
     )
     assert "platform" not in found  # kernels may differ
     reward.write_text("2")
-    changed = rendezvous.what_must_agree(RunOptions(output_dir=f"{reward}:score", seed=3))
+    changed = rendezvous.shared_properties(RunOptions(output_dir=f"{reward}:score", seed=3))
     assert {name for name in found if found[name] != changed[name]} == {str(reward)}
 
 
 def test_a_directory_that_only_one_host_sees() -> None:
     said = {0: {"host": "a", "seen": True, "trouble": ""}, 1: {"host": "b", "seen": False, "trouble": ""}}
-    told = rendezvous._unseen(said, Path("runs/x"))
+    told = rendezvous._describe_unshared(said, Path("runs/x"))
     assert told is not None and told.startswith("--output-dir runs/x: b does not see what rank 0 on a writes there")
     said[1]["seen"] = True
-    assert rendezvous._unseen(said, Path("runs/x")) is None
+    assert rendezvous._describe_unshared(said, Path("runs/x")) is None
     said[0] |= {"seen": False, "trouble": "rank 0 cannot write to runs"}
-    assert "rank 0 cannot write to runs" in str(rendezvous._unseen(said, Path("runs/x")))
+    assert "rank 0 cannot write to runs" in str(rendezvous._describe_unshared(said, Path("runs/x")))
 
 
 def test_the_first_host_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
