@@ -110,9 +110,16 @@ def _value(spec: str, text: str) -> Any:
 def build(folder: str, spec: Spec, *args: Any) -> Any:
     """`module.build(Config(**options), *args)` of the plug-in that `spec` names.
 
-    Raises: UserError on an unknown name, an unknown or bad option, or a file without `Config` and `build`.
+    Raises: UserError on an unknown name, an unknown or bad option, or a file without `Config` and such a `build`.
     """
-    return find(folder, parse_spec(spec)[0]).build(options(folder, spec), *args)
+    return build_with(folder, parse_spec(spec)[0], options(folder, spec), *args)
+
+
+def build_with(folder: str, name: str, config: Any, *args: Any) -> Any:
+    """The same with options that have been read already."""
+    module = find(folder, name)
+    _require_callable(module, "build", ["config", *(type(arg).__name__ for arg in args)], name)
+    return module.build(config, *args)
 
 
 def options(folder: str, spec: Spec) -> Any:
@@ -158,7 +165,8 @@ def _arguments(hint: Any) -> list[str] | None:
 
 def _require_callable(plugin: Any, name: str, arguments: list[str], source: str) -> None:
     kind, expected = type(plugin).__name__, f"expected {name}({', '.join(arguments)})"
-    owner = "" if isinstance(plugin, ModuleType) else f"build returned a value of type {kind}, which "
+    is_module = isinstance(plugin, ModuleType)
+    owner = "" if is_module else f"build returned a value of type {kind}, which "
     member = plugin if name == "__call__" else getattr(plugin, name, None)
     if not callable(member):
         raise UserError(f"{source}: {owner}has no function {name}; {expected}")
@@ -169,7 +177,7 @@ def _require_callable(plugin: Any, name: str, arguments: list[str], source: str)
     try:
         signature.bind(*arguments)
     except TypeError:
-        raise UserError(f"{source}: {kind}: got {name}{signature}, {expected}") from None
+        raise UserError(f"{source}: {'' if is_module else f'{kind}: '}got {name}{signature}, {expected}") from None
 
 
 class CatchUserCode:

@@ -71,5 +71,5 @@ def open_backend(spec: str, **stage_options: Any) -> Backend:
     Raises: UserError as of `options`, or if the backend does not fulfil the contract.
     """
     name, _ = plugins.parse_spec(spec)
-    backend: Backend = plugins.find(FOLDER, name).build(options(spec, **stage_options))
+    backend: Backend = plugins.build_with(FOLDER, name, options(spec, **stage_options))
     return plugins.conforming(backend, Backend, name)

@@ -5,7 +5,7 @@ The scores of a penalty are 0 or below, so that its weight is positive like that
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, Protocol
@@ -31,6 +31,17 @@ class Source(Protocol):
 
     def __call__(self, samples: Samples, /) -> Tensor:
         """One score for each of the B responses, [B]; higher is better. `columns_of(samples)`: columns of the data."""
+
+
+class Function(Protocol):
+    """A score source as a plain function of the user, whose name follows its file: `file.py:function`."""
+
+    def __call__(self, prompts: list[str], responses: list[str], /, **columns: list[Any]) -> Iterable[float]:
+        """One finite number for each of the B responses.
+
+        columns: those of the rows that the function has a parameter for, each a list of B; `**columns` takes all.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,8 @@ class Sources:
 
 
 def open_source(spec: str, context: Context) -> Source:
-    """A score source by name, `name,option=value`, or the Python function `file.py:function` / `module:function`.
+    """A score source by name, `name,option=value`, the user's `file.py,option=value` with `Config` and `build`, or the
+    Python function `file.py:function` / `module:function`.
 
     Its scores are checked: a score that is not finite is a UserError that names the response.
     """
@@ -97,8 +109,7 @@ def open_source(spec: str, context: Context) -> Source:
 
 def open_unchecked(spec: str, context: Context) -> Source:
     """A score source as of `open_source`, whose scores may be non-finite."""
-    name = spec.split(",")[0]
-    plugin = f"python,function={spec}" if ":" in name or name.endswith(".py") else spec
+    plugin = f"python,function={spec}" if _is_function(spec) else spec
     built: Source = plugins.build("rlhf.rewards", plugin, context)
     source = plugins.conforming(built, Source, spec)
 
@@ -109,6 +120,12 @@ def open_unchecked(spec: str, context: Context) -> Source:
         return scores
 
     return score
+
+
+def _is_function(spec: str) -> bool:
+    """Whether the spec names a function: `file.py:function`, `module:function`, or a file without `build`."""
+    name = spec.split(",")[0]
+    return ":" in name or (name.endswith(".py") and "build" not in vars(plugins.load_file(name)))
 
 
 def open_sources(specs: Sequence[str], context: Context, combine: Combine = "sum") -> Sources:

@@ -11,8 +11,12 @@ from torch import Tensor
 from rlhf import plugins
 from rlhf.config import Config as Base
 from rlhf.errors import UserError
-from rlhf.rewards import Context, Source, columns_of
+from rlhf.rewards import Context, Function, Source, columns_of
 from rlhf.types import Samples
+
+DEFAULT = "score"
+"""the function of a file that the spec names alone"""
+EXPECTED = "function(prompts, responses, **columns)"
 
 
 class Config(Base):
@@ -25,10 +29,11 @@ def build(config: Config, context: Context) -> Source:
 
     The columns of the rows are passed by name, each a list of B, if the function has a parameter for them; one of them
     is `reference`, the response in the data (a demonstration, or the chosen side of a pair).
-    Raises: UserError when scoring, if a parameter without a default names a column that no row of the batch has.
+    Raises: UserError for a function that cannot be called as `rewards.Function`; when scoring, if a parameter without a
+    default names a column that no row of the batch has.
     """
     function = _load_function(config.function)
-    parameters = inspect.signature(function).parameters
+    parameters = _parameters(config.function, function)
     takes_any_column = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     required = _required(list(parameters.values()))
 
@@ -52,7 +57,21 @@ def build(config: Config, context: Context) -> Source:
     return score
 
 
-def _call(spec: str, function: Callable[..., Any], samples: Samples, columns: Mapping[str, list[Any]]) -> Any:
+def _parameters(spec: str, function: Function) -> Mapping[str, inspect.Parameter]:
+    """The function's parameters. Raises: UserError if it does not take prompts and responses by position."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function in C
+        raise UserError(f"reward '{spec}': got a function without a signature, expected {EXPECTED}") from None
+    try:
+        signature.bind("prompts", "responses", **dict.fromkeys(_required(list(signature.parameters.values()))))
+    except TypeError as error:
+        name = spec.partition(":")[2] or DEFAULT
+        raise UserError(f"reward '{spec}': got {name}{signature}, expected {EXPECTED} ({error})") from None
+    return signature.parameters
+
+
+def _call(spec: str, function: Function, samples: Samples, columns: Mapping[str, list[Any]]) -> Any:
     """The function's result. Raises: UserError with file, line, error and row, if the function raises an exception."""
 
     def score(rows: slice) -> Any:
@@ -97,9 +116,9 @@ def _required(parameters: list[inspect.Parameter]) -> list[str]:
     ]
 
 
-def _load_function(spec: str) -> Callable[..., Any]:
+def _load_function(spec: str) -> Function:
     module_name, _, function_name = spec.partition(":")
-    function_name = function_name or "score"
+    function_name = function_name or DEFAULT
     if module_name.endswith(".py"):
         module = plugins.load_file(module_name)
     else:
@@ -107,7 +126,8 @@ def _load_function(spec: str) -> Callable[..., Any]:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             raise UserError(f"reward '{spec}': {error}; expected file.py:function or module:function") from None
-    function = getattr(module, function_name, None)
+    function: Function | None = getattr(module, function_name, None)
     if not callable(function):
-        raise UserError(f"reward '{spec}': no function '{function_name}' in {module_name}")
+        other = "" if ":" in spec else ", or Config and build(config, context)"
+        raise UserError(f"reward '{spec}': no function '{function_name}' in {module_name}; expected {EXPECTED}{other}")
     return function

@@ -53,5 +53,5 @@ def load(config: Step3Config) -> Algorithm:
 
     Raises: UserError that names the member which is missing or cannot be called so.
     """
-    algorithm: Algorithm = plugins.find(FOLDER, config.algorithm).build(config)
+    algorithm: Algorithm = plugins.build_with(FOLDER, config.algorithm, config)
     return plugins.conforming(algorithm, Algorithm, config.algorithm)

@@ -189,6 +189,13 @@ def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
         ("def score(p, r): return [1, 2, -float('inf')]", "got -inf for prompt"),
         ("def score(p, r): raise SystemExit", "mine.py:1: in score: SystemExit:, for prompt"),
         ("def points(p, r): return [1, 2, 3]", "no function 'score'"),
+        ("class Config: pass", "no function 'score' in"),
+        ("class Config: pass", "or Config and build(config, context)"),
+        ("score = [1, 2, 3]", "no function 'score'"),
+        ("def score(responses): return [1, 2, 3]", "got score(responses), expected function(prompts, responses, **col"),
+        ("def score(*, prompts, responses): return [1, 2, 3]", "got score(*, prompts, responses), expected function("),
+        ("def score(p, r, gold, /): return gold", "got score(p, r, gold, /), expected function("),
+        ("score = iter", "got a function without a signature"),
     ],
 )
 def test_mistakes_of_a_function_are_one_line(tmp_path: Path, text: str, said: str) -> None:
