@@ -64,7 +64,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
     ids = id_count(tokenizer)
     lm = load_causal_lm(str(config.actor_model), context.dtype, ids, config.seed, training.shards_of(held))
     actor = Engine(Policy(adapters.wrap(lm, config.adapter)), held, config, learning, "actor")
-    reference = _reference(config, context, ids) if config.adapter is None else None
+    reference = _reference(config, context, ids) if config.adapter is None else adapters.open_adapter(config.adapter)
     algorithm = algorithms.load(config)
     critic = _critic(config, context, ids, steps) if algorithm.value_loss is not None else None
     scorer = Scorer(

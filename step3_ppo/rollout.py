@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.adapters import Adapter
 from rlhf.config.options import SamplingOptions
 from rlhf.distributed import collectives
 from rlhf.engine.frozen import FrozenEngine
@@ -22,16 +23,19 @@ from rlhf.types import Prompts, SampledRollout, ScoredRollout, Sequences, length
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The policy that the KL is measured from: a frozen model, or (None) the actor with its adapter off."""
+    """The policy that the KL is measured from: a frozen model, or the actor with this adapter disabled."""
 
-    frozen: FrozenEngine | None
+    source: FrozenEngine | Adapter
 
     @contextlib.contextmanager
     def of(self, actor: Engine) -> Iterator[Any]:
         """The reference model in eval mode, without gradients."""
-        no_adapter = contextlib.nullcontext() if self.frozen is not None else actor.module.lm.disable_adapter()
+        if isinstance(self.source, FrozenEngine):
+            with self.source.inference() as reference:
+                yield reference
+            return
         # Disable the adapter first: in `inference` a waiting rank runs dummy passes of the same model.
-        with no_adapter, (self.frozen or actor).inference() as reference:
+        with self.source.disabled(actor.module.lm), actor.inference() as reference:
             yield reference
 
 

@@ -1,52 +1,56 @@
-"""Parameter-efficient methods, one per file: `Config`, and the two functions of a `Method`."""
+"""Parameter-efficient methods, one per file: `Config`, its options, and `build(config)`, which returns an `Adapter`."""
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf import plugins
+from rlhf.errors import UserError
 
 FOLDER = __name__
 
 
-class Adapted(Protocol):
-    """What the pipeline requires of a wrapped model. It is an `nn.Module` with the forward pass and the attributes of
-    the base model, such as `config`. Only the weights that the method trains require gradients. The names are those of
-    peft."""
+class Adapter(Protocol):
+    """What the pipeline asks of a method.
 
-    def get_base_model(self) -> PreTrainedModel:
-        """The base model, whose weights the method may have replaced."""
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """A context in which the model computes the same as before wrapping."""
-
-
-class Method(Protocol):
-    """What the pipeline requires of a method's file."""
-
-    def build(self, config: Any, model: PreTrainedModel) -> Adapted:
-        """Wrap `model`. The result computes the same as `model` until the first optimizer step."""
-
-    def merged_state(self, model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights to save, with the adapter merged into them, by their names in transformers. state: the weights of
-        `get_base_model()` on the CPU. Every rank calls it; all ranks but 0 have an empty `state`."""
-
-
-def method(spec: str) -> Method:
-    """The method that `spec` names. Raises: UserError for an unknown name or option, or a missing function."""
-    plugins.options(FOLDER, spec)
-    name, _ = plugins.parse_spec(spec)
-    module: Any = plugins.find(FOLDER, name)
-    return plugins.conforming(module, Method, name)
-
-
-def wrap(model: Any, spec: str | None) -> Any:
-    """`model` with the adapter that `spec` names; unchanged if `spec` is None.
-
-    Raises: UserError as in `method`, or if the wrapped model lacks a method of `Adapted`.
+    A method puts its own modules into a model of transformers, which stays the same object. The pipeline calls, trains
+    and moves this model as any other; it trains and checkpoints the weights that require gradients. A method has no
+    state beside its options: everything else is in the model.
     """
-    if spec is None:
-        return model
-    return plugins.conforming(method(spec).build(plugins.options(FOLDER, spec), model), Adapted, spec)
+
+    def wrap(self, model: PreTrainedModel) -> None:
+        """Freeze the weights of `model` and add modules with trainable weights of its dtype and device. The model
+        computes the same until the first optimizer step."""
+
+    def disabled(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """A context in which the wrapped `model` computes the same as before wrapping, as the reference of step 3."""
+
+    def merged(self, model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights to save, with the adapter merged into them, by the names that they had before wrapping.
+
+        state: all weights of the wrapped `model` by name, not sharded. All ranks call it at the same time; `state` is
+        empty on ranks that save nothing.
+        """
+
+
+def open_adapter(spec: str) -> Adapter:
+    """The method that `spec` names, with its options.
+
+    Raises: UserError for an unknown name or option, or a member that is missing or has other arguments.
+    """
+    adapter: Adapter = plugins.build(FOLDER, spec)
+    return plugins.conforming(adapter, Adapter, spec)
+
+
+def wrap(model: PreTrainedModel, spec: str | None) -> PreTrainedModel:
+    """`model` itself, wrapped by the adapter that `spec` names; unchanged if `spec` is None.
+
+    Raises: UserError as `open_adapter`, or if no weight requires gradients after wrapping.
+    """
+    if spec is not None:
+        open_adapter(spec).wrap(model)
+        if not any(weight.requires_grad for weight in model.parameters()):
+            raise UserError(f"adapter '{spec}': after wrap(model) no weight requires gradients, expected its own ones")
+    return model

@@ -1,8 +1,11 @@
 """LoRA: low-rank updates of frozen weights (arXiv 2106.09685), by peft."""
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from pydantic import Field
 from torch import Tensor
@@ -21,29 +24,56 @@ class Config(Base):
     """modules that get an update, as peft names them"""
 
 
-def build(config: Config, model: PreTrainedModel) -> PeftModel:
-    """`model` with adapters in its dtype. It equals `model` until the first step. Dropout is 0, as PPO requires."""
-    lora = LoraConfig(
-        r=config.r, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=config.target_modules, bias="none"
+def build(config: Config) -> "LoRA":
+    """Updates in the dtype of the model. Dropout is 0, as PPO requires."""
+    return LoRA(
+        LoraConfig(
+            r=config.r,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=0.0,
+            target_modules=config.target_modules,
+            bias="none",
+        )
     )
-    return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
 
-def merged_state(model: PeftModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state`, the weights of the wrapped base model, with the updates added in fp32, by their original names."""
-    merged = {_own_name(name): value for name, value in state.items() if "lora_" not in name}
-    for name, module in model.get_base_model().named_modules():
-        if isinstance(module, LoraLayer):
-            layer: Any = module
-            parameter = getattr(
-                layer, "parameter_name", "weight"
-            )  # the experts of a mixture are parameters of one module
+class LoRA:
+    """The adapter of any `LoraConfig` of peft."""
+
+    def __init__(self, options: LoraConfig) -> None:
+        self._options = options
+
+    def wrap(self, model: PreTrainedModel) -> None:
+        # peft changes the model in place, and writes the names of the modules into the options.
+        get_peft_model(model, copy.deepcopy(self._options), autocast_adapter_dtype=False)
+
+    @contextlib.contextmanager
+    def disabled(self, model: PreTrainedModel) -> Iterator[None]:
+        layers = [layer for _, layer in _layers(model)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    def merged(self, model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The updates are added in fp32."""
+        merged = {_own_name(name): value for name, value in state.items() if "lora_" not in name}
+        for name, layer in _layers(model):
+            parameter = getattr(layer, "parameter_name", "weight")  # a mixture's experts are parameters of one module
             with gather_weights(layer.parameters()):
                 weight = getattr(layer.get_base_layer(), parameter)
                 delta = layer.get_delta_weight(layer.active_adapters[0])
                 updated = (weight.float() + delta.float()).to(weight.dtype)
             merged[_own_name(f"{name}.{parameter}")] = updated.detach().cpu()
-    return merged
+        return merged
+
+
+def _layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """The layers with an update, by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 def _own_name(name: str) -> str:

@@ -4,8 +4,13 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlhf import adapters
 from rlhf.distributed import collectives
@@ -13,7 +18,6 @@ from rlhf.distributed.tensor_parallel import gather_full
 from rlhf.distributed.zero3 import gather_weights, is_sharded
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
-from rlhf.models import traits
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
 from rlhf.storage import disk
@@ -35,7 +39,7 @@ def save_policy(
     with average.inside(policy) if average is not None else contextlib.nullcontext():
         state = full_state(policy.lm, adapter)
         if collectives.is_main():  # the state may be the model's own memory
-            lm = traits.base(policy.lm)
+            lm = policy.lm
             try:
                 lm.generation_config.validate(strict=True)
             except ValueError:  # sampling settings that contradict each other would stop the saving, after all the work
@@ -61,7 +65,7 @@ def save_scalar(
     """
     model = engine.module
     assert isinstance(model, ScalarModel)
-    backbone = traits.base(model.backbone)
+    backbone = model.backbone
     prefix = backbone.base_model_prefix
     state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
     with gather_weights([model.score.weight]):
@@ -83,14 +87,14 @@ def save_scalar(
     collectives.barrier()
 
 
-def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
+def full_state(model: PreTrainedModel, adapter: str | None) -> dict[str, Tensor]:
     """Weights by their transformers names on the CPU of rank 0, adapters merged; tied weights stay one tensor.
 
     Every rank takes part and the others get nothing: of a sharded model one weight at a time is whole on all.
     """
     copies: dict[int, Tensor] = {}
     state = {}
-    for name, weight in traits.base(model).state_dict(keep_vars=True).items():
+    for name, weight in model.state_dict(keep_vars=True).items():
         with gather_weights([weight]):
             value = gather_full(weight, weight.detach())
             if collectives.is_main():
@@ -100,8 +104,8 @@ def full_state(model: nn.Module, adapter: str | None) -> dict[str, Tensor]:
     return merged(model, state, adapter)
 
 
-def merged(model: nn.Module, state: dict[str, Tensor], adapter: str | None) -> dict[str, Tensor]:
-    """`state`, the weights of the model under `adapter` (None: under none), with the adapter merged in."""
+def merged(model: PreTrainedModel, state: dict[str, Tensor], adapter: str | None) -> dict[str, Tensor]:
+    """`state`, the weights of the model wrapped by `adapter` (None: by none), with the adapter merged in."""
     if adapter is None:
         return state
-    return adapters.method(adapter).merged_state(model, state)
+    return adapters.open_adapter(adapter).merged(model, state)

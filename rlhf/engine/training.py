@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
@@ -385,7 +386,6 @@ def require_possible(options: EngineOptions, device: torch.device) -> None:
 
 
 def _checkpoint_activations(model: nn.Module) -> None:
-    parts: list[Any] = list(model.children())
-    for part in parts:
-        if hasattr(part, "gradient_checkpointing_enable"):
+    for part in model.children():
+        if isinstance(part, PreTrainedModel):
             part.gradient_checkpointing_enable({"use_reentrant": False})

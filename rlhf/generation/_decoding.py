@@ -41,12 +41,11 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
 
     Weights that are sharded over the ranks do not change.
     """
-    model = traits.base(lm)
-    cpu, graph = model.device.type == "cpu", packs(lm) and compiling.compiled(model)
-    own_kernels = cpu and graph and kernels.for_one_token(model.dtype)
-    with _products_by(_Unsorted if own_kernels else _Sorted, model) if cpu else contextlib.nullcontext():
+    cpu, graph = lm.device.type == "cpu", packs(lm) and compiling.compiled(lm)
+    own_kernels = cpu and graph and kernels.for_one_token(lm.dtype)
+    with _products_by(_Unsorted if own_kernels else _Sorted, lm) if cpu else contextlib.nullcontext():
         if graph:
-            with attention.inside(model, attention.ONE_TOKEN if own_kernels else attention.NAME):
+            with attention.inside(lm, attention.ONE_TOKEN if own_kernels else attention.NAME):
                 yield _varying(compiling.whole(step, _join))
         else:
             with compiling.eager():

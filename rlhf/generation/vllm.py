@@ -23,7 +23,6 @@ from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.engine import export
 from rlhf.errors import UserError
 from rlhf.generation import Backend, BackendOptions, loop
-from rlhf.models import traits
 from rlhf.models.load import known_ids
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, SampledRollout
@@ -132,12 +131,11 @@ def _sleeping_engine(lm: PreTrainedModel, config: Config) -> Any:
         os.environ.setdefault(name, value)
     import vllm
 
-    model = traits.base(lm)
-    devices = [model.device] if model.device.type == "cuda" else []
+    devices = [lm.device] if lm.device.type == "cuda" else []
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices):  # vLLM sets the seed of this process
-        config_of_actor = copy.deepcopy(model.config)
-        config_of_actor.architectures = [type(model).__name__]
-        config_of_actor.vocab_size = known_ids(model)
+        config_of_actor = copy.deepcopy(lm.config)
+        config_of_actor.architectures = [type(lm).__name__]
+        config_of_actor.vocab_size = known_ids(lm)
         config_of_actor.save_pretrained(folder)
         try:
             engine = vllm.LLM(
@@ -145,7 +143,7 @@ def _sleeping_engine(lm: PreTrainedModel, config: Config) -> Any:
                 skip_tokenizer_init=True,
                 load_format="dummy",
                 generation_config="vllm",  # not the model's: only the request determines sampling
-                dtype=str(model.dtype).removeprefix("torch."),
+                dtype=str(lm.dtype).removeprefix("torch."),
                 max_model_len=config.max_tokens,
                 gpu_memory_utilization=config.memory_share,
                 distributed_executor_backend="external_launcher",
@@ -180,19 +178,18 @@ def weights(lm: PreTrainedModel, config: Config) -> dict[str, Tensor]:
     ids that are never sampled. Most are views of the memory of `lm`, which does not change. All weights must be
     gathered.
     """
-    model = traits.base(lm)
-    state = export.merged(lm, model.state_dict(keep_vars=True), config.adapter)
-    embedding_modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    state = export.merged(lm, lm.state_dict(keep_vars=True), config.adapter)
+    embedding_modules = (lm.get_input_embeddings(), lm.get_output_embeddings())
     embedding_names = {
-        name for name, module in model.named_modules() if any(module is embedding for embedding in embedding_modules)
+        name for name, module in lm.named_modules() if any(module is embedding for embedding in embedding_modules)
     }
     unique: dict[str, Tensor] = {}
-    size, seen_weights = known_ids(model), set()
+    size, seen_weights = known_ids(lm), set()
     for name, weight in state.items():
         if id(weight) not in seen_weights:
             seen_weights.add(id(weight))
             unique[name] = weight.detach()[:size] if name.rpartition(".")[0] in embedding_names else weight.detach()
-    return dict(revert_weight_conversion(model, unique))
+    return dict(revert_weight_conversion(lm, unique))
 
 
 def _check_logprobs(lm: PreTrainedModel, rollout: SampledRollout, sampling: SamplingOptions) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rlhf.maths import ops
 from rlhf.models.cpu import attention, compiling, kernels
-from rlhf.models.traits import base, keeps_all, takes
+from rlhf.models.traits import keeps_all, takes
 from rlhf.types import JoinedPairs
 
 SIMILAR = 0.75
@@ -179,7 +179,7 @@ def reading_pairs(model: Any, pairs: JoinedPairs) -> Reading:
 
 def _spans(model: Any, lengths: Tensor, common: Tensor, second: Tensor) -> Tensor | None:
     """Tokens of a row from `second` on do not see those from `common` to there. [B] each -> [B, 4]"""
-    if lengths.device.type != "cpu" or not compiling.compiled(base(model)) or not kernels.for_rows(model.dtype):
+    if lengths.device.type != "cpu" or not compiling.compiled(model) or not kernels.for_rows(model.dtype):
         return None
     return torch.stack([_starts(lengths), common, second, lengths], dim=1)
 
@@ -191,10 +191,8 @@ def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, Any]:
 
 
 def packs(model: Any) -> bool:
-    """Whether a transformers model, under an adapter or not, takes packed rows: `allow` said so, and its attention is
-    still ours."""
-    lm = base(model)
-    return getattr(lm, FLAG, False) and attention.used_by(lm)
+    """Whether a transformers model takes packed rows: `allow` said so, and its attention is still ours."""
+    return getattr(model, FLAG, False) and attention.used_by(model)
 
 
 @torch.no_grad()

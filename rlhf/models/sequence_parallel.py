@@ -15,7 +15,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rlhf.distributed import collectives
 from rlhf.maths import ops
-from rlhf.models import traits
 from rlhf.models.policy import Entropy, Policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.types import JoinedPairs, Sequences
@@ -76,11 +75,11 @@ class SplitScalarModel(ScalarModel):
 class Stretch:
     """This rank's stretch of each row, and the model's attention over all of them. Every rank makes this together."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._group = collectives.share_group()
         self._size, self._number = collectives.ranks_per_share(), collectives.rank() % collectives.ranks_per_share()
         AttentionInterface.register(ATTENTION, self._attend)
-        traits.base(model).set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(ATTENTION)
 
     def of(self, rows: Tensor) -> Tensor:
         """The stretch [B, L] of rows [B, S], padded to L * ranks with zeros."""

@@ -6,14 +6,9 @@ from typing import Any
 from transformers import DynamicCache, DynamicLayer, PretrainedConfig
 
 
-def base(model: Any) -> Any:
-    """The model itself, under an adapter or not."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def takes(model: Any, argument: str) -> bool:
     """Whether the forward pass of a transformers model has this argument."""
-    return argument in inspect.signature(base(model).forward).parameters
+    return argument in inspect.signature(model.forward).parameters
 
 
 def keeps_all(config: PretrainedConfig) -> bool:

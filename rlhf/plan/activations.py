@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from rlhf.maths import ops
 from rlhf.plan import sizes
@@ -207,7 +208,7 @@ def _outputs(model: Any, head: Head, ids: Tensor, shape: PassShape) -> Tensor:
 
 
 def _checkpoint(model: nn.Module) -> None:
-    transformer = next(module for module in model.modules() if hasattr(module, "gradient_checkpointing_enable"))
+    transformer = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     with contextlib.suppress(AttributeError):
-        transformer.enable_input_require_grads()  # type: ignore[operator]  # transformers has it, `Module` does not
-    transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]  # the same
+        transformer.enable_input_require_grads()
+    transformer.gradient_checkpointing_enable({"use_reentrant": False})

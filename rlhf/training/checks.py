@@ -17,7 +17,7 @@ def check_engine(options: EngineOptions) -> None:
     """Raises: UserError for options that do not go together on this device, or a mistake in the adapter's."""
     require_possible(options, collectives.local_device())
     if options.adapter is not None:
-        adapters.method(options.adapter)
+        adapters.open_adapter(options.adapter)
 
 
 def check_start(place: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:

@@ -131,7 +131,7 @@ def test_with_the_adapter_off_it_is_the_reference(adapter: str, family: str) -> 
     actor = Policy(disturbed(adapters.wrap(tiny.causal_lm(family), adapter)))
     changed = logprobs(actor)
     held: Any = FrozenEngine(actor, FrozenOptions(), torch.float32)
-    with Reference(None).of(held) as reference:
+    with Reference(adapters.open_adapter(adapter)).of(held) as reference:
         assert torch.equal(logprobs(reference), expected)
     assert torch.equal(logprobs(actor), changed) and greatest(changed - expected) > 1e-2
 
@@ -147,7 +147,7 @@ def test_an_engine_trains_the_adapter_and_nothing_else(adapter: str, stage: int)
     after = weights(engine)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and changed <= trained
-    with Reference(None).of(engine) as reference:
+    with Reference(adapters.open_adapter(adapter)).of(engine) as reference:
         assert torch.equal(logprobs(reference), logprobs(Policy(tiny.causal_lm())))
 
 

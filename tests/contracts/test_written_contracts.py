@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data.build.mixture import open_origin
-from rlhf import adapters, generation, plugins, rewards
+from rlhf import adapters, generation, rewards
 from rlhf.errors import UserError
 from step3_ppo import algorithms, stage
 from step3_ppo.config import Step3Config
@@ -173,32 +173,41 @@ class Mine:
 def build(config, *args):
     return Mine()
 """
-WRAPPED = FILE.replace("    pass\n\ndef", "    def get_base_model(self): ...\n\ndef")
-METHOD = "def merged_state(model, state): return state\n"
+ADAPTER = FILE.replace(
+    "    pass\n\ndef build(config, *args)",
+    """    def wrap(self, model):
+        model.requires_grad_(False)
+
+    def disabled(self, model): ...
+
+    def merged(self, model, state): ...
+
+def build(config)""",
+)
 
 
 def wrap(path: str) -> Any:
-    return adapters.wrap(None, path)
+    return adapters.wrap(tiny.causal_lm(), path)
 
 
 def reward(path: str) -> rewards.Source:
-    return plugins.conforming(plugins.build("rlhf.rewards", path), rewards.Source, path)
+    return rewards.open_unchecked(path, rewards.Context(tiny.tokenizer(), torch.device("cpu"), torch.float32, "", 1))
 
 
 @pytest.mark.parametrize(
     ("text", "load", "message"),
     [
         (FILE, reward, "has no function __call__; expected __call__(samples)"),
+        (FILE.replace("pass\n\ndef", "def __call__(self): ...\n\ndef"), reward, "Mine: got __call__(), expected"),
+        (FILE.replace("config, *args", "config"), reward, "got build(config), expected build(config, Context)"),
+        (FILE.replace("class Config", "class Options"), reward, "has no Config"),
         (FILE, open_origin, "has no function rows; expected rows(phase)"),
-        (FILE, adapters.method, "has no function merged_state; expected merged_state(model, state)"),
-        (
-            FILE + METHOD,
-            wrap,
-            "no function get_base_model; expected get_base_model()",
-        ),
-        (WRAPPED + METHOD, wrap, "no function disable_adapter"),
+        (FILE, adapters.open_adapter, "has no function wrap; expected wrap(model)"),
+        (ADAPTER.replace("disabled", "off"), adapters.open_adapter, "no function disabled; expected disabled(model)"),
+        (ADAPTER.replace("merged(self, model, state)", "merged(self)"), adapters.open_adapter, "expected merged(model"),
+        (ADAPTER.replace("(config)", "(config, model)"), adapters.open_adapter, "got build(config, model), expected"),
+        (ADAPTER, wrap, "after wrap(model) no weight requires gradients"),
     ],
-    ids=["reward", "source", "adapter", "wrapped model", "wrapped model that cannot be disabled"],
 )
 def test_any_other_plugin_that_lacks_something_is_refused(
     text: str, load: Callable[[str], Any], message: str, tmp_path: Path

@@ -93,8 +93,17 @@ def reinforce() -> None:
 
 
 def adapter() -> None:
+    """It meets the contract of every adapter."""
+    spec = "my_adapter.py"
+    adapter_contract.test_nothing_changes_before_the_first_step(spec, "llama")
+    adapter_contract.test_merged_weights_say_what_wrapped_ones_do(spec, "qwen2")
+    adapter_contract.test_with_the_adapter_off_it_is_the_reference(spec, "llama")
+    adapter_contract.test_an_engine_trains_the_adapter_and_nothing_else(spec, 3)
+
+
+def adapter_of_peft() -> None:
     """It meets the contract of every adapter, and its scale is that of the paper."""
-    spec = "my_adapter.py,r=4"
+    spec = "my_rslora.py,r=4"
     adapter_contract.test_nothing_changes_before_the_first_step(spec, "llama")
     adapter_contract.test_merged_weights_say_what_wrapped_ones_do(spec, "gpt2")
     adapter_contract.test_an_engine_trains_the_adapter_and_nothing_else(spec, 1)
@@ -135,6 +144,7 @@ CHECKS: dict[tuple[str, str], Callable[..., None]] = {
     ("extending.md", "my_algorithm.py"): bounded_ppo,
     ("extending.md", "my_reinforce.py"): reinforce,
     ("extending.md", "my_adapter.py"): adapter,
+    ("extending.md", "my_rslora.py"): adapter_of_peft,
     ("extending.md", "my_backend.py"): backend,
     ("extending.md", "my_tracker.py"): tracker,
 }

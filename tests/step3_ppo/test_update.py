@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf import adapters
 from rlhf.generation import open_backend
 from rlhf.maths import losses
 from rlhf.maths.uniforms import uniforms
@@ -82,7 +83,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
                 weight.add_(0.1)
     with actor.inference() as policy, torch.no_grad():
         moved = policy(rows)[0]
-    with Reference(None).of(actor) as reference:
+    with Reference(adapters.open_adapter("lora")).of(actor) as reference:
         torch.testing.assert_close(reference(rows)[0], exact, rtol=0, atol=1e-5)
     with actor.inference() as policy:
         assert torch.equal(policy(rows)[0], moved) and float((moved - exact).abs().max()) > 1e-2
