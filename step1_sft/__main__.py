@@ -1,6 +1,6 @@
 """`python -m step1_sft`: supervised fine-tuning alone."""
 
-from rlhf.launch.launcher import stage_main
+from rlhf.training.stage_process import stage_main
 from step1_sft.config import STAGE, SFTConfig
 
 

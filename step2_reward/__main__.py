@@ -1,6 +1,6 @@
 """`python -m step2_reward`: the reward model alone."""
 
-from rlhf.launch.launcher import stage_main
+from rlhf.training.stage_process import stage_main
 from step2_reward.config import STAGE, RewardConfig
 
 

@@ -1,7 +1,7 @@
 """`python -m step3_ppo`: reinforcement learning alone."""
 
 from rlhf.config import parser
-from rlhf.launch.launcher import stage_main
+from rlhf.training.stage_process import stage_main
 from step3_ppo.config import STAGE, Step3Config
 
 

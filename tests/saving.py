@@ -22,9 +22,8 @@ from torch import Tensor
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from rlhf.launch import launcher
 from rlhf.storage import disk
-from rlhf.training import checkpoints
+from rlhf.training import checkpoints, stage_process
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.saving import Saver
 from tests.killing import Killed
@@ -231,4 +230,4 @@ if __name__ == "__main__":
         both = collectives.gather_objects(on_two_ranks(place))
         if collectives.is_main():
             (place / "seen.json").write_text(json.dumps(both), encoding="utf-8")
-    launcher.end_well()
+    stage_process.end_well()

@@ -26,11 +26,11 @@ from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.frozen import shards_of as frozen_shards_of
 from rlhf.engine.training import Engine, shards_of
-from rlhf.launch import launcher
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
+from rlhf.training import stage_process
 from tests import tiny
 from tests.engine_runs import OPTIMIZER, STEPS, batches, generate, step
 
@@ -193,4 +193,4 @@ if __name__ == "__main__":
         seen = runs(place)
         if collectives.is_main():
             torch.save(seen, place / "seen.pt")
-    launcher.end_well()
+    stage_process.end_well()

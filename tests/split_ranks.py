@@ -16,13 +16,13 @@ from rlhf.distributed import collectives
 from rlhf.engine.ema import EMA
 from rlhf.engine.export import save_policy
 from rlhf.engine.training import Engine
-from rlhf.launch import launcher
 from rlhf.maths import losses
 from rlhf.models import sequence_parallel
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.scalar import ScalarModel, scores
 from rlhf.models.splitting import SEQUENCE, TENSOR
+from rlhf.training import stage_process
 from rlhf.training.checkpoints import Resumable, newest, save
 from tests import tiny
 from tests.engine_runs import DECAY, OPTIMIZER, STEPS, batches, gathered, generate, step
@@ -166,4 +166,4 @@ if __name__ == "__main__":
         seen = runs(place, "all" in sys.argv[2:])
         if collectives.is_main():
             torch.save(seen, place / "seen.pt")
-    launcher.end_well()
+    stage_process.end_well()

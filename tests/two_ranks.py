@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlhf.distributed import collectives
-from rlhf.launch import launcher
+from rlhf.training import stage_process
 from tests import reward_runs
 from tests.engine_runs import accumulated, run, run_averaged, run_into_nan, scored_in_bf16
 from tests.players import PARITY, a_step_of_everything, two_iterations, with_a_bad_score
@@ -51,4 +51,4 @@ if __name__ == "__main__":
         seen = runs()
         if collectives.is_main():
             torch.save(seen, sys.argv[1])
-    launcher.end_well()
+    stage_process.end_well()

@@ -12,7 +12,7 @@ import torch
 from rlhf import plugins
 from rlhf.config.options import SamplingOptions
 from rlhf.distributed import collectives
-from rlhf.launch import launcher
+from rlhf.training import stage_process
 from tests import engine_runs, stand_in_vllm, tiny
 
 
@@ -39,4 +39,4 @@ if __name__ == "__main__":
         seen = {adapter: collectives.gather_objects(mismatches(adapter)) for adapter in (None, "lora")}
         if collectives.is_main():
             torch.save(seen, sys.argv[1])
-    launcher.end_well()
+    stage_process.end_well()

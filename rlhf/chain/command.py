@@ -20,11 +20,12 @@ from rlhf.config import parser
 from rlhf.config.options import require_trackers
 from rlhf.config.short_help import short_help
 from rlhf.errors import UserError
-from rlhf.launch import launcher, rank_variables
+from rlhf.launch import launcher, rank_variables, supervisor
 from rlhf.launch.failure_summary import command_again, last_words
 from rlhf.launch.hosts import Deployment, LaunchOptions, open_deployment
 from rlhf.plan.options import PlanOptions
 from rlhf.shipped import CONFIGS
+from rlhf.training import stage_process
 
 TEXTS = {"--help", "-h", "--help-all", "--plan"}
 """options that make the chain print a text and end"""
@@ -186,7 +187,7 @@ def manifest_version(stage: Path) -> tuple[int, int] | None:
 
 def leave(step: int, ended: launcher.Ended, todo: dict[int, Any]) -> NoReturn:
     """End the chain with the code of a stage that failed, and with a line about it unless it has said one."""
-    if ended not in launcher.SAID:
+    if ended not in supervisor.SAID:
         made = {
             SECTIONS[s]: Path(o.output_dir) / STAGES[s].name / "manifest.json" for s, o in todo.items() if o.overwrite
         }
@@ -234,7 +235,7 @@ def run_chain(led: Any = None) -> int:
 
     manifests.require_writable(chain.output_dir)
     console.status("checking options, models and data")
-    with launcher.requeued_when_asked(), manifests.locked(Path(chain.output_dir)):
+    with stage_process.requeued_when_asked(), manifests.locked(Path(chain.output_dir)):
         sweep(Path(chain.output_dir))
         where = deployment(chain)
         chain = settle(chain, where.processes)

@@ -30,7 +30,8 @@ def main() -> int:
     console.quiet_libraries()
     from rlhf.engine.nonfinite import NonFiniteError
     from rlhf.evaluation import comparison, results_table
-    from rlhf.launch.launcher import NON_FINITE, give_up
+    from rlhf.launch.supervisor import NON_FINITE
+    from rlhf.training.stage_process import give_up
 
     try:
         policies = comparison.check(options)

@@ -21,10 +21,10 @@ from rlhf.engine.nonfinite import NonFiniteError, save_batch
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.hub.untrusted import PlainErrors
-from rlhf.launch import launcher
+from rlhf.launch.supervisor import NON_FINITE
 from rlhf.storage import disk, manifests
 from rlhf.text.tokenizer import describe_template
-from rlhf.training import checkpoints, logs, out_of_memory, progress, record, saving, spikes
+from rlhf.training import checkpoints, logs, out_of_memory, progress, record, saving, spikes, stage_process
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.progress import Standing
 from rlhf.training.signals import CODES, Ending
@@ -208,7 +208,7 @@ class Run:
 
     def _leave(self, step: int, asked: signal.Signals) -> NoReturn:
         self.recorder.close()
-        launcher.give_up(
+        stage_process.give_up(
             f"{self.stage}: {asked.name} after step {step}; {self.saver.last()}; the same command goes on",
             CODES[asked],
         )
@@ -312,13 +312,13 @@ def open_run(
                 except OSError as full:
                     kept = f"; it could not be written ({full})"
                 collectives.barrier()
-            launcher.give_up(f"error: {stage}: {error}{kept}", launcher.NON_FINITE)
+            stage_process.give_up(f"error: {stage}: {error}{kept}", NON_FINITE)
         except (RuntimeError, MemoryError) as error:
             if not errors.is_out_of_memory(error):
                 raise
             ranks = collectives.rank(), collectives.world_size()
             advice = out_of_memory.lack_of_memory(error, options, declaration.phases, *ranks)
-            launcher.give_up(f"error: {stage}: {advice}", 1)
+            stage_process.give_up(f"error: {stage}: {advice}", 1)
         finally:
             run.saver.close()
             run.recorder.close()

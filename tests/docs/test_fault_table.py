@@ -39,7 +39,7 @@ ROWS_A: dict[int, tuple[str, ...]] = {
     10: (
         "faults/test_ranks.py::test_an_exception_on_one_rank_is_what_is_said",
         "rlhf/launch/test_launch.py::test_the_first_to_fail_ends_the_others",
-        "rlhf/launch/test_launch.py::test_who_lost_its_peer_lets_the_peer_speak",
+        "rlhf/training/test_stage_process.py::test_who_lost_its_peer_lets_the_peer_speak",
     ),
     11: ("rlhf/distributed/test_stragglers.py::test_the_slowest_and_the_fastest_rank_of_each_step",),
     # ports and directories that are in use; more processes than devices; no launcher; a clean end

@@ -13,7 +13,7 @@ from data.preview.command import PreviewConfig
 from rlhf.chain import command as train
 from rlhf.config import option_names, parser
 from rlhf.evaluation.evaluate import EvaluateConfig
-from rlhf.launch.launcher import SAID
+from rlhf.launch.supervisor import SAID
 from step1_sft import __main__ as sft
 from step2_reward import __main__ as reward
 from step3_ppo import __main__ as ppo

@@ -3,7 +3,7 @@
 import sys
 
 from rlhf.config.options import RunOptions
-from rlhf.launch import launcher
+from rlhf.training.stage_process import stage_main
 
 
 def run(options: RunOptions) -> None:
@@ -16,4 +16,4 @@ def run(options: RunOptions) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launcher.stage_main(lambda _: RunOptions, "tests.faults.one_step", "one step", {}, run))
+    sys.exit(stage_main(lambda _: RunOptions, "tests.faults.one_step", "one step", {}, run))

@@ -18,9 +18,9 @@ from torch import Tensor
 from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import Shards
 from rlhf.engine.training import Engine
-from rlhf.launch import launcher
 from rlhf.models import load
 from rlhf.training import run as stage_run
+from rlhf.training import stage_process
 from rlhf.training.run import Run
 from rlhf.types import Metrics, SampledRollout
 from step1_sft.stage import FINE_TUNING as sft
@@ -83,7 +83,7 @@ def run(stage: str, config: Any) -> Observed:
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
             (collectives, "process_group", lambda timeout_s: contextlib.nullcontext()),
-            (launcher, "give_up", give_up),
+            (stage_process, "give_up", give_up),
             (stage_run, "Run", functools.partial(InMemory, observed)),
             (load, "_load", read_once(load._load)),
             (Engine, "step", noting_batches(observed)),

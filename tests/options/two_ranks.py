@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rlhf.distributed import collectives
-from rlhf.launch import launcher
+from rlhf.training import stage_process
 from tests.options import cases, harness
 
 if __name__ == "__main__":
@@ -25,4 +25,4 @@ if __name__ == "__main__":
             observed.append(asdict(harness.run(bundle.stage, config)))
         if collectives.is_main():
             torch.save(observed, out)
-    launcher.end_well()
+    stage_process.end_well()

@@ -20,7 +20,7 @@ from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
 from rlhf.generation import vllm as served
-from rlhf.launch import launcher
+from rlhf.launch.supervisor import NON_FINITE
 from rlhf.models.scalar import apart, load_scalar_model
 from rlhf.storage import manifests
 from step1_sft.config import SFTConfig
@@ -72,7 +72,7 @@ def test_a_run_that_diverges_is_said_so_and_exports_nothing(
     said = capsys.readouterr()
     last = said.err.strip().splitlines()[-1]
     [folder] = tmp_path.iterdir()
-    assert leaving.value.code == launcher.NON_FINITE and "warning, step 2: loss_spike" in said.out
+    assert leaving.value.code == NON_FINITE and "warning, step 2: loss_spike" in said.out
     assert last.startswith(f"error: {folder.name}: the run has diverged: {number} ")
     assert "lower --learning-rate (now 50) and add --overwrite" in last
     assert not (folder / "model").exists()
@@ -93,7 +93,7 @@ def test_a_model_without_a_finite_loss_is_refused_and_not_exported(
     monkeypatch.setattr("step1_sft.stage.perplexity", lambda *_: next(coming))
     with pytest.raises(SystemExit) as leaving:
         sft.run(SFTConfig(**SMALL, max_train_rows=32, num_train_epochs=1, model="demo-llama", output_dir=str(tmp_path)))
-    assert leaving.value.code == launcher.NON_FINITE and not (tmp_path / "step1_sft/model").exists()
+    assert leaving.value.code == NON_FINITE and not (tmp_path / "step1_sft/model").exists()
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: step1_sft: {said}")
 
 
@@ -211,7 +211,7 @@ def test_scores_that_are_no_numbers_end_the_run_with_code_3(
     with pytest.raises(SystemExit) as leaving:
         stage.run(options(models, tmp_path / "out", "rloo", **changes))
     said = capsys.readouterr()
-    assert leaving.value.code == launcher.NON_FINITE
+    assert leaving.value.code == NON_FINITE
     assert "warning, iteration 2: score is nan, score of mine.py:score is nan (training rows " in said.out
     assert said.err.strip().splitlines()[-1].startswith("error: step3_ppo: iteration 3: score is nan")
     out = tmp_path / "out/step3_ppo"

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from rlhf.config.options import RunOptions
 from rlhf.errors import UserError
 from rlhf.launch import launcher
+from rlhf.launch.supervisor import REQUEUE, name_of
 from tests.processes import alive, until
 
 ROOT = Path(__file__).parents[3]
+STAGE = "from rlhf.training.stage_process import *; from rlhf.config.options import RunOptions as O; sys.argv = ['x']\n"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -165,7 +166,7 @@ def test_usr1_is_passed_on_and_waited_for(program: str, tmp_path: Path, handler:
     """Longer than the grace time; a rank that knows no handler yet has nothing to save."""
     with launched(program, f"{handler}; ready(); time.sleep(99)", 2, tmp_path, grace_s=1.0) as process:
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == launcher.REQUEUE
+        assert process.wait(60) == REQUEUE
     until(lambda: not alive(program))
 
 
@@ -174,7 +175,7 @@ def test_one_that_ends_well_although_asked_to_be_started_again(program: str, tmp
         program, "signal.signal(10, lambda *_: sys.exit(0)); ready(); time.sleep(99)", 1, tmp_path
     ) as process:
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == launcher.REQUEUE, "the next stage must not begin"
+        assert process.wait(60) == REQUEUE, "the next stage must not begin"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_what_ended_it_is_named(program: str, body: str, code: int, cause: str) 
 
 @LINUX
 def test_a_stage_that_does_not_hear_the_end_of_its_launcher_is_killed(program: str, tmp_path: Path) -> None:
-    stage = "from rlhf.launch.launcher import *; sys.argv = ['x']; from rlhf.config.options import RunOptions as O\n"
+    stage = STAGE
     stage += "def run(_):\n    signal.signal(15, lambda *_: 0); ready()\n    while 1: time.sleep(0.1)\n"
     stage += f"stage_main(lambda _: O, 'x', '', {{}}, run)  # {program}"
     with launched(program, stage, 1, tmp_path, grace_s=1.0) as process:
@@ -216,14 +217,14 @@ def test_a_stage_that_does_not_hear_the_end_of_its_launcher_is_killed(program: s
 @pytest.mark.faults
 def test_two_ranks_end_well_every_time(program: str) -> None:
     body = "from rlhf.distributed.collectives import barrier, process_group\n"
-    body += "from rlhf.launch.launcher import end_well\n"
+    body += "from rlhf.training.stage_process import end_well\n"
     body += "with process_group(60): barrier()\nend_well()"
     assert [int(launcher.run(program, [body], 2)) for _ in range(10)] == [0] * 10
 
 
 @LINUX
 def test_a_stage_ends_with_a_launcher_that_was_killed(program: str, tmp_path: Path) -> None:
-    stage = "from rlhf.launch.launcher import *; sys.argv = ['x']; from rlhf.config.options import RunOptions as O\n"
+    stage = STAGE
     stage += f"stage_main(lambda _: O, 'x', '', {{}}, lambda _: (ready(), time.sleep(99)))  # {program}"
     with launched(program, stage, 2, tmp_path) as process:
         process.kill()
@@ -231,25 +232,8 @@ def test_a_stage_ends_with_a_launcher_that_was_killed(program: str, tmp_path: Pa
 
 
 def test_codes_have_names() -> None:
-    assert launcher.name_of(1) == "exit code 1"
-    assert launcher.name_of(-signal.SIGTERM) == "SIGTERM"
-    assert launcher.name_of(-signal.SIGKILL).startswith("SIGKILL (") and "memory" in launcher.name_of(-signal.SIGKILL)
-
-
-# --- the side of the process begun
-
-
-def stage_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None, *argv: str) -> RunOptions:
-    seen: list[RunOptions] = []
-
-    def run(options: RunOptions) -> None:
-        seen.append(options)
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(sys, "argv", ["x", "--output-dir", str(tmp_path / "out"), *argv])
-    assert launcher.stage_main(lambda _: RunOptions, "x", "", {}, run) == 0
-    return seen[0]
+    assert (name_of(1), name_of(-signal.SIGTERM)) == ("exit code 1", "SIGTERM")
+    assert name_of(-signal.SIGKILL).startswith("SIGKILL (") and "memory" in name_of(-signal.SIGKILL)
 
 
 def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,64 +245,6 @@ def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launcher.resource, "setrlimit", lambda *words: allowed.append(words))
     launcher.require_open_files()
     assert allowed == [(launcher.resource.RLIMIT_NOFILE, (256, 4096))]
-
-
-def test_between_stages_usr1_asks_to_be_started_again() -> None:
-    with pytest.raises(SystemExit) as ended, launcher.requeued_when_asked():
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(1)
-    assert ended.value.code == launcher.REQUEUE
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-def test_the_deepspeed_launchers_extra_word_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert stage_main(monkeypatch, tmp_path, None, "--local_rank=1", "--seed", "3").seed == 3
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_mistake_is_one_line_and_rank_0_says_it_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: str
-) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(SystemExit) as ended:
-        stage_main(monkeypatch, tmp_path, UserError("a: got b, expected c"))
-    assert ended.value.code == 2 and capsys.readouterr().err == "error: a: got b, expected c\n"
-    assert waited == ([] if rank == "0" else [launcher.PATIENCE_S])
-    assert "error: a: got b, expected c" in (tmp_path / "error.json").read_text()
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("rank", "error", "waits"),
-    [
-        ("0", ZeroDivisionError("ours"), False),
-        ("1", ZeroDivisionError("ours"), True),
-        ("0", RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:5"), True),
-    ],
-)
-def test_who_lost_its_peer_lets_the_peer_speak(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, error: Exception, waits: bool
-) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    monkeypatch.setenv("RANK", rank)
-    with pytest.raises(type(error)):
-        stage_main(monkeypatch, tmp_path, error)
-    assert bool(waited) == waits
-
-
-def test_torchrun_shows_the_mistake_first_and_last(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "step1_sft", "--modle", "x", "--output-dir", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stderr.splitlines() if line.strip("=-")]
-    said = "error: no option '--modle' (did you mean '--model'?); see --help"
-    assert done.returncode != 0 and done.stdout == ""
-    assert [line for line in lines if line.startswith("error:")] == [said]
-    assert lines[-1].endswith(said)
 
 
 def test_nothing_of_the_current_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

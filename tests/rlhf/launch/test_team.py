@@ -163,7 +163,7 @@ def chain(program: str, port: int, body: str) -> Iterator["subprocess.Popen[str]
 def test_nothing_outlives_a_leader_or_a_follower_that_was_killed(program: str, here: Path, killed: str) -> None:
     """The rank of a follower that was killed ends, and the other rank loses its peer."""
     body = (
-        "from rlhf.launch.launcher import *; from rlhf.config.options import RunOptions as O\n"
+        "from rlhf.training.stage_process import *; from rlhf.config.options import RunOptions as O\n"
         "def run(_):\n    wait()\n    while rank or not pathlib.Path('lost').exists(): time.sleep(1)\n    sys.exit(1)\n"
         f"sys.argv = ['x']; stage_main(lambda _: O, 'x', '', {{}}, run)  # {program}"
     )

@@ -10,8 +10,7 @@ import torch
 
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
-from rlhf.launch import launcher
-from rlhf.training import checkpoints, random_sources
+from rlhf.training import checkpoints, random_sources, stage_process
 from tests import engine_runs, forked_ranks, resuming, tiny
 from tests.engine_runs import ROUNDING
 
@@ -147,4 +146,4 @@ if __name__ == "__main__":
         found = two_ranks(Path(sys.argv[1]))
         if collectives.is_main():
             torch.save(found, Path(sys.argv[1]) / "seen.pt")
-    launcher.end_well()
+    stage_process.end_well()

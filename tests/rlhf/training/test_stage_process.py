@@ -1,0 +1,88 @@
+"""The process of one stage: its command line, its last line, and who says it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf.config.options import RunOptions
+from rlhf.errors import UserError
+from rlhf.launch.supervisor import REQUEUE
+from rlhf.training import stage_process
+
+ROOT = Path(__file__).parents[3]
+
+
+def stage_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None, *argv: str) -> RunOptions:
+    seen: list[RunOptions] = []
+
+    def run(options: RunOptions) -> None:
+        seen.append(options)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(sys, "argv", ["x", "--output-dir", str(tmp_path / "out"), *argv])
+    assert stage_process.stage_main(lambda _: RunOptions, "x", "", {}, run) == 0
+    return seen[0]
+
+
+def test_between_stages_usr1_asks_to_be_started_again() -> None:
+    with pytest.raises(SystemExit) as ended, stage_process.requeued_when_asked():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1)
+    assert ended.value.code == REQUEUE
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_the_deepspeed_launchers_extra_word_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert stage_main(monkeypatch, tmp_path, None, "--local_rank=1", "--seed", "3").seed == 3
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_mistake_is_one_line_and_rank_0_says_it_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: str
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        stage_main(monkeypatch, tmp_path, UserError("a: got b, expected c"))
+    assert ended.value.code == 2 and capsys.readouterr().err == "error: a: got b, expected c\n"
+    assert waited == ([] if rank == "0" else [stage_process.PATIENCE_S])
+    assert "error: a: got b, expected c" in (tmp_path / "error.json").read_text()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "waits"),
+    [
+        ("0", ZeroDivisionError("ours"), False),
+        ("1", ZeroDivisionError("ours"), True),
+        ("0", RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:5"), True),
+    ],
+)
+def test_who_lost_its_peer_lets_the_peer_speak(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, error: Exception, waits: bool
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(type(error)):
+        stage_main(monkeypatch, tmp_path, error)
+    assert bool(waited) == waits
+
+
+def test_torchrun_shows_the_mistake_first_and_last(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "step1_sft", "--modle", "x", "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.strip("=-")]
+    said = "error: no option '--modle' (did you mean '--model'?); see --help"
+    assert done.returncode != 0 and done.stdout == ""
+    assert [line for line in lines if line.startswith("error:")] == [said]
+    assert lines[-1].endswith(said)
