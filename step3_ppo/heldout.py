@@ -206,10 +206,12 @@ class BestPolicy:
         self.value, self.waited = state["value"], int(state["waited"])
 
 
-def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> None:
-    """Append a line for each held-out prompt of all ranks: both responses and their numbers. Rank 0 writes."""
+def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> list[dict[str, Any]]:
+    """Append a line for each held-out prompt of all ranks: both responses and their numbers. Rank 0 writes, and
+    returns what it wrote; other ranks return nothing."""
+    rows: list[dict[str, Any]] = []
     if not collectives.is_main():
-        return
+        return rows
     texts = zip(after.prompts, before.responses, after.responses, strict=True)
     with path.open("a", encoding="utf-8") as file:
         for i, (prompt, old, new) in enumerate(texts):
@@ -217,7 +219,9 @@ def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluat
             row |= {"score_before": before.scores[i].item(), "score": after.scores[i].item(), "kl": after.kl[i].item()}
             if before.judge_scores is not None and after.judge_scores is not None:
                 row |= {"judge_before": before.judge_scores[i].item(), "judge": after.judge_scores[i].item()}
+            rows.append(row)
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return rows
 
 
 def write_rollout(path: Path, iteration: int, rollout: ScoredRollout, names: Sequence[str], samples: Samples) -> None:

@@ -23,6 +23,7 @@ from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start
+from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms
 from step3_ppo.config import MAKERS, STAGE, Step3Config
 from step3_ppo.plan import needs_critic, workload
@@ -65,6 +66,7 @@ def check(
     `planned`: stages that will have run by then, and the model each starts from, which is looked at instead of theirs.
     Raises: UserError.
     """
+    check_trackers(config.report_to)
     starts = {name: planned_start(place, config.output_dir, planned or {}) for name, place in inputs(config).items()}
     known = {name: start for name, start in starts.items() if start is not None}
     models = with_inputs(config.model_copy(update=known))

@@ -203,7 +203,8 @@ def run(config: Step3Config) -> None:
             problem = nonfinite_scores(after)
             if problem is not None:  # no reason to end a long run
                 console.say(f"warning, iteration {iteration}: {problem}")
-            write_samples(stage.directory / "samples.jsonl", iteration, before, after)
+            samples = write_samples(stage.directory / "samples.jsonl", iteration, before, after)
+            stage.recorder.table("samples", iteration, samples[: config.sample_rows])
             return compare(before, after)
 
         actor = partial(save_policy, models.actor, config.adapter, tokenizer)

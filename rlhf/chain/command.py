@@ -17,7 +17,6 @@ from rlhf import console, streams
 from rlhf.chain.options import SECTIONS, SHORT_HELP, ChainConfig, chain_config, changed, resolve
 from rlhf.chain.stages import STAGES, load
 from rlhf.config import parser
-from rlhf.config.options import require_trackers
 from rlhf.config.short_help import short_help
 from rlhf.errors import UserError
 from rlhf.launch import launcher, rank_variables, supervisor
@@ -125,7 +124,6 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
             finished.append(name)
             continue
         try:
-            require_trackers(options.report_to)
             stage.check(options, planned, count)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None

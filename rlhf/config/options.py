@@ -1,15 +1,12 @@
 """Options that every stage has, each declared once. Torch-free, like rlhf.config.parser."""
 
-import importlib.util
 import os
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import tyro
 from pydantic import AfterValidator, Field
 
 from rlhf.config import Config
-from rlhf.errors import UserError
 
 MAX_SEED = 2**32 - 1
 """numpy takes no larger seed, and streams of torch are numbered by multiples of it"""
@@ -55,10 +52,11 @@ class RunOptions(Config):
     """directory of the whole run; each stage writes its own folder inside"""
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """seed of initial heads, data order and sampling"""
-    report_to: tuple[Literal["tensorboard"], ...] = ()
-    """trackers in addition to metrics.jsonl"""
+    report_to: tuple[str, ...] = ()
+    """trackers in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, comet_ml, clearml, dvclive,
+    aim (wandb,project=NAME with its options), or a Python file of yours"""
     sample_rows: int = Field(4, ge=0)
-    """number of prompts whose responses are printed before and after training"""
+    """number of held-out prompts whose responses are printed at the end, and sent to the trackers"""
     overwrite: bool = False
     """rerun a finished stage, and restart an interrupted one from the beginning"""
     save_every: int | None = Field(None, ge=1)
@@ -247,12 +245,3 @@ class PromptFileOptions(SamplingOptions):
     """path of the results"""
     overwrite: bool = False
     """replace the results of an earlier call"""
-
-
-def require_trackers(names: Sequence[str]) -> None:
-    """Raises: UserError for a tracker whose package is not installed."""
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"--report-to {name}: the package is not installed; pip install {name}, or leave the option out"
-            )

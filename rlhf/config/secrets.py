@@ -17,17 +17,36 @@ SECRET_PATTERNS = re.compile(
     re.IGNORECASE,
 )
 """Tokens of well-known services, a user name and password in an address, and plug-in options with such a name."""
+MASK = "***"
 
 
 def refuse_secrets(options: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
     """Raises: UserError that names the option, without its value."""
-    secrets = {value for key, value in environment.items() if SECRET_NAMES.search(key) and len(value) >= MIN_LENGTH}
+    secrets = _values(environment)
     for name, text in _texts(options, ""):
-        if SECRET_PATTERNS.search(text) or any(secret in text for secret in secrets):
+        if _is_secret(text, secrets):
             raise UserError(
                 f"--{name.replace('_', '-')}: got what looks like a token or a password, but options are written to "
                 "config.yaml and manifest.json; put it into an environment variable"
             )
+
+
+def masked(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+    """Nested options with MASK in place of each text that `refuse_secrets` would refuse: options made in Python were
+    not refused."""
+    if isinstance(value, Mapping):
+        return {key: masked(nested, environment) for key, nested in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(nested, environment) for nested in value]
+    return MASK if isinstance(value, str) and _is_secret(value, _values(environment)) else value
+
+
+def _values(environment: Mapping[str, str]) -> set[str]:
+    return {value for key, value in environment.items() if SECRET_NAMES.search(key) and len(value) >= MIN_LENGTH}
+
+
+def _is_secret(text: str, secrets: set[str]) -> bool:
+    return bool(SECRET_PATTERNS.search(text)) or any(secret in text for secret in secrets)
 
 
 def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:

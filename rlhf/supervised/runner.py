@@ -27,6 +27,7 @@ from rlhf.training import progress
 from rlhf.training.checkpoints import Resumable, require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start
 from rlhf.training.run import open_run
+from rlhf.training.trackers import check_trackers
 from rlhf.types import Metrics
 
 C = TypeVar("C", bound=SupervisedOptions)
@@ -90,6 +91,7 @@ class Supervised(Generic[C]):
         `planned`: stages that will have run by then, and the model each starts from.
         Raises: UserError.
         """
+        check_trackers(config.report_to)
         ranks = shares(config, ranks)
         if config.batch_tokens is None:
             check_ranks(config.batch_size, ranks)

@@ -1,17 +1,18 @@
-"""Observers of a run: metrics.jsonl, a bar, TensorBoard, the words and tables a person reads. Rank 0 speaks."""
+"""The record of a run: metrics.jsonl, the trackers, a progress bar and warnings. Only rank 0 writes."""
 
 import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
+from rlhf.training.reporting import Reporter
+from rlhf.training.trackers import Scalar
 from rlhf.types import Metrics
 
 EVALUATION = "eval_"
@@ -54,38 +55,16 @@ def _plain(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-class TensorBoard:
-    """The same numbers for TensorBoard."""
-
-    def __init__(self, directory: Path, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory), purge_step=done + 1 if done else None)
-
-    def write(self, kind: str, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(f"{kind}/{name}", value, step)
-
-    def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
-        self._writer.add_text(f"warning/{name}", f"{console.metrics_line(numbers)}: {advice}", step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class Recorder:
-    """Follows one stage: every step into the writers, a few numbers onto the bar. Silent on other ranks.
+    """Observes one stage: writes every step to metrics.jsonl and the trackers, and some numbers to the progress bar.
+    Only rank 0 writes, and has a reporter.
 
-    `done` steps were recorded before; metrics.jsonl goes on after them.
+    `done` steps were recorded before; metrics.jsonl continues after them.
     """
 
-    def __init__(self, directory: Path, report_to: Sequence[str] = (), done: int = 0) -> None:
-        self._done = done
-        self._writers: list[Any] = []
-        if collectives.is_main():
-            self._writers = [MetricsFile(directory / "metrics.jsonl")]
-            if "tensorboard" in report_to:
-                self._writers.append(TensorBoard(directory / "tensorboard", done))
+    def __init__(self, directory: Path, done: int = 0, reporter: Reporter | None = None) -> None:
+        self._done, self._reporter = done, reporter
+        self._file = MetricsFile(directory / "metrics.jsonl") if collectives.is_main() else None
 
     def follow(self, steps: Iterable[Metrics], total: int, title: str, shown: Sequence[str]) -> Generator[Metrics]:
         """Pass `steps` on, recording each; `shown` are the metrics on the bar.
@@ -100,33 +79,31 @@ class Recorder:
                 yield metrics
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
-        self._each(lambda writer: writer.write(kind, step, metrics))
-
-    def _each(self, tell: Callable[[Any], None]) -> None:
-        """Tell every writer. A tracker that fails is said once and then left out; metrics.jsonl may not fail."""
-        for writer in tuple(self._writers):
-            with contextlib.ExitStack() as stack:
-                if not isinstance(writer, MetricsFile):
-                    stack.push(partial(self._leave_out, writer))
-                tell(writer)
-
-    def _leave_out(self, writer: Any, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
-        if kind is None or not issubclass(kind, Exception):
-            return False
-        self._writers.remove(writer)
-        reason = " ".join(f"{kind.__name__}: {error}".split())[:200]
-        console.say(
-            f"warning: {type(writer).__name__} fails and is left out from here on ({reason}); metrics.jsonl has it all"
-        )
-        return True
+        if self._file is not None:
+            self._file.write(kind, step, metrics)
+        if self._reporter is not None:
+            self._reporter.metrics(kind, step, metrics)
 
     def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
-        """Say in one line that something looks wrong, with its numbers and the next step; also into the writers."""
+        """Say in one line that something looks wrong, with its numbers and the next step; also to file and trackers."""
+        text = f"{console.metrics_line(numbers)}: {advice}"
         console.say(f"warning, step {step}: {name} ({console.metrics_line(numbers)}): {advice}")
-        self._each(lambda writer: writer.warn(step, name, numbers, advice))
+        if self._file is not None:
+            self._file.warn(step, name, numbers, advice)
+        if self._reporter is not None:
+            self._reporter.text("warning", step, name, text)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Scalar]]) -> None:
+        """Send rows with the same columns to the trackers. A stage has them in a file of its own."""
+        if self._reporter is not None:
+            self._reporter.table(name, step, rows)
 
     def close(self) -> None:
-        self._each(lambda writer: writer.close())
+        """Close the file and end the trackers' runs. A second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+        if self._reporter is not None:
+            self._reporter.close()
 
 
 def _by_kind(metrics: Metrics) -> dict[str, Metrics]:

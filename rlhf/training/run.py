@@ -24,7 +24,17 @@ from rlhf.hub.untrusted import PlainErrors
 from rlhf.launch.supervisor import NON_FINITE
 from rlhf.storage import disk, manifests
 from rlhf.text.tokenizer import describe_template
-from rlhf.training import checkpoints, logs, out_of_memory, progress, record, saving, spikes, stage_process
+from rlhf.training import (
+    checkpoints,
+    logs,
+    out_of_memory,
+    progress,
+    record,
+    reporting,
+    saving,
+    spikes,
+    stage_process,
+)
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.progress import Standing
 from rlhf.training.signals import CODES, Ending
@@ -71,11 +81,14 @@ class Run:
             self.models = list(self._found.manifest["models"])
             for change in progress.versions_changed(self._found.manifest):
                 console.say(f"note: {self._found.folder} was written with another version: {change}")
+        reporter = None
         if collectives.is_main():
+            recorded = reporting.rows_after(self.directory / manifests.METRICS, self.done)
             logs.cut(self.directory, self._logs, self._found.manifest["logs"] if self._found else {})
+            reporter = reporting.Reporter(self.directory, self.options, self.done, recorded)
         collectives.barrier()
         self.saver = saving.Saver(self.directory, options, self._logs)
-        self.recorder = record.Recorder(self.directory, options.report_to, self.done)
+        self.recorder = record.Recorder(self.directory, self.done, reporter)
         self.manifest: dict[str, Any] = {}  # what is known before the end
         self.tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -312,12 +325,14 @@ def open_run(
                 except OSError as full:
                     kept = f"; it could not be written ({full})"
                 collectives.barrier()
+            run.recorder.close()  # a rank of several ends at once in give_up
             stage_process.give_up(f"error: {stage}: {error}{kept}", NON_FINITE)
         except (RuntimeError, MemoryError) as error:
             if not errors.is_out_of_memory(error):
                 raise
             ranks = collectives.rank(), collectives.world_size()
             advice = out_of_memory.lack_of_memory(error, options, declaration.phases, *ranks)
+            run.recorder.close()
             stage_process.give_up(f"error: {stage}: {advice}", 1)
         finally:
             run.saver.close()

@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 
 from rlhf import console, errors, streams
 from rlhf.config import parser
-from rlhf.config.options import RunOptions, require_trackers
+from rlhf.config.options import RunOptions
 from rlhf.config.short_help import STAGE_GROUPS, Groups, short_help
 from rlhf.errors import UserError
 from rlhf.launch import rank_variables
@@ -75,7 +75,6 @@ def stage_main(
 
             rendezvous.check_ranks(options)
             manifests.require_writable(options.output_dir, stage)
-            require_trackers(options.report_to)
             console.quiet_libraries()
             run(options)
     except UserError as error:

@@ -1,9 +1,7 @@
 """Every Python block of README and docs/*.md works as it is printed, in a folder with nothing but its page's blocks."""
 
-import io
+import json
 import re
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,8 @@ from peft.tuners.lora import LoraLayer
 
 from data.build.mixture import open_origin
 from rlhf import rewards
+from rlhf.config.options import RunOptions
+from rlhf.training.reporting import Reporter
 from rlhf.types import SampledRollout, Samples
 from tests import tiny
 from tests.contracts import test_adapters as adapter_contract
@@ -123,15 +123,23 @@ def backend() -> None:
     backend_contract.test_an_end_at_once_and_no_end_at_all(name)
 
 
-def tracker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = (
-        '{"kind": "train", "step": 1, "seconds": 0.5, "loss": 2.0}\n{"kind": "warning", "step": 1, "name": "x"}\n'
-        '{"kind": "eval", "step": 2, "seconds": 1.5, "eval_perplexity": 3.0, "margin": null}\n'
-    )
-    monkeypatch.setattr(sys, "stdin", io.StringIO(rows))
-    runpy.run_path("my_tracker.py")
-    expected = "1 {'train/seconds': 0.5, 'train/loss': 2.0}\n2 {'eval/seconds': 1.5, 'eval/eval_perplexity': 3.0}\n"
-    assert capsys.readouterr().out == expected
+def tracker() -> None:
+    """Every call of a run arrives."""
+    stage = Path("demo/step1_sft").absolute()
+    stage.mkdir(parents=True)
+    reporter = Reporter(stage, RunOptions(report_to=("my_tracker.py,path=all.jsonl",)))
+    reporter.metrics("train", 1, {"loss": 2.0})
+    reporter.text("warning", 1, "x", "look")
+    reporter.table("samples", 1, [{"prompt": "a", "after": "b"}])
+    reporter.close()
+    config, *rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
+    assert config["config"]["seed"] == 0
+    assert rows == [
+        {"run": "demo/step1_sft", "step": 1, "train/loss": 2.0},
+        {"run": "demo/step1_sft", "step": 1, "warning/x": "look"},
+        {"run": "demo/step1_sft", "step": 1, "samples": [{"prompt": "a", "after": "b"}]},
+        {"run": "demo/step1_sft", "end": True},
+    ]
 
 
 CHECKS: dict[tuple[str, str], Callable[..., None]] = {
@@ -158,12 +166,9 @@ def test_every_block_has_its_check() -> None:
 
 
 @pytest.mark.parametrize(("page", "name"), CHECKS)
-def test_a_block_works_as_printed(
-    page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_block_works_as_printed(page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file, code in blocks(PAGES[page]).items():
         (tmp_path / file).write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    check = CHECKS[page, name]
     with tiny.one_rank():
-        check(*((monkeypatch, capsys) if check is tracker else ()))
+        CHECKS[page, name]()

@@ -1,5 +1,6 @@
 """A user's mistake is one line, exit code 2, in time, and leaves nothing behind."""
 
+import importlib.util
 import json
 import socket
 import subprocess
@@ -284,8 +285,12 @@ def test_an_unfinished_or_damaged_stage_is_no_input(mistake: Callable[..., str],
 
 
 def test_a_tracker_that_is_not_installed(mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
-    assert "pip install tensorboard" in mistake(train.main, "--report-to", "tensorboard")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "wandb" else find_spec(name, *_))
+    for main in (train.main, sft.main):
+        assert "--report-to wandb: the package is not installed; pip install wandb" in mistake(
+            main, "--report-to", "wandb"
+        )
 
 
 # --- what goes wrong inside a stage

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf.training import checkpoints
 from step3_ppo.schedule import Schedule
-from tests import killing, saving
+from tests import killing, saving, tensorboard_events
 from tests.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
 
 
@@ -43,6 +43,7 @@ EVERYTHING: dict[str, Any] = {
     **{"kl_target": 1.0, "kl_horizon": 100, "use_score_scaling": True, "score_clip": 3.0, "abort_kl": 1e4},
     **{"ema_decay": 0.5, "ptx_coef": 0.5, "ptx_batch_size": 8, "entropy_coef": 0.01, "critic_warmup_iterations": 1},
     **{"eval_every": 1, "keep_best": "eval_score", "patience": 9, "export_rollouts": True, "async_checkpoints": True},
+    **{"report_to": ("tensorboard",), "sample_rows": 1},
 }
 """20 demonstrations in batches of 8: the 16 optimizer steps of the actor go through them 8 times."""
 
@@ -72,12 +73,19 @@ def test_everything_leaves_what_it_has(everything: tuple[Any, dict[str, Any]]) -
 def test_step_3_goes_on_to_the_same_bytes(
     everything: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And its tracker has got every step once, with the samples."""
     options, whole = everything
     dying(monkeypatch, lambda: run(options), "train", 4)
     stage = Path("out/step3_ppo")
     assert killing.steps_of(stage) == [2, 3]
     assert len((stage / "rollouts-0.jsonl").read_text(encoding="utf-8").splitlines()) == 32  # lines to be taken back
     run(options)
+    shown = tensorboard_events.shown(stage / "tensorboard")
+    rows = [row for row in whole["metrics.jsonl"] if row["kind"] == "train"]
+    numbers = [(row["step"], pytest.approx(row["kl_coef"], rel=1e-5)) for row in rows]  # six digits in the file
+    assert shown["train/kl_coef"] == numbers
+    assert [step for step, _ in shown["eval/eval_score"]] == [0, 1, 2, 3, 4, 5]
+    assert [step for step, _ in shown["samples"]] == [1, 2, 3, 4, 5]
     require_same(left(stage), whole)
     assert not (stage / "checkpoints").exists()
 

@@ -1,43 +1,182 @@
-"""A tracker that fails hurts no training; a metrics file that cannot be written does."""
+"""Trackers: what they get, what a resumed run sends, and that none of them ends a run."""
 
+import importlib.machinery
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from rlhf.training import record
+from rlhf import plugins
+from rlhf.config.options import RunOptions
+from rlhf.errors import UserError
+from rlhf.training import record, reporting, trackers
+from rlhf.training.reporting import Reporter
+from tests import tensorboard_events
+
+MINE = """
+import json
+from pathlib import Path
+from rlhf.config import Config as Options
+
+class Config(Options):
+    path: str
+    fails: str = ""
+
+class Mine:
+    def __init__(self, config):
+        self.config = config
+
+    def call(self, name, *values):
+        with Path(self.config.path).open("a") as file:
+            file.write(json.dumps([name, *values]) + "\\n")
+        if name == self.config.fails:
+            raise ConnectionError("no route to host")
+
+    def start(self, run):
+        self.call("start", run.project, run.stage, run.done, run.run_id)
+        return "id-7"
+
+    def log_config(self, config):
+        self.call("log_config", config["seed"], config["output_dir"])
+
+    def log_metrics(self, metrics, step):
+        self.call("log_metrics", metrics, step)
+
+    def log_text(self, name, text, step):
+        self.call("log_text", name, text, step)
+
+    def log_table(self, name, columns, rows, step):
+        self.call("log_table", name, columns, rows, step)
+
+    def finish(self):
+        self.call("finish")
+
+def build(config):
+    return Mine(config)
+"""
+SAMPLES = [{"prompt": "a|b", "score": 0.5}, {"prompt": "c\nd", "score": 2.0}]
 
 
-class Broken:
-    """A tracker that fails at every call."""
-
-    calls = 0
-
-    def write(self, *_: Any) -> None:
-        self.calls += 1
-        raise RuntimeError("no route to host")
-
-    warn = write
-
-    def close(self) -> None:
-        raise ConnectionError("gone")
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    directory = tmp_path / "demo" / "step3_ppo"
+    directory.mkdir(parents=True)
+    (tmp_path / "mine.py").write_text(MINE)
+    return directory
 
 
-@pytest.mark.parametrize("first", ["write", "warn", "close"])
-def test_a_tracker_that_fails_hurts_nothing(first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder, broken = record.Recorder(tmp_path), Broken()
-    recorder._writers.insert(0, broken)
-    if first == "warn":
-        recorder.warn(1, "x", {"a": 1.0}, "look")
-    if first != "close":
-        list(recorder.follow(iter([{"loss": 1.0}, {"loss": 2.0}]), 2, "stage", ()))
-        recorder.write("eval", 0, {"loss": 3.0})
+def mine(stage: Path, fails: str = "") -> str:
+    return f"{stage.parents[1] / 'mine.py'},path={calls_file(stage)}" + (f",fails={fails}" if fails else "")
+
+
+def calls_file(stage: Path) -> Path:
+    return stage.parents[1] / "calls.jsonl"
+
+
+def calls(stage: Path) -> list[Any]:
+    return [json.loads(line) for line in calls_file(stage).read_text().splitlines()]
+
+
+def record_steps(stage: Path, specs: tuple[str, ...], done: int, steps: int, scale: float = 1.0) -> None:
+    """A part of a run: the steps after `done`, step i with loss i * scale, an evaluation at each, and one warning."""
+    options = RunOptions(output_dir=str(stage.parent), report_to=specs)
+    recorded = reporting.rows_after(stage / "metrics.jsonl", done)
+    recorder = record.Recorder(stage, done, Reporter(stage, options, done, recorded))
+    rows = ({"loss": i * scale, "eval_kl": i * 10 * scale} for i in range(done + 1, steps + 1))
+    for step, _ in enumerate(recorder.follow(rows, steps, "step3_ppo", ()), start=done + 1):
+        if step == 2:
+            recorder.warn(step, "kl_above_limit", {"kl": 12.5}, "raise it")
+            recorder.table("samples", step, SAMPLES)
     recorder.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines if "loss" in line] == ([] if first == "close" else [1.0, 2.0, 3.0])
-    assert capsys.readouterr().out.count("warning: Broken fails and is left out") == 1
-    assert broken.calls == (first != "close")
+    recorder.close()
+
+
+# --- what a tracker gets
+
+
+def test_a_tracker_gets_config_numbers_texts_and_tables(stage: Path) -> None:
+    record_steps(stage, (mine(stage),), 0, 2)
+    assert calls(stage) == [
+        ["start", "demo", "step3_ppo", 0, None],
+        ["log_config", 0, str(stage.parent)],
+        ["log_metrics", {"train/loss": 1.0}, 1],
+        ["log_metrics", {"eval/eval_kl": 10.0}, 1],
+        ["log_metrics", {"train/loss": 2.0}, 2],
+        ["log_metrics", {"eval/eval_kl": 20.0}, 2],
+        ["log_text", "warning/kl_above_limit", "kl 12.5: raise it", 2],
+        ["log_table", "samples", ["prompt", "score"], [["a|b", 0.5], ["c\nd", 2.0]], 2],
+        ["finish"],
+    ]
+
+
+def test_options_reach_a_tracker_flat_and_without_secrets(stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "12345678-secret")
+    seen: list[Any] = []
+    monkeypatch.setattr(plugins.load_file(mine(stage).split(",")[0]).Mine, "log_config", lambda _, c: seen.append(c))
+    options = RunOptions(output_dir="a/12345678-secret", report_to=(mine(stage),))
+    Reporter(stage, options).close()
+    assert seen[0]["output_dir"] == "***" and seen[0]["save_minutes"] == 20.0 and seen[0]["export_every"] is None
+    assert reporting._flat({"a": {"b": [1, "x"], "c": {"d": None}}}) == {"a.b": '[1, "x"]', "a.c.d": None}
+
+
+def test_a_resumed_run_sends_each_step_once(stage: Path) -> None:
+    """Killed after step 3, resumed from the checkpoint of step 1."""
+    record_steps(stage, (mine(stage),), 0, 3)
+    calls_file(stage).unlink()
+    record_steps(stage, (mine(stage),), 1, 4)
+    assert calls(stage) == [
+        ["start", "demo", "step3_ppo", 1, "id-7"],
+        ["log_metrics", {"train/loss": 4.0}, 4],
+        ["log_metrics", {"eval/eval_kl": 40.0}, 4],
+        ["finish"],
+    ]
+    calls_file(stage).unlink()
+    record_steps(stage, (mine(stage),), 0, 1)  # with --overwrite
+    assert [call[0] for call in calls(stage)] == ["start", "log_config", "log_metrics", "log_metrics", "finish"]
+    assert calls(stage)[0][-1] is None
+
+
+def test_rows_that_were_cut_off_are_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert reporting.rows_after(path, 0) == frozenset()
+    path.write_text('{"kind": "train", "step": 1}\n{"kind": "eval", "step": 2}\n{"kind": "train", "st')
+    assert reporting.rows_after(path, 1) == {("eval", 2)}
+
+
+def test_tensorboard_has_each_step_once(stage: Path) -> None:
+    """Other numbers after the checkpoint than before it: the run may have been resumed with other options."""
+    record_steps(stage, ("tensorboard",), 0, 3)
+    record_steps(stage, ("tensorboard",), 1, 4, scale=0.5)
+    shown = tensorboard_events.shown(stage / "tensorboard")
+    table = "| prompt | score |\n| --- | --- |\n| a\\|b | 0.5 |\n| c<br>d | 2 |"
+    assert shown == {
+        "train/loss": [(1, 1.0), (2, 1.0), (3, 1.5), (4, 2.0)],
+        "eval/eval_kl": [(1, 10.0), (2, 10.0), (3, 15.0), (4, 20.0)],
+        "warning/kl_above_limit": [(2, "kl 12.5: raise it")],
+        "samples": [(2, table)],
+    }
+    assert len(list((stage / "tensorboard").glob("*/hparams.yml"))) == 1
+    record_steps(stage, ("tensorboard",), 0, 1)  # with --overwrite
+    assert tensorboard_events.shown(stage / "tensorboard")["train/loss"] == [(1, 1.0)]
+
+
+# --- a tracker that fails, or cannot be had
+
+
+@pytest.mark.parametrize("fails", ["start", "log_config", "log_metrics", "log_text", "log_table", "finish"])
+def test_a_tracker_that_fails_is_left_out(fails: str, stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = stage.parents[1] / "other.py"
+    other.write_text(MINE)
+    record_steps(stage, (mine(stage, fails), f"{other},path={stage / 'other.jsonl'}"), 0, 3)
+    lines = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line] == [1.0, 2.0, 3.0]
+    assert [call[0] for call in calls(stage)].count(fails) == 1 and calls(stage)[-1][0] == fails
+    assert len((stage / "other.jsonl").read_text().splitlines()) == 11
+    output = capsys.readouterr().out
+    assert output.count("is left out from here on") == 1 and "no route to host" in output and "mine.py:" in output
 
 
 def test_a_full_disk_is_no_trackers_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +184,45 @@ def test_a_full_disk_is_no_trackers_fault(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(record.MetricsFile, "_append", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space"):
         recorder.write("train", 1, {"loss": 1.0})
+
+
+def test_accelerates_trackers_are_ours() -> None:
+    assert {*plugins.names(trackers.FOLDER)} == {*LOGGER_TYPE_TO_CLASS}
+
+
+@pytest.mark.parametrize("name", LOGGER_TYPE_TO_CLASS)
+def test_a_tracker_fits_accelerates_class_and_names_its_package(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    namespace = importlib.machinery.ModuleSpec(name, None)  # a folder of this name in the working directory
+    for missing in (None, namespace):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _, missing=missing: missing)
+        with pytest.raises(UserError, match=f"--report-to {name}: the package is not installed; pip install {name}"):
+            trackers.check_trackers([name])
+    installed = importlib.machinery.ModuleSpec(name, None, origin="there")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: installed)
+    trackers.check_trackers([name])
+    for run_id in (None, "id-7"):
+        opened: Any = trackers.open_tracker(name)
+        run = trackers.TrackedRun("demo", "step1_sft", tmp_path, 3 if run_id else 0, run_id)
+        assert isinstance(opened.open("demo", "step1_sft", run), LOGGER_TYPE_TO_CLASS[name])
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (("wandbb",), "--report-to wandbb: no 'wandbb' in rlhf.training.trackers; .*did you mean 'wandb'"),
+        (("tensorboard", "tensorboard"), "got tensorboard twice"),
+        (("tensorboard,projct=x",), "projct"),
+        (("nothing.py",), "nothing.py: no such Python file"),
+        (("half.py",), "half.py: build returned a value of type Half, which has no function log_config"),
+    ],
+)
+def test_a_mistaken_tracker_is_refused(
+    specs: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    half = "from rlhf.config import Config\nclass Half:\n def start(self, run): ...\ndef build(config): return Half()\n"
+    Path("half.py").write_text(half)
+    with pytest.raises(UserError, match=message):
+        trackers.check_trackers(specs)

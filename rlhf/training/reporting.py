@@ -1,0 +1,119 @@
+"""What a run sends to its trackers, on rank 0. No tracker can end a run, and a resumed run sends each step once."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf import console, plugins
+from rlhf.config.options import RunOptions
+from rlhf.config.secrets import masked
+from rlhf.storage import disk
+from rlhf.training.trackers import Scalar, TrackedRun, Tracker, open_tracker
+from rlhf.types import Metrics
+
+RUN_IDS = "trackers.json"
+"""The file of a stage with the id of each tracker's run."""
+Rows = frozenset[tuple[str, int]]
+"""(kind, step) of rows of metrics.jsonl."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    name: str
+    tracker: Tracker
+    sent: Rows
+    """rows that the tracker has already, from before the run was resumed"""
+
+
+class Reporter:
+    """The trackers of one stage.
+
+    A tracker is code of the user, or of a library that may raise anything when its server is down, full or refuses: any
+    exception (plugins.CatchUserCode) is printed once, and the tracker is left out from there on.
+    """
+
+    def __init__(self, directory: Path, options: RunOptions, done: int = 0, recorded: Rows = frozenset()) -> None:
+        """Start the trackers of `options.report_to`.
+
+        done: steps at the checkpoint from which the run is resumed. recorded: rows after it, from before.
+        """
+        path = directory / RUN_IDS
+        run_ids: dict[str, str] = disk.read_json(path) if done and path.is_file() else {}
+        config = _flat(masked(options.model_dump(mode="json")))
+        self._open: list[_Open] = []
+        for spec in options.report_to:
+            name, _ = plugins.parse_spec(spec)
+            run = TrackedRun(directory.resolve().parent.name, directory.name, directory, done, run_ids.get(name))
+            tracker = open_tracker(spec)
+            is_repeated = run.run_id is not None and not tracker.rewinds
+            self._open.append(_Open(name, tracker, recorded if is_repeated else frozenset()))
+            run_ids |= self._start(self._open[-1], run, config)
+        if options.report_to:
+            disk.write_json(path, run_ids)
+
+    def _start(self, each: _Open, run: TrackedRun, config: Mapping[str, Scalar]) -> dict[str, str]:
+        """The id of the tracker's run by its name; nothing if it could not be started."""
+        run_ids = {}
+
+        def start(tracker: Tracker) -> None:
+            run_ids[each.name] = tracker.start(run)
+            if run.run_id is None:
+                tracker.log_config(config)
+
+        self._call(each, start)
+        return run_ids
+
+    def metrics(self, kind: str, step: int, metrics: Metrics) -> None:
+        """Numbers of `kind`, train or eval."""
+        named = {f"{kind}/{name}": float(value) for name, value in metrics.items()}
+        self._send(kind, step, lambda tracker: tracker.log_metrics(named, step))
+
+    def text(self, kind: str, step: int, name: str, text: str) -> None:
+        self._send(kind, step, lambda tracker: tracker.log_text(f"{kind}/{name}", text, step))
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Scalar]]) -> None:
+        """Rows with the same columns. Of training step `step`, whose own row is recorded after it."""
+        if rows:
+            cells = [[*row.values()] for row in rows]
+            self._send("train", step, lambda tracker: tracker.log_table(name, [*rows[0]], cells, step))
+
+    def close(self) -> None:
+        """End the trackers' runs. A second call does nothing."""
+        for each in tuple(self._open):
+            self._call(each, lambda tracker: tracker.finish())
+        self._open = []
+
+    def _send(self, kind: str, step: int, send: Callable[[Tracker], None]) -> None:
+        for each in tuple(self._open):
+            if (kind, step) not in each.sent:
+                self._call(each, send)
+
+    def _call(self, each: _Open, call: Callable[[Tracker], None]) -> None:
+        with plugins.CatchUserCode() as caught:
+            call(each.tracker)
+        if caught.error is not None:
+            self._open.remove(each)
+            reason = plugins.error_location(caught.error)
+            console.say(
+                f"warning: tracker {each.name} fails and is left out from here on ({reason}); metrics.jsonl has it all"
+            )
+
+
+def rows_after(metrics_file: Path, done: int) -> Rows:
+    """The rows of a metrics.jsonl of steps after `done`; a last line that was cut off counts as no row."""
+    lines = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True) if metrics_file.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}\n")]
+    return frozenset((row["kind"], row["step"]) for row in rows if row["step"] > done)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
+    """Nested options as `section.option`; lists as JSON."""
+    flat: dict[str, Scalar] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = json.dumps(value) if isinstance(value, list) else value
+    return flat

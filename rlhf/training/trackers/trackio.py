@@ -1,0 +1,33 @@
+"""Trackio, which stores runs on this machine, or in a Space with the variable TRACKIO_SPACE_ID."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.tracking import TrackioTracker
+
+from rlhf.training.trackers import Scalar, TrackedRun
+from rlhf.training.trackers._accelerate import AccelerateTracker, ServiceOptions
+
+
+class Config(ServiceOptions):
+    """Where the run is listed."""
+
+
+class Trackio(AccelerateTracker):
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        resume = "never" if run.run_id is None else "allow"
+        return TrackioTracker(project, name=run.run_id or name, resume=resume)
+
+    def run_id(self) -> str:
+        return str(self.service.tracker.name)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Scalar]], step: int) -> None:
+        import trackio
+        from pandas import DataFrame
+
+        table = trackio.Table(dataframe=DataFrame([[*row] for row in rows], columns=[*columns]))
+        self.service.log({name: table}, step=step)
+
+
+def build(config: Config) -> Trackio:
+    return Trackio(config, "trackio")

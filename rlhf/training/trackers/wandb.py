@@ -1,0 +1,29 @@
+"""Weights & Biases. Variables such as WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE=offline apply."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.tracking import WandBTracker
+
+from rlhf.training.trackers import Scalar, TrackedRun
+from rlhf.training.trackers._accelerate import AccelerateTracker, ServiceOptions
+
+
+class Config(ServiceOptions):
+    """Where the run is listed."""
+
+
+class WandB(AccelerateTracker):
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        resumed = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
+        return WandBTracker(project, name=name, dir=str(run.directory), **resumed)
+
+    def run_id(self) -> str:
+        return str(self.service.tracker.id)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Scalar]], step: int) -> None:
+        self.service.log_table(name, columns=[*columns], data=[[*row] for row in rows], step=step)
+
+
+def build(config: Config) -> WandB:
+    return WandB(config, "wandb")
