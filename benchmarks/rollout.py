@@ -88,7 +88,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     lm = load_causal_lm(settings["model"], dtype, len(tokenizer))
     if settings["torch_compile"]:
         compiling.compile_layers(lm)
-        compiling.round_alike()
+        compiling.round_like_eager()
     keep_freed_memory()  # as after the first training step
     backend = loop.build(loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id))
 

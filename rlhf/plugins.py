@@ -197,7 +197,7 @@ class CatchUserCode:
         ends_as_finished = isinstance(error, SystemExit) and not error.code
         if isinstance(error, UserError) or not (isinstance(error, Exception) or ends_as_finished):
             return False
-        if errors.is_out_of_memory(error):
+        if error is None or errors.is_out_of_memory(error):
             return False
         self.error = error
         return True

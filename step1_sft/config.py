@@ -1,4 +1,4 @@
-"""Options of supervised fine-tuning, and what the stage declares."""
+"""Options and declaration of supervised fine-tuning."""
 
 from typing import Literal
 
@@ -25,8 +25,8 @@ class SFTConfig(SupervisedOptions):
     """pretrained model: directory, hub id, short name or .yaml"""
     objective: Literal["response", "text"] = "response"
     """response = learn responses to prompts; text = continued pretraining on rows of plain text, packed end to end into
-    contexts of max_length tokens, in which a token attends to the texts before its own too"""
+    contexts of max_length tokens; a token also attends to the earlier texts in its context"""
     loss_on: Literal["last", "every", "all"] = "last"
-    """what is learned of a dialogue: the last assistant turn, every assistant turn, or everything"""
+    """tokens of a dialogue that count in the loss: the last assistant turn, every assistant turn, or all tokens"""
     learning_rate: float = Field(2e-5, ge=0)
     """peak learning rate of AdamW"""

@@ -6,9 +6,9 @@ from step1_sft.config import STAGE, SFTConfig
 
 
 def workload(config: SFTConfig, device: str, model_paths: dict[str, str]) -> Workload:
-    """Rows of `max_length` tokens, of which every token but the first may count in the loss.
+    """Rows of `max_length` tokens. Every token but the first may count in the loss.
 
-    model_paths: paths of the models that earlier stages make; no stage comes before this one
+    model_paths: paths of the models of earlier stages; this stage has no earlier stage
     """
     model = ModelSpec("policy", model_paths.get("model", config.model), "lm", config, config.adapter)
     shape = PassShape(config.micro_batch_size, config.max_length, config.max_length - 1)

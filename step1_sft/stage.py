@@ -35,7 +35,7 @@ from step1_sft.plan import workload
 def train(
     policy: Engine[Policy], dataset: PromptDataset[Demonstration], batches: Batches, config: SFTConfig, pad_id: int
 ) -> Iterator[Metrics]:
-    """The method: each batch's mean token loss, one optimizer step."""
+    """The algorithm: one optimizer step on the mean token loss of each batch."""
     for indices in batches.until_epoch(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id).to(policy.device)
         count = collectives.sum_over_ranks(batch.loss_mask.sum())
@@ -50,13 +50,15 @@ def train(
 
 
 def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], config: SFTConfig, pad_id: int) -> float:
-    """exp of the mean loss over the response tokens of `dataset`, each token counting the same over all ranks; infinite
-    where no float holds it."""
-    mine = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
+    """exp of the mean loss over the response tokens of `dataset` on all ranks; every token has the same weight.
+
+    Infinite if it is too large for a float.
+    """
+    share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
     totals = torch.zeros(2, dtype=torch.float64, device=policy.device)
     with policy.inference() as model:
-        for rows in length_groups(torch.tensor(dataset.lengths[mine]), config.micro_batch_size):
-            batch = sft_batch([dataset[mine[i]] for i in rows], pad_id).to(policy.device)
+        for rows in length_groups(torch.tensor(dataset.lengths[share]), config.micro_batch_size):
+            batch = sft_batch([dataset[share[i]] for i in rows], pad_id).to(policy.device)
             logprobs, _ = model(batch)
             totals += torch.stack([-logprobs.sum().double(), batch.loss_mask.sum()])
     nll, count = collectives.sum_over_ranks(totals).tolist()
@@ -65,12 +67,12 @@ def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], co
 
 
 def recipe(config: SFTConfig) -> Recipe:
-    """The data: prompts with responses, or plain text."""
+    """The rows to learn: prompts with responses, or plain text."""
     return Recipe("sft", config.loss_on, config.objective)
 
 
 class FineTuning:
-    """The policy that learns (rlhf.supervised.runner.Learner)."""
+    """The policy in training (rlhf.supervised.runner.Learner)."""
 
     role: str = "policy"
     shown: tuple[str, ...] = ("loss", "grad_norm")
@@ -78,14 +80,14 @@ class FineTuning:
     def __init__(
         self,
         config: SFTConfig,
-        place: str,
+        model_path: str,
         tokenizer: PreTrainedTokenizerBase,
         data: PhaseData[Demonstration],
         total_steps: int,
     ) -> None:
         self._config, self._tokenizer, self._data = config, tokenizer, data
         dtype = compute_dtype(config, collectives.local_device())
-        lm = load_causal_lm(place, dtype, id_count(tokenizer), config.seed, shards_of(config))
+        lm = load_causal_lm(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config))
         model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)
         self.engine: Engine = Engine(model, config, config, total_steps)
         if config.objective == "text":
@@ -93,7 +95,9 @@ class FineTuning:
         self.before = self.evaluate()
         if math.isinf(self.before["eval_perplexity"]):
             raise NonFiniteError(
-                f"model '{place}' has no finite loss on held-out rows, before any step; mend the model"
+                f"model '{model_path}': its loss on held-out rows is not finite before training; expected a working "
+                "model: "
+                "use another model"
             )
 
     def train(self, batches: Batches) -> Iterator[Metrics]:
@@ -104,14 +108,15 @@ class FineTuning:
         return {"eval_perplexity": perplexity(self.engine, self._data.evaluation, self._config, pad_id)}
 
     def require_converged(self, metrics: Metrics) -> None:
-        """Raises: NonFiniteError if the perplexity is higher than before, and than that of guessing among all
-        tokens."""
+        """Raises: NonFiniteError if the perplexity is higher than before training and higher than the vocabulary size,
+        which is the perplexity of guessing."""
         before, after = metrics["eval_perplexity_before"], metrics["eval_perplexity"]
         vocabulary = len(self._tokenizer)
         if math.isinf(after) or after > max(before, vocabulary):
             raise NonFiniteError(
-                f"the run has diverged: eval_perplexity was {before:.4g} before training and is {after:.4g} now, where "
-                f"guessing among {vocabulary} tokens has {vocabulary}; nothing was exported; lower --learning-rate "
+                f"the run has diverged: eval_perplexity was {before:.4g} before training and is {after:.4g} now; "
+                "guessing "
+                f"among {vocabulary} tokens gives {vocabulary}; nothing was exported; lower --learning-rate "
                 f"(now {self._config.learning_rate:g}) and add --overwrite"
             )
 

@@ -1,4 +1,4 @@
-"""Options of the reward model, and what the stage declares."""
+"""Options and declaration of the reward model."""
 
 from pydantic import Field
 
@@ -15,13 +15,13 @@ STAGE = Declaration(
 
 
 class RewardConfig(SupervisedOptions):
-    """A pairwise reward model: a language model's backbone under one scalar."""
+    """A pairwise reward model: the backbone of a language model with a scalar head."""
 
     model: str = "opt-350m"
     """pretrained model, or the directory of a finished step 1: directory, hub id, short name or .yaml"""
     num_train_epochs: int = Field(1, ge=1)
-    """passes over the data; more than one overfits human preferences"""
+    """passes over the data; more than one pass overfits human preferences"""
     learning_rate: float = Field(1e-5, ge=0)
     """peak learning rate of AdamW"""
     centering: float = Field(0.0, ge=0)
-    """weight of (chosen + rejected)^2, which keeps scores around 0; 0.01 is usual"""
+    """weight of (chosen + rejected)^2, which keeps scores near 0; 0.01 is a usual value"""

@@ -1,4 +1,4 @@
-"""What the reward model does on held-out pairs, and whether a run has diverged by it."""
+"""Evaluation of the reward model on held-out pairs, and the check for divergence."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine
 from rlhf.maths import losses
-from rlhf.models.scalar import ScalarModel, apart
+from rlhf.models.scalar import ScalarModel, score_separately
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
 from step2_reward.config import RewardConfig
 
 DIVERGED = 10
-"""times the loss of guessing, log 2; runs that overfit end at one to three times"""
+"""multiple of the loss of guessing, log 2; runs that overfit end at one to three times that loss"""
 PairScores = Callable[[Any, Pairs], tuple[Tensor, Sequence[Sequences | JoinedPairs]]]
-"""Scores of both sides, [B, 2], and the rows that the model ran for them."""
+"""(model, pairs) -> (scores of both sides, [B, 2]; the rows that the model computed)"""
 
 
 def evaluate(
@@ -30,19 +30,19 @@ def evaluate(
     dataset: PromptDataset[Preference],
     config: RewardConfig,
     pad_id: int,
-    pair_scores: PairScores = apart,
+    pair_scores: PairScores = score_separately,
 ) -> Metrics:
-    """Accuracy, loss and scores on held-out pairs, over all ranks; those of one ranked list weigh as one pair."""
-    mine = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
+    """Accuracy, loss and scores on held-out pairs, over all ranks. The pairs of one ranked list count as one pair."""
+    share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
     weights = dataset.weights.tolist()
-    found: list[list[float]] = []
+    scored: list[list[float]] = []
     with reward.inference() as model:
-        for rows in length_groups(torch.from_numpy(dataset.row_lengths[mine].max(1)), config.micro_batch_size):
-            batch = pair_batch([dataset[mine[i]] for i in rows], pad_id).to(reward.device)
+        for rows in length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), config.micro_batch_size):
+            batch = pair_batch([dataset[share[i]] for i in rows], pad_id).to(reward.device)
             scores = pair_scores(model, batch)[0].tolist()
-            found += [[*pair, weights[mine[i]]] for pair, i in zip(scores, rows, strict=True)]
-    every = torch.tensor([pair for part in collectives.gather_shares(found) for pair in part])
-    pairs, (chosen, rejected, weight) = every[:, :2], every.unbind(1)
+            scored += [[*pair, weights[share[i]]] for pair, i in zip(scores, rows, strict=True)]
+    scored_of_all_ranks = torch.tensor([pair for part in collectives.gather_shares(scored) for pair in part])
+    pairs, (chosen, rejected, weight) = scored_of_all_ranks[:, :2], scored_of_all_ranks.unbind(1)
     require_finite(pairs, config.learning_rate)
     count = float(dataset.batch_elements)
     loss, metrics = losses.pairwise_logistic(chosen, rejected, count=count, weight=weight)
@@ -58,22 +58,25 @@ def evaluate(
 
 def require_finite(pairs: Tensor, learning_rate: float) -> None:
     """Raises: NonFiniteError if a score of a held-out pair is not finite. pairs [N, 2]."""
-    wrong = int((~pairs.isfinite()).any(1).sum())
-    if wrong:
+    nonfinite = int((~pairs.isfinite()).any(1).sum())
+    if nonfinite:
         raise NonFiniteError(
-            f"the run has diverged: scores of {wrong} of {len(pairs)} held-out pairs are not finite; nothing was "
+            f"the run has diverged: scores of {nonfinite} of {len(pairs)} held-out pairs are not finite; nothing was "
             f"exported; lower --learning-rate (now {learning_rate:g}) and add --overwrite"
         )
 
 
 def require_converged(metrics: Metrics, pairs: int, learning_rate: float) -> None:
-    """Raises: NonFiniteError if the held-out loss is DIVERGED times that of guessing, with as many pairs right as by
-    guessing (95 %). A higher loss alone is overfitting, and scores far apart in the right order are of use."""
+    """Raises: NonFiniteError if the held-out loss is above DIVERGED times that of guessing, and the accuracy is that of
+    guessing (95 % interval).
+
+    A high loss alone is overfitting: scores in the right order are still useful.
+    """
     chance = abs(metrics["eval_accuracy"] - 0.5) < 1.96 * 0.5 / math.sqrt(pairs)
     if chance and metrics["eval_loss"] > DIVERGED * math.log(2):
         raise NonFiniteError(
             f"the run has diverged: eval_loss is {metrics['eval_loss']:.4g} and eval_accuracy "
-            f"{metrics['eval_accuracy']:.2f}, where guessing has 0.69 and 0.50; nothing was exported; lower "
+            f"{metrics['eval_accuracy']:.2f}; guessing gives 0.69 and 0.50; nothing was exported; lower "
             f"--learning-rate (now {learning_rate:g}) and add --overwrite"
         )
 

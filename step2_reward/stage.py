@@ -1,4 +1,4 @@
-"""The reward model: the chosen response of each pair shall score higher (InstructGPT, arXiv 2203.02155, eq. 1).
+"""The reward model: the chosen response of each pair should score higher (InstructGPT, arXiv 2203.02155, eq. 1).
 
 loss = -1/N sum log sigmoid(r(x, chosen) - r(x, rejected)), over the N pairs of a batch
 """
@@ -20,7 +20,7 @@ from rlhf.engine.export import save_scalar
 from rlhf.engine.training import Engine, compute_dtype, shards_of
 from rlhf.maths import losses
 from rlhf.models import sequence_parallel
-from rlhf.models.scalar import ScalarModel, ScoreStatistics, apart, can_join, new_scalar_model, together
+from rlhf.models.scalar import ScalarModel, ScoreStatistics, can_join, new_scalar_model, score_joined, score_separately
 from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
@@ -35,53 +35,54 @@ def train(
     batches: Batches,
     config: RewardConfig,
     pad_id: int,
-    pair_scores: PairScores = apart,
+    pair_scores: PairScores = score_separately,
 ) -> Iterator[Metrics]:
-    """The method: the logistic loss of each pair's score difference, one optimizer step a batch.
+    """The algorithm: one optimizer step a batch on the logistic loss of each pair's score difference.
 
-    The pairs of K ranked responses are one element of a batch: together they weigh as much as a single pair.
+    The pairs of K ranked responses are one batch element: together they have the weight of one pair.
     """
     lengths, weight_of = torch.from_numpy(dataset.row_lengths.max(1)), dataset.weights
     for indices in batches.until_epoch(config.num_train_epochs):
         weights = weight_of[indices] * counted_rows(indices)
         batch = pair_batch([dataset[i] for i in indices], pad_id, weights).to(reward.device)
         count = collectives.sum_over_ranks(torch.tensor(weights.sum()))
-        ran: list[Sequences | JoinedPairs] = []
+        computed_rows: list[Sequences | JoinedPairs] = []
 
-        def loss(pairs: Pairs, count: Tensor = count, ran: list[Any] = ran) -> losses.Loss:
+        def loss(pairs: Pairs, count: Tensor = count, computed_rows: list[Any] = computed_rows) -> losses.Loss:
             scores, rows = pair_scores(reward, pairs)
-            ran.extend(rows)
+            computed_rows.extend(rows)
             chosen, rejected = scores.unbind(1)
             return losses.pairwise_logistic(chosen, rejected, pairs.margin, config.centering, count, pairs.weight)
 
         groups = length_groups(lengths[indices], config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
-        yield {**metrics, "padding": 0.0 if reward.module.packs else padding_share(ran)}
+        yield {**metrics, "padding": 0.0 if reward.module.packs else padding_share(computed_rows)}
 
 
 def scoring(
     reward: Engine[ScalarModel], dataset: PromptDataset[Preference], config: RewardConfig, pad_id: int
 ) -> PairScores:
-    """How pairs are scored: in one row each if the model can, as the longest of them show, and that saves tokens."""
+    """Score each pair in one row if that saves tokens and a test on the longest pairs shows that the model can do
+    it."""
     tokens = dataset.row_lengths
     if tokens.shape[1] == 2:
-        return apart
+        return score_separately
     longest = tokens[:, 0].argsort(kind="stable")[-min(4, config.micro_batch_size) :]
     with reward.inference() as model:
-        able = can_join(model, pair_batch([dataset[int(i)] for i in longest], pad_id).to(reward.device))
-    if all(collectives.gather_objects(able)):
-        return together
-    console.say("both sides of a pair are computed in full: this model cannot keep them apart in one row")
-    return apart
+        joinable = can_join(model, pair_batch([dataset[int(i)] for i in longest], pad_id).to(reward.device))
+    if all(collectives.gather_objects(joinable)):
+        return score_joined
+    console.say("both sides of a pair are computed in full: this model cannot separate them in one row")
+    return score_separately
 
 
 def recipe(_: RewardConfig) -> Recipe:
-    """The data: pairs of responses, one of which was chosen."""
+    """The rows to learn: pairs of a chosen and a rejected response."""
     return Recipe("reward")
 
 
 class RewardModelling:
-    """The reward model that learns (rlhf.supervised.runner.Learner)."""
+    """The reward model in training (rlhf.supervised.runner.Learner)."""
 
     role: str = "reward"
     shown: tuple[str, ...] = ("loss", "accuracy", "margin")
@@ -89,14 +90,14 @@ class RewardModelling:
     def __init__(
         self,
         config: RewardConfig,
-        place: str,
+        model_path: str,
         tokenizer: PreTrainedTokenizerBase,
         data: PhaseData[Preference],
         total_steps: int,
     ) -> None:
         self._config, self._tokenizer, self._data = config, tokenizer, data
         dtype = compute_dtype(config, collectives.local_device())
-        model = new_scalar_model(place, dtype, id_count(tokenizer), config.seed, shards_of(config))
+        model = new_scalar_model(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)
         self.engine: Engine = Engine(model, config, config, total_steps)

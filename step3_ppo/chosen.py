@@ -13,7 +13,7 @@ def append_chosen(path: Path, iteration: int, chosen: ScoredRollout, samples: Sa
     """Append a row for each of the chosen responses of all ranks: prompt, response, score, iteration.
 
     `samples` is the text of `chosen`. `--sft-only-data-path FILE` learns from it, or `--data-path FILE --data-split
-    1,0,0`. A response that was cut before its EOS is left out: as a demonstration it would teach the model to end
+    1,0,0`. A response that was cut before its EOS is skipped: as a demonstration it would teach the model to end
     there. Rank 0 writes; every rank must call.
     """
     own = [row for row, ended in zip(_rows(iteration, chosen, samples), chosen.ended.tolist(), strict=True) if ended]

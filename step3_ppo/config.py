@@ -1,4 +1,4 @@
-"""What step 3 declares, and the options that every algorithm shares; an algorithm's own are beside its code."""
+"""The declaration of step 3 and the options of every algorithm. An algorithm's own options are in its file."""
 
 from typing import Any, ClassVar, Literal, Self
 
@@ -35,41 +35,41 @@ STAGE = Declaration(
     },
 )  # fmt: skip
 MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
-"""Models of this stage, and the stage that makes each."""
+"""Models that this stage starts from, and the stage that makes each."""
 
 
 class ScoreOptions(Config):
-    """What is done to scores before an algorithm sees them."""
+    """Scaling and clipping of scores before the algorithm."""
 
     use_score_scaling: bool = False
-    """scores are divided by their standard deviation over the run so far"""
+    """divide scores by their standard deviation over the run so far"""
     use_score_norm: bool = False
-    """and their mean over the run so far is taken away first"""
+    """first subtract their mean over the run so far; needs use_score_scaling"""
     score_clip: float | None = Field(None, gt=0)
-    """scores count within +- score_clip, after scaling"""
+    """clip scores to +- score_clip, after scaling"""
 
     @model_validator(mode="after")
-    def _norm_is_a_part_of_scaling(self) -> Self:
+    def _norm_needs_scaling(self) -> Self:
         if self.use_score_norm and not self.use_score_scaling:
-            raise ValueError("use_score_norm: expected use_score_scaling, which it is a part of")
+            raise ValueError("use_score_norm: expected use_score_scaling too")
         return self
 
 
 class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
-    """How the optimizer steps of an iteration are cut out of its rollout."""
+    """How an iteration's rollout is divided into optimizer steps."""
 
     num_mini_batches: int = Field(1, ge=1)
-    """optimizer steps that one pass over an iteration's rollout makes"""
+    """optimizer steps in one pass over an iteration's rollout"""
     num_ppo_epochs: int = Field(4, ge=1)
     """passes over an iteration's rollout"""
     target_kl: float | None = Field(None, gt=0)
-    """approx_kl of an optimizer step after which the iteration's further passes are left out"""
+    """approx_kl of an optimizer step above which the other steps of the iteration are skipped"""
     entropy_coef: float = Field(0.0, ge=0)
-    """weight of the policy's entropy, nats per token, which the actor also raises"""
+    """weight of the policy's entropy, nats per token, which the actor also maximises"""
 
 
 class Step3Config(DataOptions, UpdateOptions, ScoreOptions, EngineOptions, OptimizerOptions, RunOptions):
-    """Reinforcement learning from scores: who plays, how much, and how an iteration is cut up."""
+    """Reinforcement learning from scores: models, rewards, lengths and batches of the run."""
 
     FREE: ClassVar[frozenset[str]] = frozenset(
         {"rollout_batch_size", "abort_kl", "abort_kl_iterations", "actor", "critic", "reference", "reward_models"}
@@ -84,23 +84,23 @@ class Step3Config(DataOptions, UpdateOptions, ScoreOptions, EngineOptions, Optim
     reward_model: str | None = None
     """trained reward model; by default OUT/step2_reward"""
     critic_model: str | None = None
-    """where the critic starts from, if the algorithm has one; by default the reward model"""
+    """model that the critic starts from, if the algorithm has a critic; by default the reward model"""
     reward: tuple[str, ...] = ("learned",)
-    """score sources, each with a weight before it or not: learned (the reward model), another name in rlhf/rewards/
+    """score sources, each with an optional weight before it: learned (the reward model), another name in rlhf/rewards/
     with its options, or file.py:function; e.g. learned "0.5*length,target=40" (quote the star)"""
     reward_combine: Literal["sum", "min"] = "sum"
-    """how several weighted sources make one score"""
+    """how the weighted sources are combined into one score"""
     judge: str | None = None
-    """score source for evaluation only, which no stage trains on"""
+    """score source for evaluation only; no stage trains on it"""
     total_episodes: int = Field(4096, ge=1)
-    """responses sampled in the whole run, over all devices; as many whole iterations as they make"""
+    """responses sampled in the whole run, over all devices; rounded down to whole iterations"""
     batch_size: int = Field(64, ge=1)
     """responses in an iteration, over all devices"""
     num_generations: int = Field(1, ge=1)
     """responses sampled for each prompt; batch_size counts responses"""
     abort_kl: float | None = Field(None, gt=0)
-    """KL of a response, nats, that ends the run (exit code 3) when abort_kl_iterations in a row are above it; none: it
-    goes on"""
+    """KL of a response, nats, above which abort_kl_iterations iterations in a row end the run (exit code 3); none: no
+    limit"""
     abort_kl_iterations: int = Field(3, ge=1)
     """iterations in a row above abort_kl that end the run"""
     critic_warmup_iterations: int = Field(0, ge=0)
@@ -112,64 +112,65 @@ class Step3Config(DataOptions, UpdateOptions, ScoreOptions, EngineOptions, Optim
     adam_epsilon: float = Field(1e-5, gt=0)
     """added to AdamW's denominator"""
     ptx_coef: float = Field(0.0, ge=0)
-    """weight of the fine-tuning loss that goes on in every optimizer step of the actor (PPO-ptx); 0: off"""
+    """weight of the fine-tuning loss in every optimizer step of the actor (PPO-ptx); 0: off"""
     ptx_data_path: tuple[str, ...] = ()
-    """where its rows come from; none: the rows of data_path that fine-tuning had. Rows are left out whose prompt is
-    held out for evaluation, or is the reward model's or PPO's in the places of this run"""
+    """data of the fine-tuning loss; none: the rows of data_path for fine-tuning. Rows are skipped if their prompt is
+    held out for evaluation, or is a prompt of the reward model or of PPO in this run"""
     ptx_objective: Literal["response", "text"] = "response"
-    """response = learn responses to prompts; text = rows of plain text, packed as in fine-tuning: a token attends
-    to the texts before its own too"""
+    """response = learn responses to prompts; text = rows of plain text, packed as in fine-tuning: a token also attends
+    to the earlier texts in its context"""
     ptx_batch_size: int = Field(16, ge=1)
-    """rows of it in an optimizer step, over all devices"""
+    """rows of the fine-tuning loss in an optimizer step, over all devices"""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """share of the old average that each optimizer step of the actor keeps; the averaged actor is saved as
-    OUT/step3_ppo/ema. None: no average"""
+    """weight of the old average at each optimizer step of the actor; the averaged actor is saved as OUT/step3_ppo/ema.
+    None: no average"""
     missing_eos_penalty: float | None = Field(None, ge=0)
-    """taken from the score of a response that was cut before its EOS (before scaling and clipping)"""
+    """subtracted from the score of a response that was cut before its EOS (before scaling and clipping)"""
     rollout_backend: str = "loop"
-    """what samples: loop, vllm (on a CUDA GPU, installed with the extra vllm; memory_share=0.4 of the GPU is its own
-    during a rollout), or another name in rlhf/generation/ or a Python file, with its options"""
+    """backend that samples responses: loop, vllm (on a CUDA GPU, installed with the extra vllm; it uses
+    memory_share=0.4 of the GPU during a rollout), another name in rlhf/generation/ or a Python file, with its
+    options"""
     rollout_batch_size: int = Field(64, ge=1)
-    """responses generated (vllm takes all), or scored by the reward model, at once on one device; changes memory and
-    speed, not the draws"""
+    """responses generated (vllm: always all), or scored by the reward model, at once on one device; changes memory and
+    speed, not the random numbers"""
     eval_samples: int = Field(200, ge=1)
     """held-out prompts sampled before and after; limited by max_eval_rows"""
     eval_every: int = Field(0, ge=0)
-    """iterations between looks at the held-out prompts; 0: only before and after. Training does not change by it"""
+    """iterations between evaluations on the held-out prompts; 0: only before and after. It does not change training"""
     export_rollouts: bool = False
     """write every response, with its scores and KL, to OUT/step3_ppo/rollouts-RANK.jsonl"""
     keep_best: Literal["eval_score", "eval_judge"] | None = None
     """keep the policy with the highest of these numbers in OUT/step3_ppo/best; needs eval_every"""
     patience: int | None = Field(None, ge=1)
-    """looks in a row without a better keep_best after which the run ends; none: it goes on"""
+    """evaluations in a row without a better keep_best after which the run ends; none: no limit"""
 
     actor: OwnEngineOptions = OwnEngineOptions()
-    """how the actor is held; what is not set here is as for all"""
+    """engine options of the actor; an option that is not set here is as for all models"""
     critic: OwnEngineOptions = OwnEngineOptions()
-    """how the critic is held; what is not set here is as for all"""
+    """engine options of the critic; an option that is not set here is as for all models"""
     reference: FrozenOptions = FrozenOptions()
-    """how the reference is held, unless it is the actor with its adapter off; what is not set here is as for the
-    actor"""
+    """engine options of the reference, unless it is the actor with its adapter off; an option that is not set here is
+    as for the actor"""
     reward_models: FrozenOptions = FrozenOptions()
-    """how learned reward models are held, the judge's too; what is not set here is as for the critic"""
+    """engine options of learned reward models and judges; an option that is not set here is as for the critic"""
 
     @field_validator("reward", mode="before")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
+    def _as_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _nothing_is_set_in_vain(self) -> Self:
+    def _ptx_data_needs_ptx_coef(self) -> Self:
         if self.ptx_data_path and self.ptx_coef == 0:
             raise ValueError("ptx_data_path: expected ptx_coef above 0, or its rows are not learned")
         return self
 
     @model_validator(mode="after")
-    def _best_is_looked_for(self) -> Self:
+    def _keep_best_needs_evaluation(self) -> Self:
         if self.keep_best is not None and not self.eval_every:
-            raise ValueError("keep_best: expected eval_every above 0, or nothing is looked at")
+            raise ValueError("keep_best: expected eval_every above 0, or the policy is not evaluated")
         if self.keep_best == "eval_judge" and self.judge is None:
             raise ValueError("keep_best eval_judge: expected a judge")
         if self.patience is not None and self.keep_best is None:
-            raise ValueError("patience: expected keep_best, the number that is to get better")
+            raise ValueError("patience: expected keep_best, the metric that must improve")
         return self

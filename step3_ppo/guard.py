@@ -1,4 +1,4 @@
-"""Ends a run whose policy has moved too far from the reference to come back."""
+"""Ends a run whose policy has moved too far from the reference to recover."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,7 +7,7 @@ from rlhf.types import Metrics
 
 
 class RunawayError(NonFiniteError):
-    """A number is beyond what training can recover from, so the run ends."""
+    """Training cannot recover, so the run ends."""
 
 
 class KLGuard:
@@ -20,7 +20,7 @@ class KLGuard:
         self._limit, self._in_a_row, self._count = limit, in_a_row, 0
 
     def guarded(self, steps: Iterable[Metrics], done: int = 0) -> Iterator[Metrics]:
-        """The iterations after `done`, the one that ends the run among them.
+        """Yield the iterations after `done`, including the one that ends the run.
 
         Raises: RunawayError, naming the iteration.
         """

@@ -1,4 +1,4 @@
-"""What step 3 starts from, and what must be true before it does."""
+"""The inputs of step 3, and the checks before it starts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,46 +30,49 @@ from step3_ppo.plan import needs_critic, workload
 
 PHASE: Phase = "ppo"
 FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"), "critic_model": ("critic", "model")}
-"""Which of a stage's models may play each role."""
+"""Folders of an earlier stage that may hold each model, by option."""
 
 
 def inputs(config: Step3Config) -> dict[str, str]:
-    """The places this stage starts from: what is not named is the output of the earlier stages."""
-    places = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
+    """Paths of the models that this stage starts from. A model that no option names is the output of an earlier
+    stage."""
+    paths = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
     if needs_critic(config):
-        places["critic_model"] = config.critic_model or places["reward_model"]
+        paths["critic_model"] = config.critic_model or paths["reward_model"]
     scored_by = [plugins.parse_spec(spec)[0] for spec in _sources(config)]
-    asked = config.critic_model is None and "critic_model" in places
-    if not asked and "learned" not in scored_by:
-        del places["reward_model"]  # nobody asks it
-    return places
+    starts_critic = config.critic_model is None and "critic_model" in paths
+    if not starts_critic and "learned" not in scored_by:
+        del paths["reward_model"]  # no source scores with it
+    return paths
 
 
 def with_inputs(config: Step3Config) -> Step3Config:
-    """The config with the place of every model named.
+    """The config with the path of every model.
 
-    Raises: UserError if one is neither named nor there, or is unfinished.
+    Raises: UserError if a model does not exist, or its stage is unfinished.
     """
-    places = inputs(config)
+    paths = inputs(config)
     for name, maker in MAKERS.items():
-        if name in places and getattr(config, name) is None and not Path(places[name]).is_dir():
+        if name in paths and getattr(config, name) is None and not Path(paths[name]).is_dir():
             option = name.replace("_", "-")
-            raise UserError(f"{name} not found at {places[name]}; run {maker} first, or name one with --{option}")
-    return config.model_copy(update={name: resolve_model_path(places[name], *FOLDERS[name]) for name in places})
+            raise UserError(f"{name} not found at {paths[name]}; run {maker} first, or name one with --{option}")
+    return config.model_copy(update={name: resolve_model_path(paths[name], *FOLDERS[name]) for name in paths})
 
 
 def check(
     config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1
 ) -> tuple[PreTrainedTokenizerBase, PhaseData[Prompt]]:
-    """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
+    """Check the options, the models and the data before a model is loaded or anything is written.
 
-    `planned`: stages that will have run by then, and the model each starts from, which is looked at instead of theirs.
+    planned: stages that run before this one, and the model that each starts from; that model is checked in place of the
+        stage's output, which does not exist yet
+    Returns: what `open_data` returns.
     Raises: UserError.
     """
     check_trackers(config.report_to)
-    starts = {name: planned_start(place, config.output_dir, planned or {}) for name, place in inputs(config).items()}
-    known = {name: start for name, start in starts.items() if start is not None}
-    models = with_inputs(config.model_copy(update=known))
+    starts = {name: planned_start(path, config.output_dir, planned or {}) for name, path in inputs(config).items()}
+    planned_starts = {name: start for name, start in starts.items() if start is not None}
+    models = with_inputs(config.model_copy(update=planned_starts))
     ranks = _shares(config, ranks)
     check_shares(config, ranks)
     _check_engines(config)
@@ -83,12 +86,12 @@ def check(
     if config.eval_samples < ranks:
         raise UserError(f"--eval-samples {config.eval_samples}: expected at least one for each of {ranks} processes")
     for name in starts:
-        place = str(getattr(models, name))
-        check_start(place, config.chat_template, tokens, config.convert_template)
+        path = str(getattr(models, name))
+        check_start(path, config.chat_template, tokens, config.convert_template)
         if name != "reward_model":
-            check_split(config, place)
-        if name not in known and name != "actor_model":
-            read_head(resolve(place))
+            check_split(config, path)
+        if name not in planned_starts and name != "actor_model":
+            read_head(resolve(path))
     if "critic_model" in starts:
         _check_tokenizers(models)
     _check_sources(models)
@@ -96,43 +99,45 @@ def check(
     require_room(Path(config.output_dir) / STAGE.name, needed)
     tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
-    mixed = open_ptx(config, tokenizer)
-    if mixed is not None:
+    ptx_rows = open_ptx(config, tokenizer)
+    if ptx_rows is not None:
         check_ranks(config.ptx_batch_size, ranks, "ptx_batch_size")
-        if len(mixed) < config.ptx_batch_size:
-            raise UserError(f"--ptx-batch-size {config.ptx_batch_size}: only {len(mixed)} rows; lower it or add rows")
+        if len(ptx_rows) < config.ptx_batch_size:
+            raise UserError(
+                f"--ptx-batch-size {config.ptx_batch_size}: only {len(ptx_rows)} rows; lower it or add rows"
+            )
     return tokenizer, data
 
 
 def _shares(config: Step3Config, ranks: int) -> int:
-    """Raises: UserError where step 3 cannot share what the options ask it to."""
+    """Into how many shares the ranks divide the rows. Raises: UserError for a split that step 3 does not support."""
     if config.sequence_parallel_size > 1:
         raise UserError(
             f"--sequence-parallel-size {config.sequence_parallel_size}: expected 1 in step 3, whose generation "
-            "and entropies are not shared; it is for steps 1 and 2 (--sft.sequence-parallel-size)"
+            "and entropies cannot be split; use it in steps 1 and 2 (--sft.sequence-parallel-size)"
         )
     frozen = {"reference": config.reference, "reward_models": config.reward_models}
     for name, options in frozen.items() if config.tensor_parallel_size > 1 else ():
         if options.zero_stage == 3:
             raise UserError(
                 f"{name}: --zero-stage 3: got it with --tensor-parallel-size {config.tensor_parallel_size}, expected "
-                "0: frozen models are whole beside split ones"
+                "0: a frozen model is not split when the trained models are"
             )
     return shares(config, ranks)
 
 
 def _check_engines(config: Step3Config) -> None:
-    """Raises: UserError, naming a model with options of its own, for options that do not go together."""
+    """Raises: UserError for options that exclude each other; it names the model if that has options of its own."""
     for name, own in {"actor": config.actor, "critic": config.critic}.items():
         try:
             check_engine(own.over(config))
         except UserError as error:
-            alike = own == OwnEngineOptions()
-            raise UserError(f"{error}" if alike else f"{name}: {error}") from None
+            shared = own == OwnEngineOptions()
+            raise UserError(f"{error}" if shared else f"{name}: {error}") from None
 
 
 def _check_backend(config: Step3Config) -> None:
-    """Raises: UserError for a rollout backend that there is not, or that cannot work here."""
+    """Raises: UserError for a rollout backend that does not exist, or that cannot run on this machine."""
     generation.options(config.rollout_backend, **_backend_options(config, 0, 0)).check(
         config.actor.over(config), config
     )
@@ -140,7 +145,7 @@ def _check_backend(config: Step3Config) -> None:
 
 
 def open_backend(config: Step3Config, eos_token_id: int, pad_token_id: int) -> generation.Backend:
-    """What samples responses."""
+    """The backend that samples responses."""
     return generation.open_backend(config.rollout_backend, **_backend_options(config, eos_token_id, pad_token_id))
 
 
@@ -154,25 +159,31 @@ def _backend_options(config: Step3Config, eos_token_id: int, pad_token_id: int) 
     }
 
 
-def open_data(config: Step3Config, place: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Prompt]]:
-    """The prepared tokenizer of the actor at `place`, and the prompts in its ids."""
-    tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
+def open_data(config: Step3Config, model_path: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Prompt]]:
+    """The prepared tokenizer of the actor at `model_path`, and the prompts in its ids."""
+    tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), config.chat_template)
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
 def check_shares(config: Step3Config, ranks: int) -> None:
-    """Raises: UserError unless the run has whole iterations, and each rank whole groups in each of its minibatches."""
+    """Raises: UserError unless the run has at least one iteration, and each rank has complete groups in each
+    minibatch."""
     check_ranks(config.batch_size, ranks, "batch_size", config.num_mini_batches, "num_mini_batches")
     if config.total_episodes < config.batch_size:
         raise UserError(f"--total-episodes {config.total_episodes}: expected at least --batch-size {config.batch_size}")
     algorithm = algorithms.load(config)
-    parts = config.num_mini_batches if algorithm.select is not None else 1
-    whole = ranks * config.num_generations * parts
-    if config.batch_size % whole:
-        each = f" x --num-mini-batches {parts}, each of which learns from one response of a group" if parts > 1 else ""
+    minibatches = config.num_mini_batches if algorithm.select is not None else 1
+    multiple = ranks * config.num_generations * minibatches
+    if config.batch_size % multiple:
+        each = (
+            f" x --num-mini-batches {minibatches}, each of which learns from one response of a group"
+            if minibatches > 1
+            else ""
+        )
         raise UserError(
-            f"--batch-size {config.batch_size}: expected a multiple of {whole} ({ranks} processes x --num-generations "
-            f"{config.num_generations}{each}), so that each has whole groups"
+            f"--batch-size {config.batch_size}: expected a multiple of {multiple} ({ranks} processes x "
+            "--num-generations "
+            f"{config.num_generations}{each}), so that each has complete groups"
         )
     count, warmup = config.total_episodes // config.batch_size, config.critic_warmup_iterations
     if warmup and algorithm.value_loss is None:
@@ -182,7 +193,7 @@ def check_shares(config: Step3Config, ranks: int) -> None:
 
 
 def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptDataset[Demonstration] | None:
-    """What the actor goes on learning beside the reward, if it does."""
+    """The rows of the fine-tuning loss (PPO-ptx); None without it."""
     if config.ptx_coef == 0:
         return None
     recipe = Recipe("sft", objective=config.ptx_objective, own_data_only=bool(config.ptx_data_path))
@@ -190,60 +201,60 @@ def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptD
 
 
 def ptx_options(config: Step3Config) -> Step3Config:
-    """The options under which the rows of `open_ptx` are read: those of fine-tuning, or of places of their own.
+    """The options under which the rows of `open_ptx` are read: those of fine-tuning, or the paths of --ptx-data-path.
 
-    The latter are places for fine-tuning only. So they teach no prompt that is held out, nor one that the reward model
-    or PPO has: what the run's own file teaches there is what fine-tuning had of it.
-    Raises: UserError for a stream, which has no end, where all rows of such a place are learned.
+    The latter are paths for fine-tuning only. So a prompt that is held out, or that the reward model or PPO has, is not
+    learned from them.
+    Raises: UserError for a stream: it has no end, and all rows of such a path are learned.
     """
     if not config.ptx_data_path:
         return config
-    for place in config.ptx_data_path:
-        if open_origin(place).streaming:
+    for path in config.ptx_data_path:
+        if open_origin(path).streaming:
             raise UserError(
-                f"--ptx-data-path {place}: got a stream, expected a place that is read to its end; "
-                "leave streaming=true out, or name a file with the rows to learn"
+                f"--ptx-data-path {path}: got a stream, expected data with an end; "
+                "remove streaming=true, or name a file with the rows to learn"
             )
     limits = {"max_train_rows": None, "max_eval_rows": 0}
     return config.model_copy(update={"sft_only_data_path": config.ptx_data_path, **limits})
 
 
 def describe_ptx(config: Step3Config, rows: PromptDataset[Demonstration]) -> str:
-    """How many rows `open_ptx` gave, what was left out and why, and which places it could not look through."""
+    """How many rows `open_ptx` returned, how many were skipped and why, and which streams were not searched."""
     dropped = ", ".join(f"{count} {reason}" for reason, count in rows.dropped.items())
-    others = origins_of_other_phases(config, "sft", own_data_only=True) if config.ptx_data_path else []
-    streams = ", ".join(dict.fromkeys(origin.data_path for _, origin in others if origin.streaming))
+    other_origins = origins_of_other_phases(config, "sft", own_data_only=True) if config.ptx_data_path else []
+    streams = ", ".join(dict.fromkeys(origin.data_path for _, origin in other_origins if origin.streaming))
     return (
         f"ptx: {len(rows)} rows to learn beside the reward"
-        + (f"; left out {dropped}" if dropped else "")
+        + (f"; skipped {dropped}" if dropped else "")
         + (f"; {CROSS_TEXT_ATTENTION}" if config.ptx_objective == "text" else "")
-        + (f"; warning: {streams}: streams, not looked through for prompts that both have" if streams else "")
+        + (f"; warning: {streams}: streams are not searched for prompts that both have" if streams else "")
     )
 
 
 def content(config: Step3Config) -> dict[str, str]:
-    """A digest of what is at each local place, those of `open_ptx` included."""
+    """A digest of each local path of the data, those of `open_ptx` included."""
     return fingerprints(config, PHASE) | ptx_content(config)
 
 
 def ptx_content(config: Step3Config) -> dict[str, str]:
-    """The same of the places of `open_ptx` alone."""
+    """The same for the paths of `open_ptx` alone."""
     if config.ptx_coef == 0:
         return {}
     own_data_only = bool(config.ptx_data_path)
     digests = fingerprints(ptx_options(config), "sft", own_data_only)
-    return {f"{place} (ptx)": digest for place, digest in digests.items()}
+    return {f"{path} (ptx)": digest for path, digest in digests.items()}
 
 
 def _check_tokenizers(config: Step3Config) -> None:
     actor, critic = (
-        prepare_tokenizer(load_tokenizer(resolve(str(place))), config.chat_template)
-        for place in (config.actor_model, config.critic_model)
+        prepare_tokenizer(load_tokenizer(resolve(str(path))), config.chat_template)
+        for path in (config.actor_model, config.critic_model)
     )
     if not same_ids(actor, critic):
         raise UserError(
             f"critic '{config.critic_model}': its tokenizer or chat template gives other ids than that of the actor "
-            f"'{config.actor_model}'; expected one family: name one with --critic-model"
+            f"'{config.actor_model}'; expected models of one family: choose another with --critic-model"
         )
 
 

@@ -1,4 +1,4 @@
-"""How strongly the policy is held to the reference: the options, and the controller that step 3 steers by them."""
+"""The penalty on the KL to the reference: its options, and the controller of its coefficient."""
 
 from typing import Self
 
@@ -9,30 +9,30 @@ from step3_ppo.config import Step3Config
 
 
 class KLOptions(Step3Config):
-    """How strongly the policy is held to the reference."""
+    """The weight of the KL to the reference."""
 
     kl_coef: float = Field(0.05, ge=0)
     """weight of the KL to the reference, in the per-token reward or (grpo) in the loss"""
     kl_target: float | None = Field(None, gt=0)
-    """KL of a response, nats, that kl_coef is steered to from iteration to iteration; none: kl_coef stays"""
+    """KL of a response, nats, towards which kl_coef is adapted after each iteration; none: kl_coef is constant"""
     kl_horizon: int = Field(10_000, ge=1)
     """responses over which kl_coef changes by at most a fifth; above a fifth of batch_size"""
 
     @model_validator(mode="after")
-    def _slow_enough(self) -> Self:
+    def _check_target(self) -> Self:
         if self.kl_target is not None and self.batch_size >= 5 * self.kl_horizon:
             raise ValueError(
                 f"kl_horizon {self.kl_horizon}: expected more than a fifth of batch_size {self.batch_size}"
             )
         if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_coef 0: expected more than 0 where kl_target steers it, which multiplies")
+            raise ValueError("kl_coef 0: expected more than 0 with kl_target, which multiplies it")
         return self
 
 
 class KLController:
     """The coefficient of this iteration; `observe` moves it towards the target (Ziegler et al., arXiv 1909.08593).
 
-    It is 0 and stays 0 for an algorithm whose Config is no `KLOptions`.
+    It is 0 and stays 0 for an algorithm whose Config is not a `KLOptions`.
     """
 
     def __init__(self, config: Step3Config) -> None:
@@ -46,10 +46,10 @@ class KLController:
             self.coef = crediting.adapt_kl_coef(self.coef, kl, c.kl_target, episodes, c.kl_horizon)
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient, and the one that the options ask for."""
+        """The coefficient, and the coefficient in the options."""
         return {"kl_coef": self.coef, "first_kl_coef": self._first}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Resume from there. If the options ask for another coefficient than before, theirs is used from now on."""
+        """Resume from `state`. If the coefficient in the options has changed, use the new one."""
         if state["first_kl_coef"] == self._first:
             self.coef = state["kl_coef"]

@@ -25,12 +25,12 @@ def rollout_metrics(
     """Numbers of a scored rollout, means over the responses of all ranks. KL in nats per response.
 
     by_source: scores [B] of each source by its name, the same names on every rank; `score_NAME` and `score_NAME_std`.
-    score_clip: the scores were clipped to +- this; `score_at_clip` is then the share of them that stands there.
+    score_clip: the scores were clipped to +- this; `score_at_clip` is then the share of scores at that limit.
     """
     with_std = {"score": rollout.scores, "response_length": rollout.lengths}
     with_std |= {f"score_{name}": scores for name, scores in (by_source or {}).items()}
     repeated, grams = _repeated(rollout, 4)
-    each = {
+    columns = {
         "rows": torch.ones(len(rollout)),
         **_kl(rollout),
         **with_std,
@@ -43,9 +43,9 @@ def rollout_metrics(
         "grams": grams,
     }
     if score_clip is not None:
-        each["score_at_clip"] = rollout.scores.abs() >= score_clip * (1 - 1e-6)
-    totals = collectives.sum_over_ranks(torch.stack([value.double().sum().cpu() for value in each.values()]))
-    sums = dict(zip(each, totals.tolist(), strict=True))
+        columns["score_at_clip"] = rollout.scores.abs() >= score_clip * (1 - 1e-6)
+    totals = collectives.sum_over_ranks(torch.stack([value.double().sum().cpu() for value in columns.values()]))
+    sums = dict(zip(columns, totals.tolist(), strict=True))
     rows, repeated_grams, all_grams = (sums.pop(name) for name in ("rows", "repeated", "grams"))
     means = {name: total / max(rows, 1.0) for name, total in sums.items()}
     product = means.pop("score x length")
@@ -107,7 +107,7 @@ class Clock:
         self._last = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """The phase `name` has just ended."""
+        """Record the time of the phase `name`, which has just ended."""
         now = time.monotonic()
         self.seconds[name] = now - self._last
         self._last = now
@@ -147,7 +147,7 @@ def _repeated(rollout: ScoredRollout, n: int) -> tuple[Tensor, Tensor]:
     """Counts of repeated n-grams within a response and of all n-grams (seq-rep-n, arXiv 1908.04319)."""
     grams, labels = _grams(rollout, n)
     for column in grams.unbind(1):
-        # Numbered anew after each token, so that label and id always fit one int64; unique(dim=0) is 20 times slower.
+        # Renumbered after each token, so that label and id always fit one int64; unique(dim=0) is 20 times slower.
         labels = torch.unique(labels * ID_BASE + column, return_inverse=True)[1]
     count = torch.tensor(len(labels))
     return count - len(labels.unique()), count

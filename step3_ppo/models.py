@@ -1,4 +1,4 @@
-"""The models of step 3 and the algorithm: loading, engines, what a checkpoint holds of them."""
+"""The models of step 3 and the algorithm: loading, engines, and their state in a checkpoint."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,8 @@ from step3_ppo.schedule import iterations
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The trained models (not every algorithm has a critic), the scorer with the frozen ones, and the algorithm."""
+    """The trained models (critic None: the algorithm has none), the scorer with the frozen models, and the
+    algorithm."""
 
     actor: Engine
     critic: Engine | None
@@ -55,18 +56,18 @@ class Models:
 def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
     """Load every model and build the engines."""
     if config.torch_compile:
-        compiling.round_alike()  # else the first ratio is not 1, nor the first KL 0
+        compiling.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
     context = reward_context(config, tokenizer)
-    an_iteration = config.num_ppo_epochs * config.num_mini_batches
-    steps = iterations(config) * an_iteration
-    learning = (iterations(config) - config.critic_warmup_iterations) * an_iteration
-    held = config.actor.over(config)
+    steps_per_iteration = config.num_ppo_epochs * config.num_mini_batches
+    critic_steps = iterations(config) * steps_per_iteration
+    actor_steps = (iterations(config) - config.critic_warmup_iterations) * steps_per_iteration
+    engine_options = config.actor.over(config)
     ids = id_count(tokenizer)
-    lm = load_causal_lm(str(config.actor_model), context.dtype, ids, config.seed, training.shards_of(held))
-    actor = Engine(Policy(adapters.wrap(lm, config.adapter)), held, config, learning, "actor")
+    lm = load_causal_lm(str(config.actor_model), context.dtype, ids, config.seed, training.shards_of(engine_options))
+    actor = Engine(Policy(adapters.wrap(lm, config.adapter)), engine_options, config, actor_steps, "actor")
     reference = _reference(config, context, ids) if config.adapter is None else adapters.open_adapter(config.adapter)
     algorithm = algorithms.load(config)
-    critic = _critic(config, context, ids, steps) if algorithm.value_loss is not None else None
+    critic = _critic(config, context, ids, critic_steps) if algorithm.value_loss is not None else None
     scorer = Scorer(
         Reference(reference),
         rewards.open_sources(config.reward, context, config.reward_combine),
@@ -75,9 +76,9 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
         config.micro_batch_size,
         config.missing_eos_penalty,
     )
-    mixed = open_ptx(config, tokenizer)
-    if mixed is not None:
-        console.say(describe_ptx(config, mixed))
+    ptx_rows = open_ptx(config, tokenizer)
+    if ptx_rows is not None:
+        console.say(describe_ptx(config, ptx_rows))
     return Models(
         actor,
         critic,
@@ -86,7 +87,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
         KLController(config),
         open_backend(config, tokenizer.eos_token_id, tokenizer.pad_token_id),
         ScoreScaling(config),
-        None if mixed is None else Ptx(mixed, config, tokenizer.pad_token_id, context.device),
+        None if ptx_rows is None else Ptx(ptx_rows, config, tokenizer.pad_token_id, context.device),
         None if config.ema_decay is None else EMA(actor, config.ema_decay),
     )
 
@@ -99,15 +100,15 @@ def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -
 
 
 def _critic(config: Step3Config, context: rewards.Context, vocabulary: int, steps: int) -> Engine:
-    held = config.critic.over(config)
-    model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, training.shards_of(held))
+    engine_options = config.critic.over(config)
+    model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, training.shards_of(engine_options))
     model.backbone = adapters.wrap(model.backbone, config.adapter)
-    own = config.model_copy(update={"learning_rate": config.critic_learning_rate})
-    return Engine(model, held, own, steps, "critic")
+    optimizer_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
+    return Engine(model, engine_options, optimizer_options, steps, "critic")
 
 
 def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:
-    """What the score sources of this run, judge included, are opened with."""
+    """The context with which the score sources and the judge of this run are opened."""
     device = collectives.local_device()
     return rewards.Context(
         tokenizer,

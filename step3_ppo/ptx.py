@@ -1,4 +1,4 @@
-"""Fine-tuning that goes on beside the reward, so that the policy forgets less: PPO-ptx of InstructGPT."""
+"""PPO-ptx of InstructGPT: a fine-tuning loss beside the policy loss, so that the policy forgets less."""
 
 from collections.abc import Iterator
 from itertools import count as forever
@@ -17,7 +17,7 @@ from step3_ppo.config import Step3Config
 
 
 class Ptx:
-    """An endless stream of demonstrations or texts, one batch of them in every optimizer step of the actor.
+    """An endless stream of demonstrations or texts: one batch in every optimizer step of the actor.
 
         loss = policy loss + ptx_coef * mean over the batch's tokens of -log pi(token)
 
@@ -38,12 +38,13 @@ class Ptx:
             yield from self.batches.until_epoch(epoch)
 
     def micro_batches(self) -> list[Sequences]:
-        """This rank's part of the next batch; the same number of micro-batches on every rank."""
+        """This rank's share of the next batch; the same number of micro-batches on every rank."""
         batch = sft_batch([self._dataset[i] for i in next(self._stream)], self._pad_id).to(self._device)
         self._tokens = collectives.sum_over_ranks(batch.loss_mask.sum())
         return [batch[rows].trimmed() for rows in length_groups(batch.lengths, self._config.micro_batch_size)]
 
     def loss(self, actor: Engine, micro: Sequences) -> losses.Loss:
-        """Its share of the weighted loss of the batch `micro_batches` gave last. Metrics: ptx_nll, nats per token."""
+        """The micro-batch's share of the weighted loss of the batch that `micro_batches` returned last. Metrics:
+        ptx_nll, nats per token."""
         nll, _ = losses.token_nll(actor(micro)[0], micro.loss_mask, self._tokens)
         return self._config.ptx_coef * nll, {"ptx_nll": nll.detach()}

@@ -30,7 +30,7 @@ class ScoreScaling:
             mask = torch.ones_like(scores, dtype=torch.bool)
             self._moments += collectives.sum_over_ranks(ops.moments(scores, mask)).cpu()
             mean, var = ops.mean_var(self._moments)
-            if var > 0:  # else all scores so far are equal: there is nothing to divide by
+            if var > 0:  # otherwise all scores so far are equal, and there is nothing to divide by
                 scores = ((scores.double() - (mean if c.use_score_norm else 0.0)) / var.sqrt()).to(scores.dtype)
         return scores if c.score_clip is None else scores.clamp(-c.score_clip, c.score_clip)
 

@@ -22,7 +22,7 @@ from rlhf.engine.training import compute_dtype
 from rlhf.errors import UserError
 from rlhf.maths.uniforms import uniforms
 from rlhf.training.checkpoints import Resumable
-from rlhf.training.progress import find
+from rlhf.training.progress import report_status
 from rlhf.training.run import open_run
 from rlhf.types import Metrics, SampledRollout, ScoredRollout
 from step3_ppo.chosen import append_chosen
@@ -114,10 +114,10 @@ def _must_skip(
     """
     problems = nonfinite(rollout, source_scores)
     if not any(collectives.gather_objects(bool(problems))):
-        tolerance.passed()
+        tolerance.reset()
         return False
     rows = sorted({indices[row] for rows in problems.values() for row in rows})
-    tolerance.left_out(f"iteration {iteration + 1}", list(problems), rows, rollout)
+    tolerance.skip(f"iteration {iteration + 1}", list(problems), rows, rollout)
     return True
 
 
@@ -176,15 +176,17 @@ def resumable(models: Models, observers: Mapping[str, Any]) -> Resumable:
 
 def run(config: Step3Config) -> None:
     """The stage from its inputs to OUT/step3_ppo: actor, critic, metrics.jsonl, manifest.json; nothing if finished."""
-    found = find(STAGE, config, inputs(config), partial(content, config))
-    if found == "finished":
+    stage_status = report_status(STAGE, config, inputs(config), partial(content, config))
+    if stage_status == "finished":
         return
     status(f"{STAGE.name}: reading the data")
     tokenizer, data = check(config, ranks=collectives.world_size())
     collectives.set_ranks_per_share(config.tensor_parallel_size)
-    given, config = config, with_inputs(config)
+    user_config, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
-    with open_run(STAGE, given, found, {name: str(getattr(config, name)) for name in inputs(given)}) as stage:
+    with open_run(
+        STAGE, user_config, stage_status, {name: str(getattr(config, name)) for name in inputs(user_config)}
+    ) as stage:
         status(f"{STAGE.name}: loading the models")
         models = set_up(config, tokenizer)
         context = reward_context(config, tokenizer)
@@ -215,15 +217,15 @@ def run(config: Step3Config) -> None:
         best = None
         if config.keep_best is not None:
             observers["best"] = best = BestPolicy(config.keep_best, config.patience, lambda: stage.save("best", actor))
-        stage.go_on(resumable(models, observers))
+        stage.resume(resumable(models, observers))
         if stage.done:
             after = evaluate(models, evaluation, judge, config)
         else:
-            stage.evaluated(at_start(before))
+            stage.record_evaluation(at_start(before))
         total = iterations(config)
-        steps = stage.exporting(train(models, prompts, schedule, config), actor)
+        steps = stage.with_exports(train(models, prompts, schedule, config), actor)
         steps = with_evaluations(steps, EvaluationSchedule(config.eval_every, total, stage.done), evaluate_again, best)
-        stage.follow(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
+        stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(before, after, config.sample_rows)
         collapsed = collapse(before, after)
         if collapsed is not None:  # no error: the scores are real, and may be what the user asked for

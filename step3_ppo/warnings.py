@@ -27,7 +27,7 @@ class Limits(Config):
     start_iterations: int = Field(3, ge=1)
     """iterations at the start; length and entropy are compared with their mean"""
     in_a_row: int = Field(3, ge=1)
-    """iterations in a row that a noisy condition must hold: negative_kl, clip_fraction, score_follows_length"""
+    """iterations in a row for which a noisy condition must hold: negative_kl, clip_fraction, score_follows_length"""
     first_ratio: float = Field(1e-3, gt=0)
     """fp32: first_approx_kl, or the std of the first ratio, above this"""
     first_ratio_low_precision: float = Field(5e-2, gt=0)
@@ -35,7 +35,7 @@ class Limits(Config):
     negative_kl: float = Field(-0.1, le=0)
     """mean KL below this, nats per response"""
     kl_rounding: float = Field(0.0, ge=0)
-    """and below this many nats per token, which rounding may take from it"""
+    """the KL must also be below minus this, nats per token: the error that rounding can make"""
     kl: float = Field(10.0, gt=0)
     """mean KL above this, nats per response"""
     equal_advantages: float = Field(1e-6, ge=0)
@@ -57,7 +57,7 @@ class Limits(Config):
     entropy: float = Field(0.2, gt=0, lt=1)
     """entropy below this many times that of the start"""
     over_optimisation: float = Field(0.2, ge=0)
-    """held-out score below its best, twice in a row, by more than this share of what was gained, and than its 95 %
+    """held-out score below its best, twice in a row, by more than this share of its gain and more than its 95 %
     interval"""
 
 
@@ -81,7 +81,7 @@ class Rule:
 
 
 class Watch:
-    """Remembers the iterations so far and which conditions hold."""
+    """The iterations so far, and the conditions that hold."""
 
     def __init__(self, limits: Limits, dtype: str = "fp32") -> None:
         """dtype: fp32, bf16 or fp16, in which the policy computes."""
@@ -92,7 +92,7 @@ class Watch:
         self._rows: list[Mapping[str, float]] = []
         self._holding: set[str] = set()
 
-    def look(self, iteration: int, metrics: Mapping[str, float]) -> list[Notice]:
+    def check(self, iteration: int, metrics: Mapping[str, float]) -> list[Notice]:
         """The warnings whose conditions begin to hold at this iteration."""
         self._rows.append({"iteration": iteration} | {n: metrics[n] for n in WATCHED if n in metrics})
         notices = []
@@ -172,7 +172,7 @@ def _equal_advantages(limits: Limits, rows: Rows) -> Numbers | None:
     return numbers if any(value <= limits.equal_advantages for value in numbers.values()) else None
 
 
-def _fell(name: str, limits: Limits, rows: Rows) -> Numbers | None:
+def _declined(name: str, limits: Limits, rows: Rows) -> Numbers | None:
     """`name`, a held-out number, was below its best in the last two evaluations; the training score has risen since."""
     evaluations = [(row[name], row["score"]) for row in rows if name in row and "score" in row]
     if len(evaluations) < 3:
@@ -195,7 +195,7 @@ RULES = (
         "first_ratio",
         ("first_approx_kl",),
         _first_ratio,
-        "sampling and training passes disagree before any step: look for dropout, another temperature or dtype, "
+        "sampling and training passes disagree before any step: check for dropout, another temperature or dtype, "
         "or a wrong mask in the policy or the algorithm",
     ),
     Rule(
@@ -203,7 +203,7 @@ RULES = (
         ("kl",),
         _negative_kl,
         "a KL cannot stay below 0: responses are not sampled from the distribution that scores them; "
-        "look at --temperature, truncated sampling and masks",
+        "check --temperature, truncated sampling and masks",
     ),
     Rule(
         "kl_above_limit",
@@ -215,7 +215,7 @@ RULES = (
         "equal_advantages",
         ("advantage_std",),
         _equal_advantages,
-        "nothing to learn from: every response scores alike; look at --reward on a few samples, "
+        "nothing to learn from: every response scores alike; check --reward on a few samples, "
         "or raise --temperature or --batch-size",
     ),
     Rule(
@@ -240,7 +240,7 @@ RULES = (
         "length_collapsing",
         ("response_length",),
         partial(_below_start, "response_length", "length_shrink"),
-        "read samples: the reward may pay for ending early; look at --missing-eos-penalty, or raise --kl-coef",
+        "read samples: the reward may pay for ending early; check --missing-eos-penalty, or raise --kl-coef",
     ),
     Rule(
         "truncated",
@@ -271,14 +271,14 @@ RULES = (
     Rule(
         "over_optimisation",
         ("eval_judge", "score"),
-        partial(_fell, "eval_judge"),
+        partial(_declined, "eval_judge"),
         "the reward rises while the judge falls: go back to the best checkpoint, raise --kl-coef, "
         "or retrain the reward model on samples of this policy",
     ),
     Rule(
         "overfitting",
         ("eval_score", "score"),
-        partial(_fell, "eval_score"),
+        partial(_declined, "eval_score"),
         "the score rises on training prompts and falls on held-out ones: use more prompts or fewer --total-episodes",
     ),
     Rule(
@@ -286,7 +286,7 @@ RULES = (
         ("skipped_steps", "optimizer_steps"),
         _skipped_steps,
         "no optimizer step of this iteration was applied: the lines above name the numbers that were not finite; lower "
-        "--learning-rate, look at the rows they name, or in fp16 use --dtype bf16",
+        "--learning-rate, check the rows that they name, or in fp16 use --dtype bf16",
     ),
 )
 WATCHED = frozenset(

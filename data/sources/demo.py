@@ -30,7 +30,7 @@ ANIMALS = (
     "fox", "owl", "bear", "wolf", "cat", "dog", "horse", "mouse",
     "frog", "duck", "swan", "deer", "goat", "crow", "seal", "hare",
 )  # fmt: skip
-PLACES = ("forest", "garden", "valley", "village", "river", "field")
+LOCATIONS = ("forest", "garden", "valley", "village", "river", "field")
 ADJECTIVES = {
     1: ("kind", "calm", "brave", "gentle", "honest", "cheerful"),
     0: ("tall", "quiet", "young", "busy", "plain", "sleepy"),
@@ -54,17 +54,17 @@ class Config(BaseConfig):
 class Subject:
     colour: str
     animal: str
-    place: str
+    location: str
 
     @property
     def prompt(self) -> str:
-        return f"tell me about the {self.colour} {self.animal} in the {self.place}"
+        return f"tell me about the {self.colour} {self.animal} in the {self.location}"
 
     def respond(self, adjectives: Sequence[str]) -> str:
         return f"the {self.colour} {self.animal} is {' and '.join(adjectives)} ."
 
 
-SUBJECTS = tuple(Subject(*parts) for parts in product(COLOURS, ANIMALS, PLACES))
+SUBJECTS = tuple(Subject(*parts) for parts in product(COLOURS, ANIMALS, LOCATIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def true_score(prompts: Sequence[str], responses: Sequence[str], **columns: Any)
 def words() -> tuple[str, ...]:
     """Every word of the dataset."""
     frame = ("tell", "me", "about", "the", "in", "is", "and", ".")
-    return (*frame, *COLOURS, *ANIMALS, *PLACES, *WORTH)
+    return (*frame, *COLOURS, *ANIMALS, *LOCATIONS, *WORTH)
 
 
 def _score(prompt: str, response: str) -> float:

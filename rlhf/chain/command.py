@@ -1,4 +1,4 @@
-"""The chain: supervised fine-tuning, reward model, PPO, each a process (or a group of them) of its own.
+"""The chain: supervised fine-tuning, reward model, PPO. Each stage runs in its own process or group of processes.
 
 python train.py                                                      the demo
 python train.py --actor-model opt-1.3b --reward-model opt-350m --deployment-type single_node
@@ -20,14 +20,14 @@ from rlhf.config import parser
 from rlhf.config.short_help import short_help
 from rlhf.errors import UserError
 from rlhf.launch import launcher, rank_variables, supervisor
-from rlhf.launch.failure_summary import command_again, last_words
+from rlhf.launch.failure_summary import command_to_resume, failure_summary
 from rlhf.launch.hosts import Deployment, LaunchOptions, open_deployment
 from rlhf.plan.options import PlanOptions
 from rlhf.shipped import CONFIGS
 from rlhf.training import stage_process
 
 TEXTS = {"--help", "-h", "--help-all", "--plan"}
-"""options that make the chain print a text and end"""
+"""options with which the chain only prints a text"""
 DEMO = CONFIGS / "demo.yaml"
 UNFINISHED = (
     "exit code 0 without a manifest.json (look for sys.exit and os._exit in your reward function and other files of "
@@ -35,102 +35,102 @@ UNFINISHED = (
 )
 
 
-def deployment(chain: ChainConfig) -> Deployment:
-    """Where a stage runs, and in how many processes; another launcher has decided both.
+def resolve_deployment(chain: ChainConfig) -> Deployment:
+    """The hosts and the number of processes of each stage; under another launcher, those that it has started.
 
-    Raises: UserError if the hosts or devices are not there.
+    Raises: UserError if the hosts or devices do not exist.
     """
     import torch
 
-    own = LaunchOptions(**{name: getattr(chain, name) for name in LaunchOptions.model_fields})
+    options = LaunchOptions(**{name: getattr(chain, name) for name in LaunchOptions.model_fields})
     if rank_variables.world_size() > 1:
-        return Deployment(rank_variables.world_size(), options=own)
+        return Deployment(rank_variables.world_size(), options=options)
     if chain.deployment_type == "multi_node":
         if chain.num_processes is not None:
             raise UserError(
                 f"--num-processes {chain.num_processes}: got it with multi_node, expected slots= in the hostfile"
             )
-        return open_deployment(own)
+        return open_deployment(options)
     for name in ("hostfile", "include", "exclude", "num_nodes", "launcher_args", "master_addr", "master_port"):
-        if getattr(own, name) is not None:
+        if getattr(options, name) is not None:
             raise UserError(
-                f"--{name.replace('_', '-')} {getattr(own, name)}: got --deployment-type {chain.deployment_type}, "
+                f"--{name.replace('_', '-')} {getattr(options, name)}: got --deployment-type {chain.deployment_type}, "
                 "expected multi_node"
             )
     if chain.deployment_type == "single_gpu":
         if (chain.num_processes or 1) > 1:
             raise UserError(
-                f"--num-processes {chain.num_processes}: one GPU has one; add --deployment-type single_node"
+                f"--num-processes {chain.num_processes}: expected 1 with single_gpu; add --deployment-type single_node"
             )
-        return Deployment(1, options=own)
+        return Deployment(1, options=options)
     gpus = torch.cuda.device_count()
     wanted = chain.num_processes or max(1, gpus)
     most = gpus or max(2, launcher.cores())
     if wanted > most:
         there = f"{gpus} GPUs are visible" if gpus else f"this machine has no GPU and {launcher.cores()} cores"
         raise UserError(f"--num-processes {wanted}: {there}, expected at most {most}")
-    return Deployment(wanted, options=own)
+    return Deployment(wanted, options=options)
 
 
 def _workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
-    """(options and workload function of each chosen stage, options of the plan, models that step 3 starts from)."""
-    from rlhf.chain.steps import chosen
+    """(options and workload function of each chosen stage, options of the plan, models that step 3 starts from)"""
+    from rlhf.chain.steps import chosen_steps
     from step3_ppo.plan import earlier_models
 
     plan_options = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
-    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), load(step).workload) for step in chosen(chain)}
+    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), load(step).workload) for step in chosen_steps(chain)}
     planned = {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
     return stages, plan_options, earlier_models(chain.output_dir, planned)
 
 
 def forecast(chain: Any) -> str:
-    """What `--plan` prints: memory, time and disk of every stage."""
+    """The text of `--plan`: memory, time and disk of every stage."""
     from rlhf.plan.command import format_plans
 
     stages, plan_options, model_paths = _workloads(chain)
-    return format_plans(stages, plan_options, 1 if chain.devices else deployment(chain).processes, model_paths)
+    return format_plans(stages, plan_options, 1 if chain.devices else resolve_deployment(chain).processes, model_paths)
 
 
-def settle(chain: Any, count: int) -> Any:
-    """The chain with `--zero-stage auto` replaced by what fits; says by what. Raises: UserError if nothing does."""
+def resolve_zero_stages(chain: Any, processes: int) -> Any:
+    """Replace `--zero-stage auto` by a stage that fits, and print it. Raises: UserError if none fits."""
     from rlhf.plan.command import resolve_zero_stage
 
     stages, plan_options, model_paths = _workloads(chain)
     for section, (options, workload) in stages.items():
-        resolved, line = resolve_zero_stage(options, workload, plan_options, count, model_paths)
+        resolved, line = resolve_zero_stage(options, workload, plan_options, processes, model_paths)
         print(line, end="\n" if line else "", flush=True)
         chain = chain.model_copy(update={section: resolved})
     return chain
 
 
-def plan(chain: Any, count: int) -> dict[int, Any]:
-    """The stages to run, by step, with their options; says which of the others are finished, or not needed.
+def plan(chain: Any, processes: int) -> dict[int, Any]:
+    """The options of the stages to run, by step. Prints which other stages are finished or not needed.
 
-    Every stage is checked before any is started. Raises: UserError.
+    Every stage is checked before the first is started. Raises: UserError.
     """
-    from rlhf.chain.steps import chosen, left_out
+    from rlhf.chain.steps import chosen_steps, describe_skipped
     from rlhf.storage import manifests
     from rlhf.training import progress
 
     planned: dict[str, str] = {}
     todo: dict[int, Any] = {}
     finished = []
-    for step in chosen(chain):
+    for step in chosen_steps(chain):
         options, name, stage = getattr(chain, SECTIONS[step]), STAGES[step].name, load(step)
         manifests.require_writable(chain.output_dir, name)
         content = partial(stage.content, options)
-        state = progress.standing(STAGES[step], options, stage.inputs(options), content, planned)
+        state = progress.stage_status(STAGES[step], options, stage.inputs(options), content, planned)
         if state == "finished":
             finished.append(name)
             continue
         try:
-            stage.check(options, planned, count)
+            stage.check(options, planned, processes)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         todo[step] = options
         if step < 3:
             planned[name] = manifests.planned_start(options.model, chain.output_dir, planned) or options.model
-    for line in left_out(chain):
+    for line in describe_skipped(chain):
         print(line, flush=True)
     for name in finished:
         progress.sweep_finished(Path(chain.output_dir) / name)
@@ -138,11 +138,11 @@ def plan(chain: Any, count: int) -> dict[int, Any]:
     return todo
 
 
-def run_stage(step: int, options: Any, run: Callable[[str, list[str]], launcher.Ended]) -> launcher.Ended:
-    """Have `run` start one stage and wait: how it ended."""
+def run_stage(step: int, options: Any, run: Callable[[str, list[str]], launcher.ExitStatus]) -> launcher.ExitStatus:
+    """Run one stage to its end with `run`, and return its exit status."""
     from rlhf.storage import disk
 
-    path = Path(options.output_dir).absolute() / f".{STAGES[step].name}-{os.getpid()}.yaml"  # which every host must see
+    path = Path(options.output_dir).absolute() / f".{STAGES[step].name}-{os.getpid()}.yaml"  # readable on every host
     try:
         disk.write_text(path, parser.to_yaml(options))
         return run(STAGES[step].name, ["--config", str(path)])
@@ -151,27 +151,27 @@ def run_stage(step: int, options: Any, run: Callable[[str, list[str]], launcher.
 
 
 def run_with_restarts(
-    step: int, options: Any, run: Callable[[str, list[str]], launcher.Ended], restarts: int
-) -> launcher.Ended:
-    """Start one stage, and after a crash again from its newest checkpoint, at most `restarts` times: its last end.
+    step: int, options: Any, run: Callable[[str, list[str]], launcher.ExitStatus], restarts: int
+) -> launcher.ExitStatus:
+    """Run one stage. After a crash, run it again from its newest checkpoint, at most `restarts` times.
 
-    A stage that ends with code 0 without a new manifest has crashed: code of the user has called os._exit, say.
+    A stage that ends with code 0 but without a new manifest has crashed too: a user's code may call os._exit.
     """
     stage = Path(options.output_dir) / STAGES[step].name
     old = manifest_version(stage)
     for number in range(restarts + 1):
         # once the old result is gone, --overwrite would remove the checkpoints of this run
         overwrite = options.overwrite and (number == 0 or manifest_version(stage) == old is not None)
-        ended = run_stage(step, options.model_copy(update={"overwrite": overwrite}), run)
-        if ended == 0 and manifest_version(stage) not in (None, old):
+        status = run_stage(step, options.model_copy(update={"overwrite": overwrite}), run)
+        if status == 0 and manifest_version(stage) not in (None, old):
             break
-        if ended == 0:
-            ended = launcher.Ended(1, UNFINISHED, crashed=True)
-        if not ended.crashed:
+        if status == 0:
+            status = launcher.ExitStatus(1, UNFINISHED, crashed=True)
+        if not status.crashed:
             break
         if number < restarts:
-            print(f"\n{stage.name}: {ended.cause}; restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
-    return ended
+            print(f"\n{stage.name}: {status.cause}; restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
+    return status
 
 
 def manifest_version(stage: Path) -> tuple[int, int] | None:
@@ -183,19 +183,21 @@ def manifest_version(stage: Path) -> tuple[int, int] | None:
     return None
 
 
-def leave(step: int, ended: launcher.Ended, todo: dict[int, Any]) -> NoReturn:
-    """End the chain with the code of a stage that failed, and with a line about it unless it has said one."""
-    if ended not in supervisor.SAID:
-        made = {
+def exit_with_failure(step: int, status: launcher.ExitStatus, todo: dict[int, Any]) -> NoReturn:
+    """End the chain with the exit code of a failed stage; print a summary unless the stage explained the failure."""
+    if status not in supervisor.EXPLAINED:
+        overwritten = {
             SECTIONS[s]: Path(o.output_dir) / STAGES[s].name / "manifest.json" for s, o in todo.items() if o.overwrite
         }
-        words = last_words(Path(todo[step].output_dir) / STAGES[step].name, ended, command_again(made))
-        print(f"\n{words}", file=sys.stderr)
-    raise SystemExit(int(ended) if ended > 0 else 128 - ended)
+        summary = failure_summary(
+            Path(todo[step].output_dir) / STAGES[step].name, status, command_to_resume(overwritten)
+        )
+        print(f"\n{summary}", file=sys.stderr)
+    raise SystemExit(int(status) if status > 0 else 128 - status)
 
 
 def main() -> int:
-    """The chain. Of several processes that another launcher has started, rank 0 is the chain and the others follow."""
+    """Run the chain. If another launcher has started several processes, rank 0 runs it and the others follow."""
     rank_variables.adopt(os.environ)
     if rank_variables.world_size() == 1:
         return run_chain()
@@ -203,12 +205,12 @@ def main() -> int:
 
     if rank_variables.rank() > 0:
         team.follow()
-    with team.lead() as led:
-        return run_chain(led)
+    with team.lead() as ranks:
+        return run_chain(ranks)
 
 
-def run_chain(led: Any = None) -> int:
-    """Run what the command line asks for, in the processes of the team that this process leads, if it leads one."""
+def run_chain(ranks: Any = None) -> int:
+    """Run the command line; ranks: the team of processes that this process leads, or None."""
     program = console.program("python train.py")
     argv, note = _with_base(rank_variables.without_local_rank(sys.argv[1:]))
     shown = parser.PRINT_OPTIONS & {*argv} if "--print-config" in argv else set()
@@ -233,41 +235,42 @@ def run_chain(led: Any = None) -> int:
 
     manifests.require_writable(chain.output_dir)
     console.status("checking options, models and data")
-    with stage_process.requeued_when_asked(), manifests.locked(Path(chain.output_dir)):
+    with stage_process.requeue_on_signal(), manifests.locked(Path(chain.output_dir)):
         sweep(Path(chain.output_dir))
-        where = deployment(chain)
-        chain = settle(chain, where.processes)
-        todo = plan(chain, where.processes)
+        deployment = resolve_deployment(chain)
+        chain = resolve_zero_stages(chain, deployment.processes)
+        todo = plan(chain, deployment.processes)
         if todo:
             print(note, end="", flush=True)
             save(chain)
-            failed = run_all(todo, where, led)
+            failed = run_all(todo, deployment, ranks)
             if failed is not None:
-                leave(*failed, todo)
+                exit_with_failure(*failed, todo)
     from rlhf.chain.steps import next_step
 
     print(next_step(chain))
     return 0
 
 
-def run_all(todo: dict[int, Any], where: Deployment, led: Any) -> tuple[int, launcher.Ended] | None:
-    """Run the stages, one after the other. The first that fails, and how it ended; None if all are finished."""
+def run_all(todo: dict[int, Any], deployment: Deployment, ranks: Any) -> tuple[int, launcher.ExitStatus] | None:
+    """Run the stages in order. Returns the first step that fails and its exit status, or None if all finish."""
     with contextlib.ExitStack() as stack:
-        if where.hosts:
+        if deployment.hosts:
             from rlhf.launch import team
 
-            led = stack.enter_context(team.start(where))
-        one_host = partial(launcher.run, where=where)
-        run = one_host if led is None else partial(led.run, options=where.options)
+            ranks = stack.enter_context(team.start(deployment))
+        one_host = partial(launcher.run, target=deployment)
+        run = one_host if ranks is None else partial(ranks.run, options=deployment.options)
         for step, options in todo.items():
-            ended = run_with_restarts(step, options, run, where.options.max_restarts)
-            if ended != 0:
-                return step, ended
+            status = run_with_restarts(step, options, run, deployment.options.max_restarts)
+            if status != 0:
+                return step, status
     return None
 
 
 def save(chain: Any) -> None:
-    """The whole tree into the run's directory, from where --config takes it. `overwrite` and `steps` are for once."""
+    """Write all options to config.yaml in the output directory, for --config; without the one-time `overwrite` and
+    `steps`."""
     once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
     from rlhf.storage import disk
 
@@ -276,22 +279,25 @@ def save(chain: Any) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove the stages' options that a chain which was killed has left."""
+    """Remove the option files of stages that a killed chain has left."""
     for stage in STAGES.values():
-        for left in directory.glob(f".{stage.name}-*.yaml"):
-            left.unlink(missing_ok=True)
+        for path in directory.glob(f".{stage.name}-*.yaml"):
+            path.unlink(missing_ok=True)
 
 
 def _with_base(argv: list[str]) -> tuple[list[str], str]:
-    """The command line over what it is laid on when it names neither files nor models, and a line that says so.
+    """A command line without --config or --actor-model gets a base: the config.yaml of its output directory, else the
+    demo.
 
-    That is the run in the output directory, else the demo.
+    Returns the command line and a line about its base.
     """
     if any(re.match(r"--(config|actor[-_]model|help)|-h$", word) for word in argv):
         return argv, ""
-    before = Path(parser.peek(argv, "output-dir", "runs/demo")).expanduser() / "config.yaml"
-    if before.is_file():
-        return [f"--config={before}", *argv], f"options that are not given: as in {before}\n"
-    known = parser.peek(argv, "data-path", "demo").startswith("demo")
-    note = "" if known else "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"
+    saved = Path(parser.peek(argv, "output-dir", "runs/demo")).expanduser() / "config.yaml"
+    if saved.is_file():
+        return [f"--config={saved}", *argv], f"options that are not set: as in {saved}\n"
+    demo_data = parser.peek(argv, "data-path", "demo").startswith("demo")
+    note = (
+        "" if demo_data else "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"
+    )
     return [f"--config={DEMO}", *argv], note

@@ -1,4 +1,4 @@
-"""Options of the chain: what stands at the top and what each stage sets apart. Needs no torch to be imported."""
+"""Options of the chain: those at the top, and the sections of the stages. Importing this imports no torch."""
 
 import re
 from collections.abc import Iterator
@@ -18,8 +18,7 @@ from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 
 SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
-
-
+"""sections of options, by step"""
 SHORT_HELP = {
     "models and data": ("actor-model", "reward-model", "data-path", "data-split", "chat-template", "max-train-rows"),
     "the run": ("output-dir", "steps", "seed", "overwrite", "report-to", "save-minutes", "export-every"),
@@ -35,9 +34,9 @@ SHORT_HELP = {
         "ppo.learning-rate", "ppo.critic-learning-rate", "ppo.eval-every",
     ),
 }  # fmt: skip
-"""What `--help` lists; `--sft.`, `--reward.` and `--ppo.` before a shared option set it for one stage."""
+"""Options that `--help` lists. A shared option with the prefix `--sft.`, `--reward.` or `--ppo.` is for one stage."""
 SHARED = (DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions)
-"""What every stage has, with one default: the options at the top that sections follow."""
+"""Options at the top that every stage has too; by default a section takes their values."""
 
 
 class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions, LaunchOptions, PlanOptions):
@@ -49,59 +48,62 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml"""
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
     """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU;
-    multi_node: the same on every host of --hostfile; under torchrun, deepspeed, accelerate or srun: as they started"""
+    multi_node: the same on every host of --hostfile; under torchrun, deepspeed, accelerate or srun: the processes that
+    they have started"""
     num_processes: int | None = Field(None, ge=1)
     """processes of single_node; by default the number of visible GPUs"""
     steps: tuple[Literal[1, 2, 3], ...] | None = Field(None, min_length=1)
-    """the part of the chain to run; by default step 3 and those it needs. Inputs of the rest are found in the output
-    directory"""
+    """steps of the chain to run; by default step 3 and the steps that it needs. Models of other steps are read from the
+    output directory"""
     output_dir: OutputDir = "runs/rlhf"
     """directory of the run: step1_sft/, step2_reward/, step3_ppo/"""
     sft: SFTConfig = SFTConfig()
-    """step 1, supervised fine-tuning; what is not set here is as at the top"""
+    """step 1, supervised fine-tuning; an option that is not set here is as at the top"""
     reward: RewardConfig = RewardConfig()
-    """step 2, the reward model; what is not set here is as at the top"""
+    """step 2, the reward model; an option that is not set here is as at the top"""
 
 
 def chain_config(argv: list[str]) -> type[ChainConfig]:
     """ChainConfig with the options of the chosen algorithm as its `ppo` section."""
-    from step3_ppo import algorithms  # here, as it imports torch
+    from step3_ppo import algorithms  # imported here because it imports torch
 
     algorithm = parser.peek(argv, "ppo.algorithm", "ppo")
     options = algorithms.options(algorithm)
-    described = Field(options(algorithm=algorithm), description="step 3, PPO; what is not set here is as at the top")
+    described = Field(
+        options(algorithm=algorithm), description="step 3, PPO; an option that is not set here is as at the top"
+    )
     return create_model("ChainConfig", __base__=ChainConfig, ppo=(options, described))
 
 
-def followed(section: str) -> dict[str, str]:
-    """The options of a section that follow one at the top, and the name of that."""
+def shared_options(section: str) -> dict[str, str]:
+    """Options of a section that by default have the value of an option at the top: {name: name at the top}."""
     shared = [name for options in SHARED for name in options.model_fields]
     model = {"sft": {"model": "actor_model"}, "reward": {"model": "reward_model"}}.get(section, {})
     return dict(zip(shared, shared, strict=True)) | model
 
 
-def set_apart(argv: list[str]) -> set[str]:
-    """The options that sections set for themselves, as `sft.max_length`.
+def section_options(argv: list[str]) -> set[str]:
+    """The options that are set for one section, as `sft.max_length`, beside all options of the command line.
 
-    Those are all that the command line names; and what a file gives another value than at its top, unless the command
-    line has the option at the top, which is over every file. (A saved config.yaml has every value written out.)
+    In a file, an option of a section counts if its value differs from the value at the top of that file, and the
+    command line does not set the option at the top. (A saved config.yaml contains every value.)
     """
-    typed = given(argv)
-    found = set(typed)
+    typed = command_line_options(argv)
+    options = set(typed)
     for tree in _trees(argv):
         for section in SECTIONS.values():
             own = tree.get(section) or {}
-            follows = followed(section)
-            found |= {
+            follows = shared_options(section)
+            options |= {
                 f"{section}.{name}"
                 for name, value in own.items()
                 if name not in follows
                 or (follows[name] not in typed and (follows[name] not in tree or tree[follows[name]] != value))
             }
-    return found
+    return options
 
 
-def given(argv: list[str]) -> set[str]:
+def command_line_options(argv: list[str]) -> set[str]:
     """The options on the command line, spelled `sft.max_length`."""
     names = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     return names | {re.sub(r"(^|\.)no_", r"\1", name) for name in names}
@@ -113,13 +115,14 @@ def _trees(argv: list[str]) -> list[dict[str, Any]]:
 
 
 def resolve(chain: Any, argv: list[str]) -> Any:
-    """The chain with every section's options filled in from the top.
+    """The chain with the options of every section filled in from the top.
 
-    An option that is given nowhere, and has another default in a section (an algorithm of the user's, say), keeps that.
-    Raises: UserError if a section names a directory of its own.
+    An option that is set nowhere, and has its own default in a section (of a user's algorithm, for example), keeps that
+    default.
+    Raises: UserError if a section sets its own output directory.
     """
-    own = set_apart(argv)
-    anywhere = given(argv).union(*_trees(argv))
+    own = section_options(argv)
+    anywhere = command_line_options(argv).union(*_trees(argv))
     sections = {}
     for section in SECTIONS.values():
         if f"{section}.output_dir" in own:
@@ -127,57 +130,64 @@ def resolve(chain: Any, argv: list[str]) -> Any:
                 f"{section}.output_dir: the stages of a chain share one directory; name it with --output-dir"
             )
         options = getattr(chain, section)
-        taken = {
+        shared = {
             name: getattr(chain, top)
-            for name, top in followed(section).items()
+            for name, top in shared_options(section).items()
             if f"{section}.{name}" not in own and (top in anywhere or not _differs(options, name, top))
         }
-        sections[section] = options.model_copy(update=taken)
+        sections[section] = options.model_copy(update=shared)
     sections["ppo"] = sections["ppo"].model_copy(update=dict(_inputs_named_above(chain, argv)))
     return chain.model_copy(update=sections)
 
 
 def changed(chain: Any) -> dict[str, Any]:
-    """What differs from the defaults: of a section also from what it follows at the top. `--config` reads it back."""
+    """The options that differ from their defaults and, in a section, from the top. `--config` can read them."""
     tree = parser.changed(chain, type(chain)())
     for section in SECTIONS.values():
         own = getattr(chain, section)
-        follows = {
+        shared = {
             name: getattr(chain, top)
-            for name, top in followed(section).items()
+            for name, top in shared_options(section).items()
             if top in tree or not _differs(own, name, top)
         }
-        found = parser.changed(own, type(own)().model_copy(update=follows))
-        tree = {name: value for name, value in tree.items() if name != section} | ({section: found} if found else {})
+        differences = parser.changed(own, type(own)().model_copy(update=shared))
+        tree = {name: value for name, value in tree.items() if name != section} | (
+            {section: differences} if differences else {}
+        )
     return tree
 
 
 def _differs(section: Config, name: str, top: str) -> bool:
-    """Whether a shared option has another default in the section than at the top."""
+    """Whether the default of a shared option in the section differs from the default at the top."""
     if name != top or name == "output_dir":
         return False
     return bool(type(section).model_fields[name].default != ChainConfig.model_fields[top].default)
 
 
 def _inputs_named_above(chain: Any, argv: list[str]) -> Iterator[tuple[str, str]]:
-    """With step 3 and not the step before, a model on the command line is one that PPO starts from, unless it is what
-    the stage in the output directory started from: then the user repeats a command, and means that stage's."""
+    """Models on the command line that PPO starts from: with step 3, without the step that trains the model.
+
+    A model from which the stage in the output directory started is none of them: the user has repeated a command, and
+    means the model that the stage has trained.
+    Raises: UserError if the stage in the output directory started from another model.
+    """
     if chain.steps is None or 3 not in chain.steps:
         return
     for step, name in ((1, "actor_model"), (2, "reward_model")):
-        place = getattr(chain, name)
-        if step in chain.steps or getattr(chain.ppo, name) is not None or name not in given(argv):
+        model_path = getattr(chain, name)
+        if step in chain.steps or getattr(chain.ppo, name) is not None or name not in command_line_options(argv):
             continue
-        made = Path(chain.output_dir) / STAGES[step].name
-        if not made.is_dir():
-            yield name, place
+        directory = Path(chain.output_dir) / STAGES[step].name
+        if not directory.is_dir():
+            yield name, model_path
             continue
         from rlhf.storage import manifests
 
-        start = manifests.read_manifest(made)["config"]["model"]
-        if start != place:
+        start = manifests.read_manifest(directory)["config"]["model"]
+        if start != model_path:
             option = name.replace("_", "-")
             raise UserError(
-                f"--{option} {place}: {made} was made from '{start}'; leave the option out to go on from there, "
+                f"--{option} {model_path}: {directory} was made from '{start}'; remove the option to start from its "
+                "result, "
                 f"or write --ppo.{option} to start from another"
             )

@@ -1,4 +1,4 @@
-"""The stages of the chain: the only list of them, and what the chain asks of each. Torch-free, but for `load`."""
+"""The stages of the chain: the only list of them, and their contract. Torch-free, except `load`."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,24 +16,28 @@ STAGES: Mapping[int, Declaration] = {1: SFT, 2: REWARD, 3: PPO}
 
 
 class Stage(Protocol):
-    """A stage as the chain sees it. `config`: the stage's options."""
+    """The contract of a stage with the chain. `config`: the stage's options."""
 
     def inputs(self, config: Any, /) -> Mapping[str, str]:
-        """The models that it starts from: directories, hub ids or short names, by the option that names them."""
+        """Models that the stage starts from: directories, hub ids or short names, by option."""
 
     def content(self, config: Any, /) -> Mapping[str, str]:
         """A digest of each local file or folder of its data."""
 
     def workload(self, config: Any, device: str, model_paths: dict[str, str], /) -> "Workload":
-        """The work that a plan counts. device: its kind. model_paths: models that earlier stages make for this one."""
+        """The workload for a plan. device: cpu or cuda. model_paths: paths of the models of earlier stages, by
+        option."""
 
     def check(self, config: Any, planned: Mapping[str, str], ranks: int, /) -> object:
-        """Raises: UserError for what cannot work, before a model is loaded or anything written. planned: the stages
-        that will have run by then, and the model that each starts from."""
+        """Check options, models and data before a model is loaded or anything is written.
+
+        planned: stages that run before this one, and the model that each starts from
+        Raises: UserError.
+        """
 
 
 def load(step: int) -> Stage:
-    """The stage that is this step. Its modules import torch, so they are imported here."""
+    """The stage of a step. Its modules are imported here because they import torch."""
     if step == 1:
         from step1_sft.stage import FINE_TUNING
 

@@ -13,37 +13,37 @@ from step3_ppo.inputs import inputs
 
 def needed(chain: Any) -> tuple[int, ...]:
     """Step 3, and the steps before it whose models it starts from."""
-    places = inputs(chain.ppo).values()
-    reward = any(_makes(chain, 2, place) for place in places)
-    actor = any(_makes(chain, 1, place) for place in (*places, *([chain.reward.model] if reward else [])))
+    paths = inputs(chain.ppo).values()
+    reward = any(_makes(chain, 2, path) for path in paths)
+    actor = any(_makes(chain, 1, path) for path in (*paths, *([chain.reward.model] if reward else [])))
     return (*([1] if actor else []), *([2] if reward else []), 3)
 
 
-def _makes(chain: Any, step: int, place: str) -> bool:
-    """Whether that step of the chain makes the model at `place`."""
-    return planned_start(place, chain.output_dir, {STAGES[step].name: place}) is not None
+def _makes(chain: Any, step: int, path: str) -> bool:
+    """Whether that step of the chain makes the model at `path`."""
+    return planned_start(path, chain.output_dir, {STAGES[step].name: path}) is not None
 
 
-def chosen(chain: Any) -> tuple[int, ...]:
-    """The steps that the command names, in their order; by default those needed."""
+def chosen_steps(chain: Any) -> tuple[int, ...]:
+    """The steps that the command names, sorted; by default the steps that are needed."""
     return tuple(sorted(set(chain.steps))) if chain.steps else needed(chain)
 
 
-def left_out(chain: Any) -> list[str]:
-    """A line for each step that is not run because step 3 does not need it."""
+def describe_skipped(chain: Any) -> list[str]:
+    """A line for each step that is skipped because step 3 does not need it."""
     if chain.steps:
         return []
-    why = {
-        1: "step 3 starts from the models that are named for it",
-        2: "step 3 uses no reward model of this run: neither its reward nor a critic asks one",
+    reasons = {
+        1: "step 3 starts from other models, which the options name",
+        2: "step 3 uses no reward model of this run: neither its score sources nor a critic need one",
     }
     return [
-        f"{STAGES[step].name}: left out, as {why[step]} (--steps 1 2 3 runs it)" for step in {1, 2} - {*needed(chain)}
+        f"{STAGES[step].name}: skipped: {reasons[step]} (--steps 1 2 3 runs it)" for step in {1, 2} - {*needed(chain)}
     ]
 
 
 def next_step(chain: Any) -> str:
-    """What to do with the result: the command that goes on, or where the tuned policy is."""
+    """The next command of the user, or the path of the tuned policy."""
     done = [step for step, stage in STAGES.items() if (Path(chain.output_dir) / stage.name / MANIFEST).is_file()]
     if 3 not in done:
         steps = [str(step) for step in needed(chain) if step not in done]
@@ -57,5 +57,5 @@ def next_step(chain: Any) -> str:
 
 
 def _program() -> list[str]:
-    """What was typed before the options: `python train.py`."""
+    """The words of the command line before the options: `python train.py`."""
     return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]

@@ -1,4 +1,4 @@
-"""AdamW with its weights, moments and products in fp32, however narrow a model's own are; its learning rate."""
+"""AdamW with fp32 weights, moments and arithmetic for a model of any dtype, and its learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,13 +12,13 @@ from rlhf.config.options import OptimizerOptions
 from rlhf.distributed.zero3 import full_shape
 
 MASTER = "weight"
-"""the fp32 weight beside a narrower one, among the state of that one"""
+"""the key of the fp32 weight in the optimizer state of a narrower one"""
 
 
 def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, Any]]:
     """AdamW's parameter groups of weights by name: matrices decay; norms and biases do not, as in transformers.
 
-    A bias may be a matrix too: gpt-oss has one row of it for each expert. So biases are known by their names.
+    A bias may be a matrix too: gpt-oss has one row of it for each expert. So a bias is recognised by its name.
     """
     if decay == 0:
         return [{"params": list(weights.values()), "weight_decay": 0.0}]
@@ -33,18 +33,19 @@ def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, 
 class MasterAdamW(torch.optim.AdamW):
     """AdamW (I. Loshchilov and F. Hutter, arXiv 1711.05101) with master weights (P. Micikevicius et al., 1710.03740).
 
-    One weight after the other, so that no more than one has its gradient in fp32 too.
+    Weights are updated one by one, so that only one gradient at a time is copied to fp32.
     """
 
     scale = 1.0
-    """what the gradients of the next step are multiplied by: a clipped norm costs no pass of its own"""
+    """factor on the gradients of the next step, so that clipping needs no extra pass"""
 
     def __init__(self, weights: Iterable[Any], **options: Any) -> None:
-        """`weights`: tensors, or groups of them as torch has them."""
+        """weights: tensors, or parameter groups as in torch"""
         super().__init__(list(weights), fused=True, **options)
 
     def master(self, weight: Tensor) -> Tensor:
-        """The fp32 weight that steps change: `weight` itself, or what is kept beside it from the first call on."""
+        """The fp32 weight that steps change: `weight` itself, or a copy in the optimizer state, made at the first
+        call."""
         if weight.dtype == torch.float32:
             return weight.detach()
         state = self.state[weight]
@@ -54,15 +55,15 @@ class MasterAdamW(torch.optim.AdamW):
         return master
 
     def sum_gradients_in(self, dtype: torch.dtype | None) -> None:
-        """How the gradients of the coming passes are added up; None = as narrow as the weights."""
+        """The dtype in which gradients are accumulated from now on; None = that of the weights."""
         for group in self.param_groups:
             for weight in group["params"]:
                 weight.grad_dtype = dtype or weight.dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch returns the loss
-        """One step of every weight that has a gradient, which is changed."""
-        assert closure is None, "a step is taken once"
+        """Update every weight that has a gradient. The gradients are scaled in place."""
+        assert closure is None, "a closure is not supported"
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for weight in group["params"]:

@@ -1,4 +1,4 @@
-"""Models out of an engine into Hugging Face directories that transformers loads without us."""
+"""Export of an engine's model to a Hugging Face directory that transformers can load."""
 
 import contextlib
 from pathlib import Path
@@ -32,7 +32,7 @@ def save_policy(
 ) -> None:
     """Write the language model of a Policy engine, adapters merged, with tokenizer, template and generation config.
 
-    With `average`, the engine's averaged weights in the place of its last ones.
+    With `average`, write the engine's averaged weights instead of its last weights.
     """
     policy = engine.module
     assert isinstance(policy, Policy)
@@ -42,7 +42,7 @@ def save_policy(
             lm = policy.lm
             try:
                 lm.generation_config.validate(strict=True)
-            except ValueError:  # sampling settings that contradict each other would stop the saving, after all the work
+            except ValueError:  # contradictory sampling settings would make save_pretrained fail
                 lm.generation_config = GenerationConfig(bos_token_id=lm.config.bos_token_id)
             lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
             lm.config.pad_token_id = lm.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -61,7 +61,7 @@ def save_scalar(
     """Write a ScalarModel engine in the form that `AutoModelForSequenceClassification(num_labels=1)` reads.
 
     The head is fp32 in the file, whatever the other weights are. Its pad token is not EOS, because that class pools at
-    the last token that is not padding. `scores` goes into its config.
+    the last token that is not padding. `scores` is written to its config.
     """
     model = engine.module
     assert isinstance(model, ScalarModel)
@@ -90,7 +90,7 @@ def save_scalar(
 def full_state(model: PreTrainedModel, adapter: str | None) -> dict[str, Tensor]:
     """Weights by their transformers names on the CPU of rank 0, adapters merged; tied weights stay one tensor.
 
-    Every rank takes part and the others get nothing: of a sharded model one weight at a time is whole on all.
+    Every rank calls this, and the others get an empty dict. A sharded model is gathered one weight at a time.
     """
     copies: dict[int, Tensor] = {}
     state = {}
@@ -105,7 +105,7 @@ def full_state(model: PreTrainedModel, adapter: str | None) -> dict[str, Tensor]
 
 
 def merged(model: PreTrainedModel, state: dict[str, Tensor], adapter: str | None) -> dict[str, Tensor]:
-    """`state`, the weights of the model wrapped by `adapter` (None: by none), with the adapter merged in."""
+    """`state`, the weights of the model, with its adapter merged (None: it has no adapter)."""
     if adapter is None:
         return state
     return adapters.open_adapter(adapter).merged(model, state)

@@ -1,4 +1,4 @@
-"""Models that are only asked, the reference and learned reward models: whole on every device or in parts (ZeRO-3)."""
+"""Frozen models, the reference and learned reward models: whole on every device, or sharded (ZeRO-3)."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from rlhf.models.cpu import compiling
 
 
 class FrozenEngine:
-    """One model that no step changes. `inference()` is that of `rlhf.engine.training.Engine`.
+    """One model that is not trained. `inference()` is as in `rlhf.engine.training.Engine`.
 
-    DeepSpeed holds a model without an optimizer at stage 0 or 3 only, so these are the stages there are.
+    DeepSpeed supports a model without an optimizer only at stage 0 or 3.
     """
 
     def __init__(self, model: nn.Module, options: FrozenOptions, dtype: torch.dtype) -> None:
@@ -27,7 +27,7 @@ class FrozenEngine:
         if options.zero_stage == 3:
             import deepspeed
 
-            config = deepspeed_settings(dtype) | {"zero_optimization": zero3_config(_kept(options))}
+            config = deepspeed_settings(dtype) | {"zero_optimization": zero3_config(_offload_device(options))}
             engine, *_ = deepspeed.initialize(model=model.to(self.device), config=config)
             self.module, self._sharded = engine.module, engine.optimizer
         elif not options.offload:
@@ -39,11 +39,11 @@ class FrozenEngine:
     def inference(self) -> Iterator[Any]:
         """The whole model on the device, without gradients; sharded weights are gathered once, or (`gather_whole`
         off) layer by layer in step with the other ranks."""
-        with torch.no_grad(), self._at_hand():
+        with torch.no_grad(), self._on_device():
             yield self.module
 
     @contextlib.contextmanager
-    def _at_hand(self) -> Iterator[None]:
+    def _on_device(self) -> Iterator[None]:
         if self._sharded is not None:
             with (
                 SynchronizedPasses(self._sharded)
@@ -61,9 +61,9 @@ class FrozenEngine:
 
 
 def shards_of(options: FrozenOptions, dtype: torch.dtype) -> Shards | None:
-    """How such a model is loaded, None = whole."""
-    return Shards(dtype, _kept(options)) if options.zero_stage == 3 else None
+    """How a frozen model is sharded while it is loaded; None = whole."""
+    return Shards(dtype, _offload_device(options)) if options.zero_stage == 3 else None
 
 
-def _kept(options: FrozenOptions) -> dict[str, Any] | None:
+def _offload_device(options: FrozenOptions) -> dict[str, Any] | None:
     return {"device": "cpu"} if options.offload else None

@@ -1,4 +1,4 @@
-"""Numbers that training must not go on from: named and counted, and after too many in a row the end of the run."""
+"""Non-finite numbers: they are reported and counted, their step is skipped, and too many in a row end the run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -18,8 +18,10 @@ SHOWN = 8
 
 
 class NonFiniteError(ArithmeticError):
-    """The run must end. `batch` is what the last number that is not finite was made of, `rows` its numbers in the
-    training data."""
+    """The run must end.
+
+    batch: the batch of the last non-finite number; rows: its row numbers in the training data
+    """
 
     def __init__(self, message: str, batch: Any = None, rows: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -28,31 +30,31 @@ class NonFiniteError(ArithmeticError):
 
 @dataclass
 class Tolerance:
-    """Counts what was left out because a number was not finite: a few may pass, `limit` in a row end the run."""
+    """Counts the steps that were skipped because of a non-finite number; `limit` in a row end the run."""
 
     limit: int
     in_a_row: int = 0
 
-    def passed(self) -> None:
+    def reset(self) -> None:
         """All numbers were finite."""
         self.in_a_row = 0
 
-    def left_out(self, where: str, what: Sequence[str], rows: Sequence[int], batch: Any) -> None:
-        """Say what was left out; every rank calls this together.
+    def skip(self, title: str, problems: Sequence[str], rows: Sequence[int], batch: Any) -> None:
+        """Count and report a skipped step; every rank calls this together.
 
-        where: `step 7`; what: `loss is nan`, as this rank knows it; rows: the training rows it may come from.
+        title: such as `step 7`; problems: of this rank, such as `loss is nan`; rows: training rows that may cause it
         Raises: NonFiniteError, on every rank, if it is the `limit`th in a row.
         """
         self.in_a_row += 1
-        seen = collectives.gather_objects((tuple(what), tuple(rows)))
-        names = dict.fromkeys(name for names, _ in seen for name in names)
-        said = f"{where}: {', '.join(names)}{_rows(sorted({row for _, part in seen for row in part}))}"
+        reports = collectives.gather_objects((tuple(problems), tuple(rows)))
+        names = dict.fromkeys(name for names, _ in reports for name in names)
+        message = f"{title}: {', '.join(names)}{_rows(sorted({row for _, rank_rows in reports for row in rank_rows}))}"
         if self.in_a_row >= self.limit:
             times = f", {self.limit} times in a row" if self.limit > 1 else ""
-            advice = "expected a finite number. Lower --learning-rate, or look for a broken row in this batch"
-            raise NonFiniteError(f"{said}{times}; {advice}", batch, rows)
+            advice = "expected a finite number. Lower --learning-rate, or check the rows of this batch"
+            raise NonFiniteError(f"{message}{times}; {advice}", batch, rows)
         console.say(
-            f"warning, {said}; left out, nothing was learned from it ({self.in_a_row} of {self.limit} in a row)"
+            f"warning, {message}; skipped, nothing was learned from it ({self.in_a_row} of {self.limit} in a row)"
         )
 
 
@@ -64,7 +66,8 @@ def _rows(rows: Sequence[int]) -> str:
 
 
 def save_batch(folder: Path, error: NonFiniteError, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write this rank's part of the offending batch: its tensors, and as JSON the message, the rows and their text."""
+    """Write this rank's share of the non-finite batch: its tensors, and as JSON the message, the rows and their
+    text."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     texts: list[str] = []
@@ -81,11 +84,11 @@ def _collect(
     if isinstance(value, Tensor):
         tensors[path.rstrip(".")] = value.detach().cpu().clone().contiguous()
     elif isinstance(value, list | tuple):
-        for i, part in enumerate(value):
-            _collect(part, f"{path}{i}.", tensors, texts, tokenizer)
+        for i, item in enumerate(value):
+            _collect(item, f"{path}{i}.", tensors, texts, tokenizer)
     elif is_dataclass(value):
         if isinstance(value, SampledRollout | Sequences) and tokenizer is not None:
-            whole = value.sequences if isinstance(value, SampledRollout) else value
-            texts += [str(tokenizer.decode(ids[kept])) for ids, kept in zip(whole.ids, whole.mask, strict=True)]
+            sequences = value.sequences if isinstance(value, SampledRollout) else value
+            texts += [str(tokenizer.decode(ids[mask])) for ids, mask in zip(sequences.ids, sequences.mask, strict=True)]
         for field in fields(value):
             _collect(getattr(value, field.name), f"{path}{field.name}.", tensors, texts, tokenizer)

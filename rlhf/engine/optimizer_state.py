@@ -1,4 +1,4 @@
-"""What a DeepSpeed optimizer knows of each weight, read whole and set whole, wherever ZeRO keeps the parts.
+"""The state of a DeepSpeed optimizer for each weight, read and set as whole tensors under any sharding of ZeRO.
 
 So a checkpoint depends neither on the number of ranks nor on the ZeRO stage that wrote it.
 """
@@ -15,14 +15,14 @@ Named = Sequence[tuple[str, nn.Parameter]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's, fp32"""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""what fp16's search for a loss scale goes on from"""
+"""the state of fp16's dynamic loss scale"""
 
 
 def numbers(engine: Any) -> dict[str, float]:
     """The optimizer's and the schedule's step counts, and fp16's loss scale."""
     counts = {float(state["step"]) for state in _adam(engine).state.values() if "step" in state}
     assert len(counts) <= 1, f"the weights differ in their number of AdamW steps: {counts}"
-    scaler = _search(engine)
+    scaler = _loss_scaler(engine)
     scale = {} if scaler is None else {name: float(getattr(scaler, name)) for name in SCALE}
     return {"adam_steps": max(counts, default=0.0), "schedule_steps": engine.lr_scheduler.last_epoch, **scale}
 
@@ -30,7 +30,7 @@ def numbers(engine: Any) -> dict[str, float]:
 def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
     """`weight:NAME`, `exp_avg:NAME`, `exp_avg_sq:NAME` of every trained weight, whole and in fp32, one after the other.
 
-    The same on every rank; every rank goes through all of them. Before the first step there are no moments.
+    The same on every rank; all ranks iterate together. Before the first step there are no moments.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -42,7 +42,7 @@ def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in trained:
         yield f"weight:{name}", master(engine, parameter)
         for moment in MOMENTS if stepped else ():
-            if _divided(parameter):
+            if _is_sharded(parameter):
                 state = safe_get_full_optimizer_state(parameter, moment)
             else:
                 state = _adam(engine).state[parameter][moment]
@@ -50,37 +50,37 @@ def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
 
 
 def master(engine: Any, parameter: nn.Parameter) -> Tensor:
-    """A trained weight as the optimizer has it: whole, in fp32. Every rank asks for it together."""
+    """The whole fp32 master weight of the optimizer. Every rank calls this together."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if _divided(parameter):
+    if _is_sharded(parameter):
         return gather_full(parameter, safe_get_full_fp32_param(parameter).detach())
     return gather_full(parameter, _adam(engine).master(parameter))
 
 
 def set_master(engine: Any, parameter: nn.Parameter, value: Tensor) -> None:
-    """Set what `master` gives, whole or (tensor parallel) this rank's part; the weight that computes stays."""
+    """Set the master weight, whole or (tensor parallel) this rank's part. The weight of the model is not changed."""
     from deepspeed.utils import safe_set_full_fp32_param
 
-    if _divided(parameter):
+    if _is_sharded(parameter):
         safe_set_full_fp32_param(parameter, value)
     else:
         _adam(engine).master(parameter).copy_(value)
 
 
-def _divided(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO keeps its state."""
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO shards its optimizer state."""
     return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
 
 
 def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
-    """Set what `numbers` gave; before `restore_tensors`."""
+    """Restore the result of `numbers`; call it before `restore_tensors`."""
     adam = _adam(engine)
     if saved["adam_steps"]:
-        for held in _held(engine):
-            adam.state[held] |= {
-                "step": torch.tensor(saved["adam_steps"], device=held.device),
-                **{moment: torch.zeros_like(held, dtype=torch.float32) for moment in MOMENTS},
+        for weight in _optimizer_weights(engine):
+            adam.state[weight] |= {
+                "step": torch.tensor(saved["adam_steps"], device=weight.device),
+                **{moment: torch.zeros_like(weight, dtype=torch.float32) for moment in MOMENTS},
             }
         if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
             engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -91,13 +91,13 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
     schedule._last_lr = [base * factor(schedule.last_epoch) for base, factor in rates]
     for group, rate in zip(adam.param_groups, schedule._last_lr, strict=True):
         group["lr"] = rate
-    scaler = _search(engine)
+    scaler = _loss_scaler(engine)
     for name in SCALE if scaler is not None else ():
         setattr(scaler, name, saved[name])
 
 
 def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tensor]]) -> None:
-    """Set what `tensors` gave, in any order; every rank is given every tensor, whole."""
+    """Restore the result of `tensors`, in any order; every rank gets every tensor, whole."""
     from deepspeed.utils import safe_set_full_optimizer_state
 
     parameters = dict(trained)
@@ -110,7 +110,7 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
             missing.discard(name)
             set_master(engine, parameter, value)
             _set_compute_weight(parameter, value)
-        elif _divided(parameter):
+        elif _is_sharded(parameter):
             safe_set_full_optimizer_state(parameter, value, kind)
         else:
             _adam(engine).state[parameter][kind].copy_(value)
@@ -126,7 +126,7 @@ def _set_compute_weight(parameter: Any, value: Tensor) -> None:
         parameter.data.copy_(value)
         return
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        parameter.data.copy_(value)  # rank 0's counts, and all have the same
+        parameter.data.copy_(value)  # rank 0's is used, and all ranks have the same
 
 
 def _adam(engine: Any) -> Any:
@@ -134,13 +134,13 @@ def _adam(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _search(engine: Any) -> Any:
-    """What looks for fp16's loss scale; None in other precisions."""
+def _loss_scaler(engine: Any) -> Any:
+    """The dynamic loss scaler of fp16; None in other precisions."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None
 
 
-def _held(engine: Any) -> list[Tensor]:
-    """The flat parts that AdamW sees on this rank; without ZeRO the weights themselves."""
+def _optimizer_weights(engine: Any) -> list[Tensor]:
+    """The flat shards that AdamW updates on this rank; without ZeRO the weights themselves."""
     flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
     return list(flat) if flat else [p for group in _adam(engine).param_groups for p in group["params"]]

@@ -37,7 +37,7 @@ M = TypeVar("M", bound=nn.Module)
 BUCKET = 500_000_000
 """gradients that DeepSpeed reduces at once, if there are so many"""
 FP16_SEARCH = 24
-"""steps in a row that fp16 may leave out while DeepSpeed looks for its loss scale, from 2^16 down"""
+"""steps in a row that fp16 may skip while DeepSpeed lowers its loss scale from 2^16"""
 
 
 def compute_dtype(options: EngineOptions, device: torch.device) -> torch.dtype:
@@ -61,9 +61,9 @@ def _bf16_is_fast(device: torch.device) -> bool:
 class Engine(Generic[M]):
     """One trained model under DeepSpeed.
 
-    `total_steps` is the number of optimizer steps, for the learning-rate schedule. Batch sizes are the
-    caller's: a step takes any number of micro-batches, the same number on every rank. `title` is what the model is
-    called in messages, where a stage trains several.
+    `total_steps` is the number of optimizer steps, for the learning-rate schedule. The caller
+    chooses batch sizes: a step takes any number of micro-batches, the same number on every rank. `title` is the name of
+    the model in messages, if a stage trains several models.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine(Generic[M]):
     ) -> None:
         import deepspeed
 
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what it leaves out, we say
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # important messages are ours
         self.device = collectives.local_device()
         dtype = compute_dtype(options, self.device)
         if options.gradient_checkpointing:
@@ -87,7 +87,7 @@ class Engine(Generic[M]):
         split = options.tensor_parallel_size > 1
         if split:
             tensor_parallel.set_autotp_config(model)
-        # ZeRO leaves gradient norm, clipping and bad steps to us where it divides nothing.
+        # Without sharding, gradient norm, clipping and non-finite steps are our task, not that of ZeRO.
         self._plain = effective_stage(options, dtype.itemsize, collectives.world_size()) == 0
         self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
         heads = [head.exact.detach().to(self.device) for head in self._heads]
@@ -104,17 +104,17 @@ class Engine(Generic[M]):
             self._engine.first_dataloader_check.remove()  # it compares tensors only
         if self._plain and collectives.world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it copies every gradient twice, to nobody
-        _let_it_search(self._engine.optimizer)
+        _allow_overflows(self._engine.optimizer)
         self._options = options
-        self._averaged = collectives.world_size() // options.tensor_parallel_size  # ranks of DeepSpeed's mean
+        self._ranks_in_mean = collectives.world_size() // options.tensor_parallel_size  # ranks of DeepSpeed's mean
         self._max_norm = o.max_grad_norm
         self._steps = 0
         self._title = title
         self._overflows = 0
         self.tolerance = Tolerance(o.max_bad_steps)
-        for head, exact in zip(self._heads, heads, strict=True):  # DeepSpeed made its own from the narrow weight
+        for head, exact in zip(self._heads, heads, strict=True):  # DeepSpeed made master weights from the rounded ones
             optimizer_state.set_master(self._engine, head.weight, exact)
-        self.forward_s = 0.0  # of this rank's training passes; whoever reads it sets it back
+        self.forward_s = 0.0  # seconds of this rank's forward passes; the reader resets it
 
     @property
     def module(self) -> Any:
@@ -137,57 +137,62 @@ class Engine(Generic[M]):
         `loss(micro)` gives the micro-batch's share of the step's loss (normalised by the token or row count
         of the whole step over all ranks) and metrics of the same kind. Returns the metrics added up over
         micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping), `skipped` 0.
-        Where a number is not finite no rank changes its weights, and only `learning_rate` and `skipped` 1 come back;
-        `rows`, the numbers of each micro-batch's rows in the data, tell where it comes from. Where fp16
-        overflows, DeepSpeed leaves the step out and lowers its loss scale: `skipped` 1 beside the others, and only more
-        than FP16_SEARCH of them in a row count as bad.
+        If a number is not finite, no rank changes its weights, and only `learning_rate` and `skipped` 1 are returned;
+        `rows`, the row numbers of each micro-batch in the data, are named in the warning. If fp16 overflows, DeepSpeed
+        skips the step and lowers its loss scale: `skipped` is 1 beside the other metrics, and only more than
+        FP16_SEARCH overflows in a row count as non-finite.
         Raises: NonFiniteError, on every rank, after `max_bad_steps` such steps in a row.
         """
         if self.device.type == "cpu":
             keep_freed_memory()
         micros = list(micro_batches)
-        if self._plain:  # parts rounded one by one would weigh more the more parts there are
+        if self._plain:  # rounding each micro-batch's gradient would add an error per micro-batch
             self._engine.optimizer.sum_gradients_in(torch.float32 if len(micros) > 1 else None)
         totals: dict[str, Tensor] = {}
-        sound = []
+        finite = []
         for i, micro in enumerate(micros):
-            began = time.perf_counter()
+            start = time.perf_counter()
             value, metrics = loss(micro)
-            self.forward_s += time.perf_counter() - began
+            self.forward_s += time.perf_counter() - start
             for name, metric in {"loss": value, **metrics}.items():
                 totals[name] = totals.get(name, torch.zeros((), device=self.device)) + metric.detach().float()
-            sound.append(torch.stack([x.detach().float() for x in (value, *metrics.values())]).isfinite().all())
+            finite.append(torch.stack([x.detach().float() for x in (value, *metrics.values())]).isfinite().all())
             # Even when the loss is NaN: every rank takes part in the collectives of backward.
             self._engine.set_gradient_accumulation_boundary(i == len(micros) - 1)
-            self._engine.backward(value * self._averaged)
+            self._engine.backward(value * self._ranks_in_mean)
             if i < len(micros) - 1:
                 self._engine.step()
         summed = dict(zip(totals, collectives.sum_over_ranks(torch.stack(list(totals.values()))).tolist(), strict=True))
         rate = self._engine.get_lr()[0]
-        bad = [f"{name} is {value}" for name, value in summed.items() if not math.isfinite(value)]
-        if bad:
-            self._spoil_gradient()
+        nonfinite = [f"{name} is {value}" for name, value in summed.items() if not math.isfinite(value)]
+        if nonfinite:
+            self._set_gradient_to_nan()
         norm, applied = self._apply()
         self._steps += 1
         self._overflows = 0 if applied else self._overflows + 1
-        if not bad and (applied or (self._options.dtype == "fp16" and self._overflows <= FP16_SEARCH)):
+        if not nonfinite and (applied or (self._options.dtype == "fp16" and self._overflows <= FP16_SEARCH)):
             if applied:
-                self.tolerance.passed()
+                self.tolerance.reset()
                 self._refine_heads()
             return {**summed, "learning_rate": rate, "grad_norm": norm, "skipped": float(not applied)}
-        assert not applied, f"step {self._steps}: DeepSpeed changed the weights by {bad}"
-        good = torch.stack(sound).tolist()
-        suspects = [part for part, fine in zip(rows, good, strict=bool(rows)) if not (bad and fine)]
-        self.tolerance.left_out(
+        assert not applied, f"step {self._steps}: DeepSpeed changed the weights by {nonfinite}"
+        finite_micros = torch.stack(finite).tolist()
+        suspects = [
+            micro_rows
+            for micro_rows, micro_is_finite in zip(rows, finite_micros, strict=bool(rows))
+            if not (nonfinite and micro_is_finite)
+        ]
+        self.tolerance.skip(
             f"{self._title} step {self._steps}".strip(),
-            bad or [f"grad_norm is {norm}"],
-            [row for part in suspects for row in part],
+            nonfinite or [f"grad_norm is {norm}"],
+            [row for micro_rows in suspects for row in micro_rows],
             micros,
         )
         return {"learning_rate": rate, "skipped": 1.0}
 
     def _apply(self) -> tuple[float, bool]:
-        """Change the weights: the norm of the gradient before clipping, and whether it was finite and they did."""
+        """Apply the optimizer step. Returns the norm of the gradient before clipping, and whether the step was
+        applied."""
         if not self._plain:
             self._engine.step()
             return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
@@ -199,8 +204,9 @@ class Engine(Generic[M]):
             self._engine.optimizer.zero_grad()
         return norm, math.isfinite(norm)
 
-    def _spoil_gradient(self) -> None:
-        """A number that is not finite need not have left a trace in the gradient; with one, no step is applied."""
+    def _set_gradient_to_nan(self) -> None:
+        """Set the gradient to NaN, so that no step is applied: after a non-finite loss the gradient may still be
+        finite."""
         from deepspeed.utils import safe_set_full_grad
 
         sums: list[Tensor] = getattr(self._engine.optimizer, "fp32_groups_gradients_flat", [])  # under ZeRO-1 in bf16
@@ -209,44 +215,44 @@ class Engine(Generic[M]):
         for _, parameter in self._trained() if not sums else ():
             shape = getattr(parameter, "ds_shape", parameter.shape)
             safe_set_full_grad(parameter, torch.full(shape, torch.nan, device=self.device))
-        # With the optimizer offloaded, DeepSpeed took the norms when the gradients went over.
+        # With the optimizer offloaded, DeepSpeed has already computed the norms.
         norms = getattr(self._engine.optimizer, "norm_for_param_grads", {})
         norms.update(dict.fromkeys(norms, torch.tensor(torch.nan, device=self.device)))
 
     def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained weight, whole and in fp32, one after the other, the same on every rank; not to be changed.
+        """Every trained weight, whole and in fp32, one after the other, the same on every rank; read-only.
 
-        Every rank goes through all of them, because the parts of each come from where ZeRO keeps them.
+        Every rank iterates over all of them, because ZeRO gathers the shards of each weight.
         """
         for name, parameter in self._trained():
             yield name, optimizer_state.master(self._engine, parameter)
 
     def state_dict(self) -> dict[str, float]:
-        """Step counts and fp16's loss scale: all that the engine goes on from beside `tensors`."""
+        """Step counts and fp16's loss scale: the state of the engine beside `tensors`."""
         counts = {"steps": self._steps, "overflows": self._overflows, "bad_in_a_row": self.tolerance.in_a_row}
         return {**counts, **optimizer_state.numbers(self._engine)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from there; before `load_tensors`."""
+        """Restore the numbers; call it before `load_tensors`."""
         self._steps, self._overflows = int(state["steps"]), int(state["overflows"])
         self.tolerance.in_a_row = int(state["bad_in_a_row"])
         optimizer_state.restore_numbers(self._engine, state)
 
     def size(self) -> int:
-        """Bytes of what `tensors` gives on all ranks."""
+        """Bytes of `tensors` on all ranks."""
         return 12 * sum(tensor_parallel.full_numel(p) for _, p in self._trained())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Weights and AdamW's moments, whole and in fp32, of every `world_size`th trained weight: this rank's share.
 
-        Every rank goes through its own together with the others.
+        All ranks iterate together.
         """
         for i, (name, tensor) in enumerate(optimizer_state.tensors(self._engine, list(self._trained()))):
             if i % collectives.world_size() == collectives.rank():
                 yield name, tensor
 
     def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
-        """Go on from the tensors of all ranks, under any ZeRO stage and number of ranks."""
+        """Restore the tensors of all ranks, under any ZeRO stage and number of ranks."""
         optimizer_state.restore_tensors(self._engine, list(self._trained()), saved)
         self._refine_heads()
 
@@ -265,11 +271,11 @@ class Engine(Generic[M]):
         """The model in eval mode without gradients. Under ZeRO-3 its weights are gathered once, or (`gather_whole` off)
         layer by layer in step with the other ranks."""
         self._engine.eval()
-        with torch.no_grad(), self._at_hand():
+        with torch.no_grad(), self._gathered():
             yield self._engine.module
 
     @contextlib.contextmanager
-    def _at_hand(self) -> Iterator[None]:
+    def _gathered(self) -> Iterator[None]:
         if self._options.zero_stage != 3:
             yield
             return
@@ -278,19 +284,19 @@ class Engine(Generic[M]):
             yield
 
 
-def _let_it_search(optimizer: Any) -> None:
-    """fp16: overflows at the least loss scale are ours to count; DeepSpeed would raise a bare Exception."""
+def _allow_overflows(optimizer: Any) -> None:
+    """fp16: we count overflows at the minimum loss scale ourselves; DeepSpeed would raise a bare Exception."""
     if hasattr(optimizer, "loss_scaler") and hasattr(optimizer.loss_scaler, "raise_error_at_min_scale"):
         optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Tell glibc to use the memory of freed tensors again, and not to return it to the system.
+    """Set glibc to reuse the memory of freed tensors, and not to return it to the system.
 
-    Otherwise most tensors are new pages, which the system clears, and for which a virtual machine may have to ask its
-    host: a third of a training step of a model of 135M there. Not before training: what loading a model leaves free in
-    between would stay with this process. Whoever sets a MALLOC_ variable has it his way.
+    Otherwise most tensors are new pages, which the system clears, and which a virtual machine may have to request from
+    its host: there they take a third of a training step of a 135M model. It is not done before training, because memory
+    that loading a model has freed would stay with the process. A MALLOC_ variable in the environment takes precedence.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -304,18 +310,19 @@ def keep_freed_memory() -> None:
 def deepspeed_config(
     options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype, trained: int
 ) -> dict[str, Any]:
-    """What DeepSpeed is told. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3.
+    """The config of DeepSpeed. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3.
 
-    Where ZeRO divides nothing DeepSpeed is told of no dtype and no clipping: the optimizer keeps master weights, and
-    clips. DeepSpeed's own way copies every gradient three times, and the first step of its stage 0 is a dummy.
-    trained: numbers in all weights that learn. DeepSpeed's buckets hold 2 GB of them at once, however small the model.
+    Without sharding the config has no dtype and no clipping: our optimizer has master weights, and clips. DeepSpeed
+    would copy every gradient three times, and the first step of its stage 0 is a dummy.
+    trained: number of trained parameters. DeepSpeed's buckets have 2 GB, however small the model is, unless they are
+    set.
     """
     stage = effective_stage(options, dtype.itemsize, collectives.world_size())
     plain = stage == 0
-    zero: dict[str, Any] = zero3_config(_kept(options)) if stage == 3 else {"stage": stage}
+    zero: dict[str, Any] = zero3_config(_param_offload(options)) if stage == 3 else {"stage": stage}
     zero["reduce_bucket_size"] = min(trained, BUCKET)
     if options.offload_optimizer:
-        zero["offload_optimizer"] = _off(options)
+        zero["offload_optimizer"] = _offload_device(options)
     return deepspeed_settings(torch.float32 if plain else dtype, optimizer.micro_batch_size) | {
         "gradient_clipping": 0.0 if plain else optimizer.max_grad_norm,
         "zero_optimization": zero,
@@ -338,22 +345,23 @@ def _adamw(weights: dict[str, nn.Parameter], options: EngineOptions, o: Optimize
 
 
 def shards_of(options: EngineOptions) -> Shards | None:
-    """How a model for such an engine is loaded, None = whole: so too where DeepSpeed has yet to split its matrices."""
+    """How a model is sharded while it is loaded; None = whole, also for tensor parallelism, where DeepSpeed splits
+    later."""
     if options.zero_stage != 3 or options.tensor_parallel_size > 1:
         return None
-    return Shards(compute_dtype(options, collectives.local_device()), _kept(options))
+    return Shards(compute_dtype(options, collectives.local_device()), _param_offload(options))
 
 
-def _kept(options: EngineOptions) -> dict[str, Any] | None:
-    return _off(options) if options.offload_param else None
+def _param_offload(options: EngineOptions) -> dict[str, Any] | None:
+    return _offload_device(options) if options.offload_param else None
 
 
-def _off(options: EngineOptions) -> dict[str, Any]:
+def _offload_device(options: EngineOptions) -> dict[str, Any]:
     return {"device": "cpu"} if options.offload_nvme is None else {"device": "nvme", "nvme_path": options.offload_nvme}
 
 
 def require_possible(options: EngineOptions, device: torch.device) -> None:
-    """Raises: UserError for options that do not go together, or not on this device."""
+    """Raises: UserError for options that exclude each other, or that this device does not support."""
     dtype, stage = compute_dtype(options, device), options.zero_stage
     if stage == "auto":
         raise UserError("--zero-stage auto: chosen by the commands before a stage begins, expected 0, 1, 2 or 3 here")
@@ -364,14 +372,15 @@ def require_possible(options: EngineOptions, device: torch.device) -> None:
     if options.torch_compile:
         if stage == 3 or options.tensor_parallel_size > 1 or options.sequence_parallel_size > 1:
             raise UserError(
-                "--torch-compile: expected --zero-stage 0, 1 or 2, and devices that share neither layers nor tokens"
+                "--torch-compile: expected --zero-stage 0, 1 or 2, --tensor-parallel-size 1 and "
+                "--sequence-parallel-size 1"
             )
         compiling.require_compiler(device)
     folder = options.offload_nvme
     if folder is None:
         return
     if not (options.offload_optimizer or options.offload_param):
-        raise UserError(f"--offload-nvme {folder}: expected --offload-optimizer or --offload-param, which go there")
+        raise UserError(f"--offload-nvme {folder}: expected --offload-optimizer or --offload-param, for it to apply to")
     if stage < 3:
         raise UserError(f"--offload-nvme {folder}: needs --zero-stage 3, got {stage}")
     if not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
@@ -381,7 +390,7 @@ def require_possible(options: EngineOptions, device: torch.device) -> None:
     if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
         raise UserError(
             f"--offload-nvme {folder}: DeepSpeed cannot build its asynchronous reads and writes here; install libaio "
-            "with its headers (libaio-dev) and a C++ compiler, or leave the option out to offload to CPU memory"
+            "with its headers (libaio-dev) and a C++ compiler, or remove the option to offload to CPU memory"
         )
 
 

@@ -29,7 +29,9 @@ def step(lm: PreTrainedModel, ids: Tensor, attention_mask: Tensor, positions: Te
     ids, positions: [B, 1]; positions count real tokens.
     attention_mask: mask of real tokens, long [B, S] of the tokens so far, or bool [B, 1, 1, S] of the whole cache
     """
-    position_ids = {"position_ids": positions} if traits.takes(lm, "position_ids") else {}  # BLOOM and MPT have none
+    position_ids = (
+        {"position_ids": positions} if traits.has_argument(lm, "position_ids") else {}
+    )  # BLOOM and MPT have none
     outputs = lm(input_ids=ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **position_ids)
     logits: Tensor = outputs.logits[:, -1]
     return logits
@@ -46,7 +48,7 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
     with _products_by(_Unsorted if own_kernels else _Sorted, lm) if cpu else contextlib.nullcontext():
         if graph:
             with attention.inside(lm, attention.ONE_TOKEN if own_kernels else attention.NAME):
-                yield _varying(compiling.whole(step, _join))
+                yield _varying(compiling.compile_as_one_graph(step, _join))
         else:
             with compiling.eager():
                 yield step
@@ -66,7 +68,7 @@ def _varying(graph: Step) -> Step:
         static_layers = cast(list[MaskedStaticLayer], cache.layers)
         states = [(x, (0, 2)) for layer in static_layers for x in (layer.keys, layer.values)]
         for x, dimensions in ((ids, (0,)), (attention_mask, (0, 3)), (positions, (0,)), *states):
-            compiling.vary(x, *dimensions)
+            compiling.mark_dynamic(x, *dimensions)
         return graph(lm, ids, attention_mask, positions, cache)
 
     return run

@@ -16,12 +16,12 @@ from rlhf.generation._cache import StaticCache, StaticLayer
 from rlhf.generation._decoding import decoding
 from rlhf.maths import ops
 from rlhf.models.cpu import compiling
-from rlhf.models.packing import States, packs, reading
-from rlhf.models.policy import only
-from rlhf.models.traits import keeps_all, takes
+from rlhf.models.packing import States, model_inputs, packs
+from rlhf.models.policy import restrict_head
+from rlhf.models.traits import attends_to_all, has_argument
 from rlhf.types import Prompts, SampledRollout, token_groups
 
-KEPT = 0.75
+UNFINISHED_SHARE = 0.75
 """When at most this share of the rows is unfinished, finished rows are removed from the cache, which copies it."""
 TOGETHER = 2048
 """prompt tokens in one forward pass on a CPU; on other devices 8 times as many"""
@@ -56,7 +56,7 @@ def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, co
 
 def refuse_recurrent(lm: PreTrainedModel) -> None:
     """Raises: UserError for a model such as Mamba, which has no key-value cache."""
-    if not takes(lm, "past_key_values"):
+    if not has_argument(lm, "past_key_values"):
         raise UserError(
             f"model type '{lm.config.model_type}': generation needs the key-value cache of an attention model; "
             "name another model"
@@ -77,7 +77,7 @@ def _sample(
     positions = prompts.mask.sum(1)
     rows = torch.arange(batch, device=device)  # rows that are still in the cache
     active = torch.ones_like(mask[:, 0])
-    droppable = keeps_all(lm.config)  # other caches may not support the removal of rows
+    droppable = attends_to_all(lm.config)  # other caches may not support the removal of rows
     position = torch.full((1,), start, device=device) if packs(lm) else None
     # With a growing cache, layers would be compiled again for every length.
     with contextlib.nullcontext() if position is not None else compiling.eager():
@@ -91,7 +91,7 @@ def _sample(
             count = int(active.sum())
             if count == 0 or t == length - 1:
                 return tokens[:, : t + 1], logprobs[:, : t + 1], mask[:, : t + 1]
-            if droppable and count <= KEPT * len(rows):
+            if droppable and count <= UNFINISHED_SHARE * len(rows):
                 cache.batch_select_indices(active.nonzero().squeeze(1))
                 rows, token, positions = rows[active], token[active], positions[active]
                 attention_mask, active = attention_mask[active], active[active]
@@ -109,7 +109,7 @@ def _read(lm: PreTrainedModel, prompts: Prompts, capacity: int, position: Tensor
 
     Rows of similar length are processed together, and a repeated prompt only once.
     """
-    if not keeps_all(lm.config):
+    if not attends_to_all(lm.config):
         return _read_padded(lm, prompts)
     ids, lengths = ops.flush_left(prompts.ids, prompts.mask), prompts.mask.sum(1)
     ids = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None], -1)
@@ -135,10 +135,10 @@ def _read_together(lm: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[State
     index of each prompt's first token in them [B])."""
     mask = ids >= 0
     states: list[States] = []
-    packed = reading(lm, ids.clamp(min=0), mask, states)
+    packed = model_inputs(lm, ids.clamp(min=0), mask, states)
     cache = None if packs(lm) else DynamicCache(config=lm.config)
     last = packed.states.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
-    with only(lm.get_output_embeddings(), last):
+    with restrict_head(lm.get_output_embeddings(), last):
         logits = lm(**packed.inputs, past_key_values=cache, use_cache=cache is not None).logits[0]
     if cache is not None:
         layers = cast(list[StaticLayer], cache.layers)  # or any that keep both
@@ -154,8 +154,8 @@ def _of_tokens(states: Tensor) -> Tensor:
 def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
     """The same for models with other kinds of layers, such as a sliding window: all rows at once, left-padded."""
     cache, mask = DynamicCache(config=lm.config), prompts.mask[:, prompts.mask.any(0)]
-    positions = {"position_ids": ops.positions(mask)} if takes(lm, "position_ids") else {}
-    found = lm(
+    positions = {"position_ids": ops.positions(mask)} if has_argument(lm, "position_ids") else {}
+    output = lm(
         input_ids=prompts.ids[:, prompts.mask.any(0)],
         attention_mask=mask.long(),
         past_key_values=cache,
@@ -163,7 +163,7 @@ def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, Dynamic
         logits_to_keep=1,
         **positions,
     )
-    return found.logits[:, -1], cache
+    return output.logits[:, -1], cache
 
 
 def choose(logits: Tensor, temperature: float, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:

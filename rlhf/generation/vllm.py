@@ -23,7 +23,7 @@ from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.engine import export
 from rlhf.errors import UserError
 from rlhf.generation import Backend, BackendOptions, loop
-from rlhf.models.load import known_ids
+from rlhf.models.load import count_ids
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, SampledRollout
 
@@ -135,7 +135,7 @@ def _sleeping_engine(lm: PreTrainedModel, config: Config) -> Any:
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices):  # vLLM sets the seed of this process
         config_of_actor = copy.deepcopy(lm.config)
         config_of_actor.architectures = [type(lm).__name__]
-        config_of_actor.vocab_size = known_ids(lm)
+        config_of_actor.vocab_size = count_ids(lm)
         config_of_actor.save_pretrained(folder)
         try:
             engine = vllm.LLM(
@@ -184,10 +184,11 @@ def weights(lm: PreTrainedModel, config: Config) -> dict[str, Tensor]:
         name for name, module in lm.named_modules() if any(module is embedding for embedding in embedding_modules)
     }
     unique: dict[str, Tensor] = {}
-    size, seen_weights = known_ids(lm), set()
+    size = count_ids(lm)
+    exported: set[int] = set()
     for name, weight in state.items():
-        if id(weight) not in seen_weights:
-            seen_weights.add(id(weight))
+        if id(weight) not in exported:
+            exported.add(id(weight))
             unique[name] = weight.detach()[:size] if name.rpartition(".")[0] in embedding_names else weight.detach()
     return dict(revert_weight_conversion(lm, unique))
 

@@ -1,4 +1,4 @@
-"""The last lines of a chain that ends early: how to go on; then where it was, why, and what is kept. Torch-free."""
+"""The last lines of a chain that ends early: the command to resume, the cause, and the checkpoint. Torch-free."""
 
 import json
 import re
@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf.launch import rank_variables
-from rlhf.launch.supervisor import Ended
+from rlhf.launch.supervisor import ExitStatus
 
 
-def last_words(stage: Path, ended: Ended, again: str) -> str:
-    """Two lines about the stage in the directory `stage`: `again`, the command that goes on, and a short verdict."""
-    step, kept = last_step(stage), newest_checkpoint(stage)
-    where = f"at step {step}" if step else "before its first step"
-    saved = f"goes on after step {int(kept.name[5:])}" if kept else "begins again, without a checkpoint"
-    return f"to go on: {again}\n{stage.name} did not finish: {ended.cause}, {where}; it {saved}"
+def failure_summary(stage: Path, status: ExitStatus, command: str) -> str:
+    """Two lines about the stage in the directory `stage`: the command to resume, and how the stage ended."""
+    step, checkpoint = last_step(stage), newest_checkpoint(stage)
+    position = f"at step {step}" if step else "before its first step"
+    saved = (
+        f"resumes after step {int(checkpoint.name[5:])}" if checkpoint else "starts from scratch, without a checkpoint"
+    )
+    return f"to resume: {command}\n{stage.name} did not finish: {status.cause}, {position}; it {saved}"
 
 
 def last_step(stage: Path) -> int | None:
@@ -28,7 +30,7 @@ def last_step(stage: Path) -> int | None:
     for line in reversed(lines):
         try:
             row = json.loads(line)
-        except ValueError:  # cut off by what ended the stage
+        except ValueError:  # an incomplete line
             continue
         if row["kind"] == "train":
             return int(row["step"])
@@ -36,18 +38,21 @@ def last_step(stage: Path) -> int | None:
 
 
 def newest_checkpoint(stage: Path) -> Path | None:
-    """The one of the highest step that has a manifest; what it says is not checked."""
-    found = sorted((stage / "checkpoints").glob("step-*/manifest.json"))
-    return found[-1].parent if found else None
+    """The checkpoint of the highest step that has a manifest; it is not checked."""
+    manifests = sorted((stage / "checkpoints").glob("step-*/manifest.json"))
+    return manifests[-1].parent if manifests else None
 
 
-def command_again(overwritten: Mapping[str, Path]) -> str:
-    """What the user typed, less --overwrite where the old result is gone already: that would begin from nothing.
+def command_to_resume(overwritten: Mapping[str, Path]) -> str:
+    """The user's command, without --overwrite for stages whose old result is already removed: it would start them from
+    scratch.
 
-    `overwritten`: the manifest of each stage that is to be made again, by the section of its options.
+    overwritten: the manifest of each stage that --overwrite replaces, by the section of its options
     """
     typed = rank_variables.without_local_rank(sys.orig_argv)
     words = [word for word in typed if not re.match(r"--(\w+\.)?overwrite(=|$)", word)]
-    left = [f"--{section}.overwrite" for section, manifest in overwritten.items() if manifest.exists()]
-    again = shlex.join([*words, *left])
-    return again if rank_variables.world_size() == 1 else f"on every host, with the launcher that started it: {again}"
+    options = [f"--{section}.overwrite" for section, manifest in overwritten.items() if manifest.exists()]
+    command = shlex.join([*words, *options])
+    return (
+        command if rank_variables.world_size() == 1 else f"on every host, with the launcher that started it: {command}"
+    )

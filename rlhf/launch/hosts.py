@@ -15,41 +15,41 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
-"""no name of a host may look like an option, or mean something to a shell"""
+"""names of hosts; a name must not be read as an option or by a shell"""
 PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "slurm": "srun"}
-"""what each of DeepSpeed's launchers runs"""
+"""the program of each of DeepSpeed's launchers"""
 
 
 class LaunchOptions(Config):
-    """Which hosts there are, and how their processes are started and ended."""
+    """The hosts of a run, and how their processes are started and ended."""
 
     hostfile: str | None = None
     """hosts of multi_node, one 'name slots=N' a line, N processes each"""
     include: str | None = None
     """the hosts and slots to use, as deepspeed reads it: a@b:0,2 is all of a, and of b the slots 0 and 2"""
     exclude: str | None = None
-    """the hosts and slots to leave out, written as for --include"""
+    """the hosts and slots to exclude, in the syntax of --include"""
     num_nodes: int | None = Field(None, ge=1)
-    """the first so many hosts of the hostfile"""
+    """use only this number of hosts, the first ones of the hostfile"""
     launcher: Literal["pdsh", "openmpi", "mpich", "impi", "slurm"] = "pdsh"
     """DeepSpeed's launcher, which starts the processes of multi_node"""
     launcher_args: str | None = None
-    """more words for pdsh, mpirun or srun"""
+    """additional arguments for pdsh, mpirun or srun"""
     master_addr: str | None = None
-    """address of this machine at which the hosts find it; by default the one on its way to them"""
+    """address of this machine for the other hosts; by default that of the interface towards them"""
     master_port: int | None = Field(None, ge=1, le=65535)
-    """port there; by default any that is free"""
+    """port at that address; by default any free port"""
     rendezvous_timeout_s: float = Field(300.0, gt=0)
-    """seconds in which every process must have come"""
+    """seconds within which every process must join"""
     grace_s: float = Field(30.0, gt=0)
-    """seconds from a signal that ends the run to the kill of the processes that are left"""
+    """seconds from a signal that ends the run until the remaining processes are killed"""
     max_restarts: int = Field(0, ge=0)
-    """how often a stage that crashed starts again by itself, from its newest checkpoint"""
+    """how often a crashed stage is restarted automatically from its newest checkpoint"""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """How many ranks there are, and on which hosts; with no hosts, all on this machine."""
+    """The number of ranks and their hosts; without hosts, all ranks are on this machine."""
 
     processes: int
     hosts: tuple[str, ...] = ()
@@ -77,8 +77,8 @@ def open_deployment(options: LaunchOptions) -> Deployment:
     from deepspeed.launcher import runner  # seconds of imports, for this alone
 
     try:
-        known = runner.fetch_hostfile(options.hostfile)
-        chosen = runner.parse_inclusion_exclusion(known, options.include or "", options.exclude or "")
+        slots = runner.fetch_hostfile(options.hostfile)
+        chosen = runner.parse_inclusion_exclusion(slots, options.include or "", options.exclude or "")
         runner.LAUNCHER_CLASSES[options.launcher].validate_active_resources(chosen)
     except ValueError as error:
         raise UserError(f"--hostfile {options.hostfile}: {error}") from None
@@ -96,7 +96,7 @@ def open_deployment(options: LaunchOptions) -> Deployment:
 
 
 def deepspeed_command(options: LaunchOptions, address: str, port: int, program: Sequence[str]) -> list[str]:
-    """The command that runs a script and its words as every rank of the hosts, from the root of the project."""
+    """The command that runs a program and its arguments as every rank on the hosts, in the root of the project."""
     assert options.hostfile is not None
     words = ["--hostfile", os.path.abspath(options.hostfile), "--launcher", options.launcher, "--force_multi"]
     words += ["--master_addr", address, "--master_port", str(port), "--no_ssh_check", "--no_local_rank"]

@@ -1,4 +1,4 @@
-"""The rank of this process, from whichever launcher has started it, in torchrun's variables. Torch-free."""
+"""The rank of this process in torchrun's variables, whatever launcher has started it. Torch-free."""
 
 import os
 import re
@@ -24,12 +24,12 @@ def rank() -> int:
 
 
 def without_local_rank(words: Iterable[str]) -> list[str]:
-    """A command line less the word that the deepspeed launcher adds to it; the environment has it too."""
+    """A command line without --local_rank, which the deepspeed launcher adds; the environment has it too."""
     return [word for word in words if not re.match(r"--local[-_]rank=", word)]
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of deepspeed, mpirun or srun. What is set already stays."""
+    """Set torchrun's variables from those of deepspeed, mpirun or srun. Existing values are not changed."""
     if "RANK" not in environment and "OMPI_COMM_WORLD_RANK" in environment:
         environment.update({ours: environment[f"OMPI_COMM_WORLD_{theirs}"] for theirs, ours in OPEN_MPI.items()})
     if "RANK" not in environment:
@@ -39,7 +39,7 @@ def adopt(environment: MutableMapping[str, str]) -> None:
 
 
 def _adopt_srun(environment: MutableMapping[str, str]) -> None:
-    """From a step of several tasks. A batch script is no step: what it starts is alone."""
+    """Set them in a job step of several tasks. A batch script is no job step: a process that it starts is alone."""
     size = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
     if "SLURM_PROCID" not in environment or size < 2:
         return
@@ -52,19 +52,19 @@ def _adopt_srun(environment: MutableMapping[str, str]) -> None:
     if node < len(counts):
         environment["LOCAL_WORLD_SIZE"] = str(counts[node])
     environment.setdefault("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", "localhost")))
-    # Every task must come to the same, and two jobs on one node seldom to that of the other.
+    # All tasks must choose the same port, and two jobs on one node should seldom choose the same.
     job = int(environment.get("SLURM_JOB_ID", 0))
     environment.setdefault("MASTER_PORT", str(PORTS[job % len(PORTS)]))
 
 
 def first_host(nodes: str) -> str:
     """`n07` of `n[07-09,12],m1`."""
-    found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
-    assert found is not None
-    return found[1] + (found[2] or "") + found[3]
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
+    assert match is not None
+    return match[1] + (match[2] or "") + match[3]
 
 
 def tasks_per_node(text: str) -> list[int]:
     """`[2, 2, 2, 1]` of `2(x3),1`."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in groups for _ in range(int(times or 1))]

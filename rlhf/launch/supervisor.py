@@ -1,4 +1,4 @@
-"""Processes that end together: those of this machine, and the rule by which a group of them ends. Torch-free."""
+"""Groups of processes that end together, and the rules by which they end. Torch-free."""
 
 import abc
 import contextlib
@@ -12,37 +12,44 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 LAUNCHER = "RLHF_LAUNCHER_PID"
-"""variable in which a rank that we start finds our process id"""
+"""environment variable with the process id of the launcher, for the ranks that it starts"""
 GRACE_S = 30.0
-"""from a signal to the kill"""
+"""seconds from a signal to the kill"""
 CLOSING_S = 5.0
-"""from the first failure of a rank to the kill of the others"""
+"""seconds from the first failure of a rank to the kill of the others"""
 POLL_S = 0.05
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-REQUEUE, TERMINATED, HUNG_UP = IN_ORDER = (75, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
-"""exit codes of a rank that was asked to end and has saved: by SIGUSR1, which means `start me again`, by SIGTERM, and,
-where no launcher stands between it and the terminal, by SIGHUP"""
-MISTAKE, NON_FINITE = SAID = (2, 3)
-"""exit codes of a user's mistake and of a number that is not finite; the process has said what it was"""
+REQUEUE, TERMINATED, HUNG_UP = ORDERLY = (75, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+"""exit codes of a rank that has saved after a signal: SIGUSR1 (a scheduler should start it again), SIGTERM, and SIGHUP
+from a terminal, without a launcher"""
+USER_ERROR, NON_FINITE = EXPLAINED = (2, 3)
+"""exit codes of a user's mistake and of a non-finite number; the process has explained them"""
 
 
-class Ended(int):
-    """The exit code of a group of ranks, below 0 that of a signal, and `cause`: who failed, how, and who did not
-    answer. `crashed`: nobody asked for it, no rank ended in order or has told the user why, and every host is there."""
+class ExitStatus(int):
+    """The exit code of a group of ranks; below 0 it is a signal.
+
+    cause: which ranks failed, how, and which did not answer
+    crashed: no signal asked for the end, no rank saved or explained it, and no host was lost
+    """
 
     cause: str
     crashed: bool
 
     def __new__(cls, code: int, cause: str = "", crashed: bool = False) -> Self:
-        ended = super().__new__(cls, code)
-        ended.cause, ended.crashed = cause, crashed
-        return ended
+        status = super().__new__(cls, code)
+        status.cause, status.crashed = cause, crashed
+        return status
 
 
 @dataclass(frozen=True, slots=True)
-class RankEnd:
-    """How one rank ended. `code` is below 0 for a signal; `state` is the kernel's letter for what it was doing when it
-    had to be killed; `lost` says why nothing is known of it."""
+class RankExit:
+    """How one rank ended.
+
+    code: exit code, below 0 a signal
+    state: the kernel's letter for its state when it was killed
+    lost: why the code is unknown
+    """
 
     rank: int
     code: int
@@ -51,8 +58,8 @@ class RankEnd:
     lost: str = ""
 
     def __str__(self) -> str:
-        where = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
-        return f"{where}: {self.lost or name_of(self.code)}"
+        name = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+        return f"{name}: {self.lost or name_of(self.code)}"
 
 
 def name_of(code: int) -> str:
@@ -64,28 +71,28 @@ def name_of(code: int) -> str:
 
 
 class Group(Protocol):
-    """Ranks wherever they are. Each end is told once; until then the rank is among those running."""
+    """Ranks on any hosts. `poll` returns each end once; until then the rank counts as running."""
 
     def running(self) -> list[int]: ...
 
-    def poll(self) -> list[RankEnd]: ...
+    def poll(self) -> list[RankExit]: ...
 
     def signal(self, number: int) -> None: ...
 
 
 class Ranks:
-    """Processes of this machine, each in a session of its own; at the end of the block none is left."""
+    """Processes of this machine, each in its own session; at the end of the block all are killed."""
 
     def __init__(self) -> None:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._states: dict[int, str] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._send(signal.SIGKILL, list(self._children))  # what they left running is in their groups
+        self._send(signal.SIGKILL, list(self._children))  # their child processes are in their groups
         for child in self._children.values():
             child.wait()
 
@@ -97,16 +104,16 @@ class Ranks:
         return child
 
     def running(self) -> list[int]:
-        return [rank for rank in self._children if rank not in self._told]
+        return [rank for rank in self._children if rank not in self._reported]
 
-    def poll(self) -> list[RankEnd]:
-        ended = []
+    def poll(self) -> list[RankExit]:
+        exits = []
         for rank in self.running():
             code = self._children[rank].poll()
             if code is not None:
-                self._told.add(rank)
-                ended.append(RankEnd(rank, code, state=self._states.get(rank, "")))
-        return ended
+                self._reported.add(rank)
+                exits.append(RankExit(rank, code, state=self._states.get(rank, "")))
+        return exits
 
     def signal(self, number: int) -> None:
         alive = [rank for rank in self.running() if self._children[rank].poll() is None]
@@ -122,7 +129,7 @@ class Ranks:
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter: R runs, S and D wait, T is stopped. `?` where /proc does not say."""
+    """The kernel's letter: R runs, S and D wait, T is stopped. `?` without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -130,8 +137,8 @@ def _state(pid: int) -> str:
 
 
 class SignalHandler(abc.ABC):
-    """While it is open, `remember` gets the signals that ask a run to end; those that were ignored stay so, as SIGHUP
-    under nohup."""
+    """While it is open, `remember` receives the signals that end a run. A signal that was ignored stays ignored, such
+    as SIGHUP under nohup."""
 
     def __enter__(self) -> Self:
         handled = [number for number in (*ENDING, signal.SIGUSR1) if signal.getsignal(number) is not signal.SIG_IGN]
@@ -144,11 +151,11 @@ class SignalHandler(abc.ABC):
 
     @abc.abstractmethod
     def remember(self, number: int, _: FrameType | None = None) -> None:
-        """It may run in the middle of anything."""
+        """Called at any point of the program."""
 
 
 class Signals(SignalHandler):
-    """Signals to this process, remembered until someone takes them."""
+    """Signals to this process, stored until `take`."""
 
     def __init__(self) -> None:
         self._waiting: list[int] = []
@@ -160,64 +167,64 @@ class Signals(SignalHandler):
         return bool(self._waiting)
 
     def take(self) -> list[int]:
-        taken, self._waiting = self._waiting, []
-        return taken
+        numbers, self._waiting = self._waiting, []
+        return numbers
 
 
 class Watch:
-    """Follows a group to its end.
+    """Waits for the end of a group.
 
     SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM, and SIGKILL follows after `grace_s`, or with a second
     signal. SIGUSR1 is passed on, with no deadline. When a rank fails the others get SIGTERM, and SIGKILL after
-    CLOSING_S; or after `grace_s`, if it ended in order: then all have saved, and nothing is left to do.
+    CLOSING_S; or after `grace_s` if the rank had saved, because then all ranks have saved.
     """
 
-    def __init__(self, group: Group, asked: Signals, grace_s: float) -> None:
-        self._group, self._asked, self._grace_s = group, asked, grace_s
+    def __init__(self, group: Group, signals: Signals, grace_s: float) -> None:
+        self._group, self._signals, self._grace_s = group, signals, grace_s
         self._deadline = float("inf")
-        self._first: RankEnd | None = None
-        self._killed: list[RankEnd] = []
+        self._first: RankExit | None = None
+        self._killed: list[RankExit] = []
         self._stops: list[int] = []
         self._requeue = self._overdue = self._lost = False
 
-    def follow(self) -> Ended:
-        self._obey()
+    def wait(self) -> ExitStatus:
+        self._handle_signals()
         while self._group.running():
             for end in self._group.poll():
-                self._note(end)
-            self._obey()
+                self._record(end)
+            self._handle_signals()
             now = time.monotonic()
             if now > self._deadline:
                 self._overdue, self._deadline = True, now + CLOSING_S
                 self._group.signal(signal.SIGKILL)
             time.sleep(POLL_S)
         code = self._code()
-        asked = self._stops or self._requeue
-        return Ended(code, self._cause(), not (asked or self._lost or code in (0, *SAID, *IN_ORDER)))
+        requested = self._stops or self._requeue
+        return ExitStatus(code, self._cause(), not (requested or self._lost or code in (0, *EXPLAINED, *ORDERLY)))
 
-    def _obey(self) -> None:
-        for number in self._asked.take():
+    def _handle_signals(self) -> None:
+        for number in self._signals.take():
             if number == signal.SIGUSR1:
                 self._requeue = True
                 self._group.signal(number)
                 continue
             self._stops.append(number)
-            self._end_within(self._grace_s)
+            self._kill_within(self._grace_s)
             self._group.signal(signal.SIGTERM if len(self._stops) == 1 else signal.SIGKILL)
 
-    def _note(self, end: RankEnd) -> None:
+    def _record(self, end: RankExit) -> None:
         self._lost = self._lost or bool(end.lost)
         if end.state or (end.lost and self._first):
             self._killed.append(end)
         if end.code == 0 or self._first is not None:
             return
         self._first = end
-        in_order = end.code in IN_ORDER or (self._requeue and end.code == -signal.SIGUSR1)
+        in_order = end.code in ORDERLY or (self._requeue and end.code == -signal.SIGUSR1)
         if in_order or not self._stops:
-            self._end_within(self._grace_s if in_order else CLOSING_S)
+            self._kill_within(self._grace_s if in_order else CLOSING_S)
             self._group.signal(signal.SIGTERM)
 
-    def _end_within(self, seconds: float) -> None:
+    def _kill_within(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _code(self) -> int:
@@ -228,24 +235,26 @@ class Watch:
                 return -self._stops[0]
             return -signal.SIGKILL if in_order else first
         if self._requeue and first in (0, -signal.SIGUSR1):
-            return REQUEUE  # it had not begun, or ended with nothing left to do
+            return REQUEUE  # before the first step, or after the last
         return first
 
     def _cause(self) -> str:
-        said = []
+        causes = []
         if self._stops:
-            said.append(signal.Signals(self._stops[0]).name + (", then another" if len(self._stops) > 1 else ""))
+            causes.append(signal.Signals(self._stops[0]).name + (", then another" if len(self._stops) > 1 else ""))
         elif self._first is None or self._first.code in (REQUEUE, TERMINATED, -signal.SIGUSR1):
-            said += ["SIGUSR1"] if self._requeue else ["SIGTERM"] if self._first else []
+            causes += ["SIGUSR1"] if self._requeue else ["SIGTERM"] if self._first else []
         if self._first is not None and self._first.code not in (REQUEUE, TERMINATED, -signal.SIGUSR1):
             killed_by_us = self._first in self._killed or (self._stops and self._first.code == -signal.SIGTERM)
-            said += [] if killed_by_us else [str(self._first)]
+            causes += [] if killed_by_us else [str(self._first)]
         if self._overdue:
-            said += [_unanswered(end) for end in self._killed]
-        return "; ".join(said)
+            causes += [_describe_killed(end) for end in self._killed]
+        return "; ".join(causes)
 
 
-def _unanswered(end: RankEnd) -> str:
-    where = f"rank {end.rank}" + (f" on {end.host}" if end.host else "")
-    why = {"T": "it is stopped", "D": "it waits for a disk or a device"}.get(end.state, end.lost or "stopped or hung")
-    return f"{where} did not answer: {why}"
+def _describe_killed(end: RankExit) -> str:
+    name = f"rank {end.rank}" + (f" on {end.host}" if end.host else "")
+    reason = {"T": "it is stopped", "D": "it waits for a disk or a device"}.get(
+        end.state, end.lost or "stopped or hung"
+    )
+    return f"{name} did not answer: {reason}"

@@ -1,9 +1,9 @@
-"""Ranks on several hosts: the chain leads them, and a follower beside each rank starts what the leader orders.
+"""Ranks on several hosts: the process of the chain is the leader, and a follower per rank runs the leader's orders.
 
-torchrun, deepspeed, accelerate or srun starts the chain as many processes: that of rank 0 leads, the others follow.
-With --hostfile the chain leads from outside, and has DeepSpeed's launcher start a follower for each rank. They speak
-through a store (torch's TCPStore), in which the ranks of each stage meet too. When the store is gone, so is the leader,
-and a follower ends its rank, first by SIGTERM.
+torchrun, deepspeed, accelerate or srun starts the chain as many processes: rank 0 leads, the others follow. With
+--hostfile the chain leads from outside, and DeepSpeed's launcher starts a follower for each rank. They communicate
+through a store (torch's TCPStore), which the ranks of each stage use for their rendezvous too. When the store is gone,
+the leader is gone, and a follower ends its rank, first by SIGTERM.
 """
 
 import contextlib
@@ -26,17 +26,27 @@ from rlhf.errors import UserError, run_as_user
 from rlhf.launch import rank_variables
 from rlhf.launch.hosts import Deployment, LaunchOptions, deepspeed_command
 from rlhf.launch.launcher import end_with_parent, hold_store, rank_environment
-from rlhf.launch.supervisor import CLOSING_S, MISTAKE, POLL_S, TERMINATED, Ended, RankEnd, Ranks, Signals, Watch
+from rlhf.launch.supervisor import (
+    CLOSING_S,
+    POLL_S,
+    TERMINATED,
+    USER_ERROR,
+    ExitStatus,
+    RankExit,
+    Ranks,
+    Signals,
+    Watch,
+)
 from rlhf.shipped import ROOT
 
-LISTENING_S = 0.25
-"""how often a follower asks the store for news"""
-SHARED_S = 30.0
-"""in which a file of the leader must show on every other host"""
+STORE_POLL_S = 0.25
+"""seconds between a follower's reads of the store"""
+VISIBLE_S = 30.0
+"""seconds within which a file of the leader must be visible on every other host"""
 
 
 class _Series:
-    """Values in a store, which anyone may add to and everyone reads in their order."""
+    """Values in a store: every process may add one, and every process reads all of them in order."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._name, self._read = store, name, 0
@@ -46,7 +56,7 @@ class _Series:
         self._store.set(f"{self._name}/{number}", json.dumps(value))
 
     def next(self) -> Any:
-        """The first value that was not read yet; None if there is none. Raises: DistError if the store is gone."""
+        """The next value, or None if there is none yet. Raises: DistError if the store is gone."""
         key = f"{self._name}/{self._read}"
         if not self._store.check([key]):
             return None
@@ -56,7 +66,7 @@ class _Series:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A stage for every rank, `python -m module *argv` in `directory`; without a module, to end with `code`."""
+    """An order to every rank: run `python -m module *argv` in `directory`; without a module, end with `code`."""
 
     number: int
     module: str = ""
@@ -67,26 +77,28 @@ class Order:
     code: int = 0
 
     def start(self, ranks: Ranks) -> None:
-        """Start the rank whose variables this process has. Raises: UserError if the leader's files are not here."""
+        """Start the rank whose variables this process has. Raises: UserError if the leader's files are not visible
+        here."""
         try:
             os.chdir(self.directory)
         except OSError as error:
-            raise UserError(f"{self.directory}: {error.strerror}; it must be there on every host") from None
+            raise UserError(f"{self.directory}: {error.strerror}; it must exist on every host") from None
         shared = self.argv[self.argv.index("--config") + 1] if "--config" in self.argv else "."
-        if not _until(Path(shared).exists, SHARED_S):
+        if not _wait_until(Path(shared).exists, VISIBLE_S):
             raise UserError(
-                f"{shared} does not show within {SHARED_S:.0f} s; the output directory must be one that all hosts share"
+                f"{shared} is not visible here after {VISIBLE_S:.0f} s; expected an output directory that all hosts "
+                "share"
             )
-        kept = {name: os.environ[name] for name in rank_variables.RANK_VARIABLES if name in os.environ}
-        kept |= {"TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.PART: str(self.number)}
-        environment = rank_environment(int(kept.get("LOCAL_WORLD_SIZE", 1)), self.grace_s)
+        variables = {name: os.environ[name] for name in rank_variables.RANK_VARIABLES if name in os.environ}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.PART: str(self.number)}
+        environment = rank_environment(int(variables.get("LOCAL_WORLD_SIZE", 1)), self.grace_s)
         command = [sys.executable, "-P", "-m", self.module, *self.argv]
-        environment |= {rendezvous.TIMEOUT: str(self.timeout_s)} | kept
+        environment |= {rendezvous.TIMEOUT: str(self.timeout_s)} | variables
         ranks.start(rank_variables.rank(), command, environment)
 
 
 class Team:
-    """The ranks of all hosts, led from here; those of our own process too, if it is one of them. A Group."""
+    """The ranks of all hosts, led by this process; own: this process has a rank too. A Group."""
 
     def __init__(self, store: Store, size: int, own: bool, starter: "subprocess.Popen[bytes] | None" = None) -> None:
         self._store = PrefixStore("team", store)
@@ -95,40 +107,40 @@ class Team:
         self._own, self._starter = own, starter
         self.size = size
 
-    def run(self, module: str, argv: Sequence[str], options: LaunchOptions) -> Ended:
-        """Run `python -m module` as every rank, to their end; supervisor.Watch tells how all end."""
+    def run(self, module: str, argv: Sequence[str], options: LaunchOptions) -> ExitStatus:
+        """Run `python -m module` as every rank, to their end; supervisor.Watch documents how all end."""
         self._number, self._kills = self._number + 1, 0
         self._signals = _Series(self._store, f"{self._number}/signals")
         self._ends = _Series(self._store, f"{self._number}/ends")
         self._running = set(range(self.size))
         order = Order(self._number, module, argv, os.getcwd(), options.grace_s, options.rendezvous_timeout_s)
-        with Signals() as asked, Ranks() as self._ranks:
+        with Signals() as signals, Ranks() as self._ranks:
             self._orders.add(asdict(order))
             if self._own:
                 order.start(self._ranks)
-            return Watch(self, asked, options.grace_s).follow()
+            return Watch(self, signals, options.grace_s).wait()
 
     def running(self) -> list[int]:
         return sorted(self._running)
 
-    def poll(self) -> list[RankEnd]:
+    def poll(self) -> list[RankExit]:
         host = socket.gethostname()
-        ended = [replace(end, host=host) for end in self._ranks.poll()]
+        exits = [replace(end, host=host) for end in self._ranks.poll()]
         started = self._starter is None or self._starter.poll() is None
         lost = "" if started else "the launcher that started it has ended"
         try:
-            while (told := self._ends.next()) is not None:
-                ended.append(RankEnd(**told))
+            while (fields := self._ends.next()) is not None:
+                exits.append(RankExit(**fields))
         except DistError:
             lost = "the store of the launcher is gone"
         if self._kills > 1:
             lost = lost or "its host did not answer"
-        ended = [end for end in ended if end.rank in self._running]
-        self._running -= {end.rank for end in ended}
+        exits = [end for end in exits if end.rank in self._running]
+        self._running -= {end.rank for end in exits}
         if lost:
-            ended += [RankEnd(rank, 1, lost=lost) for rank in self.running() if rank not in self._ranks.running()]
+            exits += [RankExit(rank, 1, lost=lost) for rank in self.running() if rank not in self._ranks.running()]
             self._running &= set(self._ranks.running())
-        return ended
+        return exits
 
     def signal(self, number: int) -> None:
         self._kills += number == signal.SIGKILL
@@ -137,16 +149,16 @@ class Team:
             self._signals.add(int(number))
 
     def dismiss(self, code: int) -> None:
-        """Have the followers end with `code`, and wait until those that are there know it."""
+        """Order the followers to end with `code`, and wait until they have read the order."""
         followers = self.size - self._own
         with contextlib.suppress(DistError):
             self._orders.add(asdict(Order(self._number + 1, code=code)))
-            _until(lambda: self._store.add("dismissed", 0) >= followers, CLOSING_S)
+            _wait_until(lambda: self._store.add("dismissed", 0) >= followers, CLOSING_S)
 
 
 @contextlib.contextmanager
 def lead() -> Iterator[Team]:
-    """Lead the processes that another launcher has started with this one, its rank 0. They end with our exit code."""
+    """Lead the processes that another launcher has started; this is rank 0. They end with this process's exit code."""
     end_with_parent(os.getppid())
     team = Team(rendezvous.store(), rank_variables.world_size(), own=True)
     code = 1
@@ -157,7 +169,7 @@ def lead() -> Iterator[Team]:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         raise
     except UserError:
-        code = MISTAKE
+        code = USER_ERROR
         raise
     finally:
         team.dismiss(code)
@@ -165,12 +177,15 @@ def lead() -> Iterator[Team]:
 
 @contextlib.contextmanager
 def start(deployment: Deployment) -> Iterator[Team]:
-    """Lead the ranks of the deployment's hosts, which DeepSpeed's launcher starts. Raises: UserError."""
+    """Lead the ranks of the deployment's hosts; DeepSpeed's launcher starts them. Raises: UserError."""
     options = deployment.options
-    others = [host for host in deployment.hosts if not addresses.is_this_host(host)]
-    address = options.master_addr or (addresses.first_address(others) if others else addresses.LOOPBACK)
+    remote_hosts = [host for host in deployment.hosts if not addresses.is_this_host(host)]
+    address = options.master_addr or (addresses.first_address(remote_hosts) if remote_hosts else addresses.LOOPBACK)
     if address is None:
-        raise UserError("no way to the hosts is known; give --master-addr, an address of this machine that they reach")
+        raise UserError(
+            "got hosts that this machine has no route to; set --master-addr to an address of this machine that they "
+            "reach"
+        )
     listening = addresses.listen(address, options.master_port or 0, "--master-port")
     port = listening.getsockname()[1]
     store = rendezvous.part_of(hold_store(listening))
@@ -181,39 +196,39 @@ def start(deployment: Deployment) -> Iterator[Team]:
         try:
             yield team
         finally:
-            team.dismiss(0)  # the leader's own code counts, and launchers make much of another
-            _until(lambda: starter.poll() is not None, CLOSING_S)
+            team.dismiss(0)  # only the leader's exit code matters, and launchers print a long report about another code
+            _wait_until(lambda: starter.poll() is not None, CLOSING_S)
 
 
 class _Follower:
-    """One rank, which a leader watches from afar: a Group, for the Watch of its own process."""
+    """One rank of this host: a Group for the Watch of this process, which reports to the leader."""
 
-    def __init__(self, ranks: Ranks, store: Store, number: int, asked: Signals) -> None:
-        self._ranks, self._asked = ranks, asked
+    def __init__(self, ranks: Ranks, store: Store, number: int, signals: Signals) -> None:
+        self._ranks, self._received = ranks, signals
         self._signals = _Series(store, f"{number}/signals")
         self._ends = _Series(store, f"{number}/ends")
         self._next = 0.0
-        self.alone = False
+        self.leader_is_gone = False
 
     def running(self) -> list[int]:
         return self._ranks.running()
 
-    def poll(self) -> list[RankEnd]:
-        ended = self._ranks.poll()
+    def poll(self) -> list[RankExit]:
+        exits = self._ranks.poll()
         try:
-            for end in ended:
-                self.tell(end)
+            for end in exits:
+                self.report(end)
             if time.monotonic() > self._next:
-                self._next = time.monotonic() + LISTENING_S
+                self._next = time.monotonic() + STORE_POLL_S
                 while (number := self._signals.next()) is not None:
                     self._ranks.signal(number)
         except DistError:
-            if not self.alone:
-                self.alone = True
-                self._asked.remember(signal.SIGTERM)
-        return ended
+            if not self.leader_is_gone:
+                self.leader_is_gone = True
+                self._received.remember(signal.SIGTERM)
+        return exits
 
-    def tell(self, end: RankEnd) -> None:
+    def report(self, end: RankExit) -> None:
         self._ends.add(asdict(replace(end, host=socket.gethostname())))
 
     def signal(self, number: int) -> None:
@@ -221,12 +236,12 @@ class _Follower:
 
 
 def follow() -> NoReturn:
-    """Start for our rank what the leader orders, until it says with which code to end. Raises: UserError."""
+    """Run the leader's orders for the rank of this process, until the order to end. Raises: UserError."""
     end_with_parent(os.getppid())
     code = _follow()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # to take all libraries apart takes seconds
+    os._exit(code)  # the clean-up of all libraries takes seconds
 
 
 def _follow() -> int:
@@ -236,11 +251,11 @@ def _follow() -> int:
     try:
         while True:
             number += 1
-            with Signals() as asked, Ranks() as ranks:
-                follower = _Follower(ranks, store, number, asked)
-                order = _next_order(orders, asked)
+            with Signals() as signals, Ranks() as ranks:
+                follower = _Follower(ranks, store, number, signals)
+                order = _next_order(orders, signals)
                 if order is None:
-                    follower.tell(RankEnd(rank_variables.rank(), TERMINATED))
+                    follower.report(RankExit(rank_variables.rank(), TERMINATED))
                     return TERMINATED
                 if not order.module:
                     store.add("dismissed", 1)
@@ -249,25 +264,25 @@ def _follow() -> int:
                     order.start(ranks)
                 except UserError as error:
                     print(f"error: {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
-                    follower.tell(RankEnd(rank_variables.rank(), MISTAKE, lost=str(error)))
-                Watch(follower, asked, order.grace_s).follow()
+                    follower.report(RankExit(rank_variables.rank(), USER_ERROR, lost=str(error)))
+                Watch(follower, signals, order.grace_s).wait()
     except DistError:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         rank = f"rank {rank_variables.rank()} on {socket.gethostname()}"
-        print(f"{rank}: the chain that led it is gone from {address}", file=sys.stderr, flush=True)
+        print(f"{rank}: its leader at {address} has ended", file=sys.stderr, flush=True)
         return 1
 
 
-def _next_order(orders: _Series, asked: Signals) -> Order | None:
-    """None if someone wants this process to end; SIGUSR1 is the leader's affair."""
+def _next_order(orders: _Series, signals: Signals) -> Order | None:
+    """The next order; None if a signal ends this process. SIGUSR1 is ignored: the leader handles it."""
     while (order := orders.next()) is None:
-        if set(asked.take()) - {signal.SIGUSR1}:
+        if set(signals.take()) - {signal.SIGUSR1}:
             return None
-        time.sleep(LISTENING_S)
+        time.sleep(STORE_POLL_S)
     return Order(**order)
 
 
-def _until(condition: Any, seconds: float) -> bool:
+def _wait_until(condition: Any, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -277,7 +292,8 @@ def _until(condition: Any, seconds: float) -> bool:
 
 
 def main() -> NoReturn:
-    """What DeepSpeed's launcher starts as each rank, with the leader's address and port. Raises: UserError."""
+    """The program that DeepSpeed's launcher starts as each rank, with the leader's address and port. Raises:
+    UserError."""
     os.environ |= {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2], "TORCHELASTIC_USE_AGENT_STORE": "True"}
     rank_variables.adopt(os.environ)
     follow()

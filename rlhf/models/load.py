@@ -25,76 +25,76 @@ from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 
 HEADS = re.compile(r"(lm_head|embed_out|score)\.")
-"""Weights that a model without a head has no place for."""
+"""Weights that a model without a head does not have."""
 MOST_NEW = 0.1
-"""of the rows that a model's embedding has: a tokenizer with more ids beyond them is another model's"""
+"""new rows, as a share of the embedding's rows, above which the tokenizer is another model's"""
 LINE = 64
-"""bytes of a line of a CPU's cache"""
+"""bytes of a cache line"""
 
 
-def load_config(place: str) -> PreTrainedConfig:
+def load_config(path: str) -> PreTrainedConfig:
     """The transformers config of a model, all randomness of its forward pass (dropout, jitter) set to 0.
 
     Dropout would make the first ratio of PPO differ from 1 and the reference differ from itself.
-    Raises: UserError if there is no model at `place`, it needs remote code, or the hub cannot be reached.
+    Raises: UserError if there is no model at `path`, it needs remote code, or the hub cannot be reached.
     """
-    place = resolve(place)
-    if place.endswith((".yaml", ".yml")):
-        values = read_yaml(place)
+    path = resolve(path)
+    if path.endswith((".yaml", ".yml")):
+        values = read_yaml(path)
         if not isinstance(values.get("model"), dict) or "model_type" not in values["model"]:
-            raise UserError(f"{place}: expected a 'model' mapping with a 'model_type', as in configs/models/")
-        tokenizer = load_tokenizer(place)
+            raise UserError(f"{path}: expected a 'model' mapping with a 'model_type', as in configs/models/")
+        tokenizer = load_tokenizer(path)
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        with readable(place):
+        with explain_load_errors(path):
             config = AutoConfig.for_model(**{"vocab_size": id_count(tokenizer), **special, **values["model"]})
     else:
-        with readable(place):
-            config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-        _refuse_foreign_kernels(config, place)
-    still(config)
+        with explain_load_errors(path):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        _refuse_foreign_kernels(config, path)
+    remove_randomness(config)
     return config
 
 
-def still(config: PreTrainedConfig) -> None:
-    """Set all randomness of a config's forward pass to 0, and that of the configs nested in it."""
+def remove_randomness(config: PreTrainedConfig) -> None:
+    """Set all randomness of the forward pass to 0, in the config and the configs nested in it."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            still(value)
+            remove_randomness(value)
         elif ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
 
 
-def _refuse_foreign_kernels(config: PreTrainedConfig, place: str) -> None:
-    """Raises: UserError if the config asks for an implementation from a hub, which would be fetched and run."""
+def _refuse_foreign_kernels(config: PreTrainedConfig, path: str) -> None:
+    """Raises: UserError if the config names an implementation on a hub, which would be downloaded and executed."""
     for name in ("attn_implementation", "experts_implementation"):
         value = getattr(config, f"_{name}", None)
         if isinstance(value, str) and "/" in value:
             raise UserError(
-                f"model '{place}': its config.json wants code from the hub ({name} {value}); remove that key"
+                f"model '{path}': its config.json requests code from the hub ({name} {value}); remove that key"
             )
 
 
 @contextlib.contextmanager
-def readable(place: str) -> Iterator[None]:
-    """Turn what transformers raises for a missing, damaged or unusable model into one line."""
-    here = Path(place).exists()
-    if os.sep in place and place.count("/") != 1 and not here:
+def explain_load_errors(path: str) -> Iterator[None]:
+    """Turn errors of transformers for a missing, damaged or unsupported model into a UserError of one line."""
+    exists = Path(path).exists()
+    if os.sep in path and path.count("/") != 1 and not exists:
         raise UserError(
-            f"model '{place}': no such directory; expected a Hugging Face model directory, a hub id or a .yaml"
+            f"model '{path}': no such directory; expected a Hugging Face model directory, a hub id or a .yaml"
         )
-    if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
-        raise UserError(f"model '{place}': the directory has no config.json; expected a Hugging Face model directory")
-    refuse_model(place)
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise UserError(f"model '{path}': the directory has no config.json; expected a Hugging Face model directory")
+    refuse_model(path)
     try:
         yield
     except UserError:
         raise
     except LOAD_ERRORS as error:
-        first = reason(place, error)
-        if here:
-            raise UserError(f"model '{place}': cannot be loaded: {first}") from None
+        first = reason(path, error)
+        if exists:
+            raise UserError(f"model '{path}': cannot be loaded: {first}") from None
         raise UserError(
-            f"model '{place}': not a directory here, and not to be had from the hub ({first}); "
+            f"model '{path}': not a local directory, and cannot be loaded from the hub ({first}); "
             "name a local directory, or download it first and set HF_HUB_OFFLINE=1"
         ) from None
 
@@ -108,43 +108,43 @@ def context_length(config: PreTrainedConfig) -> int:
     return 1 << 30
 
 
-def require_context(place: str, tokens: int) -> None:
+def require_context(path: str, tokens: int) -> None:
     """Raises: UserError if sequences of `tokens` do not fit the model's context."""
-    limit = context_length(load_config(place))
+    limit = context_length(load_config(path))
     if tokens > limit:
         raise UserError(
-            f"model '{place}': its context is {limit} tokens, but sequences may have {tokens}; "
+            f"model '{path}': its context is {limit} tokens, but sequences may have {tokens}; "
             "lower --max-length, --max-prompt-length or --response-length"
         )
 
 
-def require_vocabulary(place: str, tokenizer_size: int) -> None:
+def require_vocabulary(path: str, tokenizer_size: int) -> None:
     """Raises: UserError if the tokenizer has many more ids than the model's config has rows."""
-    rows = getattr(load_config(place).get_text_config(), "vocab_size", tokenizer_size)
-    _refuse_other_tokenizer(place, rows, tokenizer_size)
+    rows = getattr(load_config(path).get_text_config(), "vocab_size", tokenizer_size)
+    _refuse_other_tokenizer(path, rows, tokenizer_size)
 
 
-def _refuse_other_tokenizer(place: str, rows: int, tokenizer_size: int) -> None:
+def _refuse_other_tokenizer(path: str, rows: int, tokenizer_size: int) -> None:
     if tokenizer_size - rows > max(1, MOST_NEW * rows):
         raise UserError(
-            f"model '{place}': its embedding has {rows} rows, but its tokenizer {tokenizer_size} ids; expected the "
-            f"tokenizer of this model, or at most {MOST_NEW:.0%} more ids; put that beside it, or train rows for all "
-            "ids first"
+            f"model '{path}': its embedding has {rows} rows, but its tokenizer {tokenizer_size} ids; expected the "
+            f"tokenizer of this model, or at most {MOST_NEW:.0%} more ids; use that tokenizer, or first train rows for "
+            "all ids"
         )
 
 
 def load_causal_lm(
-    place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
+    path: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
 ) -> PreTrainedModel:
     """A causal language model in `dtype`, in eval mode, that gives no probability to ids the tokenizer does not have.
 
     Its embeddings are at least `tokenizer_size` rows; new rows are the mean of the others, so that a new token is
     never likelier than an average one (drawn at random it can outweigh the whole vocabulary: GPT-2's logits are
     about -30). Rows beyond the tokenizer, which many models have, get logit -inf.
-    With `shards` each rank has its part of the weights only, and all ranks call this together.
+    With `shards` each rank has only its shard of the weights, and all ranks call this together.
     Raises: UserError for missing, unexpected or misshapen weights, or a weight that is not finite.
     """
-    model = _load(AutoModelForCausalLM, place, dtype, tokenizer_size, seed, shards)
+    model = _load(AutoModelForCausalLM, path, dtype, tokenizer_size, seed, shards)
     head = model.get_output_embeddings()
     if full_shape(head.weight)[0] > tokenizer_size:
         head.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
@@ -156,7 +156,7 @@ def _hide_from(size: int, head: nn.Module, inputs: tuple[Tensor, ...], logits: T
     return logits
 
 
-def known_ids(model: PreTrainedModel) -> int:
+def count_ids(model: PreTrainedModel) -> int:
     """How many ids of a causal language model can have a probability: those of the tokenizer it was loaded for."""
     head = model.get_output_embeddings()
     for hook in (hook for module in head.modules() for hook in module._forward_hooks.values()):
@@ -166,73 +166,78 @@ def known_ids(model: PreTrainedModel) -> int:
 
 
 def load_backbone(
-    place: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
+    path: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
 ) -> PreTrainedModel:
     """The same model without its language-model head: ids to hidden states."""
-    return _load(AutoModel, place, dtype, tokenizer_size, seed, shards)
+    return _load(AutoModel, path, dtype, tokenizer_size, seed, shards)
 
 
 def _load(
-    auto: Any, place: str, dtype: torch.dtype, tokenizer_size: int, seed: int, shards: Shards | None
+    auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, seed: int, shards: Shards | None
 ) -> PreTrainedModel:
-    config = load_config(place)
-    source = resolve(place)
+    config = load_config(path)
+    source = resolve(path)
     if source.endswith((".yaml", ".yml")):
-        # Whole on every rank even if it will be sharded: a new model has the same weights under any ZeRO stage.
+        # Whole on every rank even if it is sharded later: a new model has the same weights under any ZeRO stage.
         shards = None
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = auto.from_config(config).to(dtype)
     else:
-        # Reading into shards does not tell what is missing or misshapen: a model without storage is read before.
-        where = {} if shards is None else {"device_map": {"": "meta"}}
-        safe = {"config": config, "dtype": dtype, "trust_remote_code": False, "weights_only": True}
-        told = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # we name them; transformers does not
-        with readable(source):
-            model, info = auto.from_pretrained(source, **told, **where, **safe)
-            refuse_adapter(place, model)
+        # Loading into shards does not report missing or misshapen weights, so a model without storage is loaded first.
+        device_map = {} if shards is None else {"device_map": {"": "meta"}}
+        options = {"config": config, "dtype": dtype, "trust_remote_code": False, "weights_only": True}
+        report = {
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+        }  # our error names them; that of transformers does not
+        with explain_load_errors(source):
+            model, info = auto.from_pretrained(source, **report, **device_map, **options)
+            refuse_adapter(path, model)
             refuse_whole_numbers(source, model)
-        _refuse_mismatch(place, info, HEADS if auto is AutoModel else None)
+        _refuse_mismatch(path, info, HEADS if auto is AutoModel else None)
         if shards is not None:
-            with readable(source), shards.building():
-                model = auto.from_pretrained(source, **safe)
+            with explain_load_errors(source), shards.building():
+                model = auto.from_pretrained(source, **options)
     rows = model.get_input_embeddings().num_embeddings
-    _refuse_other_tokenizer(place, rows, tokenizer_size)
+    _refuse_other_tokenizer(path, rows, tokenizer_size)
     if rows < tokenizer_size:
         if rows < tokenizer_size - 1:  # one is for padding
             console.say(
-                f"note: model '{place}': {tokenizer_size - rows} rows are added to the {rows} of its embedding for ids "
+                f"note: model '{path}': {tokenizer_size - rows} rows are added to the {rows} of its embedding for ids "
                 "that only its tokenizer has; each is the mean of the others"
             )
         with contextlib.nullcontext() if shards is None else shards.building():
             _add_rows(model, rows, tokenizer_size)
-    refuse_non_finite(model, place)
+    refuse_non_finite(model, path)
     model.eval()
     if collectives.local_device().type == "cpu":
         _align(model)
-        attention.use(model)
-        packing.allow(model, shards is None)
+        attention.install(model)
+        packing.detect_support(model, shards is None)
     return model
 
 
 def _align(model: nn.Module) -> None:
-    """Move weights to where a line begins: safetensors maps them from a file, where they lie at any 8 bytes, and decode
-    steps (135M, bf16) take 1.1 times as long."""
+    """Align weights to cache lines. safetensors maps them from a file at any multiple of 8 bytes, and then decode steps
+    (135M, bf16) take 1.1 times as long."""
     for weight in model.parameters():
         if weight.data_ptr() % LINE:
             weight.data = weight.data.clone()
 
 
-def _refuse_mismatch(place: str, info: dict[str, Any], ignored: re.Pattern[str] | None) -> None:
+def _refuse_mismatch(path: str, info: dict[str, Any], ignored: re.Pattern[str] | None) -> None:
     """Raises: UserError if the weights are not exactly those of the architecture, `ignored` names apart."""
     unexpected = [name for name in info["unexpected_keys"] if ignored is None or not ignored.match(name)]
-    found = {"missing": sorted(info["missing_keys"]), "unexpected": sorted(unexpected)}
-    said = [f"{len(names)} weights are {kind} ({', '.join(names[:3])})" for kind, names in found.items() if names]
-    for name, there, expected in sorted(info["mismatched_keys"])[:1]:
-        many = len(info["mismatched_keys"])
-        said.append(f"{many} weights have another shape ({name}: got {list(there)}, expected {list(expected)})")
-    if said:
-        raise UserError(f"model '{place}': {'; '.join(said)}; expected those of its config.json")
+    mismatches = {"missing": sorted(info["missing_keys"]), "unexpected": sorted(unexpected)}
+    problems = [
+        f"{len(names)} weights are {kind} ({', '.join(names[:3])})" for kind, names in mismatches.items() if names
+    ]
+    for name, shape, expected in sorted(info["mismatched_keys"])[:1]:
+        count = len(info["mismatched_keys"])
+        problems.append(f"{count} weights have another shape ({name}: got {list(shape)}, expected {list(expected)})")
+    if problems:
+        raise UserError(f"model '{path}': {'; '.join(problems)}; expected those of its config.json")
 
 
 def _add_rows(model: PreTrainedModel, rows: int, size: int) -> None:
@@ -244,10 +249,10 @@ def _add_rows(model: PreTrainedModel, rows: int, size: int) -> None:
                     weight[rows:] = weight[:rows].float().mean(0)
 
 
-def refuse_non_finite(model: nn.Module, place: str) -> None:
+def refuse_non_finite(model: nn.Module, path: str) -> None:
     """Raises UserError naming the first weight with a NaN or an infinity."""
     for name, weight in model.named_parameters():
         with gather_weights([weight]):
-            sound = torch.isfinite(weight.sum(dtype=torch.float32)) or torch.isfinite(weight).all()
-        if not sound:
-            raise UserError(f"model '{place}': weight {name} has values that are not finite")
+            finite = torch.isfinite(weight.sum(dtype=torch.float32)) or torch.isfinite(weight).all()
+        if not finite:
+            raise UserError(f"model '{path}': weight {name} has values that are not finite")

@@ -1,4 +1,4 @@
-"""The policy: a causal language model that tells each token's log-probability. The place that shifts logits."""
+"""The policy: a causal language model that returns each token's log-probability. Only this module shifts logits."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ Entropy = Literal["none", "watched", "trained"]
 
 
 class Policy(nn.Module):
-    """A causal language model seen as pi(token | tokens before it)."""
+    """A causal language model as pi(token | tokens before it)."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Policy(nn.Module):
 
     @property
     def packs(self) -> bool:
-        """Whether no padding is computed."""
+        """Whether rows are packed, so that no padding is computed."""
         return packing.packs(self.lm)
 
     def forward(
@@ -37,25 +37,25 @@ class Policy(nn.Module):
         Both are [B, S] and 0 off the loss mask. Only the states that a token is predicted from pass through the head.
         """
         s = sequences
-        where = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
-        read = packing.reading(self.lm, s.ids, s.mask)
-        with only(self.lm.get_output_embeddings(), read.states[where] - 1):
-            output = self.lm(**read.inputs, use_cache=False)
-        logits, ids = output.logits[0], s.ids[where]
+        predicted = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
+        inputs = packing.model_inputs(self.lm, s.ids, s.mask)
+        with restrict_head(self.lm.get_output_embeddings(), inputs.states[predicted] - 1):
+            output = self.lm(**inputs.inputs, use_cache=False)
+        logits, ids = output.logits[0], s.ids[predicted]
         empty = torch.zeros(s.ids.shape, device=ids.device)
         if entropy == "watched":
             logprobs, spread = ops.logprobs_and_entropy(logits, ids, temperature)
-            return empty.to(logprobs).index_put(where, logprobs), empty.to(spread).index_put(where, spread)
+            return empty.to(logprobs).index_put(predicted, logprobs), empty.to(spread).index_put(predicted, spread)
         logprobs = ops.token_logprobs(logits, ids, temperature)
-        placed = empty.to(logprobs).index_put(where, logprobs)
+        placed = empty.to(logprobs).index_put(predicted, logprobs)
         if entropy == "none":
             return placed, None
-        return placed, empty.to(logprobs).index_put(where, ops.entropy(logits, temperature))
+        return placed, empty.to(logprobs).index_put(predicted, ops.entropy(logits, temperature))
 
 
 @contextlib.contextmanager
-def only(head: nn.Module, states: Tensor) -> Iterator[None]:
-    """Meanwhile the head sees only N of the hidden states [B, S, d], those at these of B * S places, as [1, N, d]."""
+def restrict_head(head: nn.Module, states: Tensor) -> Iterator[None]:
+    """Inside, the head gets only N of the hidden states [B, S, d], at the indices `states` in B * S, as [1, N, d]."""
     hook = head.register_forward_pre_hook(lambda _, arguments: (arguments[0].flatten(0, 1)[states][None],))
     try:
         yield

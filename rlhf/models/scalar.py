@@ -16,8 +16,8 @@ from rlhf.hub.short_names import resolve
 from rlhf.maths import ops
 from rlhf.models import packing
 from rlhf.models.head import ScoreHead
-from rlhf.models.load import load_backbone, readable
-from rlhf.models.traits import keeps_all, takes
+from rlhf.models.load import explain_load_errors, load_backbone
+from rlhf.models.traits import attends_to_all, has_argument
 from rlhf.text.tokenizer import require_hub
 from rlhf.types import JoinedPairs, Pairs, Sequences, length_groups
 
@@ -33,13 +33,13 @@ class ScoreStatistics:
 
 
 class ScalarModel(nn.Module):
-    """A backbone and a linear head in fp32: one class, two roles.
+    """A backbone and a linear head in fp32, for the reward model and the critic.
 
     Its saved form is that of `AutoModelForSequenceClassification` with one label.
     """
 
     joins = True
-    """whether it takes pairs in one row, if its architecture does"""
+    """whether it supports pairs in one row, if its architecture does"""
 
     def __init__(self, backbone: PreTrainedModel, head: ScoreHead) -> None:
         super().__init__()
@@ -48,66 +48,66 @@ class ScalarModel(nn.Module):
 
     @property
     def packs(self) -> bool:
-        """Whether no padding is computed."""
+        """Whether rows are packed, so that no padding is computed."""
         return packing.packs(self.backbone)
 
     def forward(self, rows: Sequences | JoinedPairs) -> Tensor:
         """The scalar at every token, fp32 [B, S], 0 off the mask; of pairs, at the ends of both sides, [B, 2]."""
         if isinstance(rows, JoinedPairs):
-            return self._read(packing.reading_pairs(self.backbone, rows))
-        return ops.zero_off_mask(self._read(packing.reading(self.backbone, rows.ids, rows.mask)), rows.mask)
+            return self._read(packing.pair_inputs(self.backbone, rows))
+        return ops.zero_off_mask(self._read(packing.model_inputs(self.backbone, rows.ids, rows.mask)), rows.mask)
 
-    def _read(self, read: packing.Reading) -> Tensor:
-        hidden = self.backbone(**read.inputs, use_cache=False).last_hidden_state
+    def _read(self, inputs: packing.ModelInputs) -> Tensor:
+        hidden = self.backbone(**inputs.inputs, use_cache=False).last_hidden_state
         scalars = self.score(hidden).flatten()
-        return scalars.gather(0, read.states.flatten()).view_as(read.states)
+        return scalars.gather(0, inputs.states.flatten()).view_as(inputs.states)
 
 
 def scores(scalars: Tensor, mask: Tensor) -> Tensor:
-    """What a reward model says of each whole sequence, [B]: the scalar at the last real token."""
+    """The score of each sequence, [B]: the scalar at the last token that is not padding."""
     return scalars.gather(1, ops.last_index(mask)[:, None]).squeeze(1)
 
 
-def apart(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:
-    """Scores of the chosen and the rejected sides, [B, 2], and the rows that the model ran: each side in its own.
+def score_separately(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:
+    """Scores of the chosen and the rejected sides, [B, 2], and the rows that the model computed: one per side.
 
-    The longer half of all sides goes first. Sides of a pair differ in length: on HH 10 % of what is computed is padding
-    so, and 12 % in one pass over both.
+    The longer half of all sides is computed first. The sides of a pair differ in length: on HH 10 % of the tokens are
+    padding this way, and 12 % in one pass over all sides.
     """
-    both = pairs.stacked()
-    halves = length_groups(both.lengths, len(pairs))
-    parts = [both[rows].trimmed() for rows in halves]
-    found = torch.cat([scores(model(part), part.mask) for part in parts])
-    return found[torch.cat(halves).argsort()].view(2, -1).T, parts
+    sides = pairs.stacked()
+    halves = length_groups(sides.lengths, len(pairs))
+    batches = [sides[rows].trimmed() for rows in halves]
+    side_scores = torch.cat([scores(model(batch), batch.mask) for batch in batches])
+    return side_scores[torch.cat(halves).argsort()].view(2, -1).T, batches
 
 
-def together(model: Any, pairs: Pairs) -> tuple[Tensor, list[JoinedPairs]]:
-    """The same, with both sides of a pair in one row, where `can_join` says that these are the same scores."""
+def score_joined(model: Any, pairs: Pairs) -> tuple[Tensor, list[JoinedPairs]]:
+    """The same, with both sides of a pair in one row; only if `can_join` has shown that the scores are the same."""
     rows = pairs.joined()
     return model(rows), [rows]
 
 
 @torch.no_grad()
 def can_join(model: ScalarModel, pairs: Pairs) -> bool:
-    """Whether pairs in one row have the scores of rows of their own. They do where attention takes any mask and
-    positions are given; not with a sliding window, a recurrent state, or positions that follow from the mask.
+    """Whether pairs in one row have the same scores as in separate rows. They do if attention supports any mask and the
+    model takes positions; not with a sliding window, a recurrent state, or positions that are derived from the mask.
 
-    In bf16 rounding has no bound that holds for every model. So it is compared with what two mistakes do: the second
-    side sees the first, and positions run backwards, which a model that takes none would not notice. A window that few
-    tokens lie beyond does less: configs tell of most.
-    pairs: the longest there are, because a window shows in long rows only.
+    The rounding of bf16 has no bound that holds for every model. So the difference is compared with that of two
+    mistakes: the second side sees the first, and the positions are reversed, which a model without positions would
+    ignore. A window that only few tokens exceed makes a smaller difference; most configs declare their window.
+    pairs: the longest pairs, because a window has an effect in long rows only
     """
-    if not model.joins or not takes(model.backbone, "position_ids") or not keeps_all(model.backbone.config):
+    if not model.joins or not has_argument(model.backbone, "position_ids") or not attends_to_all(model.backbone.config):
         return False
-    rows, (expected, _) = pairs.joined(), apart(model, pairs)
-    mistaken = [replace(rows, branch=torch.zeros_like(rows.branch)), replace(rows, positions=rows.positions.flip(1))]
+    rows, (expected, _) = pairs.joined(), score_separately(model, pairs)
+    mistakes = [replace(rows, branch=torch.zeros_like(rows.branch)), replace(rows, positions=rows.positions.flip(1))]
     try:
-        found, *wrong = (model(row) for row in (rows, *mistaken))
-    except (ValueError, RuntimeError, IndexError, TypeError):  # a model that reads a mask of two dimensions only
+        joined, *mistaken_scores = (model(row) for row in (rows, *mistakes))
+    except (ValueError, RuntimeError, IndexError, TypeError):  # a model that supports only masks of two dimensions
         return False
-    least = min(_distance(scored[:, 1], expected[:, 1]) for scored in wrong)
+    smallest = min(_distance(scored[:, 1], expected[:, 1]) for scored in mistaken_scores)
     share = 1e-2 if model.score.weight.dtype == torch.float32 else 0.5
-    return _distance(found, expected) < share * least
+    return _distance(joined, expected) < share * smallest
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
@@ -116,7 +116,7 @@ def _distance(x: Tensor, y: Tensor) -> float:
 
 
 def state_values(scalars: Tensor, prompt_length: int) -> Tensor:
-    """What a critic says of the states in which the response tokens were chosen, [B, T] from [B, P + T].
+    """A critic's values of the states in which the response tokens were chosen, [B, T] from [B, P + T].
 
     The state of token t is everything before it, so its value is read one position earlier.
     """
@@ -124,62 +124,60 @@ def state_values(scalars: Tensor, prompt_length: int) -> Tensor:
 
 
 def new_scalar_model(
-    place: str, dtype: torch.dtype, tokenizer_size: int, seed: int, shards: Shards | None = None
+    path: str, dtype: torch.dtype, tokenizer_size: int, seed: int, shards: Shards | None = None
 ) -> ScalarModel:
-    """A language model's backbone under a fresh head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020)."""
-    backbone = load_backbone(place, dtype, tokenizer_size, seed, shards)
+    """A language model's backbone with a new head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020)."""
+    backbone = load_backbone(path, dtype, tokenizer_size, seed, shards)
     width = hidden_width(backbone)
     weight = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * (width + 1) ** -0.5
     return ScalarModel(backbone, ScoreHead(weight, dtype)).eval()
 
 
 def hidden_width(backbone: PreTrainedModel) -> int:
-    """Elements of the last hidden state; some OPT models project it down to the width of their embeddings."""
+    """Elements of the last hidden state; some OPT models project it to the width of their embeddings."""
     config = backbone.config.get_text_config()
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
-def load_scalar_model(place: str, dtype: torch.dtype, tokenizer_size: int, shards: Shards | None = None) -> ScalarModel:
+def load_scalar_model(path: str, dtype: torch.dtype, tokenizer_size: int, shards: Shards | None = None) -> ScalarModel:
     """A trained reward model or critic: ours, or any one-label sequence classifier with a `score` head.
 
     Raises: UserError if the head is absent (a language model, say) or does not give one number.
     """
-    weight = read_head(resolve(place))
-    backbone = load_backbone(place, dtype, tokenizer_size, shards=shards)
+    weight = read_head(resolve(path))
+    backbone = load_backbone(path, dtype, tokenizer_size, shards=shards)
     width = hidden_width(backbone)
     if weight.shape[1] != width:
-        raise UserError(
-            f"reward model '{place}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}"
-        )
+        raise UserError(f"reward model '{path}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}")
     if not torch.isfinite(weight.to(dtype)).all():
-        raise UserError(f"reward model '{place}': weight {HEAD} has values that are not finite")
+        raise UserError(f"reward model '{path}': weight {HEAD} has values that are not finite")
     return ScalarModel(backbone, ScoreHead(weight, dtype)).eval()
 
 
-def read_head(place: str) -> Tensor:
+def read_head(path: str) -> Tensor:
     """The [1, d] head of a saved scalar model, in a directory or on the hub.
 
     Raises: UserError if it is absent, or gives more than one number.
     """
-    with readable(place):
-        weight = next((w for w in map(_head_in, _weight_files(place)) if w is not None), None)
+    with explain_load_errors(path):
+        weight = next((w for w in map(_head_in, _weight_files(path)) if w is not None), None)
     if weight is None:
         raise UserError(
-            f"reward model '{place}': no trained head, expected a tensor '{HEAD}' in its *.safetensors; "
+            f"reward model '{path}': no trained head, expected a tensor '{HEAD}' in its *.safetensors; "
             "train one (rlhf reward), or name a one-label sequence classifier"
         )
     if weight.shape[0] != 1:
-        raise UserError(f"reward model '{place}': {HEAD} gives {weight.shape[0]} labels, expected 1")
+        raise UserError(f"reward model '{path}': {HEAD} gives {weight.shape[0]} labels, expected 1")
     return weight
 
 
-def _weight_files(place: str) -> list[Path]:
-    folder = Path(place)
+def _weight_files(path: str) -> list[Path]:
+    folder = Path(path)
     if not folder.exists():
-        require_hub(f"reward model '{place}'")
-        # Offline the hub's client is not even made: it reads proxies and certificates, and fails where they are amiss.
+        require_hub(f"reward model '{path}'")
+        # Offline no hub client is created: it reads proxies and certificates, and fails if they are invalid.
         offline = constants.HF_HUB_OFFLINE
-        folder = Path(snapshot_download(place, allow_patterns="*.safetensors", local_files_only=offline))
+        folder = Path(snapshot_download(path, allow_patterns="*.safetensors", local_files_only=offline))
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -188,15 +186,15 @@ def _head_in(file: Path) -> Tensor | None:
         return tensors.get_tensor(HEAD) if HEAD in tensors.keys() else None  # noqa: SIM118  (not a mapping)
 
 
-def score_statistics(model: ScalarModel, place: str) -> ScoreStatistics:
-    """Those that the reward model's stage measured and left in its config.
+def score_statistics(model: ScalarModel, path: str) -> ScoreStatistics:
+    """The statistics that the reward model's stage measured and wrote to its config.
 
     Raises: UserError if it has none, or its scores do not vary.
     """
     mean, std = (getattr(model.backbone.config, name, None) for name in ("score_mean", "score_std"))
     if mean is None or not std:
         raise UserError(
-            f"reward model '{place}': got score_mean {mean} and score_std {std} in its config.json, expected two "
-            "numbers to normalise by; train it (rlhf reward), write them there, or leave the option norm out"
+            f"reward model '{path}': got score_mean {mean} and score_std {std} in its config.json, expected two "
+            "numbers to normalise by; train it (rlhf reward), write them there, or remove the option norm"
         )
     return ScoreStatistics(float(mean), float(std))

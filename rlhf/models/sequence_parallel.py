@@ -1,8 +1,8 @@
 """Policies and scalar models whose ranks share the tokens of each row (Ulysses, arXiv 2309.14509).
 
-Each rank runs its stretch of every row. In attention, where tokens meet, ranks exchange: each gets all tokens of its
-share of the heads, and gives back its own tokens of all heads. What comes out is whole again and the same on every
-rank. Rows must be padded on the right: there is no mask, and causal attention never looks to the right.
+Each rank computes its stretch of every row. In attention, where tokens interact, the ranks exchange: each gets all
+tokens for its share of the heads, and afterwards its own tokens for all heads. The result is gathered and the same on
+every rank. Rows must be padded on the right: there is no mask, and causal attention never looks to the right.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def scalar_model(model: ScalarModel, size: int) -> ScalarModel:
 
 
 class SplitPolicy(Policy):
-    """A policy whose rows are shared by the ranks that work alike."""
+    """A policy whose rows are split over the ranks of a share."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__(lm)
@@ -42,22 +42,22 @@ class SplitPolicy(Policy):
     def forward(
         self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor | None]:
-        """What `Policy.forward` gives, of the whole rows; without entropies."""
-        assert entropy == "none", "entropies are not shared"
-        part, length = self._stretch, sequences.ids.shape[1]
-        targets = part.of(sequences.ids.roll(-1, 1))
-        counts = part.of(F.pad(sequences.loss_mask[:, 1:], (0, 1)))
+        """As `Policy.forward`, for the whole rows; without entropies."""
+        assert entropy == "none", "entropies are not supported with sequence parallelism"
+        stretch, length = self._stretch, sequences.ids.shape[1]
+        targets = stretch.of(sequences.ids.roll(-1, 1))
+        counts = stretch.of(F.pad(sequences.loss_mask[:, 1:], (0, 1)))
         predicting = counts.any(0).nonzero().squeeze(1)  # [K] columns of the stretch; there may be none
-        output = self.lm(**part.inputs(sequences), logits_to_keep=predicting, use_cache=False)
-        kept = counts[:, predicting]
+        output = self.lm(**stretch.inputs(sequences), logits_to_keep=predicting, use_cache=False)
+        mask = counts[:, predicting]
         logprobs = ops.token_logprobs(output.logits, targets[:, predicting], temperature)
-        mine = torch.zeros(targets.shape, dtype=logprobs.dtype, device=logprobs.device)
-        mine = mine.index_copy(1, predicting, torch.where(kept, logprobs, 0.0))
-        return F.pad(part.whole(mine), (1, 0))[:, :length], None
+        own_logprobs = torch.zeros(targets.shape, dtype=logprobs.dtype, device=logprobs.device)
+        own_logprobs = own_logprobs.index_copy(1, predicting, torch.where(mask, logprobs, 0.0))
+        return F.pad(stretch.gather(own_logprobs), (1, 0))[:, :length], None
 
 
 class SplitScalarModel(ScalarModel):
-    """A scalar model whose rows are shared by the ranks that work alike."""
+    """A scalar model whose rows are split over the ranks of a share."""
 
     joins = False
 
@@ -69,11 +69,11 @@ class SplitScalarModel(ScalarModel):
         """The scalar at every token, fp32 [B, S]."""
         assert isinstance(rows, Sequences), "pairs in one row need a mask"
         hidden = self.backbone(**self._stretch.inputs(rows), use_cache=False).last_hidden_state
-        return self._stretch.whole(self.score(hidden).squeeze(-1))[:, : rows.ids.shape[1]]
+        return self._stretch.gather(self.score(hidden).squeeze(-1))[:, : rows.ids.shape[1]]
 
 
 class Stretch:
-    """This rank's stretch of each row, and the model's attention over all of them. Every rank makes this together."""
+    """This rank's stretch of each row, and the model's attention over all of them. All ranks create it together."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._group = collectives.share_group()
@@ -88,14 +88,14 @@ class Stretch:
         return padded[:, self._number * length : (self._number + 1) * length]
 
     def inputs(self, rows: Sequences) -> dict[str, Tensor]:
-        """The arguments of a model's pass over the stretch. Pads have a position that every model knows."""
+        """The arguments of a model's pass over the stretch. Padding has position 0, which every model supports."""
         assert not (rows.mask[:, 1:] > rows.mask[:, :-1]).any(), "rows are padded on the left"
         positions = ops.positions(rows.mask).masked_fill(~rows.mask, 0)
         return {"input_ids": self.of(rows.ids), "position_ids": self.of(positions)}
 
-    def whole(self, mine: Tensor) -> Tensor:
-        """All stretches [B, L * ranks] in order; of the gradient each rank takes that of its own."""
-        gathered: Tensor = _Gathered.apply(mine, self._group)
+    def gather(self, own: Tensor) -> Tensor:
+        """All stretches [B, L * ranks] in order; in the backward pass each rank gets the gradient of its own."""
+        gathered: Tensor = _Gathered.apply(own, self._group)
         return gathered
 
     def _attend(
@@ -109,19 +109,19 @@ class Stretch:
 
     def _all_tokens(self, x: Tensor) -> Tensor:
         """[B, heads, L, d] -> [B, heads / ranks, L * ranks, d]"""
-        return self._exchanged(x.unflatten(1, (self._size, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+        return self._exchange_heads(x.unflatten(1, (self._size, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
 
     def _all_heads(self, x: Tensor) -> Tensor:
         """[B, L * ranks, heads / ranks, d] -> [B, L, heads, d]"""
-        return self._exchanged(x.unflatten(1, (self._size, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+        return self._exchange_heads(x.unflatten(1, (self._size, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
 
-    def _exchanged(self, parts: Tensor) -> Tensor:
+    def _exchange_heads(self, parts: Tensor) -> Tensor:
         exchanged: Tensor = _Exchanged.apply(parts, self._group)
         return exchanged
 
 
 class _Exchanged(torch.autograd.Function):
-    """The i-th part [ranks, ...] goes to rank i, and the i-th that comes is of rank i: its own inverse."""
+    """Send the i-th part of [ranks, ...] to rank i, and receive the i-th part from rank i: its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -134,7 +134,8 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """[B, L] of every rank beside each other. Every rank makes the same loss of the whole, so it counts once."""
+    """[B, L] of all ranks, concatenated. Every rank computes the same loss of the result, so the gradient is not
+    summed."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
@@ -149,6 +150,6 @@ class _Gathered(torch.autograd.Function):
 
 
 def _exchange(parts: Tensor, group: Any) -> Tensor:
-    came = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
-    torch.distributed.all_to_all_single(came, parts.contiguous(), group=group)
-    return came
+    received = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
+    torch.distributed.all_to_all_single(received, parts.contiguous(), group=group)
+    return received

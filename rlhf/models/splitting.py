@@ -1,4 +1,4 @@
-"""What must be true before ranks share a model (tensor parallel) or the tokens of its rows (sequence parallel)."""
+"""Checks before ranks split a model (tensor parallel) or the tokens of its rows (sequence parallel)."""
 
 from typing import Any
 
@@ -9,14 +9,15 @@ from rlhf.models.load import load_config
 TENSOR = ("gemma2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral", "opt", "qwen2", "qwen3")
 """Model types that train the same when DeepSpeed 0.19 splits them, as measured; gpt2, bloom and mixtral fail."""
 SEQUENCE = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
-"""Those that train the same when ranks share the tokens. Windows and ALiBi need masks, gptj has its own attention."""
+"""Model types that train the same when ranks split the tokens. Windows and ALiBi need masks; gptj has its own
+attention."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def shares(options: EngineOptions, ranks: int) -> int:
     """Into how many shares `ranks` processes divide the rows.
 
-    Raises: UserError for options that do not go together, or ranks that do not divide.
+    Raises: UserError for options that exclude each other, or a number of ranks that is not divisible.
     """
     tensor, sequence = options.tensor_parallel_size, options.sequence_parallel_size
     if tensor > 1 and sequence > 1:
@@ -26,7 +27,7 @@ def shares(options: EngineOptions, ranks: int) -> int:
     if tensor > 1 and options.adapter is not None:
         raise UserError(
             f"--tensor-parallel-size {tensor}: got it with --adapter {options.adapter}, expected to train all weights: "
-            "DeepSpeed cannot split adapters; leave one of the two out, or shard with --zero-stage 3"
+            "DeepSpeed cannot split adapters; remove one of the two, or shard with --zero-stage 3"
         )
     for name, size in (("tensor", tensor), ("sequence", sequence)):
         if ranks % size:
@@ -34,26 +35,28 @@ def shares(options: EngineOptions, ranks: int) -> int:
     return ranks // (tensor * sequence)
 
 
-def check_split(options: EngineOptions, place: str) -> None:
-    """Raises: UserError for a model at `place` that cannot be split as the options ask."""
+def check_split(options: EngineOptions, path: str) -> None:
+    """Raises: UserError if the model at `path` cannot be split as the options require."""
     for name, size, types in (
         ("tensor", options.tensor_parallel_size, TENSOR),
         ("sequence", options.sequence_parallel_size, SEQUENCE),
     ):
         if size > 1:
-            _check(f"--{name}-parallel-size {size}: model '{place}'", name, size, types, place)
+            _check(f"--{name}-parallel-size {size}: model '{path}'", name, size, types, path)
 
 
-def _check(where: str, name: str, size: int, types: tuple[str, ...], place: str) -> None:
-    config = load_config(place)
+def _check(subject: str, name: str, size: int, types: tuple[str, ...], path: str) -> None:
+    config = load_config(path)
     if config.model_type not in types:
-        raise UserError(f"{where} is a {config.model_type}, expected one of {', '.join(types)}; use --zero-stage 3")
+        raise UserError(f"{subject} is a {config.model_type}, expected one of {', '.join(types)}; use --zero-stage 3")
     if name == "sequence" and _has_window(config):
-        raise UserError(f"{where} attends within a window of {config.sliding_window} tokens, expected attention to all")
+        raise UserError(
+            f"{subject} attends within a window of {config.sliding_window} tokens, expected attention to all"
+        )
     for heads in HEADS:
         count = getattr(config, heads, None)
         if count is not None and count % size:
-            raise UserError(f"{where} has {heads} {count}, expected a multiple of {size}")
+            raise UserError(f"{subject} has {heads} {count}, expected a multiple of {size}")
 
 
 def _has_window(config: Any) -> bool:

@@ -71,9 +71,9 @@ def _config_from_yaml(path: str) -> PreTrainedConfig:
     values = read_yaml(path).get("model")
     if not isinstance(values, dict) or not {"model_type", "vocab_size"} <= set(values):
         raise UserError(f"{path}: expected a 'model' mapping with 'model_type' and 'vocab_size', as in configs/shapes/")
-    with load.readable(path):
+    with load.explain_load_errors(path):
         config = AutoConfig.for_model(**values)
-    load.still(config)
+    load.remove_randomness(config)
     return config
 
 

@@ -14,7 +14,7 @@ from rlhf.config import Config as Base
 from rlhf.config import suggest
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
-from rlhf.models.load import context_length, load_config, readable, refuse_non_finite
+from rlhf.models.load import context_length, explain_load_errors, load_config, refuse_non_finite
 from rlhf.rewards import Context, Source
 from rlhf.types import Samples, length_groups
 
@@ -70,7 +70,7 @@ def load(path: str, context: Context) -> Classifier:
     """
     source = resolve(path)
     options = {"trust_remote_code": False, "weights_only": True}
-    with readable(source):
+    with explain_load_errors(source):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             source, config=load_config(source), dtype=torch.float32, output_loading_info=True, **options
         )

@@ -78,9 +78,9 @@ def save_tensors(tensors: "dict[str, Tensor]", path: Path, metadata: dict[str, s
 def _umask() -> int:
     """Linux tells it. Elsewhere it is known by setting it, which a thread that makes a file just then would notice."""
     with contextlib.suppress(OSError):
-        told = re.search(r"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
-        if told:
-            return int(told[1], 8)
+        lines = re.search(r"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+        if lines:
+            return int(lines[1], 8)
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

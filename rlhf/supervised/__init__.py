@@ -1,1 +1,1 @@
-"""Stages that learn from a data set: options and runner that fine-tuning and the reward model share."""
+"""Options and runner of the stages that learn from a data set: fine-tuning and the reward model."""

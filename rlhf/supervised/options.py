@@ -9,7 +9,7 @@ from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
 
 
 class SupervisedOptions(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
-    """One model, one data set, some passes over it."""
+    """One model that is trained in passes over one data set."""
 
     TOTALS: ClassVar[frozenset[str]] = frozenset({"num_train_epochs"})
 

@@ -1,5 +1,7 @@
-"""The runner of the stages that learn from a data set. A stage brings its data, its model, its loss and its evaluation;
-what comes before, between and after them is the same for all: checks, batches, checkpoints, exports, the manifest.
+"""The runner of the stages that learn from a data set.
+
+A stage has its own data, model, loss and evaluation. Checks, batches, checkpoints, exports and the manifest are the
+same for all stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,31 +34,31 @@ from rlhf.types import Metrics
 
 C = TypeVar("C", bound=SupervisedOptions)
 FOLDERS = ("model", "actor")
-"""Folders of an earlier stage whose model may be the one to start from."""
+"""Folders of an earlier stage that may hold the model to start from."""
 
 
 class Learner(Protocol):
     """A stage's model in its engine, with its data."""
 
     role: str
-    """what the model is in checkpoints"""
+    """the name of the model in checkpoints"""
     shown: tuple[str, ...]
     """metrics on the progress bar"""
     engine: Engine
     before: Metrics
-    """numbers on the held-out rows before the first step; a stage may have none"""
+    """metrics on the held-out rows before the first step; empty if the stage does not measure them"""
 
     def train(self, batches: Batches) -> Iterator[Metrics]:
-        """One optimizer step a batch."""
+        """Make one optimizer step on each batch, and yield its metrics."""
 
     def evaluate(self) -> Metrics:
-        """Numbers on the held-out rows."""
+        """Metrics on the held-out rows."""
 
     def require_converged(self, metrics: Metrics) -> None:
         """Raises: NonFiniteError if the last evaluation shows that the run has diverged."""
 
     def save(self, folder: Path, metrics: Metrics | None = None) -> None:
-        """Write the model. metrics: of the last evaluation, for the final model."""
+        """Write the model. metrics: of the last evaluation, if this is the final model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Supervised(Generic[C]):
     declaration: Declaration
     workload: Callable[[C, str, dict[str, str]], Workload]
     recipe: Callable[[C], Recipe]
-    """which rows, and what of them is learned"""
+    """which rows to read, and which of their tokens to learn"""
     load: Callable[[C, str, PreTrainedTokenizerBase, PhaseData[Any], int], Learner]
     """(options, path of the model, tokenizer, data, number of optimizer steps)"""
 
@@ -78,17 +80,18 @@ class Supervised(Generic[C]):
         """A digest of each local file or folder of the data."""
         return fingerprints(config, self.recipe(config).phase)
 
-    def open_data(self, config: C, place: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
-        """The prepared tokenizer of the model at `place`, and the data in its ids."""
-        tokenizer = prepare_tokenizer(load_tokenizer(resolve(place)), config.chat_template)
+    def open_data(self, config: C, model_path: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
+        """The prepared tokenizer of the model at `model_path`, and the data in its ids."""
+        tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), config.chat_template)
         return tokenizer, open_datasets(config, self.recipe(config), tokenizer)
 
     def check(
         self, config: C, planned: Mapping[str, str] | None = None, ranks: int = 1
     ) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
-        """Refuse, before a model is loaded or anything written, what cannot work; else what `open_data` gives.
+        """Check the options, the model and the data before a model is loaded or anything is written.
 
-        `planned`: stages that will have run by then, and the model each starts from.
+        planned: stages that run before this one, and the model that each starts from
+        Returns: what `open_data` returns.
         Raises: UserError.
         """
         check_trackers(config.report_to)
@@ -97,43 +100,45 @@ class Supervised(Generic[C]):
             check_ranks(config.batch_size, ranks)
         check_engine(config)
         start = planned_start(config.model, config.output_dir, planned or {})
-        place = start or resolve_model_path(config.model, *FOLDERS)
-        check_start(place, config.chat_template, config.max_length, config.convert_template)
-        check_split(config, place)
+        model_path = start or resolve_model_path(config.model, *FOLDERS)
+        check_start(model_path, config.chat_template, config.max_length, config.convert_template)
+        check_split(config, model_path)
         directory = Path(config.output_dir) / self.declaration.name
-        require_room(directory, self.workload(config, "cpu", {"model": place}).checkpoints)
-        tokenizer, data = self.open_data(config, place)
+        require_room(directory, self.workload(config, "cpu", {"model": model_path}).checkpoints)
+        tokenizer, data = self.open_data(config, model_path)
         require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
         batches_for(data.train, config, (0, ranks))
         return tokenizer, data
 
     def run(self, config: C) -> None:
-        """The stage from its inputs to OUT/NAME: model, metrics.jsonl, manifest.json; nothing if it is finished."""
+        """Run the stage: write model, metrics.jsonl and manifest.json to OUT/NAME. Do nothing if it is finished."""
         name = self.declaration.name
-        standing = progress.find(self.declaration, config, self.inputs(config), partial(self.content, config))
-        if standing == "finished":
+        stage_status = progress.report_status(
+            self.declaration, config, self.inputs(config), partial(self.content, config)
+        )
+        if stage_status == "finished":
             return
         status(f"{name}: reading the data")
         tokenizer, data = self.check(config, ranks=collectives.world_size())
         collectives.set_ranks_per_share(config.tensor_parallel_size * config.sequence_parallel_size)
-        place = resolve_model_path(config.model, *FOLDERS)
+        model_path = resolve_model_path(config.model, *FOLDERS)
         batches = batches_for(data.train, config, (collectives.data_rank(), collectives.data_world_size()))
         total = batches.steps(config.num_train_epochs)
-        with open_run(self.declaration, config, standing, {"model": place}) as run:
+        with open_run(self.declaration, config, stage_status, {"model": model_path}) as run:
             run.describe(data, tokenizer)
             status(f"{name}: loading the model")
-            learner = self.load(config, place, tokenizer, data, total)
+            learner = self.load(config, model_path, tokenizer, data, total)
             engine = {learner.role: learner.engine}
-            run.go_on(Resumable({**engine, "batches": batches}, engine))
+            run.resume(Resumable({**engine, "batches": batches}, engine))
             if learner.before and not run.done:
-                run.evaluated(learner.before)
-            run.follow(run.exporting(learner.train(batches), learner.save), total, learner.shown)
+                run.record_evaluation(learner.before)
+            run.run_loop(run.with_exports(learner.train(batches), learner.save), total, learner.shown)
             metrics = {f"{metric}_before": value for metric, value in learner.before.items()} | learner.evaluate()
-            run.evaluated(metrics)
+            run.record_evaluation(metrics)
             learner.require_converged(metrics)
             run.finish({"model": partial(learner.save, metrics=metrics)}, metrics)
 
 
 def batches_for(dataset: PromptDataset[Any], config: SupervisedOptions, ranks: tuple[int, int]) -> Batches:
-    """The batches of this rank's share. `ranks`: its number, and how many there are."""
+    """The batches of this rank. ranks: (number of this rank, number of ranks)"""
     return batches_of(dataset.row_lengths, config, config.seed, ranks, dataset.elements)

@@ -1,13 +1,13 @@
 """Checkpoints of an unfinished stage: committed as a whole or not at all, checked before they are read.
 
     OUT/STAGE/checkpoints/step-00000012/
-        manifest.json                         what it belongs to; size and sha256 of every file; its own; written last
-        state.json                            plain numbers
+        manifest.json                         stage, options and data; size and sha256 of every file; written last
+        state.json                            numbers that are no tensors
         NAME.rank-R.part-K.safetensors        whole tensors by name, each written by one rank
-        rng.rank-R.json                       the random sources of rank R
+        rng.rank-R.json                       states of the random generators of rank R
 
 A directory with that name is complete: it is written under another name, flushed to the disk, and renamed once all
-ranks have succeeded. Any number of ranks and any ZeRO stage reads it. Nothing in it is ever executed.
+ranks have succeeded. Any number of ranks under any ZeRO stage can read it. Nothing in it is ever executed.
 """
 
 import contextlib
@@ -34,59 +34,59 @@ from rlhf.training import logs, random_sources
 from rlhf.training.snapshots import STATE, Snapshot, write
 
 KINDS = {"step": int, "world_size": int, "logs": dict, "models": list}
-"""what a manifest has beside what every manifest has"""
+"""entries of a checkpoint's manifest beside those of every manifest"""
 VISIBLE_S = 30.0
 """most seconds that a network file system may take to show a directory that another host has made"""
 
 
 class Numbers(Protocol):
-    """Something that goes on from a few plain numbers, the same on every rank."""
+    """An object whose state is a few numbers, the same on every rank."""
 
     def state_dict(self) -> Any:
-        """As JSON has it."""
+        """The state as JSON values."""
 
     def load_state_dict(self, state: Any, /) -> None: ...
 
 
 class Tensors(Protocol):
-    """Something that goes on from tensors."""
+    """An object whose state is tensors."""
 
     def size(self) -> int:
-        """Bytes of what all ranks write together."""
+        """Bytes that all ranks write together."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that this rank is to write, by names no other rank writes. Every rank goes through it together."""
+        """The tensors that this rank writes, under names that no other rank uses. All ranks iterate together."""
 
     def load_tensors(self, saved: Iterable[tuple[str, Tensor]], /) -> None:
-        """Take what is wanted of all tensors of all ranks. Every rank goes through it together."""
+        """Set the state from the tensors of all ranks. All ranks iterate together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumable:
-    """All that a stage goes on from, by name; something may stand in both."""
+    """The state from which a stage resumes, by name; an object may be in both."""
 
     numbers: Mapping[str, Numbers]
     tensors: Mapping[str, Tensors]
 
     def size(self) -> int:
-        """Bytes of a checkpoint, a few kilobytes aside."""
-        return sum(part.size() for part in self.tensors.values())
+        """Bytes of a checkpoint, to a few kilobytes."""
+        return sum(source.size() for source in self.tensors.values())
 
 
 Copying = Callable[[str, Iterator[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
-"""Makes fp32 tensors on the CPU of those of a part, which it gets with the name of the part."""
+"""(name of a source, its tensors) -> copies in fp32 on the CPU"""
 
 
 def save(
-    stage: Path, step: int, state: Resumable, about: Mapping[str, Any], keep: int, growing: Sequence[str] = ()
+    stage: Path, step: int, state: Resumable, about: Mapping[str, Any], keep: int, log_patterns: Sequence[str] = ()
 ) -> str | None:
     """Commit a checkpoint of `step`, only then delete all but the newest `keep`; every rank calls this together.
 
-    growing: patterns of the stage's files that grow line by line, whose length belongs to the checkpoint.
+    log_patterns: of the stage's files that grow line by line; the checkpoint records their lengths
 
-    Returns why it could not be written, if so: nothing is left of it then, and the ones before it stay.
+    Returns None, or why the checkpoint could not be written: then nothing of it is left, and earlier ones stay.
     """
-    return begin(stage, step, state, about, keep, growing)()
+    return begin(stage, step, state, about, keep, log_patterns)()
 
 
 def begin(
@@ -95,29 +95,29 @@ def begin(
     state: Resumable,
     about: Mapping[str, Any],
     keep: int,
-    growing: Sequence[str] = (),
+    log_patterns: Sequence[str] = (),
     copy: Copying | None = None,
     group: Any = None,
 ) -> Callable[[], str | None]:
-    """Prepare what `save` does; the result does the rest. Every rank calls both together.
+    """The first half of `save`; the function returned is the second half. Every rank calls both together.
 
-    With `copy`, which copies the tensors of a part at once, the state may change meanwhile, and with a `group` of all
-    ranks the result may be called in a thread.
+    copy: copies the tensors of a source at once, so that the state may change before the second half
+    group: a group of all ranks for the second half, so that a thread may call it
     """
     final = folder_of(stage, step)
     staging = final.with_name(f".tmp-{final.name}")
-    failure = collectives.gather_objects(_made_anew(staging) if collectives.is_main() else "")[0]
+    failure = collectives.gather_objects(_make_empty(staging) if collectives.is_main() else "")[0]
     if failure:
         return lambda: failure
-    _wait_for(staging)
-    numbers = {name: deepcopy(part.state_dict()) for name, part in state.numbers.items()}  # some ask all ranks
-    tensors = {name: (copy or _one_by_one)(name, part.tensors()) for name, part in state.tensors.items()}
-    snapshot = Snapshot(numbers, tensors, random_sources.state(), logs.sizes(stage, growing))
+    _wait_until_visible(staging)
+    numbers = {name: deepcopy(source.state_dict()) for name, source in state.numbers.items()}  # some call collectives
+    tensors = {name: (copy or _copy_each)(name, source.tensors()) for name, source in state.tensors.items()}
+    snapshot = Snapshot(numbers, tensors, random_sources.state(), logs.sizes(stage, log_patterns))
     manifest = {**about, "step": step, "world_size": collectives.world_size(), "logs": snapshot.logs}
     return partial(_commit, staging, final, snapshot, manifest, keep, group)
 
 
-def _one_by_one(_: str, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _copy_each(_: str, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for key, tensor in tensors:
         yield key, tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
@@ -126,10 +126,10 @@ def _commit(
     staging: Path, final: Path, snapshot: Snapshot, manifest: dict[str, Any], keep: int, group: Any
 ) -> str | None:
     written = write(staging, snapshot)
-    parts = collectives.gather_objects((written.digests, written.failure), group)
-    failures = [failure for _, failure in parts if failure]
+    reports = collectives.gather_objects((written.digests, written.failure), group)
+    failures = [failure for _, failure in reports if failure]
     if not failures and collectives.is_main():
-        files = {name: digest for digests, _ in parts for name, digest in sorted(digests.items())}
+        files = {name: digest for digests, _ in reports for name, digest in sorted(digests.items())}
         try:
             logs.sync(final.parents[1], [*snapshot.logs])
             manifests.write_manifest(staging / manifests.MANIFEST, manifest | {"files": files})
@@ -142,44 +142,44 @@ def _commit(
     if collectives.is_main():
         shutil.rmtree(staging, ignore_errors=True)
         if not failures:
-            _delete_others(final, keep)
-    collectives.gather_objects(None, group)  # the next save finds the directory as it is now
+            _delete_except(final, keep)
+    collectives.gather_objects(None, group)  # so that no rank starts the next save before
     return failures[0] if failures else None
 
 
-def _made_anew(folder: Path) -> str:
-    """Make an empty directory. Returns why that cannot be, if so."""
+def _make_empty(folder: Path) -> str:
+    """Make an empty directory. Returns an error message, or an empty string."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
         disk.make_directory(folder.parent)
         folder.mkdir()
     except OSError as error:
-        return f"{folder} cannot be made ({error.strerror})"
+        return f"{folder} cannot be created ({error.strerror})"
     return ""
 
 
-def _delete_others(newest: Path, keep: int) -> None:
-    """All but the newest `keep` up to this one; those of later steps too, which were passed over as damaged."""
+def _delete_except(newest: Path, keep: int) -> None:
+    """Delete all checkpoints but the last `keep` up to `newest`; later ones were damaged and skipped."""
     folders = _newest_first(newest.parent)
-    at = folders.index(newest)
-    for other in [*folders[:at], *folders[at + keep :]]:
-        shutil.rmtree(other, ignore_errors=True)
+    index = folders.index(newest)
+    for folder in [*folders[:index], *folders[index + keep :]]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_for(folder: Path) -> None:
+def _wait_until_visible(folder: Path) -> None:
     end = time.monotonic() + VISIBLE_S
     while not folder.exists() and time.monotonic() < end:
         time.sleep(0.05)
 
 
 def folder_of(stage: Path, step: int) -> Path:
-    """Where the checkpoint of that step lies."""
+    """The directory of the checkpoint of a step."""
     return stage / CHECKPOINTS / f"step-{step:08d}"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that was found whole."""
+    """A checkpoint whose files match its manifest."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -189,28 +189,29 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     def restore(self, state: Resumable, seed: int) -> None:
-        """Set everything in `state` to what it was; every rank calls this together.
+        """Set `state` from the checkpoint; every rank calls this together.
 
-        The random sources are those of before only with as many ranks as before; else they are seeded anew.
-        Raises: UserError if it holds something else than `state` needs.
+        The random generators are restored if the number of ranks is the same; otherwise they get new seeds.
+        Raises: UserError if the checkpoint lacks something that `state` needs.
         """
         try:
             self._restore(state, seed)
         except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
-                f"{self.folder}: the stage cannot go on from it ({error!r}); add --overwrite to begin it again"
+                f"{self.folder}: the stage cannot resume from it ({error!r}); add --overwrite to start the stage from "
+                "scratch"
             ) from None
 
     def _restore(self, state: Resumable, seed: int) -> None:
         numbers = disk.read_json(self.folder / STATE)
-        held = {*numbers, *(file.split(".rank-")[0] for file in self.manifest["files"])}
-        for name in sorted({*state.numbers, *state.tensors} - held):  # of an option that was not set then
-            console.say(f"note: {self.folder} has no {name}, which begins anew")
-        for name, part in state.numbers.items():
+        stored = {*numbers, *(file.split(".rank-")[0] for file in self.manifest["files"])}
+        for name in sorted({*state.numbers, *state.tensors} - stored):  # its option was not set then
+            console.say(f"note: {self.folder} has no {name}, which starts from its initial state")
+        for name, source in state.numbers.items():
             if name in numbers:
-                part.load_state_dict(numbers[name])
+                source.load_state_dict(numbers[name])
         for name, tensors in state.tensors.items():
-            if name in held:
+            if name in stored:
                 tensors.load_tensors(self._tensors(name))
         if self.manifest["world_size"] == collectives.world_size():
             random_sources.set_state(disk.read_json(self.folder / f"rng.rank-{collectives.rank()}.json"))
@@ -218,7 +219,7 @@ class Checkpoint:
             torch.manual_seed((seed * 1_000_003 + self.step) * 4096 + collectives.rank())
 
     def _tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of all ranks that wrote, on every rank that reads; each file is read by one of them."""
+        """Every tensor of the checkpoint, on every rank; each file is read by one rank and broadcast."""
         files = [file for file in sorted(self.manifest["files"]) if file.startswith(f"{name}.rank-")]
         for number, file in enumerate(files):
             reader = number % collectives.world_size()
@@ -233,15 +234,14 @@ class Checkpoint:
 
 
 def newest(stage: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole, the same on every rank; None if there is no checkpoint at all.
+    """The newest undamaged checkpoint, the same on every rank; None if there is no checkpoint at all.
 
-    Every file is compared with the manifest, each by one rank, before any is read. What is damaged is named and
-    passed over.
-    Raises: UserError if there are some and none is whole.
+    Before a file is read, one rank compares it with the manifest. A damaged checkpoint is reported and skipped.
+    Raises: UserError if all checkpoints are damaged.
     """
     folders = collectives.gather_objects([str(folder) for folder in _newest_first(stage / CHECKPOINTS)])[0]
     for folder in map(Path, folders):
-        _wait_for(folder)
+        _wait_until_visible(folder)
         manifest, fault = _manifest(folder)
         names = sorted(manifest.get("files", {}))
         mine = names[collectives.rank() :: collectives.world_size()]
@@ -252,72 +252,73 @@ def newest(stage: Path) -> Checkpoint | None:
             if stray:
                 console.say(f"{folder}: ignored {', '.join(sorted(stray))}, which its manifest does not name")
             return Checkpoint(folder, manifest)
-        console.say(f"warning, {folder} is passed over: {'; '.join(faults)}")
+        console.say(f"warning, {folder} is skipped: {'; '.join(faults)}")
     if folders:
         raise UserError(
-            f"{stage / CHECKPOINTS}: no checkpoint there is whole (see above); put one back, or add --overwrite to "
-            "begin the stage again"
+            f"{stage / CHECKPOINTS}: all checkpoints there are damaged (see above); restore one, or add --overwrite to "
+            "start the stage from scratch"
         )
     return None
 
 
-def is_there(stage: Path) -> bool:
-    """Whether the stage has checkpoints, whole or not."""
+def exist(stage: Path) -> bool:
+    """Whether the stage has checkpoints, damaged or not."""
     return bool(_newest_first(stage / CHECKPOINTS))
 
 
 def newest_manifest(stage: Path) -> Mapping[str, Any] | None:
-    """What the newest checkpoint says it belongs to; no file of it is looked at."""
+    """The manifest of the newest checkpoint; its other files are not checked."""
     return next((m for m, fault in map(_manifest, _newest_first(stage / CHECKPOINTS)) if not fault), None)
 
 
-def require_room(stage: Path, need: int) -> None:
-    """Raises: UserError if `need` bytes of checkpoints, those that are there included, do not fit on the disk."""
-    there = sum(file.stat().st_size for file in (stage / CHECKPOINTS).rglob("*") if file.is_file())
+def require_room(stage: Path, needed: int) -> None:
+    """Raises: UserError if `needed` bytes of checkpoints, existing ones included, do not fit on the disk."""
+    used = sum(file.stat().st_size for file in (stage / CHECKPOINTS).rglob("*") if file.is_file())
     free = shutil.disk_usage(next(folder for folder in (stage, *stage.absolute().parents) if folder.exists())).free
-    if need > free + there:
+    if needed > free + used:
         raise UserError(
-            f"{stage}: {console.size(free)} are free there, expected {console.size(need - there)} for the "
-            "checkpoints of --keep and one being written; make room, or name another --output-dir"
+            f"{stage}: {console.size(free)} are free there, expected {console.size(needed - used)} for the "
+            "checkpoints of --keep and one more while it is written; make room, or choose another --output-dir"
         )
 
 
-def sweep(stage: Path, everything: bool = False, but: int = 0) -> None:
-    """Remove what a save that was cut off has left, or all checkpoints but the newest `but`. Nothing else."""
+def sweep(stage: Path, everything: bool = False, keep: int = 0) -> None:
+    """Remove what an interrupted save has left, or (`everything`) also all checkpoints but the newest `keep`."""
     folder = stage / CHECKPOINTS
-    for left in [*folder.glob(".tmp-step-*"), *(_newest_first(folder)[but:] if everything else [])]:
-        shutil.rmtree(left, ignore_errors=True)
+    for path in [*folder.glob(".tmp-step-*"), *(_newest_first(folder)[keep:] if everything else [])]:
+        shutil.rmtree(path, ignore_errors=True)
     if everything and not folder.is_symlink():
-        with contextlib.suppress(OSError):  # it is not there, or holds something of the user's
+        with contextlib.suppress(OSError):  # it does not exist, or contains a file of the user's
             folder.rmdir()
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """By the step in the name; clocks may jump. Raises: UserError if the directory cannot be read."""
+    """Sorted by the step in the name, because clocks may jump. Raises: UserError if the directory cannot be read."""
     try:
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot be read ({error.strerror}); mend that, or add --overwrite to begin the stage again"
+            f"{folder}: cannot be read ({error.strerror}); correct that, or add --overwrite to start the stage from "
+            "scratch"
         ) from None
     steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
     return [folder / f"step-{step:08d}" for step in sorted(steps, reverse=True)]
 
 
 def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
-    """The manifest and what is wrong with it."""
+    """The manifest, and an error message if it is damaged."""
     path = folder / manifests.MANIFEST
     try:
         manifest = disk.read_json(path)
     except OSError as error:
         return {}, f"{path} cannot be read ({error.strerror})"
     except (ValueError, RecursionError) as error:
-        return {}, f"{path} is no manifest ({error!r})"
+        return {}, f"{path} is not a manifest ({error!r})"
     faulty = manifests.faulty_entries(manifest, KINDS)
     if faulty:
-        return {}, f"{path} has no proper {faulty}"
+        return {}, f"{path} has no valid {faulty}"
     for name in manifest["files"]:
         if Path(name).name != name or not name.endswith((".safetensors", ".json")):
             return {}, f"{path} names the file {name!r}"

@@ -1,4 +1,4 @@
-"""What to say when memory runs out: in which phase of a stage, at what size, and what needs less. Torch-free."""
+"""The message when memory runs out: the phase of the stage, its size, and options that need less. Torch-free."""
 
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -13,29 +13,29 @@ PHASES = {
     ("rlhf.training.checkpoints", "save"): Phase("the saving of a checkpoint"),
     ("rlhf.training.checkpoints", "restore"): Phase("the reading of a checkpoint"),
 }
-"""of every stage, by module and function"""
+"""phases of every stage, by module and function"""
 LOADING = Phase("the loading of the models")
 Phases = Mapping[tuple[str, str], Phase]
 SHOWN = 160
-"""characters of the library's own message"""
+"""characters of the library's own message that are shown"""
 
 
-def lack_of_memory(error: BaseException, options: RunOptions, phases: Phases, rank: int, ranks: int) -> str:
-    """One line for the user: who, in which phase, at what size, what helps, and what the library said.
+def memory_advice(error: BaseException, options: RunOptions, phases: Phases, rank: int, ranks: int) -> str:
+    """One line for the user: rank, phase, size, options that help, and the library's message.
 
-    options, phases: of the stage that runs; what helps is named only where it is not yet chosen.
+    options, phases: of the stage that runs; an option is named only if it is not already set.
     """
-    phase, set_to = phase_of(error, phases), dict(options)
-    helps = ", ".join(_knobs(phase, set_to, ranks))
+    phase, values = phase_of(error, phases), dict(options)
+    remedies = ", ".join(_remedies(phase, values, ranks))
     library = (str(error).splitlines() or [type(error).__name__])[0][:SHOWN]
-    return f"rank {rank}: out of memory in {phase.name} ({_size(phase, set_to)}); try {helps} ({library})"
+    return f"rank {rank}: out of memory in {phase.name} ({_size(phase, values)}); try {remedies} ({library})"
 
 
 def phase_of(error: BaseException, phases: Phases) -> Phase:
-    """The innermost of PHASES and of the stage's own `phases` that the error came out of."""
-    known, phase = {**PHASES, **phases}, LOADING
-    for place in _frames(error.__traceback__):
-        phase = known.get(place, phase)
+    """The innermost phase in the error's traceback, of PHASES and of the stage's own `phases`."""
+    all_phases, phase = {**PHASES, **phases}, LOADING
+    for function in _frames(error.__traceback__):
+        phase = all_phases.get(function, phase)
     return phase
 
 
@@ -52,11 +52,11 @@ def _size(phase: Phase, options: Mapping[str, Any]) -> str:
         tokens = options["max_prompt_length"] + options["response_length"]
     else:
         tokens = options["max_length"]
-    whole = "" if options.get("batch_tokens") else f", batches of {options['batch_size']}"
-    return f"at once {options[phase.rows]} rows of up to {tokens} tokens{whole}"
+    batch = "" if options.get("batch_tokens") else f", batches of {options['batch_size']}"
+    return f"at once {options[phase.rows]} rows of up to {tokens} tokens{batch}"
 
 
-def _knobs(phase: Phase, options: Mapping[str, Any], ranks: int) -> Iterator[str]:
+def _remedies(phase: Phase, options: Mapping[str, Any], ranks: int) -> Iterator[str]:
     if options[phase.rows] > 1:
         yield f"--{phase.rows.replace('_', '-')} {options[phase.rows] // 2}"
     if phase.rows == "micro_batch_size" and not options["gradient_checkpointing"]:

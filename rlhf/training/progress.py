@@ -1,4 +1,4 @@
-"""How far a stage has come, by what it left: which options and data made it, and whether these are still the same."""
+"""The status of a stage, from its files: whether it is finished, and whether its options and data have changed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,23 +13,23 @@ from rlhf.hub import short_names
 from rlhf.storage import manifests
 from rlhf.training import checkpoints
 
-AGAIN = "name another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
-"""what to do where nothing can be gone on from"""
+CURE = "choose another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
+"""what to do if the stage cannot resume"""
 
-Standing = Literal["new", "interrupted", "finished", "stale", "extended"]
-"""`interrupted`: there is a checkpoint to go on from. `stale`: the same, but a stage that it started from was made
-again since, or will be, so that it begins anew. `extended`: it is finished, and now longer; there is a checkpoint"""
+StageStatus = Literal["new", "interrupted", "finished", "stale", "extended"]
+"""`interrupted`: it resumes from a checkpoint. `stale`: it has a checkpoint, but starts from scratch, because a stage
+that it starts from has changed or will be rerun. `extended`: it is finished, has a checkpoint, and is to run longer"""
 Content = Callable[[], Mapping[str, str]]
-"""Gives a digest of the data at each local place."""
+"""Returns a digest of the data at each local path."""
 
 
-def standing(
+def stage_status(
     stage: Declaration, options: RunOptions, inputs: Mapping[str, str], content: Content, planned: Mapping[str, str]
-) -> Standing:
-    """How far `stage` has come; `planned` stages run before it.
+) -> StageStatus:
+    """The status of `stage`; the stages in `planned` run before it.
 
-    Raises: UserError if it was begun with options or data that make something else, its output is damaged, or it is
-    finished and a stage that it started from was made again, or will be: a result goes for --overwrite alone.
+    Raises: UserError if its result-changing options or its data have changed, its output is damaged, or it is finished
+    and a stage that it started from has changed or will be rerun: only --overwrite replaces a result.
     """
     directory = Path(options.output_dir) / stage.name
     manifests.require_folders(directory, stage.models)
@@ -38,37 +38,37 @@ def standing(
     finished = (directory / manifests.MANIFEST).is_file()
     manifest = manifests.read_manifest(directory) if finished else checkpoints.newest_manifest(directory)
     if manifest is None:
-        return "interrupted" if checkpoints.is_there(directory) else "new"
-    digests = {name: manifests.manifest_digest(place) for name, place in inputs.items()}
-    made_from = {name: entry["manifest_sha256"] for name, entry in manifest["inputs"].items()}
-    changed = _changed(manifest, options, made_from, digests)
+        return "interrupted" if checkpoints.exist(directory) else "new"
+    digests = {name: manifests.manifest_digest(path) for name, path in inputs.items()}
+    inputs_then = {name: entry["manifest_sha256"] for name, entry in manifest["inputs"].items()}
+    changed = _changed(manifest, options, inputs_then, digests)
     longer = finished and _is_longer(directory, changed, options)
     _require_same_options(directory, finished and not longer, changed, options)
-    known = manifest.get("data", {})
-    other = [place for place, digest in content().items() if known.get(place, digest) != digest]
+    data_then = manifest.get("data", {})
+    other = [path for path, digest in content().items() if data_then.get(path, digest) != digest]
     if other:
-        raise UserError(f"{_begun(directory, finished)} other data: {', '.join(other)} changed since; {AGAIN}")
-    awaited = {name for name, place in inputs.items() if manifests.planned_start(place, options.output_dir, planned)}
-    other = [name for name in inputs if name in awaited or digests[name] != made_from.get(name)]
+        raise UserError(f"{_describe(directory, finished)} other data: {', '.join(other)} changed since; {CURE}")
+    pending = {name for name, path in inputs.items() if manifests.planned_start(path, options.output_dir, planned)}
+    other = [name for name in inputs if name in pending or digests[name] != inputs_then.get(name)]
     if other and finished:
         listed = ", ".join(f"{name} ({inputs[name]})" for name in other)
-        when = "is to be made again" if awaited else "is another now than the one it started from"
-        raise UserError(f"{directory}: finished, and {listed} {when}; no result is replaced unasked: {AGAIN}")
+        when = "will be rerun" if pending else "has changed since it started from it"
+        raise UserError(f"{directory}: finished, and {listed} {when}; only --overwrite replaces a result: {CURE}")
     if other:
         return "stale"
     return "extended" if longer else "finished" if finished else "interrupted"
 
 
 def _is_longer(directory: Path, changed: Mapping[str, tuple[Any, Any]], options: RunOptions) -> bool:
-    """Whether a finished stage is to be extended. Raises: UserError if it kept no checkpoint to go on from."""
+    """Whether a finished stage is to be extended. Raises: UserError if it has no checkpoint to resume from."""
     totals = options.declared("TOTALS")
-    longer = [f"{name} {made} to {now}" for name, (made, now) in changed.items() if name in totals and now > made]
+    longer = [f"{name} {before} to {now}" for name, (before, now) in changed.items() if name in totals and now > before]
     if not longer or not set(changed) <= _noted(options):
         return False
-    if not checkpoints.is_there(directory):
+    if not checkpoints.exist(directory):
         raise UserError(
-            f"{directory}: finished, and kept no checkpoint to be extended from ({', '.join(longer)}); "
-            f"--keep-last-checkpoint keeps one; {AGAIN}"
+            f"{directory}: finished, and has no checkpoint to be extended from ({', '.join(longer)}); "
+            f"--keep-last-checkpoint keeps one; {CURE}"
         )
     return True
 
@@ -80,19 +80,19 @@ def _noted(options: RunOptions) -> frozenset[str]:
 def _changed(
     manifest: Mapping[str, Any],
     options: RunOptions,
-    made_from: Mapping[str, str | None],
+    inputs_then: Mapping[str, str | None],
     digests: Mapping[str, str | None],
 ) -> dict[str, tuple[Any, Any]]:
-    """The options that are not as they were, free ones aside, and inputs that are the same under another name."""
-    made = type(options)().model_dump(mode="json") | manifest["config"]  # an option it did not have was at its default
+    """The options that have changed, except free options and inputs that are the same model under another name."""
+    options_then = type(options)().model_dump(mode="json") | manifest["config"]  # with defaults for newer options
     changed = {
-        name: (made[name], value)
+        name: (options_then[name], value)
         for name, value in options.model_dump(mode="json").items()
-        if name not in options.declared("FREE") and made[name] != value
+        if name not in options.declared("FREE") and options_then[name] != value
     }
     for name in [name for name in changed if name in digests]:
-        same_made = made_from.get(name) is not None and made_from[name] == digests[name]
-        if same_made or _same_place(*changed[name]):
+        same_digest = inputs_then.get(name) is not None and inputs_then[name] == digests[name]
+        if same_digest or _same_model(*changed[name]):
             del changed[name]
     return changed
 
@@ -100,53 +100,56 @@ def _changed(
 def _require_same_options(
     directory: Path, finished: bool, changed: Mapping[str, tuple[Any, Any]], options: RunOptions
 ) -> None:
-    said = [f"{name} was {before!r}, now {now!r}" for name, (before, now) in changed.items()]
+    changes = [f"{name} was {before!r}, now {now!r}" for name, (before, now) in changed.items()]
     if not finished and (options.allow_config_change or set(changed) <= _noted(options)):
-        for line in said:
-            console.say(f"note: {directory} goes on with another option: {line}")
+        for line in changes:
+            console.say(f"note: {directory} resumes with another option: {line}")
         return
     if changed:
         raise UserError(
-            f"{_begun(directory, finished)} other options ({', '.join(said[:4])}{', ...' if len(said) > 4 else ''}); "
-            + _cure(finished)
+            f"{_describe(directory, finished)} other options "
+            f"({', '.join(changes[:4])}{', ...' if len(changes) > 4 else ''}); " + _cure(finished)
         )
 
 
-def _begun(directory: Path, finished: bool) -> str:
+def _describe(directory: Path, finished: bool) -> str:
     return f"{directory}: {'finished' if finished else 'has a checkpoint of a run'} with"
 
 
 def _cure(finished: bool) -> str:
-    return AGAIN if finished else f"{AGAIN}, or --allow-config-change to go on from it all the same"
+    return CURE if finished else f"{CURE}, or --allow-config-change to resume from it nevertheless"
 
 
-def _same_place(one: str | None, other: str | None) -> bool:
-    """Whether two words mean one model: a short name and its hub id, a relative path and an absolute one."""
-    if one is None or other is None:
+def _same_model(model: str | None, other_model: str | None) -> bool:
+    """Whether two strings name the same model: a short name and its hub id, a relative and an absolute path."""
+    if model is None or other_model is None:
         return False
-    return Path(short_names.resolve(one)).resolve() == Path(short_names.resolve(other)).resolve()
+    return Path(short_names.resolve(model)).resolve() == Path(short_names.resolve(other_model)).resolve()
 
 
-def find(stage: Declaration, options: RunOptions, inputs: Mapping[str, str], content: Content) -> Standing:
-    """How far the stage that is to run now has come; says so."""
-    found = standing(stage, options, inputs, content, {})
-    if found == "finished":
+def report_status(stage: Declaration, options: RunOptions, inputs: Mapping[str, str], content: Content) -> StageStatus:
+    """The status of the stage that is to run now; prints it if there is nothing to do or it starts from scratch."""
+    status = stage_status(stage, options, inputs, content, {})
+    if status == "finished":
         console.say(f"{stage.name}: already complete in {options.output_dir}, skipped")
         if collectives.is_main():
             sweep_finished(Path(options.output_dir) / stage.name)
-    elif found == "stale":
-        console.say(f"{stage.name}: begins anew, for a stage that it started from was made again; its checkpoints go")
-    return found
+    elif status == "stale":
+        console.say(
+            f"{stage.name}: starts from scratch, because a stage that it starts from has changed; its checkpoints are "
+            "removed"
+        )
+    return status
 
 
 def sweep_finished(directory: Path) -> None:
-    """Remove the checkpoints that a process has left which ended between its last two deeds."""
-    kept = manifests.read_manifest(directory)["config"].get("keep_last_checkpoint", False)
-    checkpoints.sweep(directory, everything=True, but=int(kept))
+    """Remove the checkpoints of a finished stage, in case the process was killed before it could remove them."""
+    keep_last = manifests.read_manifest(directory)["config"].get("keep_last_checkpoint", False)
+    checkpoints.sweep(directory, everything=True, keep=int(keep_last))
 
 
 def versions_changed(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """`torch 2.12 -> 2.13` for each library that is another than when a checkpoint was written."""
+    """`torch 2.12 -> 2.13` for each library whose version has changed since a checkpoint was written."""
     now = manifests.versions()
     for name, before in manifest.get("versions", {}).items():
         if now.get(name) != before:

@@ -1,4 +1,4 @@
-"""The random sources of a process, as JSON has them: a run goes on with the numbers that would have come next."""
+"""The states of a process's random generators as JSON values, so that a resumed run draws the same numbers."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def state() -> dict[str, Any]:
-    """Of torch's CPU and GPU generators, of numpy and of Python, which a user's score function may draw from."""
+    """The states of torch's CPU and GPU generators, and of numpy and Python, which a user's score function may use."""
     gpu = bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_available() else None
     legacy: Any = np.random.get_state(legacy=False)
     legacy["state"]["key"] = legacy["state"]["key"].tolist()

@@ -1,4 +1,4 @@
-"""One stage's run: its directory, its process group, its record, and the manifest that says it is finished."""
+"""The run of one stage: its directory, process group, metrics, checkpoints, and the manifest of its result."""
 
 import contextlib
 import shutil
@@ -36,31 +36,31 @@ from rlhf.training import (
     stage_process,
 )
 from rlhf.training.checkpoints import Resumable
-from rlhf.training.progress import Standing
+from rlhf.training.progress import StageStatus
 from rlhf.training.signals import CODES, Ending
 from rlhf.types import Metrics
 
 EXPORTS = "exports"
 """The folder of a stage with the models of `--export-every`."""
 BAD_BATCH = "bad_batch"
-"""The folder of a stage in which the batch lies that ended the run."""
+"""The folder of a stage with the non-finite batch that ended the run."""
 
 
-class Watching(Protocol):
-    """Looks at the metrics of each step, and says what has set in: notices with a name, numbers and advice."""
+class Monitor(Protocol):
+    """Checks the metrics of each step, and returns warnings: notices with a name, numbers and advice."""
 
-    def look(self, step: int, metrics: Metrics, /) -> Iterable[Any]: ...
+    def check(self, step: int, metrics: Metrics, /) -> Iterable[Any]: ...
 
 
 class Run:
-    """What a stage needs besides its method: a place to write, a recorder, checkpoints to go on from, and the end."""
+    """What a stage needs beside its algorithm: directory, metrics, checkpoints, resuming, and the result."""
 
     def __init__(
-        self, declaration: Declaration, options: RunOptions, found: Standing, inputs: Mapping[str, str]
+        self, declaration: Declaration, options: RunOptions, status: StageStatus, inputs: Mapping[str, str]
     ) -> None:
         self._declaration, self.stage = declaration, declaration.name
         self._logs = (manifests.METRICS, *declaration.logs)
-        # Overwriting is for once, and no property of the result.
+        # Overwriting happens once: it is not a property of the result.
         self.options = options.model_copy(update={"overwrite": False, "allow_config_change": False})
         self.directory = Path(options.output_dir) / self.stage
         self._inputs = inputs
@@ -69,22 +69,22 @@ class Run:
             for folder in declaration.models:
                 disk.recover(self.directory / folder)
             shutil.rmtree(self.directory / BAD_BATCH, ignore_errors=True)
-            checkpoints.sweep(self.directory, everything=found not in ("interrupted", "extended"))
+            checkpoints.sweep(self.directory, everything=status not in ("interrupted", "extended"))
             disk.write_text(self.directory / manifests.RUN_CONFIG, parser.to_yaml(self.options))
         collectives.barrier()
-        self._found = checkpoints.newest(self.directory)
+        self._checkpoint = checkpoints.newest(self.directory)
         self._state = checkpoints.Resumable({}, {})
         self._spikes = spikes.Spikes(declaration.losses)
         self.step = self.done
         self.models: list[str] = []
-        if self._found is not None:
-            self.models = list(self._found.manifest["models"])
-            for change in progress.versions_changed(self._found.manifest):
-                console.say(f"note: {self._found.folder} was written with another version: {change}")
+        if self._checkpoint is not None:
+            self.models = list(self._checkpoint.manifest["models"])
+            for change in progress.versions_changed(self._checkpoint.manifest):
+                console.say(f"note: {self._checkpoint.folder} was written with another version: {change}")
         reporter = None
         if collectives.is_main():
             recorded = reporting.rows_after(self.directory / manifests.METRICS, self.done)
-            logs.cut(self.directory, self._logs, self._found.manifest["logs"] if self._found else {})
+            logs.cut(self.directory, self._logs, self._checkpoint.manifest["logs"] if self._checkpoint else {})
             reporter = reporting.Reporter(self.directory, self.options, self.done, recorded)
         collectives.barrier()
         self.saver = saving.Saver(self.directory, options, self._logs)
@@ -95,11 +95,10 @@ class Run:
     @property
     def done(self) -> int:
         """Steps (of a stage with rollouts: iterations) done before this process began."""
-        return 0 if self._found is None else self._found.step
+        return 0 if self._checkpoint is None else self._checkpoint.step
 
     def describe(self, data: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Say how many rows there are, which were dropped and why, what was cut, and what other stages have; the whole
-        account goes to data.json.
+        """Print the number of rows, of dropped rows and why, and notes on the data; write the full report to data.json.
 
         Raises: UserError if the ranks do not have the same rows.
         """
@@ -108,20 +107,22 @@ class Run:
             "template": describe_template(tokenizer),
             "data": {source["data_path"]: source["fingerprint"] for source in data.report["sources"]},
         }
-        said = (sorted(self.manifest["data"].items()), len(data.train), len(data.evaluation))
-        for rank, other in enumerate(collectives.gather_objects(said)):
-            if other != said:
+        summary = (sorted(self.manifest["data"].items()), len(data.train), len(data.evaluation))
+        for rank, other_summary in enumerate(collectives.gather_objects(summary)):
+            if other_summary != summary:
                 raise UserError(
-                    f"{self.stage}: rank {rank} found other data than rank {collectives.rank()}: {other[1:]} rows "
-                    f"against {said[1:]}; a place must hold the same on every host, and give the same rows every time"
+                    f"{self.stage}: rank {rank} has other data than rank {collectives.rank()}: {other_summary[1:]} "
+                    "rows "
+                    f"against {summary[1:]}; a path must have the same content on every host, and return the same rows "
+                    "every time"
                 )
         if collectives.is_main():
             disk.write_json(self.directory / "data.json", data.report)
-            bad = [message for source in data.report["sources"] for message in source["bad"]]
+            unreadable = [message for source in data.report["sources"] for message in source["bad"]]
             report = self.directory / "bad_rows.txt"
-            report.unlink(missing_ok=True)  # an earlier run's, of data that was mended since
-            if bad:
-                report.write_text("\n".join(bad) + "\n", encoding="utf-8")
+            report.unlink(missing_ok=True)  # of an earlier run, whose data has been corrected since
+            if unreadable:
+                report.write_text("\n".join(unreadable) + "\n", encoding="utf-8")
         dropped = ", ".join(f"{count} {reason}" for reason, count in data.train.dropped.items())
         elements = data.train.batch_elements  # fewer than rows where pairs are of ranked lists
         console.say(
@@ -133,27 +134,27 @@ class Run:
         for note in data.notes:
             console.say(f"{self.stage}: {note}")
 
-    def go_on(self, state: Resumable) -> None:
-        """Set everything to what it was at the newest checkpoint, if there is one; `follow` will save the same things.
+    def resume(self, state: Resumable) -> None:
+        """Restore `state` from the newest checkpoint, if there is one; `run_loop` will save the same state.
 
-        Raises: UserError if there is no room for checkpoints.
+        Raises: UserError if the disk is too small for the checkpoints.
         """
         self._state = Resumable({**state.numbers, "spikes": self._spikes}, state.tensors)
         checkpoints.require_room(self.directory, (self.options.keep + 1) * self._state.size())
         self._warn_of_rates()
-        if self._found is not None:
-            self._found.restore(self._state, self.options.seed)
-            console.say(f"{self.stage}: goes on after step {self.done}, from {self._found.folder}")
+        if self._checkpoint is not None:
+            self._checkpoint.restore(self._state, self.options.seed)
+            console.say(f"{self.stage}: resumes after step {self.done}, from {self._checkpoint.folder}")
 
     def _warn_of_rates(self) -> None:
         for name, value in self.options:
             if name.endswith("learning_rate") and value == 0:
-                console.say(f"warning: --{name.replace('_', '-')} 0: what it is for does not change")
+                console.say(f"warning: --{name.replace('_', '-')} 0: the weights that it applies to do not change")
 
-    def exporting(self, steps: Iterable[Metrics], save: Callable[[Path], None]) -> Iterator[Metrics]:
-        """Pass `steps` on; after each `export_every`th of them `save` writes a model into EXPORTS. All ranks together.
+    def with_exports(self, steps: Iterable[Metrics], save: Callable[[Path], None]) -> Iterator[Metrics]:
+        """Yield `steps`; after each `export_every`th step `save` writes a model into EXPORTS. All ranks together.
 
-        Exports of steps that are not done, of an earlier run or after the checkpoint, are removed first.
+        First remove exports of later steps, left by an earlier run or written after the checkpoint.
         """
         every = self.options.export_every
         if collectives.is_main():
@@ -163,73 +164,77 @@ class Run:
         collectives.barrier()
         for step, metrics in enumerate(steps, start=self.done + 1):
             if every is not None and step % every == 0:
-                with self._appearing(f"{EXPORTS}/step-{step:08d}") as staging:
+                with self._staged(f"{EXPORTS}/step-{step:08d}") as staging:
                     save(staging)
                 collectives.barrier()
             yield metrics
 
-    def follow(self, steps: Iterable[Metrics], total: int, shown: Sequence[str], watch: Watching | None = None) -> None:
-        """Run the training loop `steps`, those after `done`, to its end under the bar; warn of what `watch` sees, and
-        where a loss spikes.
+    def run_loop(
+        self, steps: Iterable[Metrics], total: int, shown: Sequence[str], monitor: Monitor | None = None
+    ) -> None:
+        """Run the training loop `steps`, which begins after step `done`, under a progress bar.
 
-        Checkpoints are written when they are due. When the process, or any other rank's, is asked to end, one is
-        written after the present step, and it ends.
+        Print the warnings of `monitor` and of loss spikes. Write checkpoints when they are due. When a signal asks any
+        rank to end, write a checkpoint after the current step and end the process.
+        shown: metrics on the progress bar
         """
-        saved = time.monotonic()
+        last_save = time.monotonic()
         every = self.options.save_every
-        watched = self.recorder.follow(self._with_spread(steps), total, self.stage, shown)
-        asked = None
-        with Ending() as ending, contextlib.closing(watched):  # closed, the bar leaves its line to what is said next
-            for step, metrics in enumerate(watched, start=self.done + 1):
+        loop = self.recorder.follow(self._with_rank_times(steps), total, self.stage, shown)
+        end_signal = None
+        with Ending() as ending, contextlib.closing(loop):  # a closed bar frees its line
+            for step, metrics in enumerate(loop, start=self.done + 1):
                 self.step = step
-                found = self._spikes.look(metrics)
-                if found is not None:
-                    self.recorder.warn(step, spikes.NAME, found, spikes.ADVICE)
-                for notice in watch.look(step, metrics) if watch is not None else ():
+                spike = self._spikes.check(metrics)
+                if spike is not None:
+                    self.recorder.warn(step, spikes.NAME, spike, spikes.ADVICE)
+                for notice in monitor.check(step, metrics) if monitor is not None else ():
                     self.recorder.warn(step, notice.name, notice.numbers, notice.advice)
-                late = collectives.is_main() and time.monotonic() - saved > 60 * self.options.save_minutes
+                overdue = collectives.is_main() and time.monotonic() - last_save > 60 * self.options.save_minutes
                 last = step == total and self.options.keep_last_checkpoint
-                asked, due = ending.heard(late or last or (every is not None and step % every == 0))
-                if asked or due:
-                    self.saver.save(step, self._state, self._about() | {"models": [*self.models]})
-                    saved = time.monotonic()
+                end_signal, due = ending.across_ranks(overdue or last or (every is not None and step % every == 0))
+                if end_signal or due:
+                    self.saver.save(step, self._state, self._provenance() | {"models": [*self.models]})
+                    last_save = time.monotonic()
                 else:
-                    self.saver.look()
-                if asked:
+                    self.saver.report_failure()
+                if end_signal:
                     break
             self.saver.wait()
-        if asked:
-            self._leave(self.step, asked)
+        if end_signal:
+            self._leave(self.step, end_signal)
 
-    def evaluated(self, metrics: Metrics) -> None:
-        """Record what the model does on held-out rows after the steps so far; before the first it is step 0."""
+    def record_evaluation(self, metrics: Metrics) -> None:
+        """Record the metrics of an evaluation after the steps so far; before the first step it is step 0."""
         self.recorder.write("eval", self.step, metrics)
 
-    def _with_spread(self, steps: Iterable[Metrics]) -> Iterator[Metrics]:
-        """Beside each step's metrics, where there are several ranks, how long the passes of the slowest and of the
-        fastest took: the others wait for the slowest."""
-        engines = [part for part in self._state.tensors.values() if isinstance(part, Engine)]
+    def _with_rank_times(self, steps: Iterable[Metrics]) -> Iterator[Metrics]:
+        """With several ranks, add the forward seconds of the slowest and the fastest rank to each step's metrics.
+
+        All ranks wait for the slowest.
+        """
+        engines = [resumable for resumable in self._state.tensors.values() if isinstance(resumable, Engine)]
         for metrics in steps:
-            mine = sum(engine.forward_s for engine in engines)
+            own_seconds = sum(engine.forward_s for engine in engines)
             for engine in engines:
                 engine.forward_s = 0.0
             if collectives.world_size() == 1:
                 yield metrics
                 continue
-            slowest, fastest = collectives.max_over_ranks([mine, -mine])
+            slowest, fastest = collectives.max_over_ranks([own_seconds, -own_seconds])
             yield {**metrics, "forward_seconds_slowest": slowest, "forward_seconds_fastest": -fastest}
 
-    def _leave(self, step: int, asked: signal.Signals) -> NoReturn:
+    def _leave(self, step: int, end_signal: signal.Signals) -> NoReturn:
         self.recorder.close()
         stage_process.give_up(
-            f"{self.stage}: {asked.name} after step {step}; {self.saver.last()}; the same command goes on",
-            CODES[asked],
+            f"{self.stage}: {end_signal.name} after step {step}; {self.saver.last()}; the same command resumes",
+            CODES[end_signal],
         )
 
     def save(self, folder: str, save: Callable[[Path], None]) -> None:
-        """Write a model into its folder, in place of what it had; the folder appears whole or not at all."""
+        """Write a model into its folder, and replace the old one; the folder appears complete or not at all."""
         try:
-            with PlainErrors(), self._appearing(folder) as staging:
+            with PlainErrors(), self._staged(folder) as staging:
                 save(staging)
         except (OSError, SafetensorError, ValueError) as error:
             if isinstance(error, ValueError) and "os error" not in str(error):  # tokenizers knows no OSError
@@ -247,10 +252,11 @@ class Run:
         metrics: Metrics,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write each model into its folder, then the manifest; checkpoints go, but for the last one with
-        `keep_last_checkpoint`. `state`, what was learned beside weights, goes to state.json.
+        """Write each model into its folder, then the manifest; then remove the checkpoints, except the last one with
+        `keep_last_checkpoint`.
 
-        Raises: UserError if the disk is full, say; the stage is then unfinished.
+        state: what was learned beside the weights, written to state.json
+        Raises: UserError if a file cannot be written, for example because the disk is full; the stage is unfinished.
         """
         try:
             for folder, save in models.items():
@@ -262,7 +268,7 @@ class Run:
                     shutil.rmtree(self.directory / folder, ignore_errors=True)
                 logs.sync(self.directory, self._logs)
                 self._write_manifest(metrics)
-                checkpoints.sweep(self.directory, everything=True, but=int(self.options.keep_last_checkpoint))
+                checkpoints.sweep(self.directory, everything=True, keep=int(self.options.keep_last_checkpoint))
         except OSError as error:
             raise UserError(f"{self.directory}: cannot be written ({error}); make room there and run again") from error
         collectives.barrier()
@@ -270,7 +276,7 @@ class Run:
         console.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in self.models)}")
 
     def _write_manifest(self, metrics: Metrics) -> None:
-        manifest = self._about() | {
+        manifest = self._provenance() | {
             "models": self.models,
             "metrics": metrics,
             "world_size": collectives.world_size(),
@@ -278,19 +284,21 @@ class Run:
         }
         manifests.write_manifest(self.directory / manifests.MANIFEST, manifest)
 
-    def _about(self) -> dict[str, Any]:
-        """What the result, and each checkpoint, came from."""
-        places = self._inputs.items()
+    def _provenance(self) -> dict[str, Any]:
+        """The provenance of the result and of each checkpoint: inputs, options, library versions."""
+        inputs = self._inputs.items()
         return self.manifest | {
             "stage": self.stage,
-            "inputs": {n: {"place": p, "manifest_sha256": manifests.manifest_digest(p)} for n, p in places},
+            "inputs": {
+                name: {"place": path, "manifest_sha256": manifests.manifest_digest(path)} for name, path in inputs
+            },
             "config": self.options.model_dump(mode="json"),
             "versions": manifests.versions(),
         }
 
     @contextlib.contextmanager
-    def _appearing(self, folder: str) -> Iterator[Path]:
-        """The same staging directory on every rank; rank 0 makes it and renames it."""
+    def _staged(self, folder: str) -> Iterator[Path]:
+        """The same staging directory on every rank; rank 0 creates and renames it."""
         final = self.directory / folder
         if collectives.is_main():
             with disk.atomic_directory(final) as staging:
@@ -301,37 +309,37 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(
-    declaration: Declaration, options: RunOptions, found: Standing, inputs: Mapping[str, str]
+    declaration: Declaration, options: RunOptions, status: StageStatus, inputs: Mapping[str, str]
 ) -> Iterator[Run]:
-    """The run of one stage inside its process group, with every random source seeded, in a directory of its own.
+    """The run of one stage in its process group, with seeded random generators and a locked directory.
 
-    `found`: how far it has come; `inputs` names the places it starts from.
-    Numbers that are not finite, too many in a row, end the process with code 3 and one line; the batch is kept. So does
-    a lack of memory, with code 1 and what needs less.
+    status: of the stage; inputs: paths of the models it starts from, by option
+    Too many non-finite steps in a row end the process with code 3 and one line, and save the batch. A lack of memory
+    ends it with code 1, and one line names options that need less.
     Raises: UserError if another process runs the stage there.
     """
-    replace, stage = options.overwrite or found == "extended", declaration.name
-    with collectives.process_group(options.timeout_s), _alone(Path(options.output_dir) / stage, replace):
+    replace, stage = options.overwrite or status == "extended", declaration.name
+    with collectives.process_group(options.timeout_s), _locked_directory(Path(options.output_dir) / stage, replace):
         torch.manual_seed(options.seed)
-        run = Run(declaration, options, found, inputs)
+        run = Run(declaration, options, status, inputs)
         try:
             yield run
         except NonFiniteError as error:
-            kept = ""
+            note = ""
             if error.batch is not None:
-                kept = f"; it lies in {run.directory / BAD_BATCH}"
+                note = f"; the batch is in {run.directory / BAD_BATCH}"
                 try:
                     save_batch(run.directory / BAD_BATCH, error, run.tokenizer)
-                except OSError as full:
-                    kept = f"; it could not be written ({full})"
+                except OSError as write_error:
+                    note = f"; the batch could not be written ({write_error})"
                 collectives.barrier()
             run.recorder.close()  # a rank of several ends at once in give_up
-            stage_process.give_up(f"error: {stage}: {error}{kept}", NON_FINITE)
+            stage_process.give_up(f"error: {stage}: {error}{note}", NON_FINITE)
         except (RuntimeError, MemoryError) as error:
             if not errors.is_out_of_memory(error):
                 raise
             ranks = collectives.rank(), collectives.world_size()
-            advice = out_of_memory.lack_of_memory(error, options, declaration.phases, *ranks)
+            advice = out_of_memory.memory_advice(error, options, declaration.phases, *ranks)
             run.recorder.close()
             stage_process.give_up(f"error: {stage}: {advice}", 1)
         finally:
@@ -340,10 +348,10 @@ def open_run(
 
 
 @contextlib.contextmanager
-def _alone(directory: Path, replace: bool) -> Iterator[None]:
-    """The directory, made by rank 0 and held by it for all.
+def _locked_directory(directory: Path, replace: bool) -> Iterator[None]:
+    """Rank 0 creates the directory and holds its lock for all ranks.
 
-    Raises: UserError if another process has it, or has finished the stage since we looked.
+    Raises: UserError if another process has the lock, or has finished the stage since the check.
     """
     with contextlib.ExitStack() as stack:
         refusal = None
@@ -351,7 +359,7 @@ def _alone(directory: Path, replace: bool) -> Iterator[None]:
             try:
                 stack.enter_context(manifests.locked(directory))
                 if (directory / manifests.MANIFEST).exists() and not replace:
-                    refusal = f"{directory}: another process has just finished it; nothing is left to do here"
+                    refusal = f"{directory}: another process has just finished this stage; there is nothing left to do"
             except UserError as error:
                 refusal = str(error)
         refusal = collectives.gather_objects(refusal)[0]

@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: the state at a step, and the files that it becomes."""
+"""The files of one rank in a checkpoint: its state at a step, and the writing of it."""
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -14,51 +14,51 @@ from rlhf.storage import disk, manifests
 
 STATE = "state.json"
 PART_BYTES = 1 << 29
-"""tensors that a rank holds back before it writes them: what saving costs in memory"""
+"""bytes of tensors that a rank collects for one file: the memory that saving needs"""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What this rank writes of a checkpoint, and how long the logs are at this step."""
+    """The state of this rank, and the lengths of the logs at this step."""
 
     numbers: Mapping[str, Any]
     tensors: Mapping[str, Iterable[tuple[str, Tensor]]]
-    """in fp32 on the CPU; ranks go through those that are not copied together"""
+    """by source, in fp32 on the CPU; if they are not copies, all ranks iterate together"""
     random: Mapping[str, Any]
     logs: Mapping[str, int]
 
 
 class Writer:
-    """Writes this rank's files; after the first failure it writes no more, and the other ranks' collectives go on."""
+    """Writes this rank's files. After a failure it writes no more, but still takes part in the collectives."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._held: dict[str, Tensor] = {}
+        self._buffer: dict[str, Tensor] = {}
         self.digests: dict[str, dict[str, Any]] = {}
         self.failure = ""
 
     def json(self, name: str, value: Any) -> None:
-        self._guarded(name, lambda path: disk.write_json(path, value))
+        self._write(name, lambda path: disk.write_json(path, value))
 
     def tensors(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         part = size = 0
         for key, tensor in tensors:
             if self.failure:
                 continue
-            self._held[key] = tensor
+            self._buffer[key] = tensor
             size += tensor.numel() * 4
             if size >= PART_BYTES:
-                self._part(name, part)
+                self._write_part(name, part)
                 part, size = part + 1, 0
-        self._part(name, part)
+        self._write_part(name, part)
 
-    def _part(self, name: str, part: int) -> None:
-        held, self._held = self._held, {}
-        if held:
+    def _write_part(self, name: str, part: int) -> None:
+        tensors, self._buffer = self._buffer, {}
+        if tensors:
             file = f"{name}.rank-{collectives.rank()}.part-{part}.safetensors"
-            self._guarded(file, lambda path: disk.save_tensors(held, path))
+            self._write(file, lambda path: disk.save_tensors(tensors, path))
 
-    def _guarded(self, name: str, write: Callable[[Path], object]) -> None:
+    def _write(self, name: str, write: Callable[[Path], object]) -> None:
         path = self._folder / name
         if self.failure:
             return
@@ -74,7 +74,7 @@ class Writer:
 
 
 def write(staging: Path, snapshot: Snapshot) -> Writer:
-    """Into the directory `staging`. Ranks do this together, unless the tensors are copies."""
+    """Write a snapshot into the directory `staging`. Unless its tensors are copies, all ranks call this together."""
     writer = Writer(staging)
     for name, tensors in snapshot.tensors.items():
         writer.tensors(name, tensors)

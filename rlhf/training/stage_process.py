@@ -24,7 +24,7 @@ from rlhf.config.short_help import STAGE_GROUPS, Groups, short_help
 from rlhf.errors import UserError
 from rlhf.launch import rank_variables
 from rlhf.launch.launcher import LAUNCHER_GRACE, end_with_parent, require_open_files
-from rlhf.launch.supervisor import GRACE_S, IN_ORDER, LAUNCHER, MISTAKE, REQUEUE
+from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ORDERLY, REQUEUE, USER_ERROR
 
 C = TypeVar("C", bound=RunOptions)
 
@@ -33,7 +33,7 @@ PATIENCE_S = 5.0
 
 
 @contextlib.contextmanager
-def requeued_when_asked() -> Iterator[None]:
+def requeue_on_signal() -> Iterator[None]:
     """Between stages SIGUSR1 ends the chain with code REQUEUE: there is nothing to save."""
 
     def leave(*_: object) -> NoReturn:
@@ -62,7 +62,7 @@ def stage_main(
     program = console.program(f"python -m {stage}")
     argv = rank_variables.without_local_rank(sys.argv[1:])
     try:
-        with requeued_when_asked(), _Patience():
+        with requeue_on_signal(), _Patience():
             require_open_files()
             rank_variables.adopt(os.environ)
             console.loading(stage, argv)
@@ -78,11 +78,11 @@ def stage_main(
             console.quiet_libraries()
             run(options)
     except UserError as error:
-        give_up(f"error: {error}{_kept_traceback(error, stage, argv)}", MISTAKE)
+        give_up(f"error: {error}{_kept_traceback(error, stage, argv)}", USER_ERROR)
     except OSError as error:
         if errors.system_error_line(error) is None:
             raise
-        give_up(f"error: {errors.system_error_line(error)}", MISTAKE)
+        give_up(f"error: {errors.system_error_line(error)}", USER_ERROR)
     except KeyboardInterrupt:
         give_up("interrupted", 130)
     end_well()
@@ -113,7 +113,7 @@ def give_up(message: str, code: int) -> NoReturn:
     """End this rank with one line. Rank 0 goes first, and its launcher then ends the others, who would say the same."""
     if rank_variables.rank() > 0:
         _wait_to_be_ended()
-    if rank_variables.rank() == 0 or code not in IN_ORDER:
+    if rank_variables.rank() == 0 or code not in ORDERLY:
         print(message, file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:  # torchrun ends its own report with this

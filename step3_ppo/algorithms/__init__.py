@@ -15,7 +15,7 @@ FOLDER = __name__
 
 
 class Algorithm(Protocol):
-    """What step 3 asks of an algorithm. Shapes: B rollouts, T response tokens.
+    """The contract of an algorithm. Shapes: B rollouts, T response tokens.
 
     `credit` and `policy_loss` are required. A member with a value below is optional, and has that value if it is
     missing. In a loss, the rollout and the credit are those of one micro-batch, and `count` is the number of response
@@ -40,7 +40,7 @@ class Algorithm(Protocol):
 def options(name: str) -> type[Step3Config]:
     """The options of an algorithm, a name in this folder or the path of a Python file.
 
-    Raises: UserError for an unknown name, or a file whose Config is no `Step3Config`.
+    Raises: UserError for an unknown name, or a file whose Config is not a `Step3Config`.
     """
     config = plugins.find(FOLDER, name).Config
     if not (isinstance(config, type) and issubclass(config, Step3Config)):
@@ -51,7 +51,7 @@ def options(name: str) -> type[Step3Config]:
 def load(config: Step3Config) -> Algorithm:
     """The algorithm that the options name, with every member of the contract.
 
-    Raises: UserError that names the member which is missing or cannot be called so.
+    Raises: UserError that names a member that is missing or has another signature.
     """
     algorithm: Algorithm = plugins.build_with(FOLDER, config.algorithm, config)
     return plugins.conforming(algorithm, Algorithm, config.algorithm)

@@ -1,4 +1,4 @@
-"""What several algorithms share: KL in the reward, clipping around the rollout's policy, statistics over all ranks."""
+"""Parts that several algorithms share: KL in the reward, clipping around the rollout's policy, whitening."""
 
 from typing import Literal
 
@@ -32,7 +32,7 @@ class GAEConfig(KLRewardConfig):
 
 
 class ClippedConfig(Step3Config):
-    """A bounded step from the policy that sampled."""
+    """Clip the ratio to the policy that sampled."""
 
     cliprange: float = Field(0.2, gt=0)
     """the policy's ratio counts within 1 +- cliprange"""
@@ -46,7 +46,7 @@ def rewards_of(rollout: ScoredRollout, config: KLRewardConfig, kl_coef: float) -
 
 
 def gae_credit(rollout: ScoredRollout, config: GAEConfig, kl_coef: float) -> Credit:
-    """Advantages and returns of a scored rollout with values, whitened over all ranks if asked for. [B, T]"""
+    """Advantages and returns of a scored rollout with values, whitened over all ranks if the options say so. [B, T]"""
     assert rollout.values is not None
     rewards = rewards_of(rollout, config, kl_coef)
     advantages, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, config.lam)

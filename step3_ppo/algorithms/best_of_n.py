@@ -17,17 +17,17 @@ from step3_ppo.config import Step3Config
 
 
 class Config(Step3Config):
-    """Best of K: no critic and no KL in reward or loss; of each prompt's K responses the best is a demonstration."""
+    """Best of K: no critic and no KL in reward or loss; the best of each prompt's K responses is a demonstration."""
 
     num_generations: int = Field(4, ge=2)
-    """responses sampled for each prompt, of which the best is learned from; batch_size counts all of them"""
+    """responses sampled for each prompt; the policy learns the best of them; batch_size counts all of them"""
     num_ppo_epochs: int = Field(1, ge=1)
     """passes over an iteration's chosen responses"""
 
     @model_validator(mode="after")
-    def _scores_are_only_compared(self) -> Self:
+    def _refuse_score_scaling(self) -> Self:
         if self.use_score_scaling or self.score_clip is not None:
-            raise ValueError("use_score_scaling, score_clip: expected neither; only the order of scores counts here")
+            raise ValueError("use_score_scaling, score_clip: expected neither; only the order of scores matters here")
         return self
 
 
@@ -62,8 +62,8 @@ class BestOfN:
         `count` = tokens of the optimizer step. Metrics: nll; approx_kl, the k3 estimate of KL(old || new).
         """
         loss, metrics = losses.token_nll(logprobs, rollout.mask & (credit.advantages > 0), count)
-        moved = losses.kl_penalty(rollout.logprobs, logprobs.detach(), rollout.mask, "k3", count)
-        return loss, {**metrics, "approx_kl": moved}
+        approx_kl = losses.kl_penalty(rollout.logprobs, logprobs.detach(), rollout.mask, "k3", count)
+        return loss, {**metrics, "approx_kl": approx_kl}
 
 
 def build(config: Config) -> BestOfN:

@@ -18,7 +18,7 @@ class Config(KLOptions, ClippedConfig):
     num_generations: int = Field(4, ge=2)
     """responses sampled for each prompt; batch_size counts responses"""
     scale_rewards: bool = True
-    """divide by the group's standard deviation; without it (Dr. GRPO) easy and hard prompts weigh as their scores do"""
+    """divide by the group's standard deviation; off (Dr. GRPO): prompts whose scores vary more weigh more"""
     kl_coef: float = Field(0.04, ge=0)
     """weight of the KL to the reference in the loss (TRL's beta)"""
     kl_estimator: Literal["k2", "k3"] = "k2"

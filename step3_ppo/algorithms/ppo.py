@@ -9,7 +9,7 @@ from step3_ppo.algorithms._common import ClippedConfig, GAEConfig, clipped_loss,
 
 
 class Config(GAEConfig, ClippedConfig):
-    """PPO: a policy and a critic, both clipped around what they were at the rollout."""
+    """PPO: a policy and a critic, both clipped around their outputs at the rollout."""
 
     cliprange_value: float = Field(0.2, gt=0)
     """the value counts within +- cliprange_value of the old one"""

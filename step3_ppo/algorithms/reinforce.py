@@ -11,7 +11,7 @@ from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_
 
 
 class Config(KLRewardConfig, ClippedConfig):
-    """REINFORCE++: no critic; a token's advantage is the reward still to come, against the batch's mean."""
+    """REINFORCE++: no critic; a token's advantage is its return, minus the mean over the batch."""
 
     gamma: float = Field(1.0, ge=0, le=1)
     """discount per token"""

@@ -244,8 +244,8 @@ def test_prompts_are_read_in_groups_of_few_tokens(
     monkeypatch.setattr(loop, "TOGETHER", 16)
     model, asked = leaning_to(tiny.EOS, -2.0), []
     if packs:
-        attention.use(model)
-        packing.allow(model, whole=True)
+        attention.install(model)
+        packing.detect_support(model, unsharded=True)
     assert packing.packs(model) == packs
     model.register_forward_pre_hook(lambda _, __, options: asked.append(options["input_ids"].numel()), with_kwargs=True)
     prompts = tiny.prompts([3, 9, 8, 5, 4, 3])[torch.tensor([4, 2, 1, 0, 3, 5, 2, 0])]

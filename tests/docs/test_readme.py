@@ -13,7 +13,7 @@ from data.preview.command import PreviewConfig
 from rlhf.chain import command as train
 from rlhf.config import option_names, parser
 from rlhf.evaluation.evaluate import EvaluateConfig
-from rlhf.launch.supervisor import SAID
+from rlhf.launch.supervisor import EXPLAINED
 from step1_sft import __main__ as sft
 from step2_reward import __main__ as reward
 from step3_ppo import __main__ as ppo
@@ -87,7 +87,7 @@ def test_a_command_is_accepted(
     try:
         (MAINS[module] if module else train.main)()
     except SystemExit as leaving:
-        assert leaving.code not in SAID, capsys.readouterr().err
+        assert leaving.code not in EXPLAINED, capsys.readouterr().err
     tree = yaml.safe_load(capsys.readouterr().out)
     assert tree["output_dir"].startswith("runs/")
 

@@ -186,7 +186,7 @@ def alone(out: Path, whole: Path, step: int) -> list[str]:
 
 def printed_command(ended: Ended) -> list[str]:
     """What the line before the last one says to type."""
-    return shlex.split(ended.said.splitlines()[-2].removeprefix("to go on: "))
+    return shlex.split(ended.said.splitlines()[-2].removeprefix("to resume: "))
 
 
 def after_stages(whole: Path, out: Path, step: int) -> Path:

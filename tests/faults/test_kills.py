@@ -34,7 +34,7 @@ def test_a_rank_killed_in_a_step(
         assert word in ended.last_line
     assert harness.saved_steps(out, step)[-1] == saved
     again = harness.run(out, harness.printed_command(ended))
-    again.require(0, f"{stage}: goes on after step {saved}")
+    again.require(0, f"{stage}: resumes after step {saved}")
     harness.assert_same(out, whole(processes, step), step)
 
 
@@ -42,7 +42,7 @@ def test_a_stage_that_crashed_starts_again_by_itself(whole: harness.Whole, tmp_p
     out = tmp_path / "out"
     command = harness.chain(out, "--steps", "1", "--max-restarts", "1", processes=2)
     ended = harness.run(out, command, "step:1:6:kill9")
-    ended.require(0, "step1_sft: rank 1: SIGKILL", "restart 1 of 1", "step1_sft: goes on after step 4")
+    ended.require(0, "step1_sft: rank 1: SIGKILL", "restart 1 of 1", "step1_sft: resumes after step 4")
     harness.assert_same(out, whole(2, 1), 1)
 
 
@@ -68,7 +68,7 @@ def test_killed_while_it_saves(
     kept = f"after step {saved[-1]}" if saved else "without a checkpoint"
     assert kept in ended.last_line
     again = harness.run(out, harness.printed_command(ended)).require(0)
-    assert (f"goes on after step {saved[-1]}" in again.said) if saved else ("goes on" not in again.said)
+    assert (f"resumes after step {saved[-1]}" in again.said) if saved else ("resumes" not in again.said)
     harness.assert_same(out, whole(processes, 1), 1)
 
 
@@ -77,7 +77,7 @@ def test_killed_while_it_loads(whole: harness.Whole, tmp_path: Path) -> None:
     command = harness.chain(out, "--steps", "1")
     harness.run(out, command, "step:0:6:kill9").require(SIGKILL)
     harness.run(out, command, "load:0:1:kill9").require(SIGKILL)
-    harness.run(out, command).require(0, "goes on after step 4")
+    harness.run(out, command).require(0, "resumes after step 4")
     harness.assert_same(out, whole(1, 1), 1)
 
 

@@ -74,6 +74,6 @@ def test_a_power_cut_in_training_leaves_the_last_checkpoint(disk: Path, whole: h
         with after_power_cut(disk) as place:
             run.signal(signal.SIGKILL)
             again = harness.run(place / "out", harness.chain(place / "out", "--steps", "1"))
-            again.require(0, "goes on after step 4")
+            again.require(0, "resumes after step 4")
             assert "are lost" not in again.said
             harness.assert_same(place / "out", whole(1, 1), 1)

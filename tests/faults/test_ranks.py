@@ -45,7 +45,7 @@ def test_out_of_memory_says_where_and_what_helps(whole: harness.Whole, tmp_path:
     for word in ("--gradient-checkpointing", "--zero-stage"):
         assert word in line
     assert "after step 2" in ended.last_line
-    harness.run(out, harness.printed_command(ended)).require(0, "goes on after step 2")
+    harness.run(out, harness.printed_command(ended)).require(0, "resumes after step 2")
     harness.assert_same(out, whole(2, 1), 1)
 
 
@@ -72,7 +72,7 @@ def test_a_second_run_in_one_directory_is_refused(whole: harness.Whole, tmp_path
         assert before == {path: path.stat().st_mtime_ns for path in (out / "step1_sft").rglob("*")}
         os.kill(holder, signal.SIGKILL)
         first.wait().require(137, "rank 0: SIGKILL")
-    harness.run(out, command).require(0, "goes on after step 2")
+    harness.run(out, command).require(0, "resumes after step 2")
     harness.assert_same(out, whole(1, 1), 1)
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.faults
 TERMINATED, INTERRUPTED, REQUEUE = 143, 130, 75
 
 
-def require_saved(ended: harness.Ended, step: int, code: int, name: str) -> None:
+def require_saved(ended: harness.ExitStatus, step: int, code: int, name: str) -> None:
     """The newest checkpoint is of the last step that was done."""
     ended.require(code)
     done = harness.last_step(ended.out, step)
@@ -43,7 +43,7 @@ def test_sigterm_to_the_launcher(
     ended = harness.run(out, harness.chain(out, "--steps", str(step), processes=processes), fault)
     require_saved(ended, step, TERMINATED, "SIGTERM")
     assert harness.last_step(out, step) == done
-    harness.run(out, harness.printed_command(ended)).require(0, f"goes on after step {done}")
+    harness.run(out, harness.printed_command(ended)).require(0, f"resumes after step {done}")
     harness.assert_same(out, whole(processes, step), step)
 
 
@@ -52,7 +52,7 @@ def test_sigterm_to_one_rank_ends_all_in_order(whole: harness.Whole, tmp_path: P
     ended = harness.run(out, harness.chain(out, "--steps", "1", processes=2), "step:1:3:sigterm")
     require_saved(ended, 1, TERMINATED, "SIGTERM")
     assert harness.last_step(out, 1) == 3
-    harness.run(out, harness.printed_command(ended)).require(0, "goes on after step 3")
+    harness.run(out, harness.printed_command(ended)).require(0, "resumes after step 3")
     harness.assert_same(out, whole(2, 1), 1)
 
 
@@ -93,7 +93,7 @@ def test_ctrl_c_once_is_a_signal_as_any(whole: harness.Whole, tmp_path: Path) ->
         run.signal(signal.SIGINT)
         ended = run.wait()
     require_saved(ended, 1, INTERRUPTED, "SIGINT")
-    harness.run(out, harness.printed_command(ended)).require(0, "goes on after step 3")
+    harness.run(out, harness.printed_command(ended)).require(0, "resumes after step 3")
     harness.assert_same(out, whole(1, 1), 1)
 
 
@@ -104,7 +104,7 @@ def test_a_save_slower_than_the_grace_leaves_the_checkpoint_before(whole: harnes
     ended.require(128 + signal.SIGKILL, "rank 0 did not answer")
     assert ended.after < 3 + harness.PROMPT_S
     assert harness.saved_steps(out, 1) == [2] and "after step 2" in ended.last_line
-    harness.run(out, command).require(0, "goes on after step 2")
+    harness.run(out, command).require(0, "resumes after step 2")
     harness.assert_same(out, whole(1, 1), 1)
 
 
@@ -112,7 +112,7 @@ def test_sigusr1_asks_to_be_started_again(whole: harness.Whole, tmp_path: Path) 
     out = tmp_path / "out"
     ended = harness.run(out, harness.chain(out, "--steps", "1"), "step:0:3:parent-sigusr1")
     require_saved(ended, 1, REQUEUE, "SIGUSR1")
-    harness.run(out, harness.printed_command(ended)).require(0, "goes on after step 3")
+    harness.run(out, harness.printed_command(ended)).require(0, "resumes after step 3")
     harness.assert_same(out, whole(1, 1), 1)
 
 

@@ -82,8 +82,8 @@ def test_a_rank_killed_on_the_other_host_and_then_a_signal(hosts: World, tmp_pat
     assert process.returncode == 143, said
     assert "step1_sft: rank 1 on beta: SIGKILL (often: the machine is out of memory); restart 1 of 1" in said
     command_line, last = said.strip().splitlines()[-2:]
-    assert last.startswith("step1_sft did not finish: SIGTERM, at step ") and "goes on after" in last
-    assert command_line.startswith("to go on: ") and command_line.endswith(" ".join(LONGER))
+    assert last.startswith("step1_sft did not finish: SIGTERM, at step ") and "resumes after" in last
+    assert command_line.startswith("to resume: ") and command_line.endswith(" ".join(LONGER))
     nothing_left(hosts)
 
 
@@ -123,7 +123,7 @@ def test_a_directory_that_is_not_shared(hosts: World, tmp_path: Path) -> None:
     other.mkdir()
     with over(hosts.beta, out, other):
         done = hosts.run(*chain(hosts, out, "--steps", "1"))
-    assert done.returncode == 2 and "beta: " in done.stderr and "does not show within 30 s" in done.stderr
+    assert done.returncode == 2 and "beta: " in done.stderr and "is not visible here after 30 s" in done.stderr
     nothing_left(hosts)
 
 

@@ -63,6 +63,11 @@ FORBIDDEN_WORDS = {
     "trajectories": "rollouts",
 }
 WORDS_OF_COLUMNS = {"data/sources": {"completion", "completions"}}
+# Words that do not say what a thing is. HELD_OUT and the like are the field's words.
+VAGUE_WORDS = {
+    "asked", "deed", "found", "given", "heard", "kept", "look", "looked", "made", "place", "places", "said", "seen",
+    "standing", "told",
+}  # fmt: skip
 
 # Calls that only make a constant, allowed at import time beside those of classes; `.name` is a method of a constant.
 CONSTANT_MAKERS = {
@@ -379,3 +384,7 @@ def test_one_word_per_thing(path: Path) -> None:
         for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name):
             better = None if word.lower() in columns else FORBIDDEN_WORDS.get(word.lower())
             assert better is None, f"{shown(path)}:{line}: {name}: the project says {better}"
+            vague = (
+                f"{shown(path)}:{line}: {name}: '{word}' does not say what the thing is: name it by a noun of the field"
+            )
+            assert word.lower() not in VAGUE_WORDS, vague

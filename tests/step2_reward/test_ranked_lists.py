@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from data.build.pipeline import batch_elements
 from rlhf.engine.training import Engine
-from rlhf.models.scalar import apart, together
+from rlhf.models.scalar import score_joined, score_separately
 from rlhf.supervised.runner import batches_for
 from rlhf.types import Metrics, Pairs
 from step2_reward.stage import scoring
@@ -31,7 +31,7 @@ def ranks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("pair_scores", "micro"), [(apart, 3), (together, 40)], ids=["apart", "joined"])
+@pytest.mark.parametrize(("pair_scores", "micro"), [(score_separately, 3), (score_joined, 40)], ids=["apart", "joined"])
 def test_each_prompt_weighs_the_same_as_equation_1_says(
     tmp_path: Path, pair_scores: Any, micro: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +113,8 @@ def test_each_option_of_batches_arrives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "prompt", "way"), [("llama", 8, together), ("llama", 0, apart), ("bloom", 8, apart)]
+    ("family", "prompt", "way"),
+    [("llama", 8, score_joined), ("llama", 0, score_separately), ("bloom", 8, score_separately)],
 )
 def test_pairs_are_in_one_row_where_the_model_can_and_that_saves_tokens(
     family: str, prompt: int, way: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -127,7 +128,7 @@ def test_pairs_are_in_one_row_where_the_model_can_and_that_saves_tokens(
     assert (dataset.row_lengths.sum(1) == (once if prompt else once + 3)).all()
     engine = Engine(reward_runs.scalar_model(family), config, config, 1)
     assert scoring(engine, dataset, config, tiny.PAD) is way
-    assert ("cannot keep them apart" in capsys.readouterr().out) == (family == "bloom")
+    assert ("cannot separate them" in capsys.readouterr().out) == (family == "bloom")
 
 
 SOURCE = """

@@ -42,7 +42,7 @@ def alarms(steps: Iterable[Metrics]) -> dict[str, int]:
     said: dict[str, int] = {}
     watch = Watch(Limits())
     for step, metrics in enumerate(steps, start=1):
-        for notice in watch.look(step, metrics):
+        for notice in watch.check(step, metrics):
             said.setdefault(notice.name, step)
     return said
 

@@ -54,7 +54,7 @@ def test_nothing_is_learned_from_a_bad_score(capsys: pytest.CaptureFixture[str])
     assert equal(before, game.weights())
     said = capsys.readouterr().out
     assert "warning, iteration 2: score is nan, score of mine is nan (training rows " in said
-    assert "left out, nothing was learned from it (1 of 5 in a row)" in said
+    assert "skipped, nothing was learned from it (1 of 5 in a row)" in said
     assert "policy_loss" in next(steps) and not equal(before, game.weights())
 
 

@@ -21,7 +21,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
 from rlhf.generation import vllm as served
 from rlhf.launch.supervisor import NON_FINITE
-from rlhf.models.scalar import apart, load_scalar_model
+from rlhf.models.scalar import load_scalar_model, score_separately
 from rlhf.storage import manifests
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING as sft
@@ -81,7 +81,7 @@ def test_a_run_that_diverges_is_said_so_and_exports_nothing(
 @pytest.mark.parametrize(
     ("perplexities", "said"),
     [
-        ([math.inf], "model 'demo-llama' has no finite loss on held-out rows, before any step; mend the model"),
+        ([math.inf], "model 'demo-llama': its loss on held-out rows is not finite before training"),
         ([9.0, math.inf], "the run has diverged: eval_perplexity was 9 before training and is inf now"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_reward_model_that_overfits_has_not_diverged() -> None:
 def test_a_learning_rate_of_0_is_said(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     still = {"learning_rate": 0.0, "total_episodes": 32, "num_ppo_epochs": 1}
     stage.run(options(models, tmp_path, "rloo", **still))
-    assert "warning: --learning-rate 0: what it is for does not change" in capsys.readouterr().out
+    assert "warning: --learning-rate 0: the weights that it applies to do not change" in capsys.readouterr().out
 
 
 def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> N
         name: AutoModelForCausalLM.from_pretrained(place).state_dict()
         for name, place in (("sft", models / "step1_sft/model"), ("actor", out / "actor"), ("ema", out / "ema"))
     }
-    apart = {name: distance(weights[name], weights["sft"]) for name in ("actor", "ema")}
-    assert 0 < apart["ema"] < apart["actor"]
+    distances = {name: distance(weights[name], weights["sft"]) for name in ("actor", "ema")}
+    assert 0 < distances["ema"] < distances["actor"]
     assert {"actor", "critic", "ema"} <= set(json.loads((out / "manifest.json").read_text(encoding="utf-8"))["models"])
 
 
@@ -181,7 +181,7 @@ def test_the_reward_model_knows_its_scores(models: Path) -> None:
     tokenizer, data = reward.open_data(RewardConfig(**SMALL), "demo-llama")
     model = load_scalar_model(str(models / "step2_reward/model"), torch.float32, len(tokenizer))
     with torch.no_grad():
-        scores, _ = apart(model, pair_batch(data.evaluation[:], tokenizer.pad_token_id))  # type: ignore[arg-type]
+        scores, _ = score_separately(model, pair_batch(data.evaluation[:], tokenizer.pad_token_id))  # type: ignore[arg-type]
     assert metrics["eval_score_mean"] == pytest.approx(scores.mean().item(), abs=1e-5)
     assert metrics["eval_accuracy"] == (scores[:, 0] > scores[:, 1]).float().mean().item()
 

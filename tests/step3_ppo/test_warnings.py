@@ -46,7 +46,7 @@ def names(rows: Sequence[Changes], limits: Limits | None = None, dtype: str = "f
     return [
         (iteration, notice.name)
         for iteration, changes in enumerate(rows, start=1)
-        for notice in watch.look(iteration, HEALTHY | dict(changes))
+        for notice in watch.check(iteration, HEALTHY | dict(changes))
     ]
 
 
@@ -112,7 +112,7 @@ def test_every_warning_is_provoked() -> None:
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_warning_comes_alone_and_at_its_onset_with_its_numbers(name: str) -> None:
     watch = Watch(Limits())
-    notices = [watch.look(i, HEALTHY | dict(changes)) for i, changes in enumerate(PROVOKED[name])]
+    notices = [watch.check(i, HEALTHY | dict(changes)) for i, changes in enumerate(PROVOKED[name])]
     assert [[notice.name for notice in each] for each in notices] == [[]] * (len(notices) - 1) + [[name]]
     assert notices[-1][0].numbers == NUMBERS[name]
 
@@ -179,8 +179,8 @@ def test_a_number_that_is_missing_or_undefined_warns_of_nothing(name: str) -> No
     watch = Watch(Limits())
     for iteration in range(6):
         lacking = {n: value for n, value in HEALTHY.items() if n != name}
-        assert watch.look(iteration, lacking) == []
-        assert watch.look(iteration, HEALTHY | {name: math.nan}) == []
+        assert watch.check(iteration, lacking) == []
+        assert watch.check(iteration, HEALTHY | {name: math.nan}) == []
 
 
 def test_evaluations_far_apart_do_not_repeat_a_warning() -> None:
@@ -203,7 +203,7 @@ def test_a_warm_up_of_the_critic_is_not_the_start_of_the_policy() -> None:
     watch = Watch(Limits())
     warm_up = {n: value for n, value in HEALTHY.items() if n != "entropy"}
     rows = [*[warm_up] * 4, *[HEALTHY] * 3, HEALTHY | {"entropy": 0.3}]
-    said = [[n.name for n in watch.look(i, row)] for i, row in enumerate(rows)]
+    said = [[n.name for n in watch.check(i, row)] for i, row in enumerate(rows)]
     assert said == [[]] * 7 + [["entropy_collapse"]]
 
 
@@ -235,7 +235,7 @@ def of_rollout(found: ScoredRollout, iterations: int = 3, score_clip: float | No
     advantages = (found.scores - found.scores.mean())[:, None] * found.mask
     metrics = rollout_metrics(found, score_clip=score_clip) | credit_metrics(found, Credit(advantages, advantages))
     watch = Watch(Limits())
-    return {notice.name for i in range(iterations) for notice in watch.look(i, metrics)}
+    return {notice.name for i in range(iterations) for notice in watch.check(i, metrics)}
 
 
 def test_rollouts_that_provoke() -> None:
@@ -256,7 +256,7 @@ def test_what_rounding_takes_from_a_kl_is_no_warning() -> None:
     rows = {"kl": -0.16, "response_length": 64.0}
     for dtype, kl, expected in (("fp32", -0.16, 1), ("bf16", -0.16, 0), ("bf16", -0.2, 1)):
         watch = Watch(Limits(), dtype)
-        assert len([n for i in range(4) for n in watch.look(i, rows | {"kl": kl})]) == expected
+        assert len([n for i in range(4) for n in watch.check(i, rows | {"kl": kl})]) == expected
 
 
 # --- to the terminal and the file
@@ -269,7 +269,7 @@ def test_warnings_follow_their_iteration_into_the_file_and_onto_one_line(
     steps = [HEALTHY, HEALTHY | {"kl": 12.5}, HEALTHY | {"kl": 13.0}]
     watch = Watch(Limits())
     for step, metrics in enumerate(recorder.follow(steps, 3, "step3_ppo", ()), start=1):
-        for notice in watch.look(step, metrics):
+        for notice in watch.check(step, metrics):
             recorder.warn(step, notice.name, notice.numbers, notice.advice)
     recorder.close()
     rows: list[dict[str, Any]] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -1,7 +1,8 @@
-"""Attention on CPUs: what transformers' sdpa gives, by products where torch's own kernels are slow.
+"""Attention on CPUs: the results of transformers' sdpa, computed by matrix products where torch's kernels are slow.
 
-Those are the backward pass in bf16, and single tokens. Measured with the heads of a model of 135M, two cores: gradients
-of 8 rows of 320 tokens take 17 ms where torch takes 31 (Xeon with AMX), and one new token of 16 rows a fifth (Zen 4).
+Those cases are the backward pass in bf16, and single tokens. Measured with the heads of a model of 135M, two cores:
+gradients of 8 rows of 320 tokens take 17 ms where torch takes 31 (Xeon with AMX), and one new token of 16 rows a fifth
+(Zen 4).
 """
 
 import contextlib
@@ -20,14 +21,14 @@ from transformers.masking_utils import sdpa_mask
 from rlhf.models.cpu import kernels
 
 NAME, APART, ONE_TOKEN = "cpu_products", "cpu_products_apart", "cpu_products_one_token"
-"""of attention among transformers' ways to attend: as it is written here; left out of compiled layers; with the kernels
-for one token"""
+"""names of our attention in transformers: this module; the same, excluded from compiled layers; with the kernels for
+one token"""
 BLOCK = 128
-"""tokens that look at once: what lies behind all of them costs nothing"""
+"""queries computed at once; keys after the last of them are not computed"""
 
 
-def use(lm: PreTrainedModel) -> None:
-    """Let `lm` attend so on CPUs. A model whose attention is not sdpa keeps its own."""
+def install(lm: PreTrainedModel) -> None:
+    """Set this attention for `lm`. A model whose attention is not sdpa keeps its own."""
     if lm.config._attn_implementation != "sdpa" or not lm._can_set_attn_implementation():
         return
     _register(NAME, attention)
@@ -36,14 +37,14 @@ def use(lm: PreTrainedModel) -> None:
 
 
 def used_by(lm: PreTrainedModel) -> bool:
-    """Whether `use` was asked for `lm`, and its attention is still ours."""
+    """Whether `install` has set the attention of `lm`, and nothing has replaced it."""
     return lm.config._attn_implementation in (NAME, APART, ONE_TOKEN)
 
 
-def leave_out(lm: PreTrainedModel) -> None:
-    """Let layers of `lm` that are compiled call attention as it is written, between compiled parts."""
+def exclude_from_compiling(lm: PreTrainedModel) -> None:
+    """Compiled layers of `lm` call attention uncompiled, between compiled graphs."""
     if used_by(lm):
-        _register(APART, _left_out())
+        _register(APART, _uncompiled_attention())
         lm.set_attn_implementation(APART)
 
 
@@ -53,13 +54,13 @@ def _register(name: str, attend: Callable[..., Any]) -> None:
 
 
 @functools.cache
-def _left_out() -> Callable[..., Any]:
+def _uncompiled_attention() -> Callable[..., Any]:
     return torch.compiler.disable(attention)  # imports the compiler
 
 
 @contextlib.contextmanager
 def inside(lm: PreTrainedModel, name: str) -> Iterator[None]:
-    """Meanwhile attention is `name`, and a part of what is compiled."""
+    """Inside, the attention of `lm` is `name`, which is compiled with its layers."""
     before = lm.config._attn_implementation
     lm.set_attn_implementation(name)
     try:
@@ -83,9 +84,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' sdpa attention. q [B, heads, S, d], k and v [B, fewer or as many heads, L, d] -> [B, S, heads, d].
 
-    mask: None = causal; bool, True where one of S tokens sees one of L; or what is added to the scores. [B, 1, S, L]
+    mask: None = causal; bool, True if one of S tokens sees one of L; or an additive mask. [B, 1, S, L]
     layout: of packed rows (rlhf/models/packing.py); it has their masks.
-    single: what attends in place of `one_token` where S is 1 and the mask is none or bool.
+    single: a replacement of `one_token`, used if S is 1 and the mask is None or bool.
     """
     plain = options.get("position_bias") is None and options.get("softcap") is None and not dropout
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -95,7 +96,7 @@ def attention(
         if plain and layout.spans is not None and alike and kernels.fits(q, k, v) and kernels.for_rows(q.dtype):
             return kernels.attend_rows(q, k, v, layout.spans, scale), None
         attend = partial(attention, module, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)
-        return layout.padded.attended(attend, q, k, v), None
+        return layout.padded.attend_padded(attend, q, k, v), None
     if plain and q.shape[2] == 1 and (mask is None or mask.dtype == torch.bool):
         return (single or one_token)(q, k, v, mask, scale), None
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
@@ -113,8 +114,8 @@ def one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     scores = (k @ shared.mT).mT.float() * scale
     if mask is not None:
         scores = scores.masked_fill(~mask[..., : k.shape[2]], -torch.inf)
-    found = scores.softmax(-1).to(v.dtype) @ v
-    return found.flatten(1, 2)[:, None]
+    attended = scores.softmax(-1).to(v.dtype) @ v
+    return attended.flatten(1, 2)[:, None]
 
 
 @functools.cache
@@ -122,16 +123,16 @@ def _with_kernel() -> Callable[..., Any]:
     return partial(attention, single=_attend_one)
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    """`one_token` by the kernel where it can."""
-    if seen is None or not kernels.fits(q, k, v):
-        return one_token(q, k, v, seen, scale)
-    return kernels.attend(q, k, v, seen, scale)
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """`one_token` by the kernel, if it supports the arguments."""
+    if mask is None or not kernels.fits(q, k, v):
+        return one_token(q, k, v, mask, scale)
+    return kernels.attend(q, k, v, mask, scale)
 
 
 class _Causal(torch.autograd.Function):
     """O = P V with P = softmax(s Q K^T); with dP = dO V^T and dS = P * (dP - sum_keys dP * P) its gradients are
-    dV = P^T dO, dQ = s dS K and dK = s dS^T Q. P is computed anew, a block of rows at a time."""
+    dV = P^T dO, dQ = s dS K and dK = s dS^T Q. P is recomputed in blocks of rows."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -140,7 +141,7 @@ class _Causal(torch.autograd.Function):
         attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         if mask is None:
             return attend(q, k, v, is_causal=True)
-        # With a mask it looks at what lies ahead, too.
+        # With a mask torch would compute later keys too, so the rows are split into blocks.
         blocks = ((slice(start, end), slice(end)) for start, end in _blocks(q.shape[2]))
         return torch.cat([attend(q[:, :, i], k[:, :, j], v[:, :, j], mask[:, :, i, j]) for i, j in blocks], 2)
 
@@ -151,21 +152,21 @@ class _Causal(torch.autograd.Function):
         rows, heads, length, _ = q.shape
         keys, values = _flat(k * ctx.scale, k.shape[1]), _flat(v, k.shape[1])
         dq, dk, dv = torch.empty_like(q), None, None
-        for start, end in reversed(list(_blocks(length))):  # the last sees all, the others add to its first keys
-            seen, told = keys[:, :end], values[:, :end]
-            asked, grad = (_flat(x[:, :, start:end], k.shape[1]) for x in (q, gradient))
-            scores = torch.bmm(asked, seen.mT)
+        for start, end in reversed(list(_blocks(length))):  # the last block has all keys; the others add to the first
+            block_k, block_v = keys[:, :end], values[:, :end]
+            block_q, grad = (_flat(x[:, :, start:end], k.shape[1]) for x in (q, gradient))
+            scores = torch.bmm(block_q, block_k.mT)
             by_head = scores.view(rows, k.shape[1], -1, end - start, end)
             weights = _hide(by_head, mask, start).softmax(-1).view_as(scores)
-            change = torch._softmax_backward_data(torch.bmm(grad, told.mT), weights, -1, weights.dtype)
-            dq[:, :, start:end] = torch.bmm(change, seen).view(rows, heads, end - start, -1)
-            dk, dv = _sum(dk, torch.bmm(change.mT, asked), start), _sum(dv, torch.bmm(weights.mT, grad), start)
+            change = torch._softmax_backward_data(torch.bmm(grad, block_v.mT), weights, -1, weights.dtype)
+            dq[:, :, start:end] = torch.bmm(change, block_k).view(rows, heads, end - start, -1)
+            dk, dv = _sum(dk, torch.bmm(change.mT, block_q), start), _sum(dv, torch.bmm(weights.mT, grad), start)
         assert dk is not None and dv is not None
         return dq, dk.mul_(ctx.scale).to(k.dtype).view_as(k), dv.to(v.dtype).view_as(v), None, None
 
 
 def _sum(total: Tensor | None, part: Tensor, start: int) -> Tensor:
-    """In fp32, unless there is one part."""
+    """A sum in fp32, unless there is only one part."""
     if total is None:
         return part if start == 0 else part.float()
     total[:, : part.shape[1]] += part
@@ -173,7 +174,7 @@ def _sum(total: Tensor | None, part: Tensor, start: int) -> Tensor:
 
 
 def _flat(x: Tensor, groups: int) -> Tensor:
-    """[B, heads, n, d] -> [B * groups, heads / groups * n, d]: those that share their keys beneath each other."""
+    """[B, heads, n, d] -> [B * groups, heads / groups * n, d]: heads that share keys are concatenated."""
     return x.reshape(x.shape[0] * groups, -1, x.shape[-1])
 
 
@@ -182,7 +183,8 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _hide(scores: Tensor, mask: Tensor | None, start: int) -> Tensor:
-    """Scores of the tokens from `start` on, with -inf where they do not look. [B, groups, heads of each, n, L]"""
+    """Scores of the tokens from `start` on, with -inf for keys that they do not see. [B, groups, heads of each, n,
+    L]"""
     size, end = scores.shape[-2:]
     if mask is None:
         scores[..., start:].add_(scores.new_full((size, size), -torch.inf).triu_(1))

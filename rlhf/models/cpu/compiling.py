@@ -1,6 +1,6 @@
-"""Layers under torch.compile: what is computed of each token alone takes one pass over memory instead of a dozen.
+"""Layers under torch.compile: operations per token take one pass over memory instead of a dozen.
 
-One graph serves all layers of all models of an architecture, for any number of tokens. Attention stays as it is.
+One graph serves all layers of all models of an architecture, for any number of tokens. Attention is not compiled.
 """
 
 import contextlib
@@ -20,47 +20,48 @@ from rlhf.models.cpu import attention
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile each layer of the transformers model in `model`, when it is first run."""
+    """Compile each layer of the transformers model in `model` at its first call."""
     import torch._dynamo.config as settings
 
     _cache_by_width()
     settings.recompile_limit = 64  # with and without gradients, a mask or packed rows, for each architecture
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            attention.leave_out(part)
+            attention.exclude_from_compiling(part)
     for layer in _layers(model):
-        layer.compile(dynamic=True, backend=_or_as_written)
+        layer.compile(dynamic=True, backend=_compile_or_run_eagerly)
 
 
-def _or_as_written(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
-    """A part of a layer, compiled; one that torch cannot compile runs as it was written, which is said once.
+def _compile_or_run_eagerly(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """Compile a graph of a layer. If torch cannot compile it, it runs eagerly, with one warning.
 
-    Other errors pass: with some of them the compiler asks to be called again."""
+    Other errors are not caught: the compiler uses some of them to request a retry.
+    """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.exc import InductorError
 
     try:
         return compile_fx(module, inputs)
     except InductorError as error:
-        _say_uncompiled("a part of each layer", error)
+        _warn_uncompiled("a part of each layer", error)
         return module.forward
 
 
-def _say_uncompiled(what: str, error: Exception) -> None:
+def _warn_uncompiled(subject: str, error: Exception) -> None:
     reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
-    _say_once(f"--torch-compile: {what} runs uncompiled: {reason}")
+    _warn_once(f"--torch-compile: {subject} runs uncompiled: {reason}")
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def _warn_once(line: str) -> None:
     warnings.warn(line, stacklevel=3)
 
 
 def _cache_by_width() -> None:
-    """Let graphs of each vector width have entries of their own in the compiler's cache on disk.
+    """Give graphs of each vector width their own entries in the compiler's cache on disk.
 
-    Without this a graph made with AVX-512 is read where AVX2 is the most there is (a cache that unequal machines share,
-    or ATEN_CPU_CAPABILITY): its loops take 16 numbers a turn, compute 8, and leave the others as memory had them.
+    Otherwise a graph compiled with AVX-512 is used on a machine with AVX2 only (different machines that share a cache,
+    or ATEN_CPU_CAPABILITY): its loops advance by 16 numbers but compute 8, and leave the others uninitialised.
     """
     import torch._inductor.config as settings
 
@@ -68,24 +69,25 @@ def _cache_by_width() -> None:
 
 
 def compiled(model: nn.Module) -> bool:
-    """Whether `compile_layers` was asked for it."""
+    """Whether `compile_layers` has compiled its layers."""
     return any(layer._compiled_call_impl is not None for layer in _layers(model))
 
 
 @functools.cache
-def whole(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) -> Callable[..., Tensor]:
-    """`function`, which runs a model and knows no gradients, as one graph, after `rewrite`: without the work between
-    operations. Where it cannot be one it runs as it was written, which is said once.
+def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) -> Callable[..., Tensor]:
+    """Compile `function`, which runs a model without gradients, as one graph changed by `rewrite`.
+
+    One graph has no Python overhead between operations. If it cannot be compiled, it runs eagerly, with one warning.
     """
     from torch._dynamo.exc import TorchDynamoException
 
-    new, possible = False, True
+    newly_compiled, possible = False, True
 
     def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
-        nonlocal new
+        nonlocal newly_compiled
         from torch._inductor.compile_fx import compile_fx
 
-        new = True
+        newly_compiled = True
         rewrite(module.graph)
         module.recompile()
         return compile_fx(module, inputs)
@@ -93,39 +95,41 @@ def whole(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) 
     graph = torch.compile(function, fullgraph=True, backend=backend)
 
     def run(*arguments: Any) -> Tensor:
-        nonlocal new, possible
+        nonlocal newly_compiled, possible
         if possible:
             try:
-                found = graph(*arguments)
-                if new:
-                    new = False
-                    gc.collect()  # what the compiler leaves refers to `arguments`, such as a cache
-                return found
+                result = graph(*arguments)
+                if newly_compiled:
+                    newly_compiled = False
+                    gc.collect()  # objects of the compiler refer to `arguments`, such as a cache
+                return result
             except TorchDynamoException as error:
                 possible = False
-                _say_uncompiled("a decode step", error)
+                _warn_uncompiled("a decode step", error)
         with eager():
             return function(*arguments)
 
     return run
 
 
-def vary(x: Tensor, *dimensions: int) -> None:
-    """Tell the compiler that these dimensions of `x` have other sizes in other calls."""
+def mark_dynamic(x: Tensor, *dimensions: int) -> None:
+    """Mark these dimensions of `x` as varying between calls, for the compiler."""
     for dimension in dimensions:
         torch._dynamo.maybe_mark_dynamic(x, dimension)
 
 
-def round_alike() -> None:
-    """Have what is compiled from now on round like separate operations. In bf16 log-probs of scoring and of training,
-    which are different graphs, are 0.03 apart otherwise; it takes a tenth more time."""
+def round_like_eager() -> None:
+    """Make graphs that are compiled from now on round like eager operations.
+
+    Otherwise bf16 log-probs of scoring and of training, which are different graphs, differ by 0.03. It costs 10 % time.
+    """
     import torch._inductor.config as settings
 
     settings.emulate_precision_casts = True
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Those that transformers never splits over devices."""
+    """The layers: modules that transformers never splits over devices."""
     names = {
         name for part in model.modules() if isinstance(part, PreTrainedModel) for name in part._no_split_modules or ()
     }
@@ -134,7 +138,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Meanwhile layers run as they were written: with a cache that grows they would be compiled for every length."""
+    """Inside, layers run eagerly: with a growing cache they would be compiled for every length."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -143,12 +147,12 @@ def eager() -> Iterator[None]:
 
 
 def unguarded() -> Any:
-    """For calls like the last: it is not looked at whether a graph still holds, only what tells it from others."""
+    """For calls with the same kind of arguments as the last: most guards of a graph are not checked."""
     return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raises: UserError where torch finds nothing to compile with."""
+    """Raises: UserError if torch finds no compiler."""
     if device.type != "cpu":
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -158,5 +162,5 @@ def require_compiler(device: torch.device) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         raise UserError(
-            "--torch-compile: torch finds no C++ compiler; install one (g++), name it in CXX, or leave the option out"
+            "--torch-compile: torch finds no C++ compiler; install one (g++), name it in CXX, or remove the option"
         ) from None

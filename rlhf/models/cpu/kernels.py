@@ -1,4 +1,4 @@
-"""Operations for CPUs in C++ (cpp/): one new token a row, and attention of rows that lie one after the other.
+"""Operations for CPUs in C++ (cpp/): one new token per row, and attention of packed rows.
 
 Measured with a model of 135M in bf16 on two cores (Xeon with AMX), 16 rows: the products of a decode step take 14 ms
 where oneDNN takes 17 with weights in an order of its own, a second copy of all of them; attention takes 3 where
@@ -18,30 +18,31 @@ from torch.nn import functional as F
 
 
 def products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """x [..., K] times each weight [N_i, K], transposed, plus its bias [N_i], beside each other: [..., sum of N_i].
+    """x [..., K] times each weight [N_i, K], transposed, plus its bias [N_i], concatenated: [..., sum of N_i].
 
-    biases: one a weight, or none. Only where `for_one_token` says so.
+    biases: one a weight, or none. Call it only if `for_one_token` is true.
     """
-    found: Tensor = torch.ops.rlhf.products(x, weights, biases)
-    return found
+    result: Tensor = torch.ops.rlhf.products(x, weights, biases)
+    return result
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """softmax(scale q k^T) v of one token a row. q [B, heads, 1, d], k and v [B, fewer or as many heads, S, d], seen
-    bool [B or 1, 1, 1, S] -> [B, 1, heads, d]. Only where `for_one_token` says so."""
-    found: Tensor = torch.ops.rlhf.attend(q, k, v, seen, scale)
-    return found
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k^T) v of one token per row. q [B, heads, 1, d], k and v [B, fewer or as many heads, S, d],
+    visible bool [B or 1, 1, 1, S] -> [B, 1, heads, d]. Call it only if `for_one_token` is true."""
+    result: Tensor = torch.ops.rlhf.attend(q, k, v, visible, scale)
+    return result
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
-    """The same of all tokens of rows one after the other, each of which sees what stands before it in its row.
-    q [1, heads, N, d], k and v [1, fewer or as many heads, N, d] -> [1, N, heads, d]. Only where `for_rows` says so.
+    """The same for all tokens of packed rows. A token sees the tokens before it in its row.
+    q [1, heads, N, d], k and v [1, fewer or as many heads, N, d] -> [1, N, heads, d]. Call it only if `for_rows` is
+    true.
 
-    spans: of each row [B, 4] long: its first token of N; c and s: tokens from s on do not see those from c to there,
-    counted in the row; its length.
+    spans: [B, 4] long, for each row: its first token among N; c and s, counted in the row: tokens from s on do not see
+    those from c to s; its length
     """
-    found: Tensor = _Rows.apply(q, k, v, spans, scale)
-    return found
+    result: Tensor = _Rows.apply(q, k, v, spans, scale)
+    return result
 
 
 class _Rows(torch.autograd.Function):
@@ -49,8 +50,8 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v, spans)
         ctx.scale = scale
-        found: Tensor = torch.ops.rlhf.attend_rows(q, k, v, spans, scale)
-        return found
+        result: Tensor = torch.ops.rlhf.attend_rows(q, k, v, spans, scale)
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -59,47 +60,47 @@ class _Rows(torch.autograd.Function):
 
 
 def fits(*operands: Tensor) -> bool:
-    """Whether operands of such a dtype and size, of their last dimension, can be multiplied."""
+    """Whether the kernels support the dtype and the last dimension of the operands."""
     return all(x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and x.shape[-1] % 2 == 0) for x in operands)
 
 
 @functools.cache
 def for_one_token(dtype: torch.dtype) -> bool:
-    """Whether `products` and `attend` do what they should on this machine. The first call compiles them, which the
-    disk remembers."""
+    """Whether `products` and `attend` are correct on this machine. The first call compiles them; the binary is cached
+    on disk."""
     if dtype not in (torch.float32, torch.bfloat16) or not _compiled("one_token.cpp"):
         return False
-    x, weight, q, k, v = _drawn(dtype, (3, 1, 40), (50, 40), (2, 6, 1, 40), (2, 2, 21, 40), (2, 2, 21, 40))
-    seen = torch.arange(21).expand(2, 1, 1, 21) > 2
+    x, weight, q, k, v = _random_tensors(dtype, (3, 1, 40), (50, 40), (2, 6, 1, 40), (2, 2, 21, 40), (2, 2, 21, 40))
+    visible = torch.arange(21).expand(2, 1, 1, 21) > 2
     try:
-        found = products(x, [weight], []), attend(q, k, v, seen, 0.2)
+        results = products(x, [weight], []), attend(q, k, v, visible, 0.2)
     except RuntimeError:  # oneDNN has no block products for this CPU
         return False
-    expected = F.scaled_dot_product_attention(q, k, v, seen, scale=0.2, enable_gqa=True)
-    return _close(found[0], x @ weight.mT) and _close(found[1], expected.transpose(1, 2))
+    expected = F.scaled_dot_product_attention(q, k, v, visible, scale=0.2, enable_gqa=True)
+    return _close(results[0], x @ weight.mT) and _close(results[1], expected.transpose(1, 2))
 
 
 @functools.cache
 def for_rows(dtype: torch.dtype) -> bool:
-    """Whether `attend_rows` does what it should on this machine: only in bf16. The first call compiles it."""
+    """Whether `attend_rows` is correct on this machine; only for bf16. The first call compiles it."""
     if dtype != torch.bfloat16 or not _compiled("rows.cpp"):
         return False
-    q, k, v = _drawn(dtype, (1, 6, 90, 40), (1, 2, 90, 40), (1, 2, 90, 40))
+    q, k, v = _random_tensors(dtype, (1, 6, 90, 40), (1, 2, 90, 40), (1, 2, 90, 40))
     try:
-        found = attend_rows(q, k, v, torch.tensor([[0, 90, 90, 90]]), 0.2)
+        result = attend_rows(q, k, v, torch.tensor([[0, 90, 90, 90]]), 0.2)
     except RuntimeError:
         return False
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True)
-    return _close(found, expected.transpose(1, 2))
+    return _close(result, expected.transpose(1, 2))
 
 
-def _drawn(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+def _random_tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=0, atol=1e-4 if found.dtype == torch.float32 else 0.1)
+def _close(result: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(result, expected, rtol=0, atol=1e-4 if result.dtype == torch.float32 else 0.1)
 
 
 @functools.cache
@@ -109,12 +110,12 @@ def _compiled(name: str) -> bool:
     from torch._inductor.codecache import CppCodeCache
 
     folder = Path(__file__).parent / "cpp"
-    source = "\n".join((folder / part).read_text(encoding="utf-8") for part in ("blocks.h", name))
+    source = "\n".join((folder / file).read_text(encoding="utf-8") for file in ("blocks.h", name))
     try:
         CppCodeCache.load(source, device_type="cpu", needs_vec_isa=True, extra_flags=("-ftree-loop-vectorize",))
     except (RuntimeError, OSError) as error:
-        told = [line for line in str(error).splitlines() if "error: " in line] or [str(error).strip()]
-        warnings.warn(f"{name} does not compile, so what it does takes longer: {told[0]}", stacklevel=2)
+        errors = [line for line in str(error).splitlines() if "error: " in line] or [str(error).strip()]
+        warnings.warn(f"{name} does not compile, so slower operations of torch are used: {errors[0]}", stacklevel=2)
         return False
     if name == "one_token.cpp":
         torch.library.register_fake("rlhf::products", products_shape)
@@ -123,5 +124,5 @@ def _compiled(name: str) -> bool:
 
 
 def products_shape(x: Tensor, weights: list[Tensor], _: list[Tensor]) -> Tensor:
-    """What `products` gives, for a compiler: its numbers are not looked at."""
+    """The shape of the result of `products`, for a compiler."""
     return x.new_empty(*x.shape[:-1], sum(map(len, weights)))

@@ -22,7 +22,7 @@ from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
 from data.preview import command, show
 from rlhf import console, errors
-from rlhf.models.scalar import apart
+from rlhf.models.scalar import score_separately
 from rlhf.shipped import ROOT
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.types import Pairs, Sequences, length_groups
@@ -242,7 +242,7 @@ def test_padding_by_hand() -> None:
 
 
 def rows_of(pairs: Pairs) -> list[Sequences]:
-    return apart(lambda rows: torch.zeros(rows.ids.shape), pairs)[1]
+    return score_separately(lambda rows: torch.zeros(rows.ids.shape), pairs)[1]
 
 
 def test_padding_is_that_of_the_tensors() -> None:

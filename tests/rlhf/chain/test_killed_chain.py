@@ -42,7 +42,7 @@ def chain(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     classes = {"step1_sft": killing.SFTConfig, "step2_reward": killing.RewardConfig}
 
-    def stage(module: str, argv: list[str], where: Any) -> int:
+    def stage(module: str, argv: list[str], target: Any) -> int:
         print(f"started {module}")
         options = classes.get(module) or plugins.find("step3_ppo.algorithms", "ppo").Config
         run(parser.parse(options, argv, module, ""))
@@ -65,10 +65,10 @@ def test_a_chain_killed_in_every_stage_goes_on_to_the_same_bytes(
     dying(monkeypatch, chain, "train", 2)
     assert killing.steps_of(Path("out/step1_sft")) == [1]
 
-    def between(module: str, argv: list[str], where: Any) -> Any:
+    def between(module: str, argv: list[str], target: Any) -> Any:
         if module == "step2_reward":
             raise Killed
-        return in_process(module, argv, where)
+        return in_process(module, argv, target)
 
     monkeypatch.setattr(launcher, "run", between)
     with pytest.raises(Killed):

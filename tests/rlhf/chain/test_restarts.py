@@ -9,26 +9,26 @@ import pytest
 import yaml
 
 from rlhf.chain import command as train
-from rlhf.launch.supervisor import Ended
+from rlhf.launch.supervisor import ExitStatus
 from rlhf.storage import disk
 from step1_sft.config import SFTConfig
 
-CRASH, STOPPED = Ended(-9, "rank 1: SIGKILL", crashed=True), Ended(143, "SIGTERM")
+CRASH, STOPPED = ExitStatus(-9, "rank 1: SIGKILL", crashed=True), ExitStatus(143, "SIGTERM")
 
 
 @pytest.mark.parametrize(
     ("restarts", "ends", "runs", "code"),
     [
         (0, [CRASH], 1, -9),
-        (2, [CRASH, Ended(0)], 2, 0),
+        (2, [CRASH, ExitStatus(0)], 2, 0),
         (2, [CRASH, CRASH, CRASH], 3, -9),
         (2, [CRASH, STOPPED], 2, 143),
-        (2, [Ended(2)], 1, 2),
+        (2, [ExitStatus(2)], 1, 2),
     ],
 )
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_crash_starts_the_stage_again_and_nothing_else_does(
-    restarts: int, ends: list[Ended], runs: int, code: int, finished: bool, tmp_path: Path
+    restarts: int, ends: list[ExitStatus], runs: int, code: int, finished: bool, tmp_path: Path
 ) -> None:
     """--overwrite is for once: after the old result is gone it would remove the checkpoints of the run."""
     manifest = tmp_path / "step1_sft" / "manifest.json"
@@ -37,7 +37,7 @@ def test_a_crash_starts_the_stage_again_and_nothing_else_does(
         manifest.touch()
     overwrites = []
 
-    def run(module: str, argv: list[str]) -> Ended:
+    def run(module: str, argv: list[str]) -> ExitStatus:
         overwrites.append(yaml.safe_load(Path(argv[1]).read_text())["overwrite"])
         ended = ends[len(overwrites) - 1]
         if ended == 0:
@@ -55,12 +55,12 @@ def test_a_crash_after_the_end_keeps_the_new_result(tmp_path: Path) -> None:
     manifest.touch()
     overwrites = []
 
-    def run(module: str, argv: list[str]) -> Ended:
+    def run(module: str, argv: list[str]) -> ExitStatus:
         overwrites.append(yaml.safe_load(Path(argv[1]).read_text())["overwrite"])
         if len(overwrites) == 1:
             disk.write_text(manifest, "new")
             return CRASH
-        return Ended(0)  # the stage is complete and skipped
+        return ExitStatus(0)  # the stage is complete and skipped
 
     assert train.run_with_restarts(1, SFTConfig(output_dir=str(tmp_path), overwrite=True), run, 1) == 0
     assert overwrites == [True, False]
@@ -76,7 +76,7 @@ def test_a_stage_that_ends_without_its_manifest_has_failed(
     if finished:
         manifest.touch()
     options = SFTConfig(output_dir=str(tmp_path), overwrite=finished)
-    ended = train.run_with_restarts(1, options, lambda *_: Ended(0), 1)
+    ended = train.run_with_restarts(1, options, lambda *_: ExitStatus(0), 1)
     assert capsys.readouterr().err.endswith("; restart 1 of 1\n")
     with pytest.raises(SystemExit) as leaving:
         train.leave(1, ended, {1: options})

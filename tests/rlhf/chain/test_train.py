@@ -61,7 +61,7 @@ def again(
     def run(*argv: str, copied_from: Path | None = None) -> tuple[int, str, list[str]]:
         started: list[str] = []
 
-        def stage(module: str, words: list[str], where: Any) -> int:
+        def stage(module: str, words: list[str], target: Any) -> int:
             started.append(module)
             if copied_from is not None:
                 directory = Path(parser.read_yaml(words[1])["output_dir"])
@@ -256,7 +256,7 @@ def test_a_command_without_config_and_model_takes_the_options_of_the_directory(
         code, said, started = again(*steps, "--output-dir", str(out))
         assert (code, started) == (0, []) and "step3_ppo: already complete" in said
         code, said, started = again(*steps, "--ppo.kl-coef", "0.7", "--ppo.overwrite", "--output-dir", str(out))
-        assert (code, started) == (0, ["step3_ppo"]) and f"options that are not given: as in {out}/config.yaml" in said
+        assert (code, started) == (0, ["step3_ppo"]) and f"options that are not set: as in {out}/config.yaml" in said
 
 
 NAMED = {1: ("--actor-model", STAGES[0]), 2: ("--reward-model", STAGES[1])}
@@ -288,11 +288,11 @@ def test_a_chain_that_asks_no_reward_model_makes_none(again: Callable[..., Any],
     own = ["--config", str(train.DEMO), "--ppo.reward", f"{tmp_path}/mine.py:score"]
     own += ["--output-dir", str(tmp_path / "new")]
     code, said, started = again(*own, "--ppo.algorithm", "rloo")
-    assert (code, started) == (0, [STAGES[0], STAGES[2]]) and "step2_reward: left out" in said
+    assert (code, started) == (0, [STAGES[0], STAGES[2]]) and "step2_reward: skipped" in said
     assert again(*own, "--ppo.algorithm", "rloo", "--steps", "1", "2", "3")[::2] == (0, list(STAGES))
     assert again(*own)[::2] == (0, list(STAGES))  # the critic starts from the reward model
     code, said, started = again(*own, "--ppo.algorithm", "rloo", "--ppo.actor-model", f"{out}/step1_sft")
-    assert (code, started) == (0, [STAGES[2]]) and "step1_sft: left out" in said
+    assert (code, started) == (0, [STAGES[2]]) and "step1_sft: skipped" in said
     said = again(*own, "--ppo.algorithm", "rloo", "--steps", "1", copied_from=out)[1]
     assert said.endswith(f"next: python train.py --steps 3 --output-dir {tmp_path}/new\n")
 

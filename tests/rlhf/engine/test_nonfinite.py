@@ -13,13 +13,13 @@ from tests import tiny
 
 def test_what_is_left_out_is_counted_and_the_last_in_a_row_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     tolerance, names = Tolerance(3), ["loss is nan", "loss is nan", "kl is inf"]
-    tolerance.left_out("step 1", names, [7, 2, 7], None)
-    tolerance.left_out("step 2", names[:1], range(9), None)
-    tolerance.passed()
-    tolerance.left_out("step 4", names[:1], range(8), None)
-    tolerance.left_out("step 5", names[:1], [], None)
+    tolerance.skip("step 1", names, [7, 2, 7], None)
+    tolerance.skip("step 2", names[:1], range(9), None)
+    tolerance.reset()
+    tolerance.skip("step 4", names[:1], range(8), None)
+    tolerance.skip("step 5", names[:1], [], None)
     assert [line.removeprefix("warning, ") for line in capsys.readouterr().out.splitlines()] == [
-        f"{what}; left out, nothing was learned from it ({count} of 3 in a row)"
+        f"{what}; skipped, nothing was learned from it ({count} of 3 in a row)"
         for what, count in (
             ("step 1: loss is nan, kl is inf (training rows 2, 7)", 1),
             ("step 2: loss is nan (training rows 0, 1, 2, 3, 4, 5, 6, 7 and 1 more)", 2),
@@ -28,10 +28,10 @@ def test_what_is_left_out_is_counted_and_the_last_in_a_row_ends_the_run(capsys: 
         )
     ]
     with pytest.raises(NonFiniteError, match=r"^step 6: loss is nan \(training rows 5\), 3 times in a row; ") as end:
-        tolerance.left_out("step 6", names[:1], [5], "the batch")
+        tolerance.skip("step 6", names[:1], [5], "the batch")
     assert end.value.batch == "the batch" and end.value.rows == (5,)
     with pytest.raises(NonFiniteError, match=r"^step 1: loss is nan; expected"):
-        Tolerance(1).left_out("step 1", names[:1], [], None)
+        Tolerance(1).skip("step 1", names[:1], [], None)
     assert NonFiniteError("without a batch").rows == ()
 
 

@@ -238,7 +238,7 @@ def test_an_auto_map_never_runs(
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_kernels_of_strangers_are_refused(place: Path, key: str, value: Any) -> None:
     payloads.edit_json(place / "config.json", **{key: value})
-    with pytest.raises(UserError, match=r"config\.json wants code from the hub .*someone/kernel"):
+    with pytest.raises(UserError, match=r"config\.json requests code from the hub .*someone/kernel"):
         load_config(str(place))
 
 

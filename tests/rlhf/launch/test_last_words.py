@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.launch.failure_summary import command_again, last_step, last_words, newest_checkpoint
-from rlhf.launch.supervisor import Ended
+from rlhf.launch.failure_summary import command_to_resume, failure_summary, last_step, newest_checkpoint
+from rlhf.launch.supervisor import ExitStatus
 
 
 def test_where_why_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
@@ -19,15 +19,15 @@ def test_where_why_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
     (stage / "checkpoints" / "step-00000020").mkdir()  # no manifest: not whole
     rows = ['{"kind": "train", "step": 15}', '{"kind": "train", "step": 16}', '{"kind": "warning", "step": 17}']
     (stage / "metrics.jsonl").write_text("\n".join([*rows, '{"kind": "tr']))
-    assert last_words(stage, Ended(-9, "rank 1 on b: SIGKILL"), "python train.py --seed 1") == (
-        "to go on: python train.py --seed 1\n"
-        "step2_reward did not finish: rank 1 on b: SIGKILL, at step 16; it goes on after step 12"
+    assert failure_summary(stage, ExitStatus(-9, "rank 1 on b: SIGKILL"), "python train.py --seed 1") == (
+        "to resume: python train.py --seed 1\n"
+        "step2_reward did not finish: rank 1 on b: SIGKILL, at step 16; it resumes after step 12"
     )
 
 
 def test_nothing_was_done_yet(tmp_path: Path) -> None:
     assert last_step(tmp_path) is None and newest_checkpoint(tmp_path) is None
-    said = last_words(tmp_path / "step1_sft", Ended(1, "rank 0: exit code 1"), "X")
+    said = failure_summary(tmp_path / "step1_sft", ExitStatus(1, "rank 0: exit code 1"), "X")
     assert said.endswith(
         "\nstep1_sft did not finish: rank 0: exit code 1, before its first step; it begins again, without a checkpoint"
     )
@@ -52,10 +52,10 @@ def test_the_command_that_goes_on(
         manifests[section] = tmp_path / section
         if there:
             manifests[section].touch()
-    assert command_again(manifests) == " ".join(["python", "train.py", *again])
+    assert command_to_resume(manifests) == " ".join(["python", "train.py", *again])
 
 
 def test_on_several_hosts_the_command_is_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert command_again({}) == "on every host, with the launcher that started it: python train.py"
+    assert command_to_resume({}) == "on every host, with the launcher that started it: python train.py"

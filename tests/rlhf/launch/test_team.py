@@ -178,7 +178,7 @@ def test_nothing_outlives_a_leader_or_a_follower_that_was_killed(program: str, h
             assert followers[0].wait(90) == 1
             _, said = followers[0].communicate()
             if killed == "leader":
-                assert f"rank 0 on {HOST}: the chain that led it is gone from {LOOPBACK}:{port}" in said
+                assert f"rank 0 on {HOST}: its leader at {LOOPBACK}:{port} has ended" in said
             else:
                 assert leader.stdout is not None
                 assert leader.stdout.read().startswith(f"1 rank 0 on {HOST}: exit code 1; rank 1 did not answer: its h")

@@ -31,7 +31,7 @@ def rows() -> Sequences:
 
 
 def ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    attention.use(model.to(dtype))  # type: ignore[arg-type]
+    attention.install(model.to(dtype))  # type: ignore[arg-type]
     return model
 
 
@@ -39,7 +39,7 @@ def both_ways(lm: nn.Module, ask: nn.Module, *given: object) -> Iterator[tuple[T
     """What `ask` gives and its gradient in the weights, padded and then packed."""
     for pack in (False, True):
         if pack:
-            packing.allow(lm, whole=True)  # type: ignore[arg-type]
+            packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
         found = ask(*given)
         found = found[0] if isinstance(found, tuple) else found
         weights = [w for w in ask.parameters() if w.requires_grad]
@@ -91,7 +91,7 @@ def test_each_token_stands_in_one_place_and_padding_in_none() -> None:
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
     lm = ready(tiny.causal_lm(), torch.float32)
-    packing.allow(lm, whole=True)  # type: ignore[arg-type]
+    packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
     given = rows()
     together, _ = Policy(lm)(given)  # type: ignore[arg-type]
     for i in range(len(LENGTHS)):
@@ -101,7 +101,7 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
 
 def test_no_padding_is_computed() -> None:
     lm = ready(tiny.causal_lm(), torch.float32)
-    packing.allow(lm, whole=True)  # type: ignore[arg-type]
+    packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
     seen = []
     lm.get_submodule("model.layers.0.mlp").register_forward_hook(lambda _, __, out: seen.append(tuple(out.shape)))
     Policy(lm)(rows())  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_a_model_that_mixes_neighbours_is_found_out() -> None:
     mixing.load_state_dict(layer.up_proj.state_dict())
     layer.up_proj = mixing
     ready(lm, torch.float32)
-    packing.allow(lm, whole=True)
+    packing.detect_support(lm, unsharded=True)
     assert not packing.packs(lm)
 
 
@@ -129,8 +129,8 @@ def test_a_model_that_mixes_neighbours_is_found_out() -> None:
 def test_a_rollout_of_latent_attention(whole: bool) -> None:
     """Its cache holds other things than attention gets, so the log-probs of sampling show which of them was read."""
     lm = tiny.causal_lm("deepseek_v3", **tiny.LATENT)
-    attention.use(lm)
-    packing.allow(lm, whole=whole)
+    attention.install(lm)
+    packing.detect_support(lm, unsharded=whole)
     generate = plugins.build("rlhf.generation", {"name": "loop", "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD})
     draws = uniforms([(0, row) for row in range(3)], 12)
     rollout = generate(lm, tiny.prompts([3, 9, 8]), SamplingOptions(response_length=12), draws)
@@ -141,7 +141,7 @@ def test_a_rollout_of_latent_attention(whole: bool) -> None:
 
 def test_recomputed_activations_know_the_rows_too() -> None:
     lm = ready(tiny.causal_lm(), torch.float32).train()
-    packing.allow(lm, whole=True)  # type: ignore[arg-type]
+    packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
     found = []
     for _ in range(2):
         value = Policy(lm)(rows())[0].sum()  # type: ignore[arg-type]

@@ -22,14 +22,14 @@ from rlhf.models.head import ScoreHead
 from rlhf.models.scalar import (
     HEAD,
     ScalarModel,
-    apart,
     can_join,
     load_scalar_model,
     new_scalar_model,
     read_head,
+    score_joined,
+    score_separately,
     scores,
     state_values,
-    together,
 )
 from rlhf.types import Pairs, Sequences
 from tests import tiny
@@ -88,12 +88,12 @@ def test_the_score_is_that_of_the_row_alone_at_its_last_token(family: str) -> No
     ids = ROWS.ids.clone()
     ids[:, 5] = tiny.EOS  # inside the prompt of one row, in the middle of the others
     ids[1, 19] = tiny.EOS
-    together = scored(model, tiny.padded(Sequences(ids, ROWS.mask, ROWS.loss_mask), 3, 4))
+    score_joined = scored(model, tiny.padded(Sequences(ids, ROWS.mask, ROWS.loss_mask), 3, 4))
     for b, length in enumerate(ROWS.lengths.tolist()):
         with torch.no_grad():
             hidden = model.backbone(input_ids=ids[b : b + 1, :length]).last_hidden_state
             alone = (hidden[0, -1].double() @ model.score.weight[0].double()).item()
-        assert together[b].item() == pytest.approx(alone, rel=0, abs=SCORE)
+        assert score_joined[b].item() == pytest.approx(alone, rel=0, abs=SCORE)
 
 
 @families
@@ -313,12 +313,12 @@ def test_pairs_in_one_row_have_the_scores_and_gradients_of_two(family: str) -> N
     if not able:
         return
     found = {}
-    for pair_scores in (apart, together):
+    for pair_scores in (score_separately, score_joined):
         scored = pair_scores(model, rows)[0]
         loss, _ = pairwise_logistic(*scored.unbind(1))
         found[pair_scores] = (scored, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
-    assert float((found[together][0] - found[apart][0]).abs().max()) < SCORE
-    require_gradients(found[together][1], found[apart][1])
+    assert float((found[score_joined][0] - found[score_separately][0]).abs().max()) < SCORE
+    require_gradients(found[score_joined][1], found[score_separately][1])
 
 
 def test_what_pairs_begin_with_stands_once() -> None:

@@ -365,4 +365,4 @@ def test_a_plan_notes_the_cost_of_ranked_lists(model_path: str) -> None:
     config = RewardConfig(model=model_path, batch_size=8, micro_batch_size=2, max_length=16, dtype="fp32")
     text = report(forecast(reward_plan.workload(config, "cpu", {}), machine.describe_machine(PlanOptions(), 1)))
     assert "4 micro-batches of 2 x 16 tokens" in text
-    assert "one pair a batch element; a ranked list of K responses has K (K - 1) / 2 pairs" in text
+    assert "one pair per batch element is assumed; a ranked list of K responses has K (K - 1) / 2 pairs" in text

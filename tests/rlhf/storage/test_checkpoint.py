@@ -214,7 +214,7 @@ def state(
         content = {}
     options = Options(**{"output_dir": str(out), "model": "pretrained", **changes})
     declaration = Declaration(stage, "", {}, ("model",))
-    return progress.standing(declaration, options, {"model": str(options.model)}, lambda: content, planned or {})
+    return progress.stage_status(declaration, options, {"model": str(options.model)}, lambda: content, planned or {})
 
 
 def test_a_finished_stage_is_finished(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_result_is_not_replaced_when_its_input_changed(tmp_path: Path) -> None
     later(tmp_path)
     assert state(tmp_path, "step2_reward", model=str(first)) == "finished"
     assert state(tmp_path, "step2_reward", model=f"{first}/model") == "finished"
-    with pytest.raises(UserError, match=r"finished, and model .* is to be made again; no result is replaced unasked"):
+    with pytest.raises(UserError, match=r"finished, and model .* will be rerun; only --overwrite replaces a result"):
         state(tmp_path, "step2_reward", {"step1_sft": "pretrained"}, model=str(first))
     make(tmp_path, model="weights")
     assert state(tmp_path, "step2_reward", model=str(first)) == "finished", "the same again is the same"

@@ -56,7 +56,7 @@ def test_an_unreadable_checkpoint_is_skipped(output_dir: Path, name: str, capsys
         manifest = checkpoints.newest_manifest(output_dir / "step1_sft")
     assert manifest is not None and manifest["step"] == (1 if name in ("", "manifest.json") else 2)
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"warning, {newest} is passed over: ") and "cannot be read (Permission denied)" in line
+    assert line.startswith(f"warning, {newest} is skipped: ") and "cannot be read (Permission denied)" in line
 
 
 def test_a_disk_that_fails_costs_one_checkpoint(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_stage_with_unlistable_checkpoints_does_not_restart(output_dir: Path) 
     for mode in (0o000, 0o311):
         (stage / "checkpoints").chmod(mode)
         with unprivileged():
-            for look in (checkpoints.newest, checkpoints.is_there, checkpoints.newest_manifest):
+            for look in (checkpoints.newest, checkpoints.exist, checkpoints.newest_manifest):
                 with pytest.raises(UserError, match=r"checkpoints: cannot be read \(Permission denied\)"):
                     look(stage)
 
@@ -88,7 +88,7 @@ def test_a_save_that_cannot_start_fails_at_once(output_dir: Path) -> None:
     with unprivileged():
         failure = save(stage, 3)
     staging = stage / "checkpoints" / ".tmp-step-00000003"
-    assert failure == f"{staging} cannot be made (Permission denied)" and time.monotonic() - start < 10
+    assert failure == f"{staging} cannot be created (Permission denied)" and time.monotonic() - start < 10
     (stage / "checkpoints").chmod(0o700)
     assert whole(stage) == 2
 

@@ -176,9 +176,9 @@ def test_a_damaged_one_is_named_and_passed_over(
     DAMAGES[damage](newest / name)
     assert whole(stage) == 1
     said = capsys.readouterr().out
-    assert f"warning, {newest} is passed over: " in said and name in said and said.count("\n") == 1
+    assert f"warning, {newest} is skipped: " in said and name in said and said.count("\n") == 1
     DAMAGES[damage](older / name)
-    with pytest.raises(UserError, match=r"no checkpoint there is whole .*--overwrite") as caught:
+    with pytest.raises(UserError, match=r"all checkpoints there are damaged .*--overwrite") as caught:
         checkpoints.newest(stage)
     assert str(stage) in str(caught.value) and "\n" not in str(caught.value)
     assert names(stage) == {"step-00000001", "step-00000002"}  # nobody threw them away
@@ -199,7 +199,7 @@ def test_every_flipped_bit_of_a_manifest_is_detected(stage: Path) -> None:
 def test_an_empty_directory_is_no_checkpoint_and_no_fault(tmp_path: Path) -> None:
     assert checkpoints.newest(tmp_path) is None
     (tmp_path / "checkpoints").mkdir()
-    assert checkpoints.newest(tmp_path) is None and not checkpoints.is_there(tmp_path)
+    assert checkpoints.newest(tmp_path) is None and not checkpoints.exist(tmp_path)
 
 
 # --- the disk, and file systems that show late what they have
@@ -293,9 +293,9 @@ def test_two_ranks_save_and_fall_back_together(tmp_path: Path) -> None:
     for what, seen in zero.items():
         kind, name = what.split()
         assert seen["whole"] == 2 and seen["without 2"] == 1, what
-        assert "no checkpoint there is whole" in seen["without 1"], what
+        assert "all checkpoints there are damaged" in seen["without 1"], what
         newest = tmp_path / kind / name / "checkpoints/step-00000002"
-        [warning] = {line for line in printed.splitlines() if f"warning, {newest} is passed over: " in line}
+        [warning] = {line for line in printed.splitlines() if f"warning, {newest} is skipped: " in line}
         assert name in warning
 
 
@@ -326,5 +326,5 @@ def test_what_a_checkpoint_does_not_have_begins_anew(stage: Path, capsys: pytest
     found = checkpoints.newest(stage)
     assert found is not None
     found.restore(Resumable({"weights": weights, "average": average}, {"weights": weights, "average": average}), 0)
-    assert f"note: {found.folder} has no average, which begins anew" in capsys.readouterr().out
+    assert f"note: {found.folder} has no average, which starts from its initial state" in capsys.readouterr().out
     assert torch.equal(weights.held["w"], saving.WEIGHTS) and (average.held["w"] == 7.0).all()

@@ -24,12 +24,12 @@ def test_a_terminal_that_is_gone_asks_to_end_as_sigterm_does() -> None:
         with Ending() as ending:
             for _ in range(2):  # from the kernel and from the shell
                 os.kill(os.getpid(), signal.SIGHUP)
-            assert ending.heard(due=False) == (signal.SIGHUP, False)
+            assert ending.across_ranks(due=False) == (signal.SIGHUP, False)
         assert CODES[signal.SIGHUP] == 129 and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         with Ending() as ending:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert ending.heard(due=False) == (None, False)
+            assert ending.across_ranks(due=False) == (None, False)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -43,7 +43,7 @@ def test_a_second_sigterm_ends_only_a_process_without_a_launcher(launcher: dict[
     )
     environment = {name: value for name, value in os.environ.items() if name != LAUNCHER} | launcher
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
-    assert done.returncode == code and done.stderr.count(Ending.SAID) == 1
+    assert done.returncode == code and done.stderr.count(Ending.MESSAGE) == 1
 
 
 def test_ctrl_c_has_lines_of_its_own_beside_the_bar() -> None:
@@ -67,5 +67,5 @@ def test_ctrl_c_has_lines_of_its_own_beside_the_bar() -> None:
             asked = bool(os.write(terminal, b"\x03"))
     assert os.waitpid(child, 0)[1] == 0
     lines = re.split("[\r\n]+", shown.decode())
-    where = lines.index(Ending.SAID.decode().strip())
+    where = lines.index(Ending.MESSAGE.decode().strip())
     assert lines[where - 1].endswith("]^C") and "1/100" in lines[where + 1] and lines[-2:] == ["after the bar", ""]

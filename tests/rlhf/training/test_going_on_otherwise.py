@@ -113,7 +113,7 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_again(monkeypatch: pytest
     kept = [(SFT / "checkpoints" / name / "manifest.json") for name in ("step-00000001", "step-00000002")]
     for path in kept:
         path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(UserError, match=r"no checkpoint there is whole .* add --overwrite"):
+    with pytest.raises(UserError, match=r"all checkpoints there are damaged .* add --overwrite"):
         sft()
     assert all(path.is_file() for path in kept) and steps(SFT) == [1, 2, 3]
 
@@ -210,7 +210,7 @@ def interrupted() -> Path:
 
 def standing(changes: dict[str, Any], data: str = "one") -> str:
     options = type(OPTIONS).model_validate(OPTIONS.model_dump() | changes)
-    return progress.standing(STAGE, options, {}, lambda: {"x.jsonl": data}, {})
+    return progress.stage_status(STAGE, options, {}, lambda: {"x.jsonl": data}, {})
 
 
 @pytest.mark.parametrize("name", FREE)
@@ -226,7 +226,7 @@ def test_how_long_and_what_is_looked_at_changes_with_a_note(
     interrupted: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert standing({name: NOTED[name]}) == "interrupted"
-    said = f"note: {interrupted} goes on with another option: {name} was {getattr(OPTIONS, name)}, now {NOTED[name]}\n"
+    said = f"note: {interrupted} resumes with another option: {name} was {getattr(OPTIONS, name)}, now {NOTED[name]}\n"
     assert capsys.readouterr().out == said
 
 

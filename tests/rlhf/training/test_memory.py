@@ -50,7 +50,7 @@ def test_torch_says_it_so() -> None:
 def test_the_line_has_the_size_and_what_helps() -> None:
     options = SFTConfig(batch_size=64, micro_batch_size=8, max_length=512)
     error = raised_in("rlhf.engine.training", "step", torch.OutOfMemoryError("CUDA out of memory. Tried ..."))
-    assert out_of_memory.lack_of_memory(error, options, {}, 1, 2) == (
+    assert out_of_memory.memory_advice(error, options, {}, 1, 2) == (
         "rank 1: out of memory in an optimizer step (at once 8 rows of up to 512 tokens, batches of 64); try "
         "--micro-batch-size 4, --gradient-checkpointing, --zero-stage 3, --offload-optimizer, shorter rows "
         "(--max-length) (CUDA out of memory. Tried ...)"
@@ -59,16 +59,16 @@ def test_the_line_has_the_size_and_what_helps() -> None:
 
 def test_what_is_chosen_already_is_no_advice() -> None:
     options = SFTConfig(micro_batch_size=1, gradient_checkpointing=True, zero_stage=3, offload_optimizer=True)
-    said = out_of_memory.lack_of_memory(raised_in("rlhf.engine.training", "step", MemoryError()), options, {}, 0, 2)
+    said = out_of_memory.memory_advice(raised_in("rlhf.engine.training", "step", MemoryError()), options, {}, 0, 2)
     assert said.endswith("; try shorter rows (--max-length) (MemoryError)")
     # With one process there is nobody to share weights with.
-    assert "--zero-stage" not in out_of_memory.lack_of_memory(MemoryError(), SFTConfig(), {}, 0, 1)
+    assert "--zero-stage" not in out_of_memory.memory_advice(MemoryError(), SFTConfig(), {}, 0, 1)
 
 
 def test_a_rollout_has_knobs_of_its_own() -> None:
     options = PPO(max_prompt_length=100, response_length=28, rollout_batch_size=64, micro_batch_size=8)
     error = raised_in("step3_ppo.rollout", "generate", MemoryError(), within=("step3_ppo.stage", "evaluate"))
-    said = out_of_memory.lack_of_memory(error, options, PPO_STAGE.phases, 0, 1)
+    said = out_of_memory.memory_advice(error, options, PPO_STAGE.phases, 0, 1)
     assert "in generation (at once 64 rows of up to 128 tokens" in said
     assert "--rollout-batch-size 32" in said and "--reference.offload" in said and "--micro-batch-size" not in said
 

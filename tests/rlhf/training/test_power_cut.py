@@ -48,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def standing() -> str:
-    return progress.standing(stage.declaration, OPTIONS, stage.inputs(OPTIONS), partial(stage.content, OPTIONS), {})
+    return progress.stage_status(stage.declaration, OPTIONS, stage.inputs(OPTIONS), partial(stage.content, OPTIONS), {})
 
 
 def logged() -> list[str]:

@@ -53,7 +53,7 @@ def test_a_checkpoint_has_the_state_of_its_step(tmp_path: Path, saver: Saver, ga
     memory.count = 9
     with log.open("a") as file:
         file.write("two\n")
-    assert not checkpoints.is_there(tmp_path)
+    assert not checkpoints.exist(tmp_path)
     gate.set()
     saver.wait()
     found = checkpoints.newest(tmp_path)
@@ -75,7 +75,7 @@ def test_the_next_save_and_the_end_wait_for_the_one_before(
     saver.close()
     timer.join()
     assert whole(tmp_path) == 2 and saver.last().endswith("step-00000002")
-    saver.look()
+    saver.report_failure()
     assert capsys.readouterr().out == ""
 
 
@@ -89,7 +89,7 @@ def test_a_full_disk_is_told_in_the_loop(
         saver.save(2, parts(memory), ABOUT)
         saver.close()
         assert capsys.readouterr().out == ""
-        saver.look()
+        saver.report_failure()
     [told] = capsys.readouterr().out.splitlines()
     assert told.startswith("warning, step 2: no checkpoint, rank 0 cannot write") and "the last checkpoint is" in told
     assert whole(tmp_path) == 1

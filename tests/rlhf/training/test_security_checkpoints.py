@@ -76,7 +76,7 @@ def test_a_file_that_became_a_pickle_is_not_read(
     stage: Path, ran: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     payloads.WRITERS[kind](folder_of(stage) / name, {}, ran)
-    with pytest.raises(UserError, match="no checkpoint there is whole"):
+    with pytest.raises(UserError, match="all checkpoints there are damaged"):
         restore(stage)
     assert name in capsys.readouterr().out and not ran.exists()
 
@@ -104,7 +104,7 @@ def test_a_manifest_names_files_of_its_directory_only(
     manifest = json.loads(path.read_text())
     manifest["files"][name] = {"size": 1, "sha256": "0" * 64}
     path.write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="no checkpoint there is whole"):
+    with pytest.raises(UserError, match="all checkpoints there are damaged"):
         restore(stage)
     assert repr(name) in capsys.readouterr().out
 

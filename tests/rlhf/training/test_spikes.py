@@ -19,7 +19,7 @@ LOSSES = ("loss", "policy_loss", "value_loss")
 def said(losses: Iterable[float], name: str = "loss") -> list[int]:
     """The steps, from 1, at which a spike is said."""
     spikes = Spikes(LOSSES)
-    return [step for step, loss in enumerate(losses, start=1) if spikes.look({name: loss}) is not None]
+    return [step for step, loss in enumerate(losses, start=1) if spikes.check({name: loss}) is not None]
 
 
 def noisy(count: int, level: float = 2.0, spread: float = 0.05, seed: int = 0) -> list[float]:
@@ -36,10 +36,10 @@ def test_the_numbers_worked_by_hand() -> None:
     """16 losses of mean 2 and deviation 0.1, so the limit is 2.6; three of 2.4 and 3.2 have the mean 2.6."""
     spikes = Spikes(LOSSES)
     for i in range(16):
-        assert spikes.look({"loss": 1.9 + 0.2 * (i % 2)}) is None
+        assert spikes.check({"loss": 1.9 + 0.2 * (i % 2)}) is None
     for loss in (2.4, 2.4, 2.4):
-        assert spikes.look({"loss": loss}) is None
-    found = spikes.look({"loss": 3.21})
+        assert spikes.check({"loss": loss}) is None
+    found = spikes.check({"loss": 3.21})
     assert found == pytest.approx({"loss": 2.6025, "loss_limit": 2.6, "loss_before": 2.0})
 
 
@@ -101,8 +101,8 @@ def test_steps_without_a_loss_change_nothing() -> None:
     """A warm-up of the critic has no policy loss, a step that was left out has none at all."""
     spikes = Spikes(LOSSES)
     rows: list[dict[str, float]] = [{"value_loss": 1.0}] * 40 + [{}] + [{"value_loss": 1.0, "policy_loss": 0.0}] * 40
-    assert [spikes.look(row) for row in rows] == [None] * 81
-    found: Any = spikes.look({"value_loss": 9.0, "policy_loss": 0.0})
+    assert [spikes.check(row) for row in rows] == [None] * 81
+    found: Any = spikes.check({"value_loss": 9.0, "policy_loss": 0.0})
     assert set(found) == {"value_loss", "value_loss_limit", "value_loss_before"}
 
 

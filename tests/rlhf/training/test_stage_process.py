@@ -31,7 +31,7 @@ def stage_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 
 
 def test_between_stages_usr1_asks_to_be_started_again() -> None:
-    with pytest.raises(SystemExit) as ended, stage_process.requeued_when_asked():
+    with pytest.raises(SystemExit) as ended, stage_process.requeue_on_signal():
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(1)
     assert ended.value.code == REQUEUE

@@ -104,7 +104,7 @@ def test_every_family_learns_the_same(family: str) -> None:
         logprobs, _ = Policy(lm)(rows)
         gradients = torch.autograd.grad(logprobs.sum(), list(lm.parameters()), allow_unused=True)
         found.append((logprobs, torch.cat([g.flatten() for g in gradients if g is not None])))
-        attention.use(lm)
+        attention.install(lm)
     (plain, expected), (quick, gradient) = found
     assert torch.equal(quick, plain)
     assert apart(gradient, expected) < 0.02

@@ -130,7 +130,7 @@ def test_the_cache_on_disk_tells_vector_widths_apart(monkeypatch: pytest.MonkeyP
 
 @needs_compiler
 def test_the_compiler_keeps_no_cache(saved: str) -> None:
-    compiling.whole.cache_clear()
+    compiling.compile_as_one_graph.cache_clear()
     lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
     compiling.compile_layers(lm)
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
@@ -164,7 +164,7 @@ def test_products_of_the_same_states_are_one(saved: str) -> None:
 
 @pytest.mark.usefixtures("traced")
 def test_what_is_no_single_graph_runs_as_it_was_written(saved: str) -> None:
-    compiling.whole.cache_clear()
+    compiling.compile_as_one_graph.cache_clear()
     lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
     plain = backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
@@ -172,7 +172,7 @@ def test_what_is_no_single_graph_runs_as_it_was_written(saved: str) -> None:
     lm.get_output_embeddings().register_forward_hook(lambda *_: torch._dynamo.graph_break())
     with pytest.warns(UserWarning, match="--torch-compile: a decode step runs uncompiled") as caught:
         fast = backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
-    compiling.whole.cache_clear()
+    compiling.compile_as_one_graph.cache_clear()
     assert torch.equal(plain.response_ids, fast.response_ids)
     assert sum("decode step" in str(warning.message) for warning in caught) == 1
 

@@ -147,11 +147,11 @@ def test_a_compiled_model_scores_and_learns_with_them_as_without(monkeypatch: py
         pytest.skip("no C++ compiler here")
     lm, rows = tiny.causal_lm("llama", std=0.05).bfloat16(), tiny.sequences([12, 40, 17, 31], prompts=[3, 9, 1, 8])
     exact = scores_and_gradient(copy.deepcopy(lm).double(), rows)
-    attention.use(lm)
-    packing.allow(lm, whole=True)
+    attention.install(lm)
+    packing.detect_support(lm, unsharded=True)
     assert packing.packs(lm)
     compiling.compile_layers(lm)
-    compiling.round_alike()
+    compiling.round_like_eager()
     errors = []
     for usable in {False, kernels.for_rows(torch.bfloat16)}:
         monkeypatch.setattr(kernels, "for_rows", lambda _, usable=usable: usable)
