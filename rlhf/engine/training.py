@@ -380,7 +380,7 @@ def require_possible(options: EngineOptions, device: torch.device) -> None:
     if folder is None:
         return
     if not (options.offload_optimizer or options.offload_param):
-        raise UserError(f"--offload-nvme {folder}: expected --offload-optimizer or --offload-param, for it to apply to")
+        raise UserError(f"--offload-nvme {folder}: expected --offload-optimizer or --offload-param with it")
     if stage < 3:
         raise UserError(f"--offload-nvme {folder}: needs --zero-stage 3, got {stage}")
     if not (Path(folder).is_dir() and os.access(folder, os.W_OK)):

@@ -18,7 +18,7 @@ class ScoreHead(nn.Module):
         """weight: [1, d], of any dtype; dtype: that of the model."""
         super().__init__()
         self.weight = nn.Parameter(weight.detach().to(dtype, copy=True))
-        self.register_buffer("rest", torch.zeros_like(weight, dtype=torch.float32), persistent=False)
+        self.register_buffer("residual", torch.zeros_like(weight, dtype=torch.float32), persistent=False)
         self.refine(weight)
 
     @property

@@ -183,13 +183,13 @@ def test_a_stream_that_it_cannot_look_through_is_told(tmp_path: Path) -> None:
     )
     mixed = open_ptx(config, prepare_tokenizer(tiny.tokenizer(), "plain"))
     assert mixed is not None and sum(mixed.dropped.values()) == 50 - len(mixed) < 20
-    assert f"warning: files,streaming=true:{stream}: streams, not looked through" in describe_ptx(config, mixed)
+    assert f"warning: files,streaming=true:{stream}: streams are not searched" in describe_ptx(config, mixed)
 
 
 def test_a_stream_has_no_end_to_learn(tmp_path: Path) -> None:
     place = f"files,streaming=true:{write(tmp_path / 'stream.jsonl', range(50))}"
     config = Step3Config(data_path=(str(tmp_path / "stream.jsonl"),), ptx_coef=0.1, ptx_data_path=(place,))
-    with pytest.raises(UserError, match=f"--ptx-data-path {place}: got a stream, .*; leave streaming=true out"):
+    with pytest.raises(UserError, match=f"--ptx-data-path {place}: got a stream, .*; remove streaming=true"):
         open_ptx(config, prepare_tokenizer(tiny.tokenizer(), "plain"))
 
 

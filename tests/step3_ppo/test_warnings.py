@@ -193,9 +193,9 @@ def test_evaluations_far_apart_do_not_repeat_a_warning() -> None:
 def test_after_a_resume_the_start_is_still_the_start() -> None:
     before, after = Watch(Limits()), Watch(Limits())
     for iteration, row in enumerate([HEALTHY] * 4 + [HEALTHY | {"kl": 12.0}]):
-        before.look(iteration, row)
+        before.check(iteration, row)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    found = after.look(6, HEALTHY | {"kl": 12.0, "response_length": 90.0})
+    found = after.check(6, HEALTHY | {"kl": 12.0, "response_length": 90.0})
     assert [notice.name for notice in found] == ["length_exploding"]  # the KL was warned of
 
 

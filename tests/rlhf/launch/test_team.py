@@ -139,7 +139,7 @@ def test_a_signal_to_the_leader_reaches_every_rank(
 def test_a_host_without_the_directory_is_named(led: team.Team, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getcwd", lambda: "/no/such/directory")
     ended = led.run(program, [""], OPTIONS)
-    assert ended == 2 and "/no/such/directory: No such file or directory; it must be there" in ended.cause
+    assert ended == 2 and "/no/such/directory: No such file or directory; it must exist" in ended.cause
 
 
 @contextlib.contextmanager

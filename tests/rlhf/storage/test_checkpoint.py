@@ -308,7 +308,7 @@ def test_a_result_is_not_replaced_when_its_input_changed(tmp_path: Path) -> None
     make(tmp_path, model="weights")
     assert state(tmp_path, "step2_reward", model=str(first)) == "finished", "the same again is the same"
     make(tmp_path, model="others!")
-    with pytest.raises(UserError, match=r"is another now than the one it started from; .*--overwrite"):
+    with pytest.raises(UserError, match=r"has changed since it started from it; .*--overwrite"):
         state(tmp_path, "step2_reward", model=str(first))
     assert state(tmp_path, "step2_reward", model=str(first), overwrite=True) == "new"
 

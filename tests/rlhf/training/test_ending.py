@@ -53,7 +53,7 @@ def test_ctrl_c_has_lines_of_its_own_beside_the_bar() -> None:
         fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("4H", 40, 100, 0, 0))
         sys.stderr = os.fdopen(2, "w")  # pytest has put another one in its place
         with Ending() as ending, console.bar("step", 100) as bar:
-            while not ending._asked:
+            while not ending._signal:
                 time.sleep(0.01)
                 bar.advance(0)
             bar.advance(1)

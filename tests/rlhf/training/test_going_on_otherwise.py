@@ -159,7 +159,7 @@ def test_too_little_room_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
             if enough:
                 dying(patched, sft, "train", 4)
             else:
-                with pytest.raises(UserError, match=r" are free there, expected .* of --keep and one being writ"):
+                with pytest.raises(UserError, match=r" are free there, expected .* --keep and one more while"):
                     sft()
                 assert killing.steps_of(SFT) == [1, 2] and not opened, "before the data is read"
 
