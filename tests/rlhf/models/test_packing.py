@@ -85,8 +85,8 @@ def test_each_token_stands_in_one_place_and_padding_in_none() -> None:
     for dtype, full in ((torch.float32, 16), (torch.bfloat16, 32)):  # widths are whole vectors of 64 bytes
         made = packing.Layout(lengths, dtype).padded
         assert [(count, width) for count, width, _ in made.groups] == [(3, 32), (1, full), (1, full), (1, full)]
-        assert torch.equal(made.tokens[made.places], torch.arange(int(lengths.sum())))
-        assert int(made.empty.sum()) == 3 * 32 + 3 * full - sum(LENGTHS) and not made.empty[made.places].any()
+        assert torch.equal(made.tokens[made.slots], torch.arange(int(lengths.sum())))
+        assert int(made.empty.sum()) == 3 * 32 + 3 * full - sum(LENGTHS) and not made.empty[made.slots].any()
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
