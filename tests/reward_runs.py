@@ -87,7 +87,7 @@ def scalar_model(family: str = "llama") -> ScalarModel:
     return ScalarModel(tiny.backbone(family, std=0.1), head).eval()
 
 
-def run(folder: Path, pair_scores: Any = stage.apart, **options: Any) -> dict[str, Any]:
+def run(folder: Path, pair_scores: Any = stage.score_separately, **options: Any) -> dict[str, Any]:
     """The metrics of every step and of the evaluation after them, and the weights then."""
     config = config_of(folder, **options)
     dataset = rows_of(config)

@@ -28,7 +28,7 @@ def spread(mine: list[float], ranks: int, monkeypatch: pytest.MonkeyPatch) -> li
     monkeypatch.setattr(
         collectives, "max_over_ranks", lambda numbers: [max(pair) for pair in zip(numbers, others, strict=True)]
     )
-    return list(Run._with_spread(run, steps()))
+    return list(Run._with_rank_times(run, steps()))
 
 
 def test_the_slowest_and_the_fastest_rank_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

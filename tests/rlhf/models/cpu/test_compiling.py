@@ -184,7 +184,7 @@ def test_what_torch_cannot_compile_is_said_once_and_runs_as_it_was_written(
         raise InductorError(RuntimeError("C++ compile error\nin line 1"), None)
 
     monkeypatch.setattr(compile_fx, "compile_fx", refuse)
-    compiling._say_once.cache_clear()
+    compiling._warn_once.cache_clear()
     policy, rows = Policy(load_causal_lm(saved, torch.float32, tiny.VOCAB)), tiny.sequences([20, 9, 14], [1, 1, 1])
     plain = policy(rows)[0]
     compiling.compile_layers(policy)
