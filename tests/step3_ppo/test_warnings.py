@@ -70,7 +70,7 @@ PROVOKED: dict[str, list[Changes]] = {
     "repeated_ngrams": [{"repeated_4_grams": 0.31}],
     "entropy_collapse": [QUIET] * 3 + [{"entropy": 0.39}],
     "over_optimisation": [
-        {"eval_judge": 0.0, "score": 0.0},
+        {"eval_judge": 0.0, "score": -9.0},
         {"eval_judge": 1.0, "score": 2.0},
         {"eval_judge": 0.7, "score": 3.0},
         {"eval_judge": 0.6, "score": 4.0},
@@ -148,7 +148,9 @@ def test_a_warning_is_said_once_and_again_after_it_cleared(name: str) -> None:
         [{"response_length": 10.0}, {"response_length": 90.0}, {"response_length": 20.0}],  # this is the start
         [{"skipped_steps": 7.0}],
         [{"skipped_steps": 0.0, "optimizer_steps": 0.0}],
-        # Held-out numbers that fall once, or while training falls too, or within their interval.
+        # Held-out numbers that fall once, by less than a fifth of what was gained, or while training falls too, or
+        # within their interval.
+        [{"eval_judge": x, "score": float(i)} for i, x in enumerate([0.0, 1.0, 0.9, 0.85])],
         [{"eval_judge": 1.0, "score": 1.0}, {"eval_judge": 0.0, "score": 2.0}, {"eval_judge": 1.0, "score": 3.0}],
         [{"eval_judge": 1.0 - i / 9, "score": 1.0 - i / 9} for i in range(9)],
         [{"eval_judge": 1.0 - i / 99, "score": float(i), "eval_judge_ci95": 0.2} for i in range(9)],
@@ -166,6 +168,12 @@ def test_the_spread_of_the_first_ratio_counts_and_low_precision_has_its_own_limi
 
 def test_equal_scores_are_seen_behind_a_critic_that_differs() -> None:
     assert names([{"score_std": 0.0}]) == [(1, "equal_advantages")]
+
+
+def test_advantages_that_are_not_whitened_have_one_spread() -> None:
+    metrics = {name: value for name, value in HEALTHY.items() if name != "raw_advantage_std"}
+    [notice] = Watch(Limits()).look(1, metrics | {"advantage_std": 0.0})
+    assert (notice.name, notice.numbers) == ("equal_advantages", {"advantage_std": 0.0, "score_std": 0.7})
 
 
 def test_limits_are_the_callers() -> None:

@@ -1,13 +1,14 @@
 """Which tokens are learned, and what gives way where a dialogue is too long."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Demonstration, Encoded, Preference, RowEncoder
+from data.build.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder
 from data.build.split import PHASES
 from data.build.truncate import Truncation, fit_prompt
 from data.config import DataOptions
@@ -106,6 +107,8 @@ def test_what_was_cut_is_told_apart(plain: PreTrainedTokenizerBase) -> None:
     ):
         found = encoded(plain, given, max_length=length, truncate="tokens")
         assert not isinstance(found, str) and found[1] == cut
+    fourth = encoded(plain, Row(row.prompt, long.response), max_length=8, truncate="tokens")
+    assert learned(fourth) == [2, 3, 4, 5, 6]  # BOS and two of the prompt's words stay
     both = encoded(plain, Row(row.prompt, long.response), max_length=4, truncate="tokens")
     assert not isinstance(both, str) and both[1] == Truncation(prompt=True, response=True)
 
@@ -144,6 +147,24 @@ def test_a_plain_text_is_learned_from_its_first_token_to_its_end(plain: PreTrain
         (Demonstration((BOS, EOS), ((1, 2),)), Truncation()),
     ]
     assert encoder(rows) == [texts[0], "not plain text", texts[1]]
+
+
+def test_a_prompt_keeps_its_row_and_the_turns_that_fit(plain: PreTrainedTokenizerBase) -> None:
+    turns = (Message("user", "w1 "), Message("assistant", "w2 "), Message("user", "w3"))
+    rows = [Row(turns[2:], columns={"answer": 1}), Row(turns, columns={"answer": 2})]
+    encoder = RowEncoder("ppo", Template(plain), DataOptions(max_prompt_length=2))
+    cut = Prompt((BOS, FIRST + 3), replace(rows[1], prompt=turns[2:]))
+    assert encoder(rows) == [
+        (Prompt((BOS, FIRST + 3), rows[0]), Truncation()),
+        (cut, Truncation(prompt=True)),
+    ]
+
+
+def test_a_plain_text_without_a_bos_begins_with_its_first_word() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.bos_token = None
+    encoder = RowEncoder("sft", Template(prepare_tokenizer(tokenizer, "plain")), DataOptions(), plain_text=True)
+    assert encoder([Row((), "w4 w5")]) == [(Demonstration((4, 5, tiny.EOS), ((1, 3),)), Truncation())]
 
 
 def test_a_response_to_no_words_opens_its_text(plain: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:

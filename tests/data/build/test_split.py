@@ -76,6 +76,8 @@ def test_order_does_not_depend_on_where_rows_stand() -> None:
 
 def test_proportions_by_hand() -> None:
     assert blend([50, 50], [1, 1], budget=None).tolist() == [[source, row] for row in range(50) for source in (0, 1)]
+    # Four rows are 1/8, 3/8, 5/8 and 7/8 of the way, one is 1/2.
+    assert blend([1, 4], [1, 4], budget=None).tolist() == [[1, 0], [1, 1], [0, 0], [1, 2], [1, 3]]
     assert blend([3, 9], [1, 3], budget=None).tolist() == [
         [1, 0], [0, 0], [1, 1], [1, 2], [1, 3], [0, 1], [1, 4], [1, 5], [1, 6], [0, 2], [1, 7], [1, 8],
     ]  # fmt: skip

@@ -45,6 +45,7 @@ def test_dropping_rows_moves_the_others_and_takes_no_new_memory(at: Tensor | Non
     token = torch.randn(2, HEADS, 1, SIZE, generator=torch.Generator().manual_seed(1))
     for layer, before in zip(layers, expected, strict=True):
         keys, _ = layer.update(token, token)
+        assert keys.shape[2] == (6 if at is None else ROOM)
         assert torch.equal(keys[:, :, :5], before[:, :, :5])
         assert torch.equal(keys[:, :, 5:6], token)
         assert isinstance(layer, MaskedStaticLayer) == (at is not None)
