@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from data.dataset import Recipe
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.config import RewardConfig
 from step2_reward.stage import REWARD_MODELLING as reward
+from step3_ppo import inputs
 from step3_ppo import stage as ppo
 from step3_ppo.algorithms import rloo
 from step3_ppo.models import set_up
@@ -38,6 +40,32 @@ def test_every_stage_checks_for_the_processes_there_are(tmp_path: Path, monkeypa
     for _, stage, config in each_stage(tmp_path):
         with pytest.raises(UserError, match=r"--batch-size \d+: expected a multiple of \d+ \(5 processes"):
             stage.run(config)
+
+
+def test_steps_1_and_2_check_for_one_process_unless_told(tmp_path: Path) -> None:
+    for _, stage, config in each_stage(tmp_path)[:2]:
+        stage.check(config.model_copy(update={"batch_size": 31}))
+
+
+def test_what_is_learned_of_a_dialogue_and_of_a_text_is_the_users_choice() -> None:
+    assert sft.recipe(SFTConfig(loss_on="every")) == Recipe("sft", "every", "response")
+    assert sft.recipe(SFTConfig(loss_on="all", objective="text")) == Recipe("sft", "all", "text")
+
+
+def test_prompt_and_response_fit_into_max_length_and_the_models_context(tmp_path: Path) -> None:
+    fitting = {"max_prompt_length": 24, "response_length": 16, "max_length": 40}
+    ppo.check(options(tmp_path, **fitting))
+    with pytest.raises(UserError, match="got 40 tokens, expected at most --max-length 39"):
+        ppo.check(options(tmp_path, **fitting | {"max_length": 39}))
+    with pytest.raises(UserError, match="demo-llama"):
+        ppo.check(options(tmp_path, **fitting | {"max_prompt_length": 2**20, "max_length": 2**21}))
+
+
+def test_frozen_models_are_whole_beside_split_ones(tmp_path: Path) -> None:
+    assert inputs._shares(options(tmp_path, tensor_parallel_size=2), 4) == 2
+    for name in ("reference", "reward_models"):
+        with pytest.raises(UserError, match=f"^{name}: --zero-stage 3: got it with --tensor-parallel-size 2"):
+            inputs._shares(options(tmp_path, tensor_parallel_size=2, **{name: {"zero_stage": 3}}), 4)
 
 
 def test_every_stage_checks_the_room_for_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

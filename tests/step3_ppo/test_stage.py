@@ -248,8 +248,14 @@ def test_other_data_to_go_on_learning_is_noticed(models: Path, tmp_path: Path) -
     own = tmp_path / "own.jsonl"
     lines = [{"prompt": f"tell me about {i}", "response": f"the {i} is kind"} for i in range(20)]
     own.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    made = options(models, tmp_path, "reinforce", ptx_coef=0.1, ptx_data_path=[str(own)], ptx_batch_size=4)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"name {i}"}) + "\n" for i in range(9)), encoding="utf-8")
+    learning = {"ptx_coef": 0.1, "ptx_data_path": [str(own)], "ptx_batch_size": 4}
+    paths = {"data_path": [*SMALL["data_path"]], "ppo_only_data_path": [str(prompts)]}
+    made = options(models, tmp_path, "reinforce", **learning, **paths)
     stage.run(made)
+    manifest = json.loads((tmp_path / "step3_ppo/manifest.json").read_text(encoding="utf-8"))
+    assert {str(prompts), f"{own} (ptx)"} <= set(manifest["data"])
     stage.run(made)  # finished: nothing happens
     own.write_text("".join(json.dumps(line) + "\n" for line in lines[:15]), encoding="utf-8")
     with pytest.raises(UserError, match=r"finished with other data: .*own\.jsonl \(ptx\)"):
@@ -260,8 +266,11 @@ def test_too_few_rows_to_go_on_learning(models: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     lines = [json.dumps({"prompt": f"tell me about {i}", "response": "kind"}) for i in range(20)]
     own.write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(UserError, match=r"--ptx-batch-size 100: only 1[0-9] rows"):
-        stage.run(options(models, tmp_path, ptx_coef=0.1, ptx_data_path=[str(own)], ptx_batch_size=100))
+    learning = {"ptx_coef": 0.1, "ptx_data_path": [str(own)]}
+    with pytest.raises(UserError, match=r"--ptx-batch-size 100: only 1[0-9] rows") as refused:
+        stage.run(options(models, tmp_path, **learning, ptx_batch_size=100))
+    rows = int(str(refused.value).partition("only ")[2].split()[0])
+    stage.check(options(models, tmp_path, **learning, ptx_batch_size=rows))
 
 
 def test_the_critic_warms_up_alone_and_the_actors_rate_then_falls_to_its_end(models: Path, tmp_path: Path) -> None:

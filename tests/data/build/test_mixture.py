@@ -41,11 +41,13 @@ def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "a:b.jsonl").touch()
     (tmp_path / "demo").mkdir()
     (tmp_path / "lr=1").touch()
+    (tmp_path / "own.py").touch()
     assert parse_data_path("mydata") == ("files", "mydata", None)
     assert parse_data_path("a:b.jsonl") == ("files", "a:b.jsonl", None)
     assert parse_data_path("lr=1") == ("files", "lr=1", None)
     assert parse_data_path("lr=1=3") == ("files", "lr=1", 3.0)
     assert parse_data_path("demo") == ("demo", "", None)
+    assert parse_data_path("own.py") == ("own.py", "", None)
 
 
 @pytest.mark.parametrize(

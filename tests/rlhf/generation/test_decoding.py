@@ -52,6 +52,15 @@ def test_layers_multiply_by_weights_in_another_order_meanwhile() -> None:
     assert not _decoding._in_order(), "weights that change would be used as they were"
 
 
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_bf16_layers_multiply_so_where_the_cpu_can(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    layers = model().bfloat16()
+    with _decoding._products_by(_decoding._Sorted, layers):
+        chosen = {name for name, layer in layers.items() if type(layer) is _decoding._Sorted}
+    assert chosen == ({"biased", "plain", "wide"} if has_bf16 else set())
+
+
 def test_products_of_several_weights_lie_beside_each_other() -> None:
     layers, x = model(), normal(3, 1, 9)
     both = [layers["biased"], nn.Linear(9, 5)]

@@ -125,6 +125,17 @@ def test_a_model_that_mixes_neighbours_is_found_out() -> None:
     assert not packing.packs(lm)
 
 
+def test_a_model_that_raises_for_packed_rows_is_padded() -> None:
+    def refuse(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if len(inputs[0]) == 1:
+            raise ValueError("one row")
+
+    lm = tiny.causal_lm()
+    lm.get_submodule("model.layers.0.mlp").register_forward_pre_hook(refuse)
+    packing.allow(ready(lm, torch.float32), whole=True)  # type: ignore[arg-type]
+    assert not packing.packs(lm)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_rollout_of_latent_attention(whole: bool) -> None:
     """Its cache holds other things than attention gets, so the log-probs of sampling show which of them was read."""

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rlhf.models.scalar import (
     scores,
     state_values,
 )
-from rlhf.types import Pairs, Sequences
+from rlhf.types import JoinedPairs, Pairs, Sequences
 from tests import tiny
 
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
@@ -202,7 +203,9 @@ def test_a_new_one_has_the_language_model_s_backbone(tmp_path: Path, family: str
 def test_a_new_head_is_small_noise_of_its_seed(tmp_path: Path) -> None:
     """N(0, 1 / sqrt(d + 1)): with d = 4096 the standard deviation is known to 1 / sqrt(2 d), about 1 %."""
     tiny.causal_lm("opt", word_embed_proj_dim=4096).save_pretrained(tmp_path)
+    before = torch.get_rng_state()
     weights = [new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB, seed).score.weight for seed in (0, 0, 1)]
+    assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     assert weights[0].std().item() * math.sqrt(4097) == pytest.approx(1.0, abs=0.05)
     assert abs(weights[0].mean().item()) < 4 / 4096
@@ -319,6 +322,22 @@ def test_pairs_in_one_row_have_the_scores_and_gradients_of_two(family: str) -> N
         found[pair_scores] = (scored, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
     assert float((found[score_joined][0] - found[score_separately][0]).abs().max()) < SCORE
     require_gradients(found[score_joined][1], found[score_separately][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_second_side_sees_the_first_takes_no_pairs_in_one_row(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scores of the first sides are right: over both, the error is that of this very mistake over sqrt(2)."""
+    model, forward = scalar_model("llama").to(dtype), ScalarModel.forward
+
+    def seeing(self: ScalarModel, rows: Sequences | JoinedPairs) -> Tensor:
+        joined = isinstance(rows, JoinedPairs)
+        return forward(self, replace(rows, branch=torch.zeros_like(rows.branch)) if joined else rows)
+
+    assert can_join(model, pairs())
+    monkeypatch.setattr(ScalarModel, "forward", seeing)
+    assert not can_join(model, pairs())
 
 
 def test_what_pairs_begin_with_stands_once() -> None:
