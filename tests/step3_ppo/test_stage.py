@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from data.batches import pair_batch
 from rlhf import plugins
@@ -21,8 +21,10 @@ from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
 from rlhf.generation import vllm as served
 from rlhf.launch.supervisor import NON_FINITE
+from rlhf.models.load import load_causal_lm
 from rlhf.models.scalar import load_scalar_model, score_separately
 from rlhf.storage import manifests
+from rlhf.text.encoder import id_count
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING as sft
 from step2_reward import heldout as pairs
@@ -184,6 +186,26 @@ def test_the_reward_model_knows_its_scores(models: Path) -> None:
         scores, _ = score_separately(model, pair_batch(data.evaluation[:], tokenizer.pad_token_id))  # type: ignore[arg-type]
     assert metrics["eval_score_mean"] == pytest.approx(scores.mean().item(), abs=1e-5)
     assert metrics["eval_accuracy"] == (scores[:, 0] > scores[:, 1]).float().mean().item()
+
+
+def test_one_device_computes_no_padding_in_steps_1_and_2(models: Path) -> None:
+    """Rows lie one after the other, where no ranks share them."""
+    for name in ("step1_sft", "step2_reward"):
+        lines = (models / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        assert {row["padding"] for row in map(json.loads, lines) if row["kind"] == "train"} == {0.0}
+
+
+def test_an_adapter_that_steps_1_and_2_train_is_in_the_weights_they_save(tmp_path: Path) -> None:
+    options = {**SMALL, "adapter": "lora,r=4", "learning_rate": 1e-2, "max_train_rows": 32, "num_train_epochs": 1}
+    places = {"model": "demo-llama", "output_dir": str(tmp_path)}
+    sft.run(SFTConfig(**options, **places))
+    reward.run(RewardConfig(**options, **places))
+    tokenizer, _ = sft.open_data(SFTConfig(**SMALL), "demo-llama")
+    start = load_causal_lm("demo-llama", torch.float32, id_count(tokenizer), 0).state_dict()
+    for name in ("step1_sft", "step2_reward"):
+        saved = AutoModel.from_pretrained(tmp_path / name / "model").state_dict()
+        moved = {weight for weight, value in saved.items() if not torch.equal(value, start[f"model.{weight}"])}
+        assert "layers.0.self_attn.q_proj.weight" in moved and "embed_tokens.weight" not in moved
 
 
 def test_the_seed_of_the_run_is_that_of_the_head(tmp_path: Path) -> None:
