@@ -99,11 +99,13 @@ def test_temperature_divides_the_logits(family: str) -> None:
     rows = ROWS[1:2]
     with torch.no_grad():
         exact = (model(input_ids=rows.ids).logits.double() / 0.7).log_softmax(-1)
-        got, entropy = Policy(model)(rows, 0.7, entropy="watched")
+        given = [Policy(model)(rows, 0.7, entropy=kind) for kind in ("none", "watched", "trained")]
     kept = rows.loss_mask[:, 1:]
     expected = exact[:, :-1].gather(-1, rows.ids[:, 1:, None]).squeeze(-1)
-    assert greatest((got[:, 1:] - expected)[kept]) < 1e-5
-    assert greatest((entropy[:, 1:] + (exact.exp() * exact).sum(-1)[:, :-1])[kept]) < 1e-5
+    for got, entropy in given:
+        assert greatest((got[:, 1:] - expected)[kept]) < 1e-5
+        assert entropy is None or greatest((entropy[:, 1:] + (exact.exp() * exact).sum(-1)[:, :-1])[kept]) < 1e-5
+    assert [entropy is None for _, entropy in given] == [True, False, False]
 
 
 @families
