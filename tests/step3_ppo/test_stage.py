@@ -138,6 +138,8 @@ def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> N
     distances = {name: distance(weights[name], weights["sft"]) for name in ("actor", "ema")}
     assert 0 < distances["ema"] < distances["actor"]
     assert {"actor", "critic", "ema"} <= set(json.loads((out / "manifest.json").read_text(encoding="utf-8"))["models"])
+    for scoring in (out, models / "step2_reward"):  # a critic and a reward model may score the next run
+        stage.check(options(models, tmp_path / "next", reward=f"learned,model={scoring}"))
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
