@@ -93,6 +93,14 @@ def test_a_reference_drawn_from_a_config_is_the_actor_as_it_was_drawn(tmp_path: 
     assert not torch.equal(*drawn)
 
 
+def test_one_device_packs_the_rows_of_steps_1_and_2(tmp_path: Path) -> None:
+    """A model whose rows several ranks share computes padding."""
+    for _, stage, config in each_stage(tmp_path)[:2]:
+        tokenizer, data = stage.check(config)
+        with tiny.one_rank():
+            assert stage.load(config, "demo-llama", tokenizer, data, 1).engine.module.packs
+
+
 def test_a_backend_of_ones_own_checks_the_actors_options_and_those_of_sampling(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from rlhf.errors import UserError\n"

@@ -190,13 +190,6 @@ def test_the_reward_model_knows_its_scores(models: Path) -> None:
     assert metrics["eval_accuracy"] == (scores[:, 0] > scores[:, 1]).float().mean().item()
 
 
-def test_one_device_computes_no_padding_in_steps_1_and_2(models: Path) -> None:
-    """Rows lie one after the other, where no ranks share them."""
-    for name in ("step1_sft", "step2_reward"):
-        lines = (models / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        assert {row["padding"] for row in map(json.loads, lines) if row["kind"] == "train"} == {0.0}
-
-
 def test_an_adapter_that_steps_1_and_2_train_is_in_the_weights_they_save(tmp_path: Path) -> None:
     options = {**SMALL, "adapter": "lora,r=4", "learning_rate": 1e-2, "max_train_rows": 32, "num_train_epochs": 1}
     places = {"model": "demo-llama", "output_dir": str(tmp_path)}
