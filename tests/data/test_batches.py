@@ -241,6 +241,8 @@ def test_elements_of_rows_of_similar_length_are_together_however_many_they_have(
 def test_rows_of_equal_length_stay_in_order() -> None:
     """A sort that is not stable may give other ranks, on other CPUs, another order: rows lost and rows twice."""
     assert dealt(np.full(96, 5), 96, 2, ranks=2) == dealt(96, 96, 2, ranks=2)
+    lengths, [order] = 5 + np.arange(96) % 2, Batches(96, 96)
+    assert list(Batches(lengths, 96)) == [sorted(order, key=lambda row: -lengths[row])]
     assert dealt(96, 1, 1, elements=np.zeros(96, dtype=int)) == [[list(range(96))]]
 
 
