@@ -17,7 +17,7 @@ pytestmark = pytest.mark.faults
 TERMINATED, INTERRUPTED, REQUEUE = 143, 130, 75
 
 
-def require_saved(ended: harness.ExitStatus, step: int, code: int, name: str) -> None:
+def require_saved(ended: harness.Ended, step: int, code: int, name: str) -> None:
     """The newest checkpoint is of the last step that was done."""
     ended.require(code)
     done = harness.last_step(ended.out, step)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.engine.nonfinite import NonFiniteError
-from rlhf.engine.training import FP16_SEARCH, _let_it_search
+from rlhf.engine.training import FP16_SEARCH, _allow_overflows
 from tests import engine_runs, tiny
 from tests.engine_runs import apart, batches, require_left_out, step, weights
 
@@ -114,6 +114,6 @@ def test_the_search_for_a_loss_scale_raises_nothing_of_its_own() -> None:
     own, ours = (DynamicLossScaler(**made) for _ in range(2))
     with pytest.raises(Exception, match="minimum"):
         overflow(own)
-    _let_it_search(SimpleNamespace(loss_scaler=ours))
+    _allow_overflows(SimpleNamespace(loss_scaler=ours))
     overflow(ours)
     assert ours.cur_scale == 1
