@@ -59,7 +59,7 @@ class InMemory(Run):
         super().__init__(*arguments)
         self._observed = observed
 
-    def follow(self, steps: Iterable[Metrics], *_: Any, **__: Any) -> None:
+    def run_loop(self, steps: Iterable[Metrics], *_: Any, **__: Any) -> None:
         self._observed.metrics += steps
 
     def save(self, folder: str, save: Callable[[Path], None]) -> None:
