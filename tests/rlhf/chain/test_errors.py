@@ -319,7 +319,9 @@ def test_a_crash_names_the_stage_and_starts_no_later_one(tmp_path: Path) -> None
     done = chain(tmp_path, "--data-path", f"{source},rows=2000")
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
     command, last = done.stderr.splitlines()[-2:]
-    assert last.startswith("step1_sft did not finish: rank 0: exit code 1, before its first step; it begins again")
+    assert last.startswith(
+        "step1_sft did not finish: rank 0: exit code 1, before its first step; it starts from scratch"
+    )
     assert command.startswith("to resume: ")
     assert command.endswith(f"train.py --output-dir {tmp_path}/out --max-eval-rows 8 --data-path {source},rows=2000")
     assert unfinished(tmp_path)

@@ -79,10 +79,10 @@ def test_a_stage_that_ends_without_its_manifest_has_failed(
     ended = train.run_with_restarts(1, options, lambda *_: ExitStatus(0), 1)
     assert capsys.readouterr().err.endswith("; restart 1 of 1\n")
     with pytest.raises(SystemExit) as leaving:
-        train.leave(1, ended, {1: options})
+        train.exit_with_failure(1, ended, {1: options})
     assert leaving.value.code == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line == (
         "step1_sft did not finish: exit code 0 without a manifest.json (look for sys.exit and os._exit in your reward "
-        "function and other files of your own), before its first step; it begins again, without a checkpoint"
+        "function and other files of your own), before its first step; it starts from scratch, without a checkpoint"
     )

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rlhf.generation import _decoding, loop
+from rlhf.models.cpu import attention
 
 NEAR = 9 * 10 * torch.finfo(torch.float32).eps
 """sums of 9 products of numbers below 10, each addition off by eps at most"""
@@ -20,7 +21,7 @@ def test_attention_where_our_own_does_not_fit(dtype: torch.dtype, masked: bool) 
     """Without a mask, and in bf16 with heads of odd width: a weighted mean of values, two queries a key."""
     q, k, v = (normal(2, heads, n, 5, seed=i).to(dtype) for i, (heads, n) in enumerate(((4, 1), (2, 7), (2, 7))))
     seen = (torch.arange(7) > torch.tensor([[1], [4]]))[:, None, None] if masked else None
-    found = _decoding._one_token(q, k, v, seen, 0.3)
+    found = attention._attend_one(q, k, v, seen, 0.3)
     expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), seen, scale=0.3, enable_gqa=True)
     # scores below 2 and weights that add up to 1, each rounded once or twice, and the result
     bound = 8 * torch.finfo(dtype).eps * float(v.abs().max())
