@@ -78,7 +78,7 @@ def stage_main(
             console.quiet_libraries()
             run(options)
     except UserError as error:
-        give_up(f"error: {error}{_kept_traceback(error, stage, argv)}", USER_ERROR)
+        give_up(f"error: {error}{_save_traceback(error, stage, argv)}", USER_ERROR)
     except OSError as error:
         if errors.system_error_line(error) is None:
             raise
@@ -89,7 +89,7 @@ def stage_main(
     return 0
 
 
-def _kept_traceback(error: UserError, stage: str, argv: Sequence[str]) -> str:
+def _save_traceback(error: UserError, stage: str, argv: Sequence[str]) -> str:
     """Where the traceback lies of what a user's own code has raised; nothing is written for other mistakes."""
     folder = Path(parser.peek(argv, "output-dir", RunOptions().output_dir)) / stage
     if error.__cause__ is None or not folder.is_dir():
@@ -117,8 +117,8 @@ def give_up(message: str, code: int) -> NoReturn:
         print(message, file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:  # torchrun ends its own report with this
-        said = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        Path(report).write_text(json.dumps({"message": said}), encoding="utf-8")
+        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": details}), encoding="utf-8")
     if rank_variables.world_size() > 1:
         sys.stdout.flush()
         os._exit(code)  # at once: leaving the process group can take as long as the others wait

@@ -147,7 +147,7 @@ def ranks() -> Iterator[None]:
 def leaning_to_eos(game: Players, strength: float) -> Players:
     """Policy and reference whose logit of EOS is `strength` higher everywhere."""
     shift = torch.zeros(tiny.VOCAB).index_fill(0, torch.tensor([tiny.EOS]), strength)
-    reference: Any = game.scorer.reference.frozen.module
+    reference: Any = game.scorer.reference.source.module
     for policy in (game.actor.module, reference):
         policy.lm.get_output_embeddings().register_forward_hook(lambda head, inputs, logits: logits + shift)
     return game

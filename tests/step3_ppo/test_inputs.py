@@ -10,6 +10,7 @@ import torch
 
 from data.dataset import Recipe
 from rlhf.distributed import collectives
+from rlhf.engine.frozen import FrozenEngine
 from rlhf.errors import UserError
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING as sft
@@ -85,8 +86,8 @@ def test_a_reference_drawn_from_a_config_is_the_actor_as_it_was_drawn(tmp_path: 
         tokenizer, _ = ppo.check(config)
         with tiny.one_rank():
             made = set_up(config, tokenizer)
-            assert made.scorer.reference.frozen is not None
-            with made.actor.inference() as actor, made.scorer.reference.frozen.inference() as reference:
+            assert isinstance(made.scorer.reference.source, FrozenEngine)
+            with made.actor.inference() as actor, made.scorer.reference.source.inference() as reference:
                 own, other = actor.state_dict(), reference.state_dict()
                 assert own and all(torch.equal(weight, other[name]) for name, weight in own.items())
                 drawn.append(actor.lm.get_output_embeddings().weight.clone())

@@ -172,7 +172,7 @@ def test_equal_scores_are_seen_behind_a_critic_that_differs() -> None:
 
 def test_advantages_that_are_not_whitened_have_one_spread() -> None:
     metrics = {name: value for name, value in HEALTHY.items() if name != "raw_advantage_std"}
-    [notice] = Watch(Limits()).look(1, metrics | {"advantage_std": 0.0})
+    [notice] = Watch(Limits()).check(1, metrics | {"advantage_std": 0.0})
     assert (notice.name, notice.numbers) == ("equal_advantages", {"advantage_std": 0.0, "score_std": 0.7})
 
 

@@ -141,7 +141,7 @@ def test_a_model_that_raises_for_packed_rows_is_padded() -> None:
 
     lm = tiny.causal_lm()
     lm.get_submodule("model.layers.0.mlp").register_forward_pre_hook(refuse)
-    packing.allow(ready(lm, torch.float32), whole=True)  # type: ignore[arg-type]
+    packing.detect_support(ready(lm, torch.float32), unsharded=True)  # type: ignore[arg-type]
     assert not packing.packs(lm)
 
 

@@ -262,7 +262,9 @@ def test_other_data_is_refused_by_name(tmp_path: Path) -> None:
     make(tmp_path)
     assert state(tmp_path, content={"x.jsonl": "one"}) == "finished"
     assert state(tmp_path, content={"of a place not known then": "two"}) == "finished"
-    with pytest.raises(UserError, match=r"finished with other data: x.jsonl changed since; name another --output-dir"):
+    with pytest.raises(
+        UserError, match=r"finished with other data: x.jsonl changed since; choose another --output-dir"
+    ):
         state(tmp_path, content={"x.jsonl": "two"})
 
 

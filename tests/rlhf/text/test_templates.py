@@ -347,7 +347,7 @@ def test_another_end_token_than_the_stages_is_refused(stage: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(stage)
     tokenizer.eos_token = "</s>"
     tokenizer.save_pretrained(stage)
-    with pytest.raises(UserError, match=r"end token </s>, but --chat-template chatml \(end token <\|im_end\|>\)"):
+    with pytest.raises(UserError, match=r"end token </s>, but got --chat-template chatml \(end token <\|im_end\|>\)"):
         check_start(str(stage), "chatml", 64)
     check_start(str(stage), "auto", 64)
 

@@ -217,7 +217,9 @@ def test_where_the_source_does_not_compile_it_says_so_once(tmp_path: Path, monke
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
     kernels.for_one_token.cache_clear(), kernels._compiled.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="one_token.cpp does not compile, so what it does takes longer: .*error: "):
+        with pytest.warns(
+            UserWarning, match="one_token.cpp does not compile, so slower operations of torch are used: .*error: "
+        ):
             assert not kernels.for_one_token(torch.float32)
         assert not kernels.for_one_token(torch.bfloat16)
     finally:
