@@ -219,9 +219,9 @@ def main() -> int:
         least = float(words[3]) if len(words) == 4 else MAX_DROP
     except (OSError, ValueError) as error:
         raise UserError(f"{' '.join(words)}: {error}") from None
-    said = find_regressions(old, new, least)
-    print("\n".join(said) or f"no ratio fell by more than {least:.0%}")
-    return int(bool(said))
+    regressions = find_regressions(old, new, least)
+    print("\n".join(regressions) or f"no ratio fell by more than {least:.0%}")
+    return int(bool(regressions))
 
 
 if __name__ == "__main__":

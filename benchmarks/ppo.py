@@ -193,8 +193,8 @@ def needed_flop(options: Options, prompts: list[list[int]]) -> float:
     work = limits.model_work(options.model)
     lengths = [len(ids) + options.response_length for ids in prompts]
     predicted = len(prompts) * options.response_length
-    seen = limits.attention_pairs(lengths)
-    return work.training(sum(lengths), predicted, seen) + work.training(sum(lengths), 0, seen)
+    pairs = limits.attention_pairs(lengths)
+    return work.training(sum(lengths), predicted, pairs) + work.training(sum(lengths), 0, pairs)
 
 
 def part_seconds(rows: harness.Rows) -> dict[str, Any]:

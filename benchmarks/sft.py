@@ -59,8 +59,9 @@ def stage_options(options: Options) -> dict[str, Any]:
 def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
     """(the settings of the contenders, the data)."""
     stage, data = inputs.first_rows(options, "sft", options.rows, folder, **stage_options(options))
-    made = {"stage": stage, "model": options.model, "rows": inputs.demonstrations(data.train), "folder": str(folder)}
-    return {**made, "batch_size": options.batch_size, "dtype": options.dtype}, data
+    rows = inputs.demonstrations(data.train)
+    contender_settings = {"stage": stage, "model": options.model, "rows": rows, "folder": str(folder)}
+    return {**contender_settings, "batch_size": options.batch_size, "dtype": options.dtype}, data
 
 
 def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
-from data.read.remote import RemoteFile, find_files, is_remote
+from data.read.remote import DataFile, RemoteFile, find_files, is_remote
 from rlhf.config import Config, suggest
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import require_hub
@@ -69,7 +69,7 @@ def is_hub_id(path: str) -> bool:
 def open_path(path: str) -> RecordReader:
     """The reader for a path. Raises: UserError if the path is empty or does not exist, or a store fails."""
     if is_remote(path):
-        return RemoteFiles(path, tuple(find_files(path, lambda file: suffix(file) in SUFFIXES)))
+        return DataFiles(path, tuple(find_files(path, lambda file: suffix(file) in SUFFIXES)))
     if not path:
         raise UserError(f"got no path, expected a file ({FILE_TYPES}), a directory, or OWNER/NAME on the hub")
     match = HUB_ID.fullmatch(path)
@@ -78,7 +78,7 @@ def open_path(path: str) -> RecordReader:
     folder = Path(path).expanduser()
     if (folder / "dataset_dict.json").is_file() or all((folder / name).is_file() for name in METADATA_FILES[1::2]):
         return SavedDataset(path, folder)
-    return LocalFiles(path, tuple(data_files(path)))
+    return DataFiles(path, tuple(data_files(path)))
 
 
 def data_files(path: str) -> list[Path]:
@@ -139,13 +139,17 @@ def _suggest_path(path: Path) -> str:
     return ""
 
 
-def _digest(options: object, files: Iterable[Path]) -> str:
+def _digest(options: object, files: Iterable[DataFile]) -> str:
     """The sha256 of the repr of `options` and of the suffix and content of each file."""
     digest = hashlib.sha256(repr(options).encode())
-    for path in files:
-        with _reading(str(path), OSError), path.open("rb") as file:
-            digest.update(suffix(path).encode() + hashlib.file_digest(file, "sha256").digest())
+    for file in files:
+        digest.update(suffix(file).encode() + (file.digest() if isinstance(file, RemoteFile) else _file_digest(file)))
     return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> bytes:
+    with _reading(str(path), OSError), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 @contextlib.contextmanager
@@ -160,11 +164,11 @@ def _reading(name: str, *errors: type[Exception]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalFiles:
-    """Data files. They have no splits."""
+class DataFiles:
+    """Data files on a disk, in an object store or on a web server. They have no splits."""
 
     name: str
-    files: tuple[Path, ...]
+    files: tuple[DataFile, ...]
 
     def records(self, split: str, config: TableConfig) -> LocatedRecords:
         _refuse_options(self.name, config, ("split", "subset", "data_dir"), NO_PARTS)
@@ -173,25 +177,6 @@ class LocalFiles:
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
         return _digest(config, self.files)
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFiles:
-    """Data files in an object store or on a web server. They have no splits."""
-
-    name: str
-    files: tuple[RemoteFile, ...]
-
-    def records(self, split: str, config: TableConfig) -> LocatedRecords:
-        _refuse_options(self.name, config, ("split", "subset", "data_dir"), NO_PARTS)
-        for file in self.files:
-            yield from read_records(file)
-
-    def fingerprint(self, split: str, config: TableConfig) -> str:
-        digest = hashlib.sha256(repr(config).encode())
-        for file in self.files:
-            digest.update(suffix(file).encode() + file.digest())
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

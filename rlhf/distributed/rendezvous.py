@@ -141,10 +141,10 @@ class RankCheck:
             values = self._collect(name, seconds)
             store.set(verdict_key, json.dumps(judge(values)))
             # The store may end with this process, so the others read first.
-            _wait_until(lambda: store.add(f"{name}/read", 0) >= len(values) - 1, VERDICT_S)
+            wait_until(lambda: store.add(f"{name}/read", 0) >= len(values) - 1, VERDICT_S)
         elif not (
-            _wait_until(lambda: store.check([f"{name}/0"]), seconds)
-            and _wait_until(lambda: store.check([verdict_key]), seconds + VERDICT_S)
+            wait_until(lambda: store.check([f"{name}/0"]), seconds)
+            and wait_until(lambda: store.check([verdict_key]), seconds + VERDICT_S)
         ):
             raise UserError(f"rank 0 did not arrive within {seconds:g} s; start the first host too")
         decision = json.loads(store.get(verdict_key))
@@ -161,7 +161,7 @@ class RankCheck:
             missing.difference_update([rank for rank in missing if self.store.check([f"{name}/{rank}"])])
             return not missing
 
-        _wait_until(all_arrived, seconds)
+        wait_until(all_arrived, seconds)
         arrived = sorted(set(range(self.size)) - missing)
         return {rank: json.loads(self.store.get(f"{name}/{rank}")) for rank in arrived}
 
@@ -171,7 +171,7 @@ class RankCheck:
         write_error = ""
         if self.rank > 0:
             written_path = self.store.get("shared/path").decode()
-            is_visible = not written_path or _wait_until(Path(written_path).is_file, SHARED_FILE_S)
+            is_visible = not written_path or wait_until(Path(written_path).is_file, SHARED_FILE_S)
         else:
             existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir()).absolute()
             path = existing / f".rlhf-shared-{uuid.uuid4().hex}"
@@ -191,7 +191,8 @@ class RankCheck:
                 path.unlink(missing_ok=True)
 
 
-def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition came true within so many seconds."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -28,7 +28,6 @@ from rlhf.launch.hosts import Deployment, LaunchOptions, deepspeed_command
 from rlhf.launch.launcher import end_with_parent, hold_store, rank_environment
 from rlhf.launch.supervisor import (
     CLOSING_S,
-    POLL_S,
     TERMINATED,
     USER_ERROR,
     ExitStatus,
@@ -84,7 +83,7 @@ class Order:
         except OSError as error:
             raise UserError(f"{self.directory}: {error.strerror}; it must exist on every host") from None
         shared = self.argv[self.argv.index("--config") + 1] if "--config" in self.argv else "."
-        if not _wait_until(Path(shared).exists, VISIBLE_S):
+        if not rendezvous.wait_until(Path(shared).exists, VISIBLE_S):
             raise UserError(
                 f"{shared} is not visible here after {VISIBLE_S:.0f} s; expected an output directory that all hosts "
                 "share"
@@ -153,7 +152,7 @@ class Team:
         followers = self.size - self._own
         with contextlib.suppress(DistError):
             self._orders.add(asdict(Order(self._number + 1, code=code)))
-            _wait_until(lambda: self._store.add("dismissed", 0) >= followers, CLOSING_S)
+            rendezvous.wait_until(lambda: self._store.add("dismissed", 0) >= followers, CLOSING_S)
 
 
 @contextlib.contextmanager
@@ -197,7 +196,7 @@ def start(deployment: Deployment) -> Iterator[Team]:
             yield team
         finally:
             team.dismiss(0)  # only the leader's exit code matters, and launchers print a long report about another code
-            _wait_until(lambda: starter.poll() is not None, CLOSING_S)
+            rendezvous.wait_until(lambda: starter.poll() is not None, CLOSING_S)
 
 
 class _Follower:
@@ -280,15 +279,6 @@ def _next_order(orders: _Series, signals: Signals) -> Order | None:
             return None
         time.sleep(STORE_POLL_S)
     return Order(**order)
-
-
-def _wait_until(condition: Any, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 def main() -> NoReturn:

@@ -13,7 +13,6 @@ ranks have succeeded. Any number of ranks under any ZeRO stage can read it. Noth
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from rlhf import console
 from rlhf.distributed import collectives
+from rlhf.distributed.rendezvous import wait_until
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
 from rlhf.storage.manifests import CHECKPOINTS, content_digest
@@ -109,7 +109,7 @@ def begin(
     failure = collectives.gather_objects(_make_empty(staging) if collectives.is_main() else "")[0]
     if failure:
         return lambda: failure
-    _wait_until_visible(staging)
+    wait_until(staging.exists, VISIBLE_S)
     numbers = {name: deepcopy(source.state_dict()) for name, source in state.numbers.items()}  # some call collectives
     tensors = {name: (copy or _copy_each)(name, source.tensors()) for name, source in state.tensors.items()}
     snapshot = Snapshot(numbers, tensors, random_sources.state(), logs.sizes(stage, log_patterns))
@@ -164,12 +164,6 @@ def _delete_except(newest: Path, keep: int) -> None:
     index = folders.index(newest)
     for folder in [*folders[:index], *folders[index + keep :]]:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _wait_until_visible(folder: Path) -> None:
-    end = time.monotonic() + VISIBLE_S
-    while not folder.exists() and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 def folder_of(stage: Path, step: int) -> Path:
@@ -241,7 +235,7 @@ def newest(stage: Path) -> Checkpoint | None:
     """
     folders = collectives.gather_objects([str(folder) for folder in _newest_first(stage / CHECKPOINTS)])[0]
     for folder in map(Path, folders):
-        _wait_until_visible(folder)
+        wait_until(folder.exists, VISIBLE_S)
         manifest, fault = _manifest(folder)
         names = sorted(manifest.get("files", {}))
         mine = names[collectives.rank() :: collectives.world_size()]

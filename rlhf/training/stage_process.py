@@ -29,12 +29,12 @@ from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ORDERLY, REQUEUE, USER_ERR
 C = TypeVar("C", bound=RunOptions)
 
 PATIENCE_S = 5.0
-"""a rank that has nothing of its own to say waits this long, to be ended by the launcher in silence"""
+"""a rank with no error of its own waits this long for the launcher to end it, so that it prints nothing"""
 
 
 @contextlib.contextmanager
 def requeue_on_signal() -> Iterator[None]:
-    """Between stages SIGUSR1 ends the chain with code REQUEUE: there is nothing to save."""
+    """Between stages, SIGUSR1 ends the chain with code REQUEUE, because there is nothing to save."""
 
     def leave(*_: object) -> NoReturn:
         raise SystemExit(REQUEUE)
@@ -53,9 +53,9 @@ def stage_main(
     groups: Groups,
     run: Callable[[C], object],
 ) -> int:
-    """The command line of one stage: the class of its options, parse, run. A user's mistake is one line and code 2.
+    """The command line of one stage: parse its options and run it. A user's mistake is one line and code 2.
 
-    `groups`: what `--help` lists beside what every stage has.
+    options_of: command line -> class of the options; groups: what `--help` lists beside the options of every stage
     """
     _end_with_launcher()
     streams.ignore_broken_streams()
@@ -90,7 +90,7 @@ def stage_main(
 
 
 def _save_traceback(error: UserError, stage: str, argv: Sequence[str]) -> str:
-    """Where the traceback lies of what a user's own code has raised; nothing is written for other mistakes."""
+    """Write the traceback of an error in the user's own code to a file: a clause for the message, or nothing."""
     folder = Path(parser.peek(argv, "output-dir", RunOptions().output_dir)) / stage
     if error.__cause__ is None or not folder.is_dir():
         return ""
@@ -102,7 +102,7 @@ def _save_traceback(error: UserError, stage: str, argv: Sequence[str]) -> str:
 
 
 def end_well() -> None:
-    """End a rank of several at once, with code 0: threads of the libraries can abort one that takes itself apart."""
+    """End one of several ranks with code 0 without cleaning up, because threads of libraries can abort the clean-up."""
     sys.stdout.flush()
     sys.stderr.flush()
     if rank_variables.world_size() > 1:
@@ -110,28 +110,28 @@ def end_well() -> None:
 
 
 def give_up(message: str, code: int) -> NoReturn:
-    """End this rank with one line. Rank 0 goes first, and its launcher then ends the others, who would say the same."""
+    """End this rank with one line. Ranks other than 0 have the same line, and wait for the launcher to end them."""
     if rank_variables.rank() > 0:
-        _wait_to_be_ended()
+        _wait_for_termination()
     if rank_variables.rank() == 0 or code not in ORDERLY:
         print(message, file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:  # torchrun ends its own report with this
+    if report:  # torchrun prints this at the end of its own report
         details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
         Path(report).write_text(json.dumps({"message": details}), encoding="utf-8")
     if rank_variables.world_size() > 1:
         sys.stdout.flush()
-        os._exit(code)  # at once: leaving the process group can take as long as the others wait
+        os._exit(code)  # without leaving the process group, which can take long
     raise SystemExit(code)
 
 
-def _wait_to_be_ended() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a run only remembers it
+def _wait_for_termination() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # in a run, SIGTERM is only stored
     time.sleep(PATIENCE_S)
 
 
 class _Patience:
-    """Lets the rank that failed first speak first: one that only lost its peer, or is not rank 0, waits."""
+    """Lets the rank that failed first print its error: a rank that lost its peer, or is not rank 0, waits."""
 
     def __enter__(self) -> None:
         return
@@ -140,20 +140,20 @@ class _Patience:
         if isinstance(error, SystemExit | UserError | KeyboardInterrupt) or error is None:
             return
         if rank_variables.rank() > 0 or re.search(r"closed by peer|reset by peer|Broken pipe|NCCL|gloo", str(error)):
-            _wait_to_be_ended()
+            _wait_for_termination()
 
 
 def _end_with_launcher() -> None:
-    """When the launcher is gone, even by SIGKILL, end: asked by SIGTERM on Linux, and killed if that is no help."""
+    """End when the launcher is gone, even by SIGKILL: by SIGTERM on Linux, and by SIGKILL after the grace period."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
         return
     end_with_parent(int(launcher))
     grace_s = float(os.environ.get(LAUNCHER_GRACE, GRACE_S))
-    threading.Thread(target=_outlive_by, args=(int(launcher), grace_s), daemon=True).start()
+    threading.Thread(target=_kill_after_parent, args=(int(launcher), grace_s), daemon=True).start()
 
 
-def _outlive_by(parent: int, grace_s: float) -> None:
+def _kill_after_parent(parent: int, grace_s: float) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     time.sleep(grace_s)
