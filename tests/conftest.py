@@ -80,7 +80,7 @@ def seeds() -> None:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     """`import vllm` finds the stand-in meanwhile; its LLM, which knows the engines made."""
-    from tests import stand_in_vllm
+    from tests.support import stand_in_vllm
 
     monkeypatch.setitem(sys.modules, "vllm", stand_in_vllm.module())
     yield stand_in_vllm.LLM

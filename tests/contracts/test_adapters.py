@@ -21,7 +21,7 @@ from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.types import Sequences
 from step3_ppo.rollout import Reference
-from tests import tiny
+from tests.support import tiny
 
 ADAPTERS = plugins.names("rlhf.adapters")
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])

@@ -12,8 +12,8 @@ from torch import Tensor
 from rlhf import plugins
 from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo import algorithms
-from tests import tiny
-from tests.players import config_of, players, twice_each
+from tests.support import tiny
+from tests.support.players import config_of, players, twice_each
 
 ALGORITHMS = plugins.names("step3_ppo.algorithms")
 WIDTH = 6

@@ -16,7 +16,7 @@ from rlhf.models import packing
 from rlhf.models.cpu import attention
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, SampledRollout
-from tests import tiny
+from tests.support import tiny
 
 BACKENDS = plugins.names("rlhf.generation")
 PROMPTS = tiny.prompts([3, 9, 8])

@@ -20,7 +20,7 @@ from rlhf.engine.training import Engine
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.types import Sequences
-from tests import tiny
+from tests.support import tiny
 
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 families = pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from rlhf import plugins, rewards
 from rlhf.errors import UserError
 from rlhf.types import Message, Samples
-from tests import tiny
 from tests.rlhf.rewards.responses import context, other_tokenizer, padded, reward_model, rollout, samples
+from tests.support import tiny
 
 SOURCES = [*plugins.names("rlhf.rewards"), "learned (other tokenizer)"]
 OPTIONS = {"length": ",target=3,penalty=0.5", "repetition": ",n=2", "classifier": ",model={folder},label=1"}

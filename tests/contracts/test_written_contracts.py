@@ -13,9 +13,9 @@ from rlhf import adapters, generation, rewards
 from rlhf.errors import UserError
 from step3_ppo import algorithms, stage
 from step3_ppo.config import Step3Config
-from tests import tiny
-from tests.players import SMALL, on_course, players, twice_each
-from tests.small_demo import SMALL as DEMO
+from tests.support import tiny
+from tests.support.demo import SMALL as DEMO
+from tests.support.players import SMALL, on_course, players, twice_each
 
 COUNTED = "import sys\nsys.executed = [*getattr(sys, 'executed', []), __file__.rpartition('/')[2]]\n"
 """In a user's file: notes that the file is executed."""

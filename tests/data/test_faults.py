@@ -40,8 +40,8 @@ from step1_sft import __main__ as sft
 from step1_sft import stage as sft_stage
 from step2_reward import __main__ as reward
 from step2_reward import stage as reward_stage
-from tests.programs import without_status
-from tests.texts import byte_tokenizer
+from tests.support.programs import without_status
+from tests.support.texts import byte_tokenizer
 
 ROOT = Path(train.__file__).parents[2]
 LIMIT_S = 15

@@ -19,7 +19,7 @@ from data.dataset import Recipe, open_datasets
 from data.read.paths import TableConfig, is_hub_id, open_path
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import prepare_tokenizer
-from tests import payloads, tiny
+from tests.support import payloads, tiny
 
 DAMAGED = (UserError, OSError, ValueError, LookupError, EOFError, SafetensorError, pyarrow.ArrowException)
 

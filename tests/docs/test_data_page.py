@@ -18,7 +18,7 @@ from data.build.pack import CROSS_TEXT_ATTENTION
 from data.preview import command as preview
 from rlhf import errors, plugins
 from rlhf.chain import command as train
-from tests import programs
+from tests.support import programs
 
 ROOT = Path(train.__file__).parents[2]
 PAGE = (ROOT / "docs/data.md").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """What becomes of processes, launches, checkpoints and files when something goes wrong: a table of the faults, each
 with the tests that show what is done. Rows 71 to 89, numbers, are in step3_ppo/test_faults.py."""
 
-from tests.fault_names import require_collected
+from tests.support.fault_names import require_collected
 
 ROWS_A: dict[int, tuple[str, ...]] = {
     # a rank is killed in a step; while it saves; between the data and the name of a checkpoint

@@ -14,10 +14,10 @@ from rlhf import rewards
 from rlhf.config.options import RunOptions
 from rlhf.training.reporting import Reporter
 from rlhf.types import SampledRollout, Samples
-from tests import tiny
 from tests.contracts import test_adapters as adapter_contract
 from tests.contracts import test_generation as backend_contract
-from tests.players import on_course, players, twice_each
+from tests.support import tiny
+from tests.support.players import on_course, players, twice_each
 
 ROOT = Path(__file__).parents[2]
 PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.stem != "LOG"}

@@ -17,7 +17,7 @@ from rlhf.evaluation import evaluate
 from step1_sft.stage import FINE_TUNING
 from step2_reward.stage import REWARD_MODELLING
 from step3_ppo import stage as ppo
-from tests import programs
+from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")

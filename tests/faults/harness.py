@@ -23,8 +23,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.processes import until
-from tests.small_demo import SMALL
+from tests.support.demo import SMALL
+from tests.support.processes import until
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(__file__).parent / "site"

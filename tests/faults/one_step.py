@@ -8,7 +8,7 @@ from rlhf.training.stage_process import stage_main
 
 def run(options: RunOptions) -> None:
     from rlhf.distributed import collectives
-    from tests import engine_runs
+    from tests.support import engine_runs
 
     with collectives.process_group(options.timeout_s):
         engine = engine_runs.engine({"zero_stage": 1})

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.storage import disk
 from rlhf.training import checkpoints
 from rlhf.training.checkpoints import Resumable
-from tests.processes import until
+from tests.support.processes import until
 
 STAGE = {"stage": "step1_sft", "config": {}, "inputs": {}, "models": []}
 ROWS = 1 << 14

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness
-from tests.processes import alive, until
+from tests.support.processes import alive, until
 
 pytestmark = pytest.mark.faults
 TERMINATED, INTERRUPTED, REQUEUE = 143, 130, 75

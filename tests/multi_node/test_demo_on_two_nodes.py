@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.multi_node.world import ROOT, Machine, World
-from tests.processes import until
+from tests.support.processes import until
 
 pytestmark = pytest.mark.faults
 LOSSES = ROOT / "rlhf" / "maths" / "losses.py"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
 from tests.options import world
+from tests.support import tiny
 
 
 @pytest.fixture(scope="package")

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tests import tiny
 from tests.options.reference_credit import Row, Scored, kl
+from tests.support import tiny
 
 Metrics = dict[str, float]
 

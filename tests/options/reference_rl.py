@@ -15,7 +15,6 @@ from torch import Tensor
 
 from data.batches import Batches
 from rlhf.maths.uniforms import uniforms
-from tests import tiny
 from tests.options import reference
 from tests.options.comparison import Comparison
 from tests.options.harness import Ids
@@ -23,6 +22,7 @@ from tests.options.reference import Network, Trainer
 from tests.options.reference_credit import Row, Scaling, Scored, Tokens, adapted, credit, policy_loss, value_loss
 from tests.options.reference_metrics import averaged, compared, name_of, named, rollout_metrics
 from tests.options.reference_supervised import require_micro_batches, token_loss
+from tests.support import tiny
 
 HELD_OUT = 2**20 - 1
 """the number of the rollout that held-out responses are drawn in"""

@@ -12,8 +12,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from tests import tiny
 from tests.options.world import WORDS
+from tests.support import tiny
 
 HUMAN, ASSISTANT = 4, 5
 PHASES = ("sft", "reward", "ppo")

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests import forked_ranks
 from tests.options import cases, harness
 from tests.options.cases import Bundle
 from tests.options.comparison import Comparison
 from tests.options.harness import Observed
 from tests.options.prediction import config_of, require_predicted
+from tests.support import forked_ranks
 
 BUNDLES = cases.bundles()
 

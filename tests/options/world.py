@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from rlhf.text.templates import BUILT_IN
-from tests import tiny
+from tests.support import tiny
 
 WIDTH, HEADS = 8, 2
 WORDS = ("Human:", "Assistant:", *(f"w{i}" for i in range(12)))

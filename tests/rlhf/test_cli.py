@@ -9,8 +9,8 @@ import pytest
 from rlhf import cli
 from rlhf.config import parser
 from rlhf.errors import UserError
-from tests import programs
-from tests.programs import Run
+from tests.support import programs
+from tests.support.programs import Run
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from rlhf.models.scalar import score_joined, score_separately
 from rlhf.supervised.runner import batches_for
 from rlhf.types import Metrics, Pairs
 from step2_reward.stage import scoring
-from tests import reward_runs, tiny
-from tests.reward_runs import CENTERING, comparisons, records, scores_of
+from tests.support import reward_runs, tiny
+from tests.support.reward_runs import CENTERING, comparisons, records, scores_of
 
 PAIRS = [1, 3, 6, 5, 2, 1, 3, 6, 1, 1, 1, 1, 1]
 """comparisons of each record, counted by hand: C(K, 2) without ties, equal texts and those with too long a response"""

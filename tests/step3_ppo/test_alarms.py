@@ -15,9 +15,9 @@ from step3_ppo.guard import KLGuard, RunawayError
 from step3_ppo.heldout import BestPolicy, EvaluationSchedule, with_evaluations
 from step3_ppo.metrics import credit_metrics, rollout_metrics
 from step3_ppo.warnings import Limits, Watch
-from tests import tiny
-from tests.players import ONE_STEP, Players, players, twice_each
 from tests.step3_ppo.test_bandit import ACTIONS, BATCH, logprobs_of, sampled
+from tests.support import tiny
+from tests.support.players import ONE_STEP, Players, players, twice_each
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,8 +23,8 @@ from step3_ppo import inputs
 from step3_ppo.algorithms.best_of_n import BestOfN, Config, build
 from step3_ppo.chosen import append_chosen
 from step3_ppo.kl import KLController
-from tests import tiny
-from tests.players import language_model, players, twice_each
+from tests.support import tiny
+from tests.support.players import language_model, players, twice_each
 
 
 def built(group: int, **changes: Any) -> BestOfN:

@@ -18,9 +18,9 @@ from step3_ppo.algorithms import grpo, ppo
 from step3_ppo.inputs import check
 from step3_ppo.metrics import credit_metrics, rollout_metrics
 from step3_ppo.warnings import Limits, Watch
-from tests import engine_runs, tiny
-from tests.fault_names import require_collected
-from tests.players import Players, players, scored_by, twice_each
+from tests.support import engine_runs, tiny
+from tests.support.fault_names import require_collected
+from tests.support.players import Players, players, scored_by, twice_each
 
 ALGORITHMS = [name for name in plugins.names("step3_ppo.algorithms") if name != "best_of_n"]
 

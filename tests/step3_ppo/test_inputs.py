@@ -20,8 +20,8 @@ from step3_ppo import inputs
 from step3_ppo import stage as ppo
 from step3_ppo.algorithms import rloo
 from step3_ppo.models import set_up
-from tests import tiny
-from tests.small_demo import SMALL
+from tests.support import tiny
+from tests.support.demo import SMALL
 
 
 def options(out: Path, **changes: Any) -> rloo.Config:

@@ -10,8 +10,8 @@ from rlhf.errors import UserError
 from step3_ppo import algorithms
 from step3_ppo.algorithms.ppo import Config
 from step3_ppo.kl import KLController
-from tests import tiny
-from tests.players import on_stage, players
+from tests.support import tiny
+from tests.support.players import on_stage, players
 
 
 def respond(coef: float, kl: float) -> float:

@@ -14,8 +14,8 @@ from torch import Tensor
 from rlhf.engine.nonfinite import NonFiniteError, save_batch
 from rlhf.types import Samples, ScoredRollout
 from step3_ppo.rollout import nonfinite
-from tests import tiny
-from tests.players import Players, count_of_words, on_course, players, prompts_to_train_on, scored_by
+from tests.support import tiny
+from tests.support.players import Players, count_of_words, on_course, players, prompts_to_train_on, scored_by
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,7 +26,7 @@ from step3_ppo.heldout import (
     write_rollout,
     write_samples,
 )
-from tests import tiny
+from tests.support import tiny
 
 
 def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluation:

@@ -26,7 +26,7 @@ from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import stage as ppo_stage
 from step3_ppo.algorithms import ppo
 from step3_ppo.metrics import credit_metrics, rollout_metrics, speed
-from tests.small_demo import SMALL
+from tests.support.demo import SMALL
 
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()
 IDS = torch.tensor([[5, 6, 5, 6, 0, 0], [5, 7, 0, 0, 0, 0], [9, 9, 9, 9, 9, 2]])

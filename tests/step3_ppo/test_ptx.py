@@ -25,8 +25,8 @@ from step3_ppo.global_rollout import CreditedRollout
 from step3_ppo.inputs import describe_ptx, open_ptx
 from step3_ppo.ptx import Ptx
 from step3_ppo.update import Learners, update
-from tests import tiny
-from tests.players import Players, demonstrations, language_model, players, twice_each
+from tests.support import tiny
+from tests.support.players import Players, demonstrations, language_model, players, twice_each
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "kl_coef": 0.0}
 DEVICE = torch.device("cpu")

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from step3_ppo.config import Step3Config
 from step3_ppo.scaling import ScoreScaling
-from tests import tiny
-from tests.players import count_of_words, on_course, players, scored_by
+from tests.support import tiny
+from tests.support.players import count_of_words, on_course, players, scored_by
 
 BATCHES = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 3 + torch.arange(5)[:, None] - 7
 

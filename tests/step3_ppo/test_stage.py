@@ -32,8 +32,8 @@ from step2_reward.config import RewardConfig
 from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import __main__ as ppo_program
 from step3_ppo import stage
-from tests import programs
-from tests.small_demo import SMALL
+from tests.support import programs
+from tests.support.demo import SMALL
 
 SHORT: dict[str, Any] = {"response_length": 16, "total_episodes": 96, "eval_samples": 8, "learning_rate": 1e-3}
 

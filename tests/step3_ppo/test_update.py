@@ -19,8 +19,8 @@ from rlhf.types import Credit, Samples, ScoredRollout
 from step3_ppo.global_rollout import CreditedRollout
 from step3_ppo.rollout import Reference, generate, per_token
 from step3_ppo.update import Learners, _means, update
-from tests import engine_runs, tiny
-from tests.players import PROMPTS, Players, config_of, count_of_words, language_model, players, twice_each
+from tests.support import engine_runs, tiny
+from tests.support.players import PROMPTS, Players, config_of, count_of_words, language_model, players, twice_each
 
 
 @pytest.fixture(scope="module", autouse=True)

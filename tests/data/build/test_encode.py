@@ -14,7 +14,7 @@ from data.build.truncate import Truncation, fit_prompt
 from data.config import DataOptions
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
-from tests import tiny
+from tests.support import tiny
 
 BOS, EOS, FIRST = 1, 2, 4
 

@@ -12,7 +12,7 @@ import pytest
 
 from data.build.forked import run_forked
 from rlhf.errors import UserError
-from tests.processes import alive, until
+from tests.support.processes import alive, until
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,7 +15,7 @@ from data.read.records import Phase
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.types import Message, Row
-from tests import tiny
+from tests.support import tiny
 
 COUNT = 80
 

@@ -11,7 +11,7 @@ from data.config import DataOptions
 from data.read.records import Phase, Unusable
 from rlhf.text.tokenizer import Template, prepare_tokenizer
 from rlhf.types import Message, Row
-from tests.texts import MAKERS, slow_tokenizer, words_tokenizer
+from tests.support.texts import MAKERS, slow_tokenizer, words_tokenizer
 
 BOS, EOS, FIRST = 1, 2, 4
 TEMPLATES = ("chatml", "llama_3", "llama_2", "alpaca", "human_assistant", "plain")

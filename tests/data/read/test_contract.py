@@ -11,7 +11,7 @@ from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import prepare_tokenizer
-from tests.texts import words_tokenizer
+from tests.support.texts import words_tokenizer
 
 MINE = """
 import datetime, decimal

@@ -14,7 +14,7 @@ from data.build.split import PHASES
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
 from rlhf.text.tokenizer import prepare_tokenizer
-from tests.texts import CHAT_TOKENS, MAKERS, byte_tokenizer, words_tokenizer
+from tests.support.texts import CHAT_TOKENS, MAKERS, byte_tokenizer, words_tokenizer
 
 BOS, EOS, FIRST = 1, 2, 4
 

@@ -1,6 +1,5 @@
 """The demo does what it says: reward model and policy do better by a score that nobody trained on."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,23 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import algorithms
+from tests.support.demo import require_better_policy
 
 ROOT = Path(__file__).parents[3]
-
-
-def require_better_policy(out: Path) -> None:
-    """Reward model and policy of a finished demo are better, the policy by half of what it could gain."""
-
-    def metrics(stage: str) -> dict[str, float]:
-        numbers: dict[str, float] = json.loads((out / stage / "manifest.json").read_text())["metrics"]
-        return numbers
-
-    assert metrics("step2_reward")["eval_accuracy"] >= 0.9
-    ppo = metrics("step3_ppo")
-    best = 1.0  # what the world's true score gives three kind adjectives
-    assert ppo["eval_judge"] - ppo["eval_judge_before"] >= 0.5 * (best - ppo["eval_judge_before"])
-    # Kind adjectives alone cost 3 ln 3 = 3.3 nats; the rest is room for which of them.
-    assert 0 < ppo["eval_kl"] < 6
 
 
 @pytest.mark.long

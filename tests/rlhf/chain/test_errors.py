@@ -25,7 +25,7 @@ from rlhf.storage import manifests
 from step1_sft import __main__ as sft
 from step2_reward import __main__ as reward
 from step3_ppo import __main__ as ppo
-from tests.programs import without_status
+from tests.support.programs import without_status
 
 ROOT = Path(train.__file__).parents[2]
 DEMO = ["--max-length", "48", "--max-prompt-length", "24", "--data-path", "demo,rows=2000"]

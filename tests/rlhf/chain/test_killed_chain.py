@@ -16,8 +16,8 @@ from rlhf.chain import command as train
 from rlhf.config import parser
 from rlhf.launch import launcher
 from rlhf.storage import manifests
-from tests import killing, programs, saving
-from tests.killing import Killed, dying, left, require_same, run
+from tests.support import killing, programs, saving
+from tests.support.killing import Killed, dying, left, require_same, run
 
 CHAIN = ("step1_sft", "step2_reward", "step3_ppo")
 Chain = Callable[..., tuple[int, str, str]]

@@ -23,8 +23,8 @@ from rlhf.chain import command as train
 from rlhf.config import parser
 from rlhf.launch import launcher
 from rlhf.storage import manifests
-from tests.programs import STATUS, without_status
-from tests.rlhf.chain.test_demo import require_better_policy
+from tests.support.demo import require_better_policy
+from tests.support.programs import STATUS, without_status
 
 ROOT = Path(train.__file__).parents[2]
 MODELS = ("step1_sft/model", "step2_reward/model", "step3_ppo/actor", "step3_ppo/critic")

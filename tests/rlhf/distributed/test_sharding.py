@@ -13,9 +13,9 @@ from torch import Tensor
 from rlhf.distributed.zero3 import Shards, gather_weights, is_sharded
 from rlhf.errors import UserError
 from rlhf.models.load import load_causal_lm
-from tests import forked_ranks, tiny
-from tests.engine_runs import EPS, ROUNDING, apart
-from tests.sharded_ranks import ADDED, FAMILIES, FROZEN, FROZEN_ROWS, HEAD, make
+from tests.support import forked_ranks, tiny
+from tests.support.engine_runs import EPS, ROUNDING, apart
+from tests.support.sharded_ranks import ADDED, FAMILIES, FROZEN, FROZEN_ROWS, HEAD, make
 
 LLAMA = [("llama", kind) for kind in ("sharded", "offloaded", "layers")]
 OTHERS = [(family, "sharded") for family in FAMILIES[1:]]
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, Any]:
-    forked_ranks.run("tests.sharded_ranks", str(folder))
+    forked_ranks.run("tests.support.sharded_ranks", str(folder))
     found: dict[str, Any] = torch.load(folder / "seen.pt")
     return found
 

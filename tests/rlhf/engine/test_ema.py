@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.engine.ema import EMA
 from rlhf.engine.export import save_policy
-from tests import tiny
-from tests.engine_runs import ALONE, DECAY, EPS, STEPS, batches, engine, master, run_averaged, step
+from tests.support import tiny
+from tests.support.engine_runs import ALONE, DECAY, EPS, STEPS, batches, engine, master, run_averaged, step
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,8 +15,11 @@ from rlhf.engine.training import Engine, compute_dtype
 from rlhf.errors import UserError
 from rlhf.models.policy import Policy
 from rlhf.supervised.runner import batches_for
-from tests import engine_runs, forked_ranks, players, reward_runs, tiny
-from tests.engine_runs import (
+from tests.rlhf.engine import test_ema
+from tests.rlhf.engine.test_ema import require_average
+from tests.support import engine_runs, forked_ranks, players, reward_runs, tiny
+from tests.support.engine_ranks import RANKED
+from tests.support.engine_runs import (
     BF16_LOSS,
     BF16_WEIGHT,
     EPS,
@@ -32,9 +35,6 @@ from tests.engine_runs import (
     step,
     weights,
 )
-from tests.rlhf.engine import test_ema
-from tests.rlhf.engine.test_ema import require_average
-from tests.two_ranks import RANKED
 
 alone = pytest.mark.parametrize("stage", engine_runs.ALONE)
 
@@ -248,7 +248,7 @@ def test_an_error_inside_inference_leaves_an_engine_that_trains(plain: dict[str,
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("two") / "runs.pt"
-    forked_ranks.run("tests.two_ranks", str(out))
+    forked_ranks.run("tests.support.engine_ranks", str(out))
     found: dict[str, Any] = torch.load(out)
     return found
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import FP16_SEARCH, _allow_overflows
-from tests import engine_runs, tiny
-from tests.engine_runs import apart, batches, require_left_out, step, weights
+from tests.support import engine_runs, tiny
+from tests.support.engine_runs import apart, batches, require_left_out, step, weights
 
 alone = pytest.mark.parametrize("stage", engine_runs.ALONE)
 OFFLOADED: dict[str, Any] = {"offload_optimizer": True}

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf.engine.nonfinite import NonFiniteError, Tolerance, save_batch
-from tests import tiny
+from tests.support import tiny
 
 
 def test_what_is_left_out_is_counted_and_the_last_in_a_row_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ from rlhf.maths.intervals import Interval, mean_interval
 from rlhf.models.load import load_causal_lm
 from rlhf.storage import manifests
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
-from tests import tiny
-from tests.programs import Run, runner
+from tests.support import tiny
+from tests.support.programs import Run, runner
 
 EVEN = (
     "def score(prompts, responses, **columns):\n"

@@ -19,8 +19,8 @@ from rlhf.evaluation import pairs
 from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, to_rows
 from rlhf.evaluation.options import PairsConfig
 from rlhf.types import Message, Row
-from tests import tiny
-from tests.programs import Run, runner
+from tests.support import tiny
+from tests.support.programs import Run, runner
 
 Options = Callable[..., list[str]]
 

@@ -1,4 +1,4 @@
-"""The vLLM backend against a stand-in on a CPU (tests/stand_in_vllm.py), and where there is vLLM, against vLLM."""
+"""The vLLM backend against tests/support/stand_in_vllm.py on a CPU, and where there is vLLM, against vLLM."""
 
 import importlib.util
 import subprocess
@@ -23,9 +23,9 @@ from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.types import SampledRollout
 from step3_ppo.rollout import generate
-from tests import forked_ranks, stand_in_vllm, tiny
-from tests.players import PROMPTS as FOUR
-from tests.players import players
+from tests.support import forked_ranks, stand_in_vllm, tiny
+from tests.support.players import PROMPTS as FOUR
+from tests.support.players import players
 
 PROMPTS = tiny.prompts([3, 9, 8])
 SAMPLING = SamplingOptions(response_length=12)
@@ -213,7 +213,7 @@ def test_the_actor_of_an_engine(stage: int, tmp_path: Path) -> None:
 
 
 def test_two_ranks_under_zero_3(tmp_path: Path) -> None:
-    forked_ranks.run("tests.vllm_ranks", str(tmp_path / "seen.pt"))
+    forked_ranks.run("tests.support.vllm_ranks", str(tmp_path / "seen.pt"))
     seen = torch.load(tmp_path / "seen.pt")
     assert set(seen) == {None, "lora"}
     for each in seen.values():

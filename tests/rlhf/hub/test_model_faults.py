@@ -26,10 +26,10 @@ from rlhf.training.checks import check_start
 from rlhf.types import Message, Row
 from step3_ppo.algorithms import ppo
 from step3_ppo.inputs import check
-from tests import payloads, tiny
-from tests.fault_names import require_collected
 from tests.rlhf.rewards.responses import other_tokenizer, reward_model
-from tests.texts import byte_tokenizer
+from tests.support import payloads, tiny
+from tests.support.fault_names import require_collected
+from tests.support.texts import byte_tokenizer
 
 ROWS: dict[int, tuple[str, ...]] = {
     # a reward model or critic whose tokenizer is another than the actor's

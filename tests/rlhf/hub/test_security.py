@@ -28,9 +28,9 @@ from rlhf.models.load import load_backbone, load_causal_lm, load_config
 from rlhf.models.scalar import load_scalar_model
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from step1_sft import __main__ as sft
-from tests import payloads, tiny
-from tests.fault_names import require_collected
-from tests.programs import Run, runner
+from tests.support import payloads, tiny
+from tests.support.fault_names import require_collected
+from tests.support.programs import Run, runner
 
 CARELESS: dict[str, Any] = {"weights_only": bool(0)}  # so that no module has it where rules look for it
 

@@ -16,7 +16,7 @@ import pytest
 from rlhf.errors import UserError
 from rlhf.launch import launcher
 from rlhf.launch.supervisor import REQUEUE, name_of
-from tests.processes import alive, until
+from tests.support.processes import alive, until
 
 ROOT = Path(__file__).parents[3]
 STAGE = "from rlhf.training.stage_process import *; from rlhf.config.options import RunOptions as O; sys.argv = ['x']\n"

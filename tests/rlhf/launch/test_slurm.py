@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import until
+from tests.support.processes import until
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from rlhf.distributed import rendezvous
 from rlhf.launch import team
 from rlhf.launch.hosts import LaunchOptions
-from tests.processes import alive, until
+from tests.support.processes import alive, until
 
 ROOT = Path(__file__).parents[3]
 HOST = socket.gethostname()

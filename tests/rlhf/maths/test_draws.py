@@ -11,7 +11,7 @@ from rlhf.config.options import SamplingOptions
 from rlhf.generation import loop
 from rlhf.maths.uniforms import uniforms
 from step3_ppo import stage
-from tests import tiny
+from tests.support import tiny
 
 
 def drawn(seed: int, draw: int, indices: list[int]) -> Tensor:

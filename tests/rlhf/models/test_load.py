@@ -27,7 +27,7 @@ from rlhf.models.load import (
 )
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import new_scalar_model
-from tests import tiny
+from tests.support import tiny
 
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 State = dict[str, Tensor]

@@ -17,7 +17,7 @@ from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.types import Pairs, Sequences
-from tests import tiny
+from tests.support import tiny
 
 TAKE = {"opt", "gpt2", "llama", "qwen2", "qwen3", "gpt_neox", "mixtral"}
 LENGTHS = [12, 20, 17, 6, 19, 1]

@@ -33,7 +33,7 @@ from rlhf.models.scalar import (
     state_values,
 )
 from rlhf.types import JoinedPairs, Pairs, Sequences
-from tests import tiny
+from tests.support import tiny
 
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 SCORE = tiny.ORDERS * 30

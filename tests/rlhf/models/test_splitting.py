@@ -19,9 +19,9 @@ from step1_sft.config import SFTConfig
 from step1_sft.plan import workload as sft_workload
 from step3_ppo.algorithms.ppo import Config as PPOConfig
 from step3_ppo.inputs import check as check_ppo
-from tests import forked_ranks, tiny
-from tests.engine_runs import apart
-from tests.split_ranks import make
+from tests.support import forked_ranks, tiny
+from tests.support.engine_runs import apart
+from tests.support.split_ranks import make
 
 Made = Callable[[bool], dict[str, Any]]
 
@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             folder = tmp_path_factory.mktemp("split")
             make(folder)
             words = [str(folder), *(["all"] if everything else [])]
-            forked_ranks.run("tests.split_ranks", *words, timeout_s=900)
+            forked_ranks.run("tests.support.split_ranks", *words, timeout_s=900)
             seen[everything] = torch.load(folder / "seen.pt")
         return seen[everything]
 

@@ -27,7 +27,7 @@ from step2_reward.config import RewardConfig
 from step3_ppo import plan as ppo_plan
 from step3_ppo.algorithms.grpo import Config as GRPO
 from step3_ppo.algorithms.ppo import Config as PPO
-from tests import engine_runs, tiny
+from tests.support import engine_runs, tiny
 
 SHAPES = sorted(sizes.SHAPES.glob("*.yaml"))
 PUBLISHED = {

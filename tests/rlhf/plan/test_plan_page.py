@@ -24,7 +24,7 @@ from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
 from step3_ppo import plan as ppo_plan
 from step3_ppo.algorithms.ppo import Config as PPO
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from rlhf.rewards import Context, as_samples
 from rlhf.types import SampledRollout, Samples
-from tests import tiny
+from tests.support import tiny
 
 
 def rollout() -> SampledRollout:

@@ -16,8 +16,8 @@ from rlhf import rewards
 from rlhf.errors import UserError
 from rlhf.rewards import classifier
 from rlhf.types import Samples
-from tests import tiny
 from tests.rlhf.rewards.responses import context, reward_model, rollout, samples
+from tests.support import tiny
 
 TEXTS = ("w4 w5 w6", "w9", "w7 w8 w9 w10 w11 w12")
 

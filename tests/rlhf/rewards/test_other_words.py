@@ -16,8 +16,8 @@ from rlhf import rewards
 from rlhf.rewards import Context, as_samples
 from rlhf.text.templates import BUILT_IN
 from rlhf.types import Message, Row, SampledRollout
-from tests import tiny
 from tests.rlhf.rewards.responses import reward_model
+from tests.support import tiny
 
 LETTERS = " 0123456789w"
 DIALOGUES = (

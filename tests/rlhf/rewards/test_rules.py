@@ -10,8 +10,8 @@ from rlhf import rewards
 from rlhf.errors import UserError
 from rlhf.rewards.repetition import repeated_share
 from rlhf.types import SampledRollout
-from tests import tiny
 from tests.rlhf.rewards.responses import context, rollout, samples
+from tests.support import tiny
 
 
 def scores(spec: str, r: SampledRollout) -> list[float]:

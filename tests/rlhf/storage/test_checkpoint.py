@@ -15,7 +15,7 @@ from rlhf.config.options import OptimizerOptions, RunOptions
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
 from rlhf.training import progress
-from tests import saving
+from tests.support import saving
 
 
 class Options(OptimizerOptions, RunOptions):

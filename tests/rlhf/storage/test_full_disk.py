@@ -16,8 +16,8 @@ from rlhf.errors import UserError
 from rlhf.storage import disk
 from rlhf.training import record
 from rlhf.training.run import Run
-from tests import programs, saving
-from tests.killing import run, sft_options
+from tests.support import programs, saving
+from tests.support.killing import run, sft_options
 
 SAVE = Run.save
 

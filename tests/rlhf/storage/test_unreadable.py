@@ -15,7 +15,7 @@ import pytest
 from rlhf.errors import UserError
 from rlhf.storage import manifests
 from rlhf.training import checkpoints
-from tests.saving import save, whole
+from tests.support.saving import save, whole
 
 NOBODY = 65534
 

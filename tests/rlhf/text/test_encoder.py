@@ -10,7 +10,7 @@ from rlhf.text.encoder import Encoder
 from rlhf.text.templates import BUILT_IN
 from rlhf.text.tokenizer import Template, prepare_tokenizer
 from rlhf.types import Message
-from tests.texts import DIALOGUE, HORRIBLE, MAKERS, slow_tokenizer, user, words_tokenizer
+from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, slow_tokenizer, user, words_tokenizer
 
 TEXTS = ["", "the fox", " ", " the", "\n", "\n\nthe", "é漢", *HORRIBLE]
 

@@ -16,7 +16,7 @@ from rlhf.text.rendering import split_prompt
 from rlhf.text.templates import BUILT_IN
 from rlhf.text.tokenizer import Template, prepare_tokenizer
 from rlhf.types import Message
-from tests.texts import (
+from tests.support.texts import (
     DIALOGUE,
     HORRIBLE,
     MAKERS,

@@ -11,7 +11,7 @@ from rlhf.text.templates import BUILT_IN, MAX_TEMPLATE, find_template, template_
 from rlhf.text.tokenizer import Template, describe_template, prepare_tokenizer
 from rlhf.training.checks import check_start
 from rlhf.types import Message
-from tests.texts import CHAT_TOKENS, DIALOGUE, MAKERS, byte_tokenizer, slow_tokenizer, user, with_chat_tokens
+from tests.support.texts import CHAT_TOKENS, DIALOGUE, MAKERS, byte_tokenizer, slow_tokenizer, user, with_chat_tokens
 
 ALPACA = (
     "<s>Below is an instruction that describes a task. "

@@ -9,7 +9,7 @@ from rlhf.errors import UserError
 from rlhf.text.templates import BUILT_IN
 from rlhf.text.tokenizer import PAD, Template, load_tokenizer, prepare_tokenizer, require_hub
 from rlhf.types import Message
-from tests.texts import DIALOGUE, HORRIBLE, MAKERS, byte_tokenizer, llama_tokenizer, user, words_tokenizer
+from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, byte_tokenizer, llama_tokenizer, user, words_tokenizer
 
 
 @pytest.fixture(scope="module", params=[(kind, name) for kind in MAKERS for name in BUILT_IN], ids="-".join)

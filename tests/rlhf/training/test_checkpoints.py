@@ -18,9 +18,9 @@ from rlhf.storage import disk
 from rlhf.training import checkpoints, snapshots
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.saving import Saver
-from tests import forked_ranks, programs, saving
-from tests.killing import Killed
-from tests.saving import POINTS, Memory, killed_by, save, whole
+from tests.support import forked_ranks, programs, saving
+from tests.support.killing import Killed
+from tests.support.saving import POINTS, Memory, killed_by, save, whole
 
 MIB = 1 << 20
 
@@ -273,7 +273,7 @@ def test_a_directory_that_never_shows_is_not_waited_for_for_ever(stage: Path, mo
 
 
 def test_two_ranks_save_and_fall_back_together(tmp_path: Path) -> None:
-    printed = forked_ranks.run("tests.saving", str(tmp_path))
+    printed = forked_ranks.run("tests.support.saving", str(tmp_path))
     zero, one = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
 
     # Rank 0 alone gives a checkpoint its name.

@@ -12,8 +12,8 @@ import pytest
 
 from rlhf.training import checkpoints
 from step3_ppo.schedule import Schedule
-from tests import killing, saving, tensorboard_events
-from tests.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
+from tests.support import killing, saving, tensorboard_events
+from tests.support.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
 
 
 @pytest.fixture(autouse=True)

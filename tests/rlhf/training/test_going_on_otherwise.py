@@ -22,8 +22,8 @@ from rlhf.supervised import runner
 from rlhf.training import checkpoints, progress
 from step1_sft.config import SFTConfig
 from step3_ppo.config import STAGE
-from tests import killing, saving
-from tests.killing import Killed, dying, left, ppo_options, require_same, run, sft_options, undisturbed
+from tests.support import killing, saving
+from tests.support.killing import Killed, dying, left, ppo_options, require_same, run, sft_options, undisturbed
 
 SFT = Path("out/step1_sft")
 

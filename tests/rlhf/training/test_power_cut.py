@@ -12,8 +12,8 @@ import pytest
 from rlhf.storage import manifests
 from rlhf.training import checkpoints, logs, progress
 from step1_sft.stage import FINE_TUNING as stage
-from tests import power
-from tests.killing import left, require_same, run, sft_options, undisturbed
+from tests.support import power
+from tests.support.killing import left, require_same, run, sft_options, undisturbed
 
 SFT = Path("out/step1_sft")
 STEPS = 3

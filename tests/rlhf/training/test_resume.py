@@ -11,8 +11,8 @@ import torch
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.training import checkpoints, random_sources, stage_process
-from tests import engine_runs, forked_ranks, resuming, tiny
-from tests.engine_runs import ROUNDING
+from tests.support import engine_runs, forked_ranks, resuming, tiny
+from tests.support.engine_runs import ROUNDING
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ from rlhf.storage import disk
 from rlhf.training import checkpoints, snapshots
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.saving import Saver
-from tests.saving import ABOUT, WEIGHTS, Memory, files_up_to, whole
+from tests.support.saving import ABOUT, WEIGHTS, Memory, files_up_to, whole
 
 
 @pytest.fixture

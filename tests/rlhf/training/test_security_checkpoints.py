@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from rlhf.errors import UserError
 from rlhf.storage import manifests
 from rlhf.training import checkpoints
-from tests import engine_runs, payloads, resuming, tiny
+from tests.support import engine_runs, payloads, resuming, tiny
 
 WEIGHTS = "policy.rank-0.part-0.safetensors"  # with AdamW's moments
 FILES = (WEIGHTS, "rng.rank-0.json", "state.json")

@@ -14,7 +14,7 @@ from rlhf.config.options import RunOptions
 from rlhf.errors import UserError
 from rlhf.training import record, reporting, trackers
 from rlhf.training.reporting import Reporter
-from tests import tensorboard_events
+from tests.support import tensorboard_events
 
 MINE = """
 import json

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from rlhf.models.cpu import attention
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
-from tests import tiny
+from tests.support import tiny
 
 HEADS, GROUPS, WIDTH = 6, 2, 16
 MODULE: Any = SimpleNamespace(is_causal=True, num_key_value_groups=HEADS // GROUPS)

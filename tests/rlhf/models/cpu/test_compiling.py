@@ -22,7 +22,7 @@ from rlhf.generation._cache import MaskedStaticLayer
 from rlhf.models.cpu import compiling, kernels
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
-from tests import tiny
+from tests.support import tiny
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 

@@ -18,7 +18,7 @@ from rlhf.models.cpu import attention, compiling, kernels
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.types import Sequences
-from tests import tiny
+from tests.support import tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
 

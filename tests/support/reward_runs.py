@@ -18,7 +18,7 @@ from rlhf.supervised.runner import batches_for
 from rlhf.text.tokenizer import prepare_tokenizer
 from step2_reward import heldout, stage
 from step2_reward.config import RewardConfig
-from tests import tiny
+from tests.support import tiny
 
 LONGEST = 24
 """tokens of a row; one response has more"""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 APART = {"faults", "long"}
 """markers of tests that `make test` leaves out"""
 

@@ -20,7 +20,7 @@ from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.config import RewardConfig
 from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import stage as ppo
-from tests.small_demo import SMALL
+from tests.support.demo import SMALL
 
 STEPS = 4
 """optimizer steps of steps 1 and 2"""

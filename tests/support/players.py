@@ -29,7 +29,7 @@ from step3_ppo.scaling import ScoreScaling
 from step3_ppo.schedule import Schedule
 from step3_ppo.stage import chosen_file
 from step3_ppo.update import Learners, update
-from tests import tiny
+from tests.support import tiny
 
 SMALL: dict[str, Any] = {
     "dtype": "fp32",

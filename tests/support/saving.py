@@ -1,6 +1,6 @@
 """Checkpoints of a few numbers, and what two ranks do with them, all in one launch:
 
-    torchrun --nproc-per-node=2 -m tests.saving FOLDER
+    torchrun --nproc-per-node=2 -m tests.support.saving FOLDER
 
 writes FOLDER/seen.json: what every check came to, on each rank.
 """
@@ -26,7 +26,7 @@ from rlhf.storage import disk
 from rlhf.training import checkpoints, stage_process
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.saving import Saver
-from tests.killing import Killed
+from tests.support.killing import Killed
 
 ABOUT: dict[str, Any] = {"stage": "step1_sft", "config": {"seed": 0}, "inputs": {}, "models": []}
 WEIGHTS = torch.tensor([1.5, -2.0, 0.25])

@@ -11,7 +11,7 @@ from rlhf.engine.training import Engine
 from rlhf.models.policy import Policy
 from rlhf.training import checkpoints
 from rlhf.training.checkpoints import Resumable
-from tests import engine_runs, tiny
+from tests.support import engine_runs, tiny
 
 HALF = 3
 ABOUT = {"stage": "step1_sft", "config": {}, "inputs": {}, "models": []}

@@ -19,7 +19,7 @@ from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, scores
 from rlhf.types import Sequences, length_groups
-from tests import tiny
+from tests.support import tiny
 
 ALONE = (0, 3)
 """ZeRO stages that differ in one process: 1 and 2 are 0 there, unless the optimizer is offloaded."""

@@ -1,6 +1,6 @@
 """Rollouts by the stand-in for vLLM on two ranks under ZeRO-3, between steps:
 
-    torchrun --nproc-per-node=2 -m tests.vllm_ranks OUT.pt
+    torchrun --nproc-per-node=2 -m tests.support.vllm_ranks OUT.pt
 
 writes how far each rank's log-probs of sampling were from those of its actor's forward pass, at most.
 """
@@ -13,7 +13,7 @@ from rlhf import plugins
 from rlhf.config.options import SamplingOptions
 from rlhf.distributed import collectives
 from rlhf.training import stage_process
-from tests import engine_runs, stand_in_vllm, tiny
+from tests.support import engine_runs, stand_in_vllm, tiny
 
 
 def mismatches(adapter: str | None) -> list[float]:

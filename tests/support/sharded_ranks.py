@@ -1,6 +1,6 @@
 """What is run on two ranks with models that are loaded in parts, all in one launch:
 
-    torchrun --nproc-per-node=2 -m tests.sharded_ranks FOLDER
+    torchrun --nproc-per-node=2 -m tests.support.sharded_ranks FOLDER
 
 FOLDER holds what `make` wrote; FOLDER/seen.pt is what rank 0 saw.
 """
@@ -31,8 +31,8 @@ from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.training import stage_process
-from tests import tiny
-from tests.engine_runs import OPTIMIZER, STEPS, batches, generate, step
+from tests.support import tiny
+from tests.support.engine_runs import OPTIMIZER, STEPS, batches, generate, step
 
 FAMILIES = ("llama", "qwen2", "gpt2", "opt")
 """untied, tied, tied, and tied with a projection around the layers"""

@@ -1,6 +1,6 @@
 """What two ranks do that share one model or the tokens of its rows, all in one launch:
 
-    torchrun --nproc-per-node=2 -m tests.split_ranks FOLDER [all]
+    torchrun --nproc-per-node=2 -m tests.support.split_ranks FOLDER [all]
 
 FOLDER is what `make` made; FOLDER/seen.pt is what rank 0 saw.
 """
@@ -24,10 +24,10 @@ from rlhf.models.scalar import ScalarModel, scores
 from rlhf.models.splitting import SEQUENCE, TENSOR
 from rlhf.training import stage_process
 from rlhf.training.checkpoints import Resumable, newest, save
-from tests import tiny
-from tests.engine_runs import DECAY, OPTIMIZER, STEPS, batches, gathered, generate, step
-from tests.resuming import ABOUT, HALF
-from tests.sharded_ranks import saved
+from tests.support import tiny
+from tests.support.engine_runs import DECAY, OPTIMIZER, STEPS, batches, gathered, generate, step
+from tests.support.resuming import ABOUT, HALF
+from tests.support.sharded_ranks import saved
 
 
 def make(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """What is run on two ranks, all in one launch:
 
-    torchrun --nproc-per-node=2 -m tests.two_ranks OUT.pt
+    torchrun --nproc-per-node=2 -m tests.support.engine_ranks OUT.pt
 
 writes what rank 0 saw.
 """
@@ -14,9 +14,9 @@ import torch
 
 from rlhf.distributed import collectives
 from rlhf.training import stage_process
-from tests import reward_runs
-from tests.engine_runs import accumulated, run, run_averaged, run_into_nan, scored_in_bf16
-from tests.players import PARITY, a_step_of_everything, two_iterations, with_a_bad_score
+from tests.support import reward_runs
+from tests.support.engine_runs import accumulated, run, run_averaged, run_into_nan, scored_in_bf16
+from tests.support.players import PARITY, a_step_of_everything, two_iterations, with_a_bad_score
 
 RANKED: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 1, "num_train_epochs": 2, "zero_stage": 2}
 
