@@ -69,7 +69,8 @@ def settings(options: Options, folder: Path) -> dict[str, Any]:
     stage, data = inputs.first_rows(options, "ppo", count, folder, **stage_options)
     from step3_ppo.schedule import Schedule
 
-    order = [indices for _, indices in itertools.islice(Schedule(count, _config(stage)), options.repeats + 1)]
+    schedule = Schedule(count, _config(stage), _config(stage).seed)
+    order = [indices for _, indices in itertools.islice(schedule, options.repeats + 1)]
     return {
         "stage": stage,
         "model": options.model,
@@ -105,7 +106,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         players = set_up(config, tokenizer)
         endless = loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
         players = replace(players, backend=loop.build(endless))
-        steps = stage.train(players, data.train, Schedule(len(data.train), config), config)
+        steps = stage.train(players, data.train, Schedule(len(data.train), config, config.seed), config)
         pipe.ready()
         while pipe.next_request():
             start = time.perf_counter()

@@ -68,13 +68,48 @@ class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
     """weight of the policy's entropy, nats per token, which the actor also maximises"""
 
 
-class Step3Config(DataOptions, UpdateOptions, ScoreOptions, EngineOptions, OptimizerOptions, RunOptions):
+class IterationOptions(SharedOptimizerOptions):
+    """The number of iterations, and their size."""
+
+    TOTALS: ClassVar[frozenset[str]] = frozenset({"total_episodes"})
+
+    total_episodes: int = Field(4096, ge=1)
+    """responses sampled in the whole run, over all devices; rounded down to whole iterations"""
+    batch_size: int = Field(64, ge=1)
+    """responses in an iteration, over all devices"""
+    num_generations: int = Field(1, ge=1)
+    """responses sampled for each prompt; batch_size counts responses"""
+
+
+class PtxOptions(SharedOptimizerOptions):
+    """The fine-tuning loss beside the policy loss."""
+
+    ptx_coef: float = Field(0.0, ge=0)
+    """weight of the fine-tuning loss in every optimizer step of the actor (PPO-ptx); 0: off"""
+    ptx_data_path: tuple[str, ...] = ()
+    """data of the fine-tuning loss; none: the rows of data_path for fine-tuning. Rows are skipped if their prompt is
+    held out for evaluation, or is a prompt of the reward model or of PPO in this run"""
+    ptx_objective: Literal["response", "text"] = "response"
+    """response = learn responses to prompts; text = rows of plain text, packed as in fine-tuning: a token also attends
+    to the earlier texts in its context"""
+    ptx_batch_size: int = Field(16, ge=1)
+    """rows of the fine-tuning loss in an optimizer step, over all devices"""
+
+    @model_validator(mode="after")
+    def _ptx_data_needs_ptx_coef(self) -> Self:
+        if self.ptx_data_path and self.ptx_coef == 0:
+            raise ValueError("ptx_data_path: expected ptx_coef above 0, or its rows are not learned")
+        return self
+
+
+class Step3Config(
+    DataOptions, IterationOptions, UpdateOptions, PtxOptions, ScoreOptions, EngineOptions, OptimizerOptions, RunOptions
+):
     """Reinforcement learning from scores: models, rewards, lengths and batches of the run."""
 
     FREE: ClassVar[frozenset[str]] = frozenset(
         {"rollout_batch_size", "abort_kl", "abort_kl_iterations", "actor", "critic", "reference", "reward_models"}
     )
-    TOTALS: ClassVar[frozenset[str]] = frozenset({"total_episodes"})
     NOTED: ClassVar[frozenset[str]] = frozenset({"eval_every", "patience", "export_rollouts"})
 
     algorithm: str = "ppo"
@@ -92,12 +127,6 @@ class Step3Config(DataOptions, UpdateOptions, ScoreOptions, EngineOptions, Optim
     """how the weighted sources are combined into one score"""
     judge: str | None = None
     """score source for evaluation only; no stage trains on it"""
-    total_episodes: int = Field(4096, ge=1)
-    """responses sampled in the whole run, over all devices; rounded down to whole iterations"""
-    batch_size: int = Field(64, ge=1)
-    """responses in an iteration, over all devices"""
-    num_generations: int = Field(1, ge=1)
-    """responses sampled for each prompt; batch_size counts responses"""
     abort_kl: float | None = Field(None, gt=0)
     """KL of a response, nats, above which abort_kl_iterations iterations in a row end the run (exit code 3); none: no
     limit"""
@@ -111,16 +140,6 @@ class Step3Config(DataOptions, UpdateOptions, ScoreOptions, EngineOptions, Optim
     """peak learning rate of the critic"""
     adam_epsilon: float = Field(1e-5, gt=0)
     """added to AdamW's denominator"""
-    ptx_coef: float = Field(0.0, ge=0)
-    """weight of the fine-tuning loss in every optimizer step of the actor (PPO-ptx); 0: off"""
-    ptx_data_path: tuple[str, ...] = ()
-    """data of the fine-tuning loss; none: the rows of data_path for fine-tuning. Rows are skipped if their prompt is
-    held out for evaluation, or is a prompt of the reward model or of PPO in this run"""
-    ptx_objective: Literal["response", "text"] = "response"
-    """response = learn responses to prompts; text = rows of plain text, packed as in fine-tuning: a token also attends
-    to the earlier texts in its context"""
-    ptx_batch_size: int = Field(16, ge=1)
-    """rows of the fine-tuning loss in an optimizer step, over all devices"""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """weight of the old average at each optimizer step of the actor; the averaged actor is saved as OUT/step3_ppo/ema.
     None: no average"""
@@ -158,12 +177,6 @@ class Step3Config(DataOptions, UpdateOptions, ScoreOptions, EngineOptions, Optim
     @classmethod
     def _as_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _ptx_data_needs_ptx_coef(self) -> Self:
-        if self.ptx_data_path and self.ptx_coef == 0:
-            raise ValueError("ptx_data_path: expected ptx_coef above 0, or its rows are not learned")
-        return self
 
     @model_validator(mode="after")
     def _keep_best_needs_evaluation(self) -> Self:

@@ -4,11 +4,12 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from rlhf.config import Config
 from rlhf.maths import credit as crediting
 from step3_ppo.config import Step3Config
 
 
-class KLOptions(Step3Config):
+class KLPenaltyOptions(Config):
     """The weight of the KL to the reference."""
 
     kl_coef: float = Field(0.05, ge=0)
@@ -17,6 +18,10 @@ class KLOptions(Step3Config):
     """KL of a response, nats, towards which kl_coef is adapted after each iteration; none: kl_coef is constant"""
     kl_horizon: int = Field(10_000, ge=1)
     """responses over which kl_coef changes by at most a fifth; above a fifth of batch_size"""
+
+
+class KLOptions(Step3Config, KLPenaltyOptions):
+    """The options of an algorithm with a KL penalty."""
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -32,18 +37,18 @@ class KLOptions(Step3Config):
 class KLController:
     """The coefficient of this iteration; `observe` moves it towards the target (Ziegler et al., arXiv 1909.08593).
 
-    It is 0 and stays 0 for an algorithm whose Config is not a `KLOptions`.
+    It is 0 and stays 0 without options: the algorithm's Config is not a `KLOptions`.
     """
 
-    def __init__(self, config: Step3Config) -> None:
-        self._config = config if isinstance(config, KLOptions) else None
-        self.coef = self._first = 0.0 if self._config is None else self._config.kl_coef
+    def __init__(self, options: KLPenaltyOptions | None) -> None:
+        self._options = options
+        self.coef = self._first = 0.0 if options is None else options.kl_coef
 
     def observe(self, kl: float, episodes: int) -> None:
         """`kl`: mean over the `episodes` responses of an iteration of the KL summed over a response, nats."""
-        c = self._config
-        if c is not None and c.kl_target is not None:
-            self.coef = crediting.adapt_kl_coef(self.coef, kl, c.kl_target, episodes, c.kl_horizon)
+        o = self._options
+        if o is not None and o.kl_target is not None:
+            self.coef = crediting.adapt_kl_coef(self.coef, kl, o.kl_target, episodes, o.kl_horizon)
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient, and the coefficient in the options."""

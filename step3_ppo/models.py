@@ -21,7 +21,7 @@ from step3_ppo import algorithms
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import Step3Config
 from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
-from step3_ppo.kl import KLController
+from step3_ppo.kl import KLController, KLPenaltyOptions
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
 from step3_ppo.scaling import ScoreScaling
@@ -84,10 +84,10 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
         critic,
         scorer,
         algorithm,
-        KLController(config),
+        KLController(config if isinstance(config, KLPenaltyOptions) else None),
         open_backend(config, tokenizer.eos_token_id, tokenizer.pad_token_id),
         ScoreScaling(config),
-        None if ptx_rows is None else Ptx(ptx_rows, config, tokenizer.pad_token_id, context.device),
+        None if ptx_rows is None else Ptx(ptx_rows, config, config.seed, tokenizer.pad_token_id, context.device),
         None if config.ema_decay is None else EMA(actor, config.ema_decay),
     )
 

@@ -13,7 +13,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.maths import losses
 from rlhf.types import Sequences, length_groups
-from step3_ppo.config import Step3Config
+from step3_ppo.config import PtxOptions
 
 
 class Ptx:
@@ -25,11 +25,12 @@ class Ptx:
     """
 
     def __init__(
-        self, dataset: PromptDataset[Demonstration], config: Step3Config, pad_id: int, device: torch.device
+        self, dataset: PromptDataset[Demonstration], options: PtxOptions, seed: int, pad_id: int, device: torch.device
     ) -> None:
-        self._dataset, self._config, self._pad_id, self._device = dataset, config, pad_id, device
+        """seed: of the order of the rows."""
+        self._dataset, self._options, self._pad_id, self._device = dataset, options, pad_id, device
         shares = (collectives.data_rank(), collectives.data_world_size())
-        self.batches = Batches(len(dataset), config.ptx_batch_size, config.seed, shares)
+        self.batches = Batches(len(dataset), options.ptx_batch_size, seed, shares)
         self._stream = self._endless()
         self._tokens: Tensor = torch.ones(())
 
@@ -41,10 +42,10 @@ class Ptx:
         """This rank's share of the next batch; the same number of micro-batches on every rank."""
         batch = sft_batch([self._dataset[i] for i in next(self._stream)], self._pad_id).to(self._device)
         self._tokens = collectives.sum_over_ranks(batch.loss_mask.sum())
-        return [batch[rows].trimmed() for rows in length_groups(batch.lengths, self._config.micro_batch_size)]
+        return [batch[rows].trimmed() for rows in length_groups(batch.lengths, self._options.micro_batch_size)]
 
     def loss(self, actor: Engine, micro: Sequences) -> losses.Loss:
         """The micro-batch's share of the weighted loss of the batch that `micro_batches` returned last. Metrics:
         ptx_nll, nats per token."""
         nll, _ = losses.token_nll(actor(micro)[0], micro.loss_mask, self._tokens)
-        return self._config.ptx_coef * nll, {"ptx_nll": nll.detach()}
+        return self._options.ptx_coef * nll, {"ptx_nll": nll.detach()}

@@ -7,23 +7,24 @@ from typing import Any
 from data.batches import Batches
 from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import Tolerance
-from step3_ppo.config import Step3Config
+from step3_ppo.config import IterationOptions
 
 
-def iterations(config: Step3Config) -> int:
+def iterations(options: IterationOptions) -> int:
     """Rollout-update cycles of the whole run."""
-    return config.total_episodes // config.batch_size
+    return options.total_episodes // options.batch_size
 
 
 class Schedule:
     """The iterations that are left, each with the prompts of this rank; and how many in a row were skipped."""
 
-    def __init__(self, prompts: int, config: Step3Config) -> None:
-        self._total, self._copies = iterations(config), config.num_generations
-        size = config.batch_size // config.num_generations
-        self._batches = Batches(prompts, size, config.seed, (collectives.data_rank(), collectives.data_world_size()))
+    def __init__(self, prompts: int, options: IterationOptions, seed: int) -> None:
+        """prompts: their number in the data. seed: of their order."""
+        self._total, self._copies = iterations(options), options.num_generations
+        size = options.batch_size // options.num_generations
+        self._batches = Batches(prompts, size, seed, (collectives.data_rank(), collectives.data_world_size()))
         self.done = 0
-        self.tolerance = Tolerance(config.max_bad_steps)
+        self.tolerance = Tolerance(options.max_bad_steps)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """Each iteration's number, from 0, and the indices of its prompts, each `num_generations` times in a row."""

@@ -211,7 +211,7 @@ def run(config: Step3Config) -> None:
 
         actor = partial(save_policy, models.actor, config.adapter, tokenizer)
         dtype = "fp32" if compute_dtype(config, models.actor.device) == torch.float32 else "bf16"
-        schedule, watch = Schedule(len(prompts), config), Watch(Limits(), dtype)
+        schedule, watch = Schedule(len(prompts), config, config.seed), Watch(Limits(), dtype)
         guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
         observers = {"schedule": schedule, "watch": watch, "guard": guard}
         best = None

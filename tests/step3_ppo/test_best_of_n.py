@@ -22,9 +22,8 @@ from rlhf.types import Message, Row, Samples, ScoredRollout
 from step3_ppo import inputs
 from step3_ppo.algorithms.best_of_n import BestOfN, Config, build
 from step3_ppo.chosen import append_chosen
-from step3_ppo.kl import KLController
 from tests.support import tiny
-from tests.support.players import language_model, players, twice_each
+from tests.support.players import language_model, on_stage, players, twice_each
 
 
 def built(group: int, **changes: Any) -> BestOfN:
@@ -161,7 +160,7 @@ def test_the_chosen_rows_alone_are_the_update() -> None:
     assert before is not None and after is not None
     gain = (after - before).sum(1)
     assert gain[rows].mean() > 0.05
-    control = KLController(game.config)
+    control = on_stage(game).kl
     control.observe(3.0, 8)
     assert control.coef == game.algorithm.kl_coef == 0.0
 

@@ -47,7 +47,7 @@ def learn(game: Players, ptx: Ptx | None, advantage: float = 0.0) -> dict[str, f
 
 
 def stream(game: Players, rows: Sequence[Demonstration]) -> Ptx:
-    return Ptx(rows, game.config, tiny.PAD, DEVICE)  # type: ignore[arg-type]
+    return Ptx(rows, game.config, game.config.seed, tiny.PAD, DEVICE)  # type: ignore[arg-type]
 
 
 def test_with_no_advantage_it_is_fine_tuning() -> None:

@@ -22,7 +22,7 @@ from rlhf.rewards import Source, Sources, WeightedSource
 from rlhf.types import Credit, Metrics, Prompts, SampledRollout, Samples, ScoredRollout
 from step3_ppo import algorithms, stage
 from step3_ppo.global_rollout import CreditedRollout, gather
-from step3_ppo.kl import KLController
+from step3_ppo.kl import KLController, KLPenaltyOptions
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
@@ -143,7 +143,7 @@ def on_stage(game: Players) -> stage.Models:
         game.critic,
         game.scorer,
         game.algorithm,
-        KLController(c),
+        KLController(c if isinstance(c, KLPenaltyOptions) else None),
         backend,
         ScoreScaling(c),
         None,
@@ -154,7 +154,7 @@ def on_stage(game: Players) -> stage.Models:
 def on_course(game: Players) -> Iterator[Metrics]:
     """The iterations of step 3 with these players."""
     prompts = prompts_to_train_on()
-    return stage.train(on_stage(game), prompts, Schedule(len(prompts), game.config), game.config)  # type: ignore[arg-type]
+    return stage.train(on_stage(game), prompts, Schedule(len(prompts), game.config, game.config.seed), game.config)  # type: ignore[arg-type]
 
 
 def prompts_to_train_on() -> list[Prompt]:
@@ -202,7 +202,7 @@ def a_step_of_everything() -> dict[str, Any]:
     mine = torch.arange(8).reshape(4, 2)[collectives.rank() :: collectives.world_size()].flatten()
     rollout = game.score(game.sample(twice_each())[mine])
     rows, credit = game.algorithm.select(rollout), game.algorithm.credit(rollout)
-    ptx = Ptx(demonstrations(8), game.config, tiny.PAD, torch.device("cpu"))  # type: ignore[arg-type]
+    ptx = Ptx(demonstrations(8), game.config, game.config.seed, tiny.PAD, torch.device("cpu"))  # type: ignore[arg-type]
     scale = ScoreScaling(config_of("ppo", use_score_scaling=True, use_score_norm=True))
     scaled_scores = [score for part in collectives.gather_objects(scale(rollout.scores).tolist()) for score in part]
     learners = Learners(game.actor, None, game.algorithm, ptx)
