@@ -77,20 +77,33 @@ def validate(cls: type[C], values: dict[str, Any], source: str) -> C:
     return cls.model_validate(values)
 
 
-def _mistakes(cls: type[Config], values: dict[str, Any]) -> list[str]:
+Cure = Callable[[type["Config"], list[str]], str]
+"""(config, path of an unknown key) -> what follows `no option 'key'` in the message"""
+
+
+def _similar_key(cls: type[Config], path: list[str]) -> str:
+    names = sorted(_config_at(cls, path[:-1]).model_fields)
+    return f"{suggest(path[-1], names)}; have {', '.join(names) or 'none'}"
+
+
+def _foreign_or_similar_key(cls: type[Config], path: list[str]) -> str:
+    """For a key of a program's config file: as on its command line, if the key is an option of another project."""
+    return foreign_options.answer(".".join(path).replace("_", "-"), [*option_names(cls)]) or _similar_key(cls, path)
+
+
+def _mistakes(cls: type[Config], values: dict[str, Any], cure: Cure = _similar_key) -> list[str]:
     """The mistakes in plain values, one line each."""
     try:
         cls.model_validate(values)
     except ValidationError as error:
-        return [_one_line(cls, e) for e in error.errors()]
+        return [_one_line(cls, e, cure) for e in error.errors()]
     return []
 
 
-def _one_line(cls: type[Config], error: Any) -> str:
+def _one_line(cls: type[Config], error: Any, cure: Cure = _similar_key) -> str:
     path = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
-        names = sorted(_config_at(cls, path[:-1]).model_fields)
-        return f"no option '{'.'.join(path)}'{suggest(path[-1], names)}; have {', '.join(names) or 'none'}"
+        return f"no option '{'.'.join(path)}'{cure(cls, path)}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] != "value_error" or not isinstance(error["input"], dict | Config):  # an error of several options
         message += f", got {_short(error['input'])}"
@@ -214,9 +227,10 @@ def compose(cls: type[C], files: Sequence[str | Path]) -> C:
     for path in files:
         values = merge(values, read_yaml(path))
         composed.append((path, values))
-    mistakes = _mistakes(cls, values)
+    mistakes = _mistakes(cls, values, _foreign_or_similar_key)
     for path, values_so_far in composed if mistakes else ():
-        own_mistakes = [mistake for mistake in _mistakes(cls, values_so_far) if mistake in mistakes]
+        mistakes_so_far = _mistakes(cls, values_so_far, _foreign_or_similar_key)
+        own_mistakes = [mistake for mistake in mistakes_so_far if mistake in mistakes]
         if own_mistakes:
             raise UserError(f"{path}: " + "; ".join(own_mistakes))
     return validate(cls, values, cls.__name__)

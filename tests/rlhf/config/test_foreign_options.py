@@ -1,6 +1,7 @@
 """Options of other libraries are refused with the name that they have here."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,19 @@ def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
 )
 def test_the_answer_fits_the_program(config: type[Config], option: str, line: str) -> None:
     assert refusal(config, option) == f"no option '{option.replace('_', '-')}': {line}; see --help"
+
+
+def test_a_config_file_gets_the_same_answer(tmp_path: Path) -> None:
+    """At the top and in a section."""
+    file = tmp_path / "theirs.yaml"
+    for key, option in [*((name, name) for name in FOREIGN), ("sft.cutoff_len", "sft.cutoff-len")]:
+        section, _, last = key.rpartition(".")
+        entry = f"{last.replace('-', '_')}: 1"
+        file.write_text(f"{section}: {{{entry}}}" if section else entry)
+        with pytest.raises(UserError) as refused:
+            parser.compose(CHAIN, [file])
+        cure = refusal(CHAIN, f"--{option}").partition("': ")[2].removesuffix("; see --help")
+        assert str(refused.value) == f"{file}: no option '{key.replace('-', '_')}': {cure}"
 
 
 def test_what_no_library_has_gets_no_answer() -> None:
