@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf.distributed import collectives
 
@@ -23,7 +24,8 @@ def autotp_settings(size: int) -> dict[str, Any]:
 
 def set_autotp_config(model: nn.Module) -> None:
     """Set `model.config`, in which AutoTP looks for the plan of which matrices to split."""
-    model.config = next(part.config for part in model.children() if hasattr(part, "config"))
+    config: Any = next(part.config for part in model.modules() if isinstance(part, PreTrainedModel))
+    model.config = config
 
 
 def require_known_split(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf.distributed import collectives
 from rlhf.types import Sequences
@@ -122,8 +122,10 @@ class SynchronizedPasses:
     passes until the last rank has left. Other collectives must not run inside.
     """
 
-    def __init__(self, offload: Any) -> None:
-        self._offload, self._model = offload, offload.module
+    def __init__(self, offload: Any, inner: nn.Module | None) -> None:
+        """offload: the ZeRO-3 object of a DeepSpeed engine. inner: the part of the model that is also called directly,
+        the language model in a policy, by generation."""
+        self._offload, self._model, self._inner = offload, offload.module, inner
         self._inside = False
 
     def __enter__(self) -> None:
@@ -132,8 +134,8 @@ class SynchronizedPasses:
             model.register_forward_pre_hook(self._begin, prepend=True),
             model.register_forward_hook(self._end),
         ]
-        if hasattr(model, "lm"):  # generation calls the language model directly, not the policy
-            self._hooks.append(model.lm.register_forward_pre_hook(self._begin_inner, prepend=True))
+        if self._inner is not None:
+            self._hooks.append(self._inner.register_forward_pre_hook(self._begin_inner, prepend=True))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for hook in self._hooks:
@@ -147,8 +149,9 @@ class SynchronizedPasses:
                 mask = torch.ones_like(ids, dtype=torch.bool)
                 self._model(Sequences(ids, mask, mask & (torch.arange(2, device=ids.device) > 0)))
             else:
+                assert self._inner is not None
                 _reset(self._offload)
-                self._model.lm(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+                self._inner(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
     def _begin(self, *_: Any) -> None:
         self._inside = True

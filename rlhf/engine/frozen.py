@@ -11,6 +11,7 @@ from rlhf.config.options import FrozenOptions
 from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import Shards, SynchronizedPasses, deepspeed_settings, gather_model, zero3_config
 from rlhf.models.cpu import compiling
+from rlhf.models.policy import generator
 
 
 class FrozenEngine:
@@ -46,7 +47,7 @@ class FrozenEngine:
     def _on_device(self) -> Iterator[None]:
         if self._sharded is not None:
             with (
-                SynchronizedPasses(self._sharded)
+                SynchronizedPasses(self._sharded, generator(self.module))
                 if self._options.gather_whole is False
                 else gather_model(self._sharded)
             ):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.distributed.tensor_parallel import gather_full, local_part
+from rlhf.distributed.zero3 import is_sharded
 
 Named = Sequence[tuple[str, nn.Parameter]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -70,7 +71,7 @@ def set_master(engine: Any, parameter: nn.Parameter, value: Tensor) -> None:
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
     """Whether ZeRO shards its optimizer state."""
-    return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+    return hasattr(parameter, "_hp_mapping") or is_sharded(parameter)
 
 
 def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
@@ -122,7 +123,7 @@ def _set_compute_weight(parameter: Any, value: Tensor) -> None:
     """The weight that the forward pass uses, rounded from the master as the optimizer does."""
     import deepspeed
 
-    if not hasattr(parameter, "ds_id"):
+    if not is_sharded(parameter):
         parameter.data.copy_(value)
         return
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):

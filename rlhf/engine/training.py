@@ -31,6 +31,7 @@ from rlhf.engine.nonfinite import Tolerance
 from rlhf.errors import UserError
 from rlhf.models.cpu import compiling
 from rlhf.models.head import ScoreHead
+from rlhf.models.policy import generator
 from rlhf.types import Metrics
 
 M = TypeVar("M", bound=nn.Module)
@@ -213,8 +214,7 @@ class Engine(Generic[M]):
         for gradient in sums:
             gradient.fill_(torch.nan)
         for _, parameter in self._trained() if not sums else ():
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            safe_set_full_grad(parameter, torch.full(shape, torch.nan, device=self.device))
+            safe_set_full_grad(parameter, torch.full(full_shape(parameter), torch.nan, device=self.device))
         # With the optimizer offloaded, DeepSpeed has already computed the norms.
         norms = getattr(self._engine.optimizer, "norm_for_param_grads", {})
         norms.update(dict.fromkeys(norms, torch.tensor(torch.nan, device=self.device)))
@@ -279,8 +279,8 @@ class Engine(Generic[M]):
         if self._options.zero_stage != 3:
             yield
             return
-        offload = self._engine.optimizer.parameter_offload
-        with gather_model(offload) if self._options.gather_whole else SynchronizedPasses(offload):
+        offload, whole = self._engine.optimizer.parameter_offload, self._options.gather_whole
+        with gather_model(offload) if whole else SynchronizedPasses(offload, generator(self.module)):
             yield
 
 

@@ -53,6 +53,11 @@ class Policy(nn.Module):
         return placed, empty.to(logprobs).index_put(predicted, ops.entropy(logits, temperature))
 
 
+def generator(model: nn.Module) -> PreTrainedModel | None:
+    """The language model in a policy, which generation calls directly; None = the model is no policy."""
+    return model.lm if isinstance(model, Policy) else None
+
+
 @contextlib.contextmanager
 def restrict_head(head: nn.Module, states: Tensor) -> Iterator[None]:
     """Inside, the head gets only N of the hidden states [B, S, d], at the indices `states` in B * S, as [1, N, d]."""
