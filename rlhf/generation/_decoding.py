@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from rlhf.generation._cache import MaskedStaticLayer
@@ -43,15 +44,18 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
 
     Weights that are sharded over the ranks do not change.
     """
-    cpu, graph = lm.device.type == "cpu", packs(lm) and compiling.compiled(lm)
-    own_kernels = cpu and graph and kernels.for_one_token(lm.dtype)
-    with _products_by(_Unsorted if own_kernels else _Sorted, lm) if cpu else contextlib.nullcontext():
-        if graph:
-            with attention.inside(lm, attention.ONE_TOKEN if own_kernels else attention.NAME):
-                yield _varying(compiling.compile_as_one_graph(step, _join))
-        else:
-            with compiling.eager():
-                yield step
+    cpu = lm.device.type == "cpu"
+    if packs(lm) and compiling.compiled(lm):
+        own_kernels = cpu and kernels.for_one_token(lm.dtype)
+        rewrite = _use_kernels if own_kernels else _use_sorted_weights
+        with attention.inside(lm, attention.ONE_TOKEN if own_kernels else attention.NAME):
+            try:
+                yield _varying(compiling.compile_as_one_graph(step, rewrite))
+            finally:
+                _sorted_products().clear()
+    else:
+        with compiling.eager(), _sorted_layers(lm) if cpu else contextlib.nullcontext():
+            yield step
 
 
 def _varying(graph: Step) -> Step:
@@ -75,81 +79,130 @@ def _varying(graph: Step) -> Step:
 
 
 @contextlib.contextmanager
-def _products_by(kind: type["_Unsorted"] | type["_Sorted"], lm: PreTrainedModel) -> Iterator[None]:
-    dtypes = [torch.float32] if torch.backends.mkldnn.is_available() else []
-    if dtypes and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        dtypes.append(torch.bfloat16)
-    linear = [
-        module
-        for module in lm.modules()
+def _sorted_layers(lm: nn.Module) -> Iterator[None]:
+    """Inside, modules with sorted weights stand in for the linear layers of `lm`, which runs eagerly."""
+    layers = {
+        name: module
+        for name, module in lm.named_modules(remove_duplicate=False)
         if type(module) is nn.Linear
-        and "forward" not in vars(module)
-        and module.weight.dim() == 2  # not a shard
-        and module.weight.dtype in dtypes
-        and (kind is _Sorted or kernels.fits(module.weight))
-    ]
-    _library()
+        and not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+        and _sortable(module.weight)
+    }
+    replacements = {layer: _SortedLinear(layer) for layer in layers.values()}
     try:
-        for module in linear:
-            module.__class__ = kind
+        for name, layer in layers.items():
+            lm.set_submodule(name, replacements[layer])
         yield
     finally:
-        for module in linear:
-            module.__class__ = nn.Linear
-        _in_order().clear()
+        for name, layer in layers.items():
+            lm.set_submodule(name, layer)
 
 
-class _Unsorted(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return kernels.products(input, [self.weight], [] if self.bias is None else [self.bias])
+class _SortedLinear(nn.Module):
+    """A linear layer with the same weights, which are sorted at the first call."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self._sorted: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._sorted is None:
+            self._sorted = _sort(self.weight, x)
+        return _multiply(x, self._sorted, self.bias)
 
 
-class _Sorted(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        outputs: Tensor = torch.ops.rlhf.sorted_products(input, [self.weight], [] if self.bias is None else [self.bias])
-        return outputs
+def _sortable(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies by the sorted weight; a shard has one dimension."""
+    if weight.device.type != "cpu" or weight.dim() != 2 or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
-@functools.cache
-def _in_order() -> dict[tuple[int, ...], tuple[Tensor, Tensor | None]]:
-    """(reordered concatenation of weights, concatenated biases) by the memory addresses of the weights."""
-    return {}
+def _sort(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight in the memory order that is best for as many rows as `x` has."""
+    ordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, x.numel() // x.shape[-1])
+    return ordered
 
 
-def _products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    key = tuple(weight.data_ptr() for weight in weights)
-    reordered = _in_order()
-    if key not in reordered:
-        together = weights[0] if len(weights) == 1 else torch.cat(weights)
-        ordered = torch.ops.mkldnn._reorder_linear_weight(together, x.numel() // x.shape[-1])
-        reordered[key] = ordered, torch.cat(biases) if biases else None
-    outputs: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, *reordered[key], "none", [], "")
+def _multiply(x: Tensor, ordered: Tensor, bias: Tensor | None) -> Tensor:
+    outputs: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, ordered, bias, "none", [], "")
     return outputs
 
 
+class _SortedProducts:
+    """`torch.ops.rlhf.sorted_products(x, weights, biases)`, for a compiled graph: as `kernels.products`, with sorted
+    weights.
+
+    torch's compiler does not support sorted weights, and an operator takes tensors only. So this one has the sorted
+    weights, by the addresses of the weights, until `clear`.
+    """
+
+    def __init__(self) -> None:
+        self._sorted: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
+        self._library = torch.library.Library("rlhf", "FRAGMENT")
+        self._library.define("sorted_products(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
+        self._library.impl("sorted_products", self, "CPU")
+        self._library.impl("sorted_products", kernels.products_shape, "Meta")
+
+    def __call__(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+        key = tuple(weight.data_ptr() for weight in weights)
+        if key not in self._sorted:
+            together = weights[0] if len(weights) == 1 else torch.cat(weights)
+            self._sorted[key] = _sort(together, x), torch.cat(biases) if biases else None
+        return _multiply(x, *self._sorted[key])
+
+    def clear(self) -> None:
+        """Forget the sorted weights: training changes the weights."""
+        self._sorted.clear()
+
+
 @functools.cache
-def _library() -> torch.library.Library:
-    """A custom operator, because torch's compiler does not support reordered weights."""
-    library = torch.library.Library("rlhf", "FRAGMENT")
-    library.define("sorted_products(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
-    library.impl("sorted_products", _products, "CPU")
-    library.impl("sorted_products", kernels.products_shape, "Meta")
-    return library
+def _sorted_products() -> _SortedProducts:
+    return _SortedProducts()
 
 
-def _join(graph: fx.Graph) -> None:
-    """Join matrix products with the same input into one product of concatenated weights."""
+def _use_kernels(graph: fx.Graph) -> None:
+    """Compute matrix products by `kernels.products`, those with the same input as one."""
+    _join(_replace(graph, torch.ops.rlhf.products, kernels.fits))
+
+
+def _use_sorted_weights(graph: fx.Graph) -> None:
+    """The same with sorted weights."""
+    _sorted_products()
+    _join(_replace(graph, torch.ops.rlhf.sorted_products, _sortable))
+
+
+def _replace(graph: fx.Graph, product: Any, supports: Callable[[Tensor], bool]) -> list[fx.Node]:
+    """Replace products with weights of the model by `product`, if it supports the weight. Returns the new nodes."""
+    replaced = []
+    for node in graph.find_nodes(op="call_function", target=F.linear):
+        x, weight, bias = (*node.args, None)[:3]  # as nn.Linear calls it
+        if isinstance(weight, fx.Node) and weight.op == "placeholder" and supports(weight.meta["example_value"]):
+            with graph.inserting_before(node):
+                new = graph.call_function(product, (x, [weight], [] if bias is None else [bias]))
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            replaced.append(new)
+    return replaced
+
+
+def _join(products: list[fx.Node]) -> None:
+    """Join products with the same input into one product of concatenated weights."""
     by_states: dict[Any, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if str(node.target) in ("rlhf.products", "rlhf.sorted_products"):
-            by_states.setdefault((node.target, node.args[0]), []).append(node)
-    for (product, states), nodes in by_states.items():
+    for node in products:
+        by_states.setdefault(node.args[0], []).append(node)
+    for states, nodes in by_states.items():
         weights, biases = ([x for node in nodes for x in cast(list[fx.Node], node.args[i])] for i in (1, 2))
         if len(nodes) == 1 or len(biases) not in (0, len(weights)):
             continue
-        sizes = [node.meta["example_value"].shape[-1] for node in nodes]
+        graph, sizes = nodes[0].graph, [node.meta["example_value"].shape[-1] for node in nodes]
         with graph.inserting_before(nodes[0]):
-            joined = graph.call_function(product, (states, weights, biases))
+            joined = graph.create_node("call_function", nodes[0].target, (states, weights, biases))
             offsets = zip(accumulate(sizes, initial=0), sizes, strict=False)
             slices = [graph.call_function(torch.narrow, (joined, -1, start, size)) for start, size in offsets]
         for node, product_slice in zip(nodes, slices, strict=True):

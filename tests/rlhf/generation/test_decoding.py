@@ -38,37 +38,39 @@ def model() -> nn.ModuleDict:
     return nn.ModuleDict(layers)
 
 
-def test_layers_multiply_by_weights_in_another_order_meanwhile() -> None:
+def test_layers_multiply_by_sorted_weights_meanwhile() -> None:
     layers, x = model(), normal(2, 1, 9)
-    kinds = {name: type(layer) for name, layer in layers.items()}
+    before, names = dict(layers.items()), dict(layers.named_parameters()).keys()
     expected = {name: layers[name].double()(x.double()) for name in ("biased", "plain")}
-    layers = model()
-    with torch.no_grad(), _decoding._products_by(_decoding._Sorted, layers):
-        assert {name for name, layer in layers.items() if type(layer) is _decoding._Sorted} == {"biased", "plain"}
-        for _ in range(2):  # the second time from the order that is known
+    before["biased"].float(), before["plain"].float()
+    with torch.no_grad(), _decoding._sorted_layers(layers):
+        assert {name for name, layer in layers.items() if layer is not before[name]} == {"biased", "plain"}
+        assert dict(layers.named_parameters()).keys() == names
+        for _ in range(2):  # the second time by the weights sorted at the first
             for name, exact in expected.items():
                 torch.testing.assert_close(layers[name](x).double(), exact, rtol=0, atol=NEAR)
-        assert len(_decoding._in_order()) == 2
-    assert {name: type(layer) for name, layer in layers.items()} == kinds
-    assert not _decoding._in_order(), "weights that change would be used as they were"
+    assert all(layers[name] is layer for name, layer in before.items()) and list(layers) == list(before)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_bf16_layers_multiply_so_where_the_cpu_can(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     layers = model().bfloat16()
-    with _decoding._products_by(_decoding._Sorted, layers):
-        chosen = {name for name, layer in layers.items() if type(layer) is _decoding._Sorted}
+    with _decoding._sorted_layers(layers):
+        chosen = {name for name, layer in layers.items() if type(layer) is _decoding._SortedLinear}
     assert chosen == ({"biased", "plain", "wide"} if has_bf16 else set())
 
 
 def test_products_of_several_weights_lie_beside_each_other() -> None:
     layers, x = model(), normal(3, 1, 9)
     both = [layers["biased"], nn.Linear(9, 5)]
+    products = _decoding._sorted_products()
     with torch.no_grad():
-        found = _decoding._products(x, [layer.weight for layer in both], [layer.bias for layer in both])
+        found = products(x, [layer.weight for layer in both], [layer.bias for layer in both])
         exact = torch.cat([F.linear(x.double(), layer.weight.double(), layer.bias.double()) for layer in both], -1)
-    _decoding._in_order().clear()
+    assert len(products._sorted) == 1
+    products.clear()
+    assert not products._sorted, "weights that change would be used as they were"
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=NEAR)
 
 
