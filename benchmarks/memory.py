@@ -147,9 +147,9 @@ def _free_port() -> int:
 
 def predict(stage: str, options: Any, processes: int) -> dict[str, Any]:
     """The plan's prediction of such a run: its peak, and that of each moment, in bytes."""
+    from rlhf.plan.forecast import forecast
     from rlhf.plan.machine import describe_machine
     from rlhf.plan.options import PlanOptions
-    from rlhf.plan.stage import forecast
     from step1_sft import plan
 
     machine = describe_machine(PlanOptions(device="cpu", devices=processes), processes)

@@ -1,7 +1,7 @@
 """The workload of reward-model training, for a plan."""
 
 from rlhf.plan.activations import PassShape
-from rlhf.plan.stage import ModelSpec, Workload, dtype_on
+from rlhf.plan.forecast import ModelSpec, Workload, dtype_on
 from step2_reward.config import STAGE, RewardConfig
 
 RANKED = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rlhf import generation, plugins, rewards
 from rlhf.plan.activations import PassShape
-from rlhf.plan.stage import ModelSpec, Rollout, Workload, dtype_on
+from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on
 from step3_ppo import algorithms
 from step3_ppo.config import MAKERS, STAGE, Step3Config
 
@@ -23,7 +23,7 @@ def workload(config: Step3Config, device: str, model_paths: dict[str, str]) -> W
     tokens, predicted = config.max_prompt_length + config.response_length, config.response_length
     if config.ptx_coef:  # whole dialogues come between the responses
         tokens, predicted = max(tokens, config.max_length), max(predicted, config.max_length - 1)
-    rollout = Rollout(
+    rollout = RolloutWork(
         config.rollout_batch_size,
         config.max_prompt_length,
         config.response_length,

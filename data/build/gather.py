@@ -90,7 +90,7 @@ def gather(
     """
     digests, owners = _RowDigests(), PromptOwners(options)
     counts = [RowCounts() for _ in origins]
-    with Writer(file) as writer:
+    with RowWriter(file) as writer:
         for number, (origin, row_counts) in enumerate(zip(origins, counts, strict=True)):
             limit = StreamLimit(origin, options, phase)
             for row in _valid_rows(origin, phase, options, row_counts):
@@ -283,7 +283,7 @@ def _exclude(rows: GatheredRows, excluded: np.ndarray, reason: str) -> None:
     rows.usable[excluded] = False
 
 
-class Writer:
+class RowWriter:
     """Writes rows as JSON to an Arrow file, in batches."""
 
     def __init__(self, file: Path) -> None:
@@ -291,7 +291,7 @@ class Writer:
         self._stream = pyarrow.ipc.new_stream(str(file), self._schema)
         self._texts: list[str] = []
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "RowWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

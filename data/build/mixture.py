@@ -14,7 +14,7 @@ from data.build.split import PHASES
 from data.config import DataOptions
 from data.read.contract import checked_rows
 from data.read.paths import is_hub_id, refuse_loading_script
-from data.read.records import Phase, Skipped, Source
+from data.read.records import DataSource, Phase, Skipped
 from data.read.remote import is_remote
 from rlhf import plugins
 from rlhf.errors import UserError
@@ -33,7 +33,7 @@ class Origin:
     """One data path, opened. `use`: its rows are divided among the phases, serve one phase only, or are held out."""
 
     data_path: str
-    source: Source
+    source: DataSource
     use: Use = "shared"
     weight: float | None = None
     code: str = ""
@@ -82,8 +82,8 @@ def open_origin(data_path: str, use: Use = "shared") -> Origin:
     spec, path, weight = parse_data_path(data_path)
     name = spec.partition(",")[0]
     refuse_loading_script(name)
-    source: Source = plugins.build(FOLDER, spec, path)
-    source = plugins.conforming(source, Source, data_path)
+    source: DataSource = plugins.build(FOLDER, spec, path)
+    source = plugins.conforming(source, DataSource, data_path)
     code = hashlib.sha256(Path(name).read_bytes()).hexdigest() if name.endswith(".py") else ""
     return Origin(data_path, source, use, weight, code)
 

@@ -32,7 +32,7 @@ MARKS, PLAIN_MARKS = ("⟦", "⟧"), ("[[", "]]")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TokenSegment:
     """Consecutive tokens of one kind."""
 
     text: str
@@ -40,7 +40,7 @@ class Segment:
     special: bool
 
 
-def split_segments(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans: Spans) -> list[Segment]:
+def split_segments(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans: Spans) -> list[TokenSegment]:
     """The text of `ids`, split where the loss begins and ends, and around special tokens.
 
     A segment is what its tokens add to the text before them; so the space that tokenizers drop at the beginning of a
@@ -54,7 +54,7 @@ def split_segments(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans
         end = start + sum(1 for _ in group)
         longer = _decode(tokenizer, ids[:end])
         added = longer[len(text) :] if longer.startswith(text) else _decode(tokenizer, ids[start:end])
-        segments.append(Segment(added, *flags))
+        segments.append(TokenSegment(added, *flags))
         text, start = longer, end
     return segments
 
@@ -92,7 +92,7 @@ class Screen:
         unit = "contexts" if recipe.objective == "text" else "rows"
         self._print(f"{recipe.phase}: {len(train):,} {unit} to train on, {len(opened.evaluation):,} held out")
         if rows:
-            self._print(self._style([Segment("context ", False, False), Segment("learned", True, False)]))
+            self._print(self._style([TokenSegment("context ", False, False), TokenSegment("learned", True, False)]))
         for number, item in enumerate(train[:rows], start=1):
             self._print_item(f"{recipe.phase} {unit.removesuffix('s')} {number}", item)
         for table in (_length_table(train, recipe), _outcome_table(opened), _source_table(opened)):
@@ -125,11 +125,11 @@ class Screen:
             f"{title}: {len(item.ids)} tokens, {learned} learned", split_segments(self._tokenizer, item.ids, spans)
         )
 
-    def _print_segments(self, title: str, segments: Iterable[Segment]) -> None:
+    def _print_segments(self, title: str, segments: Iterable[TokenSegment]) -> None:
         self._print(f"\n{title}", TITLE)
         self._print(self._style(segments))
 
-    def _style(self, segments: Iterable[Segment]) -> Text:
+    def _style(self, segments: Iterable[TokenSegment]) -> Text:
         styled = Text()
         for learned, group in groupby(segments, key=lambda segment: segment.learned):
             opening, closing = self._marks if learned else ("", "")

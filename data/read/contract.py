@@ -8,7 +8,7 @@ from types import NoneType, TracebackType
 from typing import Any
 
 from data.read.columns import ROLES, read_number
-from data.read.records import Phase, Skipped, Source, require_text, short_json
+from data.read.records import DataSource, Phase, Skipped, require_text, short_json
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
@@ -16,7 +16,7 @@ COLUMN_TYPES = (str, int, float, datetime.date, datetime.time, decimal.Decimal, 
 """what a column may hold, besides lists and mappings of these types"""
 
 
-def checked_rows(source: Source, phase: Phase, data_path: str) -> Iterator[Row | Skipped]:
+def checked_rows(source: DataSource, phase: Phase, data_path: str) -> Iterator[Row | Skipped]:
     """The rows of `source`, each checked.
 
     An error raised inside the source keeps its type and traceback, and gets a note with the number of rows before it.

@@ -28,7 +28,7 @@ class Skipped:
     """the data has an error, which stops the run unless skip_bad_rows allows it"""
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """What the pipeline requires of a source, which `build(config, path)` of a file in data/sources returns.
 
     `rows` is required. The members with a default value below are optional.

@@ -1,6 +1,6 @@
-"""Sources of rows, one dataset per file: `Config`, `HUB_IDS` and `build(config, path)`, which returns a `Source`.
+"""Sources of rows, one dataset per file: `Config`, `HUB_IDS` and `build(config, path)`, which returns a `DataSource`.
 
 A hub dataset that `HUB_IDS` lists is read by that file. A user's own file needs no `HUB_IDS`: `--data-path` names it.
 """
 
-from data.read.records import Source as Source
+from data.read.records import DataSource as DataSource

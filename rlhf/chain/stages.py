@@ -9,7 +9,7 @@ from step2_reward.config import STAGE as REWARD
 from step3_ppo.config import STAGE as PPO
 
 if TYPE_CHECKING:
-    from rlhf.plan.stage import Workload
+    from rlhf.plan.forecast import Workload
 
 STAGES: Mapping[int, Declaration] = {1: SFT, 2: REWARD, 3: PPO}
 """by step"""

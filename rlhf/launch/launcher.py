@@ -17,7 +17,7 @@ from rlhf.distributed.addresses import LOOPBACK, interface_of
 from rlhf.errors import UserError
 from rlhf.launch import rank_variables
 from rlhf.launch.hosts import Deployment
-from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ExitStatus, Ranks, Signals, Watch
+from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ExitStatus, GroupWatch, Ranks, Signals
 from rlhf.shipped import ROOT
 
 LEAST_FILES = 256
@@ -29,7 +29,7 @@ def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitS
     """Run `python -m module` in `target` processes of this machine, to their end; rlhf.launch.team runs several hosts.
 
     Returns the exit code of the first rank that failed, else 0; below 0 it is a signal, to this process or to a rank.
-    rlhf.launch.supervisor.Watch documents how signals and failures end all ranks. No process outlives this call.
+    rlhf.launch.supervisor.GroupWatch documents how signals and failures end all ranks. No process outlives this call.
     """
     deployment = target if isinstance(target, Deployment) else Deployment(target)
     processes, grace_s = deployment.processes, deployment.options.grace_s
@@ -39,7 +39,7 @@ def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitS
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **rendezvous} if rendezvous else {}
             if not signals.waiting():
                 ranks.start(rank, command, rank_environment(processes, grace_s) | variables)
-        return Watch(ranks, signals, grace_s).wait()
+        return GroupWatch(ranks, signals, grace_s).wait()
 
 
 @contextlib.contextmanager

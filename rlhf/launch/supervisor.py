@@ -171,7 +171,7 @@ class Signals(SignalHandler):
         return numbers
 
 
-class Watch:
+class GroupWatch:
     """Waits for the end of a group.
 
     SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM, and SIGKILL follows after `grace_s`, or with a second

@@ -31,10 +31,10 @@ from rlhf.launch.supervisor import (
     TERMINATED,
     USER_ERROR,
     ExitStatus,
+    GroupWatch,
     RankExit,
     Ranks,
     Signals,
-    Watch,
 )
 from rlhf.shipped import ROOT
 
@@ -107,7 +107,7 @@ class Team:
         self.size = size
 
     def run(self, module: str, argv: Sequence[str], options: LaunchOptions) -> ExitStatus:
-        """Run `python -m module` as every rank, to their end; supervisor.Watch documents how all end."""
+        """Run `python -m module` as every rank, to their end; supervisor.GroupWatch documents how all end."""
         self._number, self._kills = self._number + 1, 0
         self._signals = _Series(self._store, f"{self._number}/signals")
         self._ends = _Series(self._store, f"{self._number}/ends")
@@ -117,7 +117,7 @@ class Team:
             self._orders.add(asdict(order))
             if self._own:
                 order.start(self._ranks)
-            return Watch(self, signals, options.grace_s).wait()
+            return GroupWatch(self, signals, options.grace_s).wait()
 
     def running(self) -> list[int]:
         return sorted(self._running)
@@ -200,7 +200,7 @@ def start(deployment: Deployment) -> Iterator[Team]:
 
 
 class _Follower:
-    """One rank of this host: a Group for the Watch of this process, which reports to the leader."""
+    """One rank of this host: a Group for the GroupWatch of this process, which reports to the leader."""
 
     def __init__(self, ranks: Ranks, store: Store, number: int, signals: Signals) -> None:
         self._ranks, self._received = ranks, signals
@@ -264,7 +264,7 @@ def _follow() -> int:
                 except UserError as error:
                     print(f"error: {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
                     follower.report(RankExit(rank_variables.rank(), USER_ERROR, lost=str(error)))
-                Watch(follower, signals, order.grace_s).wait()
+                GroupWatch(follower, signals, order.grace_s).wait()
     except DistError:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         rank = f"rank {rank_variables.rank()} on {socket.gethostname()}"

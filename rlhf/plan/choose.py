@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
+from rlhf.plan.forecast import Forecast, Workload, forecast
 from rlhf.plan.machine import Machine
-from rlhf.plan.stage import Forecast, Workload, forecast
 
 C = TypeVar("C", bound=EngineOptions)
 

@@ -7,10 +7,10 @@ from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.plan.choose import AUTO, as_flags, choose, resolve_auto
+from rlhf.plan.forecast import Workload, forecast
 from rlhf.plan.machine import Machine, describe_machine
 from rlhf.plan.options import PlanOptions
 from rlhf.plan.report import gigabytes, report
-from rlhf.plan.stage import Workload, forecast
 
 WorkloadOf = Callable[[Any, str, dict[str, str]], Workload]
 """`workload(options, kind of device, paths of the models that earlier stages make)` of a stage's plan.py"""

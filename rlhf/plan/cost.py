@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from rlhf.config.options import EngineOptions
 from rlhf.plan import zero
+from rlhf.plan.forecast import Forecast, ModelForecast, micro_batches
 from rlhf.plan.sizes import Size
-from rlhf.plan.stage import Forecast, ModelForecast, micro_batches
 from rlhf.plan.zero import RankLayout
 
 

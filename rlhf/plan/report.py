@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlhf.config.options import EngineOptions
 from rlhf.plan.choose import shortfall_message
 from rlhf.plan.cost import cost
-from rlhf.plan.stage import Forecast, ModelForecast, micro_batches
+from rlhf.plan.forecast import Forecast, ModelForecast, micro_batches
 from rlhf.plan.zero import Bytes
 
 COLUMNS = ("weights", "gradients", "optimizer", "buffers", "activations", "KV cache", "gathered")

@@ -21,7 +21,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.hub.short_names import resolve
 from rlhf.models.splitting import check_split, shares
-from rlhf.plan.stage import Workload
+from rlhf.plan.forecast import Workload
 from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.supervised.options import SupervisedOptions
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer

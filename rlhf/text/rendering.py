@@ -124,7 +124,7 @@ def template_output(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PromptSegment:
     """A part of a rendered prompt."""
 
     text: str
@@ -132,7 +132,7 @@ class Segment:
     """number of the message whose content it is; None: the template wrote it"""
 
 
-def split_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Segment]:
+def split_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[PromptSegment]:
     """The rendered prompt, split at each message's content: template, content, template, content, ..., template.
 
     The messages are rendered again with marks around their contents; the contents themselves are not searched for.
@@ -158,24 +158,24 @@ def _with_marks(message: Message, number: int, marks: tuple[str, ...]) -> Messag
     return Message(message.role, f"{start}{number}{middle}{message.content}{end}")
 
 
-def _align(marked: str, text: str, marks: tuple[str, ...]) -> list[Segment]:
+def _align(marked: str, text: str, marks: tuple[str, ...]) -> list[PromptSegment]:
     """The segments of `text`; `marked` is the same prompt with marks. Empty if the two do not agree."""
     start, middle, end = marks
     first, *parts = re.split(f"{start}([0-9]+){middle}(.*?){end}", marked, flags=re.DOTALL)
     if re.search(f"[{''.join(marks)}]", first + "".join(parts)):
         return []  # a mark without its counterpart
-    segments, offset = [Segment(first)], len(first)
+    segments, offset = [PromptSegment(first)], len(first)
     for number, content, after in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         forms = (content, content.lstrip(), content.rstrip(), content.strip())  # many templates trim
         form = next((form for form in forms if text.startswith(form + after, offset)), None)
         if form is None:
             return []
-        segments += [Segment(form, int(number)), Segment(after)]
+        segments += [PromptSegment(form, int(number)), PromptSegment(after)]
         offset += len(form) + len(after)
     return segments if text.startswith(first) and offset == len(text) else []
 
 
-def split_special_tokens(tokens: re.Pattern[str], segments: Sequence[Segment]) -> Iterator[tuple[str, bool]]:
+def split_special_tokens(tokens: re.Pattern[str], segments: Sequence[PromptSegment]) -> Iterator[tuple[str, bool]]:
     """A rendered prompt as (text, whether the text is a special token that the template wrote).
 
     tokens: a pattern of special tokens, with one group around it
@@ -192,7 +192,7 @@ def split_special_tokens(tokens: re.Pattern[str], segments: Sequence[Segment]) -
 
 
 def assistant_turns(
-    segments: Sequence[Segment], messages: Sequence[Message], white_space: tuple[str, str], eos: str
+    segments: Sequence[PromptSegment], messages: Sequence[Message], white_space: tuple[str, str], eos: str
 ) -> Iterator[slice]:
     """The characters of each assistant turn in a rendered prompt: content, white space before and after it, and EOS."""
     before, after = white_space

@@ -28,7 +28,7 @@ class Snapshot:
     logs: Mapping[str, int]
 
 
-class Writer:
+class SnapshotWriter:
     """Writes this rank's files. After a failure it writes no more, but still takes part in the collectives."""
 
     def __init__(self, folder: Path) -> None:
@@ -73,9 +73,9 @@ class Writer:
             )
 
 
-def write(staging: Path, snapshot: Snapshot) -> Writer:
+def write(staging: Path, snapshot: Snapshot) -> SnapshotWriter:
     """Write a snapshot into the directory `staging`. Unless its tensors are copies, all ranks call this together."""
-    writer = Writer(staging)
+    writer = SnapshotWriter(staging)
     for name, tensors in snapshot.tensors.items():
         writer.tensors(name, tensors)
     writer.json(f"rng.rank-{collectives.rank()}.json", snapshot.random)

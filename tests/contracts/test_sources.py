@@ -12,7 +12,7 @@ import pytest
 from data.build.split import group_of, share_of
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
-from data.read.records import Phase, Skipped, Source
+from data.read.records import DataSource, Phase, Skipped
 from data.sources.demo import words
 from rlhf.config import Config
 from rlhf.errors import UserError
@@ -55,7 +55,7 @@ def name_of(key: str) -> str:
 
 
 def opened(key: str, place: str) -> Any:
-    """A Source, which may have a fingerprint."""
+    """A DataSource, which may have a fingerprint."""
     return build(FOLDER, name_of(key) + EXAMPLES[key].options, place)
 
 
@@ -63,7 +63,7 @@ def location_of(key: str, place: str) -> str:
     return f"{name_of(key)}{EXAMPLES[key].options}:{place}"
 
 
-def all_rows(source: Source) -> Iterator[tuple[Phase, Row]]:
+def all_rows(source: DataSource) -> Iterator[tuple[Phase, Row]]:
     return ((phase, row) for phase in PHASES for row in source.rows(phase) if isinstance(row, Row))
 
 

@@ -14,11 +14,11 @@ from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.errors import UserError
 from rlhf.plan import activations, cost, machine, sizes, zero
 from rlhf.plan.activations import PassShape
+from rlhf.plan.forecast import forecast
 from rlhf.plan.machine import Device, Machine
 from rlhf.plan.options import PlanOptions, number_of_bytes
 from rlhf.plan.report import report
 from rlhf.plan.sizes import Size
-from rlhf.plan.stage import forecast
 from rlhf.plan.zero import Bytes, RankLayout
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig

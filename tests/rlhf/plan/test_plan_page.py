@@ -15,11 +15,11 @@ from benchmarks import memory, scaling, simulation
 from rlhf.chain import command as train
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
-from rlhf.plan import choose, command, sizes, table
+from rlhf.plan import choose, command, scaling_table, sizes
 from rlhf.plan.activations import PassShape
+from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, forecast
 from rlhf.plan.machine import Device, Machine
 from rlhf.plan.options import PlanOptions
-from rlhf.plan.stage import ModelSpec, Rollout, Workload, forecast
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
 from step3_ppo import plan as ppo_plan
@@ -122,7 +122,7 @@ def test_a_yaml_config_of_the_user(tmp_path: Path) -> None:
 def test_a_rollout_has_at_most_a_devices_share_of_the_batch(model_path: str) -> None:
     model = ModelSpec("actor", model_path, "lm", options())
     workload = Workload(
-        "step3_ppo", (model,), torch.bfloat16, 8, 4, PassShape(4, 24, 8, True), 2, Rollout(64, 16, 8, 1, 1)
+        "step3_ppo", (model,), torch.bfloat16, 8, 4, PassShape(4, 24, 8, True), 2, RolloutWork(64, 16, 8, 1, 1)
     )
     few, many = (forecast(workload, replace(four_gpus(80e9), count=count)).models[0].cache for count in (1, 8))
     assert few == 8 * many
@@ -156,14 +156,14 @@ def test_measured_runs_have_the_recorded_prediction(tmp_path: Path) -> None:
 
 
 def test_the_table_of_one_model_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MODELS", ("opt-13b",))
-    for line in table.table(table.ppo).splitlines():
+    monkeypatch.setattr(scaling_table, "MODELS", ("opt-13b",))
+    for line in scaling_table.table(scaling_table.ppo).splitlines():
         assert line in PAGE
 
 
 @pytest.mark.long
 def test_the_tables_are_what_the_command_prints() -> None:
-    assert table.tables() in PAGE
+    assert scaling_table.tables() in PAGE
 
 
 def test_the_commands_of_the_page_are_accepted() -> None:

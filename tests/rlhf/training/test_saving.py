@@ -98,7 +98,7 @@ def test_a_full_disk_is_told_in_the_loop(
         raise RuntimeError("a mistake of ours")
 
     another = Saver(tmp_path, RunOptions(async_checkpoints=True))
-    monkeypatch.setattr(snapshots, "Writer", broken)
+    monkeypatch.setattr(snapshots, "SnapshotWriter", broken)
     another.save(3, parts(memory), ABOUT)
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         another.wait()

@@ -40,7 +40,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class RolloutWork:
     """What a stage with rollouts adds to a workload: responses are sampled and scored before each update."""
 
     rows: int
@@ -70,7 +70,7 @@ class Workload:
     """of a micro-batch"""
     keep: int
     """checkpoints that stay on disk"""
-    rollout: Rollout | None = None
+    rollout: RolloutWork | None = None
     averages: int = 0
     """number of fp32 averages (EMA) of the first trained model's weights"""
     models_written: int = 0

@@ -9,10 +9,10 @@ from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.plan.activations import PassShape
 from rlhf.plan.choose import as_flags, choose
 from rlhf.plan.cost import Cost, cost
+from rlhf.plan.forecast import Forecast, ModelSpec, RolloutWork, Workload
 from rlhf.plan.machine import Machine, describe_machine
 from rlhf.plan.options import PlanOptions
 from rlhf.plan.report import gigabytes
-from rlhf.plan.stage import Forecast, ModelSpec, Rollout, Workload
 
 MODELS = ("opt-1.3b", "opt-13b", "opt-66b", "opt-175b")
 SCALAR = "opt-350m"
@@ -48,7 +48,7 @@ def ppo(model: str, options: EngineOptions) -> Workload:
         ModelSpec("reward model", SCALAR, "scalar", frozen, inference_rows=ROLLOUT_ROWS),
     )
     shape = PassShape(MICRO, LENGTH, RESPONSE, entropy=True)
-    rollout = Rollout(ROLLOUT_ROWS, PROMPT, RESPONSE, epochs=1, minibatches=1)
+    rollout = RolloutWork(ROLLOUT_ROWS, PROMPT, RESPONSE, epochs=1, minibatches=1)
     return Workload("PPO", models, torch.bfloat16, BATCH, MICRO, shape, 2, rollout)
 
 
