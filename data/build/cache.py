@@ -96,7 +96,7 @@ def build_entry(folder: Path) -> Iterator[Path | None]:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise UserError(
-                f"{root}: cannot be written ({error}); make room, or name another with --data-cache"
+                f"{root}: cannot be written ({error}); free space, or name another with --data-cache"
             ) from None
         finally:
             shutil.rmtree(staging, ignore_errors=True)

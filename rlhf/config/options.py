@@ -68,7 +68,7 @@ class RunOptions(Config):
     async_checkpoints: bool = False
     """write checkpoints in the background, from a copy in CPU memory (12 bytes for each trained parameter)"""
     keep_last_checkpoint: bool = False
-    """a finished stage keeps its last checkpoint, from which a run of more epochs or episodes goes on"""
+    """a finished stage keeps its last checkpoint, from which a run of more epochs or episodes continues"""
     export_every: int | None = Field(None, ge=1)
     """optimizer steps (in step 3 iterations) between exports of the trained model (in step 3 the actor), which
     transformers and `rlhf evaluate` can load: OUT/STAGE/exports/step-00000020. All exports are kept"""

@@ -272,7 +272,7 @@ def require_room(stage: Path, needed: int) -> None:
     if needed > free + used:
         raise UserError(
             f"{stage}: {console.size(free)} are free there, expected {console.size(needed - used)} for the "
-            "checkpoints of --keep and one more while it is written; make room, or choose another --output-dir"
+            "checkpoints of --keep and one more while it is written; free space, or choose another --output-dir"
         )
 
 

@@ -41,8 +41,8 @@ class MetricsFile:
             self._file.flush()
         except OSError as error:
             raise UserError(
-                f"{self._file.name}: cannot be written ({error.strerror}); make room there, and the same command goes "
-                "on from the last checkpoint"
+                f"{self._file.name}: cannot be written ({error.strerror}); free space there, and the same command "
+                "resumes from the last checkpoint"
             ) from None
 
     def close(self) -> None:

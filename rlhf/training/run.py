@@ -240,7 +240,7 @@ class Run:
             if isinstance(error, ValueError) and "os error" not in str(error):  # tokenizers knows no OSError
                 raise
             raise UserError(
-                f"{self.directory / folder}: cannot be written ({error}); make room there and run again"
+                f"{self.directory / folder}: cannot be written ({error}); free space there and run again"
             ) from None
         collectives.barrier()
         if folder not in self.models:
@@ -270,7 +270,7 @@ class Run:
                 self._write_manifest(metrics)
                 checkpoints.sweep(self.directory, everything=True, keep=int(self.options.keep_last_checkpoint))
         except OSError as error:
-            raise UserError(f"{self.directory}: cannot be written ({error}); make room there and run again") from error
+            raise UserError(f"{self.directory}: cannot be written ({error}); free space there and run again") from error
         collectives.barrier()
         console.say(f"{self.stage}: {console.metrics_line(metrics)}")
         console.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in self.models)}")

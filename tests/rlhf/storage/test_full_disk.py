@@ -33,7 +33,7 @@ def test_a_model_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
     options = sft_options(max_train_rows=16)
     with monkeypatch.context() as patched:
         patched.setattr(Run, "save", with_small_files)
-        with pytest.raises(UserError, match=r"out/step1_sft/model: cannot be written \(.*\); make room there"):
+        with pytest.raises(UserError, match=r"out/step1_sft/model: cannot be written \(.*\); free space there"):
             run(options)
     assert not Path("out/step1_sft/manifest.json").exists()
     before = os.umask(0o027)
@@ -49,7 +49,7 @@ def test_metrics_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
     file = record.MetricsFile(tmp_path / "metrics.jsonl")
     file.write("train", 1, {"loss": 1.0})
     with saving.files_up_to(100):
-        with pytest.raises(UserError, match=r"metrics.jsonl: cannot be written \(File too large\); make room there"):
+        with pytest.raises(UserError, match=r"metrics.jsonl: cannot be written \(File too large\); free space there"):
             for step in range(2, 9):
                 file.write("train", step, {"loss": 1.0})
         with contextlib.suppress(UserError):
