@@ -1,11 +1,8 @@
 """`rlhf pairs`: pairs of a policy's own responses, labelled by a score source or for a person to fill in."""
 
-import sys
-
-from rlhf import console
-from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.evaluation.options import PairsConfig
+from rlhf.evaluation.programs import read_options, require_prompts
 
 NAME = "python -m rlhf pairs"
 
@@ -14,8 +11,7 @@ def check_required(options: PairsConfig) -> None:
     """Raises: UserError if an option without a default is missing, or two options contradict each other."""
     if len(options.policies) not in (1, 2):
         raise UserError(f"--policies: got {len(options.policies)}, expected one or two")
-    if options.prompts is None:
-        raise UserError("--prompts: not given, expected a .jsonl or .txt file")
+    require_prompts(options)
     if options.output is None or not options.output.endswith(".jsonl"):
         raise UserError(f"--output: got {options.output}, expected a .jsonl file")
     if options.reward is None and (options.tie or options.margin):
@@ -24,12 +20,7 @@ def check_required(options: PairsConfig) -> None:
 
 def main() -> int:
     """Exit code 2 for a user's mistake, with one line on stderr."""
-    options = parser.parse(
-        PairsConfig, sys.argv[1:], console.program(NAME), "Pairs of responses to compare, for a reward model."
-    )
-    check_required(options)
-    console.loading(console.program(NAME), sys.argv)
-    console.quiet_libraries()
+    options = read_options(PairsConfig, NAME, "Pairs of responses to compare, for a reward model.", check_required)
     from rlhf.evaluation import label_pairs
 
     label_pairs.run(options)

@@ -22,13 +22,9 @@ from rlhf.maths.intervals import Interval, mean_interval
 from rlhf.models.load import load_causal_lm
 from rlhf.storage import manifests
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
-from tests.support import tiny
+from tests.support import even_policies, tiny
 from tests.support.programs import Run, runner
 
-EVEN = (
-    "def score(prompts, responses, **columns):\n"
-    "    return [float(sum(int(w[1:]) % 2 == 0 for w in r.split() if w[1:].isdigit())) for r in responses]\n"
-)
 KIND = (
     "def score(prompts, responses):\n"
     "    return [sum(w in ('kind', 'calm', 'brave') for w in r.split()) for r in responses]\n"
@@ -112,18 +108,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """base; even, which samples words with even numbers more often; prompts and a judge that counts those."""
     folder = tmp_path_factory.mktemp("world")
-    model = tiny.causal_lm()
-    head = model.get_output_embeddings().weight
-    with torch.no_grad():
-        head[tiny.EOS] *= 3
-    for name, gain in (("base", 1.0), ("even", 1.5), ("more", 1.5)):
-        with torch.no_grad():
-            head[4::2] *= gain
-        model.save_pretrained(folder / name)
-        tiny.tokenizer().save_pretrained(folder / name)
     rows = [{"prompt": f"w{i} w{i + 3}", "kind": i} for i in range(4, 16)]
-    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "judge.py").write_text(EVEN)
+    even_policies.write(folder, {"base": 1.0, "even": 1.5, "more": 1.5}, rows)
     return folder
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from data.build.mixture import open_origin
@@ -19,15 +18,11 @@ from rlhf.evaluation import pairs
 from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, to_rows
 from rlhf.evaluation.options import PairsConfig
 from rlhf.types import Message, Row
-from tests.support import tiny
+from tests.support import even_policies
 from tests.support.programs import Run, runner
 
 Options = Callable[..., list[str]]
 
-EVEN = (
-    "def score(prompts, responses, **columns):\n"
-    "    return [float(sum(int(w[1:]) % 2 == 0 for w in r.split() if w[1:].isdigit())) for r in responses]\n"
-)
 ROOT = Path(pairs.__file__).parents[1]
 
 
@@ -102,20 +97,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """base; even, which samples words with even numbers more often; prompts, some of several turns; a judge."""
     folder = tmp_path_factory.mktemp("world")
-    model = tiny.causal_lm()
-    head = model.get_output_embeddings().weight
-    with torch.no_grad():
-        head[tiny.EOS] *= 3
-    for name, gain in (("base", 1.0), ("even", 1.2)):
-        with torch.no_grad():
-            head[4::2] *= gain
-        model.save_pretrained(folder / name)
-        tiny.tokenizer().save_pretrained(folder / name)
     rows: list[dict[str, Any]] = [{"prompt": f"w{i} w{i + 3}", "kind": i} for i in range(4, 60)]
     turns = (("system", "w5"), ("user", "w6"), ("assistant", "w7"), ("user", "w8"))
     rows.append({"prompt": [{"role": role, "content": content} for role, content in turns]})
-    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "judge.py").write_text(EVEN)
+    even_policies.write(folder, {"base": 1.0, "even": 1.2}, rows)
     return folder
 
 
