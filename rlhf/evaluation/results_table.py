@@ -179,7 +179,7 @@ def _write(
     """
     content = {
         "policies": [
-            _json_value(asdict(s)) | {"place": model_path, "manifest_sha256": manifests.manifest_digest(model_path)}
+            _json_value(asdict(s)) | {"path": model_path, "manifest_sha256": manifests.manifest_digest(model_path)}
             for s, model_path in zip(results, comparison.policies.values(), strict=True)
         ],
         "reference": comparison.reference,

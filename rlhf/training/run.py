@@ -290,7 +290,7 @@ class Run:
         return self.manifest | {
             "stage": self.stage,
             "inputs": {
-                name: {"place": path, "manifest_sha256": manifests.manifest_digest(path)} for name, path in inputs
+                name: {"path": path, "manifest_sha256": manifests.manifest_digest(path)} for name, path in inputs
             },
             "config": self.options.model_dump(mode="json"),
             "versions": manifests.versions(),

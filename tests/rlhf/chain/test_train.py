@@ -158,10 +158,10 @@ def test_each_stage_names_what_it_started_from(out: Path) -> None:
     inputs = manifest(out, "step3_ppo")["inputs"]
     for name, maker in (("actor_model", STAGES[0]), ("reward_model", STAGES[1]), ("critic_model", STAGES[1])):
         assert inputs[name] == {
-            "place": str(out / maker / "model"),
+            "path": str(out / maker / "model"),
             "manifest_sha256": manifests.manifest_digest(str(out / maker)),
         }
-    assert manifest(out, "step1_sft")["inputs"]["model"] == {"place": "demo-llama", "manifest_sha256": None}
+    assert manifest(out, "step1_sft")["inputs"]["model"] == {"path": "demo-llama", "manifest_sha256": None}
 
 
 def test_nothing_is_said_but_our_lines(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

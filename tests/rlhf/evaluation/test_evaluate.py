@@ -261,7 +261,7 @@ def test_a_stage_directory_names_its_policy(run: Run, world: Path, options: list
     code, _, error = run("--policies", *paths, "--output", str(tmp_path / "out"), *options)
     assert code == 0, error
     result = results(tmp_path / "out")["policies"][1]
-    assert result["place"] == str(stage / "actor") and len(result["manifest_sha256"]) == 64
+    assert result["path"] == str(stage / "actor") and len(result["manifest_sha256"]) == 64
     assert result["win_rate"]["mean"] == 0.5
 
 

@@ -34,7 +34,7 @@ def make(out: Path, stage: str = "step1_sft", model: str = "weights", **manifest
     options = Options(output_dir=str(out), model="pretrained")
     content = {
         "stage": stage,
-        "inputs": {"model": {"place": "pretrained", "manifest_sha256": None}},
+        "inputs": {"model": {"path": "pretrained", "manifest_sha256": None}},
         "models": ["model"],
         "metrics": {},
         "config": options.model_dump(mode="json"),
@@ -295,7 +295,7 @@ def test_the_layout_of_a_manifest_does_not_matter(tmp_path: Path) -> None:
 def later(out: Path) -> Path:
     """A second stage that started from the first."""
     first = str(out / "step1_sft")
-    entry = {"place": f"{first}/model", "manifest_sha256": manifests.manifest_digest(first)}
+    entry = {"path": f"{first}/model", "manifest_sha256": manifests.manifest_digest(first)}
     config = Options(output_dir=str(out), model=first).model_dump(mode="json")
     return make(out, "step2_reward", inputs={"model": entry}, config=config)
 
