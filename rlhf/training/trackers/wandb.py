@@ -6,11 +6,8 @@ from typing import Any
 from accelerate.tracking import WandBTracker
 
 from rlhf.training.trackers import Scalar, TrackedRun
-from rlhf.training.trackers._accelerate import AccelerateTracker, ServiceOptions
-
-
-class Config(ServiceOptions):
-    """Where the run is listed."""
+from rlhf.training.trackers._accelerate import AccelerateTracker
+from rlhf.training.trackers._accelerate import ServiceOptions as Config
 
 
 class WandB(AccelerateTracker):
