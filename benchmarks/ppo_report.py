@@ -106,7 +106,7 @@ def course_table(found: Mapping[str, Curve], rows: list[dict[str, Any]]) -> list
 
 
 def heldout_table(results: Path, folders: Mapping[Key, Path]) -> list[str]:
-    """Markdown: what `rlhf evaluate` said of every final policy on the held-out prompts, by the judge."""
+    """Markdown: the results of `rlhf evaluate` for every final policy: the judge's scores on the held-out prompts."""
     names = {str(folder): f"{NAMES[system]}, seed {seed}" for (system, seed), folder in folders.items()}
     lines = ["| policy | true score | KL | length |", "|---|---|---|---|"]
     for entry in json.loads(results.read_text(encoding="utf-8"))["policies"]:

@@ -231,7 +231,7 @@ def _valid_rows(origin: Origin, phase: Phase, options: DataOptions, row_counts: 
 
 def _bad_rows_message(origin: Origin, row_counts: RowCounts) -> str:
     count = row_counts.outcomes[MALFORMED]
-    cure = f"--skip-bad-rows {count} goes on without {'it' if count == 1 else 'them'}"
+    cure = f"--skip-bad-rows {count} continues without {'it' if count == 1 else 'them'}"
     if count == row_counts.rows > 1:
         return f"{row_counts.bad[0]}; and so on: none of the first {count} rows can be read"
     if count == 1:

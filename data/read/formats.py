@@ -46,7 +46,7 @@ def suffix(path: DataFile) -> str:
 
 
 def read_records(path: DataFile) -> LocatedRecords:
-    """Every row of a data file. A row that cannot be read gives a Skipped, and reading goes on with the next row.
+    """Every row of a data file. A row that cannot be read gives a Skipped, and reading continues with the next row.
 
     Raises: UserError if the whole file cannot be read: it is damaged, or its format differs from its suffix.
     """

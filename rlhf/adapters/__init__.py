@@ -13,7 +13,7 @@ FOLDER = __name__
 
 
 class Adapter(Protocol):
-    """What the pipeline asks of a method.
+    """What the pipeline requires of a method.
 
     A method puts its own modules into a model of transformers, which stays the same object. The pipeline calls, trains
     and moves this model as any other; it trains and checkpoints the weights that require gradients. A method has no

@@ -36,7 +36,7 @@ class BackendOptions(Config):
 
 
 class Backend(Protocol):
-    """What a stage asks of a backend. Shapes: B prompts, P prompt tokens, at most T = response_length new tokens."""
+    """What a stage requires of a backend. B prompts, P prompt tokens, at most T = response_length new tokens."""
 
     takes_all: bool = False
     """optional; True: one call gets all prompts of a rollout, instead of `rollout_batch_size` of them"""

@@ -193,7 +193,7 @@ def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, Any]:
 
 
 def packs(model: Any) -> bool:
-    """Whether a model supports packed rows: `detect_support` has found so, and its attention is still ours."""
+    """Whether a model supports packed rows, according to `detect_support`, and still has our attention."""
     return getattr(model, FLAG, False) and attention.used_by(model)
 
 

@@ -99,8 +99,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 # --- rows and files that cannot be read, on the command line
 
-LINE = "fix or remove the line; --skip-bad-rows 1 goes on without it"
-SKIP = "--skip-bad-rows 1 goes on without it"
+LINE = "fix or remove the line; --skip-bad-rows 1 continues without it"
+SKIP = "--skip-bad-rows 1 continues without it"
 BAD_ROWS = {
     "malformed JSON": (
         b'{"prompt": "a" "chosen": "b"}',
@@ -160,7 +160,7 @@ def many(every: int = 40) -> str:
 def test_many_malformed_rows_stop_the_run(refused: Callable[..., str]) -> None:
     Path("x.jsonl").write_text(many())
     first, *listed = refused(sft.main, *SMALL, "--data-path", "x.jsonl", "--skip-bad-rows", "24").split("\n")
-    assert first == "x.jsonl: 25 malformed rows of 1000; --skip-bad-rows 25 goes on without them; the first 10:"
+    assert first == "x.jsonl: 25 malformed rows of 1000; --skip-bad-rows 25 continues without them; the first 10:"
     assert [line.split(": ")[0] for line in listed] == [f"  x.jsonl:{40 * i}" for i in range(1, 11)]
 
 

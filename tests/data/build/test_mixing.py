@@ -246,7 +246,7 @@ def test_many_malformed_rows_are_listed_with_their_number(home: Path, tokenizer:
     with pytest.raises(UserError) as error:
         opened(tokenizer, data_path=("x.jsonl",), skip_bad_rows=24, **ALL)
     first, *listed = str(error.value).split("\n")
-    assert first == "x.jsonl: 25 malformed rows of 1000; --skip-bad-rows 25 goes on without them; the first 10:"
+    assert first == "x.jsonl: 25 malformed rows of 1000; --skip-bad-rows 25 continues without them; the first 10:"
     assert len(listed) == 10
     for i, line in enumerate(listed, 1):
         assert line.startswith(f"  x.jsonl:{40 * i}: not valid JSON")
@@ -263,7 +263,7 @@ def test_malformed_rows_can_be_skipped_and_are_reported(home: Path, tokenizer: P
 
 def test_a_single_malformed_row_is_one_line(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     malformed(every=1000)
-    with pytest.raises(UserError, match=r"^x.jsonl:1000: not valid JSON.*; --skip-bad-rows 1 goes on without it$"):
+    with pytest.raises(UserError, match=r"^x.jsonl:1000: not valid JSON.*; --skip-bad-rows 1 continues without it$"):
         opened(tokenizer, data_path=("x.jsonl",), **ALL)
 
 
