@@ -36,6 +36,8 @@ STAGE = Declaration(
 )  # fmt: skip
 MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
 """Models that this stage starts from, and the stage that makes each."""
+REWARD, POLICY = "reward", "policy"
+"""Words for what the critic starts from."""
 
 
 class ScoreOptions(Config):
@@ -119,7 +121,9 @@ class Step3Config(
     reward_model: str | None = None
     """trained reward model; by default OUT/step2_reward"""
     critic_model: str | None = None
-    """model that the critic starts from, if the algorithm has a critic; by default the reward model"""
+    """what the critic starts from, if the algorithm has one: reward = the reward model, policy = the actor's model with
+    a new value head, or the path of a trained reward model or critic; by default reward if it has the actor's
+    tokenizer, else policy"""
     reward: tuple[str, ...] = ("learned",)
     """score sources, each with an optional weight before it: learned (the reward model), another name in rlhf/rewards/
     with its options, or file.py:function; e.g. learned "0.5*length,target=40" (quote the star)"""
@@ -133,7 +137,8 @@ class Step3Config(
     abort_kl_iterations: int = Field(3, ge=1)
     """iterations in a row above abort_kl that end the run"""
     critic_warmup_iterations: int = Field(0, ge=0)
-    """iterations at the start in which only the critic learns"""
+    """iterations at the start in which only the critic learns, from the rewards that responses of the unchanged policy
+    got (value pretraining); useful with a new value head"""
     learning_rate: float = Field(1e-6, ge=0)
     """peak learning rate of the actor"""
     critic_learning_rate: float = Field(5e-6, ge=0)

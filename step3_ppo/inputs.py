@@ -17,15 +17,17 @@ from rlhf import generation, plugins, rewards
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
+from rlhf.models.load import require_context, require_decoder, require_generating
 from rlhf.models.scalar import read_head
 from rlhf.models.splitting import check_split, shares
+from rlhf.rewards import learned
 from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start
 from rlhf.training.trackers import check_trackers
-from step3_ppo import algorithms
-from step3_ppo.config import MAKERS, STAGE, Step3Config
+from step3_ppo import algorithms, critic
+from step3_ppo.config import MAKERS, POLICY, REWARD, STAGE, Step3Config
 from step3_ppo.plan import needs_critic, workload
 
 PHASE: Phase = "ppo"
@@ -37,17 +39,18 @@ def inputs(config: Step3Config) -> dict[str, str]:
     """Paths of the models that this stage starts from. A model that no option names is the output of an earlier
     stage."""
     paths = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
-    if needs_critic(config):
-        paths["critic_model"] = config.critic_model or paths["reward_model"]
-    scored_by = [plugins.parse_spec(spec)[0] for spec in _sources(config)]
-    starts_critic = config.critic_model is None and "critic_model" in paths
-    if not starts_critic and "learned" not in scored_by:
+    starts_critic = needs_critic(config) and config.critic_model in (None, REWARD)
+    if starts_critic:
+        paths["critic_model"] = paths["reward_model"]
+    elif needs_critic(config) and config.critic_model != POLICY:
+        paths["critic_model"] = str(config.critic_model)
+    if not starts_critic and "learned" not in _source_names(config):
         del paths["reward_model"]  # no source scores with it
     return paths
 
 
-def with_inputs(config: Step3Config) -> Step3Config:
-    """The config with the path of every model.
+def input_paths(config: Step3Config) -> dict[str, str]:
+    """The directory of each of `inputs` to load it from.
 
     Raises: UserError if a model does not exist, or its stage is unfinished.
     """
@@ -55,8 +58,22 @@ def with_inputs(config: Step3Config) -> Step3Config:
     for name, maker in MAKERS.items():
         if name in paths and getattr(config, name) is None and not Path(paths[name]).is_dir():
             option = name.replace("_", "-")
-            raise UserError(f"{name} not found at {paths[name]}; run {maker} first, or name one with --{option}")
-    return config.model_copy(update={name: resolve_model_path(paths[name], *FOLDERS[name]) for name in paths})
+            cure = f"run {maker} first, or name one with --{option}"
+            if name == "reward_model" and "learned" not in _source_names(config):
+                cure += f" (--critic-model {POLICY} starts the critic without a reward model)"
+            raise UserError(f"{name} not found at {paths[name]}; {cure}")
+    return {name: resolve_model_path(paths[name], *FOLDERS[name]) for name in paths}
+
+
+def with_inputs(config: Step3Config) -> Step3Config:
+    """The config with the path of every model, and with what the critic starts from (`critic.choose`).
+
+    Raises: UserError if a model does not exist, its stage is unfinished, or a named critic reads other ids.
+    """
+    models = config.model_copy(update=input_paths(config))
+    if not needs_critic(config):
+        return models
+    return models.model_copy(update={"critic_model": critic.choose(config.critic_model, models)})
 
 
 def check(
@@ -87,18 +104,23 @@ def check(
         raise UserError(f"--eval-samples {config.eval_samples}: expected at least one for each of {ranks} processes")
     for name in starts:
         path = str(getattr(models, name))
-        check_start(path, config.chat_template, tokens, config.convert_template)
+        if path == POLICY:
+            continue
+        require_decoder(path)
+        if name == "actor_model":
+            require_generating(path)
+        # Whether the context of a reward model is long enough depends on its own tokenizer (_check_lengths).
+        check_start(path, config.chat_template, 0 if name == "reward_model" else tokens, config.convert_template)
         if name != "reward_model":
             check_split(config, path)
         if name not in planned_starts and name != "actor_model":
             read_head(resolve(path))
-    if "critic_model" in starts:
-        _check_tokenizers(models)
     _check_sources(models)
     needed = workload(models, "cpu", {"reward_model": ""}).checkpoints
     require_room(Path(config.output_dir) / STAGE.name, needed)
     tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
+    _check_lengths(models, "reward_model" in planned_starts, tokenizer, data)
     ptx_rows = open_ptx(config, tokenizer)
     if ptx_rows is not None:
         check_ranks(config.ptx_batch_size, ranks, "ptx_batch_size")
@@ -246,18 +268,6 @@ def ptx_content(config: Step3Config) -> dict[str, str]:
     return {f"{path} (ptx)": digest for path, digest in digests.items()}
 
 
-def _check_tokenizers(config: Step3Config) -> None:
-    actor, critic = (
-        prepare_tokenizer(load_tokenizer(resolve(str(path))), config.chat_template)
-        for path in (config.actor_model, config.critic_model)
-    )
-    if not same_ids(actor, critic):
-        raise UserError(
-            f"critic '{config.critic_model}': its tokenizer or chat template gives other ids than that of the actor "
-            f"'{config.actor_model}'; expected models of one family: choose another with --critic-model"
-        )
-
-
 def _check_sources(config: Step3Config) -> None:
     tokenizer = load_tokenizer(resolve(str(config.actor_model)))
     context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, str(config.reward_model), 1)
@@ -271,6 +281,31 @@ def _check_sources(config: Step3Config) -> None:
         plugins.options("rlhf.rewards", spec)
         if options.get("model"):
             read_head(resolve(resolve_model_path(options["model"], "model", "critic")))
+
+
+def _check_lengths(
+    config: Step3Config, planned: bool, tokenizer: PreTrainedTokenizerBase, data: PhaseData[Prompt]
+) -> None:
+    """Raises: UserError if a reward model cannot score a response to every prompt, in its own tokens.
+
+    planned: the reward model of the run is not trained yet, and will have the run's chat template
+    """
+    for spec in _sources(config):
+        name, options = plugins.parse_spec(spec)
+        if name != "learned":
+            continue
+        path = resolve_model_path(options.get("model") or str(config.reward_model), "model", "critic")
+        chat_template = config.chat_template if planned and not options.get("model") else "auto"
+        own_tokenizer = prepare_tokenizer(load_tokenizer(resolve(path)), chat_template)
+        if same_ids(own_tokenizer, tokenizer):
+            require_context(path, config.max_prompt_length + config.response_length)
+        else:
+            prompts = [item.row.prompt for part in (data.train, data.evaluation) for item in part]
+            learned.require_fitting(path, own_tokenizer, prompts)
+
+
+def _source_names(config: Step3Config) -> list[str]:
+    return [plugins.parse_spec(spec)[0] for spec in _sources(config)]
 
 
 def _sources(config: Step3Config) -> list[str]:

@@ -15,11 +15,11 @@ from rlhf.generation import Backend
 from rlhf.models.cpu import compiling
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
-from rlhf.models.scalar import load_scalar_model
+from rlhf.models.scalar import load_scalar_model, new_scalar_model
 from rlhf.text.encoder import id_count
 from step3_ppo import algorithms
 from step3_ppo.algorithms import Algorithm
-from step3_ppo.config import Step3Config
+from step3_ppo.config import POLICY, Step3Config
 from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
 from step3_ppo.kl import KLController, KLPenaltyOptions
 from step3_ppo.ptx import Ptx
@@ -101,7 +101,11 @@ def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -
 
 def _critic(config: Step3Config, context: rewards.Context, vocabulary: int, steps: int) -> Engine:
     engine_options = config.critic.over(config)
-    model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, training.shards_of(engine_options))
+    shards = training.shards_of(engine_options)
+    if config.critic_model == POLICY:
+        model = new_scalar_model(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
+    else:
+        model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, shards)
     model.backbone = adapters.wrap(model.backbone, config.adapter)
     optimizer_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     return Engine(model, engine_options, optimizer_options, steps, "critic")

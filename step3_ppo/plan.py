@@ -6,8 +6,9 @@ from pathlib import Path
 from rlhf import generation, plugins, rewards
 from rlhf.plan.activations import PassShape
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on
-from step3_ppo import algorithms
-from step3_ppo.config import MAKERS, STAGE, Step3Config
+from rlhf.plan.sizes import tokenizer_size
+from step3_ppo import algorithms, critic
+from step3_ppo.config import MAKERS, POLICY, REWARD, STAGE, Step3Config
 
 
 def needs_critic(config: Step3Config) -> bool:
@@ -53,19 +54,29 @@ def earlier_models(output_dir: str, planned: Mapping[str, str]) -> dict[str, str
     return {**planned, **{name: str(model) for name, model in trained.items() if (model / "config.json").is_file()}}
 
 
+def _critic_start(config: Step3Config, actor: str, reward_model: str) -> str:
+    """The path of the model whose backbone the critic has. Without their tokenizers on this machine, a reward model is
+    expected to have the actor's."""
+    option = config.critic_model
+    path = reward_model if option in (None, REWARD) else str(option)
+    if option is None and tokenizer_size(actor) is not None and tokenizer_size(path) is not None:
+        option = critic.choose(None, config.model_copy(update={"actor_model": actor, "critic_model": path}))
+    return actor if option == POLICY else path
+
+
 def _models(config: Step3Config, model_paths: dict[str, str]) -> Iterator[ModelSpec]:
-    actor, critic = config.actor.over(config), config.critic.over(config)
+    actor, critic_options = config.actor.over(config), config.critic.over(config)
     start = config.actor_model or model_paths["actor_model"]
     yield ModelSpec("actor", start, "lm", actor, config.adapter)
     if config.adapter is None:
         yield ModelSpec("reference", start, "lm", config.reference.beside(actor))
     reward_model = config.reward_model or model_paths["reward_model"]
     if needs_critic(config):
-        yield ModelSpec("critic", config.critic_model or reward_model, "scalar", critic, config.adapter)
+        yield ModelSpec("critic", _critic_start(config, start, reward_model), "scalar", critic_options, config.adapter)
     judge = [] if config.judge is None else [config.judge]
     for spec in [*(rewards.split_weight(spec)[1] for spec in config.reward), *judge]:
         name, source_options = plugins.parse_spec(spec)
         if name == "learned":
-            options = config.reward_models.beside(critic)
+            options = config.reward_models.beside(critic_options)
             path = source_options.get("model") or reward_model
             yield ModelSpec("reward model", path, "scalar", options, inference_rows=config.rollout_batch_size)

@@ -27,6 +27,7 @@ from rlhf.training.run import open_run
 from rlhf.types import Metrics, SampledRollout, ScoredRollout
 from step3_ppo.chosen import append_chosen
 from step3_ppo.config import STAGE, Step3Config
+from step3_ppo.critic import describe as describe_critic
 from step3_ppo.global_rollout import CreditedRollout, gather
 from step3_ppo.guard import KLGuard
 from step3_ppo.heldout import (
@@ -43,7 +44,7 @@ from step3_ppo.heldout import (
     write_rollout,
     write_samples,
 )
-from step3_ppo.inputs import check, content, inputs, ptx_content, with_inputs
+from step3_ppo.inputs import check, content, input_paths, inputs, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
 from step3_ppo.models import Models, reward_context, set_up
 from step3_ppo.plan import workload
@@ -70,6 +71,7 @@ def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, co
             continue
         scaled = replace(rollout, scores=models.scaling(rollout.scores))
         models.algorithm.kl_coef = models.kl.coef
+        models.algorithm.pretrains_critic = iteration < config.critic_warmup_iterations
         credit = models.algorithm.credit(scaled)
         updated = learn(models, CreditedRollout(scaled, credit), indices, config, iteration)
         clock.lap("update")
@@ -184,11 +186,11 @@ def run(config: Step3Config) -> None:
     collectives.set_ranks_per_share(config.tensor_parallel_size)
     user_config, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
-    with open_run(
-        STAGE, user_config, stage_status, {name: str(getattr(config, name)) for name in inputs(user_config)}
-    ) as stage:
+    with open_run(STAGE, user_config, stage_status, input_paths(user_config)) as stage:
         status(f"{STAGE.name}: loading the models")
         models = set_up(config, tokenizer)
+        if models.critic is not None:
+            console.say(f"{STAGE.name}: {describe_critic(user_config.critic_model, config)}")
         context = reward_context(config, tokenizer)
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, context)
         stage.describe(data, tokenizer)

@@ -1,19 +1,27 @@
 """Encoding of rows: each becomes token ids of bounded length, or a reason why it was dropped. No tensors yet."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from data.build.truncate import MIN_PROMPT_SHARE, FittedPrompt, Ids, Truncation, fit_prompt
 from data.config import DataOptions
 from data.read.records import Phase, Unusable
 from rlhf.text.tokenizer import Template
+from rlhf.text.truncate import FittedPrompt, Ids, fit_prompt, min_prompt_length
 from rlhf.types import Row
 
 LossOn = Literal["last", "every", "all"]
 Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Which parts of a row were truncated."""
+
+    prompt: bool = False
+    response: bool = False
+    """a response lost its end and EOS; of a pair, one side or both"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +161,15 @@ class RowEncoder:
 
     @cached_property
     def _min_prompt_length(self) -> int:
-        """Tokens that a prompt keeps before a response is cut: those of the template, and MIN_PROMPT_SHARE."""
-        return len(self.template.prompt_ids(())) + math.ceil(MIN_PROMPT_SHARE * self.options.max_length)
+        return min_prompt_length(self.template, self.options.max_length)
 
     def _fit_prompt(self, row: Row, ids: Ids, limit: int) -> FittedPrompt:
         if len(ids) <= limit:
             return FittedPrompt(ids, row.prompt)
-        return fit_prompt(self.template, row.prompt, limit, by_tokens=self.options.truncate == "tokens")
+        fitted = fit_prompt(self.template, row.prompt, limit, by_tokens=self.options.truncate == "tokens")
+        if fitted is None:
+            raise Unusable("prompt too long")
+        return fitted
 
 
 def _find_spans(flags: Sequence[bool]) -> Spans:

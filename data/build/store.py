@@ -10,10 +10,9 @@ from typing import Any
 import datasets
 import numpy as np
 
-from data.build.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEncoder
+from data.build.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEncoder, Truncation
 from data.build.forked import run_forked
 from data.build.gather import row_from_json, row_to_json
-from data.build.truncate import Truncation
 from data.read.records import Phase
 from rlhf.console import status
 from rlhf.text.encoder import id_count

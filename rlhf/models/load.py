@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -115,6 +116,30 @@ def require_context(path: str, tokens: int) -> None:
         raise UserError(
             f"model '{path}': its context is {limit} tokens, but sequences may have {tokens}; "
             "lower --max-length, --max-prompt-length or --response-length"
+        )
+
+
+def require_decoder(path: str) -> None:
+    """Raises: UserError for a model with an encoder, such as T5 or BART, which no stage can use."""
+    config = load_config(path)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"model '{path}': got an encoder-decoder ({config.model_type}), expected a causal language model (a "
+            "decoder), such as those of the families Llama, Qwen, OPT and GPT-2"
+        )
+
+
+def require_generating(path: str) -> None:
+    """Raises: UserError for a model that cannot sample responses: without a language-model head, or recurrent (Mamba,
+    RWKV), without the key-value cache of an attention model."""
+    config = load_config(path)
+    causal: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in causal:
+        raise UserError(f"model '{path}': transformers has no causal language model of the type {config.model_type}")
+    if "past_key_values" not in inspect.signature(causal[type(config)].forward).parameters:
+        raise UserError(
+            f"model '{path}': got a {config.model_type}, expected an attention model: step 3 samples responses with a "
+            "key-value cache, which recurrent (state-space) models do not have"
         )
 
 

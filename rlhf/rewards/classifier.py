@@ -27,7 +27,8 @@ class Config(Base):
     output: Literal["log_odds", "logit"] = "log_odds"
     """log_odds: log(p / (1 - p)) of the label, 0 at even chances; logit: the number before the softmax"""
     with_prompt: bool = False
-    """classify the prompt and the response, not the response alone"""
+    """classify prompt and response, not the response alone; the prompt loses its first tokens if both are longer than
+    the context"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ def build(config: Config, context: Context) -> Source:
     independent = classifier.model.config.problem_type == "multi_label_classification"
 
     def score(samples: Samples) -> Tensor:
-        texts = [p + r if config.with_prompt else r for p, r in zip(samples.prompts, samples.responses, strict=True)]
-        logits = all_logits(classifier, texts, context)
+        prompts = samples.prompts if config.with_prompt else [""] * len(samples.responses)
+        logits = all_logits(classifier, list(zip(prompts, samples.responses, strict=True)), context)
         label_logits = logits[:, label]
         if config.output == "logit" or independent or logits.shape[1] == 1:
             return label_logits
@@ -74,7 +75,7 @@ def load(path: str, context: Context) -> Classifier:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             source, config=load_config(source), dtype=torch.float32, output_loading_info=True, **options
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, truncation_side="left")
     if info["missing_keys"]:
         raise UserError(
             f"reward 'classifier': model '{path}' has no weights {', '.join(sorted(info['missing_keys'])[:3])}; "
@@ -117,10 +118,10 @@ def _labels(model_config: Any) -> dict[int, str]:
 
 
 @torch.no_grad()
-def all_logits(classifier: Classifier, texts: list[str], context: Context) -> Tensor:
-    """Logits [B, labels], fp32, of B texts."""
+def all_logits(classifier: Classifier, texts: list[tuple[str, str]], context: Context) -> Tensor:
+    """Logits [B, labels], fp32, of B prompts (which may be empty) and responses."""
     tokenizer, model = classifier.tokenizer, classifier.model
-    encoded = [_ids(classifier, text) for text in texts]
+    encoded = [_ids(classifier, prompt, response) for prompt, response in texts]
     result = torch.zeros(len(texts), len(_labels(model.config)), device=context.device)
     for index in length_groups(torch.tensor([len(ids) for ids in encoded]), _rows_at_once(classifier, context)):
         batch = tokenizer.pad(
@@ -141,15 +142,18 @@ def _rows_at_once(classifier: Classifier, context: Context) -> int:
     return context.micro_batch_size if has_padding else 1
 
 
-def _ids(classifier: Classifier, text: str) -> list[int]:
-    """The ids of a text. If a text has none (an empty response, and a tokenizer that adds no ids): BOS, else EOS."""
+def _ids(classifier: Classifier, prompt: str, response: str) -> list[int]:
+    """The ids of a prompt and its response, without the first ones of the prompt if there are too many. If there are
+    none (an empty response, and a tokenizer that adds no ids): BOS, else EOS."""
     tokenizer = classifier.tokenizer
     start = [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]
-    ids: list[int] = tokenizer(text)["input_ids"] or start
+    ids: list[int] = tokenizer(prompt + response)["input_ids"] or start
     limit = min(context_length(classifier.model.config), tokenizer.model_max_length)
+    if prompt and len(ids) > limit and len(tokenizer(response)["input_ids"]) <= limit:
+        ids = tokenizer(prompt + response, truncation=True, max_length=limit)["input_ids"]
     if not 0 < len(ids) <= limit:
         raise UserError(
-            f"reward 'classifier': {text[:60]!r} has {len(ids)} tokens, expected 1 to {limit}, the context of "
+            f"reward 'classifier': {response[:60]!r} has {len(ids)} tokens, expected 1 to {limit}, the context of "
             f"'{classifier.path}'; lower --response-length"
         )
     return ids

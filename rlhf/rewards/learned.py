@@ -1,5 +1,7 @@
 """The score of a trained reward model: of this project, or any one-label sequence classifier of transformers."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -9,13 +11,17 @@ from rlhf.engine import frozen
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
-from rlhf.models.load import context_length
+from rlhf.models.load import context_length, load_config
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_statistics, scores
 from rlhf.rewards import Context, Source
 from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
-from rlhf.types import SampledRollout, Samples, Sequences, length_groups
+from rlhf.text.truncate import fit_prompt, fit_sequence, min_prompt_length
+from rlhf.types import Message, SampledRollout, Samples, Sequences, length_groups
+
+AT_ONCE = 1000
+"""prompts that are tokenised together"""
 
 
 class Config(Base):
@@ -28,7 +34,8 @@ class Config(Base):
 def build(config: Config, context: Context) -> Source:
     """The reward model as a score source.
 
-    If its tokenizer or template differs from the policy's, it gets the text, in its own template.
+    If its tokenizer or template differs from the policy's, it gets the text of what the policy saw, in its own
+    template. What is longer than its context is truncated as in training (`fit_sequence`).
     """
     model_path = resolve_model_path(config.model or context.reward_model, "model", "critic")
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), "auto")
@@ -40,7 +47,7 @@ def build(config: Config, context: Context) -> Source:
     engine = FrozenEngine(model, context.model_options, context.dtype)
 
     def score(samples: Samples) -> Tensor:
-        sequences = samples.rollout.sequences if same_tokenizer else _retokenized(samples, tokenizer)
+        sequences = samples.rollout.sequences if same_tokenizer else _retokenized(samples, Template(tokenizer), limit)
         longest = int(sequences.lengths.max())
         if longest > limit:
             raise UserError(
@@ -64,14 +71,42 @@ def score_sequences(model: ScalarModel, sequences: Sequences, micro_batch_size: 
     return result
 
 
-def _retokenized(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Sequences:
-    """The samples encoded with another tokenizer and template; a response that was cut gets no EOS."""
-    template = Template(tokenizer)
+def require_fitting(path: str, tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[Sequence[Message]]) -> None:
+    """Check that the reward model at `path` can score a response of any length to each of the prompts.
+
+    tokenizer: that of the reward model, prepared
+    Raises: UserError if a prompt does not fit into its context beside a response, however it is truncated.
+    """
+    template, limit = Template(tokenizer), context_length(load_config(path))
+    smallest = min_prompt_length(template, limit)
+    for start in range(0, len(dialogues), AT_ONCE):
+        batch = dialogues[start : start + AT_ONCE]
+        for dialogue, ids in zip(batch, template.prompt_ids_many(batch), strict=True):
+            if len(ids) > smallest and fit_prompt(template, dialogue, smallest, by_tokens=True) is None:
+                raise _too_long(path, limit, dialogue, len(ids))
+
+
+def _too_long(path: str, limit: int, prompt: Sequence[Message], tokens: int) -> UserError:
+    text = prompt[-1].content[-60:] if prompt else ""
+    return UserError(
+        f"reward model '{path}': its context is {limit} tokens, too few for its chat template and the prompt that ends "
+        f"in {text!r} ({tokens} tokens), even truncated; lower --max-prompt-length, or choose another reward model"
+    )
+
+
+def _retokenized(samples: Samples, template: Template, limit: int) -> Sequences:
+    """The samples encoded with another tokenizer and template, each at most `limit` tokens; a response that was cut
+    gets no EOS."""
     rollout: SampledRollout = samples.rollout
     rows = []
     for row, response, ended in zip(rollout.rows, samples.responses, rollout.ended.tolist(), strict=True):
         response_ids = template.response_ids(response)
-        rows.append(template.prompt_ids(row.prompt) + (response_ids if ended else response_ids[:-1]))
+        fitted = fit_sequence(template, row.prompt, response_ids if ended else response_ids[:-1], limit)
+        if fitted is None:
+            raise _too_long(
+                str(template.tokenizer.name_or_path), limit, row.prompt, len(template.prompt_ids(row.prompt))
+            )
+        rows.append(fitted)
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])

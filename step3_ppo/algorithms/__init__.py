@@ -24,6 +24,9 @@ class Algorithm(Protocol):
 
     kl_coef: float = 0.0
     """the KL coefficient of the iteration: the stage sets it before `credit`, if Config is a `KLOptions`"""
+    pretrains_critic: bool = False
+    """whether the policy does not move yet in this iteration (`critic_warmup_iterations`): the stage sets it before
+    `credit`. The critic is then fitted to what the responses earned, not to its own untrained values"""
     value_loss: Callable[[Tensor, ScoredRollout, Credit, Tensor], Loss] | None = None
     """(values [B, T], rollout, credit, count) -> loss of the critic; there is a critic if there is this loss"""
     select: Callable[[ScoredRollout], Tensor] | None = None

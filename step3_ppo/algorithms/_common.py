@@ -45,11 +45,15 @@ def rewards_of(rollout: ScoredRollout, config: KLRewardConfig, kl_coef: float) -
     )
 
 
-def gae_credit(rollout: ScoredRollout, config: GAEConfig, kl_coef: float) -> Credit:
-    """Advantages and returns of a scored rollout with values, whitened over all ranks if the options say so. [B, T]"""
+def gae_credit(rollout: ScoredRollout, config: GAEConfig, kl_coef: float, pretrains_critic: bool) -> Credit:
+    """Advantages and returns of a scored rollout with values, whitened over all ranks if the options say so. [B, T]
+
+    While the critic is pretrained, lambda is 1: the returns are sums of rewards, without its own values (VC-PPO, arXiv
+    2503.01491, section 3.1).
+    """
     assert rollout.values is not None
-    rewards = rewards_of(rollout, config, kl_coef)
-    advantages, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, config.lam)
+    rewards, lam = rewards_of(rollout, config, kl_coef), 1.0 if pretrains_critic else config.lam
+    advantages, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, lam)
     return Credit(whitened(advantages, rollout.mask) if config.whiten_advantages else advantages, returns)
 
 

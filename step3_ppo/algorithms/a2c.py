@@ -25,11 +25,11 @@ class A2C:
     """PPO's credit; the plain policy gradient, as at ratio 1 no clip binds; a squared error for the critic."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.kl_coef = config, config.kl_coef
+        self.config, self.kl_coef, self.pretrains_critic = config, config.kl_coef, False
 
     def credit(self, rollout: ScoredRollout) -> Credit:
         """Advantages by GAE, and returns. [B, T]"""
-        return gae_credit(rollout, self.config, self.kl_coef)
+        return gae_credit(rollout, self.config, self.kl_coef, self.pretrains_critic)
 
     def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """-sum A * ratio / count, whose gradient at ratio 1 is -sum A * grad logprob / count."""

@@ -1,5 +1,7 @@
 """PPO with a per-token KL reward, as InstructGPT ran it (arXiv 1707.06347, 1909.08593, 2203.02155)."""
 
+import math
+
 from pydantic import Field
 from torch import Tensor
 
@@ -21,22 +23,21 @@ class PPO:
     """Credit by GAE over KL-penalised rewards; clipped losses for actor and critic."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.kl_coef = config, config.kl_coef
+        self.config, self.kl_coef, self.pretrains_critic = config, config.kl_coef, False
 
     def credit(self, rollout: ScoredRollout) -> Credit:
         """Advantages and returns of a scored rollout, whitened over all ranks."""
-        return gae_credit(rollout, self.config, self.kl_coef)
+        return gae_credit(rollout, self.config, self.kl_coef, self.pretrains_critic)
 
     def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The actor's loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
         return clipped_loss(logprobs, rollout, credit, count, self.config.cliprange, self.config.dual_clip)
 
     def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
-        """The critic's loss on (part of) a rollout; values [B, T]."""
+        """The critic's loss on (part of) a rollout, not clipped while it is pretrained; values [B, T]."""
         assert rollout.values is not None
-        return losses.clipped_value(
-            values, rollout.values, credit.returns, rollout.mask, self.config.cliprange_value, count
-        )
+        cliprange = math.inf if self.pretrains_critic else self.config.cliprange_value
+        return losses.clipped_value(values, rollout.values, credit.returns, rollout.mask, cliprange, count)
 
 
 def build(config: Config) -> PPO:

@@ -164,7 +164,7 @@ STEP3: Table = {
     ],
     "reward_combine": ["min"],
     "actor_model": ["{folder}/other"],
-    "critic_model": ["{folder}/reward"],
+    "critic_model": ["{folder}/reward", "policy", "reward"],
     "max_eval_rows": [2],
     "max_train_rows": [8],
     **{name: [alone(value, **WATCHED)] for name, value in WATCHED.items() if name != "total_episodes"},

@@ -53,10 +53,15 @@ class Reinforcement:
         self.has_critic = o["algorithm"] in ("ppo", "a2c")
         self.actor = Trainer(reference.load(o["actor_model"]), o, o["learning_rate"], self.steps(of_actor=True))
         self.reference, self.average = self.actor.network.copy(), self.actor.network.copy()
-        start = reference.load(o["critic_model"] or o["reward_model"])
-        self.critic = Trainer(start, o, o["critic_learning_rate"], self.steps(of_actor=False))
+        self.critic = Trainer(self.critic_start(), o, o["critic_learning_rate"], self.steps(of_actor=False))
         self.scaling, self.kl_coef = Scaling(o), o.get("kl_coef", 0.0)
         self.texts = self.batches_of_texts(texts)
+
+    def critic_start(self) -> Network:
+        o = self.o
+        if o["critic_model"] == "policy":
+            return reference.with_new_head(reference.load(o["actor_model"]), o["seed"])
+        return reference.load(o["reward_model"] if o["critic_model"] in (None, "reward") else o["critic_model"])
 
     def steps(self, of_actor: bool) -> int:
         iterations = self.iterations - (self.o["critic_warmup_iterations"] if of_actor else 0)
@@ -184,7 +189,7 @@ class Reinforcement:
         pairs = self.sampled(iteration - 1, self.prompts, indices)
         scored, sources = self.scored(pairs, o["missing_eos_penalty"])
         scored.scores = self.scaling(scored.scores)
-        advantages, returns = credit(o, scored, self.kl_coef)
+        advantages, returns = credit(self.options_at(iteration), scored, self.kl_coef)
         metrics = {f"score_{name_of(spec)}": sum(scores) / len(scores) for spec, scores in sources.items()}
         metrics |= rollout_metrics(o, scored, pairs, (advantages, returns)) | {"kl_coef": self.kl_coef}
         rows = list(range(len(pairs)))
@@ -193,6 +198,11 @@ class Reinforcement:
         steps = self.update(pairs, rows, (scored, advantages, returns), iteration)
         self.kl_coef = adapted(o, self.kl_coef, metrics["kl"])
         return metrics | averaged(steps)
+
+    def options_at(self, iteration: int) -> dict[str, Any]:
+        """While only the critic learns: lambda 1, and no clip."""
+        pretraining = iteration <= self.o["critic_warmup_iterations"]
+        return self.o | ({"lam": 1.0, "cliprange_value": math.inf} if pretraining else {})
 
     def update(
         self, pairs: list[Pair], rows: list[int], credited: tuple[Scored, Table, Table], iteration: int
@@ -212,7 +222,7 @@ class Reinforcement:
                     metrics |= named("policy", self.actor_step(responses, constant, texts))
                 if self.has_critic:
                     self.require_batch("critic", responses, [])
-                    metrics |= named("value", self.critic_step(responses, constant))
+                    metrics |= named("value", self.critic_step(responses, constant, self.options_at(iteration)))
                 steps.append(metrics)
                 self.approx_kls.append(metrics.get("approx_kl", 0.0))
                 if o["target_kl"] is not None and self.approx_kls[-1] > o["target_kl"]:
@@ -245,8 +255,8 @@ class Reinforcement:
         self.average.vector = decay * self.average.vector + (1 - decay) * self.actor.network.vector
         return metrics
 
-    def critic_step(self, pairs: list[Pair], constant: Tokens) -> dict[str, float]:
-        return self.critic.take_step(lambda _: value_loss(self.o, torch.cat(self.values(pairs)), constant))
+    def critic_step(self, pairs: list[Pair], constant: Tokens, o: dict[str, Any]) -> dict[str, float]:
+        return self.critic.take_step(lambda _: value_loss(o, torch.cat(self.values(pairs)), constant))
 
     def batches_of_texts(self, texts: Sequence[Ids]) -> Iterator[list[Ids]]:
         batches = Batches(len(texts), self.o["ptx_batch_size"], self.o["seed"])

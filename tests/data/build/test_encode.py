@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder
+from data.build.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
 from data.build.split import PHASES
-from data.build.truncate import Truncation, fit_prompt
 from data.config import DataOptions
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
+from rlhf.text.truncate import fit_prompt
 from rlhf.types import Message, Row
 from tests.support import tiny
 

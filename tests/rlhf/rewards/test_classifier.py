@@ -97,7 +97,7 @@ def test_in_bf16_the_head_is_in_fp32(kind: str, tmp_path: Path) -> None:
     assert {weight.dtype for weight in loaded.model.base_model.parameters()} == {torch.bfloat16}
     seen: list[tuple[Tensor, Tensor]] = []
     getattr(loaded.model, name).register_forward_hook(lambda _, given, found: seen.append((given[0], found)))
-    assert classifier.all_logits(loaded, list(TEXTS), narrow).dtype == torch.float32
+    assert classifier.all_logits(loaded, [("", text) for text in TEXTS], narrow).dtype == torch.float32
     for states, logits in seen:
         weight = linear.weight.detach().double()
         bias = torch.zeros(2) if linear.bias is None else linear.bias.detach()
@@ -167,6 +167,17 @@ def test_a_text_beyond_the_context_is_refused(tmp_path: Path) -> None:
     encoder(tmp_path)
     with pytest.raises(UserError, match=r"has 17 tokens, expected 1 to 16.*--response-length"):
         said(",label=1", tmp_path, ("w4", "w4", "w4 " * 15))
+
+
+def test_a_prompt_beyond_the_context_loses_its_first_words(tmp_path: Path) -> None:
+    """Of 16 tokens two are special, and three are the response's."""
+    model = encoder(tmp_path)
+    prompt = " ".join(f"w{i}" for i in range(4, 40)) + " "
+    s = replace(samples(rollout()), prompts=(prompt,) * 3, responses=TEXTS)
+    source = rewards.open_source(f"classifier,model={tmp_path},label=1,with_prompt=true", context(tmp_path))
+    for text, score in zip(TEXTS, source(s).tolist(), strict=True):
+        no, yes = alone(model, " ".join((prompt + text).split()[-14:]), bert)
+        assert score == pytest.approx(yes - no, abs=1e-5)
 
 
 def test_a_language_model_has_no_trained_labels(tmp_path: Path) -> None:

@@ -72,6 +72,31 @@ def test_it_says_of_a_text_what_it_says_of_it_alone(ended: tuple[bool, ...], tmp
         assert score == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("context_length", [6, 9, 12, 15])
+def test_a_text_beyond_its_context_loses_the_oldest_of_the_prompt_then_the_end(
+    context_length: int, tmp_path: Path
+) -> None:
+    """Of two turns `w94 .. w95 .. w94 .. w95 `, with a response of three words and EOS, by hand."""
+    theirs = tiny.tokenizer(reverse=True)
+    theirs.chat_template = CHAT
+    model = reward_model(
+        tmp_path, theirs, "llama", pad_token_id=theirs.pad_token_id, max_position_embeddings=context_length
+    )
+    turns = (Message("user", "w4 w5"), Message("assistant", "w6"), Message("user", "w7 w8 w9 w10 w11 w12"))
+    kept = {
+        6: "w94 w11 w12 w95 w90 w8",  # the least of a prompt: 1 of the template and a fourth, 2
+        9: "w94 w10 w11 w12 w95 w90 w8 w7 </s>",
+        12: "w94 w7 w8 w9 w10 w11 w12 w95 w90 w8 w7 </s>",
+        15: "w94 w7 w8 w9 w10 w11 w12 w95 w90 w8 w7 </s>",  # whole turns go first
+    }
+    rollout = replace(spelled(("w90 w8 w7",), (True,)), rows=(Row(turns),))
+    score = rewards.open_source("learned", Context(letters(), torch.device("cpu"), torch.float32, str(tmp_path), 2))
+    ids = theirs(kept[context_length], return_tensors="pt")["input_ids"]
+    expected = model(input_ids=ids).logits.item()
+    assert score(as_samples(rollout, letters())).item() == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_policy_s_padding_and_the_company_say_nothing(tmp_path: Path) -> None:
     theirs = tiny.tokenizer(reverse=True)
     theirs.chat_template = CHAT

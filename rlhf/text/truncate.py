@@ -5,12 +5,12 @@ user turn, the end of a response, and the system message. The text that the temp
 prompt is always one that the template renders, and it always has words of the user.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from data.read.records import Unusable
 from rlhf.text.tokenizer import Template
 from rlhf.types import Message
 
@@ -33,22 +33,30 @@ class FittedPrompt:
     """the prompt after truncation"""
 
 
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Which parts of a row were truncated."""
-
-    prompt: bool = False
-    response: bool = False
-    """a response lost its end and EOS; of a pair, one side or both"""
+def min_prompt_length(template: Template, length: int) -> int:
+    """Tokens that a prompt keeps before a response is cut, of `length` for both: those of the template, and
+    MIN_PROMPT_SHARE."""
+    return len(template.prompt_ids(())) + math.ceil(MIN_PROMPT_SHARE * length)
 
 
-def fit_prompt(template: Template, messages: Sequence[Message], limit: int, by_tokens: bool) -> FittedPrompt:
-    """Truncate a prompt to at most `limit` tokens.
+def fit_sequence(template: Template, messages: Sequence[Message], response: Ids, length: int) -> Ids | None:
+    """A prompt and a response in at most `length` tokens; None if the prompt does not fit.
+
+    The prompt is cut first, to make room for the response, but not below its minimal length; then the response loses
+    its end, and with it EOS.
+    """
+    room = min(max(length - len(response), min_prompt_length(template, length)), length - 1)
+    prompt = fit_prompt(template, messages, room, by_tokens=True)
+    return None if prompt is None else [*prompt.ids, *response][:length]
+
+
+def fit_prompt(template: Template, messages: Sequence[Message], limit: int, by_tokens: bool) -> FittedPrompt | None:
+    """Truncate a prompt to at most `limit` tokens; None if it does not fit.
 
     The oldest turns are removed first. A leading system message stays, and the next message is a user turn. If that is
     not enough and `by_tokens`, the first words of the last user turn are removed; so is the system message, if it
     leaves that turn less than MIN_PROMPT_SHARE.
-    Raises: UserError if the template cannot render the messages; Unusable if the prompt does not fit.
+    Raises: UserError if the template cannot render the messages.
     """
     for remaining in _without_oldest_turns(messages):
         ids = template.prompt_ids(remaining)
@@ -59,7 +67,7 @@ def fit_prompt(template: Template, messages: Sequence[Message], limit: int, by_t
         fitted = _keep_last_words(template, candidate, limit)
         if fitted is not None:
             return fitted
-    raise Unusable("prompt too long")
+    return None
 
 
 def _without_oldest_turns(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:

@@ -1,0 +1,51 @@
+"""What the critic starts from: the reward model, the policy with a new value head, or another scalar model."""
+
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
+from step3_ppo.config import POLICY, Step3Config
+
+
+def choose(option: str | None, models: Step3Config) -> str:
+    """What the critic starts from: the word `policy`, or the path of a scalar model.
+
+    option: --critic-model; models: the options with the paths of all models, that of the critic included. A critic
+    reads the actor's ids. So by default it starts from the reward model if that has the same tokenizer and template,
+    otherwise from the policy.
+    Raises: UserError if the model that the option names reads other ids.
+    """
+    if option == POLICY:
+        return POLICY
+    path = str(models.critic_model)
+    if reads_same_ids(models, path):
+        return path
+    if option is None:
+        return POLICY
+    raise UserError(
+        f"critic '{path}': its tokenizer or chat template gives other ids than that of the actor "
+        f"'{models.actor_model}'; expected models of one family: choose another with --critic-model, or add a new "
+        f"value head to the actor's model with --critic-model {POLICY}"
+    )
+
+
+def describe(option: str | None, models: Step3Config) -> str:
+    """A line for the user: what `choose` has chosen, which is `models.critic_model`, and why."""
+    start = f"'{models.critic_model}'"
+    if models.critic_model == POLICY:
+        start = f"'{models.actor_model}', the policy, with a new value head"
+    if option is not None:
+        reason = f"--critic-model {option}"
+    elif models.critic_model == POLICY:
+        reason = f"the reward model '{models.reward_model}' has another tokenizer or chat template"
+    else:
+        reason = "the reward model, with the actor's tokenizer"
+    return f"the critic starts from {start} ({reason})"
+
+
+def reads_same_ids(models: Step3Config, path: str) -> bool:
+    """Whether the tokenizer and template of the model at `path` give the same ids as the actor's."""
+    actor, other = (
+        prepare_tokenizer(load_tokenizer(resolve(str(model))), models.chat_template)
+        for model in (models.actor_model, path)
+    )
+    return same_ids(actor, other)

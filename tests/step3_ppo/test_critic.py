@@ -1,0 +1,124 @@
+"""What the critic starts from, what a reward model with other tokens needs, and models that cannot be trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from rlhf.errors import UserError
+from step3_ppo import critic
+from step3_ppo.algorithms import ppo
+from step3_ppo.inputs import check, inputs, with_inputs
+from step3_ppo.models import set_up
+from step3_ppo.plan import workload
+from tests.rlhf.rewards.responses import other_tokenizer, reward_model
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy, a reward model with its tokenizer (`same`) and one with another (`other`), and prompts."""
+    path = tmp_path_factory.mktemp("critic")
+    tiny.causal_lm("llama").save_pretrained(path / "policy")
+    tiny.tokenizer().save_pretrained(path / "policy")
+    other = other_tokenizer()
+    ids = {name: getattr(other, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    reward_model(path / "other", other, "llama", **ids)
+    reward_model(path / "same", tiny.tokenizer(), "llama")
+    rows = [f"w{i} w5 w6" for i in range(4, 90)]
+    (path / "x.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    return path
+
+
+def config_of(folder: Path, **changes: Any) -> ppo.Config:
+    models = {"actor_model": str(folder / "policy"), "reward_model": str(folder / "same")}
+    lengths = {"max_length": 32, "max_prompt_length": 16, "response_length": 16, "dtype": "fp32"}
+    size = {"batch_size": 4, "total_episodes": 4, "num_mini_batches": 1, "max_eval_rows": 4, "eval_samples": 4}
+    data = {"data_path": (str(folder / "x.jsonl"),), "data_split": (0, 0, 1), "data_cache": str(folder / "cache")}
+    return ppo.Config(**{**models, **lengths, **size, **data, "output_dir": str(folder / "out"), **changes})
+
+
+@pytest.mark.parametrize(
+    ("reward", "option", "start", "reason"),
+    [
+        ("same", None, "same", "the reward model, with the actor's tokenizer"),
+        ("same", "reward", "same", "--critic-model reward"),
+        ("other", None, "policy", "other' has another tokenizer or chat template"),
+        ("same", "policy", "policy", "--critic-model policy"),
+        ("other", "{folder}/same", "same", "--critic-model "),
+    ],
+)
+def test_the_critic_starts_from_a_model_with_the_actors_tokens(
+    reward: str, option: str | None, start: str, reason: str, folder: Path
+) -> None:
+    option = option and option.replace("{folder}", str(folder))
+    config = config_of(folder, reward_model=str(folder / reward), critic_model=option)
+    check(config)
+    models = with_inputs(config)
+    [planned] = [model for model in workload(config, "cpu", {}).models if model.role == "critic"]
+    assert planned.model_path == str(folder / start)
+    line = critic.describe(option, models)
+    assert line.startswith(f"the critic starts from '{folder / start}'") and reason in line
+
+
+def test_a_new_head_is_on_a_copy_of_the_policy(folder: Path) -> None:
+    """Weights of the actor, under a head of the seed, N(0, 1 / sqrt(d + 1)); no model of the run has its memory."""
+    config = config_of(folder, reward_model=str(folder / "other"), seed=5)
+    tokenizer, _ = check(config)
+    with tiny.one_rank():
+        models = set_up(with_inputs(config), tokenizer)
+    assert models.critic is not None
+    actor, copied = models.actor.module.lm.model.state_dict(), models.critic.module.backbone.state_dict()
+    assert all(torch.equal(weight, copied[name]) for name, weight in actor.items())
+    assert {w.data_ptr() for w in actor.values()}.isdisjoint(w.data_ptr() for w in copied.values())
+    drawn = torch.empty(1, tiny.WIDTH).normal_(
+        0.0, (tiny.WIDTH + 1) ** -0.5, generator=torch.Generator().manual_seed(5)
+    )
+    assert torch.equal(models.critic.module.score.weight, drawn)
+
+
+def test_a_critic_from_the_policy_needs_no_reward_model(folder: Path) -> None:
+    scored_by_rule = {"reward_model": None, "reward": ("length,target=5",)}
+    assert set(inputs(config_of(folder, **scored_by_rule))) == {"actor_model", "reward_model", "critic_model"}
+    config = config_of(folder, **scored_by_rule, critic_model="policy")
+    assert set(inputs(config)) == {"actor_model"}
+    check(config)
+    with pytest.raises(UserError, match=r"reward_model not found at .*--critic-model policy starts the critic without"):
+        check(config_of(folder, **scored_by_rule))
+
+
+@pytest.mark.parametrize(
+    ("option", "family", "problem"),
+    [
+        ("actor_model", "t5", r"got an encoder-decoder \(t5\), expected a causal language model"),
+        ("reward_model", "bart", r"got an encoder-decoder \(bart\)"),
+        ("actor_model", "mamba", "got a mamba, expected an attention model"),
+        ("actor_model", "rwkv", "got a rwkv, expected an attention model"),
+        ("actor_model", "vit", "no causal language model of the type vit"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused_at_once(
+    option: str, family: str, problem: str, folder: Path, tmp_path: Path
+) -> None:
+    """By the check that the chain calls before its first stage; the model itself is not loaded."""
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=problem):
+        check(config_of(folder, **{option: str(tmp_path)}))
+
+
+def test_a_reward_model_must_have_room_for_every_prompt(folder: Path, tmp_path: Path) -> None:
+    """The other template writes `BOS w4 w5 ... w6`: four tokens, and a fourth of the context is the user's."""
+    other = other_tokenizer()
+    ids = {name: getattr(other, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    reward_model(tmp_path / "short", other, "llama", **ids, max_position_embeddings=12)
+    reward_model(tmp_path / "tiny", other, "llama", **ids, max_position_embeddings=4)
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"prompt": "w{i} {"w5 " * 12}"}}\n' for i in range(4, 90)))
+    data = {"data_path": (str(tmp_path / "x.jsonl"),)}
+    check(config_of(folder, reward_model=str(tmp_path / "short"), **data))
+    for changes in ({"reward_model": str(tmp_path / "tiny")}, {"reward": (f"learned,model={tmp_path}/tiny",)}):
+        with pytest.raises(UserError, match=r"tiny': its context is 4 tokens, too few for its chat template and the"):
+            check(config_of(folder, **changes, **data))
