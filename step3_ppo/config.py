@@ -36,7 +36,7 @@ STAGE = Declaration(
 )  # fmt: skip
 MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
 """Models that this stage starts from, and the stage that makes each."""
-REWARD, POLICY = "reward", "policy"
+REWARD, POLICY, SHARED = "reward", "policy", "shared"
 """Words for what the critic starts from."""
 
 
@@ -58,7 +58,7 @@ class ScoreOptions(Config):
 
 
 class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
-    """How an iteration's rollout is divided into optimizer steps."""
+    """How an iteration's rollout is divided into optimizer steps, and the loss of a step."""
 
     num_mini_batches: int = Field(1, ge=1)
     """optimizer steps in one pass over an iteration's rollout"""
@@ -68,6 +68,8 @@ class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
     """approx_kl of an optimizer step above which the other steps of the iteration are skipped"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the policy's entropy, nats per token, which the actor also maximises"""
+    vf_coef: float = Field(0.1, ge=0)
+    """weight of the critic's loss beside the policy's, with critic_model shared"""
 
 
 class IterationOptions(SharedOptimizerOptions):
@@ -121,9 +123,9 @@ class Step3Config(
     reward_model: str | None = None
     """trained reward model; by default OUT/step2_reward"""
     critic_model: str | None = None
-    """what the critic starts from, if the algorithm has one: reward = the reward model, policy = the actor's model with
-    a new value head, or the path of a trained reward model or critic; by default reward if it has the actor's
-    tokenizer, else policy"""
+    """what the critic starts from, if the algorithm has one: reward = the reward model, policy = a copy of the actor's
+    model with a new value head, shared = a new value head on the actor itself (one model computes both), or the path of
+    a trained reward model or critic; by default reward if it has the actor's tokenizer, else policy"""
     reward: tuple[str, ...] = ("learned",)
     """score sources, each with an optional weight before it: learned (the reward model), another name in rlhf/rewards/
     with its options, or file.py:function; e.g. learned "0.5*length,target=40" (quote the star)"""
@@ -142,7 +144,7 @@ class Step3Config(
     learning_rate: float = Field(1e-6, ge=0)
     """peak learning rate of the actor"""
     critic_learning_rate: float = Field(5e-6, ge=0)
-    """peak learning rate of the critic"""
+    """peak learning rate of the critic; with critic_model shared, of the value head"""
     adam_epsilon: float = Field(1e-5, gt=0)
     """added to AdamW's denominator"""
     ema_decay: float | None = Field(None, gt=0, lt=1)

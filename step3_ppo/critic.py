@@ -3,19 +3,19 @@
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
-from step3_ppo.config import POLICY, Step3Config
+from step3_ppo.config import POLICY, SHARED, Step3Config
 
 
 def choose(option: str | None, models: Step3Config) -> str:
-    """What the critic starts from: the word `policy`, or the path of a scalar model.
+    """What the critic starts from: the word `policy` or `shared`, or the path of a scalar model.
 
     option: --critic-model; models: the options with the paths of all models, that of the critic included. A critic
     reads the actor's ids. So by default it starts from the reward model if that has the same tokenizer and template,
     otherwise from the policy.
     Raises: UserError if the model that the option names reads other ids.
     """
-    if option == POLICY:
-        return POLICY
+    if option in (POLICY, SHARED):
+        return option
     path = str(models.critic_model)
     if reads_same_ids(models, path):
         return path
@@ -31,6 +31,8 @@ def choose(option: str | None, models: Step3Config) -> str:
 def describe(option: str | None, models: Step3Config) -> str:
     """A line for the user: what `choose` has chosen, which is `models.critic_model`, and why."""
     start = f"'{models.critic_model}'"
+    if models.critic_model == SHARED:
+        return "the critic is a new value head on the actor (--critic-model shared)"
     if models.critic_model == POLICY:
         start = f"'{models.actor_model}', the policy, with a new value head"
     if option is not None:

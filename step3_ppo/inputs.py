@@ -27,7 +27,7 @@ from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start
 from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms, critic
-from step3_ppo.config import MAKERS, POLICY, REWARD, STAGE, Step3Config
+from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
 from step3_ppo.plan import needs_critic, workload
 
 PHASE: Phase = "ppo"
@@ -42,7 +42,7 @@ def inputs(config: Step3Config) -> dict[str, str]:
     starts_critic = needs_critic(config) and config.critic_model in (None, REWARD)
     if starts_critic:
         paths["critic_model"] = paths["reward_model"]
-    elif needs_critic(config) and config.critic_model != POLICY:
+    elif needs_critic(config) and config.critic_model not in (POLICY, SHARED):
         paths["critic_model"] = str(config.critic_model)
     if not starts_critic and "learned" not in _source_names(config):
         del paths["reward_model"]  # no source scores with it
@@ -104,7 +104,7 @@ def check(
         raise UserError(f"--eval-samples {config.eval_samples}: expected at least one for each of {ranks} processes")
     for name in starts:
         path = str(getattr(models, name))
-        if path == POLICY:
+        if path == POLICY:  # of its own accord, in place of a reward model with other tokens
             continue
         require_decoder(path)
         if name == "actor_model":
@@ -150,6 +150,8 @@ def _shares(config: Step3Config, ranks: int) -> int:
 
 def _check_engines(config: Step3Config) -> None:
     """Raises: UserError for options that exclude each other; it names the model if that has options of its own."""
+    if config.critic_model == SHARED and config.critic != OwnEngineOptions():
+        raise UserError("critic: got engine options with --critic-model shared, expected none: the actor's apply")
     for name, own in {"actor": config.actor, "critic": config.critic}.items():
         try:
             check_engine(own.over(config))

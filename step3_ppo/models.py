@@ -14,12 +14,12 @@ from rlhf.engine.training import Engine, compute_dtype
 from rlhf.generation import Backend
 from rlhf.models.cpu import compiling
 from rlhf.models.load import load_causal_lm
-from rlhf.models.policy import Policy
-from rlhf.models.scalar import load_scalar_model, new_scalar_model
+from rlhf.models.policy import ActorCritic, Policy
+from rlhf.models.scalar import HEAD, load_scalar_model, new_head, new_scalar_model
 from rlhf.text.encoder import id_count
 from step3_ppo import algorithms
 from step3_ppo.algorithms import Algorithm
-from step3_ppo.config import POLICY, Step3Config
+from step3_ppo.config import POLICY, SHARED, Step3Config
 from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
 from step3_ppo.kl import KLController, KLPenaltyOptions
 from step3_ppo.ptx import Ptx
@@ -30,8 +30,8 @@ from step3_ppo.schedule import iterations
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The trained models (critic None: the algorithm has none), the scorer with the frozen models, and the
-    algorithm."""
+    """The trained models (critic None: the algorithm has none; it may be the actor's engine), the scorer with the
+    frozen models, and the algorithm."""
 
     actor: Engine
     critic: Engine | None
@@ -58,16 +58,16 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
     if config.torch_compile:
         compiling.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
     context = reward_context(config, tokenizer)
+    algorithm, ids = algorithms.load(config), id_count(tokenizer)
     steps_per_iteration = config.num_ppo_epochs * config.num_mini_batches
     critic_steps = iterations(config) * steps_per_iteration
-    actor_steps = (iterations(config) - config.critic_warmup_iterations) * steps_per_iteration
-    engine_options = config.actor.over(config)
-    ids = id_count(tokenizer)
-    lm = load_causal_lm(str(config.actor_model), context.dtype, ids, config.seed, training.shards_of(engine_options))
-    actor = Engine(Policy(adapters.wrap(lm, config.adapter)), engine_options, config, actor_steps, "actor")
+    actor_steps = critic_steps - config.critic_warmup_iterations * steps_per_iteration
+    shares_actor = algorithm.value_loss is not None and config.critic_model == SHARED
+    actor = _actor(config, context, ids, critic_steps if shares_actor else actor_steps, shares_actor)
     reference = _reference(config, context, ids) if config.adapter is None else adapters.open_adapter(config.adapter)
-    algorithm = algorithms.load(config)
-    critic = _critic(config, context, ids, critic_steps) if algorithm.value_loss is not None else None
+    critic = actor if shares_actor else None
+    if algorithm.value_loss is not None and not shares_actor:
+        critic = _critic(config, context, ids, critic_steps)
     scorer = Scorer(
         Reference(reference),
         rewards.open_sources(config.reward, context, config.reward_combine),
@@ -90,6 +90,17 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
         None if ptx_rows is None else Ptx(ptx_rows, config, config.seed, tokenizer.pad_token_id, context.device),
         None if config.ema_decay is None else EMA(actor, config.ema_decay),
     )
+
+
+def _actor(config: Step3Config, context: rewards.Context, vocabulary: int, steps: int, has_critic: bool) -> Engine:
+    engine_options = config.actor.over(config)
+    shards = training.shards_of(engine_options)
+    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
+    adapters.wrap(lm, config.adapter)
+    if not has_critic:
+        return Engine(Policy(lm), engine_options, config, steps, "actor")
+    model = ActorCritic(lm, new_head(lm, context.dtype, config.seed))
+    return Engine(model, engine_options, config, steps, "actor", {HEAD: config.critic_learning_rate})
 
 
 def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -> FrozenEngine:

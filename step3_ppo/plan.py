@@ -8,7 +8,7 @@ from rlhf.plan.activations import PassShape
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on
 from rlhf.plan.sizes import tokenizer_size
 from step3_ppo import algorithms, critic
-from step3_ppo.config import MAKERS, POLICY, REWARD, STAGE, Step3Config
+from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
 
 
 def needs_critic(config: Step3Config) -> bool:
@@ -71,7 +71,7 @@ def _models(config: Step3Config, model_paths: dict[str, str]) -> Iterator[ModelS
     if config.adapter is None:
         yield ModelSpec("reference", start, "lm", config.reference.beside(actor))
     reward_model = config.reward_model or model_paths["reward_model"]
-    if needs_critic(config):
+    if needs_critic(config) and config.critic_model != SHARED:
         yield ModelSpec("critic", _critic_start(config, start, reward_model), "scalar", critic_options, config.adapter)
     judge = [] if config.judge is None else [config.judge]
     for spec in [*(rewards.split_weight(spec)[1] for spec in config.reward), *judge]:

@@ -75,24 +75,29 @@ def generate(
 
 
 @torch.no_grad()
-def score(
-    rollout: SampledRollout, actor: Engine[Policy], critic: Engine[ScalarModel] | None, scorer: Scorer
-) -> ScoredRollout:
+def score(rollout: SampledRollout, actor: Engine[Any], critic: Engine[Any] | None, scorer: Scorer) -> ScoredRollout:
     """The rollout with scores, old and reference log-probs, and the critic's values.
 
     Old log-probs are those of the training forward, not of sampling: in bf16 the two differ (std 5e-2),
-    and the first ratio of PPO must be 1.
+    and the first ratio of PPO must be 1. If the critic is the actor's engine, one pass gives both.
     """
 
     def logprobs(policy: Policy) -> Callable[[Sequences, int], Tensor]:
         return lambda sequences, prompt: policy(sequences, scorer.sampling.temperature)[0][:, prompt:]
 
+    def logprobs_and_values(sequences: Sequences, prompt: int) -> Tensor:
+        log_p, _, scalars = policy(sequences, scorer.sampling.temperature)
+        return torch.stack([log_p[:, prompt:], state_values(scalars, prompt)])
+
+    values = None
     with actor.inference() as policy:
-        old = per_token(rollout, logprobs(policy), scorer.micro_batch_size)
+        if critic is actor:
+            old, values = per_token(rollout, logprobs_and_values, scorer.micro_batch_size)
+        else:
+            old = per_token(rollout, logprobs(policy), scorer.micro_batch_size)
     with scorer.reference.of(actor) as reference:
         ref = per_token(rollout, logprobs(reference), scorer.micro_batch_size)
-    values = None
-    if critic is not None:
+    if critic is not None and critic is not actor:
         with critic.inference() as model:
             values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
     # A source may be random, or slow: ranks that share a model must learn from the same scores.
@@ -138,10 +143,15 @@ def critic_values(model: ScalarModel | Engine) -> Callable[[Sequences, int], Ten
 
 
 def per_token(rollout: SampledRollout, forward: Callable[[Sequences, int], Tensor], micro_batch_size: int) -> Tensor:
-    """`forward(sequences, P)` for every response token, [B, T], 0 off the mask; rows of similar length together."""
+    """`forward(sequences, P)` for every response token, [B, T], 0 off the mask; rows of similar length together.
+
+    If `forward` gives K numbers for each token, [K, b, t]: [K, B, T].
+    """
     result = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
     for rows in length_groups(rollout.sequences.lengths, micro_batch_size):
         micro = rollout[rows].trimmed()
         values = forward(micro.sequences, micro.prompt_ids.shape[1])
-        result[rows, : values.shape[1]] = values.float().masked_fill(~micro.mask, 0.0)
+        if values.dim() > result.dim():
+            result = result.expand(len(values), *result.shape).clone()
+        result[..., rows, : values.shape[-1]] = values.float().masked_fill(~micro.mask, 0.0)
     return result

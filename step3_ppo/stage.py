@@ -171,6 +171,8 @@ def resumable(models: Models, observers: Mapping[str, Any]) -> Resumable:
     """What a checkpoint holds: the state of the models and of the observers of the run."""
     engines = {"actor": models.actor, "critic": models.critic}
     trained = {name: engine for name, engine in engines.items() if engine is not None}
+    if models.critic is models.actor:
+        del trained["critic"]
     ptx = {} if models.ptx is None else {"ptx": models.ptx.batches}
     average = {} if models.ema is None else {"ema": models.ema}
     return Resumable({**trained, **ptx, "models": models, **observers}, {**trained, **average})

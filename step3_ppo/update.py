@@ -11,20 +11,22 @@ from torch import Tensor
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.maths import losses, ops
+from rlhf.models.policy import ActorCritic
+from rlhf.models.scalar import state_values
 from rlhf.types import Metrics, Sequences, length_groups
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import UpdateOptions
 from step3_ppo.global_rollout import CreditedRollout, deal
 from step3_ppo.ptx import Ptx
-from step3_ppo.rollout import critic_values
 
 
 @dataclass(frozen=True, slots=True)
 class Learners:
     """What an iteration trains.
 
-    No actor: the critic warms up alone. No critic: the algorithm has none. With `ptx` each step of the actor also
-    learns a batch of demonstrations; `ema` averages the actor's weights.
+    No actor: the critic warms up alone. No critic: the algorithm has none. If both are one engine, each of its steps
+    minimises policy loss + vf_coef * value loss. With `ptx` each step of the actor also learns a batch of
+    demonstrations; `ema` averages the actor's weights.
     """
 
     actor: Engine | None
@@ -32,6 +34,48 @@ class Learners:
     algorithm: Algorithm
     ptx: Ptx | None = None
     ema: EMA | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLosses:
+    """The losses of one optimizer step; each method gives the share of a micro-batch."""
+
+    learners: Learners
+    config: UpdateOptions
+    count: Tensor
+    """[] response tokens of the step, over all ranks"""
+
+    def of_actor(self, micro: CreditedRollout | Sequences) -> losses.Loss:
+        """policy loss - entropy_coef * entropy [+ vf_coef * value loss, if the critic is the actor's engine]; of
+        demonstrations, the loss of `Ptx`."""
+        actor, config, algorithm = self.learners.actor, self.config, self.learners.algorithm
+        assert actor is not None
+        if isinstance(micro, Sequences):
+            assert self.learners.ptx is not None
+            return self.learners.ptx.loss(actor, micro)
+        rollout, prompt = micro.rollout, micro.rollout.prompt_ids.shape[1]
+        mode = "trained" if config.entropy_coef else "watched"
+        logprobs, entropies, *scalars = actor(rollout.sequences, config.temperature, entropy=mode)
+        loss, metrics = algorithm.policy_loss(logprobs[:, prompt:], rollout, micro.credit, self.count)
+        entropy = ops.masked_mean(entropies[:, prompt:], rollout.mask, self.count)
+        loss, metrics = loss - config.entropy_coef * entropy, {**metrics, "entropy": entropy.detach()}
+        if self.learners.critic is not actor:
+            return loss, metrics
+        error, error_metrics = self._of_values(scalars[0], micro)
+        return loss + config.vf_coef * error, {**metrics, **error_metrics, "value_loss": error.detach()}
+
+    def of_critic(self, micro: CreditedRollout) -> losses.Loss:
+        """The value loss; of a value head on the actor, whose policy must not move yet, for the head alone."""
+        critic, sequences = self.learners.critic, micro.rollout.sequences
+        assert critic is not None
+        shared = isinstance(critic.module, ActorCritic)
+        return self._of_values(critic(sequences, learns="head")[2] if shared else critic(sequences), micro)
+
+    def _of_values(self, scalars: Tensor, micro: CreditedRollout) -> losses.Loss:
+        value_loss = self.learners.algorithm.value_loss
+        assert value_loss is not None
+        values = state_values(scalars, micro.rollout.prompt_ids.shape[1])
+        return value_loss(values, micro.rollout, micro.credit, self.count)
 
 
 def update(
@@ -49,32 +93,13 @@ def update(
     minibatch, on which the policy is still the one that sampled, so it must be 0.
     Raises: NonFiniteError.
     """
-    actor, critic, algorithm, ptx = learners.actor, learners.critic, learners.algorithm, learners.ptx
-
-    def actor_loss(micro: CreditedRollout | Sequences) -> losses.Loss:
-        assert actor is not None
-        if isinstance(micro, Sequences):
-            assert ptx is not None
-            return ptx.loss(actor, micro)
-        rollout, credit = micro.rollout, micro.credit
-        mode = "trained" if config.entropy_coef else "watched"
-        logprobs, entropies = actor(rollout.sequences, config.temperature, entropy=mode)
-        prompt = rollout.prompt_ids.shape[1]
-        loss, metrics = algorithm.policy_loss(logprobs[:, prompt:], rollout, credit, count)
-        entropy = ops.masked_mean(entropies[:, prompt:], rollout.mask, count)
-        return loss - config.entropy_coef * entropy, {**metrics, "entropy": entropy.detach()}
-
-    def value_loss(micro: CreditedRollout) -> losses.Loss:
-        rollout, credit = micro.rollout, micro.credit
-        assert critic is not None and algorithm.value_loss is not None
-        values = critic_values(critic)(rollout.sequences, rollout.prompt_ids.shape[1])
-        return algorithm.value_loss(values, rollout, credit, count)
-
+    actor, critic, ptx = learners.actor, learners.critic, learners.ptx
+    joint = actor is not None and critic is actor
     history: dict[str, list[float]] = defaultdict(list)
     steps = skipped = 0
     lengths = credited.rollout.sequences.lengths.cpu()
     for minibatch in _minibatches(len(credited), config, generator):
-        count = credited.rollout.mask[minibatch].sum().double()
+        step_losses = StepLosses(learners, config, credited.rollout.mask[minibatch].sum().double())
         rows = deal(minibatch, lengths)
         groups = [rows[group] for group in length_groups(lengths[rows], config.micro_batch_size)]
         micros = [credited[group].trimmed() for group in groups]
@@ -83,12 +108,15 @@ def update(
         if actor is not None:
             mixed = ptx.micro_batches() if ptx is not None else []
             all_indices = [*micro_indices, *([] for _ in mixed)] if indices else []
-            metrics |= _prefixed("policy", actor.step([*micros, *mixed], actor_loss, all_indices))
+            metrics |= actor.step([*micros, *mixed], step_losses.of_actor, all_indices)
+            if "value_loss" in metrics:
+                metrics["loss"] -= config.vf_coef * metrics["value_loss"]
+            metrics = _prefixed("policy", metrics)
             if learners.ema is not None and not metrics["policy_skipped"]:
                 learners.ema.update()
         # A step that the actor skips (in fp16: an overflow) is skipped for the critic too.
-        if critic is not None and not metrics.get("policy_skipped"):
-            metrics |= _prefixed("value", critic.step(micros, value_loss, micro_indices))
+        if critic is not None and not joint and not metrics.get("policy_skipped"):
+            metrics |= _prefixed("value", critic.step(micros, step_losses.of_critic, micro_indices))
         steps += 1
         skipped += any([metrics.pop("policy_skipped", 0.0), metrics.pop("value_skipped", 0.0)])
         for name, value in metrics.items():

@@ -30,6 +30,14 @@ def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, 
     return [group for group in groups if group["params"]]
 
 
+def rate_groups(weights: Mapping[str, Tensor], decay: float, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+    """`decay_groups`, and after them a group for each weight in `rates` that has a learning rate of its own."""
+    groups = decay_groups({name: w for name, w in weights.items() if name not in rates}, decay)
+    for name, rate in rates.items():
+        groups += [{**group, "lr": rate} for group in decay_groups({name: weights[name]}, decay)]
+    return groups
+
+
 class MasterAdamW(torch.optim.AdamW):
     """AdamW (I. Loshchilov and F. Hutter, arXiv 1711.05101) with master weights (P. Micikevicius et al., 1710.03740).
 

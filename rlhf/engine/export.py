@@ -1,6 +1,7 @@
 """Export of an engine's model to a Hugging Face directory that transformers can load."""
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlhf.distributed.tensor_parallel import gather_full
 from rlhf.distributed.zero3 import gather_weights, is_sharded
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
-from rlhf.models.policy import Policy
+from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
 from rlhf.storage import disk
 
@@ -58,12 +59,13 @@ def save_scalar(
     directory: Path,
     scores: ScoreStatistics | None = None,
 ) -> None:
-    """Write a ScalarModel engine in the form that `AutoModelForSequenceClassification(num_labels=1)` reads.
+    """Write a ScalarModel engine, or the critic of an ActorCritic, in the form that
+    `AutoModelForSequenceClassification(num_labels=1)` reads.
 
     The head is fp32 in the file, whatever the other weights are. Its pad token is not EOS, because that class pools at
     the last token that is not padding. `scores` is written to its config.
     """
-    model = engine.module
+    model = engine.module.critic() if isinstance(engine.module, ActorCritic) else engine.module
     assert isinstance(model, ScalarModel)
     backbone = model.backbone
     prefix = backbone.base_model_prefix
@@ -72,7 +74,7 @@ def save_scalar(
         head = model.score.exact.detach().to("cpu")
     if collectives.is_main():
         state[HEAD] = head
-        config = backbone.config
+        config = copy.deepcopy(backbone.config)  # an actor may have the same one
         config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
         config.eos_token_id = tokenizer.eos_token_id
         classifiers: Any = AutoModelForSequenceClassification._model_mapping

@@ -6,9 +6,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from rlhf.distributed.zero3 import (
     zero3_config,
 )
 from rlhf.engine import optimizer_state
-from rlhf.engine.adamw import MasterAdamW, decay_groups, schedule
+from rlhf.engine.adamw import MasterAdamW, rate_groups, schedule
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.errors import UserError
 from rlhf.models.cpu import compiling
@@ -64,7 +65,7 @@ class Engine(Generic[M]):
 
     `total_steps` is the number of optimizer steps, for the learning-rate schedule. The caller
     chooses batch sizes: a step takes any number of micro-batches, the same number on every rank. `title` is the name of
-    the model in messages, if a stage trains several models.
+    the model in messages, if a stage trains several; `rates`: learning rates of weights that have one of their own.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Engine(Generic[M]):
         optimizer_options: OptimizerOptions,
         total_steps: int,
         title: str = "",
+        rates: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         import deepspeed
 
@@ -93,7 +95,7 @@ class Engine(Generic[M]):
         self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
         heads = [head.exact.detach().to(self.device) for head in self._heads]
         trained = {name: p for name, p in model.to(self.device).named_parameters() if p.requires_grad}
-        optimizer = _adamw(trained, options, o, self._plain)
+        optimizer = _adamw(rate_groups(trained, o.weight_decay, rates), options, o, self._plain)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -332,13 +334,8 @@ def deepspeed_config(
     }
 
 
-def _adamw(weights: dict[str, nn.Parameter], options: EngineOptions, o: OptimizerOptions, plain: bool) -> Any:
-    settings: dict[str, Any] = {
-        "lr": o.learning_rate,
-        "betas": (o.adam_beta1, o.adam_beta2),
-        "eps": o.adam_epsilon,
-    }
-    groups = decay_groups(weights, o.weight_decay)
+def _adamw(groups: list[dict[str, Any]], options: EngineOptions, o: OptimizerOptions, plain: bool) -> Any:
+    settings: Any = {"lr": o.learning_rate, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_epsilon}
     if plain:
         return MasterAdamW(groups, **settings)
     return torch.optim.AdamW(groups, **settings, fused=not options.offload_optimizer)

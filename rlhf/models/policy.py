@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,22 @@ from transformers import PreTrainedModel
 
 from rlhf.maths import ops
 from rlhf.models import packing
+from rlhf.models.head import ScoreHead
+from rlhf.models.scalar import ScalarModel
 from rlhf.types import Sequences
 
 Entropy = Literal["none", "watched", "trained"]
+Learns = Literal["all", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The last hidden states of a pass."""
+
+    hidden: Tensor
+    """[N, d], of all tokens that the model computed"""
+    tokens: Tensor
+    """[B, S] long, the state of each token; arbitrary off the mask"""
 
 
 class Policy(nn.Module):
@@ -36,21 +50,61 @@ class Policy(nn.Module):
         `entropy[b, s]` is that of the distribution token s was drawn from; only "trained" gives it a gradient.
         Both are [B, S] and 0 off the loss mask. Only the states that a token is predicted from pass through the head.
         """
+        logprobs, entropies, _ = self._read(sequences, temperature, entropy)
+        return logprobs, entropies
+
+    def _read(self, sequences: Sequences, temperature: float, entropy: Entropy) -> tuple[Tensor, Tensor | None, States]:
+        """The same, and the hidden states that the head reads."""
         s = sequences
         predicted = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
         inputs = packing.model_inputs(self.lm, s.ids, s.mask)
-        with restrict_head(self.lm.get_output_embeddings(), inputs.states[predicted] - 1):
+        with restrict_head(self.lm.get_output_embeddings(), inputs.states[predicted] - 1) as hidden:
             output = self.lm(**inputs.inputs, use_cache=False)
+        states = States(hidden[0].flatten(0, 1), inputs.states)
         logits, ids = output.logits[0], s.ids[predicted]
         empty = torch.zeros(s.ids.shape, device=ids.device)
         if entropy == "watched":
             logprobs, spread = ops.logprobs_and_entropy(logits, ids, temperature)
-            return empty.to(logprobs).index_put(predicted, logprobs), empty.to(spread).index_put(predicted, spread)
+            placed_spread = empty.to(spread).index_put(predicted, spread)
+            return empty.to(logprobs).index_put(predicted, logprobs), placed_spread, states
         logprobs = ops.token_logprobs(logits, ids, temperature)
         placed = empty.to(logprobs).index_put(predicted, logprobs)
         if entropy == "none":
-            return placed, None
-        return placed, empty.to(logprobs).index_put(predicted, ops.entropy(logits, temperature))
+            return placed, None, states
+        return placed, empty.to(logprobs).index_put(predicted, ops.entropy(logits, temperature)), states
+
+
+class ActorCritic(Policy):
+    """A policy and its critic on one backbone: a language model with a value head beside its own head."""
+
+    def __init__(self, lm: PreTrainedModel, head: ScoreHead) -> None:
+        super().__init__(lm)
+        self.score = head
+
+    def forward(  # type: ignore[override]  # a third result after those of a policy
+        self,
+        sequences: Sequences,
+        temperature: float = 1.0,
+        entropy: Entropy = "none",
+        learns: Learns = "all",
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As `Policy.forward`, and of the same pass the value at every token, fp32 [B, S], 0 off the mask.
+
+        learns: "head": a loss of the values has a gradient for the value head alone.
+        Every weight has a gradient, perhaps 0, in every backward pass, as ZeRO requires: each result has the other one
+        times 0 in it.
+        """
+        logprobs, entropies, states = self._read(sequences, temperature, entropy)
+        hidden = states.hidden if learns == "all" else states.hidden.detach()
+        scalars = self.score(hidden).flatten().gather(0, states.tokens.flatten()).view_as(states.tokens)
+        values = ops.zero_off_mask(scalars, sequences.mask)
+        nothing = 0.0 * (logprobs.sum() + values.sum())
+        return logprobs + nothing, entropies, values + nothing
+
+    def critic(self) -> ScalarModel:
+        """The critic alone, with the same weights."""
+        backbone: Any = self.lm.base_model
+        return ScalarModel(backbone, self.score)
 
 
 def generator(model: nn.Module) -> PreTrainedModel | None:
@@ -59,10 +113,19 @@ def generator(model: nn.Module) -> PreTrainedModel | None:
 
 
 @contextlib.contextmanager
-def restrict_head(head: nn.Module, states: Tensor) -> Iterator[None]:
-    """Inside, the head gets only N of the hidden states [B, S, d], at the indices `states` in B * S, as [1, N, d]."""
-    hook = head.register_forward_pre_hook(lambda _, arguments: (arguments[0].flatten(0, 1)[states][None],))
+def restrict_head(head: nn.Module, states: Tensor) -> Iterator[list[Tensor]]:
+    """Inside, the head gets only N of the hidden states [B, S, d], at the indices `states` in B * S, as [1, N, d].
+
+    Yields a list to which each pass appends all hidden states.
+    """
+    hidden: list[Tensor] = []
+
+    def restrict(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
+        hidden.append(arguments[0])
+        return (arguments[0].flatten(0, 1)[states][None],)
+
+    hook = head.register_forward_pre_hook(restrict)
     try:
-        yield
+        yield hidden
     finally:
         hook.remove()

@@ -128,9 +128,13 @@ def new_scalar_model(
 ) -> ScalarModel:
     """A language model's backbone with a new head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020)."""
     backbone = load_backbone(path, dtype, tokenizer_size, seed, shards)
+    return ScalarModel(backbone, new_head(backbone, dtype, seed)).eval()
+
+
+def new_head(backbone: PreTrainedModel, dtype: torch.dtype, seed: int) -> ScoreHead:
+    """A head drawn by `seed`, N(0, 1/sqrt(d + 1)), for the hidden states of a model."""
     width = hidden_width(backbone)
-    weight = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * (width + 1) ** -0.5
-    return ScalarModel(backbone, ScoreHead(weight, dtype)).eval()
+    return ScoreHead(torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * (width + 1) ** -0.5, dtype)
 
 
 def hidden_width(backbone: PreTrainedModel) -> int:

@@ -39,7 +39,8 @@ class Comparison:
         weights: dict[str, Any] = {}
         for title, network in networks.items():
             own = network.weights()
-            prefix = f"{title}.backbone." if "score.weight" in own else f"{title}.lm.transformer."
+            is_policy = title in ("actor", "ema") or "score.weight" not in own
+            prefix = f"{title}.lm.transformer." if is_policy else f"{title}.backbone."
             weights |= {f"{title}.{n}" if n == "score.weight" else prefix + n: w for n, w in own.items()}
         assert set(weights) == set(self.observed.weights)
         for name, weight in weights.items():

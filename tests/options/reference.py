@@ -47,9 +47,10 @@ class Network:
         """pi(. | tokens up to s), [B, S, V]."""
         return (self._states(padded(rows)) @ self.weights()["wte.weight"].T / temperature).softmax(-1)
 
-    def scalars(self, rows: Sequence[Ids]) -> Tensor:
-        """The head's number at every token, [B, S]."""
-        return self._states(padded(rows)) @ self.weights()["score.weight"][0]
+    def scalars(self, rows: Sequence[Ids], detached: bool = False) -> Tensor:
+        """The head's number at every token, [B, S]; `detached`: with a gradient for the head alone."""
+        states = self._states(padded(rows))
+        return (states.detach() if detached else states) @ self.weights()["score.weight"][0]
 
     def scores(self, rows: Sequence[Ids]) -> Tensor:
         """The head's number at the last token of each row, [B]."""
@@ -103,19 +104,25 @@ def with_new_head(network: Network, seed: int) -> Network:
 class Trainer:
     """AdamW on a network, with clipping and a schedule. `o`: the options by name."""
 
-    def __init__(self, network: Network, o: dict[str, Any], rate: float, steps: int) -> None:
+    def __init__(
+        self, network: Network, o: dict[str, Any], rate: float, steps: int, rate_of_head: float | None = None
+    ) -> None:
         self.network, self.o, self.rate, self.steps, self.step = network, o, rate, steps, 0
+        own = {"score.weight": rate if rate_of_head is None else rate_of_head}
+        self.rates = torch.cat(
+            [torch.full((shape.numel(),), own.get(name, rate)).double() for name, shape in network.shapes.items()]
+        )
         self.first, self.second = (torch.zeros_like(network.vector) for _ in range(2))
         sizes = [torch.full((shape.numel(),), float(len(shape) > 1)) for shape in network.shapes.values()]
         self.decay = o["weight_decay"] * torch.cat(sizes)  # of matrices, not of norms and biases
 
-    def factor(self) -> float:
-        """Of the learning rate, at step number `self.step` from 0."""
+    def factor(self, step: int) -> float:
+        """Of the learning rate, at this step, from 0."""
         ratio, kind = self.o["warmup_ratio"], self.o["lr_scheduler_type"]
         rising = max(1, round(ratio * self.steps)) if ratio else 0
-        if self.step < rising:
-            return (self.step + 1) / rising
-        done = (self.step - rising) / max(1, self.steps - rising)
+        if step < rising:
+            return (step + 1) / rising
+        done = (step - rising) / max(1, self.steps - rising)
         return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
 
     def take_step(self, loss: Loss) -> dict[str, float]:
@@ -124,7 +131,7 @@ class Trainer:
         network.vector = network.vector.detach().requires_grad_()
         value, metrics = loss(network)
         (gradient,) = torch.autograd.grad(value, network.vector)
-        norm, rate = gradient.norm().item(), self.rate * self.factor()
+        norm, rate = gradient.norm().item(), self.rate * self.factor(self.step)
         if o["max_grad_norm"]:
             gradient = gradient * min(1.0, o["max_grad_norm"] / (norm + 1e-6))
         self.step += 1
@@ -133,6 +140,7 @@ class Trainer:
         self.second = beta2 * self.second + (1 - beta2) * gradient**2
         mean, square = self.first / (1 - beta1**self.step), self.second / (1 - beta2**self.step)
         vector = network.vector.detach()
-        network.vector = vector - rate * (self.decay * vector + mean / (square.sqrt() + o["adam_epsilon"]))
+        rates = self.rates * self.factor(self.step - 1)
+        network.vector = vector - rates * (self.decay * vector + mean / (square.sqrt() + o["adam_epsilon"]))
         numbers = {name: metric.item() for name, metric in metrics.items()}
         return {"loss": value.item(), **numbers, "grad_norm": norm, "learning_rate": rate}

@@ -51,15 +51,23 @@ class Reinforcement:
         self.approx_kls: list[float] = []
         self.iterations = o["total_episodes"] // o["batch_size"]
         self.has_critic = o["algorithm"] in ("ppo", "a2c")
-        self.actor = Trainer(reference.load(o["actor_model"]), o, o["learning_rate"], self.steps(of_actor=True))
+        self.shared = self.has_critic and o["critic_model"] == "shared"
+        self.actor = self.trainer_of_actor()
         self.reference, self.average = self.actor.network.copy(), self.actor.network.copy()
         self.critic = Trainer(self.critic_start(), o, o["critic_learning_rate"], self.steps(of_actor=False))
         self.scaling, self.kl_coef = Scaling(o), o.get("kl_coef", 0.0)
         self.texts = self.batches_of_texts(texts)
 
+    def trainer_of_actor(self) -> Trainer:
+        o, start = self.o, reference.load(self.o["actor_model"])
+        if not self.shared:
+            return Trainer(start, o, o["learning_rate"], self.steps(of_actor=True))
+        start = reference.with_new_head(start, o["seed"])
+        return Trainer(start, o, o["learning_rate"], self.steps(of_actor=False), o["critic_learning_rate"])
+
     def critic_start(self) -> Network:
         o = self.o
-        if o["critic_model"] == "policy":
+        if o["critic_model"] in ("policy", "shared"):
             return reference.with_new_head(reference.load(o["actor_model"]), o["seed"])
         return reference.load(o["reward_model"] if o["critic_model"] in (None, "reward") else o["critic_model"])
 
@@ -88,7 +96,7 @@ class Reinforcement:
                 break
         assert next(self.rollouts, None) is None and next(self.batches, None) is None, "the run went on"
         networks = {"actor": self.actor.network}
-        networks |= {"critic": self.critic.network} if self.has_critic else {}
+        networks |= {"critic": self.critic.network} if self.has_critic and not self.shared else {}
         networks |= {"ema": self.average} if o["ema_decay"] is not None else {}
         self.comparison.end(compared(before, after), networks, best_at)
 
@@ -134,9 +142,10 @@ class Reinforcement:
         ends = [(len(p), len(p) + len(r)) for p, r in pairs]
         return tuple([x[b, start:end] for b, (start, end) in enumerate(ends)] for x in (logprobs, entropies))
 
-    def values(self, pairs: list[Pair]) -> list[Tensor]:
+    def values(self, pairs: list[Pair], detached: bool = False) -> list[Tensor]:
         """The critic's number at the token before each token of each response."""
-        scalars = self.critic.network.scalars([[*p, *r] for p, r in pairs])
+        network = (self.actor if self.shared else self.critic).network
+        scalars = network.scalars([[*p, *r] for p, r in pairs], detached)
         return [scalars[b, len(p) - 1 : len(p) + len(r) - 1] for b, (p, r) in enumerate(pairs)]
 
     def scores(self, spec: str, pairs: list[Pair]) -> Row:
@@ -220,8 +229,8 @@ class Reinforcement:
                     texts = next(self.texts) if o["ptx_coef"] else []
                     self.require_batch("actor", responses, texts)
                     metrics |= named("policy", self.actor_step(responses, constant, texts))
-                if self.has_critic:
-                    self.require_batch("critic", responses, [])
+                if self.has_critic and not (self.shared and of_actor):
+                    self.require_batch("actor" if self.shared else "critic", responses, [])
                     metrics |= named("value", self.critic_step(responses, constant, self.options_at(iteration)))
                 steps.append(metrics)
                 self.approx_kls.append(metrics.get("approx_kl", 0.0))
@@ -248,15 +257,22 @@ class Reinforcement:
             if texts:
                 metrics["ptx_nll"] = token_loss(network, {"ptx_objective": o["ptx_objective"]}, texts)
                 value = value + o["ptx_coef"] * metrics["ptx_nll"]
-            return value, metrics | {"entropy": entropies.mean()}
+            metrics["entropy"] = entropies.mean()
+            if self.shared:
+                error, of_values = value_loss(o, torch.cat(self.values(pairs)), constant)
+                metrics |= of_values | {"value_loss": error, "of the policy": value}
+                value = value + o["vf_coef"] * error
+            return value, metrics
 
         metrics = self.actor.take_step(loss)
+        metrics["loss"] = metrics.pop("of the policy", metrics["loss"])
         decay = o["ema_decay"] or 0.0
         self.average.vector = decay * self.average.vector + (1 - decay) * self.actor.network.vector
         return metrics
 
     def critic_step(self, pairs: list[Pair], constant: Tokens, o: dict[str, Any]) -> dict[str, float]:
-        return self.critic.take_step(lambda _: value_loss(o, torch.cat(self.values(pairs)), constant))
+        trainer = self.actor if self.shared else self.critic
+        return trainer.take_step(lambda _: value_loss(o, torch.cat(self.values(pairs, self.shared)), constant))
 
     def batches_of_texts(self, texts: Sequence[Ids]) -> Iterator[list[Ids]]:
         batches = Batches(len(texts), self.o["ptx_batch_size"], self.o["seed"])
