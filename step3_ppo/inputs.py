@@ -24,7 +24,7 @@ from rlhf.rewards import learned
 from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
-from rlhf.training.checks import check_engine, check_ranks, check_start
+from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps
 from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms, critic
 from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
@@ -193,6 +193,8 @@ def check_shares(config: Step3Config, ranks: int) -> None:
     """Raises: UserError unless the run has at least one iteration, and each rank has complete groups in each
     minibatch."""
     check_ranks(config.batch_size, ranks, "batch_size", config.num_mini_batches, "num_mini_batches")
+    rows_text = f"--batch-size {config.batch_size} / --num-mini-batches {config.num_mini_batches}"
+    check_steps(config, config.batch_size // config.num_mini_batches, rows_text, config.micro_batch_size, ranks)
     if config.total_episodes < config.batch_size:
         raise UserError(f"--total-episodes {config.total_episodes}: expected at least --batch-size {config.batch_size}")
     algorithm = algorithms.load(config)

@@ -14,14 +14,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf import console, streams
-from rlhf.chain.options import SECTIONS, SHORT_HELP, ChainConfig, chain_config, changed, resolve
+from rlhf.chain.deployment import resolve_deployment
+from rlhf.chain.options import (
+    SECTIONS,
+    SHORT_HELP,
+    chain_config,
+    changed,
+    overlay,
+    require_agreement,
+    resolve,
+)
 from rlhf.chain.stages import STAGES, load
-from rlhf.config import parser
+from rlhf.config import accelerate_settings, foreign_settings, parser
 from rlhf.config.short_help import short_help
 from rlhf.errors import UserError
 from rlhf.launch import launcher, rank_variables, supervisor
 from rlhf.launch.failure_summary import command_to_resume, failure_summary
-from rlhf.launch.hosts import Deployment, LaunchOptions, open_deployment
+from rlhf.launch.hosts import Deployment
 from rlhf.plan.options import PlanOptions
 from rlhf.shipped import CONFIGS
 from rlhf.training import stage_process
@@ -33,43 +42,6 @@ UNFINISHED = (
     "exit code 0 without a manifest.json (look for sys.exit and os._exit in your reward function and other files of "
     "your own)"
 )
-
-
-def resolve_deployment(chain: ChainConfig) -> Deployment:
-    """The hosts and the number of processes of each stage; under another launcher, those that it has started.
-
-    Raises: UserError if the hosts or devices do not exist.
-    """
-    import torch
-
-    options = LaunchOptions(**{name: getattr(chain, name) for name in LaunchOptions.model_fields})
-    if rank_variables.world_size() > 1:
-        return Deployment(rank_variables.world_size(), options=options)
-    if chain.deployment_type == "multi_node":
-        if chain.num_processes is not None:
-            raise UserError(
-                f"--num-processes {chain.num_processes}: got it with multi_node, expected slots= in the hostfile"
-            )
-        return open_deployment(options)
-    for name in ("hostfile", "include", "exclude", "num_nodes", "launcher_args", "master_addr", "master_port"):
-        if getattr(options, name) is not None:
-            raise UserError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: got --deployment-type {chain.deployment_type}, "
-                "expected multi_node"
-            )
-    if chain.deployment_type == "single_gpu":
-        if (chain.num_processes or 1) > 1:
-            raise UserError(
-                f"--num-processes {chain.num_processes}: expected 1 with single_gpu; add --deployment-type single_node"
-            )
-        return Deployment(1, options=options)
-    gpus = torch.cuda.device_count()
-    wanted = chain.num_processes or max(1, gpus)
-    most = gpus or max(2, launcher.cores())
-    if wanted > most:
-        there = f"{gpus} GPUs are visible" if gpus else f"this machine has no GPU and {launcher.cores()} cores"
-        raise UserError(f"--num-processes {wanted}: {there}, expected at most {most}")
-    return Deployment(wanted, options=options)
 
 
 def _workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
@@ -199,6 +171,7 @@ def exit_with_failure(step: int, status: launcher.ExitStatus, todo: dict[int, An
 def main() -> int:
     """Run the chain. If another launcher has started several processes, rank 0 runs it and the others follow."""
     rank_variables.adopt(os.environ)
+    accelerate_settings.adopt(os.environ)
     if rank_variables.world_size() == 1:
         return run_chain()
     from rlhf.launch import team
@@ -212,7 +185,8 @@ def main() -> int:
 def run_chain(ranks: Any = None) -> int:
     """Run the command line; ranks: the team of processes that this process leads, or None."""
     program = console.program("python train.py")
-    argv, note = _with_base(rank_variables.without_local_rank(sys.argv[1:]))
+    typed = foreign_settings.plain_words(sys.argv[1:])
+    argv, note = _with_base(typed)
     shown = parser.PRINT_OPTIONS & {*argv} if "--print-config" in argv else set()
     streams.ignore_broken_streams(report=not shown and not TEXTS & {*argv})
     argv = [word for word in argv if word not in shown]
@@ -221,8 +195,9 @@ def run_chain(ranks: Any = None) -> int:
     if {"--help", "-h"} & {*argv}:
         print(short_help(options, program, about, SHORT_HELP))
         return 0
-    chain = parser.parse(options, argv, program, about)
-    chain = resolve(chain, argv)
+    settings = overlay(argv, over=int(argv != typed))
+    chain = resolve(parser.parse(options, argv, program, about, settings), argv, settings)
+    require_agreement(argv, chain)
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")
         return 0

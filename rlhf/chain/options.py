@@ -9,13 +9,14 @@ from pydantic import Field, create_model
 
 from data.config import DataOptions
 from rlhf.chain.stages import STAGES
-from rlhf.config import Config, parser
+from rlhf.config import Config, foreign_settings, parser
 from rlhf.config.options import EngineOptions, OutputDir, RunOptions, SharedOptimizerOptions
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.plan.options import PlanOptions
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
+from step3_ppo.config import Step3Config
 
 SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 """sections of options, by step"""
@@ -46,10 +47,10 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     """pretrained model that becomes the policy: directory, hub id, short name or .yaml"""
     reward_model: str = "opt-350m"
     """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml"""
-    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = "single_gpu"
+    deployment_type: Literal["auto", "single_gpu", "single_node", "multi_node"] = "auto"
     """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU;
     multi_node: the same on every host of --hostfile; under torchrun, deepspeed, accelerate or srun: the processes that
-    they have started"""
+    they have started; auto: what --hostfile, --include, --num-gpus or --num-processes imply, else single_gpu"""
     num_processes: int | None = Field(None, ge=1)
     """processes of single_node; by default the number of visible GPUs"""
     steps: tuple[Literal[1, 2, 3], ...] | None = Field(None, min_length=1)
@@ -82,7 +83,29 @@ def shared_options(section: str) -> dict[str, str]:
     return dict(zip(shared, shared, strict=True)) | model
 
 
-def section_options(argv: list[str]) -> set[str]:
+def overlay(argv: list[str], over: int) -> parser.Overlay:
+    """The options that a DeepSpeed JSON and `accelerate launch` set, over the first `over` config files. Raises:
+    UserError."""
+    settings = foreign_settings.read(argv)
+    tree: dict[str, Any] = foreign_settings.values(settings, ChainConfig)
+    for section, options in _section_classes().items():
+        own = foreign_settings.values(foreign_settings.read(argv, section), options)
+        tree |= {section: own} if own else {}
+    return parser.Overlay(tree, foreign_settings.CONFIG, over)
+
+
+def require_agreement(argv: list[str], chain: Any) -> None:
+    """Raises: UserError if an option of a section has another value than a DeepSpeed JSON or `accelerate launch`
+    sets."""
+    for section in SECTIONS.values():
+        foreign_settings.require_agreement(foreign_settings.read(argv, section), getattr(chain, section), section)
+
+
+def _section_classes() -> dict[str, type[Config]]:
+    return {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}
+
+
+def section_options(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> set[str]:
     """The options that are set for one section, as `sft.max_length`, beside all options of the command line.
 
     In a file, an option of a section counts if its value differs from the value at the top of that file, and the
@@ -90,7 +113,7 @@ def section_options(argv: list[str]) -> set[str]:
     """
     typed = command_line_options(argv)
     options = set(typed)
-    for tree in _trees(argv):
+    for tree in _trees(argv, overlay):
         for section in SECTIONS.values():
             own = tree.get(section) or {}
             follows = shared_options(section)
@@ -109,20 +132,20 @@ def command_line_options(argv: list[str]) -> set[str]:
     return names | {re.sub(r"(^|\.)no_", r"\1", name) for name in names}
 
 
-def _trees(argv: list[str]) -> list[dict[str, Any]]:
+def _trees(argv: list[str], overlay: parser.Overlay) -> list[dict[str, Any]]:
     files, _ = parser.split_config_files(argv)
-    return [parser.read_yaml(file) for file in files]
+    return [tree for _, tree in parser.trees(files, overlay)]
 
 
-def resolve(chain: Any, argv: list[str]) -> Any:
+def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> Any:
     """The chain with the options of every section filled in from the top.
 
     An option that is set nowhere, and has its own default in a section (of a user's algorithm, for example), keeps that
     default.
     Raises: UserError if a section sets its own output directory.
     """
-    own = section_options(argv)
-    anywhere = command_line_options(argv).union(*_trees(argv))
+    own = section_options(argv, overlay)
+    anywhere = command_line_options(argv).union(*_trees(argv, overlay))
     sections = {}
     for section in SECTIONS.values():
         if f"{section}.output_dir" in own:

@@ -31,7 +31,6 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "bf16": ("dtype", "--dtype bf16"),
     "fp16": ("dtype", "--dtype fp16"),
     "torch-dtype": ("dtype", "auto, fp32, bf16 or fp16"),
-    "deepspeed": ("zero-stage", "DeepSpeed's config is made from it, --offload-optimizer and --offload-param"),
     "use-peft": ("adapter", _ADAPTER),
     "lora-r": ("adapter", _ADAPTER),
     "lora-alpha": ("adapter", _ADAPTER),

@@ -83,6 +83,8 @@ class RunOptions(Config):
 class EngineOptions(Config):
     """Precision, sharding and memory of a trained model."""
 
+    STEP_ROWS: ClassVar[str | None] = None
+    """the option with the rows of one optimizer step; None = they follow from several options"""
     FREE: ClassVar[frozenset[str]] = frozenset(
         {
             "zero_stage",
@@ -94,6 +96,7 @@ class EngineOptions(Config):
             "tensor_parallel_size",
             "sequence_parallel_size",
             "torch_compile",
+            "deepspeed_config",
         }
     )
 
@@ -122,6 +125,9 @@ class EngineOptions(Config):
     """number of devices that split the matrices of a trained model's layers (DeepSpeed AutoTP) and share their rows"""
     sequence_parallel_size: int = Field(1, ge=1)
     """number of devices that split the tokens of each row, for long rows (Ulysses); in steps 1 and 2"""
+    deepspeed_config: str | None = None
+    """DeepSpeed JSON of yours (--deepspeed FILE is the same): it sets the options here that mean the same, and bucket
+    sizes, overlap and logs are passed on; "auto" leaves a value to these options"""
 
 
 def effective_stage(options: EngineOptions, b: int, ranks: int) -> int:

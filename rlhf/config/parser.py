@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import tyro
 import yaml
@@ -217,15 +217,32 @@ def _underscored(values: dict[Any, Any]) -> dict[str, Any]:
     }
 
 
-def compose(cls: type[C], files: Sequence[str | Path]) -> C:
+class Overlay(NamedTuple):
+    """Options of another program's file, laid over the first `over` YAML files and under the others."""
+
+    values: dict[str, Any]
+    source: str = ""
+    over: int = 0
+
+
+NO_OVERLAY = Overlay({})
+
+
+def trees(files: Sequence[str | Path], overlay: Overlay = NO_OVERLAY) -> list[tuple[str | Path, dict[str, Any]]]:
+    """(source, options) of each file and of the overlay, in the order in which they are merged."""
+    read: list[tuple[str | Path, dict[str, Any]]] = [(path, read_yaml(path)) for path in files]
+    return [*read[: overlay.over], (overlay.source, overlay.values), *read[overlay.over :]] if overlay.values else read
+
+
+def compose(cls: type[C], files: Sequence[str | Path], overlay: Overlay = NO_OVERLAY) -> C:
     """The config of the YAML files, merged from left to right over the defaults of `cls`.
 
     A mistake in one file that a later file corrects is no error. Another mistake is reported with its file.
     """
     values: dict[str, Any] = {}
     composed: list[tuple[str | Path, dict[str, Any]]] = []
-    for path in files:
-        values = merge(values, read_yaml(path))
+    for path, tree in trees(files, overlay):
+        values = merge(values, tree)
         composed.append((path, values))
     mistakes = _mistakes(cls, values, _foreign_or_similar_key)
     for path, values_so_far in composed if mistakes else ():
@@ -291,13 +308,13 @@ def peek(argv: Sequence[str], option: str, default: str) -> str:
 PRINT_OPTIONS = {"--print-config", "--changed"}
 
 
-def parse(cls: type[C], argv: Sequence[str], prog: str, description: str) -> C:
+def parse(cls: type[C], argv: Sequence[str], prog: str, description: str, overlay: Overlay = NO_OVERLAY) -> C:
     """The config of one program: `--config` files, then the options of the command line over them.
 
     `--print-config` prints the resolved options, with `--changed` only those that differ from the defaults, and exits.
     """
     files, arguments = split_config_files(argv)
-    default = compose(cls, files)
+    default = compose(cls, files, overlay)
     printed = PRINT_OPTIONS & {*arguments} if "--print-config" in arguments else set()
     arguments = ["--help" if word == "--help-all" else word for word in arguments if word not in printed]
     _refuse_unknown(cls, arguments)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
+from torch.optim.adamw import adamw as update
 
 from rlhf.config.options import OptimizerOptions
 from rlhf.distributed.zero3 import full_shape
@@ -36,6 +36,16 @@ def rate_groups(weights: Mapping[str, Tensor], decay: float, rates: Mapping[str,
     for name, rate in rates.items():
         groups += [{**group, "lr": rate} for group in decay_groups({name: weights[name]}, decay)]
     return groups
+
+
+def adamw(groups: list[dict[str, Any]], options: OptimizerOptions, plain: bool) -> torch.optim.AdamW:
+    """The optimizer of a model. plain: the weights are not sharded, so that ZeRO has no master weights of them."""
+    settings: Any = {
+        "lr": options.learning_rate,
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_epsilon,
+    }
+    return MasterAdamW(groups, **settings) if plain else torch.optim.AdamW(groups, **settings, fused=True)
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -81,7 +91,7 @@ class MasterAdamW(torch.optim.AdamW):
                 if "step" not in state:
                     state |= {"step": torch.zeros((), device=weight.device), "exp_avg": torch.zeros_like(master)}
                     state["exp_avg_sq"] = torch.zeros_like(master)
-                adamw(
+                update(
                     [master],
                     [weight.grad.float().mul_(self.scale)],
                     [state["exp_avg"]],

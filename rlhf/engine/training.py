@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.config import deepspeed_json, merge
 from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
 from rlhf.distributed.zero3 import (
@@ -27,7 +28,7 @@ from rlhf.distributed.zero3 import (
     zero3_config,
 )
 from rlhf.engine import optimizer_state
-from rlhf.engine.adamw import MasterAdamW, rate_groups, schedule
+from rlhf.engine.adamw import adamw, rate_groups, schedule
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.errors import UserError
 from rlhf.models.cpu import compiling
@@ -95,7 +96,7 @@ class Engine(Generic[M]):
         self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
         heads = [head.exact.detach().to(self.device) for head in self._heads]
         trained = {name: p for name, p in model.to(self.device).named_parameters() if p.requires_grad}
-        optimizer = _adamw(rate_groups(trained, o.weight_decay, rates), options, o, self._plain)
+        optimizer = adamw(rate_groups(trained, o.weight_decay, rates), o, self._plain)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -315,7 +316,8 @@ def deepspeed_config(
     """The config of DeepSpeed. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3.
 
     Without sharding the config has no dtype and no clipping: our optimizer has master weights, and clips. DeepSpeed
-    would copy every gradient three times, and the first step of its stage 0 is a dummy.
+    would copy every gradient three times, and the first step of its stage 0 is a dummy. Keys of the user's
+    JSON that only DeepSpeed knows take precedence.
     trained: number of trained parameters. DeepSpeed's buckets have 2 GB, however small the model is, unless they are
     set.
     """
@@ -325,20 +327,14 @@ def deepspeed_config(
     zero["reduce_bucket_size"] = min(trained, BUCKET)
     if options.offload_optimizer:
         zero["offload_optimizer"] = _offload_device(options)
-    return deepspeed_settings(torch.float32 if plain else dtype, optimizer.micro_batch_size) | {
+    settings = deepspeed_settings(torch.float32 if plain else dtype, optimizer.micro_batch_size) | {
         "gradient_clipping": 0.0 if plain else optimizer.max_grad_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **tensor_parallel.autotp_settings(options.tensor_parallel_size),
     }
-
-
-def _adamw(groups: list[dict[str, Any]], options: EngineOptions, o: OptimizerOptions, plain: bool) -> Any:
-    settings: Any = {"lr": o.learning_rate, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_epsilon}
-    if plain:
-        return MasterAdamW(groups, **settings)
-    return torch.optim.AdamW(groups, **settings, fused=not options.offload_optimizer)
+    return merge(settings, deepspeed_json.passed_on(options.deepspeed_config, zero))
 
 
 def shards_of(options: EngineOptions) -> Shards | None:

@@ -49,8 +49,7 @@ def command_to_resume(overwritten: Mapping[str, Path]) -> str:
 
     overwritten: the manifest of each stage that --overwrite replaces, by the section of its options
     """
-    typed = rank_variables.without_local_rank(sys.orig_argv)
-    words = [word for word in typed if not re.match(r"--(\w+\.)?overwrite(=|$)", word)]
+    words = [word for word in sys.orig_argv if not re.match(r"--((\w+\.)?overwrite(=|$)|local[-_]rank=)", word)]
     options = [f"--{section}.overwrite" for section, manifest in overwritten.items() if manifest.exists()]
     command = shlex.join([*words, *options])
     return (

@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.distributed.addresses import LOOPBACK, interface_of
@@ -33,12 +33,13 @@ def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitS
     """
     deployment = target if isinstance(target, Deployment) else Deployment(target)
     processes, grace_s = deployment.processes, deployment.options.grace_s
+    devices = visible_devices(deployment.slots)
     command = [sys.executable, "-P", "-m", module, *argv]  # imports nothing from the current directory
     with Signals() as signals, _rendezvous(processes) as rendezvous, Ranks() as ranks:
         for rank in range(processes):
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **rendezvous} if rendezvous else {}
             if not signals.waiting():
-                ranks.start(rank, command, rank_environment(processes, grace_s) | variables)
+                ranks.start(rank, command, rank_environment(processes, grace_s) | variables | devices)
         return GroupWatch(ranks, signals, grace_s).wait()
 
 
@@ -81,6 +82,15 @@ def rank_environment(processes: int, grace_s: float = GRACE_S) -> dict[str, str]
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // processes)))
         env["LOCAL_WORLD_SIZE"] = str(processes)
     return env
+
+
+def visible_devices(slots: Sequence[int], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable that leaves a process the GPUs of these slots. Slot N is the Nth GPU that this process sees."""
+    if not slots:
+        return {}
+    before = environment.get("CUDA_VISIBLE_DEVICES")
+    names = None if before is None else before.split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot) if names is None else names[slot] for slot in slots)}
 
 
 def cores() -> int:

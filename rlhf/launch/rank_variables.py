@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
@@ -21,11 +21,6 @@ def world_size() -> int:
 
 def rank() -> int:
     return int(os.environ.get("RANK", 0))
-
-
-def without_local_rank(words: Iterable[str]) -> list[str]:
-    """A command line without --local_rank, which the deepspeed launcher adds; the environment has it too."""
-    return [word for word in words if not re.match(r"--local[-_]rank=", word)]
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:

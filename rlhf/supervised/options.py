@@ -11,6 +11,7 @@ from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
 class SupervisedOptions(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
     """One model that is trained in passes over one data set."""
 
+    STEP_ROWS: ClassVar[str | None] = "batch_size"
     TOTALS: ClassVar[frozenset[str]] = frozenset({"num_train_epochs"})
 
     model: str

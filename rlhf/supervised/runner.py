@@ -27,7 +27,7 @@ from rlhf.supervised.options import SupervisedOptions
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.training import progress
 from rlhf.training.checkpoints import Resumable, require_room
-from rlhf.training.checks import check_engine, check_ranks, check_start
+from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps
 from rlhf.training.run import open_run
 from rlhf.training.trackers import check_trackers
 from rlhf.types import Metrics
@@ -98,6 +98,7 @@ class Supervised(Generic[C]):
         ranks = shares(config, ranks)
         if config.batch_tokens is None:
             check_ranks(config.batch_size, ranks)
+            check_steps(config, config.batch_size, f"--batch-size {config.batch_size}", config.micro_batch_size, ranks)
         check_engine(config)
         start = planned_start(config.model, config.output_dir, planned or {})
         model_path = start or resolve_model_path(config.model, *FOLDERS)

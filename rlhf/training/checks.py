@@ -1,6 +1,7 @@
 """Checks of options and models before a stage begins, so that a mistake is reported before training."""
 
 from rlhf import adapters
+from rlhf.config import deepspeed_json, foreign_settings
 from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.engine.training import require_possible
@@ -18,6 +19,22 @@ def check_engine(options: EngineOptions) -> None:
     require_possible(options, collectives.local_device())
     if options.adapter is not None:
         adapters.open_adapter(options.adapter)
+
+
+def check_steps(options: EngineOptions, rows: int, rows_text: str, micro_batch_size: int, ranks: int) -> None:
+    """Raises: UserError unless the size of an optimizer step is the one that a DeepSpeed JSON or `accelerate launch`
+    names.
+
+    rows: of one optimizer step; rows_text: the options that they follow from; ranks: those that share the rows
+    """
+    sizes = {deepspeed_json.STEP_ROWS: rows, deepspeed_json.ACCUMULATION: -(-rows // (micro_batch_size * ranks))}
+    texts = {
+        deepspeed_json.STEP_ROWS: rows_text,
+        deepspeed_json.ACCUMULATION: f"{rows_text} / (--micro-batch-size {micro_batch_size} x {ranks} processes)",
+    }
+    for key, (value, source) in foreign_settings.step_sizes(options.deepspeed_config).items():
+        if value != sizes[key]:
+            raise UserError(f"{source}: here it is {sizes[key]} ({texts[key]}); leave it out, or set the options")
 
 
 def check_start(model_path: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from rlhf import console, errors, streams
-from rlhf.config import parser
+from rlhf.config import accelerate_settings, foreign_settings, parser
 from rlhf.config.options import RunOptions
 from rlhf.config.short_help import STAGE_GROUPS, Groups, short_help
 from rlhf.errors import UserError
@@ -60,16 +60,20 @@ def stage_main(
     _end_with_launcher()
     streams.ignore_broken_streams()
     program = console.program(f"python -m {stage}")
-    argv = rank_variables.without_local_rank(sys.argv[1:])
+    argv = foreign_settings.plain_words(sys.argv[1:])
     try:
         with requeue_on_signal(), _Patience():
             require_open_files()
             rank_variables.adopt(os.environ)
+            accelerate_settings.adopt(os.environ)
             console.loading(stage, argv)
             if {"--help", "-h"} & {*argv}:
                 print(short_help(options_of(argv), program, description, {**groups, **STAGE_GROUPS}))
                 return 0
-            options = parser.parse(options_of(argv), argv, program, description)
+            settings = foreign_settings.read(argv)
+            overlay = parser.Overlay(foreign_settings.values(settings, options_of(argv)), foreign_settings.CONFIG)
+            options = parser.parse(options_of(argv), argv, program, description, overlay)
+            foreign_settings.require_agreement(settings, options)
             from rlhf.distributed import rendezvous
             from rlhf.storage import manifests
 

@@ -1,0 +1,288 @@
+"""Commands as DeepSpeed, transformers and accelerate write them: what they set here, and what is refused by name."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from rlhf import console
+from rlhf.chain import command as train
+from rlhf.config import accelerate_settings, foreign_settings
+from rlhf.config.options import EngineOptions, OptimizerOptions
+from rlhf.engine.training import deepspeed_config
+from rlhf.errors import UserError
+from rlhf.training.checks import check_steps
+from step1_sft import __main__ as sft
+from step3_ppo import __main__ as ppo
+from tests.support.programs import runner
+
+Printed = Callable[..., dict[str, Any]]
+CHAT = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 10,
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "offload_param": {"device": "none"},
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 3e7,
+        "stage3_prefetch_bucket_size": 3e7,
+        "memory_efficient_linear": False,
+    },
+    "bfloat16": {"enabled": True},
+    "gradient_clipping": 0.7,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "hybrid_engine": {"enabled": False, "max_out_tokens": 512},
+    "tensorboard": {"enabled": False, "output_path": "logs"},
+}
+"""the JSON that DeepSpeed-Chat makes, with other numbers"""
+TRAINER = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.99], "eps": "auto", "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8, "contiguous_gradients": True},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+"""the JSON of transformers' documentation"""
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Printed:
+    """`printed(program, words)`: its --print-config; a file `ds.json` is in the current directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(main: Callable[[], int], *words: str, json_tree: dict[str, Any] | None = None) -> dict[str, Any]:
+        Path("ds.json").write_text(json.dumps(CHAT if json_tree is None else json_tree))
+        code, said, mistakes = runner("train.py", main, monkeypatch, capsys)(*words, "--print-config")
+        assert (code, mistakes) == (0, "")
+        tree: dict[str, Any] = yaml.safe_load(said)
+        return tree
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--deepspeed", "--deepspeed_config", "ds.json"],
+        ["--local_rank=0", "--deepspeed", "ds.json"],
+        ["--local-rank", "0", "--deepspeed=ds.json"],
+    ],
+)
+def test_a_json_sets_the_options_of_every_stage(printed: Printed, words: list[str]) -> None:
+    """The demo's own file sets batch sizes and a dtype that nobody typed: the JSON comes before it."""
+    tree = printed(train.main, *words)
+    expected = {
+        "micro_batch_size": 4,
+        "max_grad_norm": 0.7,
+        "zero_stage": 3,
+        "offload_param": False,
+        "offload_optimizer": True,
+        "dtype": "bf16",
+        "deepspeed_config": "ds.json",
+    }
+    for section in (tree, tree["sft"], tree["reward"], tree["ppo"]):
+        assert {name: section[name] for name in expected} == expected
+    assert [tree[section]["batch_size"] for section in ("sft", "reward", "ppo")] == [32, 32, 128]
+
+
+def test_the_json_of_transformers(printed: Printed) -> None:
+    tree = printed(sft.main, "--deepspeed", "ds.json", "--batch-size", "24", json_tree=TRAINER)
+    names = ("learning_rate", "adam_beta1", "adam_beta2", "weight_decay", "adam_epsilon", "lr_scheduler_type")
+    assert [tree[name] for name in names] == [3e-4, 0.8, 0.99, 0.1, 1e-8, "linear"]
+    assert (tree["batch_size"], tree["zero_stage"], tree["dtype"]) == (24, 2, "auto")
+    assert printed(sft.main, "--deepspeed", "--local_rank=3")["deepspeed_config"] is None
+
+
+def test_deepspeed_gets_what_only_it_knows(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CHAT | {"comms_logger": {"enabled": True, "verbose": True}}))
+    options = EngineOptions(zero_stage=3, dtype="fp32", deepspeed_config=str(tmp_path / "ds.json"))
+    config = deepspeed_config(options, OptimizerOptions(), torch.float32, 10)
+    own = deepspeed_config(EngineOptions(zero_stage=3, dtype="fp32"), OptimizerOptions(), torch.float32, 10)
+    assert config["zero_optimization"] == own["zero_optimization"] | {
+        "overlap_comm": True,
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 3e7,
+        "stage3_prefetch_bucket_size": 3e7,
+        "memory_efficient_linear": False,
+    }  # pin_memory: nothing is offloaded by these options
+    assert config["steps_per_print"] == 10 and config["comms_logger"] == {"enabled": True, "verbose": True}
+    assert config["gradient_clipping"] == own["gradient_clipping"] and set(own) < {*config}
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], main: Any, *words: str) -> str:
+    monkeypatch.setattr(console, "quiet_libraries", lambda: None)
+    code, said, line = runner("train.py", main, monkeypatch, capsys)(*words)
+    assert (code, said) == (2, "") and line.count("\n") == 1, line
+    return line.removeprefix("error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("main", "json_tree", "words", "line"),
+    [
+        (
+            train.main,
+            {"zero_optimization": {"stage": 2}},
+            ["--zero-stage", "3"],
+            "--sft.zero-stage 3: got it with ds.json: zero_optimization.stage 2; expected the same value in both, ",
+        ),
+        (train.main, {"train_batch_size": 8}, ["--reward.batch-size", "16"], "--reward.batch-size 16: got it with "),
+        (sft.main, {"fp16": {"enabled": True}}, ["--dtype", "bf16"], "--dtype bf16: got it with ds.json: fp16.enabled"),
+        (sft.main, {"bf16": {"enabled": False}}, ["--dtype", "bf16"], "got it with ds.json: bf16.enabled false"),
+        (sft.main, {"zero_optimization": {"stage": 4}}, [], "deepspeed-config: zero_stage: "),
+        (sft.main, {"optimizer": {"type": "Lamb"}}, [], 'ds.json: optimizer.type "Lamb": the optimizer here is AdamW'),
+        (sft.main, {"communication_data_type": "fp16"}, [], "gradients are summed in fp32; expected"),
+        (sft.main, {"activation_checkpointing": {"partition_activations": True}}, [], "use --gradient-checkpointing"),
+        (sft.main, {"tensorboard": {"enabled": True}}, [], "not supported; use --report-to tensorboard"),
+        (sft.main, {"pipeline": {"stages": 2}}, [], "use --zero-stage 3, --tensor-parallel-size or --sequence-par"),
+        (
+            sft.main,
+            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+            [],
+            "zenflow.topk_ratio 0.1: not supported",
+        ),
+        (sft.main, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, [], "--warmup-ratio"),
+        (sft.main, {"scheduler": {"type": "OneCycle"}}, [], 'write "auto", and use --lr-scheduler-type'),
+        (ppo.main, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "expected one of them"),
+        (sft.main, [], [], "got a list, expected a JSON object"),
+    ],
+)
+def test_a_contradiction_names_both(
+    main: Any,
+    json_tree: Any,
+    words: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps(json_tree))
+    assert line in refusal(monkeypatch, capsys, main, "--deepspeed_config", "ds.json", *words)
+
+
+def test_a_json_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{")
+    for path, reason in (("no.json", "cannot be read"), ("ds.json", "not valid JSON")):
+        with pytest.raises(UserError, match=reason):
+            foreign_settings.read(["--deepspeed-config", str(tmp_path / path)], environment={})
+
+
+@pytest.mark.parametrize(
+    ("json_tree", "environment", "said"),
+    [
+        ({"train_batch_size": 64}, {}, "train_batch_size 64: here it is 32 (--batch-size 32)"),
+        (
+            {"gradient_accumulation_steps": 1},
+            {},
+            "here it is 2 (--batch-size 32 / (--micro-batch-size 4 x 4 processes)",
+        ),
+        ({}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "ACCUMULATION_STEPS=4): here it is 2"),
+    ],
+)
+def test_the_size_of_a_step(
+    json_tree: Any, environment: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 rows on 4 processes are 8 each: 2 micro-batches of 4."""
+    (tmp_path / "ds.json").write_text(json.dumps(json_tree))
+    options = EngineOptions(deepspeed_config=str(tmp_path / "ds.json"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_steps(options, 32, "--batch-size 32", 4, 4)
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 32, "gradient_accumulation_steps": 2}))
+    monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", raising=False)
+    check_steps(options, 32, "--batch-size 32", 4, 4)
+
+
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False"}
+"""what every `accelerate launch` says"""
+
+
+def test_accelerate_sets_options(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of `accelerate launch --use_deepspeed --zero_stage 3 --offload_optimizer_device cpu ...`."""
+    assert accelerate_settings.settings(LAUNCHED) == {}
+    environment = LAUNCHED | {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    tree = printed(sft.main)
+    names = ("dtype", "zero_stage", "offload_optimizer", "offload_param", "max_grad_norm")
+    assert [tree[name] for name in names] == ["bf16", 3, True, False, 0.5]
+    assert printed(train.main)["ppo"]["zero_stage"] == 3
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "accelerate launch --mixed_precision fp8: expected bf16, fp16 or no"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "--dynamo_backend inductor: expected no; use --torch-compile"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--tensor-parallel-size splits layers"),
+        (
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "1",
+                "FSDP_SHARDING_STRATEGY": "1",
+                "FSDP_OFFLOAD_PARAMS": "true",
+                "FSDP_ACTIVATION_CHECKPOINTING": "true",
+            },
+            "(FULL_SHARD): models are sharded by DeepSpeed's ZeRO here; start with `accelerate launch --multi_gpu` and "
+            "write --zero-stage 3 --offload-optimizer --offload-param --gradient-checkpointing",
+        ),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, "write --zero-stage 2"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+            "(FSDP 2): models are sharded by DeepSpeed's ZeRO here; start with `accelerate launch --multi_gpu` and "
+            "write --zero-stage 3",
+        ),
+    ],
+)
+def test_what_accelerate_asks_and_cannot_get(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        accelerate_settings.settings(LAUNCHED | environment)
+
+
+def test_accelerate_and_options_that_contradict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    line = refusal(monkeypatch, capsys, sft.main, "--dtype", "fp32")
+    assert line.startswith("--dtype fp32: got it with accelerate launch (ACCELERATE_MIXED_PRECISION=bf16); expected")
+
+
+def test_accelerate_on_the_cpu_hides_the_gpus() -> None:
+    environment = {"ACCELERATE_USE_CPU": "True"}
+    accelerate_settings.adopt(environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    accelerate_settings.adopt(other := dict(LAUNCHED))
+    assert other == LAUNCHED
+
+
+@pytest.mark.parametrize("name", sorted(accelerate_settings.OPTIONS))
+def test_the_variables_are_those_that_accelerate_sets(name: str) -> None:
+    """Read from its source: a variable that it no longer knows would never arrive."""
+    from accelerate.utils import dataclasses, launch
+
+    source = "".join(Path(str(module.__file__)).read_text() for module in (dataclasses, launch))
+    assert name in source
