@@ -1,4 +1,6 @@
-"""Options of TRL, transformers, OpenRLHF and LLaMA-Factory, and their names in this project. Torch-free."""
+"""Options of DeepSpeed-Chat, TRL, transformers, OpenRLHF and LLaMA-Factory, and their names in this project.
+
+Torch-free."""
 
 from collections.abc import Sequence
 
@@ -6,6 +8,7 @@ _GLOBAL = "batch sizes are global, so --batch-size is per_device x accumulation 
 _ADAPTER = "for example lora,r=16,lora_alpha=32,target_modules=all-linear"
 _NO_UPLOAD = "nothing is uploaded; models there are Hugging Face directories"
 _TOKENS = "in tokens"
+_NO_DROPOUT = "remove it: dropout is off in every model, so that log-probs of one policy are equal in every pass"
 
 FOREIGN: dict[str, tuple[str, str]] = {
     # TRL and transformers
@@ -47,8 +50,91 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "eval-strategy": ("eval-every", "iterations of step 3; steps 1 and 2 evaluate before or after training"),
     "resume-from-checkpoint": ("output-dir", "the same command resumes from the newest complete checkpoint there"),
     "overwrite-output-dir": ("overwrite", ""),
+    "num-sample-generations": ("eval-every", "iterations between evaluations, which print responses"),
+    "total-batch-size": ("batch-size", "it is global"),
+    "batch-size-per-device": ("micro-batch-size", _GLOBAL),
+    "whiten-rewards": ("use-score-scaling", "scores are scaled before the KL penalty is added"),
+    "vf-coef": ("critic-learning-rate", "the critic is a model of its own, with its own rate"),
+    "stop-token": ("chat-template", "a response ends with the template's end of a turn"),
+    "stop-token-id": ("chat-template", "a response ends with the template's end of a turn"),
+    "response-template": ("loss-on", "--sft.loss-on says which turns count"),
+    "completion-only-loss": ("loss-on", "the loss counts responses only by default"),
+    "assistant-only-loss": ("loss-on", "--sft.loss-on every"),
+    "packing": ("", "remove it: padding is not computed in any case"),
+    "load-in-4bit": ("", "weights are not quantised in training; an adapter (--adapter lora) needs the least memory"),
+    "load-in-8bit": ("", "weights are not quantised in training; an adapter (--adapter lora) needs the least memory"),
+    "adam-beta-1": ("adam-beta1", ""),
+    "adam-eps": ("adam-epsilon", ""),
+    "optim": ("", "remove it: the optimizer is AdamW"),
+    "fsdp": ("zero-stage", "DeepSpeed's ZeRO shards the models"),
+    "pipeline-parallel-size": (
+        "tensor-parallel-size",
+        "there is no pipeline parallelism here; use it, --sequence-parallel-size or --zero-stage 3",
+    ),
     "push-to-hub": ("output-dir", _NO_UPLOAD),
     "hub-model-id": ("output-dir", _NO_UPLOAD),
+    # DeepSpeed-Chat: train.py, e2e_rlhf.py and main.py of each step
+    "step": ("steps", "1 fine-tuning, 2 the reward model, 3 reinforcement learning"),
+    "actor-zero-stage": ("ppo.actor.zero-stage actor.zero-stage zero-stage", "--zero-stage holds for every model"),
+    "critic-zero-stage": ("ppo.critic.zero-stage critic.zero-stage zero-stage", "--zero-stage holds for every model"),
+    "reward-zero-stage": ("reward.zero-stage zero-stage", "--zero-stage holds for every model"),
+    "data-output-path": ("data-cache", "the cache of tokenised rows"),
+    "max-seq-len": ("max-length", "prompt and response, in tokens"),
+    "max-prompt-seq-len": ("max-prompt-length", _TOKENS),
+    "max-answer-seq-len": ("response-length", _TOKENS),
+    "num-warmup-steps": ("warmup-ratio", "a share of all steps"),
+    "dropout": ("", _NO_DROPOUT),
+    "actor-dropout": ("", _NO_DROPOUT),
+    "critic-dropout": ("", _NO_DROPOUT),
+    "offload": ("offload-optimizer", "--offload-param for the weights, --ppo.reference.offload for frozen models"),
+    "offload-reference-model": ("reference.offload", ""),
+    "offload-reward-model": ("reward-models.offload", ""),
+    "actor-gradient-checkpointing": ("actor.gradient-checkpointing", ""),
+    "critic-gradient-checkpointing": ("critic.gradient-checkpointing", ""),
+    "lora-dim": ("adapter", _ADAPTER),
+    "lora-module-name": ("adapter", _ADAPTER),
+    "lora-learning-rate": ("learning-rate", "one rate for all trained weights"),
+    "only-optimize-lora": ("adapter", "with an adapter, only its weights are trained"),
+    "actor-lora-dim": ("adapter", _ADAPTER),
+    "actor-lora-module-name": ("adapter", _ADAPTER),
+    "actor-lora-learning-rate": ("ppo.learning-rate learning-rate", "one rate for all trained weights of the actor"),
+    "critic-lora-dim": ("adapter", _ADAPTER),
+    "critic-lora-module-name": ("adapter", _ADAPTER),
+    "critic-lora-learning-rate": ("critic-learning-rate", "one rate for all trained weights of the critic"),
+    "enable-mixed-precision-lora": ("adapter", _ADAPTER),
+    "compute-fp32-loss": ("", "remove it: losses are always computed in fp32"),
+    "enable-tensorboard": ("report-to", "--report-to tensorboard"),
+    "tensorboard-path": ("output-dir", "TensorBoard's files are in OUT/STAGE/tensorboard"),
+    "add-eot-token": ("chat-template", "the template names the end of a turn"),
+    "eot-token": ("chat-template", "the template names the end of a turn"),
+    "print-loss": ("report-to", "metrics.jsonl has every step"),
+    "num-padding-at-beginning": ("", "remove it: the mask of a row says where its tokens begin"),
+    "eval-interval": ("eval-every", "iterations of step 3; steps 1 and 2 evaluate before or after training"),
+    "eval-iters": ("max-eval-rows", "rows, not batches"),
+    "unsupervised-dataset-name": ("ptx-data-path", "with --ppo.ptx-coef"),
+    "unsupervised-dataset-config-name": ("ptx-data-path", "with --ppo.ptx-coef; the config is part of the name"),
+    "unsup-coef": ("ptx-coef", "weight of the fine-tuning loss; that of PPO is 1"),
+    "actor-model-name-or-path": ("ppo.actor-model actor-model model", "a fine-tuned policy, with --steps 3"),
+    "critic-model-name-or-path": ("ppo.reward-model reward-model", "a trained reward model, with --steps 3"),
+    "per-device-generation-batch-size": ("rollout-batch-size", "--ppo.batch-size counts the responses of an iteration"),
+    "per-device-training-batch-size": (
+        "micro-batch-size",
+        "--ppo.num-mini-batches divides --ppo.batch-size into steps",
+    ),
+    "generation-batches": ("ppo.batch-size batch-size", "responses of an iteration, over all devices"),
+    "actor-weight-decay": ("weight-decay", "one value for actor and critic"),
+    "critic-weight-decay": ("weight-decay", "one value for actor and critic"),
+    "preprocessing-num-workers": ("data-workers", ""),
+    "enable-hybrid-engine": ("", "remove it: a rollout gathers the weights once, without the hybrid engine"),
+    "unpin-actor-parameters": ("", "remove it: the hybrid engine is not used here"),
+    "release-inference-cache": ("", "remove it: the hybrid engine is not used here"),
+    "inference-tp-size": ("tensor-parallel-size", "generation splits the layers as training does"),
+    "tp-gather-partition-size": ("", "remove it: the hybrid engine is not used here"),
+    "align-overflow": ("", "remove it: actor and critic skip a step that overflows, each by itself"),
+    "print-answers": ("sample-rows", "held-out prompts whose responses are printed at the end"),
+    "print-answers-interval": ("eval-every", "iterations; OUT/step3_ppo/samples.jsonl has the responses"),
+    "enable-test-mode": ("total-episodes", "a short run: --max-train-rows, --ppo.total-episodes"),
+    "test-stop-step": ("total-episodes", "a short run: --max-train-rows, --ppo.total-episodes"),
     # OpenRLHF
     "pretrain": ("actor-model model", ""),
     "reward-pretrain": ("ppo.reward-model reward-model", "a trained reward model, with --steps 3"),
@@ -109,7 +195,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "out": ("output-dir", ""),
 }
 """By the name of an option in another project: its names in this project, of which the first that a program has
-applies, and a note on the difference."""
+applies (none for what needs no option here), and a note on the difference."""
 
 
 def answer(name: str, available: Sequence[str]) -> str:
@@ -119,6 +205,8 @@ def answer(name: str, available: Sequence[str]) -> str:
     if last not in FOREIGN:
         return ""
     names, note = FOREIGN[last]
+    if not names:
+        return f": {note}"
     in_section = [
         option for candidate in names.split() if section and (option := f"{section}.{candidate}") in available
     ]

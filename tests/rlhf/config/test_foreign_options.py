@@ -18,6 +18,35 @@ KNOWN = [*option_names(CHAIN)]
 NAMES = {name for config in (CHAIN, SFTConfig, RewardConfig, PPOConfig) for name in option_names(config)}
 
 
+DEEPSPEED_CHAT = """
+step actor-model reward-model actor-zero-stage reward-zero-stage output-dir deployment-type
+data-path data-split sft-only-data-path data-output-path model-name-or-path per-device-train-batch-size
+per-device-eval-batch-size max-seq-len learning-rate weight-decay num-train-epochs gradient-accumulation-steps
+lr-scheduler-type num-warmup-steps seed local-rank gradient-checkpointing dropout offload dtype zero-stage lora-dim
+lora-module-name only-optimize-lora lora-learning-rate compute-fp32-loss enable-tensorboard tensorboard-path
+add-eot-token eot-token print-loss
+num-padding-at-beginning eval-interval eval-iters
+unsupervised-dataset-name unsupervised-dataset-config-name unsup-coef actor-model-name-or-path critic-model-name-or-path
+per-device-generation-batch-size per-device-training-batch-size generation-batches ppo-epochs max-prompt-seq-len
+max-answer-seq-len actor-learning-rate critic-learning-rate actor-weight-decay critic-weight-decay
+preprocessing-num-workers enable-hybrid-engine unpin-actor-parameters release-inference-cache inference-tp-size
+tp-gather-partition-size offload-reference-model offload-reward-model actor-zero-stage critic-zero-stage
+actor-gradient-checkpointing critic-gradient-checkpointing actor-dropout critic-dropout actor-lora-dim
+actor-lora-module-name critic-lora-dim critic-lora-module-name actor-lora-learning-rate critic-lora-learning-rate
+enable-ema enable-mixed-precision-lora align-overflow print-answers print-answers-interval enable-test-mode
+test-stop-step deepspeed deepspeed-config num-gpus
+"""
+"""every option of DeepSpeed-Chat's train.py, e2e_rlhf.py and main.py of the three steps, and those of DeepSpeed"""
+
+
+def test_every_option_of_deepspeed_chat_is_known_or_answered() -> None:
+    """An option that this project has under the same name is accepted; of any other the answer names ours."""
+    accepted = {"local-rank", "deepspeed"}  # without a meaning here
+    for name in set(DEEPSPEED_CHAT.split()) - accepted:
+        ours = [option for option in KNOWN if option.rpartition(".")[2] == name]
+        assert ours or answer(name, KNOWN).startswith((": here --", ": remove it")), name
+
+
 def refusal(config: type[Config], option: str) -> str:
     with pytest.raises(UserError) as refused:
         parser.parse(config, [option, "1"], "program", "what it does")
@@ -32,6 +61,9 @@ def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
     assert {*re.findall(r"--([\w.-]*\w)", note)} <= NAMES | written and written <= {*KNOWN}
     assert name not in KNOWN
     line = refusal(CHAIN, f"--{name.replace('-', '_')}")
+    if not ours:
+        assert line == f"no option '--{name}': {note}; see --help"
+        return
     shown = re.match(rf"no option '--{name}': here (--\S+?)(?: or --\S+?)*(?:; |$)", line)
     assert shown and shown[1][2:] in KNOWN
     assert line.endswith(f"{note}; see --help" if note else "; see --help")
