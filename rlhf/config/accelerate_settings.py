@@ -61,13 +61,13 @@ def settings(environment: Mapping[str, str]) -> Settings:
         raise UserError("accelerate launch --mixed_precision fp8: expected bf16, fp16 or no")
     if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
         raise UserError(_fsdp(environment))
-    found = {}
+    result = {}
     for name, (option, read) in OPTIONS.items():
         text = environment.get(name, "")
         nothing = SILENT - {"none"} if read is _offload else SILENT
         if text.lower() not in nothing:
-            found[option] = Setting(read(text), f"accelerate launch ({name}={text})")
-    return found
+            result[option] = Setting(read(text), f"accelerate launch ({name}={text})")
+    return result
 
 
 def _fsdp(environment: Mapping[str, str]) -> str:

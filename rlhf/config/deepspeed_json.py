@@ -91,7 +91,7 @@ CURES = {
     "wandb": "use --report-to wandb",
     "comet": "use --report-to comet_ml",
     "csv_monitor": "OUT/STAGE/metrics.jsonl has every number",
-    "hybrid_engine": "rollouts gather the weights once; --ppo.rollout-backend chooses how they are generated",
+    "hybrid_engine": "remove it: a rollout gathers the weights once, without the hybrid engine",
     "pipeline": "there is no pipeline parallelism here; use --zero-stage 3, --tensor-parallel-size or "
     "--sequence-parallel-size",
     "checkpoint": "checkpoints are this project's own; see --save-every",
@@ -129,23 +129,23 @@ def settings(path: str) -> Settings:
     """The options that the file sets. `batch_size` is the rows of an optimizer step. Raises: UserError for a key that
     this project cannot follow, or two keys that contradict each other."""
     values = read(path)
-    found: dict[str, Setting] = {}
+    result: dict[str, Setting] = {}
     for key, value in values.items():
         source = f"{path}: {key} {json.dumps(value)}"
         for option, converted in _options_of(key, value, source):
-            _add(found, option, Setting(converted, source))
+            _add(result, option, Setting(converted, source))
     dtypes = {name: values.get(f"{name}.enabled") for name in ("bf16", "fp16")}
     if all(dtypes.values()):
         raise UserError(f"{path}: bf16.enabled true and fp16.enabled true: expected one of them")
     for name, enabled in dtypes.items():
         if enabled or (dtypes["bf16"] is False and not dtypes["fp16"]):
-            _add(found, "dtype", Setting(name if enabled else "fp32", f"{path}: {name}.enabled {json.dumps(enabled)}"))
+            _add(result, "dtype", Setting(name if enabled else "fp32", f"{path}: {name}.enabled {json.dumps(enabled)}"))
             break
-    return found
+    return result
 
 
-def _add(found: dict[str, Setting], option: str, setting: Setting) -> None:
-    other = found.setdefault(option, setting)
+def _add(result: dict[str, Setting], option: str, setting: Setting) -> None:
+    other = result.setdefault(option, setting)
     if other.value != setting.value:
         raise UserError(f"{other.source} and {setting.source}: expected one value of --{option.replace('_', '-')}")
 

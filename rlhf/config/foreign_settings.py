@@ -57,12 +57,12 @@ def read(argv: Sequence[str], section: str = "", environment: Mapping[str, str] 
     if named is not None and path not in ("", named.value):
         raise UserError(f"--{CONFIG} {path}: got it with {named.source}; expected one file")
     path = path or (named.value if named else "")
-    found = dict(deepspeed_json.settings(path)) if path else {}
+    result = dict(deepspeed_json.settings(path)) if path else {}
     for option, setting in launched.items():
-        other = found.setdefault(option, setting)
+        other = result.setdefault(option, setting)
         if other.value != setting.value:
             raise UserError(f"{setting.source}: {other.source} says otherwise; expected one value")
-    return found
+    return result
 
 
 def values(settings: Settings, cls: type[Config]) -> dict[str, Any]:
@@ -80,15 +80,15 @@ def _own(settings: Settings, cls: type[Config]) -> Iterator[tuple[str, Setting]]
 
 def step_sizes(path: str | None, environment: Mapping[str, str] = os.environ) -> Settings:
     """The sizes of an optimizer step that the JSON at `path` and accelerate name, by the JSON's key."""
-    found = {}
+    result = {}
     for key, value in deepspeed_json.read(path).items() if path else ():
         if key in (deepspeed_json.STEP_ROWS, deepspeed_json.ACCUMULATION):
-            found[key] = Setting(value, f"{path}: {key} {value}")
+            result[key] = Setting(value, f"{path}: {key} {value}")
     accumulation = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if accumulation != "auto":
         source = f"accelerate launch (ACCELERATE_GRADIENT_ACCUMULATION_STEPS={accumulation})"
-        found.setdefault(deepspeed_json.ACCUMULATION, Setting(int(accumulation), source))
-    return found
+        result.setdefault(deepspeed_json.ACCUMULATION, Setting(int(accumulation), source))
+    return result
 
 
 def require_agreement(settings: Settings, config: Config, section: str = "") -> None:

@@ -126,7 +126,7 @@ def _stage_1_and_2(size: Size, options: EngineOptions, b: int, layout: RankLayou
         buffers=Bytes(b * size.largest, b * (p + size.largest)) if offload else NOTHING,
         passing=Bytes(0 if layout.on_cpu else copied * filled),
         reducing=Bytes(reduced),
-        # Offloaded: unfused AdamW allocates two temporary tensors. Else: the norm of the largest tensor in fp64.
+        # Offloaded: a margin on the host. Else: the norm of the largest tensor in fp64.
         stepping=Bytes(MASTER * p, 2 * MASTER * p) if offload else Bytes(MASTER * p + 8 * min(size.largest, p)),
         starting=Bytes(b * size.total, (2 * MASTER + b) * p) if offload else Bytes(b * size.total + 2 * MASTER * p),
     )
@@ -176,7 +176,7 @@ def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, layout: RankLayou
         optimizer=Bytes(0, 4 * b * p),  # with the gradient of the master copy
         buffers=Bytes(b * size.largest, b * (p + size.largest) + summed),
         reducing=Bytes(b * (filled + flattened + (t - filled if stage == 1 else 0))),
-        stepping=Bytes(0, 2 * b * p),  # unfused AdamW allocates two temporary tensors
+        stepping=Bytes(0, 2 * b * p),  # a margin on the host
         starting=Bytes(b * size.total, 3 * b * p),
         **common,
     )

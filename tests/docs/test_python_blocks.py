@@ -156,8 +156,8 @@ CHECKS: dict[tuple[str, str], Callable[..., None]] = {
     ("extending.md", "my_backend.py"): backend,
     ("extending.md", "my_tracker.py"): tracker,
 }
-ELSEWHERE = {("tutorial.md", "make_pairs.py"), ("tutorial.md", "use_policy.py")}
-"""run by tests/docs/test_tutorial.py"""
+ELSEWHERE = {("tutorial.md", "make_pairs.py"), ("tutorial.md", "use_policy.py"), ("python.md", "my_run.py")}
+"""run by tests/docs/test_tutorial.py and tests/rlhf/chain/test_api.py"""
 
 
 def test_every_block_has_its_check() -> None:

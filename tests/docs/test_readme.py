@@ -96,6 +96,16 @@ def test_a_command_is_accepted(
 def test_what_is_named_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     ours = {"print-config", "config", "help", "help-all", "sft", "ppo"}
+    ours |= {
+        "local-rank",
+        "deepspeed",
+        "module",
+        "mixed-precision",
+        "cpu",
+        "use-deepspeed",
+        "debug",
+        "enable-cpu-affinity",
+    }
     options = ours | {name.split(".")[-1] for name in option_names(train.chain_config([]))}
     for option in re.findall(r"`--([\w.-]*\w)", text):
         assert option.split(".")[-1].replace("_", "-") in options, option

@@ -120,7 +120,7 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
         ["--deployment-type", "multi_node", "--hostfile", "h"],
         ["--hostfile h", "no such file", "single_node"],
     ),
-    "hosts of one node": (["--hostfile", "h"], ["--hostfile h", "multi_node"]),
+    "hosts of one node": (["--deployment-type", "single_node", "--hostfile", "h"], ["--hostfile h", "multi_node"]),
     "too few rows": (["--data-path", "demo,rows=60"], ["demo,rows=60", "of 60 rows", "at least 32 (one batch)"]),
     "limit below a batch": (["--max-train-rows", "3"], ["--max-train-rows 3", "at least 32"]),
     "nothing held out": (["--max-eval-rows", "0"], ["--max-eval-rows 0", "at least 1"]),

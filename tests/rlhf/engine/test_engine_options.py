@@ -157,7 +157,7 @@ def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
         (["--reference.zero-stage", "2"], "invalid choice '2' for argument '--reference.zero-stage'"),
         (
             ["--critic.offload"],
-            "no option '--critic.offload' (did you mean '--critic.offload-optimizer' or '--critic.offload-param'?)",
+            "no option '--critic.offload': here --critic.offload-optimizer; --offload-param for the weights",
         ),
         (["--reference.offload-param"], "no option '--reference.offload-param'"),
     ],

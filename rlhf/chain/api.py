@@ -1,0 +1,175 @@
+"""The programs as Python functions: `from rlhf import sft, reward, ppo, train`.
+
+A call writes its options to a file, runs `rlhf train --config FILE` in a process of its own, which starts the processes
+of the stages, and returns when they have ended. So a call does what the command does: checks, checkpoints, several GPUs
+or hosts. The same call again resumes an interrupted run, and returns at once after a finished one. Importing this
+imports no torch.
+"""
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_origin
+
+from rlhf.chain.options import SECTIONS, ChainConfig
+from rlhf.chain.stages import STAGES
+from rlhf.config import Config, parser
+from rlhf.errors import UserError
+from rlhf.launch.hosts import LaunchOptions
+from rlhf.launch.launcher import rank_environment
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.config import Step3Config
+
+CLASSES: Mapping[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}
+TOP = {*LaunchOptions.model_fields, "deployment_type", "num_processes"}
+"""options of processes and hosts, which are not those of a stage"""
+INSIDE = "RLHF_CALLED_FROM_PYTHON"
+"""environment variable of the processes of a call"""
+
+
+class RunError(RuntimeError):
+    """A run that did not finish. `code` is the exit code of the command; the message is its last lines."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a finished stage leaves."""
+
+    directory: Path
+    """OUT/step1_sft, OUT/step2_reward or OUT/step3_ppo"""
+    model: Path
+    """directory of the trained model, in step 3 of the actor; transformers loads it"""
+    metrics: dict[str, float]
+    """metrics of the last evaluation, as in manifest.json"""
+
+
+def sft(*, model: str, data_path: Any, output_dir: str | Path, **options: Any) -> Result:
+    """Fine-tune a language model on responses (step 1).
+
+    model: directory, hub id, short name or .yaml; data_path: as `--data-path`, one or a list
+    options: those of `rlhf sft`, and of processes and hosts (`num_gpus=4`, `hostfile="hosts.txt"`)
+    Raises: UserError for a mistake, RunError if the run ends early.
+    """
+    return _stage(1, output_dir, {"model": model, "data_path": data_path, **options})
+
+
+def reward(*, model: str, data_path: Any, output_dir: str | Path, **options: Any) -> Result:
+    """Train a reward model on preferences (step 2). Arguments and errors as of `sft`."""
+    return _stage(2, output_dir, {"model": model, "data_path": data_path, **options})
+
+
+def ppo(
+    *,
+    data_path: Any,
+    output_dir: str | Path,
+    model: str | Path | None = None,
+    reward_model: str | Path | None = None,
+    **options: Any,
+) -> Result:
+    """Train a policy by reinforcement learning (step 3). Arguments and errors as of `sft`.
+
+    model: the policy to start from, by default the result of `sft` in output_dir
+    reward_model: a trained reward model, by default the result of `reward` in output_dir
+    reward, among the options: score sources; a function of a Python file or module may be passed itself
+    """
+    starts = {"actor_model": model, "reward_model": reward_model}
+    chosen = {name: value for name, value in starts.items() if value is not None}
+    return _stage(3, output_dir, {"data_path": data_path, **chosen, **options})
+
+
+def train(*, actor_model: str, reward_model: str, data_path: Any, output_dir: str | Path, **options: Any) -> Result:
+    """The whole chain, as `rlhf train`; returns the result of its last step.
+
+    options: those of `rlhf train`; options of one stage as a mapping: `ppo={"kl_coef": 0.1}`
+    """
+    tree = {"actor_model": actor_model, "reward_model": reward_model, "data_path": data_path, **options}
+    plain = {name: _plain(name, value, CLASSES.get(name, ChainConfig)) for name, value in tree.items()}
+    steps = [int(step) for step in plain.get("steps") or SECTIONS]
+    return _run("train", Path(output_dir), plain, max(steps))
+
+
+def _stage(step: int, output_dir: str | Path, options: Mapping[str, Any]) -> Result:
+    section = SECTIONS[step]
+    plain = {name: _plain(name, value, CLASSES[section]) for name, value in options.items()}
+    own = {name: value for name, value in plain.items() if name not in TOP}
+    top = {name: value for name, value in plain.items() if name in TOP}
+    return _run(section, Path(output_dir), {"steps": [step], **top, section: own}, step)
+
+
+def _run(name: str, output_dir: Path, options: dict[str, Any], step: int) -> Result:
+    """Run the chain with these options to its end. Raises: UserError, RunError."""
+    if INSIDE in os.environ:
+        raise UserError(
+            f"rlhf.{name}: called by a file that a run has imported; put the call under `if __name__ == '__main__':`"
+        )
+    from rlhf.storage import disk, manifests
+
+    directory = output_dir.expanduser().absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"call-{name}.yaml"
+    disk.write_text(file, parser.tree_to_yaml(options | {"output_dir": str(directory)}))
+    code, lines = _call([sys.executable, "-P", "-m", "rlhf", "train", "--config", str(file)])
+    if code == 2:
+        mistake = next((line for line in reversed(lines) if line.startswith("error: ")), "error: see above")
+        raise UserError(mistake.removeprefix("error: "))
+    if code != 0:
+        raise RunError("\n".join(lines[-3:]) or f"exit code {code}", code)
+    stage = directory / STAGES[step].name
+    manifest = manifests.read_manifest(stage)
+    return Result(stage, stage / STAGES[step].models[0], dict(manifest["metrics"]))
+
+
+def _call(command: list[str]) -> tuple[int, list[str]]:
+    """Run a command and print its output through sys.stdout, as notebooks need it: (exit code, lines)."""
+    environment = rank_environment(1) | {INSIDE: "1", "PYTHONUNBUFFERED": "1"}
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                lines.append(line.rstrip("\n"))
+        except BaseException:
+            process.terminate()  # it saves a checkpoint and ends its stages
+            raise
+    return process.returncode, lines
+
+
+def _plain(name: str, value: Any, options: type[Config]) -> Any:
+    """A value as a YAML file has it: paths and functions by name, one value of a list as a list."""
+    if isinstance(value, Mapping):
+        return {key: _plain(key, each, options) for key, each in value.items()}
+    field = options.model_fields.get(name)
+    if field is not None and get_origin(field.annotation) is tuple and not isinstance(value, list | tuple):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return [_plain("", each, options) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return _function_name(value) if callable(value) else value
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    """`my_reward.py:score` of a function. Raises: UserError for one that another process cannot import by its name."""
+    name = getattr(function, "__qualname__", "")
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:
+        file = None
+    if not name.isidentifier() or file is None or not Path(file).is_file():
+        raise UserError(
+            f"got the function {name or function!r}, which the processes of the run cannot import; expected a function "
+            "at the top of a Python file: write it there, and pass it or its name, such as reward='my_reward.py:score'"
+        )
+    return f"{Path(file).absolute()}:{name}"

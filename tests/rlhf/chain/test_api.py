@@ -1,0 +1,130 @@
+"""`from rlhf import sft, reward, ppo, train`: the options that arrive, errors, functions as rewards."""
+
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import rlhf
+from rlhf.chain import api
+from rlhf.chain import command as chain
+from rlhf.config import parser
+from rlhf.errors import UserError
+from tests.docs.test_python_blocks import PAGES, blocks
+
+Calls = list[Any]
+
+
+def score(prompts: list[str], responses: list[str]) -> list[float]:
+    return [0.0 for _ in responses]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
+    """The resolved options of each call. A call runs nothing: each stage of it has a manifest at once."""
+    recorded: Calls = []
+
+    def run(command: list[str]) -> tuple[int, list[str]]:
+        assert command[1:-1] == ["-P", "-m", "rlhf", "train", "--config"]
+        argv = command[5:]
+        options = chain.resolve(parser.parse(chain.chain_config(argv), argv, "", ""), argv)
+        recorded.append(options)
+        for step in options.steps or (3,):
+            folder = Path(options.output_dir) / chain.STAGES[step].name
+            folder.mkdir(exist_ok=True)
+            metrics = {"eval_perplexity": 1.5, "eval_score": 2.0, "eval_score_before": 1.0}
+            (folder / "manifest.json").write_text(json.dumps({"metrics": metrics}))
+        return 0, []
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "_call", run)
+    monkeypatch.setattr("rlhf.storage.manifests.read_manifest", lambda d: json.loads((d / "manifest.json").read_text()))
+    return recorded
+
+
+def test_importing_the_functions_imports_no_torch() -> None:
+    program = "import sys, rlhf; assert len(sys.modules) < 200; from rlhf import ppo; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert all(callable(getattr(rlhf, name)) for name in rlhf.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'dpo'"):
+        _ = rlhf.dpo  # type: ignore[attr-defined]
+
+
+def test_options_arrive(calls: Calls, tmp_path: Path) -> None:
+    tuned = rlhf.sft(model="gpt2", data_path="a.jsonl", output_dir="out", learning_rate=1e-3, num_gpus=2)
+    assert (calls[0].steps, calls[0].num_gpus, calls[0].output_dir) == ((1,), 2, str(tmp_path / "out"))
+    section = calls[0].sft
+    assert (section.model, section.data_path, section.learning_rate) == ("gpt2", ("a.jsonl",), 1e-3)
+    assert section.output_dir == str(tmp_path / "out")
+    expected = (tmp_path / "out/step1_sft", tmp_path / "out/step1_sft/model", 1.5)
+    assert (tuned.directory, tuned.model, tuned.metrics["eval_perplexity"]) == expected
+    made = rlhf.reward(model="gpt2", data_path=["a.jsonl", "b.jsonl"], output_dir=tmp_path / "out", centering=0.1)
+    assert (calls[1].steps, calls[1].reward.data_path, calls[1].reward.centering) == ((2,), ("a.jsonl", "b.jsonl"), 0.1)
+    policy = rlhf.ppo(
+        model=tuned.model,
+        reward_model=made.model,
+        data_path="a.jsonl",
+        output_dir="out",
+        algorithm="grpo",
+        reward=["learned", score],
+        critic={"zero_stage": 3},
+    )
+    ppo = calls[2].ppo
+    assert (ppo.algorithm, ppo.actor_model, ppo.reward_model) == ("grpo", str(tuned.model), str(made.model))
+    assert ppo.reward == ("learned", f"{Path(__file__).absolute()}:score") and ppo.critic.zero_stage == 3
+    assert policy.model == tmp_path / "out/step3_ppo/actor"
+
+
+def test_the_whole_chain(calls: Calls, tmp_path: Path) -> None:
+    result = rlhf.train(
+        actor_model="a", reward_model="b", data_path="c", output_dir="out", zero_stage=2, ppo={"kl_coef": 0.3}
+    )
+    (options,) = calls
+    assert (options.sft.model, options.reward.model, options.ppo.data_path) == ("a", "b", ("c",))
+    assert (options.sft.zero_stage, options.ppo.zero_stage, options.ppo.kl_coef) == (2, 2, 0.3)
+    assert result.directory == tmp_path / "out/step3_ppo"
+
+
+@pytest.mark.parametrize("function", [lambda prompts, responses: [], Path("a").exists, len])
+def test_a_function_without_a_name_in_a_file_is_refused(function: Callable[..., Any], calls: Calls) -> None:
+    with pytest.raises(UserError, match="expected a function at the top of a Python file") as refused:
+        rlhf.ppo(data_path="a", output_dir="out", reward=function)
+    assert "\n" not in str(refused.value) and not calls
+
+
+def test_how_a_call_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A real process: its output is shown, a mistake is a UserError, another end a RunError."""
+    assert api._call([sys.executable, "-c", "print('seen'); raise SystemExit(3)"]) == (3, ["seen"])
+    assert capsys.readouterr().out == "seen\n"
+    for code, kind in ((2, UserError), (75, rlhf.RunError)):
+        monkeypatch.setattr(api, "_call", lambda _, code=code: (code, ["x", "error: a: got b, expected c"]))
+        with pytest.raises(kind, match="a: got b, expected c"):
+            rlhf.sft(model="m", data_path="d", output_dir=tmp_path)
+    monkeypatch.setenv(api.INSIDE, "1")
+    with pytest.raises(UserError, match="if __name__ == '__main__'"):
+        rlhf.sft(model="m", data_path="d", output_dir=tmp_path)
+
+
+def test_the_file_of_the_page_is_accepted(calls: Calls, tmp_path: Path) -> None:
+    (tmp_path / "my_run.py").write_text(blocks(PAGES["python.md"])["my_run.py"])
+    runpy.run_path(str(tmp_path / "my_run.py"), run_name="__main__")
+    assert [options.steps for options in calls] == [(1,), (3,)]
+    assert calls[1].ppo.reward == (f"{tmp_path / 'my_run.py'}:short",)
+
+
+@pytest.mark.long
+def test_the_file_of_the_page_trains_the_demo(tmp_path: Path) -> None:
+    (tmp_path / "my_run.py").write_text(blocks(PAGES["python.md"])["my_run.py"])
+    done = subprocess.run(
+        [sys.executable, "my_run.py"], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, path = done.stdout.split("the policy is ")
+    assert AutoModelForCausalLM.from_pretrained(path.strip()).num_parameters() > 0
+    assert "score " in done.stdout and "perplexity " in done.stdout
