@@ -139,7 +139,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "pretrain": ("actor-model model", ""),
     "reward-pretrain": ("ppo.reward-model reward-model", "a trained reward model, with --steps 3"),
     "critic-pretrain": ("critic-model", "by default the reward model"),
-    "critic": ("critic-model", "reward, policy, or the path of a trained reward model or critic"),
+    "critic": ("critic-model", "reward, policy, shared, or the path of a trained reward model or critic"),
     "value-pretrain": ("critic-warmup-iterations", "iterations of step 3"),
     "prompt-data": ("data-path", ""),
     "pretrain-data": ("ptx-data-path", "with --ppo.ptx-coef"),

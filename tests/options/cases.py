@@ -164,7 +164,7 @@ STEP3: Table = {
     ],
     "reward_combine": ["min"],
     "actor_model": ["{folder}/other"],
-    "critic_model": ["{folder}/reward", "policy", "reward", alone("shared")],
+    "critic_model": ["{folder}/reward", alone("policy"), alone("shared")],
     "vf_coef": [alone(0.6, critic_model="shared", critic_warmup_iterations=1, total_episodes=24)],
     "max_eval_rows": [2],
     "max_train_rows": [8],
@@ -243,11 +243,12 @@ def bundles() -> list[Bundle]:
 
 
 def sharded() -> list[Bundle]:
-    """The first bundle of each stage: on two ranks, its models lie in parts (ZeRO-3)."""
+    """The first bundle of each stage, and one whose critic is on the actor: on two ranks, its models lie in parts
+    (ZeRO-3)."""
     first: dict[str, Bundle] = {}
     for bundle in bundles():
         first.setdefault(bundle.stage, bundle)
-    return list(first.values())
+    return [*first.values(), *(bundle for bundle in bundles() if "vf_coef" in bundle.changes)]
 
 
 def fits(case: Case, bundle: list[Case]) -> bool:

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
-from step3_ppo import critic
+from step3_ppo import critic, stage
 from step3_ppo.algorithms import ppo
 from step3_ppo.inputs import check, inputs, with_inputs
 from step3_ppo.models import set_up
@@ -88,6 +90,24 @@ def test_a_critic_from_the_policy_needs_no_reward_model(folder: Path) -> None:
     check(config)
     with pytest.raises(UserError, match=r"reward_model not found at .*--critic-model policy starts the critic without"):
         check(config_of(folder, **scored_by_rule))
+
+
+def test_a_run_with_a_head_on_the_actor_leaves_both_models(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its critic has the actor's backbone, and the next run may start from either."""
+    config = config_of(folder, critic_model="shared", output_dir=str(tmp_path), reward=("length,target=5",))
+    with pytest.raises(UserError, match="critic: got engine options with --critic-model shared"):
+        check(config.model_copy(update={"critic": OwnEngineOptions(zero_stage=2)}))
+    stage.run(config)
+    assert "step3_ppo: the critic is a new value head on the actor" in capsys.readouterr().out
+    out = tmp_path / "step3_ppo"
+    weights = {name: load_file(out / name / "model.safetensors") for name in ("actor", "critic")}
+    own = {name for name in weights["critic"] if name not in weights["actor"]}
+    assert own == {"score.weight"}
+    shared = weights["critic"].keys() - own
+    assert all(torch.equal(weights["critic"][name], weights["actor"][name]) for name in shared)
+    check(config_of(folder, actor_model=str(out), critic_model=str(out), output_dir=str(tmp_path / "next")))
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from rlhf.engine.training import Engine
 from rlhf.generation import open_backend
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.head import ScoreHead
-from rlhf.models.policy import Policy
-from rlhf.models.scalar import ScalarModel
+from rlhf.models.policy import ActorCritic, Policy
+from rlhf.models.scalar import HEAD, ScalarModel
 from rlhf.rewards import Source, Sources, WeightedSource
 from rlhf.types import Credit, Metrics, Prompts, SampledRollout, Samples, ScoredRollout
 from step3_ppo import algorithms, stage
@@ -116,11 +116,18 @@ def players(algorithm: str, **changes: Any) -> Players:
     critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     steps = 100
     built = algorithms.load(config)
-    critic = ScalarModel(tiny.backbone().to(dtype), head) if built.value_loss is not None else None
+    critic: Engine | None
+    if config.critic_model == "shared":
+        rates = {HEAD: config.critic_learning_rate}
+        actor = critic = Engine(ActorCritic(language_model(dtype), head), config, config, steps, rates=rates)
+    else:
+        actor, critic = Engine(Policy(language_model(dtype)), config, config, steps), None
+        if built.value_loss is not None:
+            critic = Engine(ScalarModel(tiny.backbone().to(dtype), head), config, critic_options, steps)
     return Players(
         config=config,
-        actor=Engine(Policy(language_model(dtype)), config, config, steps),
-        critic=Engine(critic, config, critic_options, steps) if critic is not None else None,
+        actor=actor,
+        critic=critic,
         algorithm=built,
         scorer=Scorer(
             Reference(reference),
@@ -216,18 +223,32 @@ def twice_each() -> Prompts:
     return PROMPTS[torch.arange(4).repeat_interleave(2)]
 
 
+SHARED: dict[str, Any] = {"critic_model": "shared", "vf_coef": 0.5}
 PARITY = {
     f"{name}, {parts} minibatches": (name, {"num_mini_batches": parts})
     for name in ("ppo", "reinforce", "rloo", "grpo", "best_of_n")
     for parts in ((1, 2) if name == "best_of_n" else (1, 2, 4))  # best_of_n learns from half of the eight
 } | {
+    "best_of_n, 4 minibatches": ("best_of_n", {"num_mini_batches": 4, "batch_size": 16, "total_episodes": 32}),
     "a2c": ("a2c", {}),
+    "a2c, whitened": ("a2c", {"whiten_advantages": True}),
+    "ppo, not whitened": ("ppo", {"whiten_advantages": False}),
     "ppo, zero 2": ("ppo", {"zero_stage": 2}),
     "ppo, zero 3": ("ppo", {"zero_stage": 3}),
+    "ppo, adaptive KL": ("ppo", {"kl_target": 0.01, "kl_horizon": 20}),
+    "ppo, critic warm-up": ("ppo", {"critic_warmup_iterations": 1}),
+    "ppo, micro-batches of one": ("ppo", {"micro_batch_size": 1, "rollout_batch_size": 1}),
+    "rloo, whitened": ("rloo", {"whiten_advantages": True}),
+    "rloo, groups of 4": ("rloo", {"num_generations": 4}),
+    "grpo, groups of 4": ("grpo", {"num_generations": 4, "num_mini_batches": 4}),
+    "grpo, not scaled": ("grpo", {"scale_rewards": False}),
     "rloo, scaled": ("rloo", {"use_score_scaling": True, "use_score_norm": True, "score_clip": 1.0}),
     "ppo, all options": ("ppo", {"entropy_coef": 0.1, "missing_eos_penalty": 1.0, "target_kl": 0.02, "dual_clip": 2.0}),
+    "shared": ("ppo", SHARED | {"num_mini_batches": 4}),
+    "shared, zero 2": ("ppo", SHARED | {"zero_stage": 2, "entropy_coef": 0.1}),
+    "shared, zero 3, warm-up": ("ppo", SHARED | {"zero_stage": 3, "critic_warmup_iterations": 1}),
 }
-"""Runs of step 3 that one process and several must agree on."""
+"""Runs of step 3 that one process and several must agree on; docs/scaling.md has how far they are apart."""
 
 
 def two_iterations(name: str, folder: str) -> dict[str, Any]:

@@ -320,11 +320,20 @@ def test_nan_on_one_rank_stops_both_with_equal_weights(kind: int | str, two: dic
 
 @pytest.mark.parametrize("name", players.PARITY)
 def test_step_3_on_two_ranks_is_that_of_one(name: str, two: dict[str, Any], tmp_path: Path) -> None:
+    """A gradient, whose norm is clipped to 1, is off by at most ORDERS, and AdamW by learning rate / epsilon = 1 times
+    that in each step."""
     one, found = players.two_iterations(name, str(tmp_path)), two["step 3"][name]
     assert len(one["metrics"]) == 2
-    for expected, metrics in zip(one["metrics"], found["metrics"], strict=True):
-        assert metrics == pytest.approx(expected, abs=1e-5, rel=1e-5, nan_ok=True)
-    assert apart(found["weights"], one["weights"]) < 1e-5
+    limit = tiny.ORDERS * sum(metrics["optimizer_steps"] for metrics in one["metrics"])
+    gaps = [
+        abs(metrics[key] - x) / max(1.0, abs(x))
+        for expected, metrics in zip(one["metrics"], found["metrics"], strict=True)
+        for key, x in expected.items()
+        if not (math.isnan(x) and math.isnan(metrics[key]))
+    ]
+    print(f"| {name} | {apart(found['weights'], one['weights']):.1e} | {max(gaps):.1e} | {limit:.1e} |")
+    assert all(set(x) == set(y) for x, y in zip(one["metrics"], found["metrics"], strict=True))
+    assert apart(found["weights"], one["weights"]) < limit and max(gaps) < limit
 
 
 def test_every_step_has_every_number(two: dict[str, Any]) -> None:
