@@ -30,3 +30,5 @@ class SFTConfig(SupervisedOptions):
     """tokens of a dialogue that count in the loss: the last assistant turn, every assistant turn, or all tokens"""
     learning_rate: float = Field(2e-5, ge=0)
     """peak learning rate of AdamW"""
+    keep_best: Literal["eval_perplexity"] | None = None
+    """metric of the evaluations of eval_every; the model with its best value is the result, not the last model"""

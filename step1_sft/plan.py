@@ -13,5 +13,14 @@ def workload(config: SFTConfig, device: str, model_paths: dict[str, str]) -> Wor
     model = ModelSpec("policy", model_paths.get("model", config.model), "lm", config, config.adapter)
     shape = PassShape(config.micro_batch_size, config.max_length, config.max_length - 1)
     batch = config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // config.max_length)
-    dtype, copied = dtype_on(config, device), config.async_checkpoints
-    return Workload(STAGE.name, (model,), dtype, batch, config.micro_batch_size, shape, config.keep, copied=copied)
+    return Workload(
+        STAGE.name,
+        (model,),
+        dtype_on(config, device),
+        batch,
+        config.micro_batch_size,
+        shape,
+        config.keep,
+        averages=int(config.keep_best is not None),
+        copied=config.async_checkpoints,
+    )

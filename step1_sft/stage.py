@@ -23,7 +23,7 @@ from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine, compute_dtype, shards_of
 from rlhf.maths import losses
 from rlhf.models import sequence_parallel
-from rlhf.models.load import load_causal_lm
+from rlhf.models.load import load_causal_lm, set_dropout
 from rlhf.models.policy import Policy
 from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
@@ -38,7 +38,7 @@ def train(
     """The algorithm: one optimizer step on the mean token loss of each batch."""
     for indices in batches.until_epoch(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id).to(policy.device)
-        count = collectives.sum_over_ranks(batch.loss_mask.sum())
+        count, tokens = collectives.sum_over_ranks(torch.stack([batch.loss_mask.sum(), batch.mask.sum()]))
         groups = length_groups(batch.lengths, config.micro_batch_size)
         micros = [batch[rows].trimmed() for rows in groups]
 
@@ -46,7 +46,8 @@ def train(
             return losses.token_nll(policy(micro)[0], micro.loss_mask, count)
 
         metrics = policy.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
-        yield {**metrics, "padding": 0.0 if policy.module.packs else padding_share(micros)}
+        numbers = {"tokens": tokens.item(), "tokens_learned": count.item()}
+        yield {**metrics, **numbers, "padding": 0.0 if policy.module.packs else padding_share(micros)}
 
 
 def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], config: SFTConfig, pad_id: int) -> float:
@@ -75,7 +76,8 @@ class FineTuning:
     """The policy in training (rlhf.supervised.runner.Learner)."""
 
     role: str = "policy"
-    shown: tuple[str, ...] = ("loss", "grad_norm")
+    shown: tuple[str, ...] = ("loss", "grad_norm", "tokens_per_second")
+    rising: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -88,6 +90,8 @@ class FineTuning:
         self._config, self._tokenizer, self._data = config, tokenizer, data
         dtype = compute_dtype(config, collectives.local_device())
         lm = load_causal_lm(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config))
+        if config.dropout:
+            set_dropout(lm, config.dropout, model_path)
         model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)
         self.engine: Engine = Engine(model, config, config, total_steps)
         if config.objective == "text":

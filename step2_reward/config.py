@@ -1,5 +1,7 @@
 """Options and declaration of the reward model."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from rlhf.config.declaration import Declaration, Phase
@@ -25,3 +27,5 @@ class RewardConfig(SupervisedOptions):
     """peak learning rate of AdamW"""
     centering: float = Field(0.0, ge=0)
     """weight of (chosen + rejected)^2, which keeps scores near 0; 0.01 is a usual value"""
+    keep_best: Literal["eval_accuracy", "eval_loss"] | None = None
+    """metric of the evaluations of eval_every; the model with its best value is the result, not the last model"""

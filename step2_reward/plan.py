@@ -24,6 +24,7 @@ def workload(config: RewardConfig, device: str, model_paths: dict[str, str]) -> 
         config.micro_batch_size,
         shape,
         config.keep,
+        averages=int(config.keep_best is not None),
         copied=config.async_checkpoints,
         note=RANKED,
     )

@@ -20,6 +20,7 @@ from rlhf.engine.export import save_scalar
 from rlhf.engine.training import Engine, compute_dtype, shards_of
 from rlhf.maths import losses
 from rlhf.models import sequence_parallel
+from rlhf.models.load import set_dropout
 from rlhf.models.scalar import ScalarModel, ScoreStatistics, can_join, new_scalar_model, score_joined, score_separately
 from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
@@ -56,7 +57,9 @@ def train(
 
         groups = length_groups(lengths[indices], config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
-        yield {**metrics, "padding": 0.0 if reward.module.packs else padding_share(computed_rows)}
+        tokens = collectives.sum_over_ranks(torch.tensor(sum(int(rows.mask.sum()) for rows in computed_rows)))
+        numbers = {"tokens": float(tokens), "tokens_learned": 0.0}
+        yield {**metrics, **numbers, "padding": 0.0 if reward.module.packs else padding_share(computed_rows)}
 
 
 def scoring(
@@ -85,7 +88,8 @@ class RewardModelling:
     """The reward model in training (rlhf.supervised.runner.Learner)."""
 
     role: str = "reward"
-    shown: tuple[str, ...] = ("loss", "accuracy", "margin")
+    shown: tuple[str, ...] = ("loss", "accuracy", "margin", "tokens_per_second")
+    rising: tuple[str, ...] = ("eval_accuracy",)
 
     def __init__(
         self,
@@ -98,6 +102,8 @@ class RewardModelling:
         self._config, self._tokenizer, self._data = config, tokenizer, data
         dtype = compute_dtype(config, collectives.local_device())
         model = new_scalar_model(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config))
+        if config.dropout:
+            set_dropout(model.backbone, config.dropout, model_path)
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)
         self.engine: Engine = Engine(model, config, config, total_steps)

@@ -1,7 +1,7 @@
 """Evaluation of the policy on held-out prompts: scores, KL, response length, diversity."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,69 +141,6 @@ def at_start(before: Evaluation) -> Metrics:
 def _ci95(values: Tensor) -> float:
     """Half the width of the 95 % interval of the mean, [N] values."""
     return mean_interval(values).high - values.double().mean().item() if len(values) > 1 else float("nan")
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationSchedule:
-    """Evaluate after every `every`th iteration (0: none) and after the last of `total`; `done` iterations are past."""
-
-    every: int
-    total: int
-    done: int = 0
-
-
-def with_evaluations(
-    iterations: Iterable[Metrics],
-    schedule: EvaluationSchedule,
-    evaluate: Callable[[int], Metrics],
-    best: "BestPolicy | None" = None,
-) -> Iterator[Metrics]:
-    """The metrics of the iterations that are left, with those of `evaluate(iteration)` where the schedule asks for it.
-
-    The iterations end early if `best` runs out of patience.
-    """
-    if best is not None and best.is_over:  # resumed after the evaluation that ended it
-        return
-    for iteration, metrics in enumerate(iterations, start=schedule.done + 1):
-        if iteration != schedule.total and (not schedule.every or iteration % schedule.every):
-            yield metrics
-            continue
-        evaluation = evaluate(iteration)
-        if best is not None:
-            best.update(evaluation)
-        yield {**metrics, **evaluation}
-        if best is not None and best.is_over and iteration != schedule.total:
-            console.say(
-                f"iteration {iteration}: {best.name} has not risen above {best.value:.4g} for {best.waited} evaluations"
-            )
-            return
-
-
-class BestPolicy:
-    """Saves the policy with the highest value of a held-out metric, and ends the run if it has not risen for long."""
-
-    def __init__(self, name: str, patience: int | None, save: Callable[[], None]) -> None:
-        self.name, self.value, self.waited = name, float("-inf"), 0
-        self._patience, self._save = patience, save
-
-    def update(self, evaluation: Metrics) -> None:
-        """Compare a new evaluation with the best one, and save the policy if it is better."""
-        self.waited += 1
-        if evaluation[self.name] > self.value:
-            self.value, self.waited = evaluation[self.name], 0
-            self._save()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `patience` evaluations in a row were no better."""
-        return self._patience is not None and self.waited >= self._patience
-
-    def state_dict(self) -> dict[str, float]:
-        """The best value, and the number of evaluations since."""
-        return {"value": self.value, "waited": self.waited}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value, self.waited = state["value"], int(state["waited"])
 
 
 def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> list[dict[str, Any]]:

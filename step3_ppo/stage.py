@@ -22,6 +22,7 @@ from rlhf.engine.training import compute_dtype
 from rlhf.errors import UserError
 from rlhf.maths.uniforms import uniforms
 from rlhf.training.checkpoints import Resumable
+from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
 from rlhf.training.progress import report_status
 from rlhf.training.run import open_run
 from rlhf.types import Metrics, SampledRollout, ScoredRollout
@@ -31,16 +32,13 @@ from step3_ppo.critic import describe as describe_critic
 from step3_ppo.global_rollout import CreditedRollout, gather
 from step3_ppo.guard import KLGuard
 from step3_ppo.heldout import (
-    BestPolicy,
     Evaluation,
-    EvaluationSchedule,
     at_start,
     collapse,
     compare,
     gather_evaluation,
     nonfinite_scores,
     show_samples,
-    with_evaluations,
     write_rollout,
     write_samples,
 )
@@ -220,7 +218,7 @@ def run(config: Step3Config) -> None:
         observers = {"schedule": schedule, "watch": watch, "guard": guard}
         best = None
         if config.keep_best is not None:
-            observers["best"] = best = BestPolicy(config.keep_best, config.patience, lambda: stage.save("best", actor))
+            observers["best"] = best = Best(config.keep_best, config.patience, lambda: stage.save("best", actor))
         stage.resume(resumable(models, observers))
         if stage.done:
             after = evaluate(models, evaluation, judge, config)

@@ -8,7 +8,8 @@ _GLOBAL = "batch sizes are global, so --batch-size is per_device x accumulation 
 _ADAPTER = "for example lora,r=16,lora_alpha=32,target_modules=all-linear"
 _NO_UPLOAD = "nothing is uploaded; models there are Hugging Face directories"
 _TOKENS = "in tokens"
-_NO_DROPOUT = "remove it: dropout is off in every model, so that log-probs of one policy are equal in every pass"
+_NO_DROPOUT = "remove it: step 3 has no dropout, so that log-probs of one policy are equal in every pass"
+_EVALUATIONS = "in steps 1 and 2 optimizer steps (100) or epochs (0.5epochs), in step 3 iterations"
 
 FOREIGN: dict[str, tuple[str, str]] = {
     # TRL and transformers
@@ -30,7 +31,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "reward-model-path": ("ppo.reward-model reward-model", "a trained reward model, with --steps 3"),
     "sft-model-path": ("ppo.actor-model actor-model model", "a fine-tuned policy, with --steps 3"),
     "center-rewards-coefficient": ("centering", ""),
-    "warmup-steps": ("warmup-ratio", "a share of all steps"),
+    "lr-scheduler-kwargs": ("lr-num-cycles", "and --lr-power; other schedules have no options"),
     "bf16": ("dtype", "--dtype bf16"),
     "fp16": ("dtype", "--dtype fp16"),
     "torch-dtype": ("dtype", "auto, fp32, bf16 or fp16"),
@@ -46,15 +47,19 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "logging-steps": ("report-to", "metrics.jsonl has every step"),
     "save-steps": ("save-every", "optimizer steps, in step 3 iterations; --export-every leaves loadable models"),
     "save-total-limit": ("keep", "checkpoints, at least 2"),
-    "eval-steps": ("eval-every", "iterations of step 3; steps 1 and 2 evaluate before or after training"),
-    "eval-strategy": ("eval-every", "iterations of step 3; steps 1 and 2 evaluate before or after training"),
+    "eval-steps": ("eval-every", _EVALUATIONS),
+    "eval-strategy": ("eval-every", _EVALUATIONS),
+    "load-best-model-at-end": ("keep-best", "with --eval-every; --patience ends the run early"),
+    "metric-for-best-model": ("keep-best", "with --eval-every; --patience ends the run early"),
+    "early-stopping-patience": ("patience", "evaluations, with --keep-best"),
+    "attention-dropout": ("dropout", "everywhere in the model; steps 1 and 2"),
+    "lora-dropout": ("dropout", "of the frozen model; adapters have none"),
     "resume-from-checkpoint": ("output-dir", "the same command resumes from the newest complete checkpoint there"),
     "overwrite-output-dir": ("overwrite", ""),
     "num-sample-generations": ("eval-every", "iterations between evaluations, which print responses"),
     "total-batch-size": ("batch-size", "it is global"),
     "batch-size-per-device": ("micro-batch-size", _GLOBAL),
     "whiten-rewards": ("use-score-scaling", "scores are scaled before the KL penalty is added"),
-    "vf-coef": ("critic-learning-rate", "the critic is a model of its own, with its own rate"),
     "stop-token": ("chat-template", "a response ends with the template's end of a turn"),
     "stop-token-id": ("chat-template", "a response ends with the template's end of a turn"),
     "response-template": ("loss-on", "--sft.loss-on says which turns count"),
@@ -82,8 +87,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "max-seq-len": ("max-length", "prompt and response, in tokens"),
     "max-prompt-seq-len": ("max-prompt-length", _TOKENS),
     "max-answer-seq-len": ("response-length", _TOKENS),
-    "num-warmup-steps": ("warmup-ratio", "a share of all steps"),
-    "dropout": ("", _NO_DROPOUT),
+    "num-warmup-steps": ("warmup-steps", ""),
     "actor-dropout": ("", _NO_DROPOUT),
     "critic-dropout": ("", _NO_DROPOUT),
     "offload": ("offload-optimizer", "--offload-param for the weights, --ppo.reference.offload for frozen models"),
@@ -109,7 +113,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "eot-token": ("chat-template", "the template names the end of a turn"),
     "print-loss": ("report-to", "metrics.jsonl has every step"),
     "num-padding-at-beginning": ("", "remove it: the mask of a row says where its tokens begin"),
-    "eval-interval": ("eval-every", "iterations of step 3; steps 1 and 2 evaluate before or after training"),
+    "eval-interval": ("eval-every", _EVALUATIONS),
     "eval-iters": ("max-eval-rows", "rows, not batches"),
     "unsupervised-dataset-name": ("ptx-data-path", "with --ppo.ptx-coef"),
     "unsupervised-dataset-config-name": ("ptx-data-path", "with --ppo.ptx-coef; the config is part of the name"),

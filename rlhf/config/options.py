@@ -186,6 +186,11 @@ class FrozenOptions(Config):
         return self.model_copy(update={"zero_stage": stage, **shared, **own_options})
 
 
+LearningRateShape = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+]
+
+
 class SharedOptimizerOptions(Config):
     """Options of AdamW, its schedule and micro-batches that have the same defaults in all stages."""
 
@@ -193,10 +198,16 @@ class SharedOptimizerOptions(Config):
 
     micro_batch_size: int = Field(8, ge=1)
     """rows in one forward and backward pass on one device; changes memory and speed, never results"""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    """learning rate after warm-up"""
+    lr_scheduler_type: LearningRateShape = "linear"
+    """learning rate after warm-up, as in transformers; constant has no warm-up"""
+    lr_num_cycles: int = Field(1, ge=1)
+    """cosine_with_restarts: number of falls from the peak to 0"""
+    lr_power: float = Field(1.0, gt=0)
+    """polynomial: exponent of the share of steps that is left"""
     warmup_ratio: float = Field(0.03, ge=0, le=1)
     """share of the optimizer steps over which the learning rate rises from 0"""
+    warmup_steps: int | None = Field(None, ge=0)
+    """optimizer steps over which the learning rate rises from 0; none: --warmup-ratio of all steps"""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """decay of AdamW's first moment"""
     adam_beta2: float = Field(0.95, ge=0, lt=1)

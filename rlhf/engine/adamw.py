@@ -11,6 +11,8 @@ from torch.optim.adamw import adamw as update
 from rlhf.config.options import OptimizerOptions
 from rlhf.distributed.zero3 import full_shape
 
+INVERSE_SQRT_TIMESCALE = 10_000
+"""steps after which the schedule inverse_sqrt has fallen to 1 / sqrt(2), without warm-up"""
 MASTER = "weight"
 """the key of the fp32 weight in the optimizer state of a narrower one"""
 
@@ -112,15 +114,36 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate at each optimizer step, from 0: warm-up, then the named shape down to 0."""
-    warmup = max(1, round(options.warmup_ratio * total_steps)) if options.warmup_ratio > 0 else 0
+    """The factor on the learning rate at each optimizer step, from 0: warm-up, then the named shape.
+
+    The shapes are those of `transformers.get_scheduler`. Its warm-up begins at a rate of 0, so that its first step has
+    no effect; this one begins at 1 / warm-up steps. Its `polynomial` ends at a rate of 1e-7, this one at 0.
+    """
+    o, shape = options, options.lr_scheduler_type
+    warmup = 0 if shape == "constant" else _warmup_steps(o, total_steps)
+    timescale = warmup or INVERSE_SQRT_TIMESCALE
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
         done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[
-            options.lr_scheduler_type
-        ]
+        cycle = done if shape == "cosine" or done == 1 else o.lr_num_cycles * done % 1
+        match shape:
+            case "constant" | "constant_with_warmup":
+                return 1.0
+            case "linear":
+                return 1 - done
+            case "polynomial":
+                return float((1 - done) ** o.lr_power)
+            case "inverse_sqrt":
+                return math.sqrt(timescale / (timescale + step - warmup))
+            case "cosine" | "cosine_with_restarts":
+                return 0.5 * (1 + math.cos(math.pi * cycle))
 
     return factor
+
+
+def _warmup_steps(options: OptimizerOptions, total_steps: int) -> int:
+    if options.warmup_steps is not None:
+        return options.warmup_steps
+    return max(1, round(options.warmup_ratio * total_steps)) if options.warmup_ratio > 0 else 0

@@ -1,4 +1,4 @@
-"""An average of the weights of a policy during training, which is often better than its last weights."""
+"""Copies of the weights in training: an average, which is often better than the last weights, and the best ones."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -13,51 +13,79 @@ from rlhf.distributed.zero3 import gather_weights
 from rlhf.engine.training import Engine
 
 
-class EMA:
-    """Exponential moving average of an engine's trained weights, in fp32 whatever the engine computes in.
+class WeightsCopy:
+    """A copy of an engine's trained weights, in fp32 whatever the engine computes in.
 
-        average <- decay * average + (1 - decay) * weight      at each `update`, from the weights at the start
-
-    Every rank has the averages of some weights, whole, under all ZeRO stages: 4 bytes per parameter over all ranks.
+    Every rank has the copies of some weights, whole, under all ZeRO stages: 4 bytes per parameter over all ranks.
     """
 
-    def __init__(self, engine: Engine, decay: float) -> None:
-        self._engine, self._decay = engine, decay
-        self._average = {name: weight.clone() for name, weight in self._own_weights()}
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._copies = {name: weight.clone() for name, weight in self._own_weights()}
+
+    def size(self) -> int:
+        """Bytes of the copies of all ranks."""
+        return self._engine.size() // 3
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The copies of this rank, by the name of the weight."""
+        yield from self._copies.items()
+
+    def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
+        """Restore this rank's copies from those of all ranks."""
+        for name, copy in saved:
+            if name in self._copies:
+                self._copies[name].copy_(copy)
 
     def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
         for i, (name, weight) in enumerate(self._engine.fp32_weights()):
             if i % collectives.world_size() == collectives.rank():
                 yield name, weight
 
+
+class BestWeights(WeightsCopy):
+    """The weights of the best evaluation so far."""
+
+    def update(self) -> None:
+        """Copy the current weights. Every rank calls this together."""
+        for name, weight in self._own_weights():
+            self._copies[name].copy_(weight)
+
+    def restore(self) -> None:
+        """Set the engine's weights, not the moments of its optimizer. Every rank calls this together."""
+        self._engine.load_tensors(self._weights_of_all_ranks())
+
+    def _weights_of_all_ranks(self) -> Iterator[tuple[str, Tensor]]:
+        for i, (name, weight) in enumerate(self._engine.fp32_weights()):
+            value = self._copies[name].clone() if name in self._copies else torch.empty_like(weight)
+            collectives.broadcast(value, i % collectives.world_size())
+            yield f"weight:{name}", value
+
+
+class EMA(WeightsCopy):
+    """Exponential moving average of an engine's trained weights.
+
+    average <- decay * average + (1 - decay) * weight      at each `update`, from the weights at the start
+    """
+
+    def __init__(self, engine: Engine, decay: float) -> None:
+        super().__init__(engine)
+        self._decay = decay
+
     def update(self) -> None:
         """Update the average with the current weights. Every rank calls this together."""
         for name, weight in self._own_weights():
-            self._average[name].lerp_(weight, 1 - self._decay)
+            self._copies[name].lerp_(weight, 1 - self._decay)
 
     @contextlib.contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
         """The engine's model with averaged weights on every rank; between steps, inside `inference()` or outside."""
         trained: list[tuple[str, Any]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        before = _exchange(trained, self._average)
+        before = _exchange(trained, self._copies)
         try:
             yield
         finally:
             _exchange(trained, before)
-
-    def size(self) -> int:
-        """Bytes of the averages of all ranks."""
-        return self._engine.size() // 3
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The averages of this rank, by the name of the weight."""
-        yield from self._average.items()
-
-    def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
-        """Restore this rank's averages from those of all ranks."""
-        for name, average in saved:
-            if name in self._average:
-                self._average[name].copy_(average)
 
 
 def _exchange(trained: list[tuple[str, Any]], values: dict[str, Tensor]) -> dict[str, Tensor]:

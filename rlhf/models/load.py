@@ -65,6 +65,22 @@ def remove_randomness(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
+def set_dropout(model: nn.Module, share: float, path: str) -> None:
+    """Drop `share` of the activations in train mode, wherever the architecture has a dropout; the config keeps 0.
+
+    Whole layers are never dropped: under ZeRO-3 all ranks must run the same ones.
+    Raises: UserError if the architecture of the model at `path` has no dropout.
+    """
+    changed = 0
+    for module in model.modules():
+        names = [name for name, value in vars(module).items() if "dropout" in name and type(value) in (int, float)]
+        for name in ["p"] if isinstance(module, nn.Dropout) else names:
+            setattr(module, name, share)
+            changed += 1
+    if not changed:
+        raise UserError(f"--dropout {share:g}: the architecture of model '{path}' has no dropout; remove the option")
+
+
 def _refuse_foreign_kernels(config: PreTrainedConfig, path: str) -> None:
     """Raises: UserError if the config names an implementation on a hub, which would be downloaded and executed."""
     for name in ("attn_implementation", "experts_implementation"):

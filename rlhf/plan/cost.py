@@ -33,7 +33,7 @@ class Cost:
         return self.seconds - self.exchange
 
 
-def forward_flops(size: Size, rows: float, tokens: int, predicted: int) -> float:
+def forward_flops(size: Size, rows: float, tokens: float, predicted: float) -> float:
     """Operations of a forward pass: 2 per weight and token in the layers, 2 S^2 d per layer and row in causal
     attention, and 2 V d per predicted token in the head."""
     inner = size.total - size.outer

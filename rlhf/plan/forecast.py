@@ -72,7 +72,7 @@ class Workload:
     """checkpoints that stay on disk"""
     rollout: RolloutWork | None = None
     averages: int = 0
-    """number of fp32 averages (EMA) of the first trained model's weights"""
+    """number of fp32 copies (an average, the best weights) of the first trained model's weights"""
     models_written: int = 0
     """copies of the first trained model written at the end, in addition to one copy of each trained model"""
     copied: bool = False

@@ -113,9 +113,15 @@ def _device(options: PlanOptions) -> Device:
         return kinds[options.device]
     if not torch.cuda.is_available():
         return kinds["A100"]
-    properties = torch.cuda.get_device_properties(0)
-    known_device = next((device for device in DEVICES if device.kind.split("-")[-1] in properties.name), kinds["A100"])
-    return replace(known_device, memory=float(properties.total_memory))
+    return replace(known_gpu() or kinds["A100"], memory=float(torch.cuda.get_device_properties(0).total_memory))
+
+
+def known_gpu() -> Device | None:
+    """The GPU of this process if it is one of DEVICES; None for another one, or without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_properties(0).name
+    return next((device for device in DEVICES if device.kind.split("-")[-1] in name), None)
 
 
 def _names_gpus(options: PlanOptions) -> bool:

@@ -15,19 +15,23 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import Batches, batches_of
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
+from rlhf import console
 from rlhf.config.declaration import Declaration
 from rlhf.console import status
 from rlhf.distributed import collectives
+from rlhf.engine.ema import BestWeights
 from rlhf.engine.training import Engine
 from rlhf.hub.short_names import resolve
 from rlhf.models.splitting import check_split, shares
 from rlhf.plan.forecast import Workload
 from rlhf.storage.manifests import planned_start, resolve_model_path
-from rlhf.supervised.options import SupervisedOptions
+from rlhf.supervised.options import SupervisedOptions, steps_between
+from rlhf.supervised.speed import Arithmetic, Speed, arithmetic
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
-from rlhf.training import progress
+from rlhf.training import progress, random_sources
 from rlhf.training.checkpoints import Resumable, require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps
+from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
 from rlhf.training.run import open_run
 from rlhf.training.trackers import check_trackers
 from rlhf.types import Metrics
@@ -44,6 +48,8 @@ class Learner(Protocol):
     """the name of the model in checkpoints"""
     shown: tuple[str, ...]
     """metrics on the progress bar"""
+    rising: tuple[str, ...]
+    """metrics on the held-out rows that are better when they are higher"""
     engine: Engine
     before: Metrics
     """metrics on the held-out rows before the first step; empty if the stage does not measure them"""
@@ -129,15 +135,57 @@ class Supervised(Generic[C]):
             run.describe(data, tokenizer)
             status(f"{name}: loading the model")
             learner = self.load(config, model_path, tokenizer, data, total)
+            if config.dropout:  # ranks have different rows, so they drop different activations
+                random_sources.seed(config.seed, 0)
+            best_model = None if config.keep_best is None else BestModel(config, learner)
             engine = {learner.role: learner.engine}
-            run.resume(Resumable({**engine, "batches": batches}, engine))
+            state = Resumable({**engine, "batches": batches}, engine)
+            run.resume(state if best_model is None else best_model.add_to(state))
             if learner.before and not run.done:
                 run.record_evaluation(learner.before)
-            run.run_loop(run.with_exports(learner.train(batches), learner.save), total, learner.shown)
-            metrics = {f"{metric}_before": value for metric, value in learner.before.items()} | learner.evaluate()
+            speed = Speed(self._arithmetic(config, model_path, data))
+            every = 0 if config.eval_every is None else steps_between(config.eval_every, batches.steps(1))
+            steps = with_evaluations(
+                run.with_exports(speed.observe(learner.train(batches)), learner.save),
+                EvaluationSchedule(every, total, run.done, at_end=best_model is not None),
+                lambda _: learner.evaluate(),
+                None if best_model is None else best_model.best,
+            )
+            run.run_loop(steps, total, learner.shown)
+            metrics = {f"{metric}_before": value for metric, value in learner.before.items()}
+            metrics |= learner.evaluate() if best_model is None else best_model.restore()
             run.record_evaluation(metrics)
             learner.require_converged(metrics)
+            if speed.summary():
+                numbers = {**speed.summary(), "peak_memory_gb": run.peak_memory_gb}
+                console.say(f"{name}: {console.metrics_line(numbers)}")
             run.finish({"model": partial(learner.save, metrics=metrics)}, metrics)
+
+    def _arithmetic(self, config: C, model_path: str, data: PhaseData[Any]) -> Arithmetic | None:
+        """The operations of the model in training, where the peak of the devices is known."""
+        device = collectives.local_device().type
+        workload = self.workload(config, device, {"model": model_path})
+        lengths = data.train.row_lengths.astype(float)
+        return arithmetic(workload.models[0], workload.dtype, float((lengths**2).sum() / lengths.sum()))
+
+
+class BestModel:
+    """The weights of the best evaluation of a learner, which are exported in place of the last ones."""
+
+    def __init__(self, config: SupervisedOptions, learner: Learner) -> None:
+        assert config.keep_best is not None
+        self._learner, self._weights = learner, BestWeights(learner.engine)
+        lower = config.keep_best not in learner.rising
+        self.best = Best(config.keep_best, config.patience, self._weights.update, lower)
+
+    def add_to(self, state: Resumable) -> Resumable:
+        """`state` with the best value and its weights."""
+        return Resumable({**state.numbers, "best": self.best}, {**state.tensors, "best": self._weights})
+
+    def restore(self) -> Metrics:
+        """Set the learner's weights to the best ones. Returns their metrics, and the step of which they are."""
+        self._weights.restore()
+        return {**self._learner.evaluate(), "eval_best_step": float(self.best.step)}
 
 
 def batches_for(dataset: PromptDataset[Any], config: SupervisedOptions, ranks: tuple[int, int]) -> Batches:

@@ -210,7 +210,7 @@ class Checkpoint:
         if self.manifest["world_size"] == collectives.world_size():
             random_sources.set_state(disk.read_json(self.folder / f"rng.rank-{collectives.rank()}.json"))
         else:
-            torch.manual_seed((seed * 1_000_003 + self.step) * 4096 + collectives.rank())
+            random_sources.seed(seed, self.step)
 
     def _tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the checkpoint, on every rank; each file is read by one rank and broadcast."""

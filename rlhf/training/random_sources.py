@@ -6,6 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf.distributed import collectives
+
+
+def seed(number: int, step: int) -> None:
+    """Seed torch's generators for what follows `step`, differently on each rank."""
+    torch.manual_seed((number * 1_000_003 + step) * 4096 + collectives.rank())
+
 
 def state() -> dict[str, Any]:
     """The states of torch's CPU and GPU generators, and of numpy and Python, which a user's score function may use."""

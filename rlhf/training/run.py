@@ -1,8 +1,10 @@
 """The run of one stage: its directory, process group, metrics, checkpoints, and the manifest of its result."""
 
 import contextlib
+import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,6 +78,7 @@ class Run:
         self._state = checkpoints.Resumable({}, {})
         self._spikes = spikes.Spikes(declaration.losses)
         self.step = self.done
+        self.peak_memory_gb = 0.0
         self.models: list[str] = []
         if self._checkpoint is not None:
             self.models = list(self._checkpoint.manifest["models"])
@@ -180,7 +183,7 @@ class Run:
         """
         last_save = time.monotonic()
         every = self.options.save_every
-        loop = self.recorder.follow(self._with_rank_times(steps), total, self.stage, shown)
+        loop = self.recorder.follow(self._with_rank_numbers(steps), total, self.stage, shown)
         end_signal = None
         with Ending() as ending, contextlib.closing(loop):  # a closed bar frees its line
             for step, metrics in enumerate(loop, start=self.done + 1):
@@ -208,21 +211,20 @@ class Run:
         """Record the metrics of an evaluation after the steps so far; before the first step it is step 0."""
         self.recorder.write("eval", self.step, metrics)
 
-    def _with_rank_times(self, steps: Iterable[Metrics]) -> Iterator[Metrics]:
-        """With several ranks, add the forward seconds of the slowest and the fastest rank to each step's metrics.
-
-        All ranks wait for the slowest.
+    def _with_rank_numbers(self, steps: Iterable[Metrics]) -> Iterator[Metrics]:
+        """Add to each step's metrics the peak memory of a rank so far, and with several ranks the forward seconds of
+        the slowest and the fastest one: all ranks wait for the slowest.
         """
         engines = [resumable for resumable in self._state.tensors.values() if isinstance(resumable, Engine)]
         for metrics in steps:
             own_seconds = sum(engine.forward_s for engine in engines)
             for engine in engines:
                 engine.forward_s = 0.0
-            if collectives.world_size() == 1:
-                yield metrics
-                continue
-            slowest, fastest = collectives.max_over_ranks([own_seconds, -own_seconds])
-            yield {**metrics, "forward_seconds_slowest": slowest, "forward_seconds_fastest": -fastest}
+            slowest, fastest, peak = collectives.max_over_ranks([own_seconds, -own_seconds, _peak_bytes()])
+            self.peak_memory_gb = peak / 1e9
+            several = {"forward_seconds_slowest": slowest, "forward_seconds_fastest": -fastest}
+            times = several if collectives.world_size() > 1 else {}
+            yield {**metrics, **times, "peak_memory_gb": self.peak_memory_gb}
 
     def _leave(self, step: int, end_signal: signal.Signals) -> NoReturn:
         self.recorder.close()
@@ -305,6 +307,14 @@ class Run:
                 yield staging
         else:
             yield final.with_name(f".tmp-{final.name}")
+
+
+def _peak_bytes() -> float:
+    """Peak memory of this process: on a GPU what torch has allocated there, otherwise all of the process."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 @contextlib.contextmanager

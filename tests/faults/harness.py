@@ -255,4 +255,8 @@ def manifest(stage: Path) -> dict[str, Any]:
 def without_times(row: Any) -> Any:
     if not isinstance(row, dict):
         return row
-    return {name: value for name, value in row.items() if not re.match(r"(forward_)?seconds|tokens_per_second", name)}
+    return {
+        name: value
+        for name, value in row.items()
+        if not re.match(r"(forward_)?seconds|tokens_per_second|peak_memory", name)
+    }

@@ -109,7 +109,9 @@ OWN: dict[str, dict[str, Any]] = {
 
 OPTIMIZER: Table = {
     "learning_rate": [0.011],
-    "lr_scheduler_type": ["constant", "cosine"],
+    "lr_scheduler_type": ["constant_with_warmup", "cosine", alone("constant"), alone("inverse_sqrt")],
+    "lr_power": [alone(1.7, lr_scheduler_type="polynomial")],
+    "warmup_steps": [alone(2)],
     "warmup_ratio": [0.5],
     "adam_beta1": [0.5],
     "adam_beta2": [0.6],
@@ -125,6 +127,7 @@ BATCHES: Table = {
     "num_train_epochs": [3],
     "max_train_rows": [10],
     "max_eval_rows": [2],
+    "lr_num_cycles": [alone(2, lr_scheduler_type="cosine_with_restarts", num_train_epochs=3)],
 }
 PTX: dict[str, Any] = {"ptx_coef": 0.6, "ptx_batch_size": 6, "ptx_data_path": ("{folder}/other.jsonl",)}
 WATCHED: dict[str, Any] = {
@@ -135,6 +138,7 @@ WATCHED: dict[str, Any] = {
     "total_episodes": 40,
 }
 STEP3: Table = {
+    "lr_num_cycles": [alone(2, lr_scheduler_type="cosine_with_restarts", total_episodes=24)],
     "critic_learning_rate": [0.013],
     "eval_samples": [2],
     "batch_size": [4],
@@ -182,9 +186,18 @@ def kl(target: float, **context: Any) -> Table:
 GAE: Table = {"gamma": [0.4], "lam": [0.3], "whiten_advantages": [False]}
 GROUPED: Table = {"num_generations": [alone(6, batch_size=12, total_episodes=24)]}
 TEXT = alone("text", data_path=("{folder}/texts.jsonl",), max_train_rows=None, max_length=12)
+
+
+def watched(metric: str, **context: Any) -> Table:
+    """Evaluations of steps 1 and 2, whose best model is kept, and which end a run at a rate that is too high."""
+    values = {"eval_every": "0.5epochs", "keep_best": metric, "patience": 2, "num_train_epochs": 5, **context}
+    return {name: [alone(values[name], **values)] for name in ("eval_every", "keep_best", "patience")}
+
+
 TABLES: dict[str, Table] = {
-    "step1_sft": OPTIMIZER | BATCHES | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
-    "step2_reward": OPTIMIZER | BATCHES | {"centering": [0.5], "batch_tokens": [80]},
+    "step1_sft": OPTIMIZER | BATCHES | watched("eval_perplexity")
+    | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
+    "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss") | {"centering": [0.5], "batch_tokens": [80]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
     | {"kl_estimator": ["k1"], "cliprange_value": [0.04], "dual_clip": [2.2]},
     "a2c": kl(0.75) | GAE | {"kl_estimator": ["k1"], "whiten_advantages": [True]},

@@ -13,7 +13,16 @@ numbers at most, and the passes of four optimizer steps, forward and back, follo
 larger, because learning rates are below adam_epsilon."""
 TOLERANCE = OPERATIONS * 2.0**-24
 """of fp32 numbers near 1"""
-MARKS = ("eval_kl", "eval_judge", "score_at_clip", "policy_loss", "value_loss", "ptx_nll")
+MARKS = (
+    "eval_kl",
+    "eval_judge",
+    "eval_perplexity",
+    "eval_accuracy",
+    "score_at_clip",
+    "policy_loss",
+    "value_loss",
+    "ptx_nll",
+)
 """metrics that a step has only if something was done in it"""
 
 

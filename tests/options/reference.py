@@ -118,12 +118,24 @@ class Trainer:
 
     def factor(self, step: int) -> float:
         """Of the learning rate, at this step, from 0."""
-        ratio, kind = self.o["warmup_ratio"], self.o["lr_scheduler_type"]
+        o, kind = self.o, self.o["lr_scheduler_type"]
+        ratio = o["warmup_ratio"] if kind != "constant" else 0
         rising = max(1, round(ratio * self.steps)) if ratio else 0
+        if o["warmup_steps"] is not None and kind != "constant":
+            rising = o["warmup_steps"]
         if step < rising:
             return (step + 1) / rising
         done = (step - rising) / max(1, self.steps - rising)
-        return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
+        cycle = math.fmod(done * o["lr_num_cycles"], 1.0)
+        return {
+            "constant": 1.0,
+            "constant_with_warmup": 1.0,
+            "linear": 1 - done,
+            "cosine": math.cos(math.pi * done / 2) ** 2,
+            "cosine_with_restarts": math.cos(math.pi * cycle / 2) ** 2,
+            "polynomial": math.pow(1 - done, o["lr_power"]),
+            "inverse_sqrt": (1 + (step - rising) / (rising or 10_000)) ** -0.5,
+        }[kind]
 
     def take_step(self, loss: Loss) -> dict[str, float]:
         """One optimizer step: the metrics of the loss, the norm of its gradient, the learning rate."""

@@ -1,7 +1,7 @@
 """What steps 1 and 2 must make of the batches they trained on: the losses of their papers in float64."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,13 +24,14 @@ def rows_of_steps(o: dict[str, Any], observed: Observed, sizes: dict[Any, tuple[
     steps = [[row for micro in micros for row in micro] for _, micros in observed.batches]
     for rows, (_, micros) in zip(steps, observed.batches, strict=True):
         require_micro_batches(o, micros, len(rows), observed.ranks)
-    an_epoch, left_over = divmod(len(steps), o["num_train_epochs"])
-    assert an_epoch and not left_over, f"{len(steps)} steps in {o['num_train_epochs']} epochs"
+    an_epoch = len(steps) // o["num_train_epochs"] if o["batch_tokens"] else len(sizes) // o["batch_size"]
+    assert an_epoch and len(steps) <= an_epoch * o["num_train_epochs"]
     epochs = [steps[start : start + an_epoch] for start in range(0, len(steps), an_epoch)]
     size = observed.ranks if o["batch_tokens"] else o["batch_size"]
     for epoch in epochs:
         rows = [row for step in epoch for row in step]
-        assert len(set(rows)) == len(rows) > len(sizes) - size and set(rows) <= set(sizes)
+        assert len(set(rows)) == len(rows) and set(rows) <= set(sizes)
+        assert len(rows) > len(sizes) - size or (epoch is epochs[-1] and len(epoch) < an_epoch)
     assert len(epochs) == 1 or epochs[0] != epochs[1]
     if o["batch_tokens"]:
         most = max(sum(sizes[row][0] for row in step) for step in steps)
@@ -43,6 +44,42 @@ def rows_of_steps(o: dict[str, Any], observed: Observed, sizes: dict[Any, tuple[
     if observed.ranks == 1 or not o["batch_tokens"]:  # else a batch may have a row of the next, to be even
         assert grouped == bool(o["group_by_length"] or o["batch_tokens"])
     return steps
+
+
+class Watch:
+    """The evaluations of a run: when they are due, the best network, and when patience ends."""
+
+    def __init__(
+        self, o: dict[str, Any], network: Network, total: int, evaluate: Callable[[Network], dict[str, float]]
+    ):
+        self.o, self.network, self.total, self.evaluate = o, network, total, evaluate
+        self.best, self.values, self.best_step = network.copy(), list[float](), 0
+        number, epochs, _ = (o["eval_every"] or "0").partition("epoch")
+        self.every = round(float(number) * (total / o["num_train_epochs"] if epochs else 1))
+
+    def after(self, step: int) -> dict[str, float]:
+        """The metrics that are added to those of a step."""
+        name = self.o["keep_best"]
+        if not (self.every and step % self.every == 0 and step < self.total) and not (name and step == self.total):
+            return {}
+        metrics = self.evaluate(self.network)
+        if name:
+            self.values.append(metrics[name] if name == "eval_accuracy" else -metrics[name])
+            if self.values.index(max(self.values)) == len(self.values) - 1:
+                self.best, self.best_step = self.network.copy(), step
+        return metrics
+
+    @property
+    def is_over(self) -> bool:
+        patience, values = self.o["patience"], self.values
+        return patience is not None and len(values) - 1 - values.index(max(values)) >= patience if values else False
+
+    def end(self, run: Comparison, title: str, metrics: dict[str, float]) -> None:
+        """The last metrics and weights: of the best network if it is kept."""
+        if not self.o["keep_best"]:
+            return run.end(metrics | self.evaluate(self.network), {title: self.network})
+        metrics |= self.evaluate(self.best) | {"eval_best_step": float(self.best_step)}
+        run.end(metrics, {title: self.best, "best": self.best})
 
 
 def require_micro_batches(o: dict[str, Any], micros: Sequence[Sequence[Any]], rows: int, ranks: int) -> None:
@@ -77,17 +114,29 @@ def token_loss(network: Network, o: dict[str, Any], rows: Sequence[Ids]) -> Tens
 
 def fine_tuning(o: dict[str, Any], run: Comparison, train: Sequence[Ids], held_out: Sequence[Ids]) -> None:
     steps = rows_of_steps(o, run.observed, {ids: (len(ids),) for ids in train})
-    policy = Trainer(reference.load(o["model"]), o, o["learning_rate"], len(steps))
-    metrics = {"eval_perplexity_before": math.exp(token_loss(policy.network, o, held_out))}
-    for rows in steps:
+    total = steps_of(o, len(train), steps)
+    policy = Trainer(reference.load(o["model"]), o, o["learning_rate"], total)
+
+    def perplexity(network: Network) -> dict[str, float]:
+        return {"eval_perplexity": math.exp(token_loss(network, o, held_out))}
+
+    watch = Watch(o, policy.network, total, perplexity)
+    before = perplexity(policy.network)["eval_perplexity"]
+    for number, rows in enumerate(steps, start=1):
+        assert not watch.is_over, "the run went on"
 
         def loss(network: Network, rows: list[Any] = rows) -> tuple[Tensor, dict[str, Tensor]]:
             nll = token_loss(network, o, rows)
             return nll, {"nll": nll}
 
-        run.step(policy.take_step(loss))
-    metrics["eval_perplexity"] = math.exp(token_loss(policy.network, o, held_out))
-    run.end(metrics, {"policy": policy.network})
+        run.step(policy.take_step(loss) | watch.after(number))
+    assert watch.is_over or len(steps) == total
+    watch.end(run, "policy", {"eval_perplexity_before": before})
+
+
+def steps_of(o: dict[str, Any], rows: int, steps: list[Any]) -> int:
+    """The optimizer steps of a whole run."""
+    return len(steps) if o["batch_tokens"] else rows // o["batch_size"] * o["num_train_epochs"]
 
 
 Pair = tuple[Ids, Ids, int, float]
@@ -100,12 +149,26 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
     sizes = {(c, r): (max(len(c), len(r)), min(len(c), len(r)), len(c) + len(r) - prompt) for c, r, prompt, _ in train}
     steps = rows_of_steps(o, run.observed, sizes)
     start = reference.with_new_head(reference.load(o["model"]), o["seed"])
-    reward = Trainer(start, o, o["learning_rate"], len(steps))
+    total = steps_of(o, len(train), steps)
+    reward = Trainer(start, o, o["learning_rate"], total)
 
     def scores(network: Network, rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
         return network.scores([row[0] for row in rows]), network.scores([row[1] for row in rows])
 
-    for rows in steps:
+    def held_out_metrics(network: Network) -> dict[str, float]:
+        chosen, rejected = scores(network, held_out)
+        both = torch.cat([chosen, rejected])
+        return {
+            "eval_accuracy": (chosen > rejected).double().mean().item(),
+            "eval_loss": torch.log1p(torch.exp(rejected - chosen)).mean().item(),
+            "eval_margin": (chosen - rejected).mean().item(),
+            "eval_score_mean": both.mean().item(),
+            "eval_score_std": both.std(correction=0).item(),
+        }
+
+    watch = Watch(o, reward.network, total, held_out_metrics)
+    for number, rows in enumerate(steps, start=1):
+        assert not watch.is_over, "the run went on"
 
         def loss(network: Network, rows: list[Any] = rows) -> tuple[Tensor, dict[str, Tensor]]:
             chosen, rejected = scores(network, rows)
@@ -113,14 +176,6 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
             value = torch.log1p(torch.exp(margin - gap)) + o["centering"] * (chosen + rejected) ** 2
             return value.mean(), {"accuracy": (gap > 0).double().mean(), "margin": gap.mean()}
 
-        run.step(reward.take_step(loss))
-    chosen, rejected = scores(reward.network, held_out)
-    both = torch.cat([chosen, rejected])
-    metrics = {
-        "eval_accuracy": (chosen > rejected).double().mean().item(),
-        "eval_loss": torch.log1p(torch.exp(rejected - chosen)).mean().item(),
-        "eval_margin": (chosen - rejected).mean().item(),
-        "eval_score_mean": both.mean().item(),
-        "eval_score_std": both.std(correction=0).item(),
-    }
-    run.end(metrics, {"reward": reward.network})
+        run.step(reward.take_step(loss) | watch.after(number))
+    assert watch.is_over or len(steps) == total
+    watch.end(run, "reward", {})

@@ -28,9 +28,9 @@ TEXT_AND_PLACES = {
 """which rows and which model; every algorithm has its own table"""
 TESTED_ELSEWHERE = {
     "data_seed", "data_split", "eval_fraction", "max_length", "max_prompt_length", "truncate", "max_dropped",
-    "skip_bad_rows", "max_bad_steps",
+    "skip_bad_rows", "max_bad_steps", "dropout",
 }  # fmt: skip
-"""test_data_options.py, test_thresholds.py"""
+"""test_data_options.py, test_thresholds.py, tests/rlhf/models/test_dropout.py"""
 HELD = {"dtype", "adapter", "rollout_backend"}
 """how numbers are held, and plug-ins: tests/rlhf/engine/test_engine.py, tests/contracts"""
 REPORTED = {"export_rollouts"}

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from rlhf.maths import losses, ops
 from rlhf.rewards import Sources, WeightedSource
+from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
 from rlhf.types import Metrics, Samples, ScoredRollout
 from step3_ppo.algorithms import ppo
 from step3_ppo.guard import KLGuard, RunawayError
-from step3_ppo.heldout import BestPolicy, EvaluationSchedule, with_evaluations
 from step3_ppo.metrics import credit_metrics, rollout_metrics
 from step3_ppo.warnings import Limits, Watch
 from tests.step3_ppo.test_bandit import ACTIONS, BATCH, logprobs_of, sampled
@@ -108,7 +108,7 @@ def test_a_run_that_explodes_is_warned_of_and_ended_and_its_best_policy_stays() 
     fast = {"num_mini_batches": 1, "micro_batch_size": 8}
     game = players("ppo", learning_rate=0.3, critic_learning_rate=0.3, kl_coef=0.0, **fast)
     kept: list[dict[str, Tensor]] = []
-    best = BestPolicy("eval_score", None, lambda: kept.append(game.weights()))
+    best = Best("eval_score", None, lambda: kept.append(game.weights()))
     looks = iter(range(0, -99, -1))  # the first look is the best
     steps = with_evaluations(
         iterations(game, 12), EvaluationSchedule(1, 12), lambda _: {"eval_score": float(next(looks))}, best

@@ -10,19 +10,16 @@ import pytest
 import torch
 
 from rlhf.maths.intervals import mean_interval
-from rlhf.types import Metrics, Samples, ScoredRollout
+from rlhf.types import Samples, ScoredRollout
 from step3_ppo import heldout
 from step3_ppo.heldout import (
-    BestPolicy,
     Evaluation,
-    EvaluationSchedule,
     at_start,
     collapse,
     compare,
     gather_evaluation,
     nonfinite_scores,
     show_samples,
-    with_evaluations,
     write_rollout,
     write_samples,
 )
@@ -105,20 +102,6 @@ def test_rounding_makes_no_kl_negative() -> None:
     assert (logs["logprobs"] - logs["sampled_logprobs"]).sum(1).mean() < -0.005  # what was reported
     floor = replace(found, kl=torch.tensor([0.01, 0.03, 0.02, 0.02]))
     assert compare(floor, found)["eval_kl_floor"] == pytest.approx(0.02)
-
-
-@pytest.mark.parametrize(("every", "at"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
-def test_every_so_many_iterations_and_the_last_have_held_out_numbers(every: int, at: list[int]) -> None:
-    looks: list[int] = []
-
-    def look(iteration: int) -> Metrics:
-        looks.append(iteration)
-        return {"eval_score": float(iteration)}
-
-    rows = list(with_evaluations(({"score": float(i)} for i in range(1, 6)), EvaluationSchedule(every, 5), look))
-    assert [row["score"] for row in rows] == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert looks == at
-    assert [row["eval_score"] for row in rows if "eval_score" in row] == at
 
 
 def test_several_sources_each_have_their_number() -> None:
@@ -205,48 +188,6 @@ def test_each_of_several_sources_is_in_a_look() -> None:
     found = gather_evaluation(rollout, None, tiny.tokenizer(), scores).by_source
     assert {name: values.tolist() for name, values in found.items()} == {"one": [1.0, 2.0], "other": [3.0, 4.0]}
     assert gather_evaluation(rollout, None, tiny.tokenizer(), {"one": scores["one"]}).by_source == {}
-
-
-def test_a_run_that_was_stopped_goes_on_with_its_looks_and_its_patience() -> None:
-    values = {3: 0.5, 4: 0.2, 6: 0.1, 7: 0.1}
-    kept: list[int] = []
-    first = BestPolicy("eval_score", 2, lambda: kept.append(3))
-    list(
-        with_evaluations(
-            [{}, {}, {}], EvaluationSchedule(2, 9, done=1), lambda at: {"eval_score": values.get(at, 0.4)}, first
-        )
-    )
-    assert first.state_dict() == {"value": 0.4, "waited": 1} and kept == [3]
-    again = BestPolicy("eval_score", 2, lambda: kept.append(6))
-    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    rows = list(
-        with_evaluations([{}] * 5, EvaluationSchedule(3, 9, done=4), lambda at: {"eval_score": values[at]}, again)
-    )
-    assert rows == [{}, {"eval_score": 0.1}] and again.is_over and kept == [3]
-    assert list(with_evaluations([{}], EvaluationSchedule(3, 9, done=6), lambda at: {"eval_score": 1.0}, again)) == []
-    last = BestPolicy("eval_score", 1, lambda: None)
-    last.load_state_dict({"value": 1.0, "waited": 0})
-    assert len(list(with_evaluations([{}], EvaluationSchedule(0, 1), lambda at: {"eval_score": 0.0}, last))) == 1
-
-
-@pytest.mark.parametrize(
-    ("patience", "kept", "iterations"),
-    [(None, [0.1, 0.4, 0.5], 8), (1, [0.1, 0.4], 3), (2, [0.1, 0.4], 4), (3, [0.1, 0.4, 0.5], 8)],
-)
-def test_the_best_is_kept_and_patience_ends(patience: int | None, kept: list[float], iterations: int) -> None:
-    values = [0.1, 0.4, 0.4, 0.3, 0.5, 0.2, 0.5, 0.1]
-    found: list[float] = []
-    now = 0.0
-
-    def look(iteration: int) -> Metrics:
-        nonlocal now
-        now = values[iteration - 1]
-        return {"eval_score": now}
-
-    best = BestPolicy("eval_score", patience, lambda: found.append(now))
-    rows = list(with_evaluations(({"score": 0.0} for _ in values), EvaluationSchedule(1, len(values)), look, best))
-    assert len(rows) == iterations
-    assert found == kept
 
 
 def test_a_rollout_is_written_as_it_was(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ PPO: dict[str, Any] = {
 }
 UNLIKE = {"save_every", "keep", "total_episodes"}
 """options of the runs below that differ without a difference in what they make"""
-CLOCKS = ("seconds", "forward_seconds", "tokens_per_second")
+CLOCKS = ("seconds", "forward_seconds", "tokens_per_second", "peak_memory")
 
 
 class Killed(BaseException):

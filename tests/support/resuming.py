@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf.config.options import EngineOptions
+from rlhf.engine.ema import BestWeights
 from rlhf.engine.training import Engine
 from rlhf.models.policy import Policy
 from rlhf.training import checkpoints
@@ -27,8 +28,8 @@ def with_dropout(options: dict[str, Any], adapter: str | None = None) -> Engine:
     return Engine(Policy(model), chosen, engine_runs.OPTIMIZER, engine_runs.STEPS)
 
 
-def state_of(engine: Engine) -> Resumable:
-    return Resumable({"policy": engine}, {"policy": engine})
+def state_of(engine: Engine, best: BestWeights | None = None) -> Resumable:
+    return Resumable({"policy": engine}, {"policy": engine} | ({} if best is None else {"best": best}))
 
 
 def everything(engine: Engine) -> dict[str, Tensor]:
@@ -38,14 +39,18 @@ def everything(engine: Engine) -> dict[str, Tensor]:
 
 
 def save_half(folder: Path, options: dict[str, Any], adapter: str | None = None) -> dict[str, Any]:
-    """HALF the steps, a checkpoint, and the rest: what the uninterrupted run gives."""
+    """HALF the steps, a checkpoint, and the rest: what the uninterrupted run gives. The second step is the best."""
     engine = with_dropout(options, adapter)
+    best = BestWeights(engine)
     rows = engine_runs.batches()
-    for batch in rows[:HALF]:
+    for number, batch in enumerate(rows[:HALF], start=1):
         engine_runs.step(engine, batch, 3)
-    assert checkpoints.save(folder, HALF, state_of(engine), ABOUT, 2) is None
+        if number == 2:
+            best.update()
+            at_best = both_kinds(engine)
+    assert checkpoints.save(folder, HALF, state_of(engine, best), ABOUT, 2) is None
     metrics = [engine_runs.step(engine, batch, 3) for batch in rows[HALF:]]
-    return {"metrics": metrics, "state": everything(engine)}
+    return {"metrics": metrics, "state": everything(engine), "best": at_best}
 
 
 def go_on(folder: Path, options: dict[str, Any], adapter: str | None = None) -> dict[str, Any]:
@@ -54,6 +59,15 @@ def go_on(folder: Path, options: dict[str, Any], adapter: str | None = None) -> 
     engine = with_dropout(options, adapter)
     found = checkpoints.newest(folder)
     assert found is not None and found.step == HALF
-    found.restore(state_of(engine), seed=0)
+    best = BestWeights(engine)
+    found.restore(state_of(engine, best), seed=0)
     metrics = [engine_runs.step(engine, batch, 3) for batch in engine_runs.batches()[HALF:]]
-    return {"metrics": metrics, "state": everything(engine)}
+    state = everything(engine)
+    best.restore()
+    return {"metrics": metrics, "state": state, "best": both_kinds(engine)}
+
+
+def both_kinds(engine: Engine) -> dict[str, Tensor]:
+    """Copies of the weights that compute, and of the fp32 weights."""
+    masters = {f"master:{name}": weight for name, weight in engine_runs.master(engine).items()}
+    return {**engine_runs.weights(engine), **masters}

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
+from rlhf.training import run as stage_run
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.run import Run
 
@@ -24,18 +25,20 @@ def spread(mine: list[float], ranks: int, monkeypatch: pytest.MonkeyPatch) -> li
             yield {"loss": 1.0}
 
     monkeypatch.setattr(collectives, "world_size", lambda: ranks)
-    others = [2.0, -2.0]
+    monkeypatch.setattr(stage_run, "_peak_bytes", lambda: 3e9)
+    others = [2.0, -2.0, 5e9]
     monkeypatch.setattr(
         collectives, "max_over_ranks", lambda numbers: [max(pair) for pair in zip(numbers, others, strict=True)]
     )
-    return list(Run._with_rank_times(run, steps()))
+    return list(Run._with_rank_numbers(run, steps()))
 
 
 def test_the_slowest_and_the_fastest_rank_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     found = spread([0.5, 3.0, 2.0], 2, monkeypatch)
     seen = [(row["forward_seconds_fastest"], row["forward_seconds_slowest"]) for row in found]
+    assert [row["peak_memory_gb"] for row in found] == [5.0] * 3, "of the rank that has the most"
     assert seen == [(0.5, 2.0), (2.0, 3.0), (2.0, 2.0)]
 
 
 def test_one_rank_has_nobody_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spread([0.5, 3.0], 1, monkeypatch) == [{"loss": 1.0}] * 2
+    assert spread([0.5, 3.0], 1, monkeypatch) == [{"loss": 1.0, "peak_memory_gb": 5.0}] * 2

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import get_scheduler
 
 from rlhf.config.options import OptimizerOptions
 from rlhf.engine.adamw import MASTER, MasterAdamW, decay_groups, schedule
@@ -93,8 +94,8 @@ def test_parts_of_a_gradient_are_added_up_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("kind", "warmup_ratio", "expected"),
     [
-        ("constant", 0.0, [1, 1, 1, 1, 1, 1]),
-        ("constant", 0.4, [1 / 2, 1, 1, 1, 1, 1]),
+        ("constant", 0.4, [1, 1, 1, 1, 1, 1]),
+        ("constant_with_warmup", 0.4, [1 / 2, 1, 1, 1, 1, 1]),
         ("linear", 0.0, [1, 4 / 5, 3 / 5, 2 / 5, 1 / 5, 0]),
         ("linear", 0.2, [1, 1, 3 / 4, 1 / 2, 1 / 4, 0]),
         ("linear", 0.01, [1, 1, 3 / 4, 1 / 2, 1 / 4, 0]),
@@ -107,3 +108,36 @@ def test_schedules_by_hand(kind: Any, warmup_ratio: float, expected: list[float]
     factor = schedule(OptimizerOptions(lr_scheduler_type=kind, warmup_ratio=warmup_ratio), 5)
     assert [factor(step) for step in range(6)] == pytest.approx(expected, abs=1e-12)
     assert [factor(step) for step in (7, 10**9)] == pytest.approx(expected[-1:] * 2, abs=1e-12)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "constant_with_warmup": {},
+    "linear": {},
+    "cosine": {},
+    "cosine_with_restarts": {"num_cycles": 3},
+    "polynomial": {"power": 2.5, "lr_end": 0.0},
+    "inverse_sqrt": {"timescale": 10_000},
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_schedules_are_those_of_transformers(kind: Any) -> None:
+    """Without warm-up, which begins at 0 there. Rounding: some operations on numbers up to 3, in float64."""
+    more = {"lr_num_cycles": SHAPES[kind].get("num_cycles", 1), "lr_power": SHAPES[kind].get("power", 1.0)}
+    factor = schedule(OptimizerOptions(lr_scheduler_type=kind, warmup_ratio=0.0, **more), 40)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    oracle = get_scheduler(
+        kind, optimizer, num_warmup_steps=0, num_training_steps=40, scheduler_specific_kwargs=SHAPES[kind]
+    )
+    (theirs,) = oracle.lr_lambdas if hasattr(oracle, "lr_lambdas") else (lambda step: 1.0,)
+    assert [factor(step) for step in range(41)] == pytest.approx([theirs(step) for step in range(41)], abs=1e-14)
+
+
+def test_warm_up_in_steps_takes_the_place_of_a_share() -> None:
+    options = OptimizerOptions(lr_scheduler_type="inverse_sqrt", warmup_ratio=0.5, warmup_steps=3)
+    factor = schedule(options, 100)
+    assert [factor(step) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert factor(3 + 9) == pytest.approx(0.5)  # three times the warm-up later: sqrt(3 / 12)
+    none = OptimizerOptions(lr_scheduler_type="constant_with_warmup", warmup_ratio=0.5, warmup_steps=0)
+    assert schedule(none, 100)(0) == 1

@@ -48,7 +48,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }
 ROWS = 140
-PASSING = ("seconds", "padding", "tokens_per_second")
+PASSING = ("seconds", "padding", "tokens_per_second", "peak_memory")
 """Numbers that tell of speed, or of how rows were cut up."""
 LAST_DIGIT = 1e-5
 """the most that a number differs in relation to itself where the last of its six digits does"""

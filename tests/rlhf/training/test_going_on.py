@@ -1,4 +1,4 @@
-"""Step 3, whatever is switched on, that died after any iteration goes on to the bytes of one that did not."""
+"""A stage, whatever is switched on, that died after any step goes on to the bytes of one that did not."""
 
 import contextlib
 import itertools
@@ -150,6 +150,35 @@ def test_a_run_that_patience_ended_stays_ended(
     dying(monkeypatch, lambda: run(options), "end", 0)
     run(options)
     require_same(left(Path("out/step3_ppo")), whole)
+
+
+WATCHED: dict[str, Any] = {
+    **{"eval_every": "2epochs", "patience": 2, "dropout": 0.3, "export_every": 1},
+    **{"num_train_epochs": 24, "max_train_rows": 8, "learning_rate": 0.03},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [sft_options(**WATCHED, keep_best="eval_perplexity"), reward_options(**WATCHED, keep_best="eval_loss")],
+    ids=["step 1", "step 2"],
+)
+def test_steps_1_and_2_go_on_with_dropout_to_their_best_model(
+    options: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight rows, again and again: the best model is not the last, and patience ends the run."""
+    whole = undisturbed(here / "whole", options)
+    rows = whole["metrics.jsonl"]
+    evaluations = [row for row in rows if row["kind"] == "eval" and "eval_best_step" not in row and row["step"]]
+    metrics, name = whole["manifest.json"]["metrics"], options.keep_best
+    values = {row["step"]: row[name] for row in evaluations}
+    best = min(values, key=values.__getitem__)
+    assert metrics["eval_best_step"] == best < max(values)
+    assert metrics[name] == pytest.approx(values[best], rel=1e-5)  # six digits in the file
+    assert whole["model/model.safetensors"] == whole[f"exports/step-{best:08d}/model.safetensors"]
+    dying(monkeypatch, lambda: run(options), "train", best + 1)
+    run(options)
+    require_same(left(next(Path("out").iterdir())), whole)
 
 
 def test_fewer_iterations_than_are_done_end_the_run() -> None:

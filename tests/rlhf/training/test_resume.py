@@ -35,8 +35,9 @@ KINDS = {
 
 def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["metrics"] == other["metrics"]
-    assert set(one["state"]) == set(other["state"])
-    assert all(torch.equal(value, other["state"][name]) for name, value in one["state"].items())
+    for part in ("state", "best"):
+        assert set(one[part]) == set(other[part])
+        assert all(torch.equal(value, other[part][name]) for name, value in one[part].items()), part
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
@@ -128,7 +129,9 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         options = {"zero_stage": stage}
         whole = resuming.save_half(folder / f"dropout {stage}", options)
         again = resuming.go_on(folder / f"dropout {stage}", options)
-        mine = all(torch.equal(value, again["state"][name]) for name, value in whole["state"].items())
+        mine = all(
+            torch.equal(value, again[part][name]) for part in ("state", "best") for name, value in whole[part].items()
+        )
         seen[f"to the bit {stage}"] = all(collectives.gather_objects(mine)) and whole["metrics"] == again["metrics"]
         save_without_dropout(folder / f"two {stage}", options)
         for name, number, saved in (
