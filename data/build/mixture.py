@@ -13,6 +13,7 @@ from typing import Literal
 from data.build.split import PHASES
 from data.config import DataOptions
 from data.read.contract import checked_rows
+from data.read.directory import cloned_from
 from data.read.paths import is_hub_id, refuse_loading_script
 from data.read.records import DataSource, Phase, Skipped
 from data.read.remote import is_remote
@@ -68,9 +69,10 @@ def parse_data_path(data_path: str) -> tuple[str, str, float | None]:
 
 
 def find_source(path: str) -> str:
-    """The source whose HUB_IDS list the dataset at `path`, else `files`."""
-    if is_hub_id(path):
-        hub_id = path.partition("@")[0].casefold()
+    """The source whose HUB_IDS list the hub dataset at `path`, or the one that it is a clone of; else `files`."""
+    hub_id = path.partition("@")[0] if is_hub_id(path) else cloned_from(Path(path).expanduser())
+    if hub_id is not None:
+        hub_id = hub_id.casefold()
         for name in plugins.names(FOLDER):
             if hub_id in map(str.casefold, plugins.find(FOLDER, name).HUB_IDS):
                 return name

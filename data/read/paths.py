@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from data.read.directory import TRAIN, Splits, splits_of, subdirectory
 from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
+from data.read.records import Skipped
 from data.read.remote import DataFile, RemoteFile, find_files, is_remote
 from rlhf.config import Config, suggest
 from rlhf.errors import UserError
@@ -31,14 +36,15 @@ BATCH_ROWS = 256
 
 
 class TableConfig(Config):
-    """Which part of a dataset on the hub, or saved by `datasets`. Other files have no parts."""
+    """Which part of a dataset on the hub, of a directory, or saved by `datasets`. A file has no parts."""
 
     split: str | None = None
-    """split of the dataset; train, unless the source has a split for each phase"""
+    """split of the dataset; train, unless the source has a split for each phase. In a directory, names of files and
+    directories tell the splits, as on the hub"""
     subset: str | None = None
-    """configuration of the hub dataset"""
+    """configuration of the hub dataset, or of its clone"""
     data_dir: str | None = None
-    """directory inside the hub dataset, such as harmless-base"""
+    """directory inside the hub dataset or a local directory, such as harmless-base"""
     streaming: bool = False
     """read a hub dataset row by row without storing it; requires max_train_rows, and uses the first rows"""
 
@@ -78,6 +84,9 @@ def open_path(path: str) -> RecordReader:
     folder = Path(path).expanduser()
     if (folder / "dataset_dict.json").is_file() or all((folder / name).is_file() for name in METADATA_FILES[1::2]):
         return SavedDataset(path, folder)
+    if folder.is_dir():
+        data_files(path)
+        return DataDirectory(path, folder)
     return DataFiles(path, tuple(data_files(path)))
 
 
@@ -97,6 +106,8 @@ def data_files(path: str) -> list[Path]:
     if local.is_dir():
         files = list(_data_files_in(local))
         files = [file for file in files if suffix(file) != ".txt"] or files
+        for script in sorted(local.glob("*.py")) if not files else ():
+            refuse_loading_script(str(script))
         got = "a directory without data files"
     elif glob.has_magic(path):
         matches = [Path(name) for name in glob.glob(str(local), recursive=True)]
@@ -180,6 +191,32 @@ class DataFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class DataDirectory:
+    """A directory of data files, such as a clone of a hub dataset."""
+
+    name: str
+    folder: Path
+
+    def records(self, split: str, config: TableConfig) -> LocatedRecords:
+        splits, files = self._files(split, config)
+        for file in splits.left_out:
+            yield str(file), Skipped(f"file of no split: {file.relative_to(self.folder)}")
+        for file in files:
+            yield from read_records(file)
+
+    def fingerprint(self, split: str, config: TableConfig) -> str:
+        return _digest(config, self._files(split, config)[1])
+
+    def _files(self, split: str, config: TableConfig) -> tuple[Splits, tuple[Path, ...]]:
+        """All splits, and the files of the one to read. Without names of splits, all files are of any split."""
+        root = subdirectory(self.name, self.folder, config.data_dir)
+        splits = splits_of(self.name, self.folder, config.data_dir, config.subset, data_files(str(root)))
+        if not splits.named and config.split is None:
+            split = TRAIN
+        return splits, _choose_split(self.name, splits.files, split)
+
+
+@dataclass(frozen=True, slots=True)
 class SavedDataset:
     """A directory written by `save_to_disk` of a Dataset or a DatasetDict."""
 
@@ -229,7 +266,14 @@ class HubDataset:
     def records(self, split: str, config: TableConfig) -> LocatedRecords:
         import datasets
 
-        splits = self._load(datasets.load_dataset, config, streaming=config.streaming)
+        try:
+            splits = self._load(datasets.load_dataset, config, streaming=config.streaming)
+        except UserError:
+            downloaded = self._downloaded()
+            if downloaded is None:
+                raise
+            yield from downloaded.records(split, config)
+            return
         rows = _choose_split(self.name, splits, split)
         location = f"{self.name}/{split}"
         with _reading(location, OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
@@ -243,8 +287,26 @@ class HubDataset:
         """A digest with the builder's hash, which is the commit of a hub dataset."""
         import datasets
 
-        builder = self._load(datasets.load_dataset_builder, config)
-        return _digest((self.hub_id, builder.hash, split, config), ())
+        try:
+            commit = self._load(datasets.load_dataset_builder, config).hash
+        except UserError:
+            downloaded = self._downloaded()
+            if downloaded is None:
+                raise
+            commit = downloaded.folder.name  # as the builder's hash
+        return _digest((self.hub_id, commit, split, config), ())
+
+    def _downloaded(self) -> DataDirectory | None:
+        """The files that `hf download` has put into the hub's local cache, offline; None without data files there."""
+        if not constants.HF_HUB_OFFLINE:
+            return None
+        try:
+            folder = Path(
+                snapshot_download(self.hub_id, repo_type="dataset", revision=self.revision, local_files_only=True)
+            )
+        except LocalEntryNotFoundError:
+            return None
+        return DataDirectory(self.name, folder) if any(_data_files_in(folder)) else None
 
     def _load(self, function: Any, config: TableConfig, **options: Any) -> Any:
         """Call one of the loading functions of `datasets`.

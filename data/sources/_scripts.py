@@ -1,6 +1,6 @@
 """Datasets that the hub has only as a loading script."""
 
-from data.read.paths import PARQUET_REVISION, RecordReader, open_path
+from data.read.paths import PARQUET_REVISION, RecordReader, is_hub_id, open_path
 from rlhf.errors import UserError
 
 
@@ -9,7 +9,7 @@ def open_download(source: str, path: str, hub_ids: tuple[str, ...]) -> RecordRea
 
     Raises: UserError, with the cure, if `path` is empty or the hub dataset.
     """
-    if not path or path.casefold() in map(str.casefold, hub_ids):
+    if not path or (is_hub_id(path) and path.casefold() in map(str.casefold, hub_ids)):
         hub_id = path or hub_ids[0]
         raise UserError(
             f"{source}: {hub_id} ships a loading script, which `datasets` refuses to run; download its data files and "

@@ -104,11 +104,12 @@ def test_hub_ids_and_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert not is_hub_id(path)
 
 
-def test_files_have_no_splits_or_subsets(tmp_path: Path) -> None:
+def test_a_file_has_no_splits_or_subsets(tmp_path: Path) -> None:
     make(tmp_path, "x.jsonl")
-    message = read_error(str(tmp_path), config=TableConfig(split="test"))
-    assert message.startswith(f"{tmp_path}: got split=test, expected none: files have no parts")
-    assert "got data_dir=x" in read_error(str(tmp_path), config=TableConfig(data_dir="x"))
+    path = str(tmp_path / "x.jsonl")
+    message = read_error(path, config=TableConfig(split="test"))
+    assert message.startswith(f"{path}: got split=test, expected none: files have no parts")
+    assert "got data_dir=x" in read_error(path, config=TableConfig(data_dir="x"))
 
 
 def test_a_loading_script_is_refused_and_not_run(tmp_path: Path) -> None:

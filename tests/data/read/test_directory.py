@@ -1,0 +1,223 @@
+"""A directory, such as a clone of a hub dataset, is read as the hub dataset is; `datasets` itself is the oracle."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.parquet
+import pytest
+from huggingface_hub import constants
+
+from data.build.mixture import open_origin, parse_data_path
+from data.read.paths import TableConfig, open_path
+from data.read.records import Skipped
+from rlhf.errors import UserError
+from rlhf.types import Row
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(lines, encoding="utf-8")
+
+
+def pair(text: str) -> dict[str, str]:
+    return {side: f"\n\nHuman: {text}\n\nAssistant: {side} {text}" for side in ("chosen", "rejected")}
+
+
+def static(text: str) -> dict[str, str]:
+    prompt = f"\n\nHuman: {text}\n\nAssistant:"
+    return {"prompt": prompt, "response": " good", "chosen": " good", "rejected": f" bad {text}"}
+
+
+def post(text: str) -> dict[str, Any]:
+    refs = {"human_ref_A": f"good {text}", "human_ref_B": f"bad {text}"}
+    return {"post_id": text, "domain": text, "history": f"ask {text}", **refs, "labels": 1, "score_ratio": 3.0}
+
+
+def instruction(text: str) -> dict[str, str]:
+    return {"prompt": text, "chosen": f"good {text}", "rejected": f"bad {text}"}
+
+
+def question(text: str) -> dict[str, Any]:
+    sides = {"answer_0": f"good {text}", "answer_1": f"bad {text}", "score_0": 1.0, "score_1": -1.0}
+    return {"question": {"dataset": "eli5", "id": text, "full_text": f"why {text}"}, **sides}
+
+
+SHARD = "-00000-of-00001-0a1b.parquet"
+HH_PARTS = ("harmless-base", "helpful-base", "helpful-online", "helpful-rejection-sampled")
+CLONES: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...]]] = {
+    "Dahoas/rm-static": (static, (f"data/train{SHARD}", f"data/test{SHARD}")),
+    "Dahoas/full-hh-rlhf": (static, (f"data/train{SHARD}", f"data/test{SHARD}")),
+    "Dahoas/synthetic-instruct-gptj-pairwise": (instruction, (f"data/train{SHARD}",)),
+    "stanfordnlp/SHP": (post, tuple(f"ask{a}/{b}.json" for a in "xy" for b in ("train", "validation", "test"))),
+    "Anthropic/hh-rlhf": (pair, tuple(f"{part}/{split}.jsonl.gz" for part in HH_PARTS for split in ("train", "test"))),
+    "openai/webgpt_comparisons": (question, ("comparisons.jsonl",)),
+}
+RED_TEAM = "red-team-attempts/red_team_attempts.jsonl.gz"
+
+
+def clone(folder: Path, hub_id: str) -> Path:
+    """What `git clone` of the dataset gives: two rows a file, whose texts name it."""
+    row, files = CLONES[hub_id]
+    for file in files:
+        write(folder / file, [row(f"{file} {i}") for i in range(2)])
+    if hub_id == "Anthropic/hh-rlhf":
+        write(folder / RED_TEAM, [{"transcript": "\n\nHuman: x\n\nAssistant: y", "rating": 4}])
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# A card\n")
+    (folder / ".git").mkdir()
+    url = f"https://huggingface.co/datasets/{hub_id}"
+    (folder / ".git/config").write_text(f'[core]\n\tbare = false\n[remote "origin"]\n\turl = {url}\n\tfetch = +x\n')
+    return folder
+
+
+def records(folder: Path, split: str | None, **options: Any) -> tuple[list[Any], list[str]]:
+    """The records, and why others are left out."""
+    config = TableConfig(split=split, **options)
+    found = [record for _, record in open_path(str(folder)).records(split or "train", config)]
+    return [r for r in found if not isinstance(r, Skipped)], [r.reason for r in found if isinstance(r, Skipped)]
+
+
+@pytest.mark.parametrize("hub_id", CLONES)
+def test_a_clone_has_the_splits_of_the_hub(hub_id: str, tmp_path: Path) -> None:
+    """Of all its files, and of each directory that can be named."""
+    folder = clone(tmp_path / "it", hub_id)
+    datasets.disable_progress_bars()
+    directories = {file.split("/")[0] for file in CLONES[hub_id][1] if file.count("/")} - {"data"}
+    for data_dir in (None, *sorted(directories)):
+        expected = datasets.load_dataset(str(folder), data_dir=data_dir, cache_dir=str(tmp_path / "cache"))
+        for split in expected:
+            found, left_out = records(folder, split, data_dir=data_dir)
+            assert found == list(expected[split]), (data_dir, split)
+            red_team = hub_id == "Anthropic/hh-rlhf" and data_dir is None
+            assert left_out == ([f"file of no split: {RED_TEAM}"] if red_team else [])
+        with pytest.raises(UserError, match=f"no split 'tset'; have {', '.join(expected)}"):
+            records(folder, "tset", data_dir=data_dir)
+    assert records(folder, None)[0] == list(
+        datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))["train"]
+    )
+
+
+@pytest.mark.parametrize("hub_id", CLONES)
+def test_a_clone_is_read_by_the_source_of_the_dataset(hub_id: str, tmp_path: Path) -> None:
+    """By the address in .git/config, or by a path that ends in OWNER/NAME."""
+    folder = clone(tmp_path / "any name", hub_id)
+    copy = tmp_path / hub_id
+    copy.parent.mkdir()
+    (tmp_path / "any name/.git").rename(tmp_path / "away")
+    folder.rename(copy)
+    by_name, row = open_origin(str(copy)), CLONES[hub_id][0]
+    (tmp_path / "away").rename(copy / ".git")
+    copy.rename(folder)
+    by_address = open_origin(str(folder))
+    assert parse_data_path(str(folder))[0] != "files"
+    assert by_address.source.parse is not None and type(by_name.source) is type(by_address.source)  # type: ignore[attr-defined]
+    rows = [row for row in by_address.rows("reward") if isinstance(row, Row)]
+    trained = [file for file in CLONES[hub_id][1] if "train" in file or "comparisons" in file]
+    assert len(rows) == 2 * len(trained) and row is not None
+    assert all("good" in (each.response or "") or "chosen" in (each.response or "") for each in rows)
+
+
+def test_the_subsets_of_a_card(tmp_path: Path) -> None:
+    """As `datasets` reads the card; a card that names files elsewhere is refused."""
+    for part in ("a", "b"):
+        for split in ("train", "test"):
+            write(tmp_path / f"{part}/{split}.jsonl", [{"text": f"{part} {split}"}])
+    write(tmp_path / "more.jsonl", [{"text": "more"}])
+    configs: list[dict[str, Any]] = [
+        {"config_name": "first", "data_files": [{"split": "train", "path": ["a/*.jsonl", "more.jsonl"]}]},
+        {"config_name": "second", "data_dir": "b"},
+    ]
+    card = tmp_path / "README.md"
+    card.write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    datasets.disable_progress_bars()
+    for subset in ("first", "second"):
+        expected = datasets.load_dataset(str(tmp_path), subset, cache_dir=str(tmp_path / ".cache"))
+        for split in expected:
+            found = records(tmp_path, split, subset=subset)[0]
+            assert sorted(map(str, found)) == sorted(map(str, expected[split]))
+    for options, message in (
+        ({}, "has several subsets; choose one of first, second with subset=NAME"),
+        ({"subset": "secnd"}, r"no subset 'secnd'; have first, second \(did you mean 'second'\?\)"),
+        ({"data_dir": "c"}, "no directory 'c' in it; have a, b"),
+        ({"data_dir": "../x"}, "no directory '../x' in it; have a, b"),
+    ):
+        with pytest.raises(UserError, match=message):
+            records(tmp_path, None, **options)
+    for path in ("../secret.jsonl", "/etc/passwd", "https://example.com/x.jsonl"):
+        configs = [{"config_name": "default", "data_files": path}]
+        card.write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+        with pytest.raises(UserError, match="expected files in the same directory"):
+            records(tmp_path, None)
+    card.write_text("---\nconfigs: 3\n---\n")
+    with pytest.raises(UserError, match=r"README.md: its dataset card cannot be read: Expected configs to be a list"):
+        records(tmp_path, None)
+
+
+def test_files_without_names_of_splits_are_all_read(tmp_path: Path) -> None:
+    for name in ("one.jsonl", "two.csv"):
+        (tmp_path / name).write_text('{"text": "x"}\n' if name.endswith("jsonl") else "text\nx\n")
+    assert records(tmp_path, None) == ([{"text": "x"}] * 2, [])
+    assert [*open_path(str(tmp_path)).records("train_sft", TableConfig())] != []  # of a source with splits of its own
+    before = open_path(str(tmp_path)).fingerprint("train", TableConfig())
+    (tmp_path / "two.csv").write_text("text\ny\n")
+    assert open_path(str(tmp_path)).fingerprint("train", TableConfig()) != before
+
+
+def test_a_clone_of_a_loading_script_alone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("import datasets\nclass X(datasets.GeneratorBasedBuilder):\n    pass\n")
+    with pytest.raises(UserError, match="got a loading script of `datasets`"):
+        open_path(str(tmp_path))
+
+
+# --- the hub's local caches, offline
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    datasets.disable_progress_bars()
+    return tmp_path
+
+
+def test_what_the_hub_client_has_downloaded_is_read_offline(offline: Path) -> None:
+    """HF_HOME/hub, as `hf download --repo-type dataset` fills it."""
+    repository = offline / "hub/datasets--owner--name"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    write(repository / f"snapshots/{commit}/data/train.jsonl", [{"text": "a"}])
+    write(repository / f"snapshots/{commit}/data/test.jsonl", [{"text": "b"}])
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    for split, text in (("train", "a"), ("test", "b")):
+        path = open_path("owner/name")
+        assert [record for _, record in path.records(split, TableConfig())] == [{"text": text}]
+        assert path.fingerprint(split, TableConfig()) == open_path(f"owner/name@{commit}").fingerprint(
+            split, TableConfig()
+        )
+    with pytest.raises(UserError, match="owner/other: cannot be loaded"):
+        list(open_path("owner/other").records("train", TableConfig()))
+
+
+def test_what_datasets_has_prepared_is_read_offline(offline: Path) -> None:
+    """HF_HOME/datasets, as an earlier `load_dataset` of the hub id leaves it."""
+    write(offline / "name/train.jsonl", [{"text": "a"}, {"text": "b"}])
+    loaded = datasets.load_dataset(str(offline / "name"), cache_dir=str(offline / "made"))["train"]
+    folder = offline / "datasets/owner___name/default/0.0.0/0123456789abcdef"
+    folder.parent.mkdir(parents=True)
+    made = Path(loaded.cache_files[0]["filename"])
+    made.parent.rename(folder)
+    (folder / made.name).rename(folder / "name-train.arrow")
+    path = open_path("owner/name")
+    assert [record for _, record in path.records("train", TableConfig())] == [{"text": "a"}, {"text": "b"}]
+    assert path.fingerprint("train", TableConfig())
