@@ -1,7 +1,7 @@
 """Encoding of rows: each becomes token ids of bounded length, or a reason why it was dropped. No tensors yet."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -22,6 +22,8 @@ class Truncation:
     prompt: bool = False
     response: bool = False
     """a response lost its end and EOS; of a pair, one side or both"""
+    seen_prompt: int = field(default=0, compare=False)
+    """a 64-bit digest of the prompt's ids after truncation; 0 without a prompt"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ class RowEncoder:
             cut = fitted.messages is not row.prompt
             yield (
                 Prompt(tuple(fitted.ids), replace(row, prompt=tuple(fitted.messages)) if cut else row),
-                Truncation(prompt=cut),
+                Truncation(prompt=cut, seen_prompt=fitted.digest),
             )
 
     def _prompt_ids(self, rows: Sequence[Row]) -> list[Ids]:
@@ -157,7 +159,8 @@ class RowEncoder:
             raise Unusable("response too long")
         fitted = self._fit_prompt(row, prompt, min(room, self.options.max_prompt_length))
         truncated = [response[: length - len(fitted.ids)] for response in responses]
-        return fitted, truncated, Truncation(fitted.messages is not row.prompt, truncated != list(responses))
+        cut = Truncation(fitted.messages is not row.prompt, truncated != list(responses), fitted.digest)
+        return fitted, truncated, cut
 
     @cached_property
     def _min_prompt_length(self) -> int:

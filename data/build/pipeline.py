@@ -13,7 +13,7 @@ from data.build.encode import LossOn, RowEncoder
 from data.build.gather import GatheredRows, gather
 from data.build.mixture import Origin
 from data.build.pack import pack
-from data.build.report import BEYOND_LIMIT, item_outcomes, make_report
+from data.build.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_outcomes, make_report, seen_prompts
 from data.build.split import blend, order_by_group
 from data.build.store import encode_file
 from data.config import DataOptions
@@ -62,12 +62,17 @@ def build_dataset(
     }
     weighted = origins[0].weight is not None
     rows.count(np.setdiff1d(train, tokenised), BEYOND_LIMIT["weight" if weighted else "train"])
+    seen = SeenPrompts(*seen_prompts(folder), rows.groups[item_rows])
+    held_out_too = seen.held_out(splits["train"], splits["evaluation"])
+    rows.count(item_rows[splits["train"][held_out_too]], CUT_TO_HELD_OUT)
+    splits["train"] = splits["train"][~held_out_too]
     if weighted:
         splits["train"] = _blend(rows, item_rows, splits["train"], origins, options.max_train_rows)
     elif options.max_train_rows is not None:
         splits["train"], beyond = np.split(splits["train"], [options.max_train_rows])
         rows.count(item_rows[beyond], BEYOND_LIMIT["train"])
     report = make_report(folder, rows, origins, item_rows, splits)
+    report["train"]["cut_alike"] = seen.cut_alike(np.unique(splits["train"]))
     for name, index in splits.items():
         np.save(folder / f"{name}.npy", index)
         if recipe.phase == "reward":
@@ -75,6 +80,33 @@ def build_dataset(
     if recipe.objective == "text":
         pack(folder, options.max_length)
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPrompts:
+    """The prompts of all items as the model sees them, without the turns that were cut. Arrays [N]."""
+
+    digests: np.ndarray
+    """int64 digest of the ids; 0 without a prompt"""
+    cut: np.ndarray
+    """bool, whether the prompt lost turns or words"""
+    groups: np.ndarray
+    """uint64 digest of the row's group, by which rows are divided"""
+
+    def held_out(self, train: np.ndarray, evaluation: np.ndarray) -> np.ndarray:
+        """Which training items have the prompt of an evaluation item because one of the two was cut. [len(train)]
+
+        Prompts that are equal without a cut are of one group, or have no text at all.
+        """
+        evaluated = self.digests[evaluation]
+        alike = self.cut[train] & np.isin(self.digests[train], evaluated)
+        return alike | np.isin(self.digests[train], evaluated[self.cut[evaluation]])
+
+    def cut_alike(self, items: np.ndarray) -> int:
+        """The number of these items whose cut prompt is also that of an item of another group."""
+        pairs = np.unique(np.stack([self.digests[items], self.groups[items].astype(np.int64)]), axis=1)[0]
+        digests, counts = np.unique(pairs, return_counts=True)
+        return int((self.cut[items] & np.isin(self.digests[items], digests[counts > 1])).sum())
 
 
 def _order_rows(rows: GatheredRows, selected: np.ndarray) -> np.ndarray:

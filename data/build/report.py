@@ -15,6 +15,7 @@ from data.config import DataOptions
 from data.read.records import Phase
 from rlhf.errors import UserError
 
+CUT_TO_HELD_OUT = "prompt held out for evaluation, once old turns are cut"
 REQUIRED = {"sft": "a response", "reward": "a preferred and a rejected response", "ppo": "a prompt"}
 """what a row must have to serve a phase"""
 SPLITS = {"train": "training", "evaluation": "evaluation"}
@@ -74,6 +75,16 @@ def item_outcomes(folder: Path) -> list[np.ndarray]:
     return [np.array(table.data.column(name) if table is not None else [], kind) for name, kind in kinds.items()]
 
 
+def seen_prompts(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Columns of the items [N]: the digest of the prompt that the model sees, and whether it was cut."""
+    table = read_items(folder)
+    kinds = {"seen_prompt": np.int64, "prompt_cut": bool}
+    digests, cut = (
+        np.array(table.data.column(name) if table is not None else [], kind) for name, kind in kinds.items()
+    )
+    return digests, cut
+
+
 def count_outcomes(report: dict[str, Any]) -> dict[str, int]:
     """outcome -> rows, over all sources, the most frequent outcome first."""
     total: Counter[str] = Counter()
@@ -96,6 +107,12 @@ def data_warnings(report: dict[str, Any], phase: Phase, options: DataOptions) ->
         warnings.append(
             f"{train['shortened']} of {train['different_rows']} training rows are cut to length: {lost} "
             f"(--max-length {options.max_length}, --max-prompt-length {options.max_prompt_length})"
+        )
+    if train["cut_alike"]:
+        warnings.append(
+            f"{train['cut_alike']} of {train['different_rows']} training rows have the same prompt as another dialogue "
+            "once old turns are cut, and rows are divided by whole dialogues: the same prompt may serve several stages "
+            f"(--max-prompt-length {options.max_prompt_length}, --max-length {options.max_length})"
         )
     other_phase = count_outcomes(report).get(OTHER_PHASE, 0)
     if other_phase:

@@ -39,6 +39,7 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
     }
     common = {"length": datasets.Value("int32"), "reason": datasets.Value("string")}
     common |= dict.fromkeys(("prompt_cut", "response_cut"), datasets.Value("bool"))
+    common |= {"seen_prompt": datasets.Value("int64")}
     return datasets.Features(phase_columns[phase] | common)
 
 
@@ -48,7 +49,12 @@ def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -
     for result, text in zip(encoded, texts, strict=True):
         item, cut, reason = (None, Truncation(), result) if isinstance(result, str) else (*result, "")
         phase_columns = EMPTY_COLUMNS[phase] if item is None else _phase_columns(item, text, cut)
-        common = {"prompt_cut": cut.prompt, "response_cut": cut.response, "reason": reason}
+        common: dict[str, Any] = {
+            "prompt_cut": cut.prompt,
+            "response_cut": cut.response,
+            "seen_prompt": cut.seen_prompt,
+        }
+        common |= {"reason": reason}
         for name, value in (phase_columns | common).items():
             columns[name].append(value)
     return columns

@@ -45,13 +45,17 @@ def suffix(path: DataFile) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def read_records(path: DataFile) -> LocatedRecords:
+def read_records(path: DataFile, lines: bool = False) -> LocatedRecords:
     """Every row of a data file. A row that cannot be read gives a Skipped, and reading continues with the next row.
 
-    Raises: UserError if the whole file cannot be read: it is damaged, or its format differs from its suffix.
+    lines: whether each line of a .txt file is a document
+    Raises: UserError if the whole file cannot be read: it is damaged, or its format differs from its suffix; or if
+    `lines` is set for a file of another format.
     """
+    if lines and suffix(path) != ".txt":
+        raise UserError(f"{path}: got lines=true, which is for .txt files; expected none")
     with _open_file(path) as file:
-        yield from FORMATS[suffix(path)](path, file)
+        yield from _read_lines(path, file) if lines else FORMATS[suffix(path)](path, file)
 
 
 @contextmanager
@@ -199,6 +203,13 @@ def _read_documents(path: DataFile, file: IO[bytes]) -> LocatedRecords:
         elif lines:
             yield _decode_document(path, number - len(lines), b"".join(lines))
             lines = []
+
+
+def _read_lines(path: DataFile, file: IO[bytes]) -> LocatedRecords:
+    """A document in each line that is not empty, in a column `text`."""
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield _decode_document(path, number, line)
 
 
 def _decode_document(path: DataFile, number: int, content: bytes) -> tuple[str, Record | Skipped]:

@@ -45,6 +45,8 @@ class TableConfig(Config):
     """configuration of the hub dataset, or of its clone"""
     data_dir: str | None = None
     """directory inside the hub dataset or a local directory, such as harmless-base"""
+    lines: bool = False
+    """.txt files: each line is a document; otherwise empty lines separate documents"""
     streaming: bool = False
     """read a hub dataset row by row without storing it; requires max_train_rows, and uses the first rows"""
 
@@ -184,7 +186,7 @@ class DataFiles:
     def records(self, split: str, config: TableConfig) -> LocatedRecords:
         _refuse_options(self.name, config, ("split", "subset", "data_dir"), NO_PARTS)
         for file in self.files:
-            yield from read_records(file)
+            yield from read_records(file, config.lines)
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
         return _digest(config, self.files)
@@ -202,7 +204,7 @@ class DataDirectory:
         for file in splits.left_out:
             yield str(file), Skipped(f"file of no split: {file.relative_to(self.folder)}")
         for file in files:
-            yield from read_records(file)
+            yield from read_records(file, config.lines)
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
         return _digest(config, self._files(split, config)[1])
@@ -227,7 +229,7 @@ class SavedDataset:
         import datasets  # half a second, needed here only
         import pyarrow
 
-        _refuse_options(self.name, config, ("subset", "data_dir"), "a saved dataset has splits only")
+        _refuse_options(self.name, config, ("subset", "data_dir", "lines"), "a saved dataset has splits only")
         self._refuse_other_folders()
         with _reading(self.name, *READ_ERRORS, pyarrow.ArrowException):
             saved = datasets.load_from_disk(str(self.folder))
@@ -266,6 +268,7 @@ class HubDataset:
     def records(self, split: str, config: TableConfig) -> LocatedRecords:
         import datasets
 
+        _refuse_options(self.name, config, ("lines",), "it is for local .txt files")
         try:
             splits = self._load(datasets.load_dataset, config, streaming=config.streaming)
         except UserError:
@@ -348,7 +351,7 @@ class HubDataset:
 
 def _refuse_options(name: str, config: TableConfig, options: Iterable[str], cure: str) -> None:
     for option in options:
-        if getattr(config, option) is not None:
+        if getattr(config, option) not in (None, False):
             raise UserError(f"{name}: got {option}={getattr(config, option)}, expected none: {cure}")
 
 

@@ -7,8 +7,10 @@ prompt is always one that the template renders, and it always has words of the u
 
 import math
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate
 
 from rlhf.text.tokenizer import Template
@@ -31,6 +33,11 @@ class FittedPrompt:
     ids: Ids
     messages: Sequence[Message]
     """the prompt after truncation"""
+
+    @property
+    def digest(self) -> int:
+        """A 64-bit digest of the ids."""
+        return int.from_bytes(blake2b(array("I", self.ids).tobytes(), digest_size=8).digest(), signed=True)
 
 
 def min_prompt_length(template: Template, length: int) -> int:

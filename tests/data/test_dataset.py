@@ -144,6 +144,45 @@ def test_the_phases_and_evaluation_share_no_prompt(tmp_path: Path, plain: PreTra
 # --- items
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_held_out_prompt_stays_held_out_once_old_turns_are_cut(
+    phase: Any, tmp_path: Path, plain: PreTrainedTokenizerBase
+) -> None:
+    """Of 60 dialogues the model sees the last turn alone, one of twelve. The others are short, and not cut."""
+    rows = []
+    for i in range(80):
+        long = [("user", words(*range(20 + i, 40 + i))), ("assistant", words(1)), ("user", words(500 + i % 12))]
+        turns = long if i < 60 else [("user", words(100 + i))]
+        prompt = [{"role": role, "content": content} for role, content in turns]
+        rows.append({"prompt": prompt, "chosen": words(i, 3), "rejected": words(i, 4)})
+    shares = tuple(float(name == phase) for name in PHASES)
+    options = DataOptions(
+        data_path=write(tmp_path / "x.jsonl", rows), data_split=shares, chat_template="plain", max_prompt_length=12,
+        eval_fraction=0.08,
+    )  # fmt: skip
+    opened = open_datasets(options, Recipe(phase), plain)
+    held_out, train = ([seen_prompt(item) for item in side] for side in (opened.evaluation, opened.train))
+    assert held_out and train and not {*held_out} & {*train}
+    parsed = [Row(tuple(Message(**turn) for turn in row["prompt"])) for row in rows]
+    evaluated = [share_of(row, options) == "evaluation" for row in parsed]
+    last = [row.prompt[-1].content for row in parsed]
+    also = sum(text in {t for t, out in zip(last, evaluated, strict=True) if out} for text in last) - sum(evaluated)
+    assert 0 < also == opened.report["sources"][0]["outcomes"]["prompt held out for evaluation, once old turns are cut"]
+    assert len(train) == 80 - sum(evaluated) - also
+    alike = sum(train.count(prompt) > 1 for prompt in train)
+    [note] = [note for note in opened.notes if "same prompt as another dialogue" in note]
+    assert note.startswith(f"{alike} of {len(train)} training rows have the same prompt") and alike > 1
+    whole = options.model_copy(update={"max_prompt_length": 64})
+    opened = open_datasets(whole, Recipe(phase), plain)
+    assert len(opened.train) == 80 - sum(evaluated) and not any("dialogue" in note for note in opened.notes)
+
+
+def seen_prompt(item: Item) -> tuple[int, ...]:
+    if isinstance(item, Preference):
+        return item.chosen[: item.prompt_length]
+    return item.ids[: item.spans[0][0]] if isinstance(item, Demonstration) else item.ids
+
+
 def test_items_by_hand(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
     row = {"prompt": words(0, 1), "chosen": words(2), "rejected": words(3, 4), "margin": 2}
     assert one_item(tmp_path, plain, "sft", row) == Demonstration((BOS, *ids(0, 1, 2), EOS), ((3, 5),))

@@ -13,6 +13,9 @@ import pytest
 
 from data.read import formats, json_rows
 from data.read.formats import SUFFIXES, read_records, suffix
+from data.read.paths import TableConfig, open_path
+from data.read.records import Skipped
+from rlhf.errors import UserError
 
 ROWS = [
     {"prompt": "a\u2028b\u0085c", "response": 'say "é"'},
@@ -58,6 +61,24 @@ def test_locations_of_rows(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('[{"a": 1},\n\n{"a":\n2}, {"a": 3}]')
     locations = [location.removeprefix(f"{tmp_path}/x.json") for location, _ in read_records(tmp_path / "x.json")]
     assert locations == [":1: row 1", ":3: row 2", ":4: row 3"]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz"])
+def test_a_document_a_line(tmp_path: Path, name: str) -> None:
+    """`lines=true`, of a file and of a directory."""
+    content = b"\xef\xbb\xbfone two\r\n\n  three\n \nb\xff\nfour"
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    for place in (path, tmp_path):
+        *found, bad, last = open_path(str(place)).records("train", TableConfig(lines=True))
+        assert [*found, last] == [
+            (f"{path}:{line}", {"text": text}) for line, text in ((1, "one two"), (3, "  three"), (6, "four"))
+        ]
+        assert bad[0] == f"{path}:5" and isinstance(bad[1], Skipped) and "0xff at offset 1" in bad[1].reason
+    other = tmp_path / "y.jsonl"
+    other.write_text('{"text": "x"}\n')
+    with pytest.raises(UserError, match=r"y.jsonl: got lines=true, which is for .txt files"):
+        list(open_path(str(other)).records("train", TableConfig(lines=True)))
 
 
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
