@@ -31,7 +31,6 @@ from rlhf.errors import UserError
 from rlhf.launch import launcher, rank_variables, supervisor
 from rlhf.launch.failure_summary import command_to_resume, failure_summary
 from rlhf.launch.hosts import Deployment
-from rlhf.plan.options import PlanOptions
 from rlhf.shipped import CONFIGS
 from rlhf.training import stage_process
 
@@ -42,37 +41,6 @@ UNFINISHED = (
     "exit code 0 without a manifest.json (look for sys.exit and os._exit in your reward function and other files of "
     "your own)"
 )
-
-
-def _workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
-    """(options and workload function of each chosen stage, options of the plan, models that step 3 starts from)"""
-    from rlhf.chain.steps import chosen_steps
-    from step3_ppo.plan import earlier_models
-
-    plan_options = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
-    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), load(step).workload) for step in chosen_steps(chain)}
-    planned = {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
-    return stages, plan_options, earlier_models(chain.output_dir, planned)
-
-
-def forecast(chain: Any) -> str:
-    """The text of `--plan`: memory, time and disk of every stage."""
-    from rlhf.plan.command import format_plans
-
-    stages, plan_options, model_paths = _workloads(chain)
-    return format_plans(stages, plan_options, 1 if chain.devices else resolve_deployment(chain).processes, model_paths)
-
-
-def resolve_zero_stages(chain: Any, processes: int) -> Any:
-    """Replace `--zero-stage auto` by a stage that fits, and print it. Raises: UserError if none fits."""
-    from rlhf.plan.command import resolve_zero_stage
-
-    stages, plan_options, model_paths = _workloads(chain)
-    for section, (options, workload) in stages.items():
-        resolved, line = resolve_zero_stage(options, workload, plan_options, processes, model_paths)
-        print(line, end="\n" if line else "", flush=True)
-        chain = chain.model_copy(update={section: resolved})
-    return chain
 
 
 def plan(chain: Any, processes: int) -> dict[int, Any]:
@@ -203,8 +171,10 @@ def run_chain(ranks: Any = None) -> int:
         return 0
     launcher.require_open_files()
     console.quiet_libraries()
+    from rlhf.chain import planning  # imported here because it imports torch
+
     if chain.plan:
-        print(forecast(chain))
+        print(planning.forecast(chain, 1 if chain.devices else resolve_deployment(chain).processes))
         return 0
     from rlhf.storage import manifests
 
@@ -213,7 +183,7 @@ def run_chain(ranks: Any = None) -> int:
     with stage_process.requeue_on_signal(), manifests.locked(Path(chain.output_dir)):
         sweep(Path(chain.output_dir))
         deployment = resolve_deployment(chain)
-        chain = resolve_zero_stages(chain, deployment.processes)
+        chain = planning.resolve_zero_stages(chain, deployment.processes)
         todo = plan(chain, deployment.processes)
         if todo:
             print(note, end="", flush=True)

@@ -105,7 +105,8 @@ class EngineOptions(Config):
     Master weights, sums of gradients and score heads are always fp32"""
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 1
     """what ZeRO shards over the ranks: 0 nothing (in bf16 and fp16 as 1), 1 optimizer state, 2 also gradients, 3 also
-    weights; auto = the fastest setting that fits, offload and gradient checkpointing included (--plan shows it)"""
+    weights; auto = the fastest setting that fits, with offloading, gradient checkpointing and fewer rows at once if
+    needed (--plan shows it)"""
     offload_optimizer: bool = False
     """keep optimizer state in CPU memory"""
     offload_param: bool = False

@@ -48,3 +48,14 @@ def resolve(name: str) -> str:
     'facebook/opt-1.3b'
     """
     return name if Path(name).exists() else known_names().get(name.lower(), name)
+
+
+def short_name(name: str) -> str:
+    """The short name of a hub id, in lower case; another name does not change, except for its case.
+
+    >>> short_name("facebook/opt-1.3b"), short_name("Llama-2-7b-hf")
+    ('opt-1.3b', 'llama-2-7b')
+    """
+    ids = known_names()
+    short_by_id = {model_id.lower(): short for short, model_id in ids.items()}
+    return short_by_id.get(ids.get(name.lower(), name).lower(), name.lower())

@@ -1,64 +1,149 @@
-"""`--zero-stage auto`: the first setting, in order of speed, whose memory suffices."""
+"""The fastest setting of a stage whose memory suffices: `--zero-stage auto`, and the command that a plan proposes."""
 
-from collections.abc import Callable, Iterator
+import functools
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any, TypeVar
 
-from rlhf.config.options import EngineOptions
+from rlhf.config.options import EngineOptions, FrozenOptions
+from rlhf.config.parser import changed
 from rlhf.errors import UserError
-from rlhf.plan.forecast import Forecast, Workload, forecast
+from rlhf.plan.cost import cost
+from rlhf.plan.forecast import Forecast, Workload, forecast, resident_bytes
 from rlhf.plan.machine import Machine
 
 C = TypeVar("C", bound=EngineOptions)
 
 AUTO = "auto"
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"zero_stage": 0},
-    {"zero_stage": 1},
-    {"zero_stage": 2},
-    {"zero_stage": 3},
-    {"zero_stage": 3, "offload_optimizer": True},
-    {"zero_stage": 3, "offload_optimizer": True, "offload_param": True, "gradient_checkpointing": True},
+OFFLOAD = {"zero_stage": 3, "offload_optimizer": True}
+SHARDING: tuple[dict[str, Any], ...] = (
+    *({"zero_stage": number} for number in (0, 1, 2, 3)),
+    *({"zero_stage": number, "offload_optimizer": True} for number in (1, 2)),
+    OFFLOAD,
+    OFFLOAD | {"offload_param": True},
+    {"zero_stage": 3, "gather_whole": False},
+    OFFLOAD | {"gather_whole": False},
+    OFFLOAD | {"offload_param": True, "gather_whole": False},
 )
-"""Each setting needs less memory on the device than the one before it, and more time."""
-CANDIDATES = (*SETTINGS, *({**setting, "gather_whole": False} for setting in SETTINGS[3:]))
-"""The last ones are for a model whose weights do not fit on one device even for generation."""
+"""What ZeRO shards, and what lies in CPU memory. Without gather_whole no device holds all weights at any time."""
 FLAGS = ("offload_optimizer", "offload_param", "gradient_checkpointing")
+ROWS = ("micro_batch_size", "rollout_batch_size")
+"""options that are halved as long as they are above 1"""
+ADAPTER = "lora,r=16,lora_alpha=32"
+SAME_SPEED = 1.1
+"""a plan does not know times more exactly"""
+CURE = "use more devices, a smaller --max-length, --adapter lora, or a smaller model"
+FASTER_LEARNING = 10
+"""factor of the learning rates with an adapter, as in configs/overlays/lora.yaml"""
 
 
-def candidates(options: C, workload: Callable[[C], Workload], machine: Machine) -> Iterator[tuple[C, Forecast]]:
-    """Every setting in order, with its forecast. Offloading and checkpointing that the user requested stay on."""
-    requested: dict[str, Any] = {name: True for name in FLAGS if getattr(options, name)}
+def candidates(options: C, machine: Machine) -> Iterator[C]:
+    """All settings that change memory and speed, but no result. What the user has switched on stays on."""
+    rows = [_halvings(options, name) for name in ROWS if name in type(options).model_fields]
+    frozen = [name for name in type(options).model_fields if isinstance(getattr(options, name), FrozenOptions)]
+    offloaded = {name: getattr(options, name).model_copy(update={"offload": True}) for name in frozen}
+    checkpointing = [{"gradient_checkpointing": flag} for flag in (False, True)]
+    requested = {name: True for name in FLAGS if getattr(options, name)}
     requested |= {} if options.gather_whole else {"gather_whole": False}
-    for setting in CANDIDATES:
-        candidate = options.model_copy(update=setting | requested)
-        stage_workload = workload(candidate)
-        stage = candidate.zero_stage
-        same_as_stage_1 = stage == 0 and (stage_workload.b < 4 or candidate.offload_optimizer)
-        if not same_as_stage_1 and not (stage != 3 and candidate.offload_param):
-            yield candidate, forecast(stage_workload, machine)
+    changes: list[list[dict[str, Any]]] = [_sharding(machine), checkpointing, *rows]
+    changes += [[{}, offloaded]] if frozen and not machine.on_cpu else []
+    unique: dict[str, C] = {}
+    for combination in product(*changes):
+        update: dict[str, Any] = {}
+        for change in combination:
+            update |= change
+        candidate = options.model_copy(update=update | requested)
+        if candidate.zero_stage == 3 or not (candidate.offload_param or not candidate.gather_whole):
+            unique.setdefault(candidate.model_dump_json(), candidate)
+    yield from unique.values()
+
+
+def _sharding(machine: Machine) -> list[dict[str, Any]]:
+    """The entries of SHARDING that differ: offloading beside a GPU, and division among several processes."""
+    alone = machine.count == 1
+    return [
+        setting
+        for setting in SHARDING
+        if not (machine.on_cpu and "offload_optimizer" in setting)
+        and not (alone and setting["zero_stage"] != 1 and "offload_optimizer" not in setting)
+    ]
+
+
+def _halvings(options: EngineOptions, name: str) -> list[dict[str, Any]]:
+    value = getattr(options, name)
+    return [{name: value >> times} for times in range(value.bit_length())]
 
 
 def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> tuple[C, Forecast]:
-    """(options with the first setting that fits, else with the one whose shortfall is smallest; its forecast)."""
-    best = None
-    for candidate, plan in candidates(options, workload, machine):
-        if plan.fits:
-            return candidate, plan
-        if best is None or sum(plan.shortfall) < sum(best[1].shortfall):
-            best = candidate, plan
-    assert best is not None
-    return best
+    """(options with the fastest setting that fits, else with the least demanding one; its forecast).
+
+    Of the settings that take at most SAME_SPEED as long as the fastest one, the first in the order of SHARDING, then
+    without gradient checkpointing, then with the most rows.
+    """
+    settings = [(candidate, workload(candidate)) for candidate in candidates(options, machine)]
+    settings = [each for each in settings if not _runs_as_stage_1(*each)]
+    seconds = [cost(work, machine).seconds for _, work in settings]
+
+    @functools.cache
+    def plan(index: int) -> Forecast | None:
+        if resident_bytes(settings[index][1], machine).device > machine.memory:
+            return None
+        result = forecast(settings[index][1], machine)
+        return result if result.fits else None
+
+    fastest = next((index for index in sorted(range(len(settings)), key=lambda i: seconds[i]) if plan(index)), None)
+    if fastest is None:
+        small = [(candidate, forecast(work, machine)) for candidate, work in settings if _least_rows(candidate)]
+        return min(small, key=lambda each: sum(each[1].shortfall))
+    for index, (candidate, _) in enumerate(settings):
+        fitting = plan(index) if seconds[index] <= SAME_SPEED * seconds[fastest] else None
+        if fitting is not None:
+            return candidate, fitting
+    raise AssertionError("the fastest setting is one of the settings")
 
 
-def as_flags(options: EngineOptions) -> str:
-    """A setting as options of the command line: `--zero-stage 3 --offload-optimizer`."""
-    flags = ["--" + name.replace("_", "-") for name in FLAGS if getattr(options, name)]
-    flags += [] if options.gather_whole else ["--no-gather-whole"]
-    return " ".join([f"--zero-stage {options.zero_stage}", *flags])
+def _runs_as_stage_1(candidate: EngineOptions, workload: Workload) -> bool:
+    return candidate.zero_stage == 0 and (workload.b < 4 or candidate.offload_optimizer)
+
+
+def _least_rows(candidate: EngineOptions) -> bool:
+    """Whether a pass of this setting needs the least memory."""
+    return candidate.gradient_checkpointing and all(getattr(candidate, name, 1) == 1 for name in ROWS)
+
+
+def with_adapter(options: C) -> C:
+    """The options with LoRA, and with learning rates for it. This changes what is trained."""
+    rates = [name for name in type(options).model_fields if name.endswith("learning_rate")]
+    return options.model_copy(
+        update={"adapter": ADAPTER} | {name: float(f"{FASTER_LEARNING * getattr(options, name):g}") for name in rates}
+    )
+
+
+def as_flags(options: EngineOptions, start: EngineOptions, section: str = "") -> str:
+    """What differs from `start`, as options of the command line: `--zero-stage 3 --offload-optimizer`.
+
+    section: `ppo.`, for options of one stage in a chain
+    """
+    return shlex.join(
+        word for name, value in _leaves(changed(options, start)) for word in _words(f"{section}{name}", value)
+    )
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        yield from _leaves(value, f"{above}{name}.") if isinstance(value, dict) else [(above + name, value)]
+
+
+def _words(name: str, value: Any) -> list[str]:
+    above, dot, option = name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return [f"--{above}{dot}{'' if value else 'no-'}{option}"]
+    return [f"--{above}{dot}{option}", f"{value:g}" if isinstance(value, float) else str(value)]
 
 
 def resolve_auto(options: C, workload: Callable[[C], Workload], machine: Machine) -> tuple[C, str]:
-    """(options with `--zero-stage auto` replaced, a line that names the choice); other options are unchanged.
+    """(options with `--zero-stage auto` replaced, a line that names the choice). No result depends on the choice.
 
     Raises: UserError if no setting fits.
     """
@@ -66,12 +151,14 @@ def resolve_auto(options: C, workload: Callable[[C], Workload], machine: Machine
         return options, ""
     candidate, plan = choose(options, workload, machine)
     if not plan.fits:
-        raise UserError(f"--zero-stage auto: nothing fits; {shortfall_message(plan)}")
-    return candidate, f"{plan.workload.stage}: --zero-stage auto is {as_flags(candidate)}"
+        raise UserError(
+            f"--zero-stage auto: nothing fits; {shortfall_message(plan)} with the least demanding setting; {CURE}"
+        )
+    return candidate, f"{plan.workload.stage}: --zero-stage auto is {as_flags(candidate, options)}"
 
 
 def shortfall_message(plan: Forecast) -> str:
-    """For a plan that does not fit: how much memory is missing, and the cure."""
+    """For a plan that does not fit: how much memory is missing."""
     device, host = plan.shortfall
     shortfalls = []
     if device:
@@ -80,6 +167,4 @@ def shortfall_message(plan: Forecast) -> str:
         )
     if host:
         shortfalls.append(f"{host / 1e9:.1f} GB more CPU memory for each device")
-    smaller = "--micro-batch-size, --max-length" + (" or --rollout-batch-size" if plan.workload.rollout else "")
-    cure = f"use more devices, smaller {smaller}, an adapter, or a smaller model"
-    return f"{plan.workload.stage} needs {' and '.join(shortfalls)} with the least demanding setting: {cure}"
+    return f"{plan.workload.stage} needs {' and '.join(shortfalls)}"

@@ -1,12 +1,14 @@
 """`--plan` and `--zero-stage auto` of a chain of stages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from rlhf.plan.choose import AUTO, as_flags, choose, resolve_auto
+from rlhf.plan.choose import AUTO, CURE, as_flags, choose, resolve_auto, shortfall_message, with_adapter
+from rlhf.plan.cost import Cost, cost
 from rlhf.plan.forecast import Workload, forecast
 from rlhf.plan.machine import Machine, describe_machine
 from rlhf.plan.options import PlanOptions
@@ -15,28 +17,67 @@ from rlhf.plan.report import gigabytes, report
 WorkloadOf = Callable[[Any, str, dict[str, str]], Workload]
 """`workload(options, kind of device, paths of the models that earlier stages make)` of a stage's plan.py"""
 Stages = Mapping[str, tuple[Any, WorkloadOf]]
+"""options and workload of each stage, by its section of options"""
 
 
-def format_plans(stages: Stages, options: PlanOptions, processes: int, model_paths: dict[str, str]) -> str:
-    """The plan of every stage, as text. `processes`: the number that the run would start on this machine."""
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """The plan of one stage."""
+
+    text: str
+    disk: float
+    """bytes"""
+    proposal: Any
+    """the stage's options with the fastest setting that fits; None if none fits"""
+
+
+def plan_stages(stages: Stages, options: PlanOptions, processes: int, model_paths: dict[str, str]) -> list[StagePlan]:
+    """The plan of every stage. `processes`: the number that the run would start on this machine."""
     target = describe_machine(options, processes)
-    reports, disk = [], 0.0
-    for stage_options, workload in stages.values():
-        checked = _checked(workload, target, model_paths)
-        if stage_options.zero_stage == AUTO:
-            chosen, plan = choose(stage_options, checked, target)
-            reports.append(f"{report(plan)}\n  --zero-stage auto: {as_flags(chosen)}")
-        else:
-            plan = forecast(checked(stage_options), target)
-            reports.append(report(plan))
-        disk += plan.disk
-    return "\n\n".join([*reports, f"disk for all stages: {gigabytes(disk)} GB"])
+    return [
+        plan_stage(section, own_options, _checked(workload, target, model_paths), target)
+        for section, (own_options, workload) in stages.items()
+    ]
+
+
+def plan_stage(section: str, options: Any, workload: Callable[[Any], Workload], target: Machine) -> StagePlan:
+    """The forecast of a stage with its options, and the fastest setting that fits.
+
+    LoRA trains other weights, so it is proposed only if nothing else fits; it is mentioned if it avoids offloading.
+    """
+    chosen, best = choose(options, workload, target)
+    forecasts = best if options.zero_stage == AUTO else forecast(workload(options), target)
+    lines = [report(forecasts)]
+    step_cost = cost(best.workload, target)
+    proposal = chosen if best.fits else None
+    if best.fits:
+        lines.append(f"  fastest setting that fits: {_setting(chosen, options, section, step_cost)}")
+    if options.adapter is None and (step_cost.offload or not best.fits):
+        adapted, best = choose(with_adapter(options), workload, target)
+        if best.fits:
+            faster = "with LoRA, which trains fewer weights" if proposal is not None else "fits with LoRA only"
+            lines.append(f"  {faster}: {_setting(adapted, options, section, cost(best.workload, target))}")
+            proposal = proposal or adapted
+    if proposal is None:
+        lines.append(f"  no setting fits: {shortfall_message(best)} with the least demanding one; {CURE}")
+    return StagePlan("\n".join(lines), forecasts.disk, proposal)
+
+
+def _setting(chosen: Any, options: Any, section: str, step_cost: Cost) -> str:
+    flags = as_flags(chosen, options, f"{section}.") or "as it is"
+    return f"{flags} (about {step_cost.seconds:.2g} s)"
+
+
+def format_plans(plans: Sequence[StagePlan]) -> str:
+    """The plans of the stages as text."""
+    disk = sum(plan.disk for plan in plans)
+    return "\n\n".join([*(plan.text for plan in plans), f"disk for all stages: {gigabytes(disk)} GB"])
 
 
 def resolve_zero_stage(
     options: Any, workload: WorkloadOf, plan: PlanOptions, processes: int, model_paths: dict[str, str]
 ) -> tuple[Any, str]:
-    """(a stage's options with `--zero-stage auto` replaced by the first setting that fits, a line that names it).
+    """(a stage's options with `--zero-stage auto` replaced by the fastest setting that fits, a line that names it).
 
     Raises: UserError if no setting fits.
     """

@@ -11,6 +11,7 @@ from rlhf.engine.training import compute_dtype
 from rlhf.plan import activations as activation_peaks
 from rlhf.plan import zero
 from rlhf.plan.activations import Activations, PassShape
+from rlhf.plan.devices import SLOW_BF16
 from rlhf.plan.machine import PROGRAM, Machine
 from rlhf.plan.sizes import Head, Size, size
 from rlhf.plan.zero import MASTER, Bytes, ModelMemory, RankLayout
@@ -170,6 +171,13 @@ def micro_batches(workload: Workload, ranks: int) -> int:
     return max(1, math.ceil(workload.batch / minibatches / ranks / workload.micro_batch))
 
 
+def resident_bytes(workload: Workload, machine: Machine) -> Bytes:
+    """Memory between the parts of a step: less than a step needs, and known without a dry run."""
+    layout = RankLayout(machine.count, machine.on_cpu, micro_batches(workload, machine.count))
+    resident = sum((_model_memory(workload, spec, layout).resident for spec in workload.models), Bytes())
+    return Bytes(resident.total) if machine.on_cpu else resident
+
+
 def forecast(workload: Workload, machine: Machine) -> Forecast:
     """What the workload takes on the machine."""
     layout = RankLayout(machine.count, machine.on_cpu, micro_batches(workload, machine.count))
@@ -177,20 +185,24 @@ def forecast(workload: Workload, machine: Machine) -> Forecast:
     return Forecast(workload, machine, models, tuple(_moments(workload, models, layout, machine.device.memory)))
 
 
+def _model_memory(workload: Workload, spec: ModelSpec, layout: RankLayout) -> ModelMemory:
+    if isinstance(spec.options, EngineOptions):
+        return zero.model_memory(spec.size(), spec.options, workload.b, layout)
+    return zero.frozen_memory(spec.size(), spec.options, workload.b, layout.ranks)
+
+
 def _forecast_model(workload: Workload, spec: ModelSpec, layout: RankLayout) -> ModelForecast:
-    model_size = spec.size()
+    model_size, memory = spec.size(), _model_memory(workload, spec, layout)
     step_rows = math.ceil(workload.batch / (workload.rollout.minibatches if workload.rollout else 1) / layout.ranks)
     sides = workload.shape.rows // workload.micro_batch  # 2 sequences in a pair
     shape = replace(workload.shape, rows=min(workload.micro_batch, step_rows) * sides)
     if isinstance(spec.options, EngineOptions):
-        memory = zero.model_memory(model_size, spec.options, workload.b, layout)
         checkpointing = spec.options.gradient_checkpointing
         shape = replace(shape, entropy=workload.shape.entropy and spec.head == "lm")
         activations = activation_peaks.activations(
             spec.model_path, spec.head, spec.adapter, workload.dtype, checkpointing, shape
         )
     else:
-        memory = zero.frozen_memory(model_size, spec.options, workload.b, layout.ranks)
         rows = min(spec.inference_rows, step_rows) or shape.rows
         shape = replace(shape, rows=rows, entropy=False)
         activations = Activations(0, 0, activation_peaks.inference(spec.model_path, spec.head, workload.dtype, shape))
@@ -266,4 +278,4 @@ def dtype_on(options: EngineOptions, device: str) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
     if device == "cpu":
         return compute_dtype(options, torch.device("cpu"))
-    return torch.float32 if device == "V100" else torch.bfloat16
+    return torch.float32 if device in SLOW_BF16 else torch.bfloat16

@@ -1,4 +1,4 @@
-"""Devices: their memory and their speed."""
+"""The machine that a plan is made for: its devices, and the memory of its host."""
 
 import os
 from dataclasses import dataclass, replace
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf.config import suggest
-from rlhf.errors import UserError
+from rlhf.plan.devices import Device, device_of_driver, device_of_kind
 from rlhf.plan.options import PlanOptions, number_of_bytes
 
 USABLE = 0.9
@@ -18,30 +17,6 @@ NODE = 8
 """devices in a node"""
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Figures of the manufacturers. Bandwidths are in bytes per second; `link` and `network` are what one device sends
-    inside a node and between nodes."""
-
-    kind: str
-    memory: float
-    flops: float
-    """operations per second, dense, in bf16 and fp16"""
-    flops_fp32: float
-    bandwidth: float
-    link: float
-    network: float
-
-
-DEVICES = (
-    Device("H200", 141e9, 989e12, 67e12, 4.8e12, 450e9, 50e9),
-    Device("H100", 80e9, 989e12, 67e12, 3.35e12, 450e9, 50e9),
-    Device("A100-40GB", 40e9, 312e12, 19.5e12, 1.56e12, 300e9, 25e9),
-    Device("A100", 80e9, 312e12, 19.5e12, 2.04e12, 300e9, 25e9),
-    Device("L40S", 48e9, 362e12, 91e12, 0.86e12, 32e9, 12.5e9),
-    Device("V100", 32e9, 125e12, 15.7e12, 0.9e12, 150e9, 12.5e9),
-    Device("RTX-4090", 24e9, 165e12, 82e12, 1.0e12, 32e9, 12.5e9),
-)
 CORE = Device("cpu", 0.0, 0.55e12, 0.21e12, 10e9, 2e9, 1e9)
 """One CPU core with AVX512-BF16. Training a 135M Llama reached 0.22e12 and 0.085e12 operations per second on it, 0.4 of
 these figures (2026-11)."""
@@ -96,7 +71,6 @@ def describe_machine(options: PlanOptions, processes: int) -> Machine:
 
 
 def _device(options: PlanOptions) -> Device:
-    kinds = {device.kind: device for device in DEVICES}
     if options.device == "cpu" or (
         options.device is None and not torch.cuda.is_available() and not _names_gpus(options)
     ):
@@ -105,23 +79,18 @@ def _device(options: PlanOptions) -> Device:
         memory = _free_memory() / max(1, options.devices or 1)
         return replace(CORE, memory=memory, flops=CORE.flops * cores_of_one, flops_fp32=CORE.flops_fp32 * cores_of_one)
     if options.device is not None:
-        if options.device not in kinds:
-            available = [*kinds, "cpu"]
-            raise UserError(
-                f"--device {options.device}: expected one of {', '.join(available)}{suggest(options.device, available)}"
-            )
-        return kinds[options.device]
+        return device_of_kind(options.device)
+    assumed = device_of_kind("A100")
     if not torch.cuda.is_available():
-        return kinds["A100"]
-    return replace(known_gpu() or kinds["A100"], memory=float(torch.cuda.get_device_properties(0).total_memory))
+        return assumed
+    return replace(known_gpu() or assumed, memory=float(torch.cuda.get_device_properties(0).total_memory))
 
 
 def known_gpu() -> Device | None:
-    """The GPU of this process if it is one of DEVICES; None for another one, or without a GPU."""
+    """The GPU of this process if its kind is known; None for another one, or without a GPU."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_properties(0).name
-    return next((device for device in DEVICES if device.kind.split("-")[-1] in name), None)
+    return device_of_driver(torch.cuda.get_device_properties(0).name)
 
 
 def _names_gpus(options: PlanOptions) -> bool:

@@ -18,7 +18,7 @@ class PlanOptions(Config):
     devices: int | None = Field(None, ge=1)
     """--plan: number of devices; by default the number that the run would use on this machine"""
     device: str | None = None
-    """--plan: kind of device: H200, H100, A100, A100-40GB, L40S, V100, RTX-4090, cpu"""
+    """--plan: kind of device, such as H100, A100-40GB, A6000, L4, 3090, MI300X or cpu (another name lists all)"""
     device_memory: str | None = None
     """--plan: memory of a device, such as 80GB"""
     host_memory: str | None = None

@@ -75,15 +75,9 @@ def _cell(value: Bytes) -> str:
 
 
 def _cost_lines(plan: Forecast) -> Iterator[str]:
-    step_cost, machine = cost(plan), plan.machine
+    step_cost, machine = cost(plan.workload, plan.machine), plan.machine
     rate = machine.flops(plan.workload.b) / machine.utilisation / 1e12
-    parts = {
-        "generate": step_cost.generate,
-        "score": step_cost.score,
-        "train": step_cost.train,
-        "exchange": step_cost.exchange,
-    }
-    times = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in parts.items() if seconds)
+    times = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in step_cost.parts.items())
     what = "iteration" if plan.workload.rollout else "optimizer step"
     yield (
         f"  {what}: about {step_cost.seconds:.2g} s ({times}) at {machine.utilisation:.0%} of {rate:g} TFLOP/s, "

@@ -27,6 +27,7 @@ COLUMNS = (
 )
 
 
+START = EngineOptions(dtype="bf16", zero_stage="auto")
 LENGTH = PROMPT + RESPONSE
 WorkloadOf = Callable[[str, EngineOptions], Workload]
 """a workload by model and engine options"""
@@ -60,7 +61,7 @@ def table(workload: WorkloadOf) -> str:
 def _rows(workload: WorkloadOf) -> Iterator[str]:
     for model in MODELS:
         for count in DEVICE_COUNTS:
-            options, plan = choose(EngineOptions(dtype="bf16"), partial(workload, model), devices(count))
+            options, plan = choose(START, partial(workload, model), devices(count))
             yield "| " + " | ".join([model, str(count), *_cells(options, plan)]) + " |"
 
 
@@ -76,21 +77,15 @@ def _cells(options: EngineOptions, plan: Forecast) -> list[str]:
         device, host = plan.shortfall
         missing = f"{gigabytes(device)} GB on a device" if device else f"{gigabytes(host)} GB of CPU memory"
         return [f"nothing fits: lacks {missing}", *["-"] * 7]
-    step_cost = cost(plan)
+    step_cost = cost(plan.workload, plan.machine)
     memory = [gigabytes(plan.peak), plan.peak_moment.name, gigabytes(plan.host_peak)]
     times = [gigabytes(step_cost.sent), f"{step_cost.compute:.3g}", f"{step_cost.exchange:.3g}", slowest(step_cost)]
-    return [as_flags(options).replace("--zero-stage ", "ZeRO-"), *memory, *times]
+    return [as_flags(options, START).replace("--zero-stage ", "ZeRO-"), *memory, *times]
 
 
 def slowest(step_cost: Cost) -> str:
     """The part of a step that takes the most time."""
-    seconds = {
-        "generate": step_cost.generate,
-        "score": step_cost.score,
-        "train": step_cost.train,
-        "exchange": step_cost.exchange,
-    }
-    return max(seconds, key=lambda name: seconds[name])
+    return max(step_cost.parts, key=lambda name: step_cost.parts[name])
 
 
 def tables() -> str:

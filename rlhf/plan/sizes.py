@@ -24,7 +24,7 @@ from rlhf.text.tokenizer import load_tokenizer
 Head = Literal["lm", "scalar"]
 """A language model, or a backbone with one scalar per token."""
 SHAPES = CONFIGS / "shapes"
-"""Configs of well-known models by short name, for plans without access to a model hub."""
+"""Configs of the models with a short name, for plans without access to a model hub: one file a family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +51,44 @@ class Size:
 def read_config(model_path: str) -> PreTrainedConfig:
     """The config of a model: a directory, a hub id, a short name, or a YAML file with a `model` section.
 
-    A short name that is no local directory is looked up in `configs/shapes/` first, without a request to the hub.
+    A short name, or its hub id, that is no local directory has its config in `configs/shapes/`: no request is sent.
     Raises: UserError if there is no such model, or its config cannot be read.
     """
-    bundled = SHAPES / f"{model_path.lower()}.yaml"
-    path = str(bundled) if bundled.is_file() and not Path(model_path).exists() else short_names.resolve(model_path)
+    values = None if Path(model_path).exists() else shapes().get(short_names.short_name(model_path))
+    if values is not None:
+        return _config_from_values(values, model_path)
+    path = short_names.resolve(model_path)
     if path.endswith((".yaml", ".yml")) and "tokenizer" not in read_yaml(path):
         return _config_from_yaml(path)
     try:
         return load.load_config(path)
     except UserError as error:
         raise UserError(
-            f"{error}; a plan needs the config alone: a directory with config.json, or a .yaml file as in "
-            "configs/shapes/"
+            f"{error}; a plan needs the config alone: a directory with config.json, or a .yaml file with a 'model' "
+            "section"
         ) from None
+
+
+@functools.cache
+def shapes() -> dict[str, dict[str, Any]]:
+    """The values of the config of each model in `configs/shapes/`, by short name in lower case."""
+    values: dict[str, dict[str, Any]] = {}
+    for file in sorted(SHAPES.glob("*.yaml")):
+        family = read_yaml(file)
+        for names, own_values in family["models"].items():
+            values |= {name.replace("_", "-"): family["common"] | own_values for name in names.split()}
+    return values
 
 
 def _config_from_yaml(path: str) -> PreTrainedConfig:
     values = read_yaml(path).get("model")
     if not isinstance(values, dict) or not {"model_type", "vocab_size"} <= set(values):
-        raise UserError(f"{path}: expected a 'model' mapping with 'model_type' and 'vocab_size', as in configs/shapes/")
-    with load.explain_load_errors(path):
+        raise UserError(f"{path}: expected a 'model' mapping with 'model_type' and 'vocab_size'")
+    return _config_from_values(values, path)
+
+
+def _config_from_values(values: dict[str, Any], source: str) -> PreTrainedConfig:
+    with load.explain_load_errors(source):
         config = AutoConfig.for_model(**values)
     load.remove_randomness(config)
     return config

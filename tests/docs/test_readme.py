@@ -22,7 +22,10 @@ ROOT = Path(train.__file__).parents[2]
 READMES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted(ROOT.glob("step*/README.md")),
-    *(ROOT / "docs" / f"{name}.md" for name in ("index", "tutorial", "running", "datasets", "results", "limits")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("index", "tutorial", "running", "machines", "datasets", "results", "limits")
+    ),
     *(ROOT / "docs" / f"{name}.md" for name in ("extending", "architecture", "testing")),
 ]
 CONFIGS: dict[str, Any] = {"data.preview": PreviewConfig, "rlhf": EvaluateConfig}
@@ -33,6 +36,7 @@ def commands() -> list[str]:
     """Every line of code that starts as a command does, with what a backslash continues."""
     lines = [line for path in READMES for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()]
     found = [line.strip().removeprefix("$ ").split("  #")[0] for line in lines if not line.startswith(("|", "#"))]
+    found = [re.sub(r"^([A-Z0-9_]+=\S+ )+(?=python)", "", line) for line in found]  # variables before the command
     return sorted({line for line in found if re.match(r"(python|torchrun|make) [\w-]", line)})
 
 

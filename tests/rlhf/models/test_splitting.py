@@ -13,7 +13,7 @@ from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.models.splitting import SEQUENCE, TENSOR, check_split, shares
-from rlhf.plan.command import format_plans
+from rlhf.plan.command import plan_stages
 from rlhf.plan.options import PlanOptions
 from step1_sft.config import SFTConfig
 from step1_sft.plan import workload as sft_workload
@@ -186,7 +186,7 @@ def test_what_step_3_refuses(options: dict[str, Any], said: str) -> None:
 def test_a_plan_does_not_know_them(name: str) -> None:
     options = SFTConfig(model="opt-125m", **{name: 2})
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2: --plan and --zero-stage auto"):
-        format_plans({"sft": (options, sft_workload)}, PlanOptions(devices=2, device="H100"), 1, {})
+        plan_stages({"sft": (options, sft_workload)}, PlanOptions(devices=2, device="H100"), 1, {})
 
 
 def test_frozen_models_are_whole_beside_split_ones() -> None:

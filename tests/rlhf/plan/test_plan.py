@@ -14,8 +14,9 @@ from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.errors import UserError
 from rlhf.plan import activations, cost, machine, sizes, zero
 from rlhf.plan.activations import PassShape
+from rlhf.plan.devices import Device
 from rlhf.plan.forecast import forecast
-from rlhf.plan.machine import Device, Machine
+from rlhf.plan.machine import Machine
 from rlhf.plan.options import PlanOptions, number_of_bytes
 from rlhf.plan.report import report
 from rlhf.plan.sizes import Size
@@ -28,20 +29,6 @@ from step3_ppo import plan as ppo_plan
 from step3_ppo.algorithms.grpo import Config as GRPO
 from step3_ppo.algorithms.ppo import Config as PPO
 from tests.support import engine_runs, tiny
-
-SHAPES = sorted(sizes.SHAPES.glob("*.yaml"))
-PUBLISHED = {
-    "opt-125m": 125_239_296,
-    "opt-350m": 331_196_416,
-    "opt-1.3b": 1_315_758_080,
-    "opt-2.7b": 2_651_596_800,
-    "opt-6.7b": 6_658_473_984,
-    "opt-13b": 12_853_473_280,
-    "opt-30b": 30e9,
-    "opt-66b": 66e9,
-    "opt-175b": 175e9,
-}
-"""Numbers of weights: exact where the published files are known, else as in the model's name."""
 
 
 @pytest.fixture
@@ -56,16 +43,6 @@ def saved(family: str, folder: Path, **changes: Any) -> str:
 
 
 # --- counts
-
-
-@pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
-def test_a_shape_has_the_published_number_of_weights(path: Path) -> None:
-    published = PUBLISHED[path.stem]
-    assert sizes.size(path.stem, "lm").total == pytest.approx(published, rel=0 if isinstance(published, int) else 0.005)
-
-
-def test_every_published_number_has_a_shape() -> None:
-    assert {path.stem for path in SHAPES} == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
@@ -93,15 +70,13 @@ def test_cache_size_is_that_of_generation(model_path: str) -> None:
     assert sizes.size(model_path, "lm").cache * 3 * 7 == numbers
 
 
-def test_unknown_models_and_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=r"no-such-model.*config\.json, or a \.yaml file as in"):
+    with pytest.raises(UserError, match=r"no-such-model.*config\.json, or a \.yaml file with"):
         sizes.size("nobody/no-such-model", "lm")
     (tmp_path / "a.yaml").write_text("model: {model_type: llama}")
     with pytest.raises(UserError, match="expected a 'model' mapping with 'model_type' and 'vocab_size'"):
         sizes.size(str(tmp_path / "a.yaml"), "lm")
-    with pytest.raises(UserError, match=r"--device H10: expected one of .*did you mean 'H100'"):
-        machine.describe_machine(PlanOptions(device="H10"), 1)
 
 
 # --- activations

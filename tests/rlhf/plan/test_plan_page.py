@@ -1,4 +1,4 @@
-"""`--zero-stage auto`, the text of a plan, and docs/scaling.md, whose tables are what its commands print."""
+"""The text of a plan, and docs/scaling.md, whose tables are what its commands print."""
 
 import json
 import re
@@ -15,10 +15,11 @@ from benchmarks import memory, scaling, simulation
 from rlhf.chain import command as train
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
-from rlhf.plan import choose, command, scaling_table, sizes
+from rlhf.plan import command, scaling_table, sizes
 from rlhf.plan.activations import PassShape
+from rlhf.plan.devices import Device
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, forecast
-from rlhf.plan.machine import Device, Machine
+from rlhf.plan.machine import Machine
 from rlhf.plan.options import PlanOptions
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
@@ -41,65 +42,14 @@ def four_gpus(memory: float, count: int = 4, host: float = 1e15) -> Machine:
     return Machine(Device("H100", memory, 1e15, 1e14, 3e12, 4e11, 5e10), count, memory, host, 0.4)
 
 
-# --- the choice
-
-
-def workload_of(candidate: EngineOptions) -> Workload:
-    return sft_plan.workload(SFTConfig(**{**candidate.model_dump(), "model": "opt-125m", "max_length": 64}), "H100", {})
-
-
-def test_the_first_setting_that_fits_is_chosen() -> None:
-    start = options()
-    settings = list(choose.candidates(start, workload_of, four_gpus(80e9)))
-    assert [choose.as_flags(candidate) for candidate, _ in settings] == [
-        "--zero-stage 1",
-        "--zero-stage 2",
-        "--zero-stage 3",
-        "--zero-stage 3 --offload-optimizer",
-        "--zero-stage 3 --offload-optimizer --offload-param --gradient-checkpointing",
-        "--zero-stage 3 --no-gather-whole",
-        "--zero-stage 3 --offload-optimizer --no-gather-whole",
-        "--zero-stage 3 --offload-optimizer --offload-param --gradient-checkpointing --no-gather-whole",
-    ]
-    best = float("inf")
-    for candidate, plan in settings:
-        chosen, _ = choose.choose(start, workload_of, four_gpus(plan.peak))
-        # A setting that needs as much memory as an earlier one is never chosen.
-        assert (chosen == candidate) == (plan.peak < best)
-        best = min(best, plan.peak)
-    with pytest.raises(UserError, match=r"--zero-stage auto: nothing fits; .*GB more on each of 4 devices"):
-        choose.resolve_auto(Auto(), workload_of, four_gpus(best * 0.99))
-
-
-class Auto(EngineOptions):
-    """Options with `auto`, as the command line makes them."""
-
-    dtype: Any = "bf16"
-    zero_stage: Any = "auto"
-
-
-def test_auto_is_replaced_and_reported() -> None:
-    candidate, line = choose.resolve_auto(Auto(), workload_of, four_gpus(80e9))
-    assert candidate.zero_stage == 1 and line == "step1_sft: --zero-stage auto is --zero-stage 1"
-    assert choose.resolve_auto(options(zero_stage=3), workload_of, four_gpus(80e9)) == (options(zero_stage=3), "")
-
-
-def test_fp32_starts_unsharded_and_requested_offload_stays() -> None:
-    first = next(choose.candidates(options(dtype="fp32"), workload_of, four_gpus(80e9)))[0]
-    assert first.zero_stage == 0
-    requested = [
-        candidate for candidate, _ in choose.candidates(options(offload_optimizer=True), workload_of, four_gpus(80e9))
-    ]
-    assert all(candidate.offload_optimizer for candidate in requested) and requested[0].zero_stage == 1
-
-
 # --- the text
 
 
 def test_a_plan_tells_whether_it_fits_and_the_shortfall(model_path: str) -> None:
     def plan_text(memory: str) -> str:
         stages = {"sft": (SFTConfig(model=model_path, dtype="bf16"), sft_plan.workload)}
-        return command.format_plans(stages, PlanOptions(devices=8, device_memory=memory, host_memory="9GB"), 1, {})
+        machine = PlanOptions(devices=8, device_memory=memory, host_memory="9GB")
+        return command.format_plans(command.plan_stages(stages, machine, 1, {}))
 
     assert "step1_sft on 8 x A100, bfloat16" in plan_text("80GB") and "\n  fits\n" in plan_text("80GB")
     assert "does not fit" in plan_text("1MB") and "more on each of 8 devices" in plan_text("1MB")
@@ -110,7 +60,7 @@ def test_a_plan_tells_whether_it_fits_and_the_shortfall(model_path: str) -> None
 
 def test_a_missing_model_is_named(model_path: str) -> None:
     with pytest.raises(UserError, match="no actor_model: name one"):
-        command.format_plans({"ppo": (PPO(), ppo_plan.workload)}, PlanOptions(), 1, {})
+        command.plan_stages({"ppo": (PPO(), ppo_plan.workload)}, PlanOptions(), 1, {})
 
 
 def test_a_yaml_config_of_the_user(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""`--plan` and `--zero-stage auto` of the chain: forecasts of its stages, and the command that a plan proposes."""
+
+import shlex
+import sys
+from typing import Any
+
+from rlhf import console
+from rlhf.chain.options import SECTIONS, changed
+from rlhf.chain.stages import load
+from rlhf.chain.steps import chosen_steps
+from rlhf.config import parser
+from rlhf.launch import rank_variables
+from rlhf.plan.choose import as_flags
+from rlhf.plan.command import format_plans, plan_stages, resolve_zero_stage
+from rlhf.plan.machine import NODE
+from rlhf.plan.options import PlanOptions
+from step3_ppo.plan import earlier_models
+
+
+def _workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
+    """(options and workload function of each chosen stage, options of the plan, models that step 3 starts from)"""
+    plan_options = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
+    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), load(step).workload) for step in chosen_steps(chain)}
+    planned = {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
+    return stages, plan_options, earlier_models(chain.output_dir, planned)
+
+
+def forecast(chain: Any, processes: int) -> str:
+    """The text of `--plan`: memory, time and disk of every stage, and the command of the fastest setting that fits."""
+    stages, plan_options, model_paths = _workloads(chain)
+    plans = plan_stages(stages, plan_options, processes, model_paths)
+    proposals = {section: plan.proposal for section, plan in zip(stages, plans, strict=True)}
+    if None in proposals.values():
+        return format_plans(plans)
+    argv = rank_variables.without_local_rank(sys.argv[1:])
+    deployment = _deployment(chain, plan_options.devices or processes)
+    return f"{format_plans(plans)}\n\n{proposal(chain, argv, proposals, deployment)}"
+
+
+def _deployment(chain: Any, devices: int) -> dict[str, str]:
+    """The options that start as many processes, if the command line does not yet."""
+    if chain.deployment_type != "single_gpu" or devices == 1:
+        return {}
+    if devices <= NODE:
+        return {"deployment_type": "single_node"}
+    return {"deployment_type": "multi_node", "hostfile": "hostfile"}
+
+
+def proposal(chain: Any, argv: list[str], proposals: dict[str, Any], deployment: dict[str, str]) -> str:
+    """The command line, and the YAML file for --config, that train with the proposed options of each section."""
+    program = "rlhf train" if console.program("").startswith("rlhf ") else "python train.py"
+    words = [program, shlex.join(_without_plan(argv))]
+    words += [f"--{name.replace('_', '-')} {value}" for name, value in deployment.items()]
+    words += [as_flags(options, getattr(chain, section), f"{section}.") for section, options in proposals.items()]
+    tree = changed(chain.model_copy(update=proposals | deployment))
+    tree = {name: value for name, value in tree.items() if name not in PlanOptions.model_fields}
+    tree = {"actor_model": chain.actor_model, "reward_model": chain.reward_model} | tree
+    return (
+        f"the fastest setting that fits:\n{' '.join(filter(None, words))}\n\n"
+        f"the same as a file for --config:\n{parser.tree_to_yaml(tree)}"
+    ).rstrip()
+
+
+def _without_plan(argv: list[str]) -> list[str]:
+    """The command line without the options that only describe a plan."""
+    names = {name.replace("_", "-") for name in PlanOptions.model_fields}
+    words = []
+    skip = False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        described = name.startswith("--") and name[2:].replace("_", "-") in names
+        if not described and not (skip and not word.startswith("--")):
+            words.append(word)
+        skip = described and not equals and name != "--plan"
+    return words
+
+
+def resolve_zero_stages(chain: Any, processes: int) -> Any:
+    """Replace `--zero-stage auto` by the fastest setting that fits, and print it. Raises: UserError if none fits."""
+    stages, plan_options, model_paths = _workloads(chain)
+    for section, (options, workload) in stages.items():
+        resolved, line = resolve_zero_stage(options, workload, plan_options, processes, model_paths)
+        print(line, end="\n" if line else "", flush=True)
+        chain = chain.model_copy(update={section: resolved})
+    return chain

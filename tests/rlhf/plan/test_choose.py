@@ -1,0 +1,239 @@
+"""Devices, the fastest setting that fits, `--zero-stage auto`, and the command that a plan proposes."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.chain import command as train
+from rlhf.chain import planning
+from rlhf.chain.options import SECTIONS
+from rlhf.chain.stages import load
+from rlhf.config import parser
+from rlhf.config.options import EngineOptions
+from rlhf.errors import UserError
+from rlhf.plan import choose, cost, sizes
+from rlhf.plan.devices import DEVICES, SLOW_BF16, Device, device_of_driver, device_of_kind
+from rlhf.plan.forecast import Workload, forecast
+from rlhf.plan.machine import Machine, describe_machine
+from rlhf.plan.options import PlanOptions
+from step1_sft import plan as sft_plan
+from step1_sft.config import SFTConfig
+from step3_ppo.algorithms.ppo import Config as PPO
+from tests.support import tiny
+
+RECIPES = sorted((Path(train.__file__).parents[2] / "configs/recipes").glob("opt-*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One path for all tests, so that each shape of its passes is traced once."""
+    folder = tmp_path_factory.mktemp("llama")
+    tiny.config_of("llama").save_pretrained(folder)
+    return str(folder)
+
+
+def gpus(memory: float, count: int = 4, host: float = 1e15) -> Machine:
+    return Machine(Device("H100", memory, 1e15, 1e14, 3e12, 4e11, 5e10), count, memory, host, 0.4)
+
+
+def sft(model_path: str, **changes: Any) -> SFTConfig:
+    return SFTConfig(**{"model": model_path, "dtype": "bf16", "max_length": 64, "micro_batch_size": 4, **changes})
+
+
+def workload(candidate: Any) -> Workload:
+    return sft_plan.workload(candidate, "H100", {})
+
+
+# --- devices
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX-4090"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("Tesla T4", "T4"),
+        ("AMD Instinct MI300X OAM", "MI300X"),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_a_device_is_known_by_the_name_of_its_driver(name: str, kind: str | None) -> None:
+    device = device_of_driver(name)
+    assert (device and device.kind) == kind
+
+
+def test_a_device_is_named_in_full_or_by_the_part_that_only_it_has() -> None:
+    for name, kind in {"3090": "RTX-3090", "mi300": "MI300X", "a10": "A10", "a6000": "A6000", "h200": "H200"}.items():
+        assert device_of_kind(name).kind == kind
+    for unknown in ("H10", "RTX", "4"):
+        with pytest.raises(UserError, match=f"--device {unknown}: expected one of B200, .*, cpu"):
+            device_of_kind(unknown)
+    with pytest.raises(UserError, match="did you mean 'H100'"):
+        describe_machine(PlanOptions(device="H10"), 1)
+    assert len({device.kind for device in DEVICES}) == len(DEVICES) and {"V100", "V100-16GB", "T4"} == SLOW_BF16
+    for device in DEVICES:  # units: GB, TFLOP/s, GB/s
+        assert 16e9 <= device.memory <= 256e9 and 60e12 < device.flops < 2500e12 and device.flops_fp32 < device.flops
+        assert 0.3e12 <= device.bandwidth < 8e12 and 16e9 <= device.link <= 900e9 and device.network <= 50e9
+
+
+# --- the choice
+
+
+def test_settings_change_memory_and_speed_only(model_path: str) -> None:
+    start = sft(model_path)
+    settings = list(choose.candidates(start, gpus(80e9)))
+    assert len({setting.model_dump_json() for setting in settings}) == len(settings) == 11 * 2 * 3
+    changed = {name for setting in settings for name in parser.changed(setting, start)}
+    assert changed == {"zero_stage", "offload_optimizer", "offload_param", "gather_whole", "gradient_checkpointing",
+                       "micro_batch_size"}  # fmt: skip
+    assert changed <= SFTConfig.declared("FREE")
+    assert {setting.micro_batch_size for setting in settings} == {4, 2, 1}
+    alone = list(choose.candidates(start, gpus(80e9, count=1)))
+    assert {setting.zero_stage for setting in alone if not setting.offload_optimizer} == {1}
+    on_cpu = list(choose.candidates(start, describe_machine(PlanOptions(device="cpu"), 2)))
+    assert not any(setting.offload_optimizer or setting.offload_param for setting in on_cpu)
+
+
+def test_what_the_user_has_switched_on_stays_on(model_path: str) -> None:
+    start = sft(model_path, offload_optimizer=True, gradient_checkpointing=True)
+    settings = list(choose.candidates(start, gpus(80e9)))
+    assert all(setting.offload_optimizer and setting.gradient_checkpointing for setting in settings)
+
+
+def test_step_3_halves_its_rollout_and_offloads_frozen_models(model_path: str) -> None:
+    start = PPO(dtype="bf16", rollout_batch_size=8, micro_batch_size=1)
+    settings = list(choose.candidates(start, gpus(80e9)))
+    assert {setting.rollout_batch_size for setting in settings} == {8, 4, 2, 1}
+    assert {(setting.reference.offload, setting.reward_models.offload) for setting in settings} == {
+        (False, False),
+        (True, True),
+    }
+
+
+def test_no_setting_that_fits_is_much_faster(model_path: str) -> None:
+    """The property that defines the choice, over all settings, for memories from plenty to none."""
+    start = sft(model_path)
+    plans = [forecast(workload(setting), gpus(80e9)) for setting in choose.candidates(start, gpus(80e9))]
+    peaks = sorted({plan.peak for plan in plans})
+    for memory in (peaks[-1], peaks[len(peaks) // 2], peaks[len(peaks) // 4], peaks[0]):
+        machine = gpus(memory)
+        _, chosen = choose.choose(start, workload, machine)
+        seconds = [cost.cost(plan.workload, machine).seconds for plan in plans if plan.peak <= memory]
+        assert chosen.fits and cost.cost(chosen.workload, machine).seconds <= choose.SAME_SPEED * min(seconds)
+    _, chosen = choose.choose(start, workload, gpus(peaks[0] * 0.99))
+    assert not chosen.fits
+
+
+def test_the_unchanged_setting_is_chosen_where_memory_is_plenty(model_path: str) -> None:
+    chosen, _ = choose.choose(sft(model_path), workload, gpus(80e9, count=1))
+    assert chosen == sft(model_path)
+    fp32, _ = choose.choose(sft(model_path, dtype="fp32"), workload, gpus(80e9))
+    assert fp32.zero_stage == 0
+
+
+class Auto(SFTConfig):
+    """Options with `auto`, as the command line makes them."""
+
+    zero_stage: Any = "auto"
+
+
+def test_auto_is_replaced_and_reported(model_path: str) -> None:
+    auto = Auto(**sft(model_path).model_dump(exclude={"zero_stage"}))
+    chosen, line = choose.resolve_auto(auto, workload, gpus(80e9))
+    assert line == f"step1_sft: --zero-stage auto is --zero-stage {chosen.zero_stage}"
+    assert chosen == auto.model_copy(update={"zero_stage": chosen.zero_stage})
+    explicit = sft(model_path, zero_stage=3)
+    assert choose.resolve_auto(explicit, workload, gpus(80e9)) == (explicit, "")
+    with pytest.raises(UserError, match=r"--zero-stage auto: nothing fits; .*GB more on each of 4 devices.*--adapter"):
+        choose.resolve_auto(auto, workload, gpus(1e4))
+
+
+def test_offloading_takes_the_time_of_copies_and_of_adam_by_hand() -> None:
+    size = sizes.Size(total=4000, trained=4000, largest=100, outer=200, layers=2, hidden=8, cache=32, vocabulary=50)
+
+    def seconds(ranks: int, **setting: Any) -> float:
+        return cost._offload(size, EngineOptions(**setting), 2, cost.RankLayout(ranks, micro_batches=3))
+
+    assert seconds(4) == 0
+    adam = 1.4e-9 * 1000 * 4  # four ranks share the CPU of their node
+    assert seconds(4, offload_optimizer=True, zero_stage=1) == pytest.approx((4000 + 2000) / 20e9 + adam)
+    assert seconds(4, offload_optimizer=True, zero_stage=2) == pytest.approx((3 * 4000 + 2000) / 20e9 + adam)
+    assert seconds(4, offload_param=True, zero_stage=3) == pytest.approx(2 * 2 * 1000 * 3 / 20e9)
+
+
+# --- the proposal
+
+
+def plan_text(model_path: str, memory: str, host: str, monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+    """What `train.py --plan` prints for step 1 on one GPU; Python and the libraries take 0.65 GB of the host."""
+    words = ["--actor-model", model_path, "--reward-model", model_path, "--dtype", "bf16", "--steps", "1"]
+    words += ["--sft.max-length", "64", "--sft.micro-batch-size", "4", *argv]
+    words += ["--plan", "--device=3090", "--device-memory", memory, "--host-memory", host]
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    chain = train.resolve(parser.parse(train.chain_config(words), words, "train.py", ""), words)
+    return planning.forecast(chain, 1)
+
+
+def resolved(*words: str) -> Any:
+    return train.resolve(parser.parse(train.chain_config([*words]), [*words], "train.py", ""), [*words])
+
+
+@pytest.mark.parametrize(
+    ("memory", "host", "expected"),
+    [
+        ("24GB", "9GB", {"offload_optimizer": False, "adapter": None}),
+        ("0.6MB", "9GB", {"offload_optimizer": True, "adapter": None}),
+        ("0.6MB", "0.6501GB", {"offload_optimizer": False, "adapter": choose.ADAPTER}),
+    ],
+)
+def test_the_proposed_command_and_file_set_the_fastest_setting(
+    memory: str, host: str, expected: dict[str, Any], model_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = plan_text(model_path, memory, host, monkeypatch)
+    line = text.split("the fastest setting that fits:\n")[1].split("\n")[0]
+    assert line.startswith("python train.py --actor-model") and "--device" not in line and "--plan" not in line
+    (tmp_path / "proposed.yaml").write_text(text.split("for --config:\n")[1])
+    by_words = resolved(*shlex.split(line)[2:])
+    by_file = resolved("--config", str(tmp_path / "proposed.yaml"))
+    assert by_words.sft == by_file.sft and by_words.ppo == by_file.ppo and by_file.actor_model == model_path
+    assert {name: getattr(by_words.sft, name) for name in expected} == expected
+    plan = forecast(sft_plan.workload(by_words.sft, "H100", {}), describe_machine(PlanOptions(
+        device="3090", device_memory=memory, host_memory=host), 1))  # fmt: skip
+    assert plan.fits
+
+
+def test_a_plan_that_cannot_fit_names_the_cure(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = plan_text(model_path, "1KB", "9GB", monkeypatch)
+    assert "no setting fits: step1_sft needs" in text and choose.CURE in text and "for --config" not in text
+
+
+def test_several_devices_are_started_by_the_proposed_command(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for devices, deployment in (("8", " --deployment-type single_node"), ("16", " --hostfile hostfile")):
+        text = plan_text(model_path, "24GB", "9GB", monkeypatch, "--devices", devices)
+        assert f"{deployment}" in text.split("that fits:\n")[1].split("\n")[0]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_the_card_that_it_names(path: Path) -> None:
+    chain = resolved("--config", str(path))
+    machine = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
+    target = describe_machine(machine, 1)
+    assert chain.device is not None and target.count == chain.devices
+    assert (chain.deployment_type == "single_node") == (target.count > 1)
+    starts = {"actor_model": chain.actor_model, "reward_model": chain.reward_model}
+    for step, section in SECTIONS.items():
+        plan = forecast(load(step).workload(getattr(chain, section), target.device.kind, starts), target)
+        assert plan.fits, f"{section}: {plan.shortfall}"
