@@ -26,7 +26,7 @@ READMES = [
         ROOT / "docs" / f"{name}.md"
         for name in ("index", "tutorial", "running", "machines", "datasets", "results", "limits")
     ),
-    *(ROOT / "docs" / f"{name}.md" for name in ("extending", "architecture", "testing")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("extending", "architecture", "testing", "zh/quickstart")),
 ]
 CONFIGS: dict[str, Any] = {"data.preview": PreviewConfig, "rlhf": EvaluateConfig}
 MAINS = {"step1_sft": sft.main, "step2_reward": reward.main, "step3_ppo": ppo.main}
