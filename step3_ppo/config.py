@@ -129,8 +129,11 @@ class Step3Config(
     reward: tuple[str, ...] = ("learned",)
     """score sources, each with an optional weight before it: learned (the reward model), another name in rlhf/rewards/
     with its options, or file.py:function; e.g. learned "0.5*length,target=40" (quote the star)"""
-    reward_combine: Literal["sum", "min"] = "sum"
-    """how the weighted sources are combined into one score"""
+    reward_combine: Literal["sum", "min", "safety"] = "sum"
+    """how the weighted sources are combined into one score; safety = the first of two decides where it is low, else the
+    second (Llama 2)"""
+    safety_threshold: float = Field(0.15, gt=0, lt=1)
+    """reward_combine safety: sigmoid of the first source's score below which that score decides"""
     judge: str | None = None
     """score source for evaluation only; no stage trains on it"""
     abort_kl: float | None = Field(None, gt=0)

@@ -275,8 +275,7 @@ def ptx_content(config: Step3Config) -> dict[str, str]:
 def _check_sources(config: Step3Config) -> None:
     tokenizer = load_tokenizer(resolve(str(config.actor_model)))
     context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, str(config.reward_model), 1)
-    if not any(rewards.split_weight(spec)[0] for spec in config.reward):
-        raise UserError("--reward: expected at least one source whose weight is not 0")
+    rewards.check_weights(config.reward, config.reward_combine)
     for spec in _sources(config):
         name, options = plugins.parse_spec(spec)
         if name != "learned":

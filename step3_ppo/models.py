@@ -70,7 +70,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
         critic = _critic(config, context, ids, critic_steps)
     scorer = Scorer(
         Reference(reference),
-        rewards.open_sources(config.reward, context, config.reward_combine),
+        rewards.open_sources(config.reward, context, config.reward_combine, config.safety_threshold),
         tokenizer,
         config,
         config.micro_batch_size,

@@ -68,11 +68,11 @@ class GenerationSetup:
         t = self.prompts.tokenizer
         return open_backend("loop", eos_token_id=t.eos_token_id, pad_token_id=t.pad_token_id)
 
-    def source(self, micro_batch_size: int) -> rewards.Source:
-        """The score source that the options name."""
+    def source(self, spec: str, micro_batch_size: int) -> rewards.Source:
+        """A score source, outside a run."""
         q = self.prompts
         context = rewards.Context(q.tokenizer, self.device, self.dtype, "", micro_batch_size)
-        return rewards.open_source(str(q.options.reward), context)
+        return rewards.open_source(spec, context)
 
 
 def generation_setup(prompts: PromptSet) -> GenerationSetup:

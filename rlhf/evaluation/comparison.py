@@ -96,7 +96,7 @@ def measure_all(comparison: Comparison) -> dict[str, Responses]:
     Raises: UserError for a model or a score source that fails; NonFiniteError.
     """
     setup = generation_setup(comparison.prompts)
-    source = setup.source(comparison.options.micro_batch_size)
+    source = setup.source(str(comparison.options.reward), comparison.options.micro_batch_size)
     reference = setup.load(comparison.reference)
     measurement = _Measurement(comparison, setup, reference, source)
     responses = {}

@@ -30,7 +30,7 @@ CUT, EQUAL, TIE = "cut at --response-length", "equal responses", "tie"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One response of a pair, and its score."""
+    """One response of a pair, and its score; with several sources, the number that prefer it."""
 
     text: str
     ended: bool
@@ -70,8 +70,8 @@ def check(options: PairsConfig) -> tuple[list[str], PromptSet]:
 
     Raises: UserError.
     """
-    if options.reward is not None:
-        check_reward_spec(options.reward)
+    for spec in _judges(options):
+        check_reward_spec(spec)
     prompts = read_prompts(str(options.prompts))
     if not prompts:
         raise UserError(f"--prompts {options.prompts}: got no prompt, expected one or more")
@@ -90,23 +90,43 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
     Two policies sample with different random numbers.
     """
     setup = generation_setup(prompt_set)
-    source = None if options.reward is None else setup.source(options.rollout_batch_size)
-    by_policy: list[list[Side]] = []
+    sources = [setup.source(spec, options.rollout_batch_size) for spec in _judges(options)]
+    by_policy: list[list[tuple[str, bool, tuple[float, ...]]]] = []
     with console.bar("responses", len(model_paths) * len(prompt_set.rows)) as bar:
         for stream, model_path in enumerate(model_paths):
             policy, backend, sides = setup.load(model_path), setup.backend(), []
             for prompts, uniforms in prompt_set.batches(setup.device, stream):
                 samples = rewards.as_samples(backend(policy.lm, prompts, options, uniforms), prompt_set.tokenizer)
-                scores = [None] * len(prompts) if source is None else source(samples).tolist()
-                ended = samples.rollout.ended.tolist()
-                sides += [Side(*values) for values in zip(samples.responses, ended, scores, strict=True)]
+                scores = [source(samples).tolist() for source in sources]
+                by_row = list(zip(*scores, strict=True)) if scores else [()] * len(prompts)
+                sides += list(zip(samples.responses, samples.rollout.ended.tolist(), by_row, strict=True))
                 bar.advance(len(prompts))
             by_policy.append(sides)
             del policy
             gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
     first, second = by_policy if len(by_policy) == 2 else (by_policy[0][::2], by_policy[0][1::2])
     prompts_once = [row.prompt for row in prompt_set.rows[:: 2 // len(model_paths)]]
-    return [Pair(prompt, sides) for prompt, sides in zip(prompts_once, zip(first, second, strict=True), strict=True)]
+    pairs = []
+    for prompt, a, b in zip(prompts_once, first, second, strict=True):
+        left, right = labels(a[2], b[2], options.tie)
+        pairs.append(Pair(prompt, (Side(a[0], a[1], left), Side(b[0], b[1], right))))
+    return pairs
+
+
+def _judges(options: PairsConfig) -> list[str]:
+    """The score sources that label."""
+    return [] if options.reward is None else [options.reward, *options.vote]
+
+
+def labels(first: Sequence[float], second: Sequence[float], tie: float) -> tuple[float | None, float | None]:
+    """The numbers that decide between two responses, from the score of each source: the score of a single source, else
+    how many sources prefer each response by more than `tie`; None without a source."""
+    if len(first) < 2:
+        return (*first, None)[0], (*second, None)[0]
+    return (
+        float(sum(a - b > tie for a, b in zip(first, second, strict=True))),
+        float(sum(b - a > tie for a, b in zip(first, second, strict=True))),
+    )
 
 
 def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
@@ -119,7 +139,7 @@ def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[dict[str,
     dropped: Counter[str] = Counter()
     order = random.Random(options.seed)
     for pair in pairs:
-        reason = drop_reason(pair, options.tie)
+        reason = drop_reason(pair, 0.0 if options.vote else options.tie)
         if reason:
             dropped[reason] += 1
         elif options.reward is None:

@@ -33,8 +33,10 @@ class PairsConfig(PromptFileOptions):
     reward: str | None = None
     """score source that labels: file.py:function, learned,model=DIR, or another name in rlhf/rewards/; none: the pairs
     are written unlabelled, for a person to fill in"""
+    vote: tuple[str, ...] = ()
+    """more score sources beside --reward: each prefers one response of a pair, and the majority labels it"""
     tie: float = Field(0.0, ge=0)
-    """scores that differ by no more than this are a tie, which is dropped"""
+    """scores that differ by no more than this are a tie, which is dropped, or a source without a vote"""
     margin: bool = False
     """write the difference of the scores as the column margin, which the loss of the reward model then requires"""
     output: str | None = None

@@ -20,7 +20,10 @@ from rlhf.errors import UserError
 from rlhf.text.tokenizer import Template
 from rlhf.types import SampledRollout, Samples
 
-Combine = Literal["sum", "min"]
+Combine = Literal["sum", "min", "safety"]
+
+SAFETY_THRESHOLD = 0.15
+"""Llama 2 has precision 0.89 and recall 0.55 there (section 3.2.3)"""
 
 REFERENCE = "reference"
 """The column of the response in the data, for reward functions."""
@@ -69,15 +72,20 @@ class WeightedSource:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Several sources combined into one score: the weighted sum, or the minimum of the weighted scores.
+    """Several sources combined into one score: the weighted sum, the minimum of the weighted scores, or by safety.
 
-    With the minimum, a helpful but unsafe response has the score of an unsafe one. (Llama 2, arXiv 2307.09288, section
-    3.2.3, uses the safety score if it is low or the prompt is dangerous, else the helpfulness score.)
+    With the minimum, a helpful but unsafe response has the score of an unsafe one. By safety (Llama 2, arXiv
+    2307.09288, section 3.2.3), the first source, s, decides where it is low or the prompt is dangerous, else the
+    second source, h:
+
+        score = w_s s  if sigmoid(s) < safety_threshold or the row's column is_safety is true, else  w_h h
+
     A source of weight 0 is logged, but does not change the score.
     """
 
     sources: tuple[WeightedSource, ...]
     combine: Combine = "sum"
+    safety_threshold: float = SAFETY_THRESHOLD
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,9 +94,18 @@ class Sources:
     def __call__(self, samples: Samples) -> tuple[Tensor, dict[str, Tensor]]:
         """(scores [B], scores [B] of each source by its name, before its weight). They may be non-finite."""
         by_name = {each.name: each.source(samples) for each in self.sources}
-        weighted_scores = torch.stack([each.weight * by_name[each.name] for each in self.sources if each.weight != 0])
-        scores = weighted_scores.sum(0) if self.combine == "sum" else weighted_scores.amin(0)
-        return scores, by_name
+        counting = [each for each in self.sources if each.weight != 0]
+        weighted_scores = torch.stack([each.weight * by_name[each.name] for each in counting])
+        if self.combine == "safety":
+            safety, helpfulness = weighted_scores
+            unsafe = by_name[counting[0].name].sigmoid() < self.safety_threshold
+            return torch.where(unsafe | _dangerous(samples).to(unsafe.device), safety, helpfulness), by_name
+        return weighted_scores.sum(0) if self.combine == "sum" else weighted_scores.amin(0), by_name
+
+
+def _dangerous(samples: Samples) -> Tensor:
+    """Whether the column is_safety marks the prompt of each response, [B]."""
+    return torch.tensor([bool(row.columns.get("is_safety")) for row in samples.rollout.rows])
 
 
 def open_source(spec: str, context: Context) -> Source:
@@ -128,20 +145,34 @@ def _is_function(spec: str) -> bool:
     return ":" in name or (name.endswith(".py") and "build" not in vars(plugins.load_file(name)))
 
 
-def open_sources(specs: Sequence[str], context: Context, combine: Combine = "sum") -> Sources:
+def open_sources(
+    specs: Sequence[str], context: Context, combine: Combine = "sum", safety_threshold: float = SAFETY_THRESHOLD
+) -> Sources:
     """Sources by their specs, each with an optional weight: `learned`, `0.5*length,target=40`.
 
-    Raises: UserError for a weight that is not a number, an unknown source, or no source with a weight other than 0.
+    Raises: UserError for a weight that is not a number, an unknown source, or a number of sources with a weight other
+    than 0 that cannot be combined.
     """
+    check_weights(specs, combine)
     specs_with_weights = [split_weight(spec) for spec in specs]
-    if not any(weight for weight, _ in specs_with_weights):
-        raise UserError(f"reward: got {list(specs)}, expected at least one source whose weight is not 0")
     names = _numbered([_source_name(spec) for _, spec in specs_with_weights])
     sources = [
         WeightedSource(name, weight, open_unchecked(spec, context))
         for name, (weight, spec) in zip(names, specs_with_weights, strict=True)
     ]
-    return Sources(tuple(sources), combine)
+    return Sources(tuple(sources), combine, safety_threshold)
+
+
+def check_weights(specs: Sequence[str], combine: Combine) -> None:
+    """Raises: UserError for no source with a weight other than 0, or for other than two to combine by safety."""
+    count = sum(split_weight(spec)[0] != 0 for spec in specs)
+    if not count:
+        raise UserError(f"reward: got {list(specs)}, expected at least one source whose weight is not 0")
+    if combine == "safety" and count != 2:
+        raise UserError(
+            f"reward_combine safety: got {count} sources, expected two: safety, then helpfulness, as in "
+            "learned,model=SAFE learned,model=HELPFUL"
+        )
 
 
 def split_weight(spec: str) -> tuple[float, str]:

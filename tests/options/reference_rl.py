@@ -164,13 +164,17 @@ class Reinforcement:
     def scored(self, pairs: list[Pair], penalty: float | None) -> tuple[Scored, dict[str, Row]]:
         """The rollout with scores not yet scaled, and the scores of each source."""
         o = self.o
-        sources, weighted = {}, []
+        sources, weighted, plain = {}, [], []
         for text in o["reward"]:
             weight, _, spec = text.rpartition("*")
             sources[spec] = self.scores(spec, pairs)
             if float(weight or 1) != 0:
                 weighted.append([float(weight or 1) * score for score in sources[spec]])
-        combine = {"sum": sum, "min": min}[o["reward_combine"]]
+                plain.append(sources[spec])
+        combine = {"sum": sum, "min": min, "safety": lambda each: each[0]}[o["reward_combine"]]
+        if o["reward_combine"] == "safety":
+            unsafe = [1 / (1 + math.exp(-score)) < o["safety_threshold"] for score in plain[0]]
+            weighted = [[s if low else h for low, s, h in zip(unsafe, *weighted, strict=True)]]
         scores = [
             combine(each) - (0.0 if response[-1] == tiny.EOS else penalty or 0.0)
             for *each, (_, response) in zip(*weighted, pairs, strict=True)

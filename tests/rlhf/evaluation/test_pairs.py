@@ -15,7 +15,7 @@ import transformers
 from data.build.mixture import open_origin
 from data.read.records import Skipped
 from rlhf.evaluation import pairs
-from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, to_rows
+from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, labels, to_rows
 from rlhf.evaluation.options import PairsConfig
 from rlhf.types import Message, Row
 from tests.support import even_policies
@@ -69,6 +69,16 @@ def test_drop_reasons(one: Side, other: Side, tie: float, reason: str) -> None:
     for sides in ((one, other), (other, one)):
         kept, dropped = to_rows([pair(*sides)], options_of(tie=tie, reward=reward))
         assert (len(kept), dropped) == ((0, Counter([reason])) if reason else (1, Counter()))
+
+
+def test_several_sources_vote() -> None:
+    """Two of three prefer the first response; a difference up to `tie` is no vote; no majority is a tie."""
+    assert labels((1.0, 5.0, 0.0), (0.0, 4.0, 9.0), 0.0) == (2.0, 1.0)
+    assert labels((1.0, 5.0, 0.0), (0.0, 4.0, 9.0), 1.0) == (0.0, 1.0)
+    assert labels((1.0,), (0.5,), 0.0) == (1.0, 0.5) and labels((), (), 0.0) == (None, None)
+    voted = options_of(vote=("eos",), tie=1.5)
+    rows, dropped = to_rows([pair(Side("a", True, 2.0), Side("b", True, 1.0)), pair(GOOD, Side("c", True, 2.0))], voted)
+    assert [row["chosen"] for row in rows] == ["a"] and dropped == Counter([TIE])
 
 
 def test_without_scores_the_order_is_random_and_the_preference_empty() -> None:

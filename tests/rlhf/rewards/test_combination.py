@@ -1,5 +1,6 @@
 """Several sources as one score: weights, the sum and the minimum, the names they are logged by."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,23 @@ def test_the_minimum_of_what_is_weighted(mine: str, tmp_path: Path) -> None:
     """(1, 2, 3) against 0.5 * (5, -1, 2.5)"""
     scores, _ = open_sources([f"{mine}:ups", f"0.5*{mine}:downs"], context(tmp_path), "min")(samples(rollout()))
     assert scores.tolist() == [1.0, -0.5, 1.25]
+
+
+def test_a_low_safety_score_or_a_dangerous_prompt_decides(mine: str, tmp_path: Path) -> None:
+    """Llama 2, section 3.2.3. The safety scores are (5, -1, 2.5) and the helpfulness scores (1, 2, 3): sigmoid(-1) is
+    0.269, so 0.15 leaves helpfulness everywhere, and 0.3 takes safety in the second row."""
+    specs = [f"2*{mine}:downs", f"0.5*{mine}:ups"]
+    below = open_sources(specs, context(tmp_path), "safety")
+    above = open_sources(specs, context(tmp_path), "safety", 0.3)
+    assert below(samples(rollout()))[0].tolist() == [0.5, 1.0, 1.5]
+    assert above(samples(rollout()))[0].tolist() == [0.5, -2.0, 1.5]
+    marked = samples(rollout())
+    rows = tuple(replace(row, columns={"is_safety": i == 2}) for i, row in enumerate(marked.rollout.rows))
+    marked = replace(marked, rollout=replace(marked.rollout, rows=rows))
+    assert below(marked)[0].tolist() == [0.5, 1.0, 5.0]
+    for wrong in (specs[:1], [*specs, "eos"]):
+        with pytest.raises(UserError, match=f"safety: got {len(wrong)} sources, expected two: safety, then help"):
+            open_sources(wrong, context(tmp_path), "safety")
 
 
 @pytest.mark.parametrize("combine", ["sum", "min"])
