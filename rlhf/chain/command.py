@@ -154,7 +154,7 @@ def run_chain(ranks: Any = None) -> int:
     """Run the command line; ranks: the team of processes that this process leads, or None."""
     program = console.program("python train.py")
     typed = foreign_settings.plain_words(sys.argv[1:])
-    argv, note = _with_base(typed)
+    argv, note = with_base(typed)
     shown = parser.PRINT_OPTIONS & {*argv} if "--print-config" in argv else set()
     streams.ignore_broken_streams(report=not shown and not TEXTS & {*argv})
     argv = [word for word in argv if word not in shown]
@@ -230,7 +230,7 @@ def sweep(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _with_base(argv: list[str]) -> tuple[list[str], str]:
+def with_base(argv: list[str]) -> tuple[list[str], str]:
     """A command line without --config or --actor-model gets a base: the config.yaml of its output directory, else the
     demo.
 

@@ -8,8 +8,7 @@ from rlhf import console
 from rlhf.chain.options import SECTIONS, changed
 from rlhf.chain.stages import load
 from rlhf.chain.steps import chosen_steps
-from rlhf.config import parser
-from rlhf.launch import rank_variables
+from rlhf.config import foreign_settings, parser
 from rlhf.plan.choose import as_flags
 from rlhf.plan.command import format_plans, plan_stages, resolve_zero_stage
 from rlhf.plan.machine import NODE
@@ -32,7 +31,7 @@ def forecast(chain: Any, processes: int) -> str:
     proposals = {section: plan.proposal for section, plan in zip(stages, plans, strict=True)}
     if None in proposals.values():
         return format_plans(plans)
-    argv = rank_variables.without_local_rank(sys.argv[1:])
+    argv = foreign_settings.plain_words(sys.argv[1:])
     deployment = _deployment(chain, plan_options.devices or processes)
     return f"{format_plans(plans)}\n\n{proposal(chain, argv, proposals, deployment)}"
 

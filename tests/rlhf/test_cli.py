@@ -26,8 +26,8 @@ def test_the_usage_names_every_verb(words: tuple[str, ...], rlhf: Run) -> None:
 
 
 def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
-    said = "error: rlhf rewad: no such verb (did you mean 'reward'?); have train, plan, sft, reward, ppo, preview, "
-    assert rlhf("rewad", "--seed", "1") == (2, "", said + "evaluate, pairs\n")
+    said = "error: rlhf rewad: no such verb (did you mean 'reward'?); have train, plan, sft, reward, ppo, rounds, "
+    assert rlhf("rewad", "--seed", "1") == (2, "", said + "preview, evaluate, pairs\n")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""`rlhf rounds`: train the chain, label pairs of its policy's responses, and train again on old and new pairs.
+
+The iterated online loop of Bai et al. 2022 (arXiv 2204.05862, section 4.5). Each round has a directory like that of a
+chain; fine-tuning runs in the first one only, and every policy starts from its result.
+
+rlhf rounds --rounds 3 --prompts prompts.jsonl --label judge.py:score --actor-model gpt2 --data-path old.jsonl
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, create_model
+
+from rlhf import console
+from rlhf.chain import command
+from rlhf.chain.options import SHORT_HELP, chain_config, overlay, require_agreement, resolve
+from rlhf.chain.stages import STAGES
+from rlhf.config import Config, foreign_settings, parser
+from rlhf.config.options import MAX_SEED
+from rlhf.config.short_help import short_help
+from rlhf.errors import UserError
+from rlhf.launch import launcher, rank_variables
+
+OPTIONS, CHAIN = "rounds.yaml", "chain.yaml"
+METRICS = {2: ("eval_accuracy",), 3: ("eval_score_before", "eval_score", "eval_kl", "eval_judge_before", "eval_judge")}
+"""metrics of the reward model and of the policy that are printed for each round"""
+
+
+class RoundsOptions(Config):
+    """What happens between two trainings."""
+
+    rounds: int = Field(2, ge=1)
+    """number of trainings; pairs of a policy's responses are labelled between two of them"""
+    prompts: str | None = None
+    """.jsonl with a column prompt, or .txt with one prompt a line: prompts that the data does not have yet"""
+    label: tuple[str, ...] = ()
+    """score sources that label the pairs: file.py:function, learned,model=DIR, or another name in rlhf/rewards/; of
+    several the majority decides"""
+    tie: float = Field(0.0, ge=0)
+    """scores of a source that differ by no more than this are a tie"""
+
+
+def main() -> int:
+    """Run all rounds; those that are finished are skipped. Raises: UserError."""
+    typed = foreign_settings.plain_words(sys.argv[1:])
+    argv = _with_base(typed)
+    options: Any = create_model("RoundsConfig", __base__=(RoundsOptions, chain_config(argv)))
+    program, about = console.program("python -m rlhf rounds"), (__doc__ or "").split("\n")[0]
+    if {"--help", "-h"} & {*argv}:
+        print(short_help(options, program, about, {"rounds": tuple(RoundsOptions.model_fields), **SHORT_HELP}))
+        return 0
+    settings = overlay(argv, over=int(argv != typed))
+    chain = resolve(parser.parse(options, argv, program, about, settings), argv, settings)
+    require_agreement(argv, chain)
+    _check(chain)
+    from rlhf.storage import disk, manifests  # imported here because it imports torch
+
+    folder = Path(chain.output_dir)
+    with manifests.locked(folder):
+        _require_same_labels(chain, folder)
+        disk.write_text(folder / OPTIONS, parser.to_yaml(chain))
+        tree = chain.model_dump(mode="json", exclude=set(RoundsOptions.model_fields))
+        disk.write_text(folder / CHAIN, parser.tree_to_yaml(tree))
+        for number in range(chain.rounds):
+            console.say(f"round {number} of {chain.rounds}")
+            _train(chain, number)
+            if number + 1 < chain.rounds:
+                _label(chain, number)
+    for number in range(chain.rounds):
+        print(_summary(folder / f"round-{number}"))
+    return 0
+
+
+def _with_base(argv: list[str]) -> list[str]:
+    """The command line; without --config and --actor-model with the options of the rounds in its output directory."""
+    saved = Path(parser.peek(argv, "output-dir", "runs/demo")).expanduser() / OPTIONS
+    named = any(word.partition("=")[0].replace("_", "-") in ("--config", "--actor-model") for word in argv)
+    return [f"--config={saved}", *argv] if saved.is_file() and not named else command.with_base(argv)[0]
+
+
+def _check(chain: Any) -> None:
+    """Raises: UserError for a missing option, or one that does not fit several rounds."""
+    if chain.rounds > 1 and (chain.prompts is None or not chain.label):
+        raise UserError(
+            f"--rounds {chain.rounds}: expected --prompts FILE and --label SOURCE, for the pairs in between"
+        )
+    if chain.prompts is not None and not Path(chain.prompts).is_file():
+        raise UserError(f"--prompts {chain.prompts}: no such file; expected .jsonl or .txt")
+    for name in ("steps", "overwrite", "plan"):
+        if getattr(chain, name):
+            raise UserError(
+                f"--{name}: got it with rounds, expected none; use it with `rlhf train` on a round's directory"
+            )
+    if rank_variables.world_size() > 1:
+        raise UserError(
+            "rounds: got several processes of another launcher, expected one; use --deployment-type single_node or "
+            "multi_node"
+        )
+
+
+def _require_same_labels(chain: Any, folder: Path) -> None:
+    """Raises: UserError if earlier pairs in the directory were labelled in another way."""
+    path = folder / OPTIONS
+    saved = parser.read_yaml(path) if path.is_file() and list(folder.glob("pairs-*.jsonl")) else {}
+    for name in ("prompts", "label", "tie"):
+        value = chain.model_dump(mode="json")[name]
+        if name in saved and saved[name] != value:
+            raise UserError(
+                f"--{name}: got {value}, expected {saved[name]} as for the pairs in {folder}; name another --output-dir"
+            )
+
+
+def _train(chain: Any, number: int) -> None:
+    """Run the chain of one round: all steps, or from the second round on the reward model and the policy."""
+    folder = Path(chain.output_dir)
+    words = ["--config", str(folder / CHAIN), "--output-dir", str(folder / f"round-{number}")]
+    if number:
+        pairs = [str(folder / f"pairs-{earlier}.jsonl") for earlier in range(number)]
+        words += ["--reward-only-data-path", *chain.reward_only_data_path, *pairs, "--steps", "2", "3"]
+        words += ["--ppo.actor-model", str(folder / "round-0" / STAGES[1].name)]
+    sys.argv = ["rlhf train", *words]
+    command.main()
+
+
+def _label(chain: Any, number: int) -> None:
+    """Sample and label pairs of the round's policy, in a process that frees its memory; a whole file is kept."""
+    folder = Path(chain.output_dir)
+    output = folder / f"pairs-{number}.jsonl"
+    if output.is_file():
+        return
+    words = ["pairs", "--policies", str(folder / f"round-{number}" / STAGES[3].name), "--prompts", chain.prompts]
+    words += ["--output", str(output), "--reward", chain.label[0], "--tie", str(chain.tie)]
+    words += ["--vote", *chain.label[1:]] if chain.label[1:] else []
+    words += ["--seed", str((chain.seed + number) % (MAX_SEED + 1)), "--dtype", chain.dtype]
+    words += ["--temperature", str(chain.ppo.temperature), "--response-length", str(chain.ppo.response_length)]
+    status = launcher.run("rlhf", words)
+    if status != 0:
+        raise SystemExit(int(status) if status > 0 else 128 - status)
+
+
+def _summary(folder: Path) -> str:
+    numbers = []
+    for step, names in METRICS.items():
+        manifest = json.loads((folder / STAGES[step].name / "manifest.json").read_text(encoding="utf-8"))
+        numbers += [f"{name} {manifest['metrics'][name]}" for name in names if name in manifest["metrics"]]
+    return f"{folder}: {', '.join(numbers)}"

@@ -1,0 +1,99 @@
+"""`rlhf rounds`: two rounds on a tiny world, interrupted between them, and what is refused."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.chain import command, rounds
+from rlhf.evaluation import pairs
+from rlhf.launch.launcher import ExitStatus
+from step1_sft.stage import FINE_TUNING
+from step2_reward.stage import REWARD_MODELLING
+from step3_ppo import stage as ppo
+from tests.support import programs
+
+RUNS = {1: FINE_TUNING.run, 2: REWARD_MODELLING.run, 3: ppo.run}
+SMALL = [
+    *("--data-path", "demo,rows=400", "--sft.num-train-epochs", "2", "--reward.num-train-epochs", "1"),
+    *("--ppo.total-episodes", "32", "--ppo.batch-size", "32", "--ppo.eval-samples", "4", "--max-eval-rows", "8"),
+]
+JUDGES = """# judges.py: two that agree, and one that does not
+def kind(prompts, responses): return [response.count("kind") + len(response) / 100 for response in responses]
+def long(prompts, responses): return [len(response) for response in responses]
+def short(prompts, responses): return [-len(response) for response in responses]
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """(the program in this process, every stage and every call of `rlhf pairs` so far)."""
+    calls: list[str] = []
+
+    def stage(step: int, options: Any, _: object) -> int:
+        calls.append(f"{Path(options.output_dir).name} {step}")
+        RUNS[step](options)
+        return 0
+
+    def label(_: str, argv: list[str]) -> ExitStatus:
+        calls.append(Path(argv[argv.index("--output") + 1]).name)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["rlhf pairs", *argv[1:]])
+            return ExitStatus(pairs.main(), "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "run_stage", stage)
+    monkeypatch.setattr(rounds.launcher, "run", label)
+    Path("judges.py").write_text(JUDGES)
+    prompts = [f"tell me about the {color} {animal} in the valley" for color in ("red", "blue", "grey", "pink")
+               for animal in ("fox", "owl", "bear", "wolf", "cat", "dog")]  # fmt: skip
+    Path("prompts.txt").write_text("\n".join(prompts))
+    return programs.runner("rlhf rounds", rounds.main, monkeypatch, capsys), calls
+
+
+def test_rounds_add_their_pairs_and_go_on_where_they_were_killed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, calls = run
+    words = ["--output-dir", "runs/r", "--prompts", "prompts.txt", "--label", "judges.py:kind", "judges.py:long"]
+    words += ["judges.py:short", *SMALL]
+    train = command.main
+
+    def killed() -> int:
+        if "--steps" in sys.argv:
+            raise SystemExit(137)
+        return train()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds.command, "main", killed)
+        assert program(*words)[0] == 137
+    first = ["round-0 1", "round-0 2", "round-0 3", "pairs-0.jsonl"]
+    assert calls == first
+    code, out, err = program("--output-dir", "runs/r")  # the options are those of rounds.yaml
+    assert code == 0, err
+    assert calls == [*first, "round-1 2", "round-1 3"]
+    assert len(re.findall(r"runs/r/round-[01]: eval_accuracy \S+, eval_score_before", out)) == 2
+    labelled = [json.loads(line) for line in Path("runs/r/pairs-0.jsonl").read_text().splitlines()]
+    assert labelled and all((row["score_chosen"], row["score_rejected"]) == (2.0, 1.0) for row in labelled)
+    manifest = json.loads(Path("runs/r/round-1/step2_reward/manifest.json").read_text())
+    assert manifest["config"]["reward_only_data_path"] == ["runs/r/pairs-0.jsonl"]
+    tuned = json.loads(Path("runs/r/round-1/step3_ppo/manifest.json").read_text())["config"]
+    assert tuned["actor_model"] == "runs/r/round-0/step1_sft"
+    code, _, err = program("--output-dir", "runs/r", "--label", "judges.py:long")
+    assert code == 2 and "--label: got ['judges.py:long'], expected ['judges.py:kind'" in err
+    assert program("--output-dir", "runs/r")[0] == 0 and len(calls) == 6  # nothing runs again
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--rounds 2: expected --prompts FILE and --label SOURCE"),
+        (["--prompts", "none.txt", "--label", "length"], "--prompts none.txt: no such file"),
+        (["--rounds", "1", "--steps", "3"], "--steps: got it with rounds, expected none"),
+        (["--rounds", "1", "--overwrite"], "--overwrite: got it with rounds"),
+    ],
+)
+def test_what_is_refused(words: list[str], message: str, run: Any) -> None:
+    code, _, err = run[0](*words)
+    assert code == 2 and message in err
