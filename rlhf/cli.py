@@ -17,6 +17,7 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "ppo": ("step3_ppo.__main__", (), "step 3 alone: reinforcement learning"),
     "rounds": ("rlhf.chain.rounds", (), "train, label pairs of the policy's responses, and train again on them"),
     "preview": ("data.preview.command", (), "the rows of your data as a model will see them"),
+    "report": ("rlhf.chain.report", (), "one page on what runs did, and whether it worked"),
     "evaluate": ("rlhf.evaluation.evaluate", (), "which of several policies is better on the prompts of a file"),
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
 }

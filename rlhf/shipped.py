@@ -8,6 +8,9 @@ PACKAGES = ("rlhf", "data", "step1_sft", "step2_reward", "step3_ppo")
 INSTALLED = Path(__file__).parent / "configs"
 CONFIGS = INSTALLED if INSTALLED.is_dir() else ROOT / "configs"
 """recipes, presets of models, shapes of well-known models"""
+INSTALLED_DOCS = Path(__file__).parent / "docs"
+METRICS_PAGE = (INSTALLED_DOCS if INSTALLED_DOCS.is_dir() else ROOT / "docs") / "metrics.md"
+"""what the numbers mean: a page of the documentation, and the tables that the report quotes"""
 
 
 def config_file(path: str | Path) -> Path:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf.config.declaration import Declaration, Phase
+from rlhf.config.declaration import Curve, Declaration, Phase, ReportParts, Result
 from rlhf.supervised.options import SupervisedOptions
 
 STAGE = Declaration(
@@ -15,6 +15,15 @@ STAGE = Declaration(
     },
     models=("model",),
     phases={("step1_sft.stage", "perplexity"): Phase("evaluation")},
+    report=ReportParts(
+        section="Step 1, fine-tuning",
+        curves=(
+            Curve("Loss", ("loss",)),
+            Curve("Gradient norm", ("grad_norm",)),
+            Curve("Learning rate", ("learning_rate",)),
+        ),
+        results=(Result("eval_perplexity", "perplexity of held-out responses"),),
+    ),
 )
 
 

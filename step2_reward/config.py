@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf.config.declaration import Declaration, Phase
+from rlhf.config.declaration import Curve, Declaration, Phase, ReportParts, Result
 from rlhf.supervised.options import SupervisedOptions
 
 STAGE = Declaration(
@@ -13,6 +13,21 @@ STAGE = Declaration(
     help_groups={"the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "centering")},
     models=("model",),
     phases={("step2_reward.heldout", "evaluate"): Phase("evaluation")},
+    report=ReportParts(
+        section="Step 2, reward model",
+        curves=(
+            Curve("Loss", ("loss",), (0.693147, "guessing")),
+            Curve("Accuracy", ("accuracy",), (0.5, "guessing")),
+            Curve("Margin", ("margin",), (0.0, "")),
+            Curve("Gradient norm", ("grad_norm",)),
+            Curve("Learning rate", ("learning_rate",)),
+        ),
+        results=(
+            Result("eval_accuracy", "held-out pairs in the right order", share=True),
+            Result("eval_loss", "loss on held-out pairs"),
+        ),
+        pair_scores="heldout_scores.json",
+    ),
 )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine
 from rlhf.maths import losses
 from rlhf.models.scalar import ScalarModel, score_separately
+from rlhf.storage import disk
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
 from step2_reward.config import RewardConfig
 
@@ -31,8 +33,12 @@ def evaluate(
     config: RewardConfig,
     pad_id: int,
     pair_scores: PairScores = score_separately,
+    scores_file: Path | None = None,
 ) -> Metrics:
-    """Accuracy, loss and scores on held-out pairs, over all ranks. The pairs of one ranked list count as one pair."""
+    """Accuracy, loss and scores on held-out pairs, over all ranks. The pairs of one ranked list count as one pair.
+
+    scores_file: where rank 0 writes the scores of all pairs, for the report's histogram and calibration
+    """
     share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
     weights = dataset.weights.tolist()
     scored: list[list[float]] = []
@@ -47,6 +53,9 @@ def evaluate(
     count = float(dataset.batch_elements)
     loss, metrics = losses.pairwise_logistic(chosen, rejected, count=count, weight=weight)
     console.say(score_histogram(pairs))
+    if scores_file is not None and collectives.is_main():
+        names, columns = ("chosen", "rejected", "weight"), scored_of_all_ranks.T.tolist()
+        disk.write_json(scores_file, dict(zip(names, columns, strict=True)))
     return {
         "eval_accuracy": metrics["accuracy"].item(),
         "eval_loss": loss.item(),

@@ -116,7 +116,8 @@ class RewardModelling:
 
     def evaluate(self) -> Metrics:
         pad_id = self._tokenizer.pad_token_id
-        return evaluate(self.engine, self._data.evaluation, self._config, pad_id, self._pair_scores)
+        scores_file = Path(self._config.output_dir) / STAGE.name / STAGE.report.pair_scores
+        return evaluate(self.engine, self._data.evaluation, self._config, pad_id, self._pair_scores, scores_file)
 
     def require_converged(self, metrics: Metrics) -> None:
         require_converged(metrics, self._data.evaluation.batch_elements, self._config.learning_rate)

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
 from rlhf.config import Config
-from rlhf.config.declaration import Declaration, Phase
+from rlhf.config.declaration import Curve, Declaration, Frontier, Phase, ReportParts, Result
 from rlhf.config.options import (
     EngineOptions,
     FrozenOptions,
@@ -33,6 +33,44 @@ STAGE = Declaration(
         ("step3_ppo.rollout", "generate"): Phase("generation", "rollout_batch_size"),
         ("step3_ppo.rollout", "score"): Phase("scoring", "rollout_batch_size"),
     },
+    report=ReportParts(
+        section="Step 3, reinforcement learning",
+        curves=(
+            Curve("Score", ("score", "eval_score")),
+            Curve("Judge", ("eval_judge",)),
+            Curve("KL from the reference", ("kl", "eval_kl"), (0.0, "")),
+            Curve("KL coefficient", ("kl_coef",)),
+            Curve("Response length", ("response_length", "eval_response_length")),
+            Curve("Truncated responses", ("truncated",)),
+            Curve("Entropy", ("entropy",)),
+            Curve("Distinct pairs of tokens", ("distinct_2", "eval_distinct_2")),
+            Curve("Repeated 4-grams", ("repeated_4_grams",)),
+            Curve("Explained variance of the critic", ("explained_variance",), (0.0, "")),
+            Curve("Value loss", ("value_loss",)),
+            Curve("KL from old to new policy", ("approx_kl",)),
+            Curve("Clip fraction", ("clip_fraction", "value_clip_fraction")),
+            Curve("Gradient norm", ("policy_grad_norm", "value_grad_norm")),
+            Curve("Fine-tuning loss beside the reward", ("ptx_nll",)),
+            Curve("Seconds", ("seconds_generate", "seconds_score", "seconds_update")),
+            Curve("Speed", ("tokens_per_second",)),
+        ),
+        results=(
+            Result("eval_judge", "judge", "judge", "judge", independent=True),
+            Result("eval_score", "score", "score", "reward"),
+            Result("eval_kl", "KL from the reference, nats"),
+            Result("eval_response_length", "response length, tokens"),
+            Result("eval_ended", "responses that end", share=True),
+            Result("eval_distinct_2", "distinct pairs of tokens", share=True),
+            Result("eval_ref_nll", "nats per token under the reference"),
+        ),
+        frontiers=(
+            Frontier("Score against KL", (("kl", "score", "training"), ("eval_kl", "eval_score", "held out"))),
+            Frontier("Judge against KL", (("eval_kl", "eval_judge", "held out"),)),
+        ),
+        samples="samples.jsonl",
+        distance="kl",
+        exploitation=("over_optimisation", "overfitting"),
+    ),
 )  # fmt: skip
 MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
 """Models that this stage starts from, and the stage that makes each."""

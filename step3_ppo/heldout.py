@@ -149,10 +149,10 @@ def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluat
     rows: list[dict[str, Any]] = []
     if not collectives.is_main():
         return rows
-    texts = zip(after.prompts, before.responses, after.responses, strict=True)
+    texts = zip(after.prompts, after.questions, before.responses, after.responses, strict=True)
     with path.open("a", encoding="utf-8") as file:
-        for i, (prompt, old, new) in enumerate(texts):
-            row = {"iteration": iteration, "prompt": prompt, "before": old, "after": new}
+        for i, (prompt, question, old, new) in enumerate(texts):
+            row = {"iteration": iteration, "prompt": prompt, "question": question, "before": old, "after": new}
             row |= {"score_before": before.scores[i].item(), "score": after.scores[i].item(), "kl": after.kl[i].item()}
             if before.judge_scores is not None and after.judge_scores is not None:
                 row |= {"judge_before": before.judge_scores[i].item(), "judge": after.judge_scores[i].item()}

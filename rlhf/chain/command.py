@@ -124,7 +124,15 @@ def manifest_version(stage: Path) -> tuple[int, int] | None:
 
 
 def exit_with_failure(step: int, status: launcher.ExitStatus, todo: dict[int, Any]) -> NoReturn:
-    """End the chain with the exit code of a failed stage; print a summary unless the stage explained the failure."""
+    """End the chain with the exit code of a failed stage; print a summary unless the stage explained the failure.
+
+    The report shows how far it came, unless a signal asks for the end: then the time may be short.
+    """
+    directory = Path(todo[step].output_dir)
+    if (status.crashed or status == supervisor.NON_FINITE) and any(directory.glob("*/metrics.jsonl")):
+        from rlhf.chain.report import write_at_end
+
+        print(write_at_end(str(directory)), flush=True)
     if status not in supervisor.EXPLAINED:
         overwritten = {
             SECTIONS[s]: Path(o.output_dir) / STAGES[s].name / "manifest.json" for s, o in todo.items() if o.overwrite
@@ -191,8 +199,11 @@ def run_chain(ranks: Any = None) -> int:
             failed = run_all(todo, deployment, ranks)
             if failed is not None:
                 exit_with_failure(*failed, todo)
+    from rlhf.chain import report
     from rlhf.chain.steps import next_step
 
+    if todo or not (Path(chain.output_dir) / report.REPORT).exists():
+        print(report.write_at_end(chain.output_dir), flush=True)
     print(next_step(chain))
     return 0
 

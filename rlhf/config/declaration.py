@@ -16,6 +16,60 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """A figure of the report: metrics by step. docs/metrics.md explains each metric."""
+
+    title: str
+    metrics: tuple[str, ...]
+    level: tuple[float, str] | None = None
+    """a value to compare with, and its name: what guessing gives, for example"""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A held-out number of the result, in the report's first table. `METRIC_before` is its value before training."""
+
+    metric: str
+    label: str
+    sample: str = ""
+    """the column of the samples file with this number of each response (SAMPLE_before: before training); the mean gain
+    then has an interval, and the verdict follows the first such result"""
+    option: str = ""
+    """the option that names the source of the number"""
+    independent: bool = False
+    """nothing was trained on it"""
+    share: bool = False
+    """a share, shown in per cent"""
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """A figure of reward against the distance from the reference: (distance, reward, name) of each line."""
+
+    title: str
+    lines: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportParts:
+    """What the report shows of a stage."""
+
+    section: str = ""
+    """the heading of docs/metrics.md above its metrics"""
+    curves: tuple[Curve, ...] = ()
+    results: tuple[Result, ...] = ()
+    frontiers: tuple[Frontier, ...] = ()
+    samples: str = ""
+    """the file with held-out responses before and after: prompt, question, before, after, and columns of `results`"""
+    distance: str = ""
+    """the column of the samples file, `eval_DISTANCE` in metrics.jsonl, with the KL from reference to policy"""
+    exploitation: tuple[str, ...] = ()
+    """warnings that a reward rises while a held-out number falls"""
+    pair_scores: str = ""
+    """the file with the scores of held-out pairs: lists `chosen`, `rejected`, `weight`"""
+
+
+@dataclass(frozen=True, slots=True)
 class Declaration:
     """A stage: its name, its files, and the parts of its work. Its options declare for themselves which are free."""
 
@@ -33,3 +87,5 @@ class Declaration:
     """metrics in which a spike is worth a warning"""
     phases: Mapping[tuple[str, str], Phase] = field(default_factory=dict)
     """by module and function, beside those of the engine and the checkpoints"""
+    report: ReportParts = ReportParts()
+    """what the report shows of it"""

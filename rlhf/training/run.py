@@ -28,6 +28,7 @@ from rlhf.storage import disk, manifests
 from rlhf.text.tokenizer import describe_template
 from rlhf.training import (
     checkpoints,
+    hardware,
     logs,
     out_of_memory,
     progress,
@@ -282,6 +283,7 @@ class Run:
             "models": self.models,
             "metrics": metrics,
             "world_size": collectives.world_size(),
+            "hardware": hardware.describe(),
             "files": manifests.file_digests(self.directory, self.models),
         }
         manifests.write_manifest(self.directory / manifests.MANIFEST, manifest)

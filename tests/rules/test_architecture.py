@@ -21,15 +21,15 @@ ROOMS = (
     "train", "rlhf.__main__", "rlhf.cli", "rlhf.chain",
     "step3_ppo", "step2_reward", "step1_sft", "rlhf.supervised",
     "data.preview", "data.sources", "data", "data.build", "data.read", "data.config",
-    "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.rewards", "rlhf.generation",
+    "rlhf.report", "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.rewards", "rlhf.generation",
     "rlhf.engine", "rlhf.adapters", "rlhf.models",
-    "rlhf.text", "rlhf.hub", "rlhf.launch", "rlhf.distributed", "rlhf.storage",
+    "rlhf.text", "rlhf.hub", "rlhf.pages", "rlhf.launch", "rlhf.distributed", "rlhf.storage",
     "rlhf.maths", "rlhf.types",
     "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.errors", "rlhf.streams", "rlhf.shipped",
 )  # fmt: skip
 STAGES = ("step1_sft", "step2_reward", "step3_ppo")
-DATA_SEES = ("rlhf.launch", "rlhf.text", "rlhf.hub", "rlhf.storage", "rlhf.maths", "rlhf.types", "rlhf.console",
-             "rlhf.plugins", "rlhf.config", "rlhf.errors", "rlhf.streams", "rlhf.shipped")  # fmt: skip
+DATA_SEES = ("rlhf.pages", "rlhf.launch", "rlhf.text", "rlhf.hub", "rlhf.storage", "rlhf.maths", "rlhf.types",
+             "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.errors", "rlhf.streams", "rlhf.shipped")  # fmt: skip
 # Importing these must not import torch, so that --help and a mistyped option answer at once.
 TORCH_FREE = (
     "rlhf.cli", "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.config.options", "rlhf.config.short_help",

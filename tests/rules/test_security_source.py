@@ -28,7 +28,7 @@ CALLS = {
 EVERY_INTERFACE = ("0.0.0.0", "::")
 KEYWORDS = {"weights_only": False, "trust_remote_code": True, "shell": True, "allow_pickle": True, "verify": False}
 # Where a danger is none: of the template's environment only the parser is used, as a test below shows.
-MEANT = {"rlhf/text/templates.py": {"jinja2 environment"}}
+MEANT = {"rlhf/text/templates.py": {"jinja2 environment"}, "rlhf/pages/page.py": {"jinja2 environment"}}
 
 
 def shown(path: Path) -> str:
@@ -179,7 +179,16 @@ def test_nor_do_tests_and_benchmarks() -> None:
         assert not found, f"{shown(path)}: {found}"
 
 
-def test_the_only_template_environment_renders_nothing() -> None:
+def test_pages_escape_all_values_and_render_templates_of_the_package_only() -> None:
+    source = (ROOT / "rlhf/pages/page.py").read_text(encoding="utf-8")
+    assert source.count("Environment(") == 1 and "autoescape=True" in source
+    assert "FileSystemLoader([template.parent, FOLDER])" in source and "from_string" not in source
+    templates = [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.html.jinja"))]
+    ours = [path.read_text(encoding="utf-8") for path in templates]
+    assert len(ours) >= 3 and not any(re.search(r"\|\s*safe\b|autoescape", text) for text in ours)
+
+
+def test_no_template_environment_of_strangers_templates_renders_any() -> None:
     """Templates are rendered by transformers' sandbox; ours makes a syntax tree."""
     source = (ROOT / "rlhf/text/templates.py").read_text(encoding="utf-8")
     assert not re.search(r"\.(render|from_string|compile_expression|generate)\(", source)

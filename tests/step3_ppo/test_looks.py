@@ -38,6 +38,7 @@ def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluat
         lengths=torch.tensor([4.0] * count),
         ended=torch.ones(count),
         distinct_2=0.5,
+        questions=tuple(f"q{i}" for i in range(count)),
     )
 
 
@@ -120,8 +121,8 @@ def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
     write_samples(tmp_path / "unjudged.jsonl", 1, replace(before, judge_scores=None), after)
     assert "judge" not in (tmp_path / "unjudged.jsonl").read_text(encoding="utf-8")
     assert rows[1] == {
-        "iteration": 5, "prompt": "p1", "before": "old 1", "after": "né\u2028w 1", "score_before": 2.0, "score": 4.0,
-        "kl": 0.5, "judge_before": 0.5, "judge": 1.5,
+        "iteration": 5, "prompt": "p1", "question": "q1", "before": "old 1", "after": "né\u2028w 1",
+        "score_before": 2.0, "score": 4.0, "kl": 0.5, "judge_before": 0.5, "judge": 1.5,
     }  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def metrics(out: Path, stage: str) -> list[dict[str, Any]]:
 
 
 def test_every_stage_leaves_what_it_promises(out: Path) -> None:
-    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", *STAGES]
+    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "report.html", *STAGES]
     for stage in STAGES:
         assert {"config.yaml", "metrics.jsonl", "manifest.json"} <= {path.name for path in (out / stage).iterdir()}
         assert not list((out / stage).glob(".tmp-*"))

@@ -1,0 +1,68 @@
+"""`rlhf report RUN [RUN ...]`: one page on what runs did and whether it worked; every chain writes one at its end."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import jinja2
+import tyro
+from pydantic import Field
+
+from rlhf import console
+from rlhf.chain.stages import STAGES
+from rlhf.config import Config, parser
+from rlhf.errors import UserError
+
+NAME = "python -m rlhf report"
+REPORT = "report.html"
+FAILURES = (
+    ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, UserError, ValueError,
+    jinja2.TemplateError,
+)  # fmt: skip
+"""what a page on damaged files may raise; a finished chain does not fail for it"""
+
+
+class ReportConfig(Config):
+    """The runs to report on."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = Field((), max_length=8)
+    """output directories of up to eight runs, which are drawn into the same figures"""
+    output: str | None = None
+    """the file to write; by default RUN/report.html, of several runs report.html in the current directory"""
+    price_per_hour: float | None = Field(None, ge=0)
+    """price of the machine for an hour; the report then has the cost of each stage"""
+
+
+def write(options: ReportConfig) -> Path:
+    """Write the report, and return its path.
+
+    Raises: UserError for a path without a run, or an output that cannot be written.
+    """
+    from rlhf.report.write import write_report  # here: it imports torch
+
+    output = Path(options.output or (Path(options.runs[0]) / REPORT if len(options.runs) == 1 else REPORT))
+    try:
+        write_report(options.runs, output, [*STAGES.values()], options.price_per_hour)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}); name another file with --output") from None
+    return output
+
+
+def write_at_end(output_dir: str) -> str:
+    """Write the report of a chain that has ended. Returns the line to print: its path, or a warning with the reason."""
+    try:
+        return f"report: {write(ReportConfig(runs=(output_dir,)))}"
+    except FAILURES as error:
+        return f"warning: the report of {output_dir} could not be written ({type(error).__name__}: {error})"
+
+
+def main() -> int:
+    """Exit code 2 for a path without a run."""
+    options = parser.parse(
+        ReportConfig, sys.argv[1:], console.program(NAME), "Write one page on what runs did and whether it worked."
+    )
+    if not options.runs:
+        raise UserError("rlhf report: no run is named; expected the --output-dir of one or more runs")
+    console.loading(console.program(NAME), sys.argv)
+    print(write(options))
+    return 0

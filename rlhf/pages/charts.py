@@ -1,0 +1,372 @@
+"""Figures as inline SVG: the geometry of lines, dots, whiskers, ticks and direct labels, in pure functions.
+
+`draw` turns a Chart, which is in the units of the data, into a Drawing in pixels, which chart.html.jinja writes out.
+The table of a figure has every point that is drawn; the script reads the numbers of its tooltip from that table.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf.pages.numbers import cell, short
+
+WIDTH, WIDE, HEIGHT = 380, 560, 230
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 34
+CHARACTER = 6.2
+"""width of a character of a direct label"""
+LABEL_HEIGHT = 13
+MOST_POINTS = 160
+"""points of a line that are drawn, unless a chart says otherwise"""
+SMOOTH_FROM = 60
+"""points from which on a line is drawn with its running mean"""
+NOISY = 4.0
+"""a line is noisy if it goes up and down by this many times its range"""
+COLOURS = 8
+PLUS_MINUS, BOUNDS = "± 95 %", "95 %"
+"""columns of a figure's table: half the interval, and its bounds"""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of the data, with half of its 95 % interval in each direction if that is known."""
+
+    x: float
+    y: float
+    x_half: float | None = None
+    y_half: float | None = None
+    label: str = ""
+    """row header in the table; empty: x"""
+    y_bounds: tuple[float, float] | None = None
+    """the interval of y where it is not symmetric"""
+
+    @property
+    def y_range(self) -> tuple[float, float]:
+        """The interval of y; y itself if it has none."""
+        half = self.y_half or 0.0
+        return self.y_bounds or (self.y - half, self.y + half)
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line, one group of dots, or the outline of a histogram; `colour` is a number below COLOURS."""
+
+    name: str
+    points: tuple[Point, ...]
+    colour: int = 0
+    kind: Literal["line", "dots", "path", "steps"] = "line"
+    """path: connects the points in their order, for lines that turn back in x; steps: each point is the left edge of a
+    bar, and the last one the right edge of the figure"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A vertical line with a name, or a horizontal one."""
+
+    value: float
+    text: str
+    horizontal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A figure in the units of the data."""
+
+    title: str
+    x_name: str
+    series: tuple[Series, ...]
+    unit: str = ""
+    marks: tuple[Mark, ...] = ()
+    caption: str = ""
+    labels: bool = True
+    """write the name of each series beside it"""
+    x_range: tuple[float, float] | None = None
+    y_range: tuple[float, float] | None = None
+    diagonal: bool = False
+    """the line y = x"""
+    wide: bool = False
+    most_points: int = MOST_POINTS
+    """points of a line that are drawn; the extremes are always among them"""
+
+
+@dataclass(frozen=True, slots=True)
+class Stroke:
+    """One SVG path."""
+
+    d: str
+    colour: int
+    style: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text in the figure."""
+
+    x: float
+    y: float
+    text: str
+    colour: int | None = None
+    anchor: str = "start"
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row of a figure's table: its position on the x axis, its header, and a cell for each series."""
+
+    x: float
+    header: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A figure in pixels."""
+
+    chart: Chart
+    width: int
+    height: int
+    right: float
+    """right end of the plot"""
+    x_scale: tuple[float, float]
+    y_scale: tuple[float, float]
+    x_ticks: tuple[Text, ...]
+    y_ticks: tuple[Text, ...]
+    strokes: tuple[Stroke, ...]
+    dots: tuple[tuple[float, float, int], ...]
+    marks: tuple[tuple[Stroke, Text], ...]
+    labels: tuple[Text, ...]
+    columns: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+    left: int = LEFT
+    top: int = TOP
+    bottom: int = HEIGHT - BOTTOM
+    summary: str = ""
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    raw = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def thin(points: Sequence[Point], most: int) -> list[Point]:
+    """At most `most` points: the first, the last, and the lowest and highest of equal parts between."""
+    if len(points) <= most:
+        return list(points)
+    parts = max(1, (most - 2) // 2)
+    chosen = {0, len(points) - 1}
+    for i in range(parts):
+        part = range(i * len(points) // parts, (i + 1) * len(points) // parts)
+        chosen |= {min(part, key=lambda n: points[n].y), max(part, key=lambda n: points[n].y)}
+    return [points[n] for n in sorted(chosen)]
+
+
+def is_smoothed(series: Series) -> bool:
+    """Whether a series is drawn thin, with its running mean in bold: a long noisy line, or a path of many points."""
+    points = series.points
+    if _measured(points) or series.kind not in ("line", "path"):
+        return False
+    if series.kind == "path":
+        return len(points) > 8
+    values = [point.y for point in points]
+    travel = sum(abs(b - a) for a, b in itertools.pairwise(values))
+    return len(points) >= SMOOTH_FROM and travel > NOISY * (max(values) - min(values))
+
+
+def running_mean(points: Sequence[Point]) -> list[Point]:
+    """The mean of x and y over a window of a twentieth of the points (at least 5), centred, narrower at the ends."""
+    half = max(2, len(points) // 40)
+    sums = [(0.0, 0.0)]
+    for point in points:
+        sums.append((sums[-1][0] + point.x, sums[-1][1] + point.y))
+    means = []
+    for i in range(len(points)):
+        reach = min(half, i, len(points) - 1 - i)
+        low, high, count = sums[i - reach], sums[i + reach + 1], 2 * reach + 1
+        means.append(Point((high[0] - low[0]) / count, (high[1] - low[1]) / count))
+    return means
+
+
+def draw(chart: Chart) -> Drawing | None:
+    """The figure in pixels; None if it has no points."""
+    series = [
+        (each, thin(each.points, chart.most_points) if each.kind in ("line", "path") else list(each.points))
+        for each in chart.series
+        if each.points
+    ]
+    if not series:
+        return None
+    x_scale, y_scale = _ranges(chart, [point for _, points in series for point in points])
+    width = WIDE if chart.wide else WIDTH
+    named = [each.name for each, _ in series if each.kind != "steps"] if chart.labels and len(series) > 1 else []
+    right = width - max([RIGHT, *(8 + CHARACTER * len(name) for name in named)])
+    scale = _Scale(x_scale, y_scale, right)
+    strokes: list[Stroke] = []
+    dots: list[tuple[float, float, int]] = []
+    for each, points in series:
+        strokes += _strokes(each, points, scale)
+        if each.kind == "dots" or len(points) == 1 or _measured(points):
+            dots += [(scale.x(point.x), scale.y(point.y), each.colour) for point in points]
+    if chart.diagonal:
+        low, high = max(x_scale[0], y_scale[0]), min(x_scale[1], y_scale[1])
+        strokes.insert(0, Stroke(_path([(scale.x(low), scale.y(low)), (scale.x(high), scale.y(high))]), 0, "level"))
+    ends = [(scale.y(points[-1].y), each) for each, points in series] if named else []
+    labels = [
+        *_spread(ends, right),
+        *_peaks([(each, points) for each, points in series if each.kind == "steps"], scale),
+    ]
+    columns, rows = _table(chart, series)
+    first, last = series[0][1][0], series[0][1][-1]
+    return Drawing(
+        chart=chart, width=width, height=HEIGHT, right=right, x_scale=x_scale, y_scale=y_scale,
+        x_ticks=tuple(Text(scale.x(t), HEIGHT - BOTTOM + 16, short(t)) for t in ticks(*x_scale, 5)),
+        y_ticks=tuple(Text(LEFT - 8, scale.y(t), short(t)) for t in ticks(*y_scale, 4)),
+        strokes=tuple(strokes), dots=tuple(dots), marks=tuple(_marks(chart, scale)), labels=tuple(labels),
+        columns=columns, rows=rows,
+        summary=f"{chart.title}: {series[0][0].name} from {short(first.y)} at {chart.x_name} {short(first.x)} "
+        f"to {short(last.y)} at {chart.x_name} {short(last.x)}",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From the units of the data to pixels."""
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    right: float
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return round(LEFT + (value - low) / (high - low) * (self.right - LEFT), 1)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return round(HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
+
+
+def _ranges(chart: Chart, points: Sequence[Point]) -> tuple[tuple[float, float], tuple[float, float]]:
+    xs = [value for p in points for value in (p.x - (p.x_half or 0), p.x + (p.x_half or 0))]
+    ys = [value for p in points for value in p.y_range]
+    ys += [mark.value for mark in chart.marks if mark.horizontal]
+    return chart.x_range or _wide(xs, 0.0), chart.y_range or _wide(ys, 0.06)
+
+
+def _wide(values: Sequence[float], margin: float) -> tuple[float, float]:
+    """The range of the values with a margin; around a single value a range that is not empty."""
+    low, high = min(values), max(values)
+    if high - low < 1e-12 * max(1.0, abs(low)):
+        span = abs(low) * 0.1 or 1.0
+        return low - span, high + span
+    extra = margin * (high - low)
+    return (0.0 if 0 <= low < extra else low - extra), high + extra
+
+
+def _strokes(series: Series, points: Sequence[Point], scale: _Scale) -> Iterable[Stroke]:
+    """The paths of a series: its line, the running mean of a long line, whiskers of intervals."""
+    pixels = [(scale.x(point.x), scale.y(point.y)) for point in points]
+    if series.kind == "steps":
+        base = scale.y(0)
+        corners = [(pixels[0][0], base)]
+        for (x, y), (x_next, _) in itertools.pairwise(pixels):
+            corners += [(x, y), (x_next, y)]
+        yield Stroke(_path([*corners, (pixels[-1][0], base)]), series.colour, "area")
+    elif is_smoothed(series):
+        yield Stroke(_path(pixels), series.colour, "raw")
+        means = running_mean(series.points)
+        every = max(1, len(means) // MOST_POINTS)
+        smooth = [*means[::every], means[-1]]
+        yield Stroke(_path([(scale.x(point.x), scale.y(point.y)) for point in smooth]), series.colour, "line")
+    elif series.kind in ("line", "path"):
+        yield Stroke(_path(pixels), series.colour, "line")
+    for (x, y), point in zip(pixels, points, strict=True):
+        if point.y_half or point.y_bounds:
+            ends = [(x, scale.y(value)) for value in point.y_range]
+            yield Stroke(_path(ends), series.colour, "whisker")
+        if point.x_half:
+            ends = [(scale.x(point.x - point.x_half), y), (scale.x(point.x + point.x_half), y)]
+            yield Stroke(_path(ends), series.colour, "whisker")
+
+
+def _interval_cell(point: Point | None) -> str:
+    if point is None:
+        return ""
+    return cell(point.y_half) if point.y_bounds is None else f"[{cell(point.y_bounds[0])}, {cell(point.y_bounds[1])}]"
+
+
+def _measured(points: Sequence[Point]) -> bool:
+    """Whether points have intervals; then they are few, and each is drawn as a dot."""
+    return any(point.y_half is not None or point.y_bounds is not None for point in points)
+
+
+def _path(pixels: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:g} {y:g}" for x, y in pixels)
+
+
+def _marks(chart: Chart, scale: _Scale) -> Iterable[tuple[Stroke, Text]]:
+    for mark in chart.marks:
+        if mark.horizontal:
+            y = scale.y(mark.value)
+            line = _path([(LEFT, y), (scale.right, y)])
+            yield Stroke(line, 0, "level"), Text(scale.right - 4, y - 5, mark.text, anchor="end")
+        else:
+            x = scale.x(mark.value)
+            late = x > (LEFT + scale.right) / 2
+            line = _path([(x, TOP), (x, HEIGHT - BOTTOM)])
+            yield Stroke(line, 0, "mark"), Text(x - 5 if late else x + 5, TOP + 11, mark.text,
+                                                anchor="end" if late else "start")  # fmt: skip
+
+
+def _spread(ends: Sequence[tuple[float, Series]], right: float) -> list[Text]:
+    """Direct labels at the right ends of the series, moved apart where they would overlap."""
+    labels: list[Text] = []
+    for y, series in sorted(ends, key=lambda end: end[0]):
+        y = max(y, labels[-1].y + LABEL_HEIGHT) if labels else y
+        labels.append(Text(right + 6, round(y, 1), series.name, series.colour))
+    excess = labels[-1].y - (HEIGHT - BOTTOM) if labels else 0
+    return [Text(t.x, t.y - max(0.0, excess), t.text, t.colour) for t in labels]
+
+
+def _peaks(series: Sequence[tuple[Series, Sequence[Point]]], scale: _Scale) -> list[Text]:
+    """The name of each histogram above its highest bar; a name that would cover another one moves up."""
+    labels: list[Text] = []
+    for each, points in series:
+        bar = max(range(len(points) - 1), key=lambda n: points[n].y)
+        middle = (scale.x(points[bar].x) + scale.x(points[bar + 1].x)) / 2
+        half = CHARACTER * len(each.name) / 2
+        x = min(max(middle, LEFT + half), scale.right - half)
+        y = scale.y(points[bar].y) - 10
+        while any(abs(y - t.y) < LABEL_HEIGHT and abs(x - t.x) < half + CHARACTER * len(t.text) / 2 for t in labels):
+            y -= LABEL_HEIGHT
+        labels.append(Text(x, y, each.name, each.colour, "middle"))
+    return labels
+
+
+def _table(
+    chart: Chart, series: Sequence[tuple[Series, Sequence[Point]]]
+) -> tuple[tuple[str, ...], tuple[TableRow, ...]]:
+    """(column names, rows): every point that is drawn. Series that share their x share their rows."""
+    by_header: dict[tuple[float, str], dict[int, Point]] = {}
+    for number, (_, points) in enumerate(series):
+        for point in points:
+            by_header.setdefault((point.x, point.label or cell(point.x)), {})[number] = point
+    has_interval = [_measured(points) for _, points in series]
+    own_x = any(point.label for _, points in series for point in points)
+    columns = [chart.x_name if not own_x else "", *([chart.x_name] if own_x else [])]
+    for (each, points), interval in zip(series, has_interval, strict=True):
+        bounds = any(point.y_bounds for point in points)
+        columns += [each.name, *([BOUNDS if bounds else PLUS_MINUS] if interval else [])]
+    order = by_header.items() if own_x else sorted(by_header.items(), key=lambda item: item[0][0])
+    rows = []
+    for (x, header), values in order:
+        cells = [cell(x)] if own_x else []
+        for number, interval in enumerate(has_interval):
+            own = values.get(number)
+            cells.append("" if own is None else cell(own.y))
+            cells += [_interval_cell(own)] if interval else []
+        rows.append(TableRow(x, header, tuple(cells)))
+    return tuple(columns), tuple(rows)

@@ -1,0 +1,69 @@
+"""Pages from templates. Every value is escaped, and the browser is told to run nothing but the page's own script."""
+
+import base64
+import hashlib
+import re
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from rlhf.pages.charts import draw
+from rlhf.pages.numbers import cell, short
+from rlhf.storage import disk
+
+FOLDER = Path(__file__).parent
+MOST_CHARACTERS = 3000
+"""characters of a text that are shown"""
+DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""control characters that turn the direction of the text around them"""
+
+
+def render(template: Path, **values: Any) -> str:
+    """The page of a template that extends page.html.jinja."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([template.parent, FOLDER]), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"visible": visible, "inline": inline, "short": short, "cell": cell, "draw": draw}
+    style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
+    policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    return environment.get_template(template.name).render(
+        **values, style=Markup(style), script=Markup(script), policy=policy
+    )
+
+
+def write(path: Path, page: str) -> None:
+    """Write a page atomically. Half of a surrogate pair, which UTF-8 does not have, is written as an escape."""
+    disk.write_text(path, page.encode("utf-8", "backslashreplace").decode("utf-8"))
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def visible(text: str) -> str:
+    """A text with control characters as escapes such as \\x1b, and a long one without its middle."""
+    if len(text) > MOST_CHARACTERS:
+        half = MOST_CHARACTERS // 2
+        text = f"{text[:half]} [... {len(text) - 2 * half} more characters ...] {text[-half:]}"
+    return "".join(c.encode("unicode_escape").decode() if _is_hidden(c) else c for c in text)
+
+
+def _is_hidden(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    return character in DIRECTIONS or unicodedata.category(character) in ("Cc", "Cs")
+
+
+def inline(markdown: str) -> Markup:
+    """Code spans and links of a line of Markdown; links lead nowhere in a page that stands alone, so only their text
+    stays."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
+    parts = [
+        Markup("<code>{}</code>").format(part) if number % 2 else escape(part)
+        for number, part in enumerate(text.split("`"))
+    ]
+    return Markup("").join(parts)

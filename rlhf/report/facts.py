@@ -1,0 +1,118 @@
+"""What was run, with what, for how long, and what became of every row of the data."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.config.secrets import masked
+from rlhf.console import duration
+from rlhf.report.records import RunRecord, StageRecord
+
+OUTCOMES = {"train": "used for training", "evaluation": "held out for evaluation"}
+"""words for two outcomes of data.json; the others are words already"""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line of a table."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of `rows` rows."""
+
+    name: str
+    rows: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class DataAccount:
+    """The rows that a stage has read of all its data paths."""
+
+    stage: str
+    rows: int
+    outcomes: tuple[Outcome, ...]
+    sources: tuple[tuple[str, int, int, int], ...]
+    """(data path, rows read, rows to train on, tokens of these)"""
+    shortened: int
+
+
+def stage_facts(stage: StageRecord, price_per_hour: float | None = None) -> list[Fact]:
+    """Time, hardware, models, data and main options of a stage."""
+    manifest = stage.manifest or {}
+    facts = [Fact("time", f"{duration(stage.seconds)}, {stage.steps:,} steps" + ("" if manifest else ", unfinished"))]
+    if price_per_hour is not None:
+        facts.append(Fact("cost", f"{price_per_hour * stage.seconds / 3600:.2f} at {price_per_hour:g} per hour"))
+    hardware = manifest.get("hardware", {})
+    if hardware:
+        facts.append(Fact("hardware", _hardware(hardware)))
+    for name, source in manifest.get("inputs", {}).items():
+        path = str(source.get("place"))
+        own = f"{stage.directory.parent.resolve()}/"  # another stage of the same run
+        facts.append(Fact(name.replace("_", " "), path.removeprefix(own).removeprefix(f"{stage.directory.parent}/")))
+    if manifest.get("models"):
+        facts.append(Fact("wrote", ", ".join(f"{stage.directory.name}/{folder}" for folder in manifest["models"])))
+    return facts + _options(stage)
+
+
+def _hardware(hardware: Mapping[str, Any]) -> str:
+    """`2 processes on NVIDIA H200`"""
+    processes = hardware.get("processes", 1)
+    return f"{processes} process{'es' if processes != 1 else ''} on {hardware.get('device')}"
+
+
+def _options(stage: StageRecord) -> list[Fact]:
+    """The options that the stage's own `--help` lists, and the data."""
+    options = masked(stage.config)
+    listed = [name.replace("-", "_") for group in stage.declaration.help_groups.values() for name in group]
+    inputs = (stage.manifest or {}).get("inputs", {})
+    names = [*(name for name in listed if name not in inputs), "data_path", "dtype", "zero_stage", "adapter", "seed"]
+    used = [name for name in dict.fromkeys(names) if options.get(name) is not None]
+    return [Fact(name.replace("_", " "), _text(options[name])) for name in used]
+
+
+def all_options(stage: StageRecord) -> str:
+    """All options as YAML, without secrets."""
+    return "\n".join(f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in masked(stage.config).items())
+
+
+def versions(runs: Sequence[RunRecord]) -> list[Fact]:
+    """Versions of the libraries; where runs or stages differ, all of them."""
+    by_library: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for stage in run.stages:
+            for library, version in (stage.manifest or {}).get("versions", {}).items():
+                by_library.setdefault(library, {})[str(version)] = None
+    return [Fact(library, " and ".join(different)) for library, different in by_library.items()]
+
+
+def data_account(stage: StageRecord) -> DataAccount | None:
+    """The rows of data.json; None without that file."""
+    if stage.data is None:
+        return None
+    sources = stage.data.get("sources", [])
+    total: Counter[str] = Counter()
+    for source in sources:
+        total.update(source.get("outcomes", {}))
+    rows = sum(source.get("rows", 0) for source in sources)
+    train: Mapping[str, Any] = stage.data.get("train", {})
+    counts = zip(sources, train.get("rows_by_source", []), train.get("tokens_by_source", []), strict=False)
+    return DataAccount(
+        stage=stage.directory.name,
+        rows=rows,
+        outcomes=tuple(Outcome(OUTCOMES.get(name, name), n, n / max(1, rows)) for name, n in total.most_common()),
+        sources=tuple((str(s.get("data_path")), int(s.get("rows", 0)), int(n), int(tokens)) for s, n, tokens in counts),
+        shortened=int(train.get("shortened", 0)),
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

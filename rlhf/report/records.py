@@ -1,0 +1,154 @@
+"""A run as its files have it. Every file may be missing or cut short: an unfinished run has a report too."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf.config.declaration import Declaration
+from rlhf.errors import UserError
+from rlhf.storage import manifests
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """The files of one stage."""
+
+    declaration: Declaration
+    directory: Path
+    rows: tuple[Row, ...]
+    """of metrics.jsonl"""
+    manifest: Row | None
+    """None: unfinished"""
+    config: Row
+    data: Row | None
+    samples: tuple[Row, ...]
+    """held-out responses of the last evaluation"""
+    pair_scores: Row | None
+
+    def of_kind(self, kind: str) -> list[Row]:
+        """The rows of one kind: train, eval or warning."""
+        return [row for row in self.rows if row.get("kind") == kind]
+
+    def values(self, metric: str) -> list[Row]:
+        """The rows of metrics that have a number for `metric`. Files of before 2026-11-22 have evaluations in rows of
+        kind train."""
+        return [row for row in self.rows if row.get("kind") != "warning" and _is_number(row.get(metric))]
+
+    @property
+    def seconds(self) -> float:
+        """From the opening of metrics.jsonl to its last row, over all processes that continued it."""
+        total = last = 0.0
+        for row in self.rows:
+            seconds = float(row.get("seconds", 0.0))
+            total += last if seconds < last else 0.0
+            last = seconds
+        return total + last
+
+    @property
+    def steps(self) -> int:
+        """The number of the last step that is recorded."""
+        return max((int(row.get("step", 0)) for row in self.of_kind("train")), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run and its stages, in the order of the chain; stages that have recorded nothing are left out."""
+
+    name: str
+    path: Path
+    stages: tuple[StageRecord, ...]
+    config: Row
+    """options of the whole run, if a chain has written them"""
+
+    def stage(self, name: str) -> StageRecord | None:
+        """The stage of that name, if the run has it."""
+        return next((stage for stage in self.stages if stage.declaration.name == name), None)
+
+
+def read_runs(paths: Sequence[str], declarations: Sequence[Declaration]) -> list[RunRecord]:
+    """The runs in output directories. A run's name is its path without what all paths begin with.
+
+    Raises: UserError for a directory without a stage that has recorded anything.
+    """
+    directories = [Path(path) for path in dict.fromkeys(paths)]
+    parts = [directory.resolve().parts for directory in directories]
+    common = 0
+    while len(parts) > 1 and all(len(p) > common + 1 and p[common] == parts[0][common] for p in parts):
+        common += 1
+    names = ["/".join(p[common:]) if len(parts) > 1 else p[-1] for p in parts]
+    return [_read_run(name, path, declarations) for name, path in zip(names, directories, strict=True)]
+
+
+def _read_run(name: str, path: Path, declarations: Sequence[Declaration]) -> RunRecord:
+    stages = [_read_stage(path / each.name, each) for each in declarations if (path / each.name).is_dir()]
+    recorded = tuple(stage for stage in stages if stage.rows)
+    if not recorded:
+        folders = ", ".join(each.name for each in declarations)
+        raise UserError(
+            f"{path}: no stage has recorded metrics there; expected the --output-dir of a run, with one of {folders} "
+            "and its metrics.jsonl"
+        )
+    return RunRecord(name, path, recorded, _yaml(path / manifests.RUN_CONFIG))
+
+
+def _read_stage(directory: Path, declaration: Declaration) -> StageRecord:
+    samples = json_lines(directory / declaration.report.samples) if declaration.report.samples else []
+    last = samples[-1].get("iteration") if samples else None
+    return StageRecord(
+        declaration=declaration,
+        directory=directory,
+        rows=tuple(json_lines(directory / manifests.METRICS)),
+        manifest=_json(directory / manifests.MANIFEST),
+        config=_yaml(directory / manifests.RUN_CONFIG),
+        data=_json(directory / "data.json"),
+        samples=tuple(row for row in samples if row.get("iteration") == last),
+        pair_scores=_json(directory / declaration.report.pair_scores) if declaration.report.pair_scores else None,
+    )
+
+
+def json_lines(path: Path) -> list[Row]:
+    """The objects of a file with one on each line; a line that a crash has cut short is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []:
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def _json(path: Path) -> Row | None:
+    """The object in a file; None if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _yaml(path: Path) -> Row:
+    """The options in a file; none if there is no such file or it cannot be read."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    except yaml.YAMLError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def number(row: Mapping[str, Any], name: str) -> float | None:
+    """A number of a row; None if it has none."""
+    value = row.get(name)
+    return float(value) if value is not None and _is_number(value) else None

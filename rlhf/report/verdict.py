@@ -1,0 +1,201 @@
+"""The result of a stage in numbers, and the verdict: did the policy get better, by which judge, at what KL."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhf.config.declaration import Result
+from rlhf.maths.intervals import Interval, mean_interval, win_rate_interval
+from rlhf.pages.numbers import UNKNOWN, short, with_half_width
+from rlhf.report.records import RunRecord, StageRecord, number
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A held-out number before and after a stage."""
+
+    result: Result
+    source: str
+    """the value of the option that names its source"""
+    before: float | None
+    after: float | None
+    half_width: float | None
+    """half the 95 % interval of `after`"""
+    gain: Interval | None
+    """of the mean over prompts; None without the numbers of each response"""
+    prompts: int
+    wins: int
+    """prompts whose response has a higher number than before; `losses`: a lower one"""
+    losses: int
+
+    def shown(self, value: float | None) -> str:
+        """The value as text, with the decimals of the interval if there is one."""
+        if value is None:
+            return UNKNOWN
+        factor = 100 if self.result.share else 1
+        text = short(factor * value)
+        if self.half_width:
+            text, _ = with_half_width(factor * value, factor * self.half_width)
+        return f"{text} %" if self.result.share else text
+
+    @property
+    def shown_half_width(self) -> str:
+        """`± 0.04`, or nothing."""
+        factor = 100 if self.result.share else 1
+        return f"± {with_half_width(0.0, factor * self.half_width)[1]}" if self.half_width else ""
+
+    @property
+    def shown_gain(self) -> str:
+        """The mean gain, with half its interval."""
+        if self.gain is None:
+            return ""
+        mean, half = with_half_width(self.gain.mean, (self.gain.high - self.gain.low) / 2)
+        return f"{'+' if self.gain.mean >= 0 else ''}{mean} ± {half}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One sentence, the evidence for it, and what weakens it."""
+
+    headline: str
+    tone: str
+    """good, bad or unsure"""
+    evidence: tuple[str, ...]
+    cautions: tuple[str, ...]
+
+
+def changes(stage: StageRecord) -> list[Change]:
+    """The results that the stage has recorded."""
+    return [change for result in stage.declaration.report.results if (change := _change(stage, result)) is not None]
+
+
+def _change(stage: StageRecord, result: Result) -> Change | None:
+    evaluations = stage.values(result.metric)
+    if not evaluations:
+        return None
+    last = evaluations[-1]
+    before = number(last, f"{result.metric}_before")
+    if before is None and len(evaluations) > 1 and evaluations[0].get("step") == 0:
+        before = number(evaluations[0], result.metric)
+    pairs = _pairs(stage.samples, result.sample) if last.get("step") != 0 else []
+    differences = [after - old for old, after in pairs]
+    source = stage.config.get(result.option) if result.option else None
+    half_width = number(last, f"{result.metric}_ci95")
+    if half_width is None and result.share and stage.pair_scores is not None:
+        half_width = _accuracy_half_width(stage.pair_scores)
+    return Change(
+        result=result,
+        source=", ".join(map(str, source)) if isinstance(source, list) else str(source or ""),
+        before=before,
+        after=number(last, result.metric) if last.get("step") != 0 or before is not None else None,
+        half_width=half_width,
+        gain=mean_interval(torch.tensor(differences, dtype=torch.float64)) if len(differences) > 1 else None,
+        prompts=len(pairs),
+        wins=sum(difference > 0 for difference in differences),
+        losses=sum(difference < 0 for difference in differences),
+    )
+
+
+def _pairs(samples: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """(before, after) of each held-out response that has both numbers."""
+    pairs = [(number(row, f"{name}_before"), number(row, name)) for row in samples] if name else []
+    return [(old, new) for old, new in pairs if old is not None and new is not None]
+
+
+def _accuracy_half_width(scores: dict[str, Any]) -> float | None:
+    """Half the 95 % interval of the share of pairs in the right order; None if pairs have different weights."""
+    if len({*scores.get("weight", [])}) > 1 or len(scores.get("chosen", [])) < 2:
+        return None
+    difference = torch.tensor(scores["chosen"]) - torch.tensor(scores["rejected"])
+    interval = win_rate_interval((difference.sign() + 1) / 2)
+    return (interval.high - interval.low) / 2
+
+
+def judge(run: RunRecord) -> Verdict:
+    """The verdict on a run: of the last stage that compares responses before and after, else of its last stage."""
+    compared = [stage for stage in run.stages if stage.declaration.report.samples]
+    stage = compared[-1] if compared else run.stages[-1]
+    results = changes(stage)
+    by_samples = [change for change in results if change.gain is not None]
+    cautions = tuple(_unfinished(run))
+    if not by_samples:
+        headline = (
+            f"{stage.directory.name} has no evaluation after training yet."
+            if compared
+            else f"{stage.directory.name}: " + "; ".join(f"{c.result.label} {_from_to(c)}" for c in results[:2])
+        )
+        return Verdict(headline, "unsure" if compared else "", (), cautions)
+    first = by_samples[0]
+    assert first.gain is not None
+    tone = "good" if first.gain.low > 0 else "bad" if first.gain.high < 0 else "unsure"
+    headline = {"good": "The policy got better.", "bad": "The policy got worse."}.get(
+        tone, "No difference is shown between the policy before and after."
+    )
+    if not first.result.independent and tone == "good":
+        headline = f"The policy got better by the {first.result.label} that it was trained on."
+    return Verdict(headline, tone, tuple(_evidence(stage, by_samples)), (*_cautions(stage, by_samples), *cautions))
+
+
+def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
+    """A sentence for each number that each response has, and one for the KL."""
+    sentences = []
+    for change in compared:
+        trained = "nothing was trained on it" if change.result.independent else "the policy was trained on it"
+        source = f" `{change.source}`" if change.source else ""
+        ties = change.prompts - change.wins - change.losses
+        sentences.append(
+            f"By the {change.result.label}{source} ({trained}): {_from_to(change)} on {change.prompts} held-out "
+            f"prompts, a mean gain of {change.shown_gain}. Higher on {change.wins}, lower on {change.losses}, "
+            f"equal on {ties}."
+        )
+    distance = [row for row in stage.values(f"eval_{stage.declaration.report.distance}") if row.get("step") != 0]
+    if distance:
+        kl, half = (number(distance[-1], f"eval_{stage.declaration.report.distance}{end}") for end in ("", "_ci95"))
+        text = short(kl or 0.0) if not half else " ± ".join(with_half_width(kl or 0.0, half))
+        sentences.append(f"It is {text} nats per response away from its reference (KL).")
+    return sentences
+
+
+def _cautions(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
+    independent = [change for change in compared if change.result.independent]
+    trained = [change for change in compared if not change.result.independent]
+    cautions = []
+    if not independent:
+        cautions.append(
+            "No independent judge was used. A reward that is optimised rises even where responses get worse; name a "
+            "`--judge`, or read the samples."
+        )
+    fell = [change for change in independent if change.gain is not None and change.gain.high < 0]
+    rose = [change for change in trained if change.gain is not None and change.gain.low > 0]
+    if fell and rose:
+        cautions.append("The score rose while the judge fell: the policy exploits its reward (over-optimisation).")
+    elif rose and independent and not _is_better(independent[0]):
+        cautions.append(
+            "The score that the policy was trained on rose, and the judge shows no gain: what the reward model has "
+            "learned may not be what the judge measures. Read the samples."
+        )
+    for row in stage.of_kind("warning"):
+        if row.get("name") in stage.declaration.report.exploitation:
+            cautions.append(f"Warning `{row['name']}` at step {row.get('step')}: {row.get('advice', '')}.")
+    return cautions
+
+
+def _is_better(change: Change) -> bool:
+    return change.gain is not None and change.gain.low > 0
+
+
+def _unfinished(run: RunRecord) -> list[str]:
+    return [
+        f"`{stage.directory.name}` is unfinished: {stage.steps} steps are recorded. The command that started it "
+        "resumes it."
+        for stage in run.stages
+        if stage.manifest is None
+    ]
+
+
+def _from_to(change: Change) -> str:
+    if change.before is None:
+        return change.shown(change.after)
+    return f"{change.shown(change.before)} → {change.shown(change.after)}"

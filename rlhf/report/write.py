@@ -1,0 +1,161 @@
+"""The page of one or several runs."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf.config.declaration import Declaration
+from rlhf.console import duration
+from rlhf.pages import page
+from rlhf.pages.charts import COLOURS, Chart
+from rlhf.report import facts, figures
+from rlhf.report.figures import Figure
+from rlhf.report.meanings import Meaning, read_meanings
+from rlhf.report.records import RunRecord, StageRecord, read_runs
+from rlhf.report.samples import SampleTable, sample_table
+from rlhf.report.verdict import Change, Verdict, changes, judge
+
+TEMPLATE = Path(__file__).parent / "report.html.jinja"
+SHOWN_SAMPLES = 20
+"""rows of the sample table before the button for more"""
+MOST_WARNINGS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run at the top of the page."""
+
+    run: RunRecord
+    colour: int
+    verdict: Verdict
+    changes: tuple[tuple[str, tuple[Change, ...]], ...]
+    """(stage, its results)"""
+
+    @property
+    def duration(self) -> str:
+        """The time of all stages."""
+        return duration(sum(stage.seconds for stage in self.run.stages))
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """The figures of a stage in all runs."""
+
+    name: str
+    title: str
+    frontiers: tuple[Figure, ...]
+    pair_scores: tuple[Figure, ...]
+    curves: tuple[Figure, ...]
+    constants: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WarningRow:
+    """A warning of a run, and what it means."""
+
+    run: str
+    stage: str
+    name: str
+    step: int
+    numbers: tuple[tuple[str, float | None], ...]
+    advice: str
+    meaning: Meaning | None
+
+
+def write_report(
+    paths: Sequence[str], output: Path, declarations: Sequence[Declaration], price_per_hour: float | None = None
+) -> None:
+    """Write the report on the runs in `paths` to the file `output`.
+
+    declarations: of the stages, in their order. price_per_hour: of the machine, for the cost
+    Raises: UserError for a path without a run; OSError.
+    """
+    page.write(output, render_report(read_runs(paths, declarations), declarations, price_per_hour))
+
+
+def render_report(
+    runs: Sequence[RunRecord], declarations: Sequence[Declaration], price_per_hour: float | None = None
+) -> str:
+    """The HTML of the report."""
+    declared = [each for each in declarations if any(run.stage(each.name) for run in runs)]
+    by_stage = {each.name: figures.stages_of(runs, each) for each in declared}
+    samples = sample_table([stage for each in declared for stage in by_stage[each.name]])
+    stage_figures = [_stage_figures(by_stage[each.name], each) for each in declared]
+    warnings = list(itertools.islice(_warnings(runs), MOST_WARNINGS))
+    sections = [("verdict", "Verdict"), *((each.name, each.title) for each in stage_figures[::-1])]
+    sections += [("samples", "Samples")] if samples.samples else []
+    sections += [("warnings", "Warnings"), ("data", "Data"), ("run", "What was run")]
+    title = ", ".join(run.name for run in runs)
+    return page.render(
+        TEMPLATE,
+        title=f"{title}: report",
+        heading=title,
+        sections=sections,
+        footer="Written by rlhf report. Intervals are 95 %. Every number is in metrics.jsonl and manifest.json of its "
+        "stage. Times begin when a stage opens metrics.jsonl: starting Python and reading the data are not in them.",
+        summaries=[_summary(run, number % COLOURS) for number, run in enumerate(runs)],
+        stages=stage_figures[::-1],
+        samples=samples,
+        sample_figures=_sample_figures(samples),
+        shown_samples=SHOWN_SAMPLES,
+        warnings=warnings,
+        accounts=[(run.name, [facts.data_account(stage) for stage in run.stages]) for run in runs],
+        facts=[(run.name, [_stage_facts(stage, price_per_hour) for stage in run.stages]) for run in runs],
+        versions=facts.versions(runs),
+    )
+
+
+def _summary(run: RunRecord, colour: int) -> RunSummary:
+    by_stage = tuple((stage.directory.name, tuple(changes(stage))) for stage in reversed(run.stages))
+    return RunSummary(run, colour, judge(run), by_stage)
+
+
+def _stage_figures(stages: figures.Stages, declaration: Declaration) -> StageFigures:
+    x_name = "iteration" if declaration.report.samples else "step"
+    return StageFigures(
+        name=declaration.name,
+        title=declaration.report.section.partition(", ")[2].capitalize() or declaration.name,
+        frontiers=tuple(figures.frontiers(stages, declaration)),
+        pair_scores=tuple(figures.reward_model(stages)),
+        curves=tuple(figures.curves(stages, declaration, x_name)),
+        constants=tuple(figures.constants(stages, declaration)),
+    )
+
+
+def _sample_figures(samples: SampleTable) -> list[Chart]:
+    """Histograms of each number of the responses before and after, of one run."""
+    if len({sample.run for sample in samples.samples}) != 1:
+        return []
+    charts = []
+    for index, label in enumerate(samples.columns):
+        numbers = [sample.numbers[index] for sample in samples.samples]
+        groups = [
+            ("before", 7, [each.before for each in numbers if each.before is not None]),
+            ("after", 0, [each.after for each in numbers if each.after is not None]),
+        ]
+        chart = figures.histogram(f"{label.capitalize()} of the responses", label, groups)
+        charts += [chart] if chart is not None else []
+    return charts
+
+
+def _stage_facts(stage: StageRecord, price_per_hour: float | None) -> tuple[str, list[facts.Fact], str]:
+    return stage.directory.name, facts.stage_facts(stage, price_per_hour), facts.all_options(stage)
+
+
+def _warnings(runs: Sequence[RunRecord]) -> Iterable[WarningRow]:
+    meanings = read_meanings()
+    for run in runs:
+        for stage in run.stages:
+            for row in stage.of_kind("warning"):
+                name = str(row.get("name", ""))
+                numbers = row.get("numbers")
+                yield WarningRow(
+                    run=run.name,
+                    stage=stage.directory.name,
+                    name=name,
+                    step=int(row.get("step", 0)),
+                    numbers=tuple(numbers.items()) if isinstance(numbers, dict) else (),
+                    advice=str(row.get("advice", "")),
+                    meaning=meanings.get(name),
+                )

@@ -1,0 +1,28 @@
+"""The hardware of a run, for its manifest."""
+
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf.distributed import collectives
+
+
+def describe() -> dict[str, Any]:
+    """The device of this process, and the number of processes, each of which has one."""
+    return {"device": device_name(), "processes": collectives.world_size()}
+
+
+def device_name() -> str:
+    """`NVIDIA H200`, or of a CPU its model and the cores that this process may use."""
+    device = collectives.local_device()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model[1] if model else platform.machine()}, {cores} cores"

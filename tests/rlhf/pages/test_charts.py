@@ -1,0 +1,107 @@
+"""Figures: ticks, scales, labels and thinned lines by hand; colours that can be read on both papers; texts as text."""
+
+import itertools
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhf.pages import charts, page
+from rlhf.pages.charts import Chart, Mark, Point, Series, draw, running_mean, thin, ticks
+from rlhf.pages.numbers import cell, short, with_half_width
+
+
+def line(values: list[float], name: str = "a", **fields: int) -> Series:
+    return Series(name, tuple(Point(float(x), y) for x, y in enumerate(values)), **fields)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.0, [0.0, 0.5, 1.0]),
+        (0.0, 10.0, [0.0, 5.0, 10.0]),
+        (-0.3, 2.2, [0.0, 1.0, 2.0]),
+        (1e-5, 4e-5, [1e-5, 2e-5, 3e-5, 4e-5]),
+    ],
+)
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 4) == pytest.approx(expected)
+
+
+def test_numbers_as_text() -> None:
+    values = (0.0, -0.0, 0.25, 0.0123456, 12.3456, 123.456, 12345.6, -1.5, 2.5e-7, 3e9, math.nan)
+    assert [*map(short, values)] == [
+        "0", "0", "0.25", "0.012", "12.35", "123", "12,346", "\u22121.5", "2.5e\u22127", "3e9", "\u2013",
+    ]  # fmt: skip
+    assert with_half_width(0.8944, 0.0931) == ("0.894", "0.093") and with_half_width(-1e-9, 0.28) == ("0.00", "0.28")
+    assert with_half_width(12.3, 4.56) == ("12.3", "4.6") and with_half_width(3.0, 0.0) == ("3", "0")
+    assert (cell(1 / 3), cell(None), float(cell(5.76923e-06))) == ("0.333333", "", 5.76923e-06)
+
+
+def test_a_point_is_drawn_where_it_is() -> None:
+    """x from 0 to 4 is the whole width; y from 0 to 4 with a margin of 0.06 * 4, and 0 stays the lower end."""
+    drawing = draw(Chart("t", "step", (line([0.0, 1.0, 4.0, 2.0, 3.0]),)))
+    assert drawing is not None and drawing.x_scale == (0.0, 4.0) and drawing.y_scale == (0.0, pytest.approx(4.24))
+    pixels = [float(number) for number in re.findall(r"-?[\d.]+", drawing.strokes[0].d)]
+    height = charts.HEIGHT - charts.BOTTOM - charts.TOP
+    for i, y in enumerate([0.0, 1.0, 4.0, 2.0, 3.0]):
+        assert pixels[2 * i] == pytest.approx(charts.LEFT + i / 4 * (drawing.right - charts.LEFT), abs=0.06)
+        assert pixels[2 * i + 1] == pytest.approx(charts.HEIGHT - charts.BOTTOM - y / 4.24 * height, abs=0.06)
+    assert [(row.header, row.cells) for row in drawing.rows][2] == ("2", ("4",))
+    assert draw(Chart("t", "step", (Series("a", ()),))) is None
+
+
+def test_a_thinned_line_keeps_its_ends_and_extremes() -> None:
+    points = [Point(float(i), math.sin(i / 50)) for i in range(5000)]
+    points[1234] = Point(1234.0, 9.0)
+    points[4321] = Point(4321.0, -9.0)
+    kept = thin(points, 100)
+    assert len(kept) <= 100 and {points[0], points[-1], points[1234], points[4321]} <= {*kept}
+    assert [p.x for p in kept] == sorted(p.x for p in kept)
+    assert thin(points[:100], 100) == points[:100]
+
+
+def test_the_running_mean_by_hand() -> None:
+    means = running_mean([Point(float(i), float(i == 3)) for i in range(7)])
+    assert [p.y for p in means] == pytest.approx([0, 0, 1 / 5, 1 / 5, 1 / 5, 0, 0])
+    assert [p.x for p in means] == pytest.approx(range(7))
+
+
+def test_labels_do_not_cover_each_other() -> None:
+    lines = tuple(line([0.0, value], f"name {i}", colour=i) for i, value in enumerate((1.0, 1.01, 0.99, 5.0)))
+    drawing = draw(Chart("t", "step", lines, marks=(Mark(0.5, "guessing", horizontal=True),)))
+    assert drawing is not None
+    heights = sorted(label.y for label in drawing.labels)
+    assert len(heights) == 4 and min(b - a for a, b in itertools.pairwise(heights)) >= charts.LABEL_HEIGHT
+    assert drawing.right + charts.CHARACTER * len("name 0") < charts.WIDTH
+
+
+def test_texts_and_markdown_are_escaped() -> None:
+    assert page.inline("a `b<c` [d](e.md) <f>") == "a <code>b&lt;c</code> d &lt;f&gt;"
+    assert page.visible("a\x00b\u202ec\u200dd\n") == "a\\x00b\\u202ec\u200dd\n"  # a joiner belongs to the text
+    assert len(page.visible("x" * 10**6)) < page.MOST_CHARACTERS + 60
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2.2) of #rrggbb."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(first: str, second: str) -> float:
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_texts_have_contrast_in_both_themes() -> None:
+    """At least 4.5 to 1 on the page and on raised boxes (WCAG 2.2, 1.4.3)."""
+    style = (Path(page.__file__).parent / "style.css").read_text(encoding="utf-8")
+    pairs = dict(re.findall(r"--([\w-]+): light-dark\((#\w{6}, #\w{6})\)", style))
+    colours = {name: pair.split(", ") for name, pair in pairs.items()}
+    assert contrast("#000000", "#ffffff") == pytest.approx(21.0)
+    for name in colours.keys() - {"paper", "raised", "rule", "grid"}:
+        for theme in (0, 1):
+            for ground in ("paper", "raised"):
+                assert contrast(colours[name][theme], colours[ground][theme]) >= 4.5, (name, theme, ground)

@@ -1,0 +1,281 @@
+"""The report: its numbers are those of the files, strangers' texts are shown and not run, every run has a report."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.chain import report
+from rlhf.chain.stages import STAGES
+from rlhf.cli import main as cli_main
+from rlhf.errors import UserError
+from rlhf.maths.intervals import mean_interval
+from rlhf.report import figures, meanings
+from rlhf.report.records import read_runs
+from rlhf.report.samples import BUDGET, sample_table
+from rlhf.report.verdict import changes, judge
+from rlhf.report.write import render_report
+from tests.support import programs, recorded_runs
+
+DECLARATIONS = [*STAGES.values()]
+MOST_BYTES = 2_000_000
+VOID = {"meta", "link", "br", "img", "input", "path", "circle", "rect"}
+
+
+class Reader(HTMLParser):
+    """Figures by title, as (column names, rows of cells); the page's visible text; every tag that was opened."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.figures: dict[str, tuple[list[str], list[list[str]]]] = {}
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self._columns: list[str] = []
+        self._rows: list[list[str]] = []
+        self._title = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.open += [] if tag in VOID else [tag]
+        if tag == "figure":
+            self._columns, self._rows, self._title = [], [], ""
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("th", "td") and "figure" in self.open:
+            (self._columns if "thead" in self.open else self._rows[-1]).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        assert self.open.pop() == tag
+        if tag == "figure":
+            self.figures[self._title] = (self._columns, [row for row in self._rows if row])
+
+    def handle_data(self, data: str) -> None:
+        if "script" in self.open or "style" in self.open:
+            return
+        self.text += data
+        if "figcaption" in self.open and "strong" in self.open:
+            self._title += data
+        if "figure" in self.open and ("th" in self.open or "td" in self.open):
+            cells = self._columns if "thead" in self.open else self._rows[-1]
+            cells[-1] += data
+
+    def line(self, title: str, column: str) -> dict[float, float]:
+        """A column of a figure's table by its x."""
+        columns, rows = self.figures[title]
+        number = columns.index(column)
+        return {float(row[0]): float(row[number]) for row in rows if row[number]}
+
+
+def rendered(*paths: Path) -> str:
+    return render_report(read_runs([str(path) for path in paths], DECLARATIONS), DECLARATIONS)
+
+
+def rows_of(stage: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_numbers_of_the_page_are_those_of_the_files(tmp_path: Path) -> None:
+    out = recorded_runs.run(tmp_path / "run")
+    page = Reader(rendered(out))
+    expected = {
+        ("Loss", "loss", "step1_sft"): None,  # the last stage on the page is the first of the chain
+        ("Score", "training", "step3_ppo"): "score",
+        ("Score", "held out", "step3_ppo"): "eval_score",
+        ("Judge", "eval_judge", "step3_ppo"): None,
+        ("KL from the reference", "held out", "step3_ppo"): "eval_kl",
+    }
+    for (title, column, stage), metric in expected.items():
+        rows = [row for row in rows_of(out / stage) if row.get(metric or column) is not None]
+        assert page.line(title, column) == {row["step"]: row[metric or column] for row in rows}, title
+    _, frontier = page.figures["Judge against KL"]
+    evaluations = [row for row in rows_of(out / "step3_ppo") if row["kind"] == "eval"]
+    assert [(float(row[1]), float(row[2])) for row in frontier] == [
+        (r["eval_kl"], r["eval_judge"]) for r in evaluations
+    ]
+    for text in ("empty response", "my <data>.jsonl", "2 processes on a CPU, 2 cores", "70 of 100 rows to train on"):
+        assert text in page.text, text
+
+
+def test_gains_and_intervals_by_hand(tmp_path: Path) -> None:
+    """Gains of 0.4 and 0.6 in turn: mean 0.5; s = 0.1 sqrt(8/7), t of 7 degrees 2.3646, so half = 0.0894."""
+    out = recorded_runs.run(tmp_path / "run")
+    [run] = read_runs([str(out)], DECLARATIONS)
+    by_metric = {change.result.metric: change for stage in run.stages for change in changes(stage)}
+    gain = by_metric["eval_judge"].gain
+    assert gain is not None and gain.mean == pytest.approx(0.5, abs=1e-6)
+    half = 2.3646 * 0.1 * (8 / 7) ** 0.5 / 8**0.5
+    assert (gain.high - gain.low) / 2 == pytest.approx(half, rel=0.01)  # student_t is exact to a percent
+    assert gain == mean_interval(torch.tensor([r.numbers[0].gain for r in samples_of(run)], dtype=torch.float64))
+    assert (by_metric["eval_judge"].wins, by_metric["eval_judge"].losses) == (8, 0)
+    assert (by_metric["eval_perplexity"].before, by_metric["eval_perplexity"].after) == (8.0, 4.0)
+    assert by_metric["eval_accuracy"].half_width is not None and by_metric["eval_accuracy"].before is None
+    assert judge(run).headline == "The policy got better." and judge(run).tone == "good"
+
+
+def samples_of(run: Any) -> Any:
+    return reversed(sample_table([(0, run.name, run.stage("step3_ppo"))]).samples)
+
+
+@pytest.mark.parametrize(
+    ("gains", "tone", "words"),
+    [
+        ((1.0, 0.5), "good", "got better."),
+        ((1.0, -0.5), "bad", "the policy exploits its reward"),
+        ((1.0, 0.01), "unsure", "the judge shows no gain"),
+        ((1.0, None), "good", "No independent judge"),
+        ((-1.0, None), "bad", "got worse"),
+    ],
+)
+def test_the_verdict_follows_the_judge(
+    gains: tuple[float, float | None], tone: str, words: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    recorded_runs.reinforcement(out / "step3_ppo", gains)
+    [run] = read_runs([str(out)], DECLARATIONS)
+    verdict = judge(run)
+    assert verdict.tone == tone
+    assert words in " ".join((verdict.headline, *verdict.cautions))
+
+
+def test_strangers_texts_are_shown_and_not_run(tmp_path: Path) -> None:
+    out = recorded_runs.run(tmp_path / "run <b>", responses=[*recorded_runs.HOSTILE])
+    config = out / "step3_ppo/config.yaml"
+    config.write_text(config.read_text() + 'reward: ["</pre><script>alert(2)</script>"]\n')
+    path = report.write(report.ReportConfig(runs=(str(out),)))
+    page = Reader(path.read_text(encoding="utf-8"))  # Reader requires that tags are nested
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert not any(tag in ("img", "b", "iframe") for tag, _ in page.tags)
+    assert not any(name.startswith("on") or name == "style" for _, attrs in page.tags for name in attrs)
+    assert not any(str(attrs.get(name, "#"))[:1] not in "#d" for _, attrs in page.tags for name in ("href", "src"))
+    escapes = {recorded_runs.HALF: "\\ud83d", "\u202e": "\\u202e", "\x07": "\\x07", "\x1b": "\\x1b"}
+    for text in recorded_runs.HOSTILE:
+        assert text.translate(str.maketrans(escapes)) in page.text, text
+    [policy] = [attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None and policy.startswith("default-src 'none'") and "unsafe" not in policy
+
+
+def test_every_kind_of_run_has_a_report(tmp_path: Path) -> None:
+    """One stage alone, no evaluation yet, a line cut short, no data.json, no manifest, an empty file of options."""
+    recorded_runs.supervised(tmp_path / "one/step1_sft", {"eval_perplexity": 4.0})
+    assert "perplexity of held-out responses 8 → 4" in Reader(rendered(tmp_path / "one")).text
+    out = recorded_runs.run(tmp_path / "cut")
+    stage = out / "step3_ppo"
+    lines = (stage / "metrics.jsonl").read_text().splitlines()
+    (stage / "metrics.jsonl").write_text("\n".join([*lines[:2], lines[2][:20]]))
+    for name in ("manifest.json", "samples.jsonl"):
+        (stage / name).unlink()
+    (stage / "config.yaml").write_text("")
+    (out / "step2_reward/data.json").write_text("{")
+    (out / "step2_reward/heldout_scores.json").write_text("[]")
+    text = Reader(rendered(out)).text
+    assert "step3_ppo has no evaluation after training yet." in text
+    assert "step3_ppo is unfinished: 1 steps are recorded" in text
+    with pytest.raises(UserError, match="no stage has recorded metrics there; expected the --output-dir of a run"):
+        rendered(tmp_path)
+
+
+def test_warnings_have_their_meaning_and_cure(tmp_path: Path) -> None:
+    out = recorded_runs.run(tmp_path / "run")
+    row = {"kind": "warning", "step": 4, "seconds": 1.0, "name": "over_optimisation", "advice": "raise <it>"}
+    with (out / "step3_ppo/metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"numbers": {"eval_judge": 0.25, "best": None}}) + "\n")
+    page = Reader(rendered(out))
+    meaning = meanings.read_meanings()["over_optimisation"].meaning
+    assert re.sub("`", "", meaning) in page.text
+    assert "What to do: raise <it>." in page.text and "eval_judge 0.25" in page.text
+    assert "over-optimisation, iteration 4" in page.text  # the mark in reward against KL
+
+
+def test_several_runs_are_drawn_into_the_same_figures(tmp_path: Path) -> None:
+    first, second = (recorded_runs.run(tmp_path / name / "out", gains) for name, gains in
+                     (("a", (1.0, 0.5)), ("b", (1.0, -0.5))))  # fmt: skip
+    page = Reader(rendered(first, second))
+    columns, _ = page.figures["Judge"]
+    assert [name for name in columns if "eval_judge" in name] == ["a/out eval_judge", "b/out eval_judge"]
+    assert "a/out" in page.text and "The policy got worse." in page.text and "The policy got better." in page.text
+
+
+def test_a_large_run_stays_below_two_megabytes(tmp_path: Path) -> None:
+    """Eight runs of 1,000 steps, with thousands of samples of the widest characters and of those that are escaped."""
+    texts = ["<&\"'>" * 900 if i % 2 else "\U0001f600" * 3000 for i in range(120)]
+    paths = []
+    for n in range(8):
+        recorded_runs.supervised(tmp_path / f"{n}/step1_sft", {"eval_perplexity": 4.0}, steps=1000)
+        recorded_runs.reinforcement(tmp_path / f"{n}/step3_ppo", (1.0, 0.5), texts, iterations=100)
+        paths.append(tmp_path / str(n))
+    html = rendered(*paths)
+    assert len(html.encode("utf-8", "backslashreplace")) < MOST_BYTES
+    assert re.search(r"\d+ of 960 fit here", Reader(html).text)
+    table = sample_table(
+        [(0, r.name, s) for r in read_runs([*map(str, paths)], DECLARATIONS) if (s := r.stage("step3_ppo"))]
+    )
+    gains = [sample.numbers[0].gain for sample in table.samples]
+    assert gains == sorted(gains, reverse=True) and 0 < len(gains) < 960 and BUDGET < MOST_BYTES
+
+
+def test_the_time_of_a_run_that_was_resumed(tmp_path: Path) -> None:
+    """Seconds start again in each process: 1, 5 | 2, 3 are 8 seconds."""
+    stage = tmp_path / "step1_sft"
+    stage.mkdir()
+    rows = [{"kind": "train", "step": i, "seconds": s, "loss": 1.0} for i, s in enumerate((1.0, 5.0, 2.0, 3.0))]
+    (stage / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    [run] = read_runs([str(tmp_path)], DECLARATIONS)
+    assert run.stages[0].seconds == 8.0
+
+
+def test_calibration_and_histogram_by_hand() -> None:
+    """Differences 2, -1, 0.5, 4: predicted 0.881, 0.731, 0.622, 0.982; the second pair is in the wrong order."""
+    scores = {"chosen": [2.0, 1.0, 0.5, 3.0], "rejected": [0.0, 2.0, 0.0, -1.0], "weight": [1.0] * 4}
+    [observed] = figures.calibration(scores).series
+    assert [(round(p.x, 3), p.y, p.label) for p in observed.points] == [
+        (0.622, 1.0, "1 pairs"), (0.731, 0.0, "1 pairs"), (0.881, 1.0, "1 pairs"), (0.982, 1.0, "1 pairs"),
+    ]  # fmt: skip
+    chart = figures.histogram("x", "score", [("all", 0, [0.0, 0.0, 24.0])])
+    assert chart is not None
+    counts = {point.x: point.y for point in chart.series[0].points if point.y}
+    assert counts == {0.0: 2.0, 23.0: 1.0}
+
+
+def test_every_metric_that_a_stage_declares_is_on_the_page_of_metrics() -> None:
+    headings = re.findall(r"^## (.*)$", meanings.METRICS_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    for declaration in DECLARATIONS:
+        assert declaration.report.section in headings
+        listed = meanings.read_meanings(declaration.report.section)
+        metrics = {name for curve in declaration.report.curves for name in curve.metrics}
+        metrics |= {result.metric for result in declaration.report.results}
+        assert metrics <= {*listed}, declaration.name
+        assert all(listed[name].meaning for name in metrics)
+    assert "sigmoid" in meanings.read_meanings("Step 2, reward model")["loss"].meaning
+    assert "likelihood" in meanings.read_meanings("Step 1, fine-tuning")["loss"].meaning
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rlhf = programs.runner("rlhf", cli_main, monkeypatch, capsys)
+    out = recorded_runs.run(tmp_path / "run")
+    assert rlhf("report", str(out), "--price-per-hour", "3600") == (0, f"{out}/report.html\n", "")
+    assert "at 3600 per hour" in (out / "report.html").read_text(encoding="utf-8")
+    assert rlhf("report")[::2] == (
+        2,
+        "error: rlhf report: no run is named; expected the --output-dir of one or more runs\n",
+    )
+    code, _, said = rlhf("report", str(tmp_path / "none"))
+    assert code == 2 and said.startswith(f"error: {tmp_path}/none: no stage has recorded metrics there")
+
+
+def test_a_report_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = recorded_runs.run(tmp_path / "run")
+    assert report.write_at_end(str(out)) == f"report: {out}/report.html"
+    (out / "step3_ppo/metrics.jsonl").write_text('{"kind": "train", "step": "three", "seconds": 0, "score": 1}\n')
+    warning = report.write_at_end(str(out))
+    assert (
+        warning.startswith(f"warning: the report of {out} could not be written (ValueError: ") and "\n" not in warning
+    )
