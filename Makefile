@@ -20,7 +20,7 @@ NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_gen
 	rlhf/engine/test_engine.py rlhf/training/test_resume.py step3_ppo)
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test test-avx2 test-long test-faults mutants check format bench bench-data docs smollm2 clean
+.PHONY: help install demo test test-avx2 test-long test-faults test-browser mutants check format bench bench-data docs smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -43,6 +43,9 @@ test-long: $(INSTALLED)  ## what takes longer: four more seeds of the demo, the 
 
 test-faults: $(INSTALLED)  ## every fault of docs/reliability.md in earnest: processes killed, disks full, files damaged
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m faults $(ARGS)
+
+test-browser: $(INSTALLED)  ## pages in headless Chromium, if it is installed: a minute
+	$(PY) -m pytest -m browser $(ARGS)
 
 mutants: $(INSTALLED)  ## whether tests fail when one operator, number or argument is wrong: an hour, goes on where it stopped
 	$(PY) -m tests.mutation $(ARGS)

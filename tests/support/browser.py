@@ -11,6 +11,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,14 @@ FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--disable-dev-shm-usage",
     "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--force-color-profile=srgb",
 )  # fmt: skip
+WITH_PIPES = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(word), fcntl.F_DUPFD, 10) for word in sys.argv[1:3]]
+for number, pipe in zip((3, 4), pipes):
+    os.dup2(pipe, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""a program that starts another one with two of its descriptors as numbers 3 and 4"""
 
 
 class Page:
@@ -120,9 +129,9 @@ def open_browser(profile: Path) -> Iterator[Page]:
     # as root Chromium refuses its sandbox; the pages are the test's own
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     browser = [CHROMIUM, *FLAGS, *sandbox, f"--user-data-dir={profile}"]
-    shell = ["sh", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_answers}', "sh", *browser]
+    command = [sys.executable, "-c", WITH_PIPES, str(read_commands), str(write_answers), *browser]
     process = subprocess.Popen(
-        shell, pass_fds=(read_commands, write_answers), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command, pass_fds=(read_commands, write_answers), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     os.close(read_commands)
     os.close(write_answers)
