@@ -16,7 +16,8 @@ from rlhf.evaluation.results_table import distinct
 from rlhf.maths import ops
 from rlhf.maths.intervals import mean_interval
 from rlhf.rewards import Source, as_samples
-from rlhf.types import Message, Metrics, Samples, ScoredRollout
+from rlhf.text.rendering import last_question
+from rlhf.types import Metrics, Samples, ScoredRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,8 @@ def gather_evaluation(
         ended=_all(rollout.ended),
         distinct_2=distinct(_of_all_ranks(rollout.response_tokens()), 2),
         by_source={name: _all(scores) for name, scores in source_scores.items()} if len(source_scores) > 1 else {},
-        questions=tuple(_of_all_ranks([_question(row.prompt) for row in rollout.rows])),
+        questions=tuple(_of_all_ranks([last_question(row.prompt) for row in rollout.rows])),
     )
-
-
-def _question(prompt: Sequence[Message]) -> str:
-    return next((message.content for message in reversed(prompt) if message.role == "user"), "")
 
 
 def collapse(before: Evaluation, after: Evaluation) -> str | None:

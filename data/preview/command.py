@@ -29,6 +29,8 @@ class PreviewConfig(DataOptions):
     objective: Literal["response", "text"] = "response"
     """of fine-tuning: response = learn responses to prompts; text = continued pretraining on packed plain text,
     in which a token attends to the texts before its own too"""
+    html: str | None = None
+    """file to write a page with the same to, for a browser"""
     output: str | None = None
     """directory to write the tokenised rows to: PHASE/train.parquet, PHASE/evaluation.parquet, PHASE/report.json"""
 
@@ -39,7 +41,7 @@ def preview(options: PreviewConfig) -> list[str]:
     Raises: UserError if there is no such tokenizer, or `output` cannot be written.
     """
     from data.dataset import Recipe, open_datasets
-    from data.preview import show
+    from data.preview import page, show
     from rlhf.hub.short_names import resolve
     from rlhf.storage.manifests import resolve_model_path
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -53,6 +55,7 @@ def preview(options: PreviewConfig) -> list[str]:
     }
     screen = show.Screen(show.make_console(sys.stdout), tokenizer)
     errors = []
+    phases = []
     for phase in dict.fromkeys(options.phases):
         try:
             datasets = open_datasets(options, recipes[phase], tokenizer)
@@ -60,9 +63,14 @@ def preview(options: PreviewConfig) -> list[str]:
             errors.append(str(error))
             continue
         screen.show(datasets, recipes[phase], options.rows)
+        if options.html is not None:
+            phases.append(page.describe_phase(datasets, recipes[phase], tokenizer, options.rows))
         if options.output is not None:
             show.export(datasets, options.output)
-    return list(dict.fromkeys(errors))
+    different_errors = list(dict.fromkeys(errors))
+    if options.html is not None:
+        page.write(options.html, options.model, phases, different_errors)
+    return different_errors
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Display of tokenised rows: the tokens of the loss in colour, lengths, and the outcome of every row."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -77,6 +77,23 @@ def make_console(stream: TextIO) -> Console:
     return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
+def item_blocks(tokenizer: PreTrainedTokenizerBase, title: str, item: Item) -> Iterator[tuple[str, list[TokenSegment]]]:
+    """(title, segments) of each part of a row: a pair has three, prompt, chosen and rejected; other rows one."""
+    if isinstance(item, Preference):
+        start = item.prompt_length
+        chosen, rejected = (
+            split_segments(tokenizer, ids, ((start, len(ids)),)) for ids in (item.chosen, item.rejected)
+        )
+        margin = "" if item.margin is None else f", margin {item.margin:g}"
+        yield f"{title}: prompt, {start} tokens", [segment for segment in chosen if not segment.learned]
+        yield f"chosen, {len(item.chosen) - start} tokens{margin}", [each for each in chosen if each.learned]
+        yield f"rejected, {len(item.rejected) - start} tokens", [each for each in rejected if each.learned]
+        return
+    spans = item.spans if isinstance(item, Demonstration) else ()
+    learned = sum(end - start for start, end in spans)
+    yield f"{title}: {len(item.ids)} tokens, {learned} learned", split_segments(tokenizer, item.ids, spans)
+
+
 class Screen:
     """Prints the data of a phase. Without colours, brackets mark the tokens of the loss."""
 
@@ -94,40 +111,17 @@ class Screen:
         if rows:
             self._print(self._style([TokenSegment("context ", False, False), TokenSegment("learned", True, False)]))
         for number, item in enumerate(train[:rows], start=1):
-            self._print_item(f"{recipe.phase} {unit.removesuffix('s')} {number}", item)
-        for table in (_length_table(train, recipe), _outcome_table(opened), _source_table(opened)):
+            title = f"{recipe.phase} {unit.removesuffix('s')} {number}"
+            for block_title, segments in item_blocks(self._tokenizer, title, item):
+                self._print(f"\n{block_title}", TITLE)
+                self._print(self._style(segments))
+        for table in tables(opened, recipe):
             self._print("")
             self._console.print(table)
-        self._print(f"\n{_describe_batches(train)}\n")
+        self._print(f"\n{describe_batches(train)}\n")
 
     def _print(self, text: str | Text, style: str = "") -> None:
         self._console.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
-
-    def _print_item(self, title: str, item: Item) -> None:
-        if isinstance(item, Preference):
-            start = item.prompt_length
-            chosen, rejected = (
-                split_segments(self._tokenizer, ids, ((start, len(ids)),)) for ids in (item.chosen, item.rejected)
-            )
-            margin = "" if item.margin is None else f", margin {item.margin:g}"
-            self._print_segments(
-                f"{title}: prompt, {start} tokens", [segment for segment in chosen if not segment.learned]
-            )
-            for side, ids, segments in (("chosen", item.chosen, chosen), ("rejected", item.rejected, rejected)):
-                self._print_segments(
-                    f"{side}, {len(ids) - start} tokens{margin}", [segment for segment in segments if segment.learned]
-                )
-                margin = ""
-            return
-        spans = item.spans if isinstance(item, Demonstration) else ()
-        learned = sum(end - start for start, end in spans)
-        self._print_segments(
-            f"{title}: {len(item.ids)} tokens, {learned} learned", split_segments(self._tokenizer, item.ids, spans)
-        )
-
-    def _print_segments(self, title: str, segments: Iterable[TokenSegment]) -> None:
-        self._print(f"\n{title}", TITLE)
-        self._print(self._style(segments))
 
     def _style(self, segments: Iterable[TokenSegment]) -> Text:
         styled = Text()
@@ -140,6 +134,11 @@ class Screen:
                 )
             styled.append(closing)
         return styled
+
+
+def tables(opened: PhaseData, recipe: Recipe) -> tuple[Table, ...]:
+    """Lengths, outcomes of all rows, data paths."""
+    return _length_table(opened.train, recipe), _outcome_table(opened), _source_table(opened)
 
 
 def _table(*columns: str) -> Table:
@@ -186,7 +185,7 @@ def _source_table(opened: PhaseData) -> Table:
     return table
 
 
-def _describe_batches(train: PromptDataset) -> str:
+def describe_batches(train: PromptDataset) -> str:
     """The steps of an epoch, and the share of padding."""
     batch_size, pass_rows = BATCHES[train.phase]
     if train.batch_elements < batch_size:

@@ -16,6 +16,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.comparison import RESULTS, Comparison, Responses
 from rlhf.maths.intervals import Interval, mean_interval, win_fractions, win_rate_interval
 from rlhf.storage import disk, manifests
+from rlhf.text.rendering import last_question
 from rlhf.text.tokenizer import Template
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
@@ -154,10 +155,11 @@ def report_results(comparison: Comparison, responses: dict[str, Responses]) -> N
     for title, columns, rows in result_tables:
         console.show_table(title, columns, rows)
     console.say(NOTE)
-    k, prompts = comparison.options.samples, prompt_texts(comparison)
+    k = comparison.options.samples
+    questions = [last_question(row.prompt) for row in comparison.prompts.rows[::k]]
     rows = [
-        (prompts[n], *(f"{r.texts[n][0]}\n[{r.scores[n, 0]:.3g}]" for r in responses.values()))
-        for n in range(min(comparison.options.sample_rows, len(prompts)))
+        (questions[n], *(f"{r.texts[n][0]}\n[{r.scores[n, 0]:.3g}]" for r in responses.values()))
+        for n in range(min(comparison.options.sample_rows, len(questions)))
     ]
     console.show_table(f"the first of {k} responses, and its score", ("prompt", *responses), rows)
     if comparison.options.output is not None:

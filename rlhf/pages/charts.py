@@ -215,16 +215,17 @@ def draw(chart: Chart) -> Drawing | None:
         low, high = max(x_scale[0], y_scale[0]), min(x_scale[1], y_scale[1])
         strokes.insert(0, Stroke(_path([(scale.x(low), scale.y(low)), (scale.x(high), scale.y(high))]), 0, "level"))
     ends = [(scale.y(points[-1].y), each) for each, points in series] if named else []
+    bars = [(each, points) for each, points in series if each.kind == "steps"]
     labels = [
         *_spread(ends, right),
-        *_peaks([(each, points) for each, points in series if each.kind == "steps"], scale),
+        *_peaks(bars if len(bars) > 1 else [], scale),
     ]
     columns, rows = _table(chart, series)
     first, last = series[0][1][0], series[0][1][-1]
     return Drawing(
         chart=chart, width=width, height=HEIGHT, right=right, x_scale=x_scale, y_scale=y_scale,
         x_ticks=tuple(Text(scale.x(t), HEIGHT - BOTTOM + 16, short(t)) for t in ticks(*x_scale, 5)),
-        y_ticks=tuple(Text(LEFT - 8, scale.y(t), short(t)) for t in ticks(*y_scale, 4)),
+        y_ticks=tuple(Text(LEFT - 8, scale.y(t), short(t)) for t in ticks(*y_scale, 5)),
         strokes=tuple(strokes), dots=tuple(dots), marks=tuple(_marks(chart, scale)), labels=tuple(labels),
         columns=columns, rows=rows,
         summary=f"{chart.title}: {series[0][0].name} from {short(first.y)} at {chart.x_name} {short(first.x)} "

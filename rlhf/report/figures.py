@@ -1,6 +1,5 @@
 """The figures of a report: curves of every stage, reward against KL, score histograms, calibration."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,10 @@ import torch
 from rlhf.config.declaration import Curve, Declaration, Frontier
 from rlhf.maths.intervals import win_rate_interval
 from rlhf.pages.charts import COLOURS, MOST_POINTS, Chart, Mark, Point, Series, is_smoothed
+from rlhf.pages.histogram import histogram
 from rlhf.report.meanings import Meaning, read_meanings
 from rlhf.report.records import RunRecord, StageRecord, number
 
-BINS = 24
 CALIBRATION_BINS = 6
 Stages = Sequence[tuple[int, str, StageRecord]]
 """(colour, name of the run, its record of one stage)"""
@@ -46,10 +45,8 @@ def curves(stages: Stages, declaration: Declaration, x_name: str = "step") -> li
         marks = () if curve.level is None else (Mark(*curve.level, horizontal=True),)
         unit = terms[0].unit if terms else ""
         unit = "" if unit in curve.title.lower() else unit
-        caption = "Bold: running mean." if any(map(is_smoothed, series)) else ""
-        figures.append(
-            Figure(Chart(curve.title, x_name, tuple(series), unit, marks, caption, most_points=points), terms)
-        )
+        chart = Chart(curve.title, x_name, tuple(series), unit, marks, most_points=points)
+        figures.append(Figure(chart, terms))
     return figures
 
 
@@ -145,25 +142,6 @@ def _exploitation(frontier: Frontier, record: StageRecord) -> Iterable[Mark]:
         distance = number(distances.get(row.get("step"), {}), frontier.lines[0][0])
         if row.get("name") in names and distance is not None:
             yield Mark(distance, f"{str(row['name']).replace('_', '-')}, iteration {row.get('step')}")
-
-
-def histogram(
-    title: str, x_name: str, groups: Sequence[tuple[str, int, Sequence[float]]], wide: bool = False
-) -> Chart | None:
-    """Counts of the values of each (name, colour, values) in equal bins over all of them; None without values."""
-    values = [value for _, _, group in groups for value in group if math.isfinite(value)]
-    if not values:
-        return None
-    low, high = min(values), max(values)
-    high = high if high > low else low + 1.0
-    series = []
-    for name, colour, group in groups:
-        counts = torch.histc(torch.tensor([v for v in group if math.isfinite(v)], dtype=torch.float64), BINS, low, high)
-        edges = [low + (high - low) * n / BINS for n in range(BINS + 1)]
-        bars = [Point(edge, count) for edge, count in zip(edges, [*counts.tolist(), 0.0], strict=True)]
-        series.append(Series(name, tuple(bars), colour, "steps"))
-    most = max(point.y for each in series for point in each.points)
-    return Chart(title, x_name, tuple(series), "count", y_range=(0.0, 1.2 * most), wide=wide)
 
 
 def reward_model(stages: Stages) -> list[Figure]:

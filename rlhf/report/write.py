@@ -8,7 +8,8 @@ from pathlib import Path
 from rlhf.config.declaration import Declaration
 from rlhf.console import duration
 from rlhf.pages import page
-from rlhf.pages.charts import COLOURS, Chart
+from rlhf.pages.charts import COLOURS, Chart, is_smoothed
+from rlhf.pages.histogram import histogram
 from rlhf.report import facts, figures
 from rlhf.report.figures import Figure
 from rlhf.report.meanings import Meaning, read_meanings
@@ -48,6 +49,11 @@ class StageFigures:
     pair_scores: tuple[Figure, ...]
     curves: tuple[Figure, ...]
     constants: tuple[tuple[str, float], ...]
+
+    @property
+    def has_means(self) -> bool:
+        """Whether a curve has a running mean."""
+        return any(is_smoothed(series) for figure in self.curves for series in figure.chart.series)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,7 @@ def _sample_figures(samples: SampleTable) -> list[Chart]:
             ("before", 7, [each.before for each in numbers if each.before is not None]),
             ("after", 0, [each.after for each in numbers if each.after is not None]),
         ]
-        chart = figures.histogram(f"{label.capitalize()} of the responses", label, groups)
+        chart = histogram(f"{label.capitalize()} of the responses", label, groups)
         charts += [chart] if chart is not None else []
     return charts
 

@@ -55,6 +55,11 @@ def render(
         ) from None
 
 
+def last_question(messages: Sequence[Message]) -> str:
+    """The content of the user's last turn: a prompt as a person reads it, without the template's words; else empty."""
+    return next((message.content for message in reversed(messages) if message.role == "user"), "")
+
+
 def _line_of(error: BaseException) -> str:
     """`, line 3,` of the template, from a traceback, whose frames Jinja maps to the template; else empty."""
     trace, line = error.__traceback__, getattr(error, "lineno", None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlhf.maths.intervals import mean_interval
+from rlhf.text.rendering import last_question
 from rlhf.types import Samples, ScoredRollout
 from step3_ppo import heldout
 from step3_ppo.heldout import (
@@ -71,7 +72,7 @@ def test_a_look_has_the_responses_of_all_ranks_in_the_order_of_their_prompts(mon
 
 def test_the_table_shows_what_users_say_and_no_template(capsys: pytest.CaptureFixture[str]) -> None:
     found = gather_evaluation(scored([5, 6, 7]), None, tiny.tokenizer(), {})
-    assert found.prompts[0].startswith("<s>") and heldout._question([]) == ""
+    assert found.prompts[0].startswith("<s>") and last_question([]) == ""
     show_samples(found, found, 2)
     printed = capsys.readouterr().out
     assert [question in printed for question in found.questions] == [True, True, False]

@@ -1,5 +1,6 @@
 """What the preview prints is what the stages train on, and every row that was read is in its account."""
 
+import html
 import io
 import json
 import re
@@ -304,6 +305,25 @@ def test_export_writes_the_opened_data(run: Any, tmp_path: Path, words: str) -> 
     for phase, own in {"sft": "spans", "ppo": "row"}.items():
         columns = pyarrow.parquet.read_schema(out / phase / "train.parquet").names
         assert columns == ["ids", own, "length", "prompt_cut", "response_cut"]
+
+
+def test_the_page_has_what_the_terminal_has(run: Any, tmp_path: Path, letters: str) -> None:
+    """Rows, marks of the learned tokens, drops by reason; the texts of strangers are shown, not run."""
+    script = "</div></script><script>alert(1)</script>"
+    path = write(
+        tmp_path / "x.jsonl",
+        {"prompt": "a & b", "chosen": script, "rejected": "c"},
+        *({"prompt": f"p{i}", "chosen": "same", "rejected": "same"} for i in range(3)),
+    )
+    page = tmp_path / "page.html"
+    printed = shown(run, path, letters, "reward", "--max-dropped", "1", "--html", str(page))
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<script>") == 1 and html.escape(script) in text and "a &amp; b" in text
+    assert f"<mark>{html.escape(script)}" in text and f'<mark class="special">{html.escape(EOS)}</mark>' in text
+    assert re.search(r"<th scope=\"row\">equal sides</th><td class=\"number\">3</td>", text)
+    assert numbers(printed, "equal sides")[0] == "3"
+    code, _, message = run("--data-path", path, "--model", letters, "--max-dropped", "1", "--html", str(tmp_path))
+    assert code == 2 and f"error: --html {tmp_path}: cannot be written" in message
 
 
 def test_other_directories_are_left_alone(run: Any, tmp_path: Path, words: str) -> None:

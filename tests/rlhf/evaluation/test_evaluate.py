@@ -243,6 +243,7 @@ def test_the_demo_model_from_its_description(run: Run, tmp_path: Path) -> None:
     code, printed, error = run("--policies", "demo-llama", str(tmp_path / "same"), *words)
     assert (code, error) == (0, "")
     assert "tell me about the red fox" in printed and "0.500 [" in printed
+    assert "Human:" not in printed and "<s>" not in printed  # what the template writes is no user's word
 
 
 def test_a_stage_directory_names_its_policy(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rlhf.chain.stages import STAGES
 from rlhf.cli import main as cli_main
 from rlhf.errors import UserError
 from rlhf.maths.intervals import mean_interval
+from rlhf.pages.histogram import histogram
 from rlhf.report import figures, meanings
 from rlhf.report.records import read_runs
 from rlhf.report.samples import BUDGET, sample_table
@@ -239,7 +240,7 @@ def test_calibration_and_histogram_by_hand() -> None:
     assert [(round(p.x, 3), p.y, p.label) for p in observed.points] == [
         (0.622, 1.0, "1 pairs"), (0.731, 0.0, "1 pairs"), (0.881, 1.0, "1 pairs"), (0.982, 1.0, "1 pairs"),
     ]  # fmt: skip
-    chart = figures.histogram("x", "score", [("all", 0, [0.0, 0.0, 24.0])])
+    chart = histogram("x", "score", [("all", 0, [0.0, 0.0, 24.0])])
     assert chart is not None
     counts = {point.x: point.y for point in chart.series[0].points if point.y}
     assert counts == {0.0: 2.0, 23.0: 1.0}
