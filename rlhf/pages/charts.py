@@ -5,12 +5,11 @@ The table of a figure has every point that is drawn; the script reads the number
 """
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf.pages.numbers import cell, short
+from rlhf.pages.numbers import cell, short, tick_labels, ticks
 
 WIDTH, WIDE, HEIGHT = 380, 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 34
@@ -144,15 +143,6 @@ class Drawing:
     summary: str = ""
 
 
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
-    raw = (high - low) / max(1, count)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
 def thin(points: Sequence[Point], most: int) -> list[Point]:
     """At most `most` points: the first, the last, and the lowest and highest of equal parts between."""
     if len(points) <= most:
@@ -224,8 +214,8 @@ def draw(chart: Chart) -> Drawing | None:
     first, last = series[0][1][0], series[0][1][-1]
     return Drawing(
         chart=chart, width=width, height=HEIGHT, right=right, x_scale=x_scale, y_scale=y_scale,
-        x_ticks=tuple(Text(scale.x(t), HEIGHT - BOTTOM + 16, short(t)) for t in ticks(*x_scale, 5)),
-        y_ticks=tuple(Text(LEFT - 8, scale.y(t), short(t)) for t in ticks(*y_scale, 5)),
+        x_ticks=tuple(Text(scale.x(t), HEIGHT - BOTTOM + 16, text) for t, text in tick_labels(ticks(*x_scale, 5))),
+        y_ticks=tuple(Text(LEFT - 8, scale.y(t), text) for t, text in tick_labels(ticks(*y_scale, 5))),
         strokes=tuple(strokes), dots=tuple(dots), marks=tuple(_marks(chart, scale)), labels=tuple(labels),
         columns=columns, rows=rows,
         summary=f"{chart.title}: {series[0][0].name} from {short(first.y)} at {chart.x_name} {short(first.x)} "

@@ -1,5 +1,6 @@
 """Numbers as text, for tables and for people."""
 
+import itertools
 import math
 
 UNKNOWN = "\u2013"
@@ -23,8 +24,7 @@ def short(value: float) -> str:
         text = f"{value:,.0f}"
     else:
         text = f"{value:.{2 if size >= 0.995 or not size else 3}f}" if size < 100 else f"{value:.0f}"
-        text = text.rstrip("0").rstrip(".") if "." in text else text
-    return ("0" if text in ("-0", "0") else text).replace("-", "\u2212")
+    return _trimmed(text) if "e" not in text else text.replace("-", "\u2212")
 
 
 def with_half_width(value: float, half: float) -> tuple[str, str]:
@@ -34,3 +34,27 @@ def with_half_width(value: float, half: float) -> tuple[str, str]:
     decimals = max(0, 1 - math.floor(math.log10(half)))
     value = 0.0 if abs(value) < 0.5 * 10.0**-decimals else value
     return f"{value:.{decimals}f}".replace("-", "\u2212"), f"{half:.{decimals}f}"
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    raw = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def tick_labels(values: list[float]) -> list[tuple[float, str]]:
+    """Each value with its text: all with as many decimals as tell neighbours apart, or all as powers of ten."""
+    most = max(map(abs, values), default=0.0)
+    if most and (most < 1e-3 or most >= 1e6):
+        return [(value, short(value) if value else "0") for value in values]
+    step = min((b - a for a, b in itertools.pairwise(values)), default=most or 1.0)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [(value, _trimmed(f"{value:,.{decimals}f}")) for value in values]
+
+
+def _trimmed(text: str) -> str:
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return ("0" if text == "-0" else text).replace("-", "\u2212")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlhf.config import option_names
+from rlhf.training import spikes
 from rlhf.training.record import Recorder
 from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo import warnings
@@ -342,4 +343,4 @@ def test_no_limit_is_forgotten() -> None:
 def test_the_page_has_every_warning() -> None:
     page = (Path(warnings.__file__).parents[1] / "docs/metrics.md").read_text(encoding="utf-8")
     table = page[page.index("## Warnings") :]
-    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {rule.name for rule in RULES}
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {rule.name for rule in RULES} | {spikes.NAME}

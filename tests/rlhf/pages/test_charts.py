@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.pages import charts, page
-from rlhf.pages.charts import Chart, Mark, Point, Series, draw, running_mean, thin, ticks
-from rlhf.pages.numbers import cell, short, with_half_width
+from rlhf.pages.charts import Chart, Mark, Point, Series, draw, running_mean, thin
+from rlhf.pages.numbers import cell, short, tick_labels, ticks, with_half_width
 
 
 def line(values: list[float], name: str = "a", **fields: int) -> Series:
@@ -27,6 +27,20 @@ def line(values: list[float], name: str = "a", **fields: int) -> Series:
 )
 def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high, 4) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.0, 5e-4, 0.001, 0.0015, 0.002], ["0", "0.0005", "0.001", "0.0015", "0.002"]),
+        ([-0.5, 0.0, 0.5], ["\u22120.5", "0", "0.5"]),
+        ([0.0, 2e-6, 4e-6], ["0", "2e\u22126", "4e\u22126"]),
+        ([1000.0, 2000.0], ["1,000", "2,000"]),
+        ([11.1, 11.2], ["11.1", "11.2"]),
+    ],
+)
+def test_the_labels_of_ticks_differ(values: list[float], texts: list[str]) -> None:
+    assert tick_labels(values) == [*zip(values, texts, strict=True)]
 
 
 def test_numbers_as_text() -> None:

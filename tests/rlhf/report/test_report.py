@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from data.preview.command import PreviewConfig
 from rlhf.chain import report
 from rlhf.chain.stages import STAGES
 from rlhf.cli import main as cli_main
+from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.maths.intervals import mean_interval
 from rlhf.pages.histogram import histogram
@@ -270,6 +272,16 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     )
     code, _, said = rlhf("report", str(tmp_path / "none"))
     assert code == 2 and said.startswith(f"error: {tmp_path}/none: no stage has recorded metrics there")
+
+
+def test_the_commands_of_the_page_are_accepted() -> None:
+    page = (meanings.METRICS_PAGE.parent / "report.md").read_text(encoding="utf-8")
+    commands = [
+        line.split() for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()
+    ]
+    assert len(commands) == 4
+    for _, verb, *options in commands:
+        parser.parse({"report": report.ReportConfig, "preview": PreviewConfig}[verb], options, verb, "")
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
