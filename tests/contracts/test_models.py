@@ -3,8 +3,6 @@
 The oracle is the plain transformers model: a forward pass over one unpadded row, its own loss, a fresh process.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from rlhf.engine.training import Engine
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.types import Sequences
-from tests.support import tiny
+from tests.support import forked, tiny
 
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -158,8 +156,7 @@ for saved in sorted(folder.glob("*.pt")):
 
 def test_a_fresh_process_without_this_project_gives_the_same_bits(saved: Path, tmp_path: Path) -> None:
     torch.save(ROWS.ids, tmp_path / "ids.pt")
-    program = [sys.executable, "-c", IN_A_FRESH_PROCESS, str(saved), str(tmp_path / "ids.pt")]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = forked.python("-c", IN_A_FRESH_PROCESS, str(saved), str(tmp_path / "ids.pt"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     expected = {f"{family} torch.float32 True 2 2 2" for family in tiny.FAMILIES}
     assert set(done.stdout.splitlines()) == expected

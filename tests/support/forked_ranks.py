@@ -1,32 +1,29 @@
 """Programs on two ranks, without torchrun.
 
 torchrun starts three processes, each of which imports torch, transformers and DeepSpeed. Here the ranks are forks of
-one process that has imported them once for all tests of a pytest process, and has done nothing else.
+one process that has imported them (tests/support/forked.py).
 """
 
-import gc
-import multiprocessing
 import os
-import runpy
-import sys
 import time
 from multiprocessing import connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from torch.distributed import TCPStore
 
+from tests.support import forked
+
 LOOPBACK = "127.0.0.1"
-LIBRARIES = [
-    "deepspeed",
-    "pandas",
-    "peft",
-    "pyarrow",
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
-    "tyro",
-]
-"""only what no test changes: a rank imports the tree itself"""
+
+
+class Ended(NamedTuple):
+    """Of each rank: the exit code, None if it was killed because the other had failed; stdout; stderr."""
+
+    codes: list[int | None]
+    out: list[str]
+    err: list[str]
 
 
 def run(module: str, *argv: str, timeout_s: float = 600.0) -> str:
@@ -35,14 +32,20 @@ def run(module: str, *argv: str, timeout_s: float = 600.0) -> str:
     Returns: what both print on stdout.
     Raises: AssertionError with the end of a rank's stderr if it fails or takes longer than `timeout_s`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LIBRARIES)
+    ended = finish(module, *argv, timeout_s=timeout_s)
+    errors = "\n".join(text[-4000:] for text in ended.err)
+    assert ended.codes == [0, 0], f"{module}: exit codes {ended.codes}, expected [0, 0] in {timeout_s:g} s\n{errors}"
+    return "".join(ended.out)
+
+
+def finish(module: str, *argv: str, timeout_s: float = 600.0) -> Ended:
+    """The same until both have ended, the first has failed, or `timeout_s` have passed."""
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in (0, 1)]
         ranks = [
-            context.Process(target=_run, args=(module, argv, {**os.environ, **meeting, **_numbers(rank)}, output))
+            forked.process(("-m", module, *argv), {**os.environ, **meeting, **_numbers(rank)}, output, Path.cwd())
             for rank, output in enumerate(outputs)
         ]
         for process in ranks:
@@ -57,21 +60,10 @@ def run(module: str, *argv: str, timeout_s: float = 600.0) -> str:
             for process in ranks:
                 process.kill()
                 process.join()
-        errors = "\n".join(output.with_suffix(".err").read_text(encoding="utf-8")[-4000:] for output in outputs)
-        assert codes == [0, 0], f"{module}: exit codes {codes}, expected [0, 0] within {timeout_s:g} s\n{errors}"
-        return "".join(output.with_suffix(".out").read_text(encoding="utf-8") for output in outputs)
+        out, err = zip(*map(forked.text, outputs), strict=True)
+        return Ended(codes, list(out), list(err))
 
 
 def _numbers(rank: int) -> dict[str, str]:
     both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     return both | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-
-
-def _run(module: str, argv: tuple[str, ...], environment: dict[str, str], output: Path) -> None:
-    for number, suffix in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(output.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), number)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = [module, *argv]
-    gc.freeze()  # DeepSpeed collects garbage for every engine, a third of a second a time among all that is imported
-    runpy.run_module(module, run_name="__main__", alter_sys=True)

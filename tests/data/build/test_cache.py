@@ -1,10 +1,7 @@
 """Tokenised rows are made once, whole or not at all, and again whenever something they depend on changes."""
 
 import json
-import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,9 @@ from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
 from data.preview.command import PreviewConfig
 from rlhf.errors import UserError
-from rlhf.shipped import ROOT
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from step1_sft.config import SFTConfig
+from tests.support import forked
 
 SFT = Recipe("sft")
 WORDS = [f"w{i}" for i in range(300)]
@@ -142,7 +139,7 @@ def build_slowly(folder: str, queue: Any) -> None:
 
 
 def test_several_processes_build_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     queue = context.Queue()
     workers = [context.Process(target=build_slowly, args=(str(tmp_path / "set"), queue)) for _ in range(3)]
     for worker in workers:
@@ -166,7 +163,7 @@ def build_and_die(folder: str, queue: Any) -> None:
 
 
 def test_a_killed_builder_blocks_nobody(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     queue = context.Queue()
     builder = context.Process(target=build_and_die, args=(str(tmp_path / "set"), queue))
     builder.start()
@@ -221,8 +218,8 @@ def test_more_processes_make_the_same(home: Path) -> None:
     """In a process of its own: one that has trained models may be too large to be forked."""
     write(range(250))
     first = contents(open_datasets(options(data_workers=1), SFT, tokenizer(home)))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS], cwd=home, env=environment, check=True)
+    done = forked.python("-c", IN_A_FRESH_PROCESS, cwd=home)
+    assert done.returncode == 0, done.stderr
     assert len(list(Path("other").rglob("items*.arrow"))) == 2
     given = options().model_copy(update={"data_cache": "other"})
     assert contents(open_datasets(given, SFT, tokenizer(home))) == first

@@ -24,6 +24,7 @@ CRASH, STOPPED = ExitStatus(-9, "rank 1: SIGKILL", crashed=True), ExitStatus(143
         (2, [CRASH, CRASH, CRASH], 3, -9),
         (2, [CRASH, STOPPED], 2, 143),
         (2, [ExitStatus(2)], 1, 2),
+        (2, [ExitStatus(3)], 1, 3),
     ],
 )
 @pytest.mark.parametrize("finished", [False, True])

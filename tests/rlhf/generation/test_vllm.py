@@ -1,8 +1,6 @@
 """The vLLM backend against tests/support/stand_in_vllm.py on a CPU, and where there is vLLM, against vLLM."""
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +21,7 @@ from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.types import SampledRollout
 from step3_ppo.rollout import generate
-from tests.support import forked_ranks, stand_in_vllm, tiny
+from tests.support import forked, forked_ranks, stand_in_vllm, tiny
 from tests.support.players import PROMPTS as FOUR
 from tests.support.players import players
 
@@ -302,4 +300,4 @@ def test_nobody_imports_vllm_before_it_samples() -> None:
         "import sys, rlhf.generation.vllm, step3_ppo.stage, step3_ppo.plan; "
         "sys.exit(any(name.split('.')[0] == 'vllm' for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+    assert forked.python("-c", program).returncode == 0

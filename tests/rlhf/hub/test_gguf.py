@@ -1,7 +1,5 @@
 """Conversion of GGUF: a tiny Llama is written down by hand in that format and must come back as it was."""
 
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from rlhf.errors import UserError
 from rlhf.hub.gguf import convert
+from tests.support import forked
 
 gguf = pytest.importorskip("gguf")
 
@@ -171,7 +170,6 @@ def test_an_architecture_nobody_knows_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_mistyped_path_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlhf.hub.gguf", str(tmp_path / "absent"), str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forked.python("-m", "rlhf.hub.gguf", str(tmp_path / "absent"), str(tmp_path / "out"))
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -4,18 +4,19 @@ import ast
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf.errors import UserError
-from rlhf.launch import launcher
+from rlhf.launch import launcher, supervisor
 from rlhf.launch.supervisor import REQUEUE, name_of
+from tests.support import forked
 from tests.support.processes import alive, until
 
 ROOT = Path(__file__).parents[3]
@@ -101,20 +102,30 @@ def test_what_a_stage_leaves_running_is_ended_too(program: str) -> None:
 
 
 @contextlib.contextmanager
-def launched(
-    program: str, body: str, processes: int, tmp_path: Path, grace_s: float = 30.0
-) -> Iterator[subprocess.Popen[str]]:
+def launched(program: str, body: str, processes: int, tmp_path: Path, grace_s: float = 30.0) -> Iterator[BaseProcess]:
     """A process of its own that runs `program`, once every rank is ready; killed at the end if it is still there."""
     code = "import signal, sys; signal.signal(1, signal.SIG_DFL); signal.signal(2, signal.default_int_handler)\n"
     code += "from rlhf.launch import launcher; from rlhf.launch.hosts import Deployment, LaunchOptions\n"
     code += f"where = Deployment({processes}, options=LaunchOptions(grace_s={grace_s}))\n"
     code += f"sys.exit(launcher.run({program!r}, [{body!r}], where) % 256)"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.DEVNULL, text=True) as process:
-        try:
-            until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(processes)))
-            yield process
-        finally:
-            process.kill()
+    process = forked.process(("-c", code), os.environ, tmp_path / "launched", ROOT)
+    process.start()
+    try:
+        until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(processes)))
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def send(process: BaseProcess, number: int) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, number)
+
+
+def code_of(process: BaseProcess) -> int | None:
+    process.join(60)
+    return process.exitcode
 
 
 @LINUX
@@ -124,8 +135,8 @@ def test_a_signal_ends_every_process(program: str, tmp_path: Path, number: int, 
     nested = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{program}']); "
     with launched(program, nested + "ready(); time.sleep(99)", processes, tmp_path) as process:
         assert len(alive(program)) >= 2 * processes
-        process.send_signal(number)
-        assert process.wait(60) == (-number) % 256
+        send(process, number)
+        assert code_of(process) == (-number) % 256
     until(lambda: not alive(program))
 
 
@@ -133,11 +144,11 @@ def test_a_signal_ends_every_process(program: str, tmp_path: Path, number: int, 
 def test_a_second_signal_kills(program: str, tmp_path: Path) -> None:
     stubborn = "signal.signal(15, lambda *_: (here / 'asked').write_text('')); ready()\nwhile 1: time.sleep(0.1)"
     with launched(program, stubborn, 1, tmp_path) as process:
-        process.send_signal(signal.SIGTERM)
+        send(process, signal.SIGTERM)
         until((tmp_path / "asked").exists)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == (-signal.SIGTERM) % 256
+        assert process.is_alive()
+        send(process, signal.SIGTERM)
+        assert code_of(process) == (-signal.SIGTERM) % 256
     until(lambda: not alive(program))
 
 
@@ -155,18 +166,18 @@ def test_the_code_after_a_signal_tells_whether_the_stage_ended_in_order(
 ) -> None:
     body = f"signal.signal(15, lambda *_: {handler}); ready(); time.sleep(99)"
     with launched(program, body, 1, tmp_path, grace_s=2.0) as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == code
+        send(process, signal.SIGTERM)
+        assert code_of(process) == code
     until(lambda: not alive(program))
 
 
 @LINUX
-@pytest.mark.parametrize("handler", ["signal.signal(10, lambda *_: (time.sleep(3), sys.exit(75)))", "pass"])
+@pytest.mark.parametrize("handler", ["signal.signal(10, lambda *_: (time.sleep(1), sys.exit(75)))", "pass"])
 def test_usr1_is_passed_on_and_waited_for(program: str, tmp_path: Path, handler: str) -> None:
     """Longer than the grace time; a rank that knows no handler yet has nothing to save."""
-    with launched(program, f"{handler}; ready(); time.sleep(99)", 2, tmp_path, grace_s=1.0) as process:
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == REQUEUE
+    with launched(program, f"{handler}; ready(); time.sleep(99)", 2, tmp_path, grace_s=0.3) as process:
+        send(process, signal.SIGUSR1)
+        assert code_of(process) == REQUEUE
     until(lambda: not alive(program))
 
 
@@ -174,8 +185,8 @@ def test_one_that_ends_well_although_asked_to_be_started_again(program: str, tmp
     with launched(
         program, "signal.signal(10, lambda *_: sys.exit(0)); ready(); time.sleep(99)", 1, tmp_path
     ) as process:
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == REQUEUE, "the next stage must not begin"
+        send(process, signal.SIGUSR1)
+        assert code_of(process) == REQUEUE, "the next stage must not begin"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +208,10 @@ def test_one_that_ends_well_although_asked_to_be_started_again(program: str, tmp
         ("", 0, ""),
     ],
 )
-def test_what_ended_it_is_named(program: str, body: str, code: int, cause: str) -> None:
+def test_what_ended_it_is_named(
+    program: str, body: str, code: int, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "CLOSING_S", 1.0)
     ended = launcher.run(program, [body], 2)
     assert ended == code and ended.cause.startswith(cause)
     if sys.platform == "linux":

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed import TCPStore
 from rlhf.distributed import rendezvous
 from rlhf.launch import team
 from rlhf.launch.hosts import LaunchOptions
+from tests.support import forked
 from tests.support.processes import alive, until
 
 ROOT = Path(__file__).parents[3]
@@ -30,12 +32,19 @@ PROGRAM = (
 )
 
 
-def follower(rank: int, port: int, size: int = 2) -> "subprocess.Popen[str]":
-    """What DeepSpeed's launcher starts for a rank, with its variables."""
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_SIZE": str(size)}
+def follower(rank: int, port: int, folder: Path) -> BaseProcess:
+    """What DeepSpeed's launcher starts for a rank, with its variables; it writes into `folder`."""
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
     paths = {"PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}", "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-u", team.__file__, LOOPBACK, str(port)]
-    return subprocess.Popen(command, env=os.environ | own | paths, stderr=subprocess.PIPE, text=True)
+    command = (team.__file__, LOOPBACK, str(port))
+    process = forked.process(command, os.environ | own | paths, folder / f"follower-{rank}", Path.cwd())
+    process.start()
+    return process
+
+
+def code_of(process: BaseProcess) -> int | None:
+    process.join(90)
+    return process.exitcode
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +59,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def led(program: str) -> Iterator[team.Team]:
+def led(program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[team.Team]:
     """A team whose two followers stay for all tests, as they do for all stages of a chain."""
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    followers = [follower(rank, store.port) for rank in (0, 1)]
+    folder = tmp_path_factory.mktemp("followers")
+    followers = [follower(rank, store.port, folder) for rank in (0, 1)]
     try:
         led = team.Team(rendezvous.part_of(store), 2, own=False)
         yield led
         led.dismiss(CODE)
-        assert [process.wait(60) for process in followers] == [CODE, CODE]
+        assert [code_of(process) for process in followers] == [CODE, CODE]
     finally:
         for process in followers:
             process.kill()
@@ -70,7 +80,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-OPTIONS = LaunchOptions(grace_s=4.0)
+OPTIONS = LaunchOptions(grace_s=30.0)
 
 
 def test_every_rank_knows_its_number_and_each_stage_has_its_part_of_the_store(
@@ -117,21 +127,21 @@ def test_the_first_failure_ends_all_and_is_named(
 
 
 @pytest.mark.parametrize(
-    ("number", "handler", "code"),
+    ("number", "handler", "grace_s", "code"),
     [
-        (signal.SIGTERM, "sys.exit(143)", -signal.SIGTERM),
-        (signal.SIGTERM, "0", -signal.SIGKILL),  # it does not answer
-        (signal.SIGUSR1, "(time.sleep(5), sys.exit(75))", 75),  # longer than the grace
+        (signal.SIGTERM, "sys.exit(143)", 30.0, -signal.SIGTERM),
+        (signal.SIGTERM, "0", 1.0, -signal.SIGKILL),  # it does not answer
+        (signal.SIGUSR1, "(time.sleep(2), sys.exit(75))", 1.0, 75),  # longer than the grace
     ],
 )
 def test_a_signal_to_the_leader_reaches_every_rank(
-    led: team.Team, program: str, here: Path, number: int, handler: str, code: int
+    led: team.Team, program: str, here: Path, number: int, handler: str, grace_s: float, code: int
 ) -> None:
     body = (
         f"signal.signal({int(number)}, lambda *_: {handler}); wait(); rank or os.kill({os.getpid()}, {int(number)})\n"
         "while 1: time.sleep(0.1)"
     )
-    ended = led.run(program, [body], OPTIONS)
+    ended = led.run(program, [body], LaunchOptions(grace_s=grace_s))
     assert ended == code and not ended.crashed and signal.Signals(number).name in ended.cause
     until(lambda: not alive(program))
 
@@ -143,8 +153,8 @@ def test_a_host_without_the_directory_is_named(led: team.Team, program: str, mon
 
 
 @contextlib.contextmanager
-def chain(program: str, port: int, body: str) -> Iterator["subprocess.Popen[str]"]:
-    """A leader of its own process, which holds the store."""
+def chain(program: str, port: int, body: str, folder: Path) -> Iterator[BaseProcess]:
+    """A leader of its own process, which holds the store; it writes into `folder`."""
     code = (
         "from torch.distributed import TCPStore\nfrom rlhf.distributed import rendezvous\n"
         "from rlhf.launch import team\nfrom rlhf.launch.hosts import LaunchOptions\n"
@@ -153,9 +163,11 @@ def chain(program: str, port: int, body: str) -> Iterator["subprocess.Popen[str]
         f"ended = led.run({program!r}, [{body!r}], LaunchOptions(grace_s=2.0))\n"
         "print(int(ended), ended.cause)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
+    process = forked.process(("-c", code), os.environ, folder / "leader", folder)
+    process.start()
+    yield process
+    process.kill()
+    process.join()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -169,19 +181,20 @@ def test_nothing_outlives_a_leader_or_a_follower_that_was_killed(program: str, h
     )
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
-    with chain(program, port, body) as leader:
-        followers = [follower(rank, port) for rank in (0, 1)]
+    with chain(program, port, body, here) as leader:
+        followers = [follower(rank, port, here) for rank in (0, 1)]
         try:
             until(lambda: all((here / f"ready-{rank}").exists() for rank in (0, 1)))
             (leader if killed == "leader" else followers[1]).kill()
             (here / "lost").touch()
-            assert followers[0].wait(90) == 1
-            _, said = followers[0].communicate()
+            assert code_of(followers[0]) == 1
             if killed == "leader":
-                assert f"rank 0 on {HOST}: its leader at {LOOPBACK}:{port} has ended" in said
+                _, error = forked.text(here / "follower-0")
+                assert f"rank 0 on {HOST}: its leader at {LOOPBACK}:{port} has ended" in error
             else:
-                assert leader.stdout is not None
-                assert leader.stdout.read().startswith(f"1 rank 0 on {HOST}: exit code 1; rank 1 did not answer: its h")
+                assert code_of(leader) == 0
+                cause, _ = forked.text(here / "leader")
+                assert cause.startswith(f"1 rank 0 on {HOST}: exit code 1; rank 1 did not answer: its h")
         finally:
             for process in followers:
                 process.kill()
@@ -208,9 +221,9 @@ def test_rank_0_of_another_launcher_leads_and_the_others_end_with_its_code(
     for name, value in (own | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(team, "end_with_parent", lambda _: None)  # pytest itself shall not end so
-    with follower(1, port) as other:
-        with pytest.raises(SystemExit), team.lead() as led:
-            assert led.run(program, ["wait()"], OPTIONS) == 0
-            assert led.run(program, ["sys.exit(7 * rank)"], OPTIONS) == 7
-            raise SystemExit(75)
-        assert other.wait(60) == 75
+    other = follower(1, port, here)
+    with pytest.raises(SystemExit), team.lead() as led:
+        assert led.run(program, ["wait()"], OPTIONS) == 0
+        assert led.run(program, ["sys.exit(7 * rank)"], OPTIONS) == 7
+        raise SystemExit(75)
+    assert code_of(other) == 75

@@ -6,7 +6,6 @@ import pty
 import re
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -16,6 +15,7 @@ import pytest
 from rlhf import console
 from rlhf.launch.supervisor import LAUNCHER
 from rlhf.training.signals import CODES, Ending
+from tests.support import forked
 
 
 def test_a_terminal_that_is_gone_asks_to_end_as_sigterm_does() -> None:
@@ -35,15 +35,19 @@ def test_a_terminal_that_is_gone_asks_to_end_as_sigterm_does() -> None:
 
 
 @pytest.mark.parametrize(("launcher", "code"), [({}, 143), ({LAUNCHER: "1"}, 7)])
-def test_a_second_sigterm_ends_only_a_process_without_a_launcher(launcher: dict[str, str], code: int) -> None:
+def test_a_second_sigterm_ends_only_a_process_without_a_launcher(
+    launcher: dict[str, str], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """deepspeed and SLURM signal a rank and its launcher, which passes the signal on."""
     program = (
         "import os\nfrom rlhf.training.signals import Ending\n"
         "with Ending() as ending:\n    for _ in range(2): os.kill(os.getpid(), 15)\nos._exit(7)"
     )
-    environment = {name: value for name, value in os.environ.items() if name != LAUNCHER} | launcher
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
-    assert done.returncode == code and done.stderr.count(Ending.MESSAGE) == 1
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    done = forked.python("-c", program)
+    assert done.returncode == code and done.stderr.count(Ending.MESSAGE.decode()) == 1
 
 
 def test_ctrl_c_has_lines_of_its_own_beside_the_bar() -> None:
