@@ -1,13 +1,14 @@
 """`python -m step1_sft`: run supervised fine-tuning by itself."""
 
-from rlhf.training.stage_process import stage_main
+from rlhf.training.stage_process import fast_imports, stage_main
 from step1_sft.config import STAGE, SFTConfig
 
 
 def main() -> int:
     def run(options: SFTConfig) -> None:
-        from rlhf.plan.command import resolve_standalone  # imported here because it imports torch
-        from step1_sft.stage import FINE_TUNING
+        with fast_imports():  # imported here because they import torch
+            from rlhf.plan.command import resolve_standalone
+            from step1_sft.stage import FINE_TUNING
 
         FINE_TUNING.run(resolve_standalone(options, FINE_TUNING.workload))
 

@@ -1,13 +1,14 @@
 """`python -m step2_reward`: train the reward model by itself."""
 
-from rlhf.training.stage_process import stage_main
+from rlhf.training.stage_process import fast_imports, stage_main
 from step2_reward.config import STAGE, RewardConfig
 
 
 def main() -> int:
     def run(options: RewardConfig) -> None:
-        from rlhf.plan.command import resolve_standalone  # imported here because it imports torch
-        from step2_reward.stage import REWARD_MODELLING
+        with fast_imports():  # imported here because they import torch
+            from rlhf.plan.command import resolve_standalone
+            from step2_reward.stage import REWARD_MODELLING
 
         REWARD_MODELLING.run(resolve_standalone(options, REWARD_MODELLING.workload))
 

@@ -1,19 +1,21 @@
 """`python -m step3_ppo`: run reinforcement learning by itself."""
 
 from rlhf.config import parser
-from rlhf.training.stage_process import stage_main
+from rlhf.training.stage_process import fast_imports, stage_main
 from step3_ppo.config import STAGE, Step3Config
 
 
 def main() -> int:
     def run(options: Step3Config) -> None:
-        from rlhf.plan.command import resolve_standalone  # imported here because it imports torch
-        from step3_ppo import plan, stage
+        with fast_imports():  # imported here because they import torch
+            from rlhf.plan.command import resolve_standalone
+            from step3_ppo import plan, stage
 
         stage.run(resolve_standalone(options, plan.workload, plan.earlier_models(options.output_dir, {})))
 
     def options_of_the_algorithm(argv: list[str]) -> type[Step3Config]:
-        from step3_ppo import algorithms  # imported here because it imports torch
+        with fast_imports():
+            from step3_ppo import algorithms  # imported here because it imports torch
 
         return algorithms.options(parser.peek(argv, "algorithm", "ppo"))
 

@@ -178,8 +178,9 @@ def run_chain(ranks: Any = None) -> int:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")
         return 0
     launcher.require_open_files()
-    console.quiet_libraries()
-    from rlhf.chain import planning  # imported here because it imports torch
+    with stage_process.fast_imports():
+        console.quiet_libraries()
+        from rlhf.chain import planning  # imported here because it imports torch
 
     if chain.plan:
         print(planning.forecast(chain, 1 if chain.devices else resolve_deployment(chain).processes))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf.config.declaration import Declaration
+from rlhf.training.stage_process import fast_imports
 from step1_sft.config import STAGE as SFT
 from step2_reward.config import STAGE as REWARD
 from step3_ppo.config import STAGE as PPO
@@ -38,14 +39,15 @@ class Stage(Protocol):
 
 def load(step: int) -> Stage:
     """The stage of a step. Its modules are imported here because they import torch."""
-    if step == 1:
-        from step1_sft.stage import FINE_TUNING
+    with fast_imports():
+        if step == 1:
+            from step1_sft.stage import FINE_TUNING
 
-        return FINE_TUNING
-    if step == 2:
-        from step2_reward.stage import REWARD_MODELLING
+            return FINE_TUNING
+        if step == 2:
+            from step2_reward.stage import REWARD_MODELLING
 
-        return REWARD_MODELLING
-    from step3_ppo.stage import REINFORCEMENT
+            return REWARD_MODELLING
+        from step3_ppo.stage import REINFORCEMENT
 
-    return REINFORCEMENT
+        return REINFORCEMENT

@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import functools
+import gc
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -44,6 +46,7 @@ def process_group(timeout_s: float = 1800) -> Iterator[None]:
     from deepspeed.ops import __compatible_ops__ as compatible
     from deepspeed.utils import groups
 
+    _freeze_imports()
     # The shared-memory all-reduce is compiled with g++ on first use (20 to 40 s, and an error without a compiler).
     compatible["deepspeed_shm_comm"] = False
     backend, timeout = "nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout_s)
@@ -70,6 +73,13 @@ def process_group(timeout_s: float = 1800) -> Iterator[None]:
         for name in ("_WORLD_GROUP", *parallel_groups):
             setattr(groups, name, None)  # DeepSpeed would use destroyed groups
         deepspeed.comm.comm.cdb = None
+
+
+@functools.cache
+def _freeze_imports() -> None:
+    """Take what has been imported out of garbage collection: DeepSpeed collects several times for each engine, a third
+    of a second each among a million objects of libraries."""
+    gc.freeze()
 
 
 def _require_device(device: torch.device) -> None:

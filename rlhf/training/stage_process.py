@@ -4,6 +4,7 @@ Importing this module must not import torch, so that `--help` and a mistyped opt
 """
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -46,6 +47,19 @@ def requeue_on_signal() -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
+@contextlib.contextmanager
+def fast_imports() -> Iterator[None]:
+    """Inside, no garbage is collected. While the libraries are imported, collections find nothing and take a fifth of
+    the CPU time (1.0 of 5.2 s, 2026-11-23)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def stage_main(
     options_of: Callable[[list[str]], type[C]],
     stage: str,
@@ -79,7 +93,8 @@ def stage_main(
 
             rendezvous.check_ranks(options)
             manifests.require_writable(options.output_dir, stage)
-            console.quiet_libraries()
+            with fast_imports():
+                console.quiet_libraries()
             run(options)
     except UserError as error:
         give_up(f"error: {error}{_save_traceback(error, stage, argv)}", USER_ERROR)

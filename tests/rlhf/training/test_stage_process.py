@@ -1,8 +1,8 @@
 """The process of one stage: its command line, its last line, and who says it."""
 
+import gc
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +13,7 @@ from rlhf.config.options import RunOptions
 from rlhf.errors import UserError
 from rlhf.launch.supervisor import REQUEUE
 from rlhf.training import stage_process
+from tests.support import forked
 
 ROOT = Path(__file__).parents[3]
 
@@ -77,10 +78,21 @@ def test_who_lost_its_peer_lets_the_peer_speak(
     assert bool(waited) == waits
 
 
+def test_no_garbage_is_collected_while_libraries_are_imported() -> None:
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with pytest.raises(ImportError), stage_process.fast_imports():
+                assert not gc.isenabled()
+                raise ImportError
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+
+
 def test_torchrun_shows_the_mistake_first_and_last(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "step1_sft", "--modle", "x", "--output-dir", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = forked.python(*torchrun, "-m", "step1_sft", "--modle", "x", "--output-dir", str(tmp_path / "out"), cwd=ROOT)
     lines = [line for line in done.stderr.splitlines() if line.strip("=-")]
     said = "error: no option '--modle' (did you mean '--model'?); see --help"
     assert done.returncode != 0 and done.stdout == ""
