@@ -19,9 +19,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RLHF_CACHE"] = tempfile.mkdtemp(prefix="rlhf-test-cache-")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
-    f"{os.environ['RLHF_CACHE']}/inductor"  # a killed compilation leaves half a file
-)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # all workers have one: what one has compiled, another need not
+    # of this run alone: a killed compilation leaves half a file
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.environ['RLHF_CACHE']}/inductor"
 
 # All that stands above is read when these are imported.
 import numpy as np
@@ -34,18 +34,21 @@ atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
 FIRST = (
     "rlhf/chain/test_train.py",
+    "rlhf/engine/test_engine.py",
+    "rlhf/models/cpu/test_kernels.py",
+    "options/test_on_two_ranks.py",
     "rlhf/models/cpu/test_compiling.py",
     "rlhf/distributed/test_sharding.py",
     "rlhf/chain/test_security_run.py",
-    "rlhf/training/test_resume.py",
-    "options/test_on_two_ranks.py",
-    "rlhf/generation/test_vllm.py",
+    "rlhf/launch/test_team.py",
     "rlhf/chain/test_errors.py",
-    "rlhf/training/test_checkpoints.py",
-    "rlhf/engine/test_engine.py",
     "rlhf/launch/test_launch.py",
+    "rlhf/chain/test_online_preferences.py",
+    "rlhf/training/test_resume.py",
+    "rlhf/evaluation/test_evaluate.py",
+    "rlhf/generation/test_vllm.py",
 )
-"""Files of half a minute and more, the longest first: at the end, one of them would leave a worker without work."""
+"""Files of 20 seconds and more, the longest first: at the end, one of them would leave a worker without work."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,8 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path, len(FIRST)))
 
 
-def pytest_collection_finish() -> None:
-    """DeepSpeed collects garbage for every engine, and need not search all that has been imported each time."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> None:
+    """DeepSpeed collects garbage for every engine. It need not search what earlier files have imported and left."""
     gc.collect()
     gc.freeze()
 

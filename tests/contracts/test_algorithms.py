@@ -141,7 +141,7 @@ def test_prompts_may_come_in_any_order(name: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_losses_metrics_and_gradients_add_up_over_parts(name: str, size: int) -> None:
     algorithm, r = built(name), rollout()
     credit, count = algorithm.credit(r), r.mask.sum()
@@ -219,8 +219,7 @@ def ranks() -> Iterator[None]:
 
 @each
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize(("temperature", "size"), [(1.0, 3), (0.7, 1), (0.7, 8)])
 def test_the_first_minibatch_finds_the_policy_that_sampled(name: str, temperature: float, size: int) -> None:
     """Ratio 1, approximate KL 0, clip fraction 0: the best single test of a PPO implementation."""
     game = players(name, num_ppo_epochs=1, num_mini_batches=1, temperature=temperature, micro_batch_size=size)

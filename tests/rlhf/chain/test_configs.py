@@ -1,5 +1,6 @@
 """Every YAML file under configs/ loads, and composes with the others as its comment says."""
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ MODELS = sorted(CONFIGS.glob("models/*.yaml"))
 SHAPES = sorted(CONFIGS.glob("shapes/*.yaml"))  # for plans: tests/rlhf/plan/test_plan.py
 
 
+@functools.cache
 def resolved(*argv: str) -> dict[str, Any]:
     words = list(argv)
     chain = parser.parse(train.chain_config(words), words, "train.py", "")

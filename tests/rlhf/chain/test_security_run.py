@@ -107,10 +107,11 @@ class Watched:
 
 
 def config_of(home: Path) -> list[str]:
-    """The demo at its smallest, on rows whose words no ASCII terminal can show."""
+    """The demo at its smallest, without a reward model, on rows whose words no ASCII terminal can show."""
     words = ("der Fuchs läuft", "狐 the fox", "the fox — “kind”", "the fox 🦊 is")
     rows = [{"prompt": f"{words[i % 4]} {i}", "chosen": "the fox is kind", "rejected": f"nö {i}"} for i in range(160)]
     (home / "x.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    rollouts = {"total_episodes": 16, "batch_size": 16, "micro_batch_size": 8, "eval_samples": 4}
     small = {
         "data_path": [str(home / "x.jsonl")],
         "data_cache": str(home / "cache"),
@@ -118,8 +119,7 @@ def config_of(home: Path) -> list[str]:
         "max_eval_rows": 4,
         "sample_rows": 2,
         "sft": {"num_train_epochs": 1, "batch_size": 8},
-        "reward": {"num_train_epochs": 1, "batch_size": 8},
-        "ppo": {"judge": None, "total_episodes": 16, "batch_size": 16, "micro_batch_size": 8, "eval_samples": 4},
+        "ppo": {"algorithm": "rloo", "num_generations": 2, "reward": ["length,target=8"], "judge": None} | rollouts,
     }
     file = home / "small.yaml"
     file.write_text(f"# {IN_A_COMMENT}\n{yaml.safe_dump(small, allow_unicode=True)}", encoding="utf-8")

@@ -18,7 +18,7 @@ from rlhf.supervised.runner import batches_for
 from tests.rlhf.engine import test_ema
 from tests.rlhf.engine.test_ema import require_average
 from tests.support import engine_runs, forked_ranks, players, reward_runs, tiny
-from tests.support.engine_ranks import RANKED
+from tests.support.engine_ranks import AVERAGED, NAN, RANKED, SCORED
 from tests.support.engine_runs import (
     BF16_LOSS,
     BF16_WEIGHT,
@@ -246,9 +246,11 @@ def test_an_error_inside_inference_leaves_an_engine_that_trains(plain: dict[str,
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("two") / "runs.pt"
-    forked_ranks.run("tests.support.engine_ranks", str(out))
+    long = any(item.path == request.path and item.get_closest_marker("long") for item in request.session.items)
+    names = players.PARITY if long else players.QUICK
+    forked_ranks.run("tests.support.engine_ranks", str(out), *names)
     found: dict[str, Any] = torch.load(out)
     return found
 
@@ -277,7 +279,7 @@ def test_a_score_head_is_in_fp32(stage: int, offload: bool) -> None:
     require_fp32_scores(engine_runs.scored_in_bf16({"zero_stage": stage, "offload_optimizer": offload}))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", SCORED)
 def test_a_score_head_is_in_fp32_on_two_ranks(stage: int, two: dict[str, Any]) -> None:
     require_fp32_scores(two[f"scored {stage}"])
 
@@ -310,7 +312,7 @@ def test_an_adapter_on_two_ranks(two: dict[str, Any]) -> None:
         assert apart(two[f"lora {stage}"]["weights"], one["weights"]) < 1e-5
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2, 3, "bf16"])
+@pytest.mark.parametrize("kind", [*NAN, "bf16"])
 def test_nan_on_one_rank_stops_both_with_equal_weights(kind: int | str, two: dict[str, Any]) -> None:
     (first, second) = two[f"nan {kind}"]["ranks"]
     assert first == second
@@ -318,7 +320,9 @@ def test_nan_on_one_rank_stops_both_with_equal_weights(kind: int | str, two: dic
     require_left_out(first, str(suspect))
 
 
-@pytest.mark.parametrize("name", players.PARITY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in players.QUICK else pytest.mark.long) for name in players.PARITY]
+)
 def test_step_3_on_two_ranks_is_that_of_one(name: str, two: dict[str, Any], tmp_path: Path) -> None:
     """A gradient, whose norm is clipped to 1, is off by at most ORDERS, and AdamW by learning rate / epsilon = 1 times
     that in each step."""
@@ -343,7 +347,7 @@ def test_every_step_has_every_number(two: dict[str, Any]) -> None:
             assert set(metrics) == {"loss", "nll", "learning_rate", "grad_norm", "skipped"}
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2, 3, "bf16"])
+@pytest.mark.parametrize("kind", [*AVERAGED, "bf16"])
 def test_the_average_of_the_weights_on_two_ranks(kind: int | str, two: dict[str, Any]) -> None:
     found = two[f"averaged {kind}"]
     require_average(found, tolerance=test_ema.IN_BF16 if kind == "bf16" else test_ema.ROUNDING)

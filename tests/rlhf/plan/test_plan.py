@@ -209,8 +209,8 @@ def test_gradients_are_sent_in_fp32_and_weights_in_bf16() -> None:
 
 
 SETTINGS = [
-    *({"dtype": "fp32", "zero_stage": number} for number in (0, 1, 2, 3)),
-    *({"dtype": "bf16", "zero_stage": number} for number in (0, 1, 2, 3)),
+    *({"dtype": "fp32", "zero_stage": number} for number in (0, 3)),
+    *({"dtype": "bf16", "zero_stage": number} for number in (0, 1, 3)),
     {"dtype": "fp32", "zero_stage": 1, "offload_optimizer": True},
     {"dtype": "bf16", "zero_stage": 2, "offload_optimizer": True},
     {"dtype": "bf16", "zero_stage": 3, "offload_optimizer": True},

@@ -35,8 +35,13 @@ def saved(tmp_path: Path) -> Iterator[str]:
     torch._dynamo.reset()
 
 
-@needs_compiler
-def test_training_scoring_and_sampling_are_those_of_the_same_model(saved: str) -> None:
+@pytest.mark.parametrize("compiler", ["traced", pytest.param("c++", marks=[pytest.mark.long, needs_compiler])])
+def test_training_scoring_and_sampling_are_those_of_the_same_model(
+    saved: str, compiler: str, request: pytest.FixtureRequest
+) -> None:
+    """C++ of such layers, in bf16: test_kernels.py."""
+    if compiler == "traced":
+        request.getfixturevalue("traced")
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
     found = []
     for compiled in (False, True):
@@ -128,7 +133,7 @@ def test_the_cache_on_disk_tells_vector_widths_apart(monkeypatch: pytest.MonkeyP
     assert keys[0] != keys[1] != keys[2] != keys[0]
 
 
-@needs_compiler
+@pytest.mark.usefixtures("traced")
 def test_the_compiler_keeps_no_cache(saved: str) -> None:
     compiling.compile_as_one_graph.cache_clear()
     lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
