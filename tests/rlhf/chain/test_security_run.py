@@ -1,4 +1,4 @@
-"""One small chain of two processes, watched from outside: what listens, what is written, what a poor terminal shows."""
+"""Step 3 on two ranks, watched from outside: what listens, what is written, what a poor terminal shows."""
 
 import json
 import os
@@ -107,7 +107,7 @@ class Watched:
 
 
 def config_of(home: Path) -> list[str]:
-    """The demo at its smallest, without a reward model, on rows whose words no ASCII terminal can show."""
+    """Step 3 of the demo at its smallest, without a reward model, on rows whose words no ASCII terminal can show."""
     words = ("der Fuchs läuft", "狐 the fox", "the fox — “kind”", "the fox 🦊 is")
     rows = [{"prompt": f"{words[i % 4]} {i}", "chosen": "the fox is kind", "rejected": f"nö {i}"} for i in range(160)]
     (home / "x.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
@@ -118,12 +118,12 @@ def config_of(home: Path) -> list[str]:
         "output_dir": str(home / "out"),
         "max_eval_rows": 4,
         "sample_rows": 2,
-        "sft": {"num_train_epochs": 1, "batch_size": 8},
         "ppo": {"algorithm": "rloo", "num_generations": 2, "reward": ["length,target=8"], "judge": None} | rollouts,
     }
     file = home / "small.yaml"
     file.write_text(f"# {IN_A_COMMENT}\n{yaml.safe_dump(small, allow_unicode=True)}", encoding="utf-8")
-    return ["--config", str(train.DEMO), str(file), "--deployment-type", "single_node", "--num-processes", "2"]
+    chain = ["--config", str(train.DEMO), str(file), "--steps", "3", "--actor-model", "demo-llama"]
+    return [*chain, "--deployment-type", "single_node", "--num-processes", "2"]
 
 
 @pytest.fixture(scope="module")
