@@ -166,10 +166,14 @@ def gathered(part: Any) -> dict[str, Tensor]:
 
 
 def generate(trained: Engine, length: int) -> Tensor:
+    with trained.inference() as policy:
+        return sample(policy, length)
+
+
+def sample(policy: Policy, length: int) -> Tensor:
     config = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
     backend = plugins.build("rlhf.generation", {"name": "loop", **config})
-    with trained.inference() as policy:
-        rollout = backend(policy.lm, tiny.prompts([3, 9, 8]), SamplingOptions(response_length=length), None)
+    rollout = backend(policy.lm, tiny.prompts([3, 9, 8]), SamplingOptions(response_length=length), None)
     return rollout.response_ids[:, :3]
 
 

@@ -32,7 +32,7 @@ from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.training import stage_process
 from tests.support import tiny
-from tests.support.engine_runs import OPTIMIZER, STEPS, batches, generate, step
+from tests.support.engine_runs import OPTIMIZER, STEPS, batches, generate, sample, step
 
 FAMILIES = ("llama", "gpt2", "opt")
 """untied, tied, and tied with a projection around the layers"""
@@ -122,6 +122,9 @@ def unequal_passes(folder: Path, kind: str) -> list[float]:
         with engine.inference() as model:
             total = sum(model(rows[[i]])[0].sum().item() for i in range(collectives.rank(), count, 2))
         found.append(collectives.sum_over_ranks(torch.tensor(total)).item())
+    with engine.inference() as model:
+        model(rows[[0]])
+        sample(model, 3 + 8 * collectives.rank())  # passes of the language model alone, after one of the whole
     return [*found, step(engine, rows)["loss"]]
 
 
