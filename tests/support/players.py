@@ -259,7 +259,7 @@ QUICK = (
     "ppo, adaptive KL",
     "shared",
 )
-"""Those of make test: tests/options predicts every algorithm on two ranks beside float64. The others are marked long."""
+"""Those of make test: tests/options predicts every algorithm on two ranks beside float64. The others are long."""
 
 
 def two_iterations(name: str, folder: str) -> dict[str, Any]:
