@@ -46,7 +46,7 @@ def main() -> int:
     """Run all rounds; those that are finished are skipped. Raises: UserError."""
     typed = foreign_settings.plain_words(sys.argv[1:])
     argv = _with_base(typed)
-    options: Any = create_model("RoundsConfig", __base__=(RoundsOptions, chain_config(argv)))
+    options = _options(argv)
     program, about = console.program("python -m rlhf rounds"), (__doc__ or "").split("\n")[0]
     if {"--help", "-h"} & {*argv}:
         print(short_help(options, program, about, {"rounds": tuple(RoundsOptions.model_fields), **SHORT_HELP}))
@@ -71,6 +71,12 @@ def main() -> int:
     for number in range(chain.rounds):
         print(_summary(folder / f"round-{number}"))
     return 0
+
+
+def _options(argv: list[str]) -> type[Config]:
+    """The options of the rounds and those of the chain, with the algorithm that `argv` names."""
+    bases: Any = (RoundsOptions, chain_config(argv))
+    return create_model("RoundsConfig", __base__=bases)
 
 
 def _with_base(argv: list[str]) -> list[str]:
