@@ -14,7 +14,8 @@ from torch import Tensor
 from rlhf import console
 from rlhf.errors import UserError
 from rlhf.evaluation.comparison import RESULTS, Comparison, Responses
-from rlhf.maths.intervals import Interval, mean_interval, win_fractions, win_rate_interval
+from rlhf.maths.intervals import Interval, mean_interval, pair_differences, pair_wins, win_rate_interval
+from rlhf.maths.length_control import length_controlled_win_rate
 from rlhf.storage import disk, manifests
 from rlhf.text.rendering import last_question
 from rlhf.text.tokenizer import Template
@@ -25,7 +26,8 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 NOTE = (
     "Intervals are 95 %, over prompts. Score, gain and KL: Student's t of the prompts' means. Win rate: pairs of "
     "different draws, a tie one half, and the t interval with one prompt won and one lost added (after Bonett & Price "
-    "2012). KL: k1, nats per response. Perplexity: per token, under the reference, at the sampling temperature."
+    "2012). At equal length: the win rate by a logistic regression on the difference of lengths (AlpacaEval 2). "
+    "KL: k1, nats per response. Perplexity: per token, under the reference, at the sampling temperature."
 )
 
 
@@ -39,6 +41,8 @@ class PolicyResult:
     """score minus the baseline's, averaged over prompts; None for the baseline"""
     win_rate: Interval | None
     """against the baseline; None for the baseline"""
+    length_controlled_win_rate: float | None
+    """against the baseline, at equal length; None for the baseline"""
     kl: Interval
     response_length: float
     ended: float
@@ -56,16 +60,19 @@ def policy_results(responses: dict[str, Responses]) -> list[PolicyResult]:
 
 
 def _policy_result(name: str, policy: Responses, baseline: Responses | None) -> PolicyResult:
-    gain = win_rate = None
+    gain = win_rate = at_equal_length = None
     if baseline is not None:
         gain = mean_interval(policy.scores.mean(1) - baseline.scores.mean(1))
-        win_rate = win_rate_interval(win_fractions(policy.scores, baseline.scores, _equal_responses(policy, baseline)))
+        wins = pair_wins(policy.scores, baseline.scores, _equal_responses(policy, baseline))
+        win_rate = win_rate_interval(wins.mean(1))
+        at_equal_length = length_controlled_win_rate(wins, pair_differences(policy.lengths, baseline.lengths))
     nll = (policy.ref_nll.sum() / policy.lengths.sum()).item()
     return PolicyResult(
         policy=name,
         score=mean_interval(policy.scores.mean(1)),
         gain=gain,
         win_rate=win_rate,
+        length_controlled_win_rate=at_equal_length,
         kl=mean_interval(policy.kl.mean(1)),
         response_length=policy.lengths.mean().item(),
         ended=policy.ended.mean().item(),
@@ -102,7 +109,7 @@ def on_frontier(policy: PolicyResult, others: Sequence[PolicyResult]) -> bool:
 
 
 def tables(results: list[PolicyResult]) -> list[Table]:
-    """(policies in their order, score against KL sorted by KL)."""
+    """(policies in their order, their win rates at equal length, score against KL sorted by KL)."""
     columns = (
         "policy", "score", "gain", "win rate", "KL", "length", "ended", "perplexity", "distinct-2",
     )  # fmt: skip
@@ -125,8 +132,14 @@ def tables(results: list[PolicyResult]) -> list[Table]:
         (_with_half_width(s.kl), _with_half_width(s.score), "yes" if on_frontier(s, results) else "no", s.policy)
         for s in by_kl
     ]
+    controlled: list[tuple[str, ...]] = [
+        (s.policy, f"{s.response_length:.1f}", f"{s.win_rate.mean:.3f}", f"{s.length_controlled_win_rate:.3f}")
+        for s in results
+        if s.win_rate is not None
+    ]
     return [
         (f"against the baseline {results[0].policy}", columns, rows),
+        ("win rate at equal length", ("policy", "length", "win rate", "at equal length"), controlled),
         ("score against KL", ("KL", "score", "on the frontier", "policy"), frontier),
     ]
 

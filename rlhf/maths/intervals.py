@@ -37,21 +37,30 @@ def win_rate_interval(wins: Tensor) -> Interval:
     return Interval(wins.mean().item(), max(0.0, around.low), min(1.0, around.high))
 
 
-def win_fractions(first: Tensor, second: Tensor, same: Tensor) -> Tensor:
-    """The share of pairs of responses to a prompt in which `first` has the higher score. A tie counts one half.
+def pair_wins(first: Tensor, second: Tensor, same: Tensor) -> Tensor:
+    """For each pair of responses j != l to a prompt, 1 if `first` has the higher score, and 1/2 for a tie.
 
-        w_n = mean over j != l of  1[first_nj > second_nl] + 1/2 1[first_nj = second_nl]
+        w_njl = 1[first_nj > second_nl] + 1/2 1[first_nj = second_nl]
 
-    first, second: scores [N, K], K >= 2 -> [N].
+    first, second: scores [N, K], K >= 2 -> [N, K (K - 1)].
     same [N, K, K]: whether response j of `first` and l of `second` are equal; they tie although rounding may change
     their scores. Pairs with j = l do not count: they were sampled with the same random numbers, so they are not
     independent, and a policy that is slightly better everywhere would win all of them.
     """
     k = first.shape[1]
-    assert k >= 2, "win_fractions: with one response of each policy to a prompt there is no independent pair"
-    signs = torch.sign(first.double()[:, :, None] - second.double()[:, None, :]).masked_fill(same, 0.0)
-    different = ~torch.eye(k, dtype=torch.bool, device=first.device)
-    return ((signs + 1) / 2)[:, different].mean(1)
+    assert k >= 2, "pair_wins: with one response of each policy to a prompt there is no independent pair"
+    signs = torch.sign(pair_differences(first, second)).masked_fill(_different(same), 0.0)
+    return (signs + 1) / 2
+
+
+def pair_differences(first: Tensor, second: Tensor) -> Tensor:
+    """first_nj - second_nl of the pairs of `pair_wins`, float64; [N, K] each -> [N, K (K - 1)]."""
+    return _different(first.double()[:, :, None] - second.double()[:, None, :])
+
+
+def _different(values: Tensor) -> Tensor:
+    """The values [N, K, K] off the diagonal, [N, K (K - 1)]."""
+    return values[:, ~torch.eye(values.shape[1], dtype=torch.bool, device=values.device)]
 
 
 def student_t(freedom: int) -> float:

@@ -55,6 +55,9 @@ def test_the_numbers_of_a_policy_by_hand() -> None:
     assert (first.gain, first.win_rate) == (None, None)
     assert first.score.mean == 1.0
     assert second.win_rate is not None and second.win_rate.mean == pytest.approx((1 + 0.5 + 1) / 3)
+    # Wins (1, 1), (1/2, 1/2), (1, 1) of pairs that are 2 tokens shorter and 2 longer: length explains nothing.
+    assert second.length_controlled_win_rate == pytest.approx(2.5 / 3, abs=0.01)
+    assert first.length_controlled_win_rate is None
     gain = mean_interval(torch.tensor([2.0, 0.0, 1.5]))
     assert second.gain == gain
     assert second.kl == Interval(1.5, 1.5, 1.5)
@@ -82,7 +85,7 @@ def test_distinct_counts_bigrams() -> None:
 def test_on_frontier_by_hand() -> None:
     def at(kl: float, score: float) -> PolicyResult:
         scores, kls = Interval(score, score, score), Interval(kl, kl, kl)
-        return PolicyResult("p", scores, None, None, kls, 1.0, 1.0, 0.0, 1.0, 1.0)
+        return PolicyResult("p", scores, None, None, None, kls, 1.0, 1.0, 0.0, 1.0, 1.0)
 
     policies = [at(0, 1), at(1, 3), at(2, 2), at(3, 4), at(4, 4)]
     assert [on_frontier(policy, policies) for policy in policies] == [True, True, False, True, False]
@@ -177,7 +180,7 @@ def test_the_files_agree_with_each_other(run: Run, world: Path, options: list[st
     assert abs(base["kl"]["mean"]) < 1e-5 < even["kl"]["low"] < more["kl"]["mean"]
     assert more["gain"]["low"] > 0 and more["win_rate"]["low"] > 0.5
     page = (out / "results.md").read_text()
-    assert page.count("\n| ") == 2 * (1 + 1 + 3)
+    assert page.count("\n| ") == 2 * (1 + 1 + 3) + 1 + 1 + 2
     assert all(f"| {policy['score']['mean']:.4g} ±" in page for policy in result["policies"])
     assert "score against KL" in page and "score against KL" in printed
 

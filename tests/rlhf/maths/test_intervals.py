@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.maths.intervals import mean_interval, student_t, win_fractions, win_rate_interval
+from rlhf.maths.intervals import mean_interval, pair_wins, student_t, win_rate_interval
 
 
 def test_students_t_is_that_of_the_tables() -> None:
@@ -91,22 +91,22 @@ def test_wins_are_counted_over_pairs_of_different_draws() -> None:
     none = torch.zeros(2, 2, 2, dtype=torch.bool)
     own, other = torch.tensor([[3.0, 0.0], [1.0, 1.0]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]])
     # prompt 1: 3 against 2 won, 0 against 1 lost; prompt 2: 1 against 0 won, 1 against 1 tied
-    assert win_fractions(own, other, none).tolist() == [0.5, 0.75]
+    assert pair_wins(own, other, none).mean(1).tolist() == [0.5, 0.75]
     one_same = none.clone()
     one_same[0, 0, 1] = True
-    assert win_fractions(own, other, one_same).tolist() == [0.25, 0.75]
+    assert pair_wins(own, other, one_same).mean(1).tolist() == [0.25, 0.75]
 
 
 def test_wins_and_losses_add_up_to_one() -> None:
     own, other = torch.randn(50, 3).round(), torch.randn(50, 3).round()
     none = torch.zeros(50, 3, 3, dtype=torch.bool)
-    both = win_fractions(own, other, none) + win_fractions(other, own, none)
+    both = pair_wins(own, other, none).mean(1) + pair_wins(other, own, none).mean(1)
     torch.testing.assert_close(both, torch.ones(50, dtype=torch.float64))
-    assert win_fractions(own, own, none).tolist() == [0.5] * 50
+    assert pair_wins(own, own, none).mean(1).tolist() == [0.5] * 50
 
 
 def test_a_hair_shared_by_all_draws_is_no_victory() -> None:
     """Draws from one random stream: compared with its own twin, the better one would win every pair."""
     own = torch.randn(2000, 2, generator=torch.Generator().manual_seed(3))
-    rate = win_fractions(own + 1e-3, own, torch.zeros(2000, 2, 2, dtype=torch.bool)).mean().item()
+    rate = pair_wins(own + 1e-3, own, torch.zeros(2000, 2, 2, dtype=torch.bool)).mean().item()
     assert rate == pytest.approx(0.5, abs=0.01)
