@@ -22,7 +22,7 @@ class Truncation:
     prompt: bool = False
     response: bool = False
     """a response lost its end and EOS; of a pair, one side or both"""
-    seen_prompt: int = field(default=0, compare=False)
+    prompt_digest: int = field(default=0, compare=False)
     """a 64-bit digest of the prompt's ids after truncation; 0 without a prompt"""
 
 
@@ -135,7 +135,7 @@ class RowEncoder:
             cut = fitted.messages is not row.prompt
             yield (
                 Prompt(tuple(fitted.ids), replace(row, prompt=tuple(fitted.messages)) if cut else row),
-                Truncation(prompt=cut, seen_prompt=fitted.digest),
+                Truncation(prompt=cut, prompt_digest=fitted.digest),
             )
 
     def _prompt_ids(self, rows: Sequence[Row]) -> list[Ids]:

@@ -13,7 +13,7 @@ from data.build.encode import LossOn, RowEncoder
 from data.build.gather import GatheredRows, gather
 from data.build.mixture import Origin
 from data.build.pack import pack
-from data.build.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_outcomes, make_report, seen_prompts
+from data.build.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_outcomes, make_report, prompt_digests
 from data.build.split import blend, order_by_group
 from data.build.store import encode_file
 from data.config import DataOptions
@@ -62,8 +62,8 @@ def build_dataset(
     }
     weighted = origins[0].weight is not None
     rows.count(np.setdiff1d(train, tokenised), BEYOND_LIMIT["weight" if weighted else "train"])
-    seen = SeenPrompts(*seen_prompts(folder), rows.groups[item_rows])
-    held_out_too = seen.held_out(splits["train"], splits["evaluation"])
+    prompts = ModelPrompts(*prompt_digests(folder), rows.groups[item_rows])
+    held_out_too = prompts.held_out(splits["train"], splits["evaluation"])
     rows.count(item_rows[splits["train"][held_out_too]], CUT_TO_HELD_OUT)
     splits["train"] = splits["train"][~held_out_too]
     if weighted:
@@ -72,7 +72,7 @@ def build_dataset(
         splits["train"], beyond = np.split(splits["train"], [options.max_train_rows])
         rows.count(item_rows[beyond], BEYOND_LIMIT["train"])
     report = make_report(folder, rows, origins, item_rows, splits)
-    report["train"]["cut_alike"] = seen.cut_alike(np.unique(splits["train"]))
+    report["train"]["cut_alike"] = prompts.cut_alike(np.unique(splits["train"]))
     for name, index in splits.items():
         np.save(folder / f"{name}.npy", index)
         if recipe.phase == "reward":
@@ -83,7 +83,7 @@ def build_dataset(
 
 
 @dataclass(frozen=True, slots=True)
-class SeenPrompts:
+class ModelPrompts:
     """The prompts of all items as the model sees them, without the turns that were cut. Arrays [N]."""
 
     digests: np.ndarray

@@ -75,10 +75,10 @@ def item_outcomes(folder: Path) -> list[np.ndarray]:
     return [np.array(table.data.column(name) if table is not None else [], kind) for name, kind in kinds.items()]
 
 
-def seen_prompts(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def prompt_digests(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Columns of the items [N]: the digest of the prompt that the model sees, and whether it was cut."""
     table = read_items(folder)
-    kinds = {"seen_prompt": np.int64, "prompt_cut": bool}
+    kinds = {"prompt_digest": np.int64, "prompt_cut": bool}
     digests, cut = (
         np.array(table.data.column(name) if table is not None else [], kind) for name, kind in kinds.items()
     )

@@ -39,7 +39,7 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
     }
     common = {"length": datasets.Value("int32"), "reason": datasets.Value("string")}
     common |= dict.fromkeys(("prompt_cut", "response_cut"), datasets.Value("bool"))
-    common |= {"seen_prompt": datasets.Value("int64")}
+    common |= {"prompt_digest": datasets.Value("int64")}
     return datasets.Features(phase_columns[phase] | common)
 
 
@@ -52,7 +52,7 @@ def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -
         common: dict[str, Any] = {
             "prompt_cut": cut.prompt,
             "response_cut": cut.response,
-            "seen_prompt": cut.seen_prompt,
+            "prompt_digest": cut.prompt_digest,
         }
         common |= {"reason": reason}
         for name, value in (phase_columns | common).items():

@@ -161,7 +161,7 @@ def test_a_held_out_prompt_stays_held_out_once_old_turns_are_cut(
         eval_fraction=0.08,
     )  # fmt: skip
     opened = open_datasets(options, Recipe(phase), plain)
-    held_out, train = ([seen_prompt(item) for item in side] for side in (opened.evaluation, opened.train))
+    held_out, train = ([prompt_digest(item) for item in side] for side in (opened.evaluation, opened.train))
     assert held_out and train and not {*held_out} & {*train}
     parsed = [Row(tuple(Message(**turn) for turn in row["prompt"])) for row in rows]
     evaluated = [share_of(row, options) == "evaluation" for row in parsed]
@@ -177,7 +177,7 @@ def test_a_held_out_prompt_stays_held_out_once_old_turns_are_cut(
     assert len(opened.train) == 80 - sum(evaluated) and not any("dialogue" in note for note in opened.notes)
 
 
-def seen_prompt(item: Item) -> tuple[int, ...]:
+def prompt_digest(item: Item) -> tuple[int, ...]:
     if isinstance(item, Preference):
         return item.chosen[: item.prompt_length]
     return item.ids[: item.spans[0][0]] if isinstance(item, Demonstration) else item.ids
