@@ -257,6 +257,11 @@ class PromptFileOptions(SamplingOptions):
     """dtype of the models; auto = bf16 on devices that compute it fast, else fp32"""
     rollout_batch_size: int = Field(64, ge=1)
     """responses generated and scored at once; changes memory and speed, not the sampled responses"""
+    deployment_type: Literal["single_gpu", "single_node"] = "single_gpu"
+    """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU. Processes
+    share the batches, and the results are those of one process"""
+    num_processes: int | None = Field(None, ge=1)
+    """processes of single_node; by default the number of visible GPUs"""
     sample_rows: int = Field(4, ge=0)
     """number of prompts printed with their responses"""
     output: str | None = None

@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Prompts, Row
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
@@ -37,16 +40,24 @@ class PromptSet:
     """[N] ids of the rendered prompts"""
 
     def batches(self, device: torch.device, stream: int = 0) -> Iterator[tuple[Prompts, Tensor]]:
-        """Batches of (left-padded prompts, uniform random numbers [B, T] to sample the responses with).
+        """This rank's batches of (left-padded prompts, uniform random numbers [B, T] to sample the responses with).
 
-        Policies with the same `stream` sample with the same random numbers.
+        The ranks take the batches in turn; `of_all_ranks` restores their order. Policies with the same `stream` sample
+        with the same random numbers.
         """
         o = self.options
-        for start in range(0, len(self.rows), o.rollout_batch_size):
+        ranks = collectives.world_size()
+        for start in range(0, len(self.rows), o.rollout_batch_size)[collectives.rank() :: ranks]:
             batch = slice(start, start + o.rollout_batch_size)
             keys = [(o.seed, stream, i) for i in range(len(self.rows))[batch]]
             prompts = _left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
             yield prompts.to(device), uniforms(keys, o.response_length).to(device)
+
+
+def of_all_ranks(own: list[T]) -> list[T]:
+    """The results of the batches of all ranks, in the order of the batches. own: those of `PromptSet.batches`"""
+    shares = collectives.gather_objects(own)
+    return [share[i] for i in range(len(shares[0])) for share in shares if i < len(share)]
 
 
 @dataclass(frozen=True, slots=True)

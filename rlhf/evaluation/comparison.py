@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf import console, rewards
+from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import (
@@ -16,6 +17,7 @@ from rlhf.evaluation.batch_generation import (
     check_reward_spec,
     encode_prompts,
     generation_setup,
+    of_all_ranks,
     policy_path,
     require_writable,
 )
@@ -100,7 +102,7 @@ def measure_all(comparison: Comparison) -> dict[str, Responses]:
     reference = setup.load(comparison.reference)
     measurement = _Measurement(comparison, setup, reference, source)
     responses = {}
-    total = len(comparison.policies) * len(comparison.prompts.rows)
+    total = len(comparison.policies) * -(-len(comparison.prompts.rows) // collectives.world_size())
     with console.bar("responses", total) as bar:
         for name, model_path in comparison.policies.items():
             bar.advance(0, title=name)
@@ -125,9 +127,7 @@ class _Measurement:
 def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.Bar) -> Responses:
     o, tokenizer = measurement.comparison.options, measurement.comparison.prompts.tokenizer
     backend = measurement.setup.backend()
-    texts: list[str] = []
-    tokens: list[list[int]] = []
-    columns = []
+    batches: list[tuple[list[str], list[list[int]], Tensor]] = []
     for prompts, uniforms in measurement.comparison.prompts.batches(measurement.setup.device):
         rollout = backend(policy.lm, prompts, o, uniforms)
         samples = rewards.as_samples(rollout, tokenizer)
@@ -138,11 +138,14 @@ def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.
             row = int((~torch.isfinite(kl)).nonzero()[0])
             raise NonFiniteError(f"policy {name}: log-probs are not finite at prompt {samples.prompts[row][-60:]!r}")
         numbers = (measurement.source(samples), kl, -ref_logprobs.sum(1), rollout.lengths, rollout.ended)
-        columns.append(torch.stack([value.double().cpu() for value in numbers], dim=1))
-        texts += samples.responses
-        tokens += rollout.response_tokens()
+        columns = torch.stack([value.double().cpu() for value in numbers], dim=1)
+        batches.append((list(samples.responses), rollout.response_tokens(), columns))
         bar.advance(len(rollout))
-    by_prompt = torch.cat(columns).reshape(-1, o.samples, len(numbers)).unbind(2)
+    batches = of_all_ranks(batches)
+    texts = [text for batch_texts, _, _ in batches for text in batch_texts]
+    tokens = [ids for _, batch_tokens, _ in batches for ids in batch_tokens]
+    all_columns = torch.cat([columns for _, _, columns in batches])
+    by_prompt = all_columns.reshape(-1, o.samples, all_columns.shape[1]).unbind(2)
     grouped_texts = [texts[i : i + o.samples] for i in range(0, len(texts), o.samples)]
     return Responses(grouped_texts, tokens, *by_prompt)
 

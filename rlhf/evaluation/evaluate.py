@@ -1,8 +1,8 @@
 """`rlhf evaluate`: which of several policies scores higher on the prompts of a file, and at which KL."""
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, run_as_user
 from rlhf.evaluation.options import EvaluateConfig
-from rlhf.evaluation.programs import read_options, require_prompts
+from rlhf.evaluation.programs import read_options, require_prompts, run_on_processes
 
 NAME = "python -m rlhf evaluate"
 
@@ -24,9 +24,15 @@ def main() -> int:
     from rlhf.launch.supervisor import NON_FINITE
     from rlhf.training.stage_process import give_up
 
-    try:
-        policies = comparison.check(options)
-        results_table.report_results(policies, comparison.measure_all(policies))
-    except NonFiniteError as error:
-        give_up(f"error: {error}", NON_FINITE)
-    return 0
+    def compare() -> None:
+        try:
+            policies = comparison.check(options)
+            results_table.report_results(policies, comparison.measure_all(policies))
+        except NonFiniteError as error:
+            give_up(f"error: {error}", NON_FINITE)
+
+    return run_on_processes("rlhf.evaluation.evaluate", options, compare)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_user(main))

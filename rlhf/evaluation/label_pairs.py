@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rlhf import console, rewards
+from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import (
     PromptSet,
     check_reward_spec,
     encode_prompts,
     generation_setup,
+    of_all_ranks,
     policy_path,
     require_writable,
 )
@@ -59,7 +61,8 @@ def run(options: PairsConfig) -> None:
         )
     samples = [tuple(_prompt_text(value) for value in list(row.values())[:3]) for row in rows[: options.sample_rows]]
     console.show_table("pairs", tuple(rows[0])[:3], samples)
-    _write(Path(str(options.output)), rows)
+    if collectives.is_main():
+        _write(Path(str(options.output)), rows)
     labels = "labelled" if options.reward is not None else "to fill in: preference a, b or tie"
     dropped_note = f"; dropped {drop_counts}" if drop_counts else ""
     console.say(f"wrote {len(rows)} pairs, {labels}, to {options.output}{dropped_note}")
@@ -92,16 +95,21 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
     setup = generation_setup(prompt_set)
     sources = [setup.source(spec, options.rollout_batch_size) for spec in _judges(options)]
     by_policy: list[list[tuple[str, bool, tuple[float, ...]]]] = []
-    with console.bar("responses", len(model_paths) * len(prompt_set.rows)) as bar:
+    total = len(model_paths) * -(-len(prompt_set.rows) // collectives.world_size())
+    with console.bar("responses", total) as bar:
         for stream, model_path in enumerate(model_paths):
-            policy, backend, sides = setup.load(model_path), setup.backend(), []
+            policy, backend, batches = (
+                setup.load(model_path),
+                setup.backend(),
+                list[list[tuple[str, bool, tuple[float, ...]]]](),
+            )
             for prompts, uniforms in prompt_set.batches(setup.device, stream):
                 samples = rewards.as_samples(backend(policy.lm, prompts, options, uniforms), prompt_set.tokenizer)
                 scores = [source(samples).tolist() for source in sources]
                 by_row = list(zip(*scores, strict=True)) if scores else [()] * len(prompts)
-                sides += list(zip(samples.responses, samples.rollout.ended.tolist(), by_row, strict=True))
+                batches.append(list(zip(samples.responses, samples.rollout.ended.tolist(), by_row, strict=True)))
                 bar.advance(len(prompts))
-            by_policy.append(sides)
+            by_policy.append([side for sides in of_all_ranks(batches) for side in sides])
             del policy
             gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
     first, second = by_policy if len(by_policy) == 2 else (by_policy[0][::2], by_policy[0][1::2])

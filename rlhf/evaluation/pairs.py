@@ -1,8 +1,8 @@
 """`rlhf pairs`: pairs of a policy's own responses, labelled by a score source or for a person to fill in."""
 
-from rlhf.errors import UserError
+from rlhf.errors import UserError, run_as_user
 from rlhf.evaluation.options import PairsConfig
-from rlhf.evaluation.programs import read_options, require_prompts
+from rlhf.evaluation.programs import read_options, require_prompts, run_on_processes
 
 NAME = "python -m rlhf pairs"
 
@@ -23,5 +23,8 @@ def main() -> int:
     options = read_options(PairsConfig, NAME, "Pairs of responses to compare, for a reward model.", check_required)
     from rlhf.evaluation import label_pairs
 
-    label_pairs.run(options)
-    return 0
+    return run_on_processes("rlhf.evaluation.pairs", options, lambda: label_pairs.run(options))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_user(main))

@@ -24,6 +24,33 @@ def read_options(cls: type[C], name: str, description: str, check: Callable[[C],
     return options
 
 
+def run_on_processes(module: str, options: PromptFileOptions, run: Callable[[], None]) -> int:
+    """Call `run` in this process, or in the processes of `--num-processes`, which `module` starts. Returns the exit
+    code.
+
+    Raises: UserError if there are not so many devices; in one of several processes it ends the process with one line.
+    """
+    from rlhf.distributed import collectives
+    from rlhf.launch import launcher, rank_variables
+    from rlhf.launch.supervisor import USER_ERROR
+    from rlhf.training.stage_process import end_well, give_up
+
+    if rank_variables.world_size() > 1:
+        try:
+            with collectives.process_group():
+                run()
+                collectives.barrier()
+        except UserError as error:
+            give_up(f"error: {error}", USER_ERROR)
+        end_well()
+        return 0
+    processes = launcher.local_processes(options.deployment_type, options.num_processes)
+    if processes > 1:
+        return int(launcher.run(module, sys.argv[1:], processes))
+    run()
+    return 0
+
+
 def require_prompts(options: PromptFileOptions) -> None:
     """Raises: UserError if no file of prompts is named."""
     if options.prompts is None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf import console
+from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.evaluation.comparison import RESULTS, Comparison, Responses
 from rlhf.maths.intervals import Interval, mean_interval, pair_differences, pair_wins, win_rate_interval
@@ -175,7 +176,7 @@ def report_results(comparison: Comparison, responses: dict[str, Responses]) -> N
         for n in range(min(comparison.options.sample_rows, len(questions)))
     ]
     console.show_table(f"the first of {k} responses, and its score", ("prompt", *responses), rows)
-    if comparison.options.output is not None:
+    if comparison.options.output is not None and collectives.is_main():
         _write(Path(comparison.options.output), comparison, responses, results, markdown(result_tables))
 
 

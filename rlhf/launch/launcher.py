@@ -93,6 +93,28 @@ def visible_devices(slots: Sequence[int], environment: Mapping[str, str] = os.en
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot) if names is None else names[slot] for slot in slots)}
 
 
+def local_processes(deployment_type: str, num_processes: int | None) -> int:
+    """The number of processes on this machine, for single_gpu or single_node.
+
+    Raises: UserError if there are not so many devices.
+    """
+    import torch
+
+    if deployment_type == "single_gpu":
+        if (num_processes or 1) > 1:
+            raise UserError(
+                f"--num-processes {num_processes}: expected 1 with single_gpu; add --deployment-type single_node"
+            )
+        return 1
+    gpus = torch.cuda.device_count()
+    wanted = num_processes or max(1, gpus)
+    most = gpus or max(2, cores())
+    if wanted > most:
+        there = f"{gpus} GPUs are visible" if gpus else f"this machine has no GPU and {cores()} cores"
+        raise UserError(f"--num-processes {wanted}: {there}, expected at most {most}")
+    return wanted
+
+
 def cores() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +185,19 @@ def test_the_files_agree_with_each_other(run: Run, world: Path, options: list[st
     assert page.count("\n| ") == 2 * (1 + 1 + 3) + 1 + 1 + 2
     assert all(f"| {policy['score']['mean']:.4g} ±" in page for policy in result["policies"])
     assert "score against KL" in page and "score against KL" in printed
+
+
+def test_two_processes_write_what_one_writes(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
+    """The command itself: batches of 10 of 24 responses are divided among two processes."""
+    words = ["--policies", str(world / "base"), str(world / "even"), *options]
+    assert run(*words, "--output", str(tmp_path / "1"))[0] == 0
+    words += ["--output", str(tmp_path / "2"), "--deployment-type", "single_node", "--num-processes", "2"]
+    done = subprocess.run([sys.executable, "-m", "rlhf", "evaluate", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote results.json") == 1
+    assert samples(tmp_path / "1") == samples(tmp_path / "2")
+    one, two = ({k: v for k, v in results(tmp_path / n).items() if k != "options"} for n in "12")
+    assert one == two
 
 
 def test_kl_and_perplexity_are_those_of_the_models(

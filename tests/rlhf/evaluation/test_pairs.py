@@ -152,6 +152,16 @@ def test_labels_are_those_of_the_judge(run: Run, options: Options, world: Path, 
     assert run(*words, "--overwrite", "--seed", "1")[0] == 0 and read(tmp_path / "pairs.jsonl") != rows
 
 
+def test_two_processes_write_the_same_pairs(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
+    """Batches of 24 of 114 responses are divided among two processes."""
+    judge = ["--reward", f"{world}/judge.py:score"]
+    assert run(*options("base"), *judge)[0] == 0
+    words = [*options("base", output="two.jsonl"), *judge, "--deployment-type", "single_node", "--num-processes", "2"]
+    done = subprocess.run([sys.executable, "-m", "rlhf", "pairs", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "pairs.jsonl").read_bytes()
+
+
 def test_a_person_fills_the_rows_in(run: Run, options: Options, tmp_path: Path) -> None:
     code, printed, error = run(*options("base"))
     assert (code, error) == (0, "") and "to fill in" in printed
