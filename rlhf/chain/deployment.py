@@ -17,24 +17,15 @@ def resolve_deployment(chain: ChainConfig) -> Deployment:
 
     Raises: UserError if the hosts or devices do not exist.
     """
-    import torch
-
     options = LaunchOptions(**{name: getattr(chain, name) for name in LaunchOptions.model_fields})
     if rank_variables.world_size() > 1:
         return Deployment(rank_variables.world_size(), options=options)
-    gpus = torch.cuda.device_count()
-    most = gpus or max(2, launcher.cores())
-    there = f"{gpus} GPUs are visible" if gpus else f"this machine has no GPU and {launcher.cores()} cores"
     _refuse_contradictions(chain, options)
-    if any(getattr(options, name) is not None for name in SLOTS):
-        if options.hostfile is None and (options.num_gpus or 0) > most:
-            raise UserError(f"--num-gpus {options.num_gpus}: {there}, expected at most {most}")
-        deployment = open_deployment(options, most)
-        return deployment if gpus else replace(deployment, slots=())
-    wanted = chain.num_processes or (max(1, gpus) if chain.deployment_type == "single_node" else 1)
-    if wanted > most:
-        raise UserError(f"--num-processes {wanted}: {there}, expected at most {most}")
-    return Deployment(wanted, options=options)
+    if not any(getattr(options, name) is not None for name in SLOTS):
+        return Deployment(launcher.local_processes(chain.deployment_type, chain.num_processes), options=options)
+    most = launcher.require_devices("--num-gpus", (options.num_gpus or 0) if options.hostfile is None else 0)
+    deployment = open_deployment(options, most)
+    return deployment if launcher.torch_gpus() else replace(deployment, slots=())
 
 
 def _refuse_contradictions(chain: ChainConfig, options: LaunchOptions) -> None:
@@ -56,14 +47,8 @@ def _refuse_contradictions(chain: ChainConfig, options: LaunchOptions) -> None:
             expected = "single_node" if name in SLOTS[1:] else "multi_node with --hostfile"
             option = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise UserError(f"{option}: got --deployment-type {kind}, expected {expected}")
-    if chain.num_processes is None:
-        return
-    if any(getattr(options, name) is not None for name in SLOTS):
+    if chain.num_processes is not None and any(getattr(options, name) is not None for name in SLOTS):
         raise UserError(
             f"--num-processes {chain.num_processes}: got it with --hostfile, --include, --exclude or --num-gpus, which "
             "count the processes too; expected one of them"
-        )
-    if kind == "single_gpu" and chain.num_processes > 1:
-        raise UserError(
-            f"--num-processes {chain.num_processes}: expected 1 with single_gpu; use --deployment-type single_node"
         )

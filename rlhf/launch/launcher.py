@@ -94,25 +94,37 @@ def visible_devices(slots: Sequence[int], environment: Mapping[str, str] = os.en
 
 
 def local_processes(deployment_type: str, num_processes: int | None) -> int:
-    """The number of processes on this machine, for single_gpu or single_node.
+    """The number of processes on this machine.
 
-    Raises: UserError if there are not so many devices.
+    Raises: UserError if there are not so many devices, or for several with single_gpu.
     """
-    import torch
+    if deployment_type == "single_gpu" and (num_processes or 1) > 1:
+        raise UserError(
+            f"--num-processes {num_processes}: expected 1 with single_gpu; use --deployment-type single_node"
+        )
+    all_devices = max(1, torch_gpus()) if deployment_type == "single_node" else 1
+    require_devices("--num-processes", num_processes or all_devices)
+    return num_processes or all_devices
 
-    if deployment_type == "single_gpu":
-        if (num_processes or 1) > 1:
-            raise UserError(
-                f"--num-processes {num_processes}: expected 1 with single_gpu; add --deployment-type single_node"
-            )
-        return 1
-    gpus = torch.cuda.device_count()
-    wanted = num_processes or max(1, gpus)
+
+def require_devices(option: str, wanted: int) -> int:
+    """The most processes that this machine may run: its GPUs, or without one its cores, but at least 2.
+
+    Raises: UserError if `wanted` processes are more.
+    """
+    gpus = torch_gpus()
     most = gpus or max(2, cores())
     if wanted > most:
         there = f"{gpus} GPUs are visible" if gpus else f"this machine has no GPU and {cores()} cores"
-        raise UserError(f"--num-processes {wanted}: {there}, expected at most {most}")
-    return wanted
+        raise UserError(f"{option} {wanted}: {there}, expected at most {most}")
+    return most
+
+
+def torch_gpus() -> int:
+    """GPUs that torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def cores() -> int:
