@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf import console, streams
+from rlhf.chain import reward_models
 from rlhf.chain.deployment import resolve_deployment
 from rlhf.chain.options import (
     SECTIONS,
@@ -185,6 +186,8 @@ def run_chain(ranks: Any = None) -> int:
     if chain.plan:
         print(planning.forecast(chain, 1 if chain.devices else resolve_deployment(chain).processes))
         return 0
+    if chain.reward_models:
+        return reward_models.train(chain, argv, partial(_run_words, ranks))
     from rlhf.storage import manifests
 
     manifests.require_writable(chain.output_dir)
@@ -207,6 +210,12 @@ def run_chain(ranks: Any = None) -> int:
         print(report.write_at_end(chain.output_dir), flush=True)
     print(next_step(chain))
     return 0
+
+
+def _run_words(ranks: Any, words: list[str]) -> int:
+    """Run the chain with another command line."""
+    sys.argv = [sys.argv[0], *words]
+    return run_chain(ranks)
 
 
 def run_all(todo: dict[int, Any], deployment: Deployment, ranks: Any) -> tuple[int, launcher.ExitStatus] | None:

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from rlhf import console
+from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS, changed
 from rlhf.chain.stages import load
 from rlhf.chain.steps import chosen_steps
@@ -19,6 +20,10 @@ from step3_ppo.plan import earlier_models
 def _workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
     """(options and workload function of each chosen stage, options of the plan, models that step 3 starts from)"""
     plan_options = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
+    if chain.reward_models:
+        named = reward_models.named_data(chain)
+        both = tuple(reward_models.sources(named, lambda _: chain.reward.model))
+        chain = chain.model_copy(update={"ppo": chain.ppo.model_copy(update={"reward": both})})
     stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), load(step).workload) for step in chosen_steps(chain)}
     planned = {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
     return stages, plan_options, earlier_models(chain.output_dir, planned)
@@ -38,7 +43,7 @@ def forecast(chain: Any, processes: int) -> str:
 
 def _deployment(chain: Any, devices: int) -> dict[str, str]:
     """The options that start as many processes, if the command line does not yet."""
-    if chain.deployment_type != "single_gpu" or devices == 1:
+    if chain.deployment_type not in ("auto", "single_gpu") or devices == 1:
         return {}
     if devices <= NODE:
         return {"deployment_type": "single_node"}

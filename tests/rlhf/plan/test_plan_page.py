@@ -13,6 +13,7 @@ import yaml
 
 from benchmarks import memory, scaling, simulation
 from rlhf.chain import command as train
+from rlhf.chain.options import ChainConfig
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
 from rlhf.plan import command, scaling_table, sizes
@@ -120,7 +121,7 @@ def test_the_commands_of_the_page_are_accepted() -> None:
     for line in re.findall(r"^python train.py (.*)$", PAGE, re.MULTILINE):
         options_of_train = {
             *PlanOptions.model_fields,
-            *train.ChainConfig.model_fields,
+            *ChainConfig.model_fields,
             *(f"ppo.{name}" for name in PPO.model_fields),
         }
         assert {word[2:].replace("-", "_") for word in shlex.split(line) if word.startswith("--")} <= options_of_train

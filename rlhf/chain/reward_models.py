@@ -1,0 +1,64 @@
+"""`--reward-models NAME=PATH ...`: several reward models in one chain, each trained on its own pairs.
+
+Llama 2 (arXiv 2307.09288, section 3.2.2) trains one for helpfulness and one for safety, and combines their scores by a
+rule (rlhf.rewards.Sources).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf.chain.options import command_line_options
+from rlhf.chain.stages import STAGES
+from rlhf.config import parser
+from rlhf.errors import UserError
+
+SAFE, OTHER = "safe", "helpful"
+CHAIN = "chain.yaml"
+
+
+def named_data(chain: Any) -> dict[str, str]:
+    """The data of each reward model, by its name. Raises: UserError for a word that is not NAME=PATH."""
+    named: dict[str, str] = {}
+    for word in chain.reward_models:
+        name, _, path = word.partition("=")
+        if not name.isidentifier() or not path or name in named:
+            raise UserError(f"--reward-models {word}: expected NAME=PATH, each name once, as in helpful=pairs.jsonl")
+        named[name] = path
+    if len(named) < 2:
+        raise UserError(f"--reward-models: got {len(named)} model, expected two or more; --data-path trains one")
+    for name in ("steps", "overwrite"):
+        if getattr(chain, name):
+            raise UserError(f"--{name}: got it with --reward-models, expected none; use it without, on one directory")
+    return named
+
+
+def sources(named: dict[str, str], models: Callable[[str], str]) -> list[str]:
+    """The score sources of step 3: the safety model first, which decides where its score is low."""
+    return [f"learned,model={models(name)}" for name in sorted(named, key=lambda name: name != SAFE)]
+
+
+def train(chain: Any, argv: list[str], run: Callable[[list[str]], int]) -> int:
+    """Fine-tuning, one reward model after the other in OUT/reward-NAME, and step 3 with all of them.
+
+    run: runs the chain with a command line
+    The critic starts from `helpful`, else from the first model that is not `safe`.
+    """
+    from rlhf.storage import disk, manifests  # imported here because it imports torch
+
+    named, folder = named_data(chain), Path(chain.output_dir)
+    manifests.require_writable(str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    tree = chain.model_dump(mode="json", exclude={"reward_models"})
+    disk.write_text(folder / CHAIN, parser.tree_to_yaml(tree))
+    base = ["--config", str(folder / CHAIN)]
+    run([*base, "--steps", "1"])
+    for name, path in named.items():
+        run([*base, "--steps", "2", "--output-dir", str(folder / f"reward-{name}"), "--data-path", path])
+    models = {name: str(folder / f"reward-{name}" / STAGES[2].name) for name in named}
+    others = [name for name in named if name != SAFE]
+    critic = models[OTHER if OTHER in named else others[0]]
+    words = ["--ppo.reward", *sources(named, models.__getitem__), "--ppo.reward-model", critic]
+    if set(named) == {SAFE, OTHER} and "ppo.reward_combine" not in command_line_options(argv):
+        words += ["--ppo.reward-combine", "safety"]
+    return run([*base, "--steps", "3", *words])

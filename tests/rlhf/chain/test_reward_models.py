@@ -1,0 +1,70 @@
+"""`--reward-models`: two reward models in one chain, each on its own pairs, and step 3 by the rule of Llama 2."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.chain import command
+from step1_sft.stage import FINE_TUNING
+from step2_reward.stage import REWARD_MODELLING
+from step3_ppo import stage as ppo
+from tests.support import programs
+
+RUNS = {1: FINE_TUNING.run, 2: REWARD_MODELLING.run, 3: ppo.run}
+SMALL = [
+    *("--data-path", "demo,rows=400", "--sft.num-train-epochs", "1", "--reward.num-train-epochs", "1"),
+    *("--ppo.total-episodes", "32", "--ppo.batch-size", "32", "--ppo.eval-samples", "4", "--max-eval-rows", "8"),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """(train.py in this process, the stages that it has run)."""
+    calls: list[str] = []
+
+    def stage(step: int, options: Any, _: object) -> int:
+        calls.append(f"{Path(options.output_dir).name} {step}")
+        RUNS[step](options)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "run_stage", stage)
+    return programs.runner("train.py", command.main, monkeypatch, capsys), calls
+
+
+def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any) -> None:
+    program, calls = run
+    words = [
+        "--reward-models",
+        "helpful=demo,rows=400",
+        "safe=demo,rows=400,seed=1",
+        "--output-dir",
+        "runs/two",
+        *SMALL,
+    ]
+    code, _, err = program(*words)
+    assert code == 0, err
+    assert calls == ["two 1", "reward-helpful 2", "reward-safe 2", "two 3"]
+    config = json.loads(Path("runs/two/step3_ppo/manifest.json").read_text())["config"]
+    models = [f"runs/two/reward-{name}/step2_reward" for name in ("safe", "helpful")]
+    assert config["reward"] == [f"learned,model={model}" for model in models]
+    assert (config["reward_combine"], config["reward_model"]) == ("safety", models[1])
+    trained = json.loads(Path("runs/two/reward-safe/step2_reward/manifest.json").read_text())["config"]
+    assert trained["data_path"] == ["demo,rows=400,seed=1"]
+    assert program(*words)[0] == 0 and len(calls) == 4  # finished stages are skipped
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["helpful=a.jsonl"], "got 1 model, expected two or more"),
+        (["helpful", "safe=b"], "--reward-models helpful: expected NAME=PATH"),
+        (["a=x", "a=y"], "--reward-models a=y: expected NAME=PATH, each name once"),
+        (["a=x", "b=y", "--steps", "2"], "--steps: got it with --reward-models"),
+    ],
+)
+def test_what_is_refused(words: list[str], message: str, run: Any) -> None:
+    code, _, err = run[0]("--reward-models", *words)
+    assert code == 2 and message in err
