@@ -40,8 +40,8 @@ def finish(directory: Path, **manifest: Any) -> None:
     content = {
         "hardware": {"device": "a CPU, 2 cores", "processes": 2},
         "versions": versions,
-        "inputs": {},
-        "models": [],
+        "inputs": {"model": {"path": str(directory.resolve().parent / "step0/model"), "manifest_sha256": None}},
+        "models": ["model"],
     }
     (directory / "manifest.json").write_text(json.dumps(content | manifest))
 

@@ -121,6 +121,16 @@ def test_ppo_closes_half_the_gap_to_the_best_true_score(out: Path) -> None:
     require_better_policy(out)
 
 
+def test_the_chain_ends_with_a_report(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    """Its pairs, samples and hardware are those that real stages write."""
+    out, done = finished
+    assert f"\nreport: {out}/report.html\n" in done.stdout
+    page = (out / "report.html").read_text(encoding="utf-8")
+    for text in ("The policy got better.", "Calibration", "tell me about the", "1 process on ", "Judge against KL"):
+        assert text in page, text
+    assert len(page) < 1_000_000
+
+
 def test_metrics_have_one_line_a_step(out: Path) -> None:
     account = {stage: json.loads((out / stage / "data.json").read_text()) for stage in STAGES}
     trained_on = {stage: account[stage]["train"]["rows"] for stage in STAGES}
@@ -174,7 +184,9 @@ def test_nothing_is_said_but_our_lines(finished: tuple[Path, subprocess.Complete
         own = [line.removeprefix(f"{stage}: ") for line in said if line.startswith(stage)]
         assert own[0] == "loading libraries" and own[1] == "reading the data" and own[2].startswith("loading the model")
         assert own[-1].startswith(f"{steps} of {steps} (100 %), ") and own[-1].count("=") == 0
-    ours = re.compile(r"step\d_\w+: |chosen |rejected |held-out prompts|[+|-]|The tuned policy|Numbers: |  python |$")
+    ours = re.compile(
+        r"step\d_\w+: |chosen |rejected |held-out prompts|[+|-]|report: |The tuned policy|Numbers: |  python |$"
+    )
     assert all(ours.match(line) for line in done.stdout.splitlines()), done.stdout
     assert done.stdout.isascii() and "|" in done.stdout
     for stage in STAGES:

@@ -104,8 +104,15 @@ def test_the_numbers_of_the_page_are_those_of_the_files(tmp_path: Path) -> None:
     assert [(float(row[1]), float(row[2])) for row in frontier] == [
         (r["eval_kl"], r["eval_judge"]) for r in evaluations
     ]
-    for text in ("empty response", "my <data>.jsonl", "2 processes on a CPU, 2 cores", "70 of 100 rows to train on"):
+    for text in (
+        "empty response",
+        "my <data>.jsonl",
+        "2 processes on a CPU, 2 cores",
+        "70 of 100 rows to train on",
+        "step1_sft/model",
+    ):
         assert text in page.text, text
+    assert "step0/model" in page.text and "/step0/model" not in page.text  # of the same run
 
 
 def test_gains_and_intervals_by_hand(tmp_path: Path) -> None:
