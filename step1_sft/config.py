@@ -20,7 +20,10 @@ STAGE = Declaration(
         curves=(
             Curve("Loss", ("loss",)),
             Curve("Gradient norm", ("grad_norm",)),
+            Curve("Perplexity of held-out responses", ("eval_perplexity",)),
             Curve("Learning rate", ("learning_rate",)),
+            Curve("Speed", ("tokens_per_second",)),
+            Curve("Share of the device's peak", ("share_of_peak",)),
         ),
         results=(Result("eval_perplexity", "perplexity of held-out responses"),),
     ),

@@ -16,11 +16,13 @@ STAGE = Declaration(
     report=ReportParts(
         section="Step 2, reward model",
         curves=(
-            Curve("Loss", ("loss",), (0.693147, "guessing")),
-            Curve("Accuracy", ("accuracy",), (0.5, "guessing")),
-            Curve("Margin", ("margin",), (0.0, "")),
+            Curve("Loss", ("loss", "eval_loss"), (0.693147, "guessing")),
+            Curve("Accuracy", ("accuracy", "eval_accuracy"), (0.5, "guessing")),
+            Curve("Margin", ("margin", "eval_margin"), (0.0, "")),
             Curve("Gradient norm", ("grad_norm",)),
             Curve("Learning rate", ("learning_rate",)),
+            Curve("Speed", ("tokens_per_second",)),
+            Curve("Share of the device's peak", ("share_of_peak",)),
         ),
         results=(
             Result("eval_accuracy", "held-out pairs in the right order", share=True),

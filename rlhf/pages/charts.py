@@ -57,6 +57,8 @@ class Series:
     kind: Literal["line", "dots", "path", "steps"] = "line"
     """path: connects the points in their order, for lines that turn back in x; steps: each point is the left edge of a
     bar, and the last one the right edge of the figure"""
+    dots: bool = False
+    """mark each point of a line: it is a measurement of its own"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 def is_smoothed(series: Series) -> bool:
     """Whether a series is drawn thin, with its running mean in bold: a long noisy line, or a path of many points."""
     points = series.points
-    if _measured(points) or series.kind not in ("line", "path"):
+    if series.dots or _measured(points) or series.kind not in ("line", "path"):
         return False
     if series.kind == "path":
         return len(points) > 8
@@ -168,15 +170,15 @@ def is_smoothed(series: Series) -> bool:
 
 
 def running_mean(points: Sequence[Point]) -> list[Point]:
-    """The mean of x and y over a window of a twentieth of the points (at least 5), centred, narrower at the ends."""
+    """The mean of x and of y over a window of a twentieth of the points (at least 5), centred, cut off at the ends."""
     half = max(2, len(points) // 40)
     sums = [(0.0, 0.0)]
     for point in points:
         sums.append((sums[-1][0] + point.x, sums[-1][1] + point.y))
     means = []
     for i in range(len(points)):
-        reach = min(half, i, len(points) - 1 - i)
-        low, high, count = sums[i - reach], sums[i + reach + 1], 2 * reach + 1
+        start, end = max(0, i - half), min(len(points), i + half + 1)
+        low, high, count = sums[start], sums[end], end - start
         means.append(Point((high[0] - low[0]) / count, (high[1] - low[1]) / count))
     return means
 
@@ -199,7 +201,7 @@ def draw(chart: Chart) -> Drawing | None:
     dots: list[tuple[float, float, int]] = []
     for each, points in series:
         strokes += _strokes(each, points, scale)
-        if each.kind == "dots" or len(points) == 1 or _measured(points):
+        if each.kind == "dots" or each.dots or len(points) == 1 or _measured(points):
             dots += [(scale.x(point.x), scale.y(point.y), each.colour) for point in points]
     if chart.diagonal:
         low, high = max(x_scale[0], y_scale[0]), min(x_scale[1], y_scale[1])

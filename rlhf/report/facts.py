@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.config.secrets import masked
-from rlhf.console import duration
+from rlhf.console import duration, size
 from rlhf.report.records import RunRecord, StageRecord
 
 OUTCOMES = {"train": "used for training", "evaluation": "held out for evaluation"}
@@ -49,6 +49,9 @@ def stage_facts(stage: StageRecord, price_per_hour: float | None = None) -> list
     facts = [Fact("time", f"{duration(stage.seconds)}, {stage.steps:,} steps" + ("" if manifest else ", unfinished"))]
     if price_per_hour is not None:
         facts.append(Fact("cost", f"{price_per_hour * stage.seconds / 3600:.2f} at {price_per_hour:g} per hour"))
+    peaks = [float(row["peak_memory_gb"]) for row in stage.values("peak_memory_gb")]
+    if peaks:
+        facts.append(Fact("peak memory", f"{size(1e9 * max(peaks))} of one process"))
     hardware = manifest.get("hardware", {})
     if hardware:
         facts.append(Fact("hardware", _hardware(hardware)))

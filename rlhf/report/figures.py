@@ -76,7 +76,9 @@ def _lines(curve: Curve, stage: tuple[int, str, StageRecord], several: bool) -> 
         name = _line_name(metric, curve.metrics)
         if points:
             own_colour = colour if several else index % COLOURS
-            yield Series(f"{run} {name}" if several else name, tuple(points), own_colour)
+            yield Series(
+                f"{run} {name}" if several else name, tuple(points), own_colour, dots=metric.startswith("eval_")
+            )
 
 
 def _line_name(metric: str, metrics: Sequence[str]) -> str:

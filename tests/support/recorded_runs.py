@@ -53,7 +53,11 @@ def supervised(directory: Path, metrics: dict[str, float], steps: int = 80, befo
     if before:
         file.write("eval", 0, {name: 2 * value for name, value in metrics.items()})
     for step in range(1, steps + 1):
-        file.write("train", step, {"loss": 1 / step + 0.1 * (step % 2), "grad_norm": float(step % 7), "accuracy": 0.5})
+        file.write(
+            "train",
+            step,
+            {"loss": 1 / step + 0.1 * (step % 2), "grad_norm": float(step % 7), "accuracy": 0.5, "peak_memory_gb": 1.5},
+        )
     end = {f"{name}_before": 2 * value for name, value in metrics.items()} if before else {}
     file.write("eval", steps, end | metrics)
     file.close()

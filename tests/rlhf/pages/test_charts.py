@@ -78,8 +78,8 @@ def test_a_thinned_line_keeps_its_ends_and_extremes() -> None:
 
 def test_the_running_mean_by_hand() -> None:
     means = running_mean([Point(float(i), float(i == 3)) for i in range(7)])
-    assert [p.y for p in means] == pytest.approx([0, 0, 1 / 5, 1 / 5, 1 / 5, 0, 0])
-    assert [p.x for p in means] == pytest.approx(range(7))
+    assert [p.y for p in means] == pytest.approx([0, 1 / 4, 1 / 5, 1 / 5, 1 / 5, 1 / 4, 0])
+    assert [p.x for p in means] == pytest.approx([1, 1.5, 2, 3, 4, 4.5, 5])
 
 
 def test_labels_do_not_cover_each_other() -> None:

@@ -109,6 +109,7 @@ def test_the_numbers_of_the_page_are_those_of_the_files(tmp_path: Path) -> None:
         "my <data>.jsonl",
         "2 processes on a CPU, 2 cores",
         "70 of 100 rows to train on",
+        "1.5 GB of one process",
         "step1_sft/model",
     ):
         assert text in page.text, text
