@@ -73,7 +73,7 @@ def test_the_console_script_trains_from_an_empty_directory(installed: Path, tmp_
     assert "  rlhf train --actor-model DIR" in said
     manifest = json.loads((tmp_path / "out/step3_ppo/manifest.json").read_text())
     assert "eval_kl" in manifest["metrics"] and (tmp_path / "out/step3_ppo/actor").is_dir()
-    assert "The policy" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "held-out prompts, a mean gain of" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     again = run(*rlhf, "train", "--output-dir", "out", cwd=tmp_path, **environment)
     assert again.count("already complete in out, skipped") == 3
     changed = ("train", "--config", "configs/overlays/lora.yaml", "--print-config", "--changed")
