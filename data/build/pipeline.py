@@ -72,6 +72,7 @@ def build_dataset(
         splits["train"], beyond = np.split(splits["train"], [options.max_train_rows])
         rows.count(item_rows[beyond], BEYOND_LIMIT["train"])
     report = make_report(folder, rows, origins, item_rows, splits)
+    report["train"]["held_out"] = int(held_out_too.sum())
     report["train"]["cut_alike"] = prompts.cut_alike(np.unique(splits["train"]))
     for name, index in splits.items():
         np.save(folder / f"{name}.npy", index)

@@ -141,7 +141,9 @@ def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -
                 f"--max-prompt-length ({options.max_prompt_length})"
             )
     empty = {reason: count for reason, count in count_outcomes(report).items() if reason in EMPTY_OUTCOMES}
-    for reasons, usable in ((report["train"]["dropped"], report["train"]["different_rows"]), (empty, report["useful"])):
+    train = report["train"]
+    usable_rows = train["different_rows"] + train["held_out"]
+    for reasons, usable in ((train["dropped"], usable_rows), (empty, report["useful"])):
         share = sum(reasons.values()) / max(1, sum(reasons.values()) + usable)
         if share > options.max_dropped:
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.items())

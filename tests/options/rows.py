@@ -90,13 +90,28 @@ def fitted(row: Row, o: dict[str, Any], *responses: Ids) -> Ids | None:
     return row.prompt([row.turns[-1][names - limit :]]) if o["truncate"] == "tokens" else None
 
 
+def fitted_in_phase(row: Row, o: dict[str, Any], phase: str) -> tuple[Ids | None, tuple[Ids, ...]]:
+    responses = {"sft": (row.chosen,), "reward": (row.chosen, row.rejected), "ppo": ()}[phase]
+    return fitted(row, o, *responses), responses
+
+
+def not_held_out(train: Sequence[Row], held_out: Sequence[Row], o: dict[str, Any], phase: str) -> list[Row]:
+    """The training rows whose prompt is not that of a held-out row once one of the two is cut."""
+    evaluated = [(row.prompt(), fitted_in_phase(row, o, phase)[0]) for row in held_out]
+
+    def is_held_out(row: Row) -> bool:
+        whole, prompt = row.prompt(), fitted_in_phase(row, o, phase)[0]
+        return any(prompt == other and (prompt != whole or other != other_whole) for other_whole, other in evaluated)
+
+    return [row for row in train if not is_held_out(row)]
+
+
 def items(rows: Sequence[Row], o: dict[str, Any], phase: str) -> list[tuple[Any, ...]]:
     """What a phase makes of rows, those that are too long left out: (ids,), (chosen, rejected, prompt length, margin)
     or (prompt,)."""
     made: list[tuple[Any, ...]] = []
     for row in rows:
-        responses = {"sft": (row.chosen,), "reward": (row.chosen, row.rejected), "ppo": ()}[phase]
-        prompt = fitted(row, o, *responses)
+        prompt, responses = fitted_in_phase(row, o, phase)
         if prompt is None:
             continue
         sides = [(*prompt, *response) for response in responses]

@@ -54,7 +54,7 @@ def plain(item: Any) -> tuple[Any, ...]:
 def predicted(stage: str, o: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     phase = STAGES[stage][1]
     train, held_out = rows.divided(rows.read(Path(o["data_path"][0])), o, phase)
-    return rows.items(train, o, phase), rows.items(held_out, o, phase)
+    return rows.items(rows.not_held_out(train, held_out, o, phase), o, phase), rows.items(held_out, o, phase)
 
 
 @stages
@@ -74,9 +74,9 @@ def test_an_option_of_the_data(stage: str, option: str, folder: Path) -> None:
 def test_max_dropped(stage: str, folder: Path) -> None:
     """The rows that are too long are dropped and counted; as many as the option says may be."""
     short = {"max_prompt_length": 7}
-    train, _ = rows.divided(rows.read(folder / "pairs.jsonl"), config_of(folder, stage).model_dump(), STAGES[stage][1])
-    kept = len(predicted(stage, config_of(folder, stage, **short).model_dump())[0])
-    share = 1 - kept / len(train)
+    options, phase = config_of(folder, stage, **short).model_dump(), STAGES[stage][1]
+    train, _ = rows.divided(rows.read(folder / "pairs.jsonl"), options, phase)
+    share = 1 - len(rows.items(train, options, phase)) / len(train)
     assert 0.1 < share < 0.5
     opened(stage, config_of(folder, stage, **short, max_dropped=share + 1e-9))
     with pytest.raises(UserError, match="--max-dropped"):

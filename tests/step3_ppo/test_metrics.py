@@ -316,4 +316,4 @@ def test_the_page_has_every_number_that_the_stages_write(tmp_path: Path) -> None
 
 def test_options_of_the_page_are_there() -> None:
     there = {option for config in (SFTConfig, RewardConfig, ppo.Config) for option in option_names(config)}
-    assert set(re.findall(r"--([a-z][\w-]+)", PAGE.read_text(encoding="utf-8"))) <= there | {"ppo"}
+    assert set(re.findall(r"--([a-z][\w-]+)", PAGE.read_text(encoding="utf-8"))) <= there | {"ppo", "plan"}
