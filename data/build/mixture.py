@@ -24,6 +24,8 @@ from rlhf.types import Row
 FOLDER = "data.sources"
 
 DATA_PATH = re.compile(r"((?:[^:,]+\.py|[\w-]+)(?:,[^:]*)?)(?::(.*))?", re.DOTALL)
+DATASET_INFO = re.compile(r"(?:[A-Za-z]:[\\/])?(?:[^:]+\.json:[^:]+|(?:[^:]*[\\/])?dataset_info\.json)")
+"""an entry of LLaMA-Factory's list of datasets"""
 WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
 
 Use = Literal["shared", "only", "evaluation"]
@@ -54,11 +56,14 @@ def parse_data_path(data_path: str) -> tuple[str, str, float | None]:
     """(plug-in spec, path, weight) of a data path: `hh_rlhf,split=test:DIR=0.3` is ('hh_rlhf,split=test', 'DIR', 0.3).
 
     Existing paths, Windows paths and OWNER/NAME on the hub belong to the source that reads that dataset, else to the
-    generic source `files`. A single word is a source (write ./demo for a directory of that name).
+    generic source `files`. FILE.json:NAME is an entry of LLaMA-Factory's dataset_info.json. A single word is a source
+    (write ./demo for a directory of that name).
     """
     weighted = WEIGHTED.fullmatch(data_path)
     if weighted and not Path(data_path).exists() and not re.search(r"^[^:]*,[\w-]+$", weighted[1]):
         return *parse_data_path(weighted[1])[:2], float(weighted[2])
+    if DATASET_INFO.fullmatch(data_path) and not (":" in data_path and Path(data_path).exists()):
+        return "llama_factory", data_path, None
     path = Path(data_path).expanduser()
     match = DATA_PATH.fullmatch(data_path)
     has_drive = re.match(r"[A-Za-z]:[\\/]", data_path)

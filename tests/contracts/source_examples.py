@@ -180,6 +180,15 @@ def rt_polarity(folder: Path) -> str:
     return str(folder)
 
 
+def llama_factory(folder: Path) -> str:
+    lines = [f"Question {i}?\tAnswer {i}.\tNo {i}." for i in range(COUNT)]
+    (folder / "pairs.tsv").write_text("\n".join(["ask\tgood\tbad", *lines]))
+    columns = {"prompt": "ask", "chosen": "good", "rejected": "bad"}
+    entry = {"file_name": "pairs.tsv", "ranking": True, "columns": columns}
+    (folder / "dataset_info.json").write_text(json.dumps({"pairs": entry}))
+    return str(folder / "dataset_info.json:pairs")
+
+
 OF_TREES = ("rank", "deleted", "review_result")
 SHAREGPT_NULLS = dict.fromkeys(("prompt", "label"), "null prompt or label")
 
@@ -194,6 +203,7 @@ EXAMPLES = {
     ),
     "helpsteer3": Example(helpsteer3, free=("domain", "language", "individual_preference")),
     "hh_rlhf": Example(hh_rlhf),
+    "llama_factory": Example(write=llama_factory),
     "miracl": Example(miracl, free=("query_id", "emb", "docid", "title")),
     "mkqa": Example(
         mkqa,

@@ -62,7 +62,7 @@ FORBIDDEN_WORDS = {
     "trajectory": "rollout",
     "trajectories": "rollouts",
 }
-WORDS_OF_COLUMNS = {"data/sources": {"completion", "completions"}}
+WORDS_OF_COLUMNS = {"data/sources": {"completion", "completions", "query"}}
 # Words that do not say what a thing is. HELD_OUT and the like are the field's words.
 VAGUE_WORDS = {
     "asked", "deed", "found", "given", "heard", "kept", "look", "looked", "made", "place", "places", "said", "seen",

@@ -1,0 +1,277 @@
+"""An entry of LLaMA-Factory's dataset_info.json: `dataset_info.json:NAME`.
+
+The entry says where the rows are, in which format, and what their columns and roles are called. Keys that it leaves out
+have LLaMA-Factory's defaults. A relative `file_name` is beside the dataset_info.json.
+"""
+
+import heapq
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from data.read.columns import first_user_text, read_flag, read_list, read_struct, read_value
+from data.read.dialogues import read_prompt
+from data.read.formats import LocatedRecords
+from data.read.paths import DataFiles, HubDataset, RecordReader, TableConfig, data_files, open_path
+from data.read.records import Phase, Record, Skipped, short_json
+from data.read.table import Parsed, Table
+from data.sources.files import ColumnOptions, parse
+from rlhf.config import Config as Options
+from rlhf.config import suggest, validate
+from rlhf.errors import UserError
+from rlhf.types import Row
+
+HUB_IDS = ()
+UNSUPPORTED = {
+    "script_url": "loading scripts are code and are not run; give the files that it reads as file_name",
+    "ms_hub_url": "ModelScope is not read; download the files and give them as file_name, or add hf_hub_url",
+    "om_hub_url": "Modelers is not read; download the files and give them as file_name, or add hf_hub_url",
+    "columns.images": "the models here read text only; remove the key if the rows have no images",
+    "columns.videos": "the models here read text only; remove the key if the rows have no videos",
+    "columns.audios": "the models here read text only; remove the key if the rows have no sound",
+    "columns.tools": "calls of tools cannot be learned; remove the key if the rows have none",
+}
+OTHER_HUBS = ("ms_hub_url", "om_hub_url")
+"""used by LLaMA-Factory only where they are asked for, if there is an hf_hub_url beside them"""
+STANDARD = frozenset(
+    {"instruction", "input", "context", "output", "history", "system", "conversations", "chosen", "rejected", "label"}
+)
+"""columns of the shapes of `files` that rows are brought into"""
+
+
+class Config(Options):
+    """No options: the entry has them."""
+
+
+class Columns(Options):
+    """The name of each column. A key that is left out means that the rows have no such column."""
+
+    prompt: str | None = None
+    query: str | None = None
+    response: str | None = None
+    history: str | None = None
+    messages: str | None = None
+    system: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    kto_tag: str | None = None
+
+
+class Tags(Options):
+    """The keys of a message, and the names of the roles."""
+
+    role_tag: str = "from"
+    content_tag: str = "value"
+    user_tag: str = "human"
+    assistant_tag: str = "gpt"
+    observation_tag: str | None = "observation"
+    function_tag: str | None = "function_call"
+    system_tag: str | None = "system"
+
+
+class Entry(Options):
+    """One dataset of a dataset_info.json."""
+
+    hf_hub_url: str | None = None
+    cloud_file_name: str | None = None
+    file_name: str | None = None
+    revision: str | None = None
+    """of hf_hub_url"""
+    formatting: Literal["alpaca", "sharegpt", "openai"] = "alpaca"
+    ranking: bool = False
+    subset: str | None = None
+    split: str = "train"
+    folder: str | None = None
+    num_samples: int | None = Field(None, ge=1)
+    """rows that are used; fewer if the dataset has fewer"""
+    columns: Columns = Columns(prompt="instruction", query="input", response="output", messages="conversations")
+    tags: Tags = Tags()
+
+
+def build(config: Config, path: str) -> "LlamaFactory":
+    entry, file = read_entry(path)
+    reader, table_config = _open(entry, path, file)
+    sampled = reader if entry.num_samples is None else _Sample(reader, entry.num_samples)
+    read = _read_alpaca if entry.formatting == "alpaca" else _read_dialogue
+    return LlamaFactory(Table(sampled, table_config, partial(read, entry)), entry, isinstance(reader, HubDataset))
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaFactory:
+    """The source of one entry."""
+
+    table: Table
+    entry: Entry
+    remote: bool
+    streaming: bool = False
+
+    def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
+        return self.table.rows(phase)
+
+    def fingerprint(self, phase: Phase) -> str:
+        """A text that changes whenever the records or the entry change."""
+        return f"{self.entry!r}\0{self.table.fingerprint(phase)}"
+
+
+def read_entry(path: str) -> tuple[Entry, Path]:
+    """The entry that `FILE:NAME` names, and the file. Raises: UserError for a mistake in either, with the key."""
+    before, _, name = path.rpartition(":")
+    named = before.endswith(".json")
+    file = Path(before if named else path).expanduser()
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); expected a dataset_info.json of LLaMA-Factory"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(entries, dict) or not all(isinstance(value, dict) for value in entries.values()):
+        raise UserError(f"{file}: expected an object with one object for each dataset, as LLaMA-Factory writes it")
+    if not named or name not in entries:
+        got = f"no dataset '{name}'{suggest(name, [*entries])}" if named else "got no name of a dataset"
+        raise UserError(f"{file}: {got}; have {', '.join(entries) or 'none'}; write {file}:NAME")
+    return _check(entries[name], f"{file}: {name}"), file
+
+
+def _check(values: Mapping[str, Any], location: str) -> Entry:
+    """The entry. A key whose value is null counts as left out."""
+    values = {key: value for key, value in values.items() if value is not None}
+    for section in ("columns", "tags"):
+        if isinstance(values.get(section), dict):
+            values[section] = {key: value for key, value in values[section].items() if value is not None}
+    if "hf_hub_url" in values:
+        values = {key: value for key, value in values.items() if key not in OTHER_HUBS}
+    for key, cure in UNSUPPORTED.items():
+        section, _, name = key.rpartition(".")
+        branch = values.get(section, {}) if section else values
+        if isinstance(branch, dict) and name in branch:
+            raise UserError(f"{location}: {key} {short_json(branch[name])}: not supported; {cure}")
+    if values.get("formatting") == "openai" and "tags" not in values:
+        values["tags"] = {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+        }
+    entry = validate(Entry, values, location)
+    if not (entry.hf_hub_url or entry.cloud_file_name or entry.file_name):
+        raise UserError(f"{location}: names no data; expected file_name, hf_hub_url or cloud_file_name")
+    alpaca = entry.formatting == "alpaca"
+    needed = ["prompt"] if alpaca else ["messages"]
+    if entry.ranking and not (alpaca and entry.columns.response):
+        needed += ["chosen", "rejected"]
+    for name in needed:
+        if getattr(entry.columns, name) is None:
+            raise UserError(f"{location}: columns has no '{name}', which rows in the format {entry.formatting} need")
+    return entry
+
+
+def _open(entry: Entry, path: str, file: Path) -> tuple[RecordReader, TableConfig]:
+    """The reader of the entry's records, and the part of the dataset to read."""
+    if entry.hf_hub_url:
+        hub = TableConfig(split=entry.split, subset=entry.subset, data_dir=entry.folder)
+        return open_path(f"{entry.hf_hub_url}@{entry.revision}" if entry.revision else entry.hf_hub_url), hub
+    split = None if entry.split == "train" else entry.split  # files are the split train
+    config = TableConfig(split=split, subset=entry.subset, data_dir=entry.folder)
+    if entry.cloud_file_name:
+        return open_path(entry.cloud_file_name), config
+    local = file.parent / Path(entry.file_name or "").expanduser()
+    return DataFiles(path, tuple(data_files(str(local)))), config
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """`count` of the records, chosen by the digest of their content: the same ones in every stage."""
+
+    reader: RecordReader
+    count: int
+
+    def records(self, split: str, config: TableConfig) -> LocatedRecords:
+        numbered = enumerate(self.reader.records(split, config))
+        chosen = {number for _, number in heapq.nsmallest(self.count, ((_digest(r), n) for n, (_, r) in numbered))}
+        return (record for n, record in enumerate(self.reader.records(split, config)) if n in chosen)
+
+    def fingerprint(self, split: str, config: TableConfig) -> str:
+        return self.reader.fingerprint(split, config)
+
+
+def _digest(record: Record | Skipped) -> bytes:
+    return blake2b(repr(record).encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+def _read_alpaca(entry: Entry, record: Record, location: str) -> Parsed:
+    columns = entry.columns
+    standard = _standard(
+        entry, record, location, instruction="prompt", input="query", history="history", system="system"
+    )
+    if entry.ranking and columns.chosen:
+        standard |= _standard(entry, record, location, chosen="chosen", rejected="rejected")
+        return parse(standard, location, ColumnOptions("instruction-chosen-rejected"))
+    if columns.response is None:
+        prompt = read_prompt(standard, "instruction", location)
+        extra = {name: value for name, value in standard.items() if name not in STANDARD}
+        return Row(prompt, None, None, first_user_text(prompt), extra)
+    standard |= _standard(entry, record, location, output="response")
+    if entry.ranking and not isinstance(standard["output"], list):
+        expected = "expected a list of responses, the best first: the entry has ranking and no column 'chosen'"
+        raise UserError(f"{location}: {columns.response}: got {short_json(standard['output'])}, {expected}")
+    return _labelled(entry, "instruction-output", standard, record, location)
+
+
+def _read_dialogue(entry: Entry, record: Record, location: str) -> Parsed:
+    columns = entry.columns
+    standard = _standard(entry, record, location, system="system")
+    column = str(columns.messages)
+    messages = read_list(record, column, location)
+    standard["conversations"] = [
+        _message(entry.tags, message, f"{location}: {column}[{i}]") for i, message in enumerate(messages)
+    ]
+    if not entry.ranking:
+        return _labelled(entry, "conversations", standard, record, location)
+    for side in ("chosen", "rejected"):
+        name = str(getattr(columns, side))
+        response = read_struct(record, name, location)
+        standard[side] = _message(entry.tags, response, f"{location}: {name}")
+    return parse(standard, location, ColumnOptions("conversations-chosen-rejected"))
+
+
+def _labelled(entry: Entry, shape: str, standard: Record, record: Record, location: str) -> Parsed:
+    """The row, with the label of `kto_tag` if the record has one that is not null."""
+    if entry.columns.kto_tag is None:
+        return parse(standard, location, ColumnOptions(shape))
+    read_value(record, entry.columns.kto_tag, location)
+    label = read_flag(record, entry.columns.kto_tag, location)
+    if label is None:
+        return parse(standard, location, ColumnOptions(shape))
+    return parse(standard | {"label": label}, location, ColumnOptions(f"{shape}-label"))
+
+
+def _standard(entry: Entry, record: Record, location: str, **names: str) -> Record:
+    """The columns of a record under the names of `files`, and those without a meaning in the entry."""
+    columns = {key: column for key, column in entry.columns if column is not None}
+    is_default = "columns" not in entry.model_fields_set
+    if is_default and "input" not in record:
+        columns.pop("query", None)
+    extra = {name: value for name, value in record.items() if name not in STANDARD and name not in columns.values()}
+    return extra | {name: read_value(record, columns[key], location) for name, key in names.items() if key in columns}
+
+
+def _message(tags: Tags, message: object, location: str) -> dict[str, Any]:
+    """{role, content} of a message in the format that the tags describe."""
+    if not isinstance(message, dict) or tags.role_tag not in message or tags.content_tag not in message:
+        expected = f"a message {{{tags.role_tag}, {tags.content_tag}}}"
+        raise UserError(f"{location}: got {short_json(message)}, expected {expected}")
+    roles = {tags.system_tag: "system", tags.user_tag: "user", tags.assistant_tag: "assistant"}
+    role = message[tags.role_tag]
+    if not isinstance(role, str) or role not in roles:
+        expected = " or ".join(repr(name) for name in roles if name)
+        tools = "; calls of tools cannot be used" if role in (tags.observation_tag, tags.function_tag) else ""
+        raise UserError(f"{location}: got the role {short_json(role)}, expected {expected}{tools}")
+    return {"role": roles[role], "content": message[tags.content_tag]}
