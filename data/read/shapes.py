@@ -5,6 +5,8 @@ A shape is named after the columns that it requires, such as `prompt-chosen-reje
 
 import contextlib
 import difflib
+import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -114,18 +116,42 @@ def _read_pair(
 
 
 def _read_pair_without_prompt(record: Record, location: str, extra: dict[str, Any]) -> Row:
-    """Two dialogues with the same beginning, or two responses to the dialogue in `messages`."""
+    """Two dialogues or texts with the same beginning, or two responses to the dialogue in `messages`."""
     before, chosen, rejected = _read_sides(record, location)
     if before:
         prompt = with_system_message(record, as_prompt(before), location)
     elif "messages" in record:
         prompt = read_prompt(record, "messages", location)
     else:
-        raise UserError(
-            f"{location}: chosen: got no prompt before it, and there is no column 'prompt'; "
-            f"{_missing_prompt_cure(record)}"
-        )
+        beginning = "" if _names_another_prompt(record, extra) else _common_words(chosen, rejected)
+        if not beginning:
+            raise UserError(
+                f"{location}: chosen: got no prompt before it, and there is no column 'prompt'; "
+                f"{_missing_prompt_cure(record)}"
+            )
+        prompt = with_system_message(record, (Message("user", beginning),), location)
+        chosen, rejected = chosen[len(beginning) :], rejected[len(beginning) :]
     return Row(prompt, chosen, rejected, first_user_text(prompt), _read_margin(extra, location))
+
+
+def _names_another_prompt(record: Record, extra: dict[str, Any]) -> bool:
+    """Whether the prompt of a pair may be elsewhere than at the beginning of two texts."""
+    has_texts = all(isinstance(record[side], str) for side in SIDES)
+    other_texts = [name for name, value in extra.items() if isinstance(value, str) and name != "margin"]
+    return not has_texts or _is_dialogue(record["chosen"]) or bool(other_texts)
+
+
+def _is_dialogue(text: str) -> bool:
+    return text.lstrip().startswith("Human:")
+
+
+def _common_words(first: str, second: str) -> str:
+    """The words with which both texts begin: an implicit prompt as of TRL's `extract_prompt`, but never half a word."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    common = first[: sum(1 for _ in same)]
+    if not all(text[len(common) :][:1].isspace() or text == common for text in (first, second)):
+        common = common[: len(common) - len(re.split(r"\s", common)[-1])]
+    return common.rstrip()
 
 
 def _read_voted(record: Record, location: str, extra: dict[str, Any]) -> Row:
@@ -152,7 +178,7 @@ def _read_margin(extra: dict[str, Any], location: str) -> dict[str, Any]:
 
 
 def _missing_prompt_cure(record: Record) -> str:
-    if isinstance(record["chosen"], str) and record["chosen"].lstrip().startswith("Human:"):
+    if isinstance(record["chosen"], str) and _is_dialogue(record["chosen"]):
         return "for dialogues written '\\n\\nHuman: ...' write hh_rlhf:PATH"
     return "name the column of the prompt: files,prompt=COLUMN:PATH"
 

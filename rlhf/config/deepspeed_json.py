@@ -36,13 +36,14 @@ OPTIONS = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
 }
 """our option for each key whose value means the same"""
 OFFLOAD = {
     "zero_optimization.offload_optimizer.device": "offload_optimizer",
     "zero_optimization.offload_param.device": "offload_param",
 }
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer.type": (("AdamW", "Adam"), "the optimizer here is AdamW"),
     "optimizer.params.adam_w_mode": ((True,), "the optimizer here is AdamW"),
@@ -96,7 +97,7 @@ CURES = {
     "--sequence-parallel-size",
     "checkpoint": "checkpoints are this project's own; see --save-every",
     "amp": "use --dtype",
-    "scheduler": 'write "auto", and use --lr-scheduler-type and --warmup-ratio',
+    "scheduler": 'write "auto", and use --lr-scheduler-type, and --warmup-steps or --warmup-ratio',
 }
 """by section that this project does not pass on"""
 

@@ -9,12 +9,17 @@ _ADAPTER = "for example lora,r=16,lora_alpha=32,target_modules=all-linear"
 _NO_UPLOAD = "nothing is uploaded; models there are Hugging Face directories"
 _TOKENS = "in tokens"
 _NO_DROPOUT = "remove it: step 3 has no dropout, so that log-probs of one policy are equal in every pass"
+_SPLIT = "one split: files,split=NAME:PATH; a file has no splits"
+_WEIGHT = "PATH=0.7 gives a path its weight"
 _EVALUATIONS = "in steps 1 and 2 optimizer steps (100) or epochs (0.5epochs), in step 3 iterations"
 
 FOREIGN: dict[str, tuple[str, str]] = {
     # TRL and transformers
     "model-name-or-path": ("actor-model model", "the reward model starts from --reward-model"),
     "dataset-name": ("data-path", ""),
+    "dataset-config": ("data-path", "files,subset=NAME:OWNER/NAME"),
+    "dataset-train-split": ("data-path", _SPLIT),
+    "dataset-test-split": ("eval-data-path", _SPLIT),
     "dataset-num-proc": ("data-workers", ""),
     "per-device-train-batch-size": ("micro-batch-size", _GLOBAL),
     "per-device-eval-batch-size": ("micro-batch-size", "evaluation takes as many rows at once as training"),
@@ -146,6 +151,24 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "critic": ("critic-model", "reward, policy, shared, or the path of a trained reward model or critic"),
     "value-pretrain": ("critic-warmup-iterations", "iterations of step 3"),
     "prompt-data": ("data-path", ""),
+    "input-key": ("data-path", "files,prompt=COLUMN:PATH; of dialogues files,messages=COLUMN:PATH"),
+    "prompt-key": ("data-path", "files,prompt=COLUMN:PATH"),
+    "output-key": ("data-path", "files,response=COLUMN:PATH"),
+    "chosen-key": ("data-path", "files,chosen=COLUMN:PATH"),
+    "rejected-key": ("data-path", "files,rejected=COLUMN:PATH"),
+    "label-key": (
+        "data-path",
+        "reward functions get it by its own name; if it says good or bad, files,label=COLUMN:PATH",
+    ),
+    "input-template": ("chat-template", "a name, or a Jinja file"),
+    "tokenizer-chat-template": ("chat-template", "a name, or a Jinja file"),
+    "prompt-data-probs": ("data-path", _WEIGHT),
+    "dataset-probs": ("data-path", _WEIGHT),
+    "prompt-split": ("data-path", _SPLIT),
+    "train-split": ("data-path", _SPLIT),
+    "eval-dataset": ("eval-data-path", ""),
+    "eval-split": ("eval-data-path", _SPLIT),
+    "multiturn": ("loss-on", "--sft.loss-on every"),
     "pretrain-data": ("ptx-data-path", "with --ppo.ptx-coef"),
     "train-batch-size": (
         "batch-size",
@@ -183,7 +206,9 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "apply-chat-template": ("chat-template", "a template is always applied"),
     # LLaMA-Factory
     "stage": ("steps", "1 fine-tuning, 2 the reward model, 3 reinforcement learning"),
-    "dataset": ("data-path", ""),
+    "dataset": ("data-path", "dataset_info.json:NAME is read as it is"),
+    "dataset-dir": ("data-path", "DIR/dataset_info.json:NAME"),
+    "interleave-probs": ("data-path", _WEIGHT),
     "template": ("chat-template", ""),
     "finetuning-type": ("adapter", f"without one all weights are trained; {_ADAPTER}"),
     "lora-target": ("adapter", _ADAPTER),

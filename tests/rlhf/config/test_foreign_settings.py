@@ -105,7 +105,11 @@ def test_the_json_of_transformers(printed: Printed) -> None:
     tree = printed(sft.main, "--deepspeed", "ds.json", "--batch-size", "24", json_tree=TRAINER)
     names = ("learning_rate", "adam_beta1", "adam_beta2", "weight_decay", "adam_epsilon", "lr_scheduler_type")
     assert [tree[name] for name in names] == [3e-4, 0.8, 0.99, 0.1, 1e-8, "linear"]
-    assert (tree["batch_size"], tree["zero_stage"], tree["dtype"]) == (24, 2, "auto")
+    assert (tree["batch_size"], tree["zero_stage"], tree["dtype"], tree["warmup_steps"]) == (24, 2, "auto", None)
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 9}}
+    tree = printed(train.main, "--deepspeed", "ds.json", json_tree=TRAINER | {"scheduler": scheduler})
+    for stage in ("sft", "reward", "ppo"):
+        assert [tree[stage][name] for name in ("warmup_steps", "lr_scheduler_type")] == [9, "constant_with_warmup"]
     assert printed(sft.main, "--deepspeed", "--local_rank=3")["deepspeed_config"] is None
 
 
@@ -156,7 +160,18 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
             [],
             "zenflow.topk_ratio 0.1: not supported",
         ),
-        (sft.main, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, [], "--warmup-ratio"),
+        (
+            sft.main,
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
+            [],
+            "and use --lr-scheduler-type, and --warmup-steps or --warmup-ratio",
+        ),
+        (
+            train.main,
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
+            ["--ppo.warmup-steps", "8"],
+            "--ppo.warmup-steps 8: got it with ds.json: scheduler.params.warmup_num_steps 9",
+        ),
         (sft.main, {"scheduler": {"type": "OneCycle"}}, [], 'write "auto", and use --lr-scheduler-type'),
         (ppo.main, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "expected one of them"),
         (sft.main, [], [], "got a list, expected a JSON object"),
