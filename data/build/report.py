@@ -119,8 +119,9 @@ def data_warnings(report: dict[str, Any], phase: Phase, options: DataOptions) ->
         split_for_all = ",".join(str(int(name == phase)) for name in PHASES)
         shares = ",".join(f"{share:g}" for share in options.data_split)
         warnings.append(
-            f"{other_phase} of {sum(source['rows'] for source in report['sources'])} rows are the other stages' "
-            f"share (--data-split {shares}); --data-split {split_for_all} uses all, for a run without the other stages"
+            f"{other_phase} of the {report['useful']} rows that it can use are the other stages' share "
+            f"(--data-split {shares}), so that no prompt serves two stages; a run of this stage alone takes all with "
+            f"--data-split {split_for_all}"
         )
     return warnings
 

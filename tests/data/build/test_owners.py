@@ -136,3 +136,27 @@ def test_an_entry_is_rebuilt_when_rows_of_other_phases_change(
         owned.append(trained(tokenizer, "sft", data_path=("mine.py",)))
         assert owned[-1] == {f"w{n}" for n in range(4, 84) if owner(f"w{n}", shares) == "sft"}
     assert owned[0] != owned[1]
+
+
+@pytest.mark.parametrize(("phase", "all_split"), [("sft", "1,0,0"), ("reward", "0,1,0"), ("ppo", "0,0,1")])
+def test_a_stage_alone_says_how_to_take_all_rows(
+    phase: Phase, all_split: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rows that only this stage can use are never divided."""
+    monkeypatch.chdir(tmp_path)
+    numbers, count = range(10, 50), 40
+    others = sum(owner(f"w{n}", (2, 4, 4)) != phase for n in numbers)
+    options = DataOptions(data_path=(write("x.jsonl", ("pair", numbers)),), data_cache="cache", eval_fraction=0.0)
+    (note,) = open_datasets(options, Recipe(phase), tokenizer).notes
+    assert note.startswith(
+        f"{others} of the {count} rows that it can use are the other stages' share (--data-split 2,4,4)"
+    )
+    assert note.endswith(f"a run of this stage alone takes all with --data-split {all_split}")
+    shares = tuple(map(float, all_split.split(",")))
+    whole = open_datasets(options.model_copy(update={"data_split": shares}), Recipe(phase), tokenizer)
+    assert len(whole.train) == count and not whole.notes
+    if phase != "reward":
+        own = {"sft": "text", "ppo": "prompt"}[phase]
+        undivided = options.model_copy(update={"data_path": (write("own.jsonl", (own, numbers)),)})
+        alone = open_datasets(undivided, Recipe(phase), tokenizer)
+        assert len(alone.train) == count and not alone.notes
