@@ -51,7 +51,7 @@ def enlarged(name: str, text: str) -> str:
     if name.endswith(".jsonl"):
         rows = [json.loads(line) for line in text.splitlines()]
         return "".join(json.dumps(numbered(row, i)) + "\n" for i in numbers for row in rows)
-    if name.endswith(".json"):
+    if name.endswith(".json") and text.startswith("["):
         return json.dumps([numbered(row, i) for i in numbers for row in json.loads(text)])
     if name.endswith(".csv"):
         table = list(csv.DictReader(io.StringIO(text)))
@@ -74,7 +74,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_is_something_to_test() -> None:
-    assert set(files()) == {"pairs.jsonl", "answers.csv", "chat.jsonl", "alpaca.json", "my_dataset.py", "notes.txt"}
+    own = {"pairs.jsonl", "answers.csv", "chat.jsonl", "alpaca.json", "my_dataset.py", "notes.txt"}
+    assert set(files()) == own | {"dataset_info.json", "questions.json", "talks.jsonl"}
     assert len(commands()) >= 14
     assert all(line.startswith(("python -m data.preview ", "python -m step")) for line in commands())
 
