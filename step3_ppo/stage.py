@@ -21,6 +21,7 @@ from rlhf.engine.nonfinite import Tolerance
 from rlhf.engine.training import compute_dtype
 from rlhf.errors import UserError
 from rlhf.maths.uniforms import uniforms
+from rlhf.report.verdict import stage_verdict
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
 from rlhf.training.progress import report_status
@@ -238,6 +239,7 @@ def run(config: Step3Config) -> None:
         if models.ema is not None:
             exports["ema"] = partial(save_policy, models.actor, config.adapter, tokenizer, average=models.ema)
         stage.finish(exports, compare(before, after), models.state_dict())
+        stage.recorder.verdict(stage.step, partial(stage_verdict, stage.directory, STAGE))
 
 
 class Reinforcement:

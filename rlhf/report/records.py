@@ -12,6 +12,7 @@ import yaml
 from rlhf.config.declaration import Declaration
 from rlhf.errors import UserError
 from rlhf.storage import manifests
+from rlhf.training.record import METRICS_VERSION
 
 Row = dict[str, Any]
 
@@ -87,7 +88,7 @@ def read_runs(paths: Sequence[str], declarations: Sequence[Declaration]) -> list
 
 
 def _read_run(name: str, path: Path, declarations: Sequence[Declaration]) -> RunRecord:
-    stages = [_read_stage(path / each.name, each) for each in declarations if (path / each.name).is_dir()]
+    stages = [read_stage(path / each.name, each) for each in declarations if (path / each.name).is_dir()]
     recorded = tuple(stage for stage in stages if stage.rows)
     if not recorded:
         folders = ", ".join(each.name for each in declarations)
@@ -98,14 +99,22 @@ def _read_run(name: str, path: Path, declarations: Sequence[Declaration]) -> Run
     return RunRecord(name, path, recorded, _yaml(path / manifests.RUN_CONFIG))
 
 
-def _read_stage(directory: Path, declaration: Declaration) -> StageRecord:
+def read_stage(directory: Path, declaration: Declaration) -> StageRecord:
+    """The files of a stage. Raises: UserError if a later version of this program has written them."""
+    manifest = _json(directory / manifests.MANIFEST)
+    version = (manifest or {}).get("metrics_version", METRICS_VERSION)
+    if version != METRICS_VERSION:
+        raise UserError(
+            f"{directory}: metrics.jsonl has version {version}, expected {METRICS_VERSION}; "
+            "read it with the version of this program that wrote it"
+        )
     samples = json_lines(directory / declaration.report.samples) if declaration.report.samples else []
     last = samples[-1].get("iteration") if samples else None
     return StageRecord(
         declaration=declaration,
         directory=directory,
         rows=tuple(json_lines(directory / manifests.METRICS)),
-        manifest=_json(directory / manifests.MANIFEST),
+        manifest=manifest,
         config=_yaml(directory / manifests.RUN_CONFIG),
         data=_json(directory / "data.json"),
         samples=tuple(row for row in samples if row.get("iteration") == last),

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhf.config.declaration import Result
+from rlhf.config.declaration import Declaration, Result
 from rlhf.maths.intervals import Interval, mean_interval, win_rate_interval
 from rlhf.pages.numbers import UNKNOWN, short, with_half_width
-from rlhf.report.records import RunRecord, StageRecord, number
+from rlhf.report.records import RunRecord, StageRecord, number, read_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,13 @@ def judge(run: RunRecord) -> Verdict:
     if not first.result.independent and tone == "good":
         headline = f"The policy got better by the {first.result.label} that it was trained on."
     return Verdict(headline, tone, tuple(_evidence(stage, by_samples)), (*_cautions(stage, by_samples), *cautions))
+
+
+def stage_verdict(directory: Path, declaration: Declaration) -> str:
+    """The verdict on one finished stage in words: the headline, the evidence, and what weakens it."""
+    stage = read_stage(directory, declaration)
+    verdict = judge(RunRecord(directory.parent.name, directory.parent, (stage,), {}))
+    return "\n\n".join([verdict.headline, *verdict.evidence, *(f"But: {caution}" for caution in verdict.cautions)])
 
 
 def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:

@@ -24,6 +24,7 @@ from rlhf.engine.training import Engine
 from rlhf.hub.short_names import resolve
 from rlhf.models.splitting import check_split, shares
 from rlhf.plan.forecast import Workload
+from rlhf.report.verdict import stage_verdict
 from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.supervised.options import SupervisedOptions, steps_between
 from rlhf.supervised.speed import Arithmetic, Speed, arithmetic
@@ -160,6 +161,7 @@ class Supervised(Generic[C]):
                 numbers = {**speed.summary(), "peak_memory_gb": run.peak_memory_gb}
                 console.say(f"{name}: {console.metrics_line(numbers)}")
             run.finish({"model": partial(learner.save, metrics=metrics)}, metrics)
+            run.recorder.verdict(run.step, partial(stage_verdict, run.directory, self.declaration))
 
     def _arithmetic(self, config: C, model_path: str, data: PhaseData[Any]) -> Arithmetic | None:
         """The operations of the model in training, where the peak of the devices is known."""

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +15,9 @@ from rlhf.training.reporting import Reporter
 from rlhf.training.trackers import Scalar
 from rlhf.types import Metrics
 
+METRICS_VERSION = 1
+"""Of metrics.jsonl, in the manifest of a stage. It rises when a row changes its form, or a name its meaning or unit, or
+disappears; new names leave it as it is (docs/metrics.md)."""
 EVALUATION = "eval_"
 """How the names of numbers on held-out rows begin."""
 
@@ -97,6 +100,11 @@ class Recorder:
         """Send rows with the same columns to the trackers. A stage has them in a file of its own."""
         if self._reporter is not None:
             self._reporter.table(name, step, rows)
+
+    def verdict(self, step: int, describe: Callable[[], str]) -> None:
+        """Send the result of the finished stage, in words, to the trackers; `describe` is called if there are any."""
+        if self._reporter is not None:
+            self._reporter.verdict(step, describe)
 
     def close(self) -> None:
         """Close the file and end the trackers' runs. A second call does nothing."""

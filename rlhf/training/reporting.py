@@ -10,7 +10,7 @@ from rlhf import console, plugins
 from rlhf.config.options import RunOptions
 from rlhf.config.secrets import masked
 from rlhf.storage import disk
-from rlhf.training.trackers import Scalar, TrackedRun, Tracker, open_tracker
+from rlhf.training.trackers import VERDICT, Scalar, TrackedRun, Tracker, open_tracker
 from rlhf.types import Metrics
 
 RUN_IDS = "trackers.json"
@@ -78,6 +78,10 @@ class Reporter:
         if rows:
             cells = [[*row.values()] for row in rows]
             self._send("train", step, lambda tracker: tracker.log_table(name, [*rows[0]], cells, step))
+
+    def verdict(self, step: int, describe: Callable[[], str]) -> None:
+        """The result of the stage in words, after its last step."""
+        self._send("verdict", step, lambda tracker: tracker.log_text(VERDICT, describe(), step))
 
     def close(self) -> None:
         """End the trackers' runs. A second call does nothing."""

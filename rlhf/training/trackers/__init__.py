@@ -13,6 +13,8 @@ from rlhf import plugins
 from rlhf.errors import UserError
 
 FOLDER = __name__
+VERDICT = "verdict"
+"""the name of the text with the result of a stage"""
 Scalar = bool | int | float | str | None
 
 
@@ -48,7 +50,8 @@ class Tracker(Protocol):
         """Numbers after `step` steps, named `train/...` or, on held-out rows, `eval/...`. They may be non-finite."""
 
     def log_text(self, name: str, text: str, step: int) -> None:
-        """A warning of the run."""
+        """A warning of the run, named `warning/...`, or at its end the result in words, named VERDICT. Both are also
+        alerts of a service that has alerts."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Scalar]], step: int) -> None:
         """Responses to held-out prompts, one a row."""

@@ -10,7 +10,7 @@ from accelerate.state import PartialState
 
 from rlhf.config import Config
 from rlhf.errors import UserError
-from rlhf.training.trackers import Scalar, TrackedRun, Tracker
+from rlhf.training.trackers import VERDICT, Scalar, TrackedRun, Tracker
 
 
 class ServiceOptions(Config):
@@ -61,6 +61,11 @@ class AccelerateTracker(Tracker):
 
     def finish(self) -> None:
         self.service.finish()
+
+
+def alert_level(name: str) -> str:
+    """The level of the alert for a text: the result of a stage is information, all else a warning."""
+    return "info" if name == VERDICT else "warn"
 
 
 def as_markdown(columns: Sequence[str], rows: Sequence[Sequence[Scalar]]) -> str:

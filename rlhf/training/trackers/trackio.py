@@ -6,7 +6,7 @@ from typing import Any
 from accelerate.tracking import TrackioTracker
 
 from rlhf.training.trackers import Scalar, TrackedRun
-from rlhf.training.trackers._accelerate import AccelerateTracker
+from rlhf.training.trackers._accelerate import AccelerateTracker, alert_level
 from rlhf.training.trackers._accelerate import ServiceOptions as Config
 
 
@@ -17,6 +17,12 @@ class Trackio(AccelerateTracker):
 
     def run_id(self) -> str:
         return str(self.service.tracker.name)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        from trackio import AlertLevel
+
+        super().log_text(name, text, step)
+        self.service.tracker.alert(name, text, AlertLevel(alert_level(name)), step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Scalar]], step: int) -> None:
         import trackio

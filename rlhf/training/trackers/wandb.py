@@ -6,7 +6,7 @@ from typing import Any
 from accelerate.tracking import WandBTracker
 
 from rlhf.training.trackers import Scalar, TrackedRun
-from rlhf.training.trackers._accelerate import AccelerateTracker
+from rlhf.training.trackers._accelerate import AccelerateTracker, alert_level
 from rlhf.training.trackers._accelerate import ServiceOptions as Config
 
 
@@ -17,6 +17,10 @@ class WandB(AccelerateTracker):
 
     def run_id(self) -> str:
         return str(self.service.tracker.id)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        super().log_text(name, text, step)
+        self.service.tracker.alert(name, text, alert_level(name).upper())
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Scalar]], step: int) -> None:
         self.service.log_table(name, columns=[*columns], data=[[*row] for row in rows], step=step)

@@ -20,8 +20,9 @@ from rlhf.pages.histogram import histogram
 from rlhf.report import figures, meanings
 from rlhf.report.records import read_runs
 from rlhf.report.samples import BUDGET, sample_table
-from rlhf.report.verdict import changes, judge
+from rlhf.report.verdict import changes, judge, stage_verdict
 from rlhf.report.write import render_report
+from rlhf.training.record import METRICS_VERSION
 from tests.support import programs, recorded_runs
 
 DECLARATIONS = [*STAGES.values()]
@@ -155,6 +156,27 @@ def test_the_verdict_follows_the_judge(
     verdict = judge(run)
     assert verdict.tone == tone
     assert words in " ".join((verdict.headline, *verdict.cautions))
+
+
+def test_the_verdict_on_a_stage_in_words(tmp_path: Path) -> None:
+    out = recorded_runs.run(tmp_path / "run", (1.0, -0.5))
+    sft, reward, ppo = (stage_verdict(out / each.name, each) for each in DECLARATIONS)
+    assert sft == "step1_sft: perplexity of held-out responses 8 → 4"
+    assert reward == "step2_reward: held-out pairs in the right order 75 %; loss on held-out pairs 0.5"
+    headline, judged, *_, caution = ppo.split("\n\n")
+    assert headline == "The policy got worse." and "0.35 → −0.15 on 8 held-out prompts" in judged
+    assert caution == "But: The score rose while the judge fell: the policy exploits its reward (over-optimisation)."
+
+
+def test_the_version_of_the_metrics_is_documented_and_checked(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/metrics.md").read_text(encoding="utf-8")
+    assert f"`metrics_version` {METRICS_VERSION}" in page
+    out = recorded_runs.run(tmp_path / "run")
+    recorded_runs.finish(out / "step3_ppo", metrics_version=METRICS_VERSION)
+    read_runs([str(out)], DECLARATIONS)
+    recorded_runs.finish(out / "step3_ppo", metrics_version=METRICS_VERSION + 1)
+    with pytest.raises(UserError, match=rf"step3_ppo: metrics.jsonl has version {METRICS_VERSION + 1}, expected"):
+        read_runs([str(out)], DECLARATIONS)
 
 
 def test_strangers_texts_are_shown_and_not_run(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import importlib.machinery
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +111,38 @@ def test_a_tracker_gets_config_numbers_texts_and_tables(stage: Path) -> None:
         ["log_text", "warning/kl_above_limit", "kl 12.5: raise it", 2],
         ["log_table", "samples", ["prompt", "score"], [["a|b", 0.5], ["c\nd", 2.0]], 2],
         ["finish"],
+    ]
+
+
+def test_the_result_of_a_stage_is_sent_in_words_to_trackers_alone(stage: Path) -> None:
+    options = RunOptions(output_dir=str(stage.parent), report_to=(mine(stage),))
+    recorder = record.Recorder(stage, 0, Reporter(stage, options))
+    recorder.verdict(7, lambda: "It got better.")
+    recorder.close()
+    assert calls(stage)[-2:] == [["log_text", "verdict", "It got better.", 7], ["finish"]]
+    untracked = record.Recorder(stage, 0, Reporter(stage, RunOptions(output_dir=str(stage.parent))))
+    untracked.verdict(7, lambda: pytest.fail("made for nobody"))
+    untracked.close()
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_a_text_is_an_alert_where_the_service_has_alerts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda _: importlib.machinery.ModuleSpec("x", None, origin="there")
+    )
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(AlertLevel=str.upper))
+    sent: list[Any] = []
+    opened: Any = trackers.open_tracker(name)
+    run = SimpleNamespace(alert=lambda *values: sent.append(values))
+    opened.service = SimpleNamespace(log=lambda values, step: sent.append((values, step)), tracker=run)
+    for text in ("warning/kl_above_limit", "verdict"):
+        opened.log_text(text, "words", 2)
+    step = (2,) if name == "trackio" else ()
+    assert sent == [
+        ({"warning/kl_above_limit": "words"}, 2),
+        ("warning/kl_above_limit", "words", "WARN", *step),
+        ({"verdict": "words"}, 2),
+        ("verdict", "words", "INFO", *step),
     ]
 
 
