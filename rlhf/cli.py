@@ -20,8 +20,14 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "report": ("rlhf.chain.report", (), "one page on what runs did, and whether it worked"),
     "evaluate": ("rlhf.evaluation.evaluate", (), "which of several policies is better on the prompts of a file"),
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
+    "push": ("rlhf.hub.push", (), "upload a saved model to the hub"),
 }
 """by verb: the module with the program's `main`, options that are always added, and a description"""
+
+EXPORT = (
+    "a stage saves every model as a whole Hugging Face directory, adapters merged; llama.cpp's convert_hf_to_gguf.py "
+    "makes a GGUF file of it"
+)
 
 
 def require_own_packages() -> None:
@@ -55,6 +61,8 @@ def main() -> int:
         print(usage())
         return 0
     verb = words[0]
+    if verb == "export":
+        raise UserError(f"rlhf export: no such verb: {EXPORT}")
     if verb not in VERBS:
         raise UserError(f"rlhf {verb}: no such verb{suggest(verb, list(VERBS))}; have {', '.join(VERBS)}")
     require_own_packages()

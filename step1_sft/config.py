@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf.config.declaration import Curve, Declaration, Phase, ReportParts, Result
+from rlhf.config.declaration import Curve, Declaration, ModelWords, Phase, ReportParts, Result
 from rlhf.supervised.options import SupervisedOptions
 
 STAGE = Declaration(
@@ -27,6 +27,15 @@ STAGE = Declaration(
         ),
         results=(Result("eval_perplexity", "perplexity of held-out responses"),),
     ),
+    cards={
+        "model": ModelWords(
+            "fine-tuned policy",
+            "A language model after supervised fine-tuning (SFT) on responses to prompts: the first stage of RLHF "
+            "(InstructGPT, [arXiv 2203.02155](https://arxiv.org/abs/2203.02155)).",
+            "text-generation",
+            tags=("sft",),
+        )
+    },
 )
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
 from rlhf.config import Config
-from rlhf.config.declaration import Curve, Declaration, Frontier, Phase, ReportParts, Result
+from rlhf.config.declaration import Curve, Declaration, Frontier, ModelWords, Phase, ReportParts, Result
 from rlhf.config.options import (
     EngineOptions,
     FrozenOptions,
@@ -17,6 +17,10 @@ from rlhf.config.options import (
     SharedOptimizerOptions,
 )
 
+POLICY_CARD = (
+    "A language model after reinforcement learning from scores, with a KL penalty that keeps it near the model that it "
+    "started from: the third stage of RLHF (InstructGPT, [arXiv 2203.02155](https://arxiv.org/abs/2203.02155))."
+)
 STAGE = Declaration(
     name="step3_ppo",
     title="Reinforcement learning from scores.",
@@ -71,6 +75,23 @@ STAGE = Declaration(
         distance="kl",
         exploitation=("over_optimisation", "overfitting"),
     ),
+    cards={
+        "actor": ModelWords("policy after RLHF", POLICY_CARD, "text-generation", ("actor_model",), ("rlhf",)),
+        "best": ModelWords(
+            "best policy of a run of RLHF", f"{POLICY_CARD} These are the weights of its best evaluation.",
+            "text-generation", ("actor_model",), ("rlhf",),
+        ),
+        "ema": ModelWords(
+            "averaged policy of a run of RLHF", f"{POLICY_CARD} The weights are an average over its optimizer steps.",
+            "text-generation", ("actor_model",), ("rlhf",),
+        ),
+        "critic": ModelWords(
+            "critic of a run of RLHF",
+            "The critic of reinforcement learning from scores: it predicts the return of a response, which trained the "
+            "policy. It is no reward model: it has learned from responses of that policy only.",
+            "text-classification", ("critic_model", "actor_model"), ("critic",),
+        ),
+    },
 )  # fmt: skip
 MAKERS = {"actor_model": "step1_sft", "reward_model": "step2_reward"}
 """Models that this stage starts from, and the stage that makes each."""

@@ -19,6 +19,7 @@ from data.read.records import DataSource, Phase, Skipped
 from data.read.remote import is_remote
 from rlhf import plugins
 from rlhf.errors import UserError
+from rlhf.hub.cards import card_metadata, licence_of
 from rlhf.types import Row
 
 FOLDER = "data.sources"
@@ -82,6 +83,21 @@ def find_source(path: str) -> str:
             if hub_id in map(str.casefold, plugins.find(FOLDER, name).HUB_IDS):
                 return name
     return "files"
+
+
+def hub_id(data_path: str) -> str | None:
+    """OWNER/NAME of the hub dataset that a data path reads; None for other data."""
+    spec, path, _ = parse_data_path(data_path)
+    if path:
+        return path.partition("@")[0] if is_hub_id(path) else None
+    name = spec.partition(",")[0]
+    known = () if name.endswith(".py") else plugins.find(FOLDER, name).HUB_IDS
+    return str(known[0]) if known else None
+
+
+def licence(data_path: str) -> str | None:
+    """The licence that the card of a data path's dataset names, if the card is on this machine."""
+    return licence_of(card_metadata(hub_id(data_path) or parse_data_path(data_path)[1], "dataset"))
 
 
 def open_origin(data_path: str, use: Use = "shared") -> Origin:

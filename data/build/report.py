@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from data.build.gather import OTHER_PHASE, GatheredRows
-from data.build.mixture import Origin
+from data.build.mixture import Origin, hub_id, licence
 from data.build.split import PHASES
 from data.build.store import read_items
 from data.config import DataOptions
@@ -59,6 +59,8 @@ def make_report(
         {
             "data_path": origin.data_path,
             "use": origin.use,
+            "hub_id": hub_id(origin.data_path),
+            "licence": licence(origin.data_path),
             "rows": row_counts.rows,
             "outcomes": dict(row_counts.outcomes),
             "bad": row_counts.bad,

@@ -29,6 +29,7 @@ from rlhf.chain.stages import STAGES, load
 from rlhf.config import accelerate_settings, foreign_settings, parser
 from rlhf.config.short_help import short_help
 from rlhf.errors import UserError
+from rlhf.hub import push
 from rlhf.launch import launcher, rank_variables, supervisor
 from rlhf.launch.failure_summary import command_to_resume, failure_summary
 from rlhf.launch.hosts import Deployment
@@ -197,6 +198,8 @@ def run_chain(ranks: Any = None) -> int:
         deployment = resolve_deployment(chain)
         chain = planning.resolve_zero_stages(chain, deployment.processes)
         todo = plan(chain, deployment.processes)
+        if chain.push_to_hub is not None:
+            push.require_push(chain.push_to_hub, chain.private)
         if todo:
             print(note, end="", flush=True)
             save(chain)
@@ -204,10 +207,13 @@ def run_chain(ranks: Any = None) -> int:
             if failed is not None:
                 exit_with_failure(*failed, todo)
     from rlhf.chain import report
-    from rlhf.chain.steps import next_step
+    from rlhf.chain.steps import chosen_steps, next_step
 
     if todo or not (Path(chain.output_dir) / report.REPORT).exists():
         print(report.write_at_end(chain.output_dir), flush=True)
+    if chain.push_to_hub is not None:
+        stage = Path(chain.output_dir) / STAGES[max(chosen_steps(chain))].name
+        print(f"uploaded: {push.push_model(str(stage), chain.push_to_hub)}", flush=True)
     print(next_step(chain))
     return 0
 
@@ -235,12 +241,12 @@ def run_all(todo: dict[int, Any], deployment: Deployment, ranks: Any) -> tuple[i
 
 
 def save(chain: Any) -> None:
-    """Write all options to config.yaml in the output directory, for --config; without the one-time `overwrite` and
-    `steps`."""
+    """Write all options to config.yaml in the output directory, for --config; without the one-time `overwrite`, `steps`
+    and `push_to_hub`."""
     once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
     from rlhf.storage import disk
 
-    text = parser.to_yaml(chain.model_copy(update={**once, "overwrite": False, "steps": None}))
+    text = parser.to_yaml(chain.model_copy(update={**once, "overwrite": False, "steps": None, "push_to_hub": None}))
     disk.write_text(Path(chain.output_dir) / "config.yaml", text)
 
 

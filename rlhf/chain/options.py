@@ -59,6 +59,11 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     steps: tuple[Literal[1, 2, 3], ...] | None = Field(None, min_length=1)
     """steps of the chain to run; by default step 3 and the steps that it needs. Models of other steps are read from the
     output directory"""
+    push_to_hub: str | None = None
+    """OWNER/NAME on the hub: upload the model of the last step at the end. The repository is created before training;
+    needs HF_TOKEN, or `hf auth login`"""
+    private: bool = False
+    """with --push-to-hub: a repository that is created is private"""
     output_dir: OutputDir = "runs/rlhf"
     """directory of the run: step1_sft/, step2_reward/, step3_ppo/"""
     sft: SFTConfig = SFTConfig()

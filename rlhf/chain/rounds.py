@@ -94,7 +94,7 @@ def _check(chain: Any) -> None:
         )
     if chain.prompts is not None and not Path(chain.prompts).is_file():
         raise UserError(f"--prompts {chain.prompts}: no such file; expected .jsonl or .txt")
-    for name in ("steps", "overwrite", "plan"):
+    for name in ("steps", "overwrite", "plan", "push_to_hub"):
         if getattr(chain, name):
             raise UserError(
                 f"--{name}: got it with rounds, expected none; use it with `rlhf train` on a round's directory"

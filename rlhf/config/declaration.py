@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rlhf.config.short_help import Groups
 
@@ -70,6 +71,20 @@ class ReportParts:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelWords:
+    """What the model card says of one of a stage's models."""
+
+    title: str
+    about: str
+    """Markdown: how it was made, and what it is for"""
+    task: Literal["text-generation", "text-classification"]
+    """the hub's name of what the model does"""
+    bases: tuple[str, ...] = ("model",)
+    """inputs of the stage of which the first that there is became this model"""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Declaration:
     """A stage: its name, its files, and the parts of its work. Its options declare for themselves which are free."""
 
@@ -80,7 +95,7 @@ class Declaration:
     help_groups: Groups
     """what `--help` lists beside the options that every stage has"""
     models: tuple[str, ...]
-    """folders of models that it may write"""
+    """folders of models that it may write; the results of `report` are those of the first"""
     logs: tuple[str, ...] = ()
     """patterns of the files beside metrics.jsonl that grow line by line"""
     losses: tuple[str, ...] = ("loss",)
@@ -89,3 +104,5 @@ class Declaration:
     """by module and function, beside those of the engine and the checkpoints"""
     report: ReportParts = ReportParts()
     """what the report shows of it"""
+    cards: Mapping[str, ModelWords] = field(default_factory=dict)
+    """by folder of `models`"""

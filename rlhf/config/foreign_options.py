@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 _GLOBAL = "batch sizes are global, so --batch-size is per_device x accumulation x processes"
 _ADAPTER = "for example lora,r=16,lora_alpha=32,target_modules=all-linear"
-_NO_UPLOAD = "nothing is uploaded; models there are Hugging Face directories"
 _TOKENS = "in tokens"
 _NO_DROPOUT = "remove it: step 3 has no dropout, so that log-probs of one policy are equal in every pass"
 _SPLIT = "one split: files,split=NAME:PATH; a file has no splits"
@@ -81,8 +80,9 @@ FOREIGN: dict[str, tuple[str, str]] = {
         "tensor-parallel-size",
         "there is no pipeline parallelism here; use it, --sequence-parallel-size or --zero-stage 3",
     ),
-    "push-to-hub": ("output-dir", _NO_UPLOAD),
-    "hub-model-id": ("output-dir", _NO_UPLOAD),
+    "hub-model-id": ("push-to-hub", "OWNER/NAME; `rlhf push DIR OWNER/NAME` uploads a model later"),
+    "hub-private-repo": ("private", ""),
+    "hub-token": ("", "set HF_TOKEN, or log in with `hf auth login`: options are written to files"),
     # DeepSpeed-Chat: train.py, e2e_rlhf.py and main.py of each step
     "step": ("steps", "1 fine-tuning, 2 the reward model, 3 reinforcement learning"),
     "actor-zero-stage": ("ppo.actor.zero-stage actor.zero-stage zero-stage", "--zero-stage holds for every model"),

@@ -48,7 +48,9 @@ def save_policy(
             lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
             lm.config.pad_token_id = lm.generation_config.pad_token_id = tokenizer.pad_token_id
             lm.save_pretrained(directory, state_dict=state)
-            tokenizer.save_pretrained(directory)
+            own_tokenizer = copy.deepcopy(tokenizer)
+            own_tokenizer.padding_side = "left"  # of several prompts, generation continues the last column
+            own_tokenizer.save_pretrained(directory)
     collectives.barrier()
 
 

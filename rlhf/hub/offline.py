@@ -24,17 +24,22 @@ def require_hub(what: str) -> None:
     """
     if constants.HF_HUB_OFFLINE:
         return
-    results: list[str] = []
-    # In a thread, because a name lookup and a slow answer have no time limit.
-    request = threading.Thread(target=lambda: results.append(_connection_error()), daemon=True)
-    request.start()
-    request.join(HUB_TIMEOUT)
-    reason = results[0] if results else f"no answer in {HUB_TIMEOUT:g} s"
+    reason = unreachable()
     if reason:
         raise UserError(
             f"{what}: no such local path{suggestion(what)}, and the hub at {constants.ENDPOINT} does not answer "
             f"({reason}); give a local path, or set HF_HUB_OFFLINE=1 if it is in the local cache"
         )
+
+
+def unreachable() -> str:
+    """Why the hub does not answer within HUB_TIMEOUT seconds; an empty string if it answers."""
+    results: list[str] = []
+    # In a thread, because a name lookup and a slow answer have no time limit.
+    request = threading.Thread(target=lambda: results.append(_connection_error()), daemon=True)
+    request.start()
+    request.join(HUB_TIMEOUT)
+    return results[0] if results else f"no answer in {HUB_TIMEOUT:g} s"
 
 
 def _connection_error() -> str:

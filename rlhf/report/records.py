@@ -100,7 +100,10 @@ def _read_run(name: str, path: Path, declarations: Sequence[Declaration]) -> Run
 
 
 def read_stage(directory: Path, declaration: Declaration) -> StageRecord:
-    """The files of a stage. Raises: UserError if a later version of this program has written them."""
+    """The record of the stage that writes, or has written, into the directory.
+
+    Raises: UserError if a later version of this program has written its files.
+    """
     manifest = _json(directory / manifests.MANIFEST)
     version = (manifest or {}).get("metrics_version", METRICS_VERSION)
     if version != METRICS_VERSION:

@@ -24,6 +24,8 @@ RUN_CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+CARD = ("README.md", "training.svg")
+"""the model card in a model's folder, and its picture"""
 CURE = "restore the file, rerun that stage with --overwrite, or name another directory"
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
 KINDS: Mapping[str, type] = {"stage": str, "inputs": dict, "config": dict, "files": dict, "sha256": str}
@@ -31,8 +33,12 @@ KINDS: Mapping[str, type] = {"stage": str, "inputs": dict, "config": dict, "file
 
 
 def file_digests(stage: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of every file in the stage's model folders, by path relative to the stage."""
-    files = (file for folder in folders for file in sorted((stage / folder).rglob("*")) if file.is_file())
+    """Size and sha256 of every file in the stage's model folders, by path relative to the stage.
+
+    Without the model cards, which people edit.
+    """
+    paths = (path for folder in folders for path in sorted((stage / folder).rglob("*")))
+    files = (path for path in paths if path.is_file() and path.name not in CARD)
     return {str(f.relative_to(stage)): digest(f) for f in files}
 
 

@@ -24,6 +24,7 @@ from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.hub.untrusted import PlainErrors
 from rlhf.launch.supervisor import NON_FINITE
+from rlhf.report.card import FAILURES, write_card
 from rlhf.storage import disk, manifests
 from rlhf.text.tokenizer import describe_template
 from rlhf.training import (
@@ -308,8 +309,17 @@ class Run:
         if collectives.is_main():
             with disk.atomic_directory(final) as staging:
                 yield staging
+                self._write_card(staging, folder)
         else:
             yield final.with_name(f".tmp-{final.name}")
+
+    def _write_card(self, model: Path, folder: str) -> None:
+        """Write the model card. A model without one is better than none, so only a failing disk is an error."""
+        changed = parser.changed(self.options, type(self.options)())
+        try:
+            write_card(model, self.directory, folder, self._declaration, self._inputs, changed)
+        except FAILURES as error:
+            console.say(f"warning: {self.directory / folder}: no model card ({type(error).__name__}: {error})")
 
 
 def _peak_bytes() -> float:

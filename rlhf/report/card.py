@@ -1,0 +1,127 @@
+"""The model card of a saved model: README.md with the metadata of the hub, and a picture of its training.
+
+It has no samples, no paths of this machine and no secrets, because a card is written to be published.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+
+from rlhf.config.declaration import Declaration, ModelWords
+from rlhf.config.secrets import masked
+from rlhf.hub.cards import TAG, BaseModel, base_model
+from rlhf.pages.page import picture, visible
+from rlhf.report.figures import curves
+from rlhf.report.records import Row, read_stage
+from rlhf.report.verdict import Change, changes
+from rlhf.storage import disk
+from rlhf.storage.manifests import CARD
+
+FOLDER = Path(__file__).parent
+FAILURES = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, jinja2.TemplateError,
+    yaml.YAMLError,
+)  # fmt: skip
+"""what a card may raise on values that nobody has thought of; a finished model is saved without a card then"""
+PRIVATE = ("output_dir", "data_cache", "report_to")
+"""options that say nothing to readers elsewhere"""
+MARKDOWN = re.compile(r"([\\`*_\[\]{}|~$#!:@])")
+
+
+def write_card(
+    model: Path, directory: Path, folder: str, declaration: Declaration, inputs: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Write the card of the model `folder` of a stage into the directory `model`, where the model is being saved.
+
+    directory: of the stage, with its files so far. inputs: paths of the models that it started from, by option.
+    options: those that differ from their defaults
+    Raises: OSError, FAILURES.
+    """
+    words = declaration.cards.get(folder, declaration.cards[declaration.models[0]])
+    stage = read_stage(directory, declaration)
+    figures = curves([(0, "", stage)], declaration, "iteration" if declaration.report.samples else "step")
+    if figures:
+        disk.write_text(model / CARD[1], picture(figures[0].chart))
+    base = base_model(next(inputs[name] for name in words.bases if name in inputs))
+    results = changes(stage) if folder == declaration.models[0] else []
+    results = [change for change in results if change.after is not None]
+    sources: list[Row] = (stage.data or {}).get("sources", [])
+    metadata = _metadata(words, base, sources, results)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER), autoescape=False, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"plain": plain}
+    text = environment.get_template("card.md.jinja").render(
+        words=words,
+        base=base,
+        sources=[
+            (data_name(str(s.get("data_path"))), s.get("rows", 0), s.get("licence") or "not known") for s in sources
+        ],
+        rows=((stage.data or {}).get("train") or {}).get("rows"),
+        steps=stage.steps,
+        results=results,
+        picture=CARD[1] if figures else None,
+        curve=figures[0].chart.title if figures else "",
+        options=[f"{name}: {visible(json.dumps(value))}" for name, value in published(options).items()],
+    )
+    disk.write_text(model / CARD[0], f"---\n{metadata.to_yaml()}\n---\n{text}")
+
+
+def _metadata(words: ModelWords, base: BaseModel, sources: list[Row], results: list[Change]) -> ModelCardData:
+    datasets = sorted({str(source["hub_id"]) for source in sources if source.get("hub_id")})
+    data = ", ".join(data_name(str(source.get("data_path"))) for source in sources) or "held-out rows"
+    evaluations = [
+        EvalResult(
+            task_type=words.task,
+            dataset_type=datasets[0] if len(datasets) == 1 else "custom",
+            dataset_name=f"held-out rows of {data}",
+            metric_type=change.result.metric.removeprefix("eval_"),
+            metric_name=change.result.label,
+            metric_value=change.after,
+        )
+        for change in results
+    ]
+    return ModelCardData(
+        base_model=base.hub_id,
+        datasets=datasets or None,
+        license=base.licence,
+        library_name="transformers",
+        pipeline_tag=words.task,
+        tags=[TAG, *words.tags],
+        model_name=words.title,
+        eval_results=evaluations or None,
+    )
+
+
+def plain(text: Any) -> str:
+    """A text in one line of Markdown that shows it as it is: no markup, no HTML, no cell of a table ends in it."""
+    line = " ".join(visible(str(text)).split())
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+        line = line.replace(character, entity)
+    return MARKDOWN.sub(r"\\\1", line)
+
+
+def data_name(data_path: str) -> str:
+    """A data path without the directories of this machine."""
+    return re.sub(r"(?:(?<=^)|(?<=[:=,]))(?:~|\.{1,2})?/(?:[^/:,]*/)*", "", data_path)
+
+
+def published(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for readers elsewhere: without secrets, and without directories of this machine."""
+    return {name: _published(value) for name, value in masked(options).items() if name not in PRIVATE}
+
+
+def _published(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _published(nested) for name, nested in value.items()}
+    if isinstance(value, list):
+        return [_published(nested) for nested in value]
+    return data_name(value) if isinstance(value, str) else value
