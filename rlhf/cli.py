@@ -20,6 +20,8 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "report": ("rlhf.chain.report", (), "one page on what runs did, and whether it worked"),
     "evaluate": ("rlhf.evaluation.evaluate", (), "which of several policies is better on the prompts of a file"),
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
+    "chat": ("rlhf.chain.chat", (), "talk to the policies of a run, compare them, and vote"),
+    "serve": ("rlhf.chain.serve", (), "policies of a run behind an HTTP interface like OpenAI's"),
     "push": ("rlhf.hub.push", (), "upload a saved model to the hub"),
 }
 """by verb: the module with the program's `main`, options that are always added, and a description"""

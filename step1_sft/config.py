@@ -14,6 +14,8 @@ STAGE = Declaration(
         "fine-tuning": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective", "loss-on"),
     },
     models=("model",),
+    policies=("model",),
+    reference="model",
     phases={("step1_sft.stage", "perplexity"): Phase("evaluation")},
     report=ReportParts(
         section="Step 1, fine-tuning",

@@ -12,6 +12,7 @@ STAGE = Declaration(
     title="A pairwise reward model on preferences.",
     help_groups={"the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "centering")},
     models=("model",),
+    scorer="model",
     phases={("step2_reward.heldout", "evaluate"): Phase("evaluation")},
     report=ReportParts(
         section="Step 2, reward model",

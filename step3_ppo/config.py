@@ -31,6 +31,8 @@ STAGE = Declaration(
         ),
     },
     models=("actor", "critic", "best", "ema"),
+    policies=("actor", "best", "ema"),
+    reference="actor_model",
     logs=("samples.jsonl", "chosen.jsonl", "rollouts-*.jsonl"),
     losses=("policy_loss", "value_loss"),
     phases={

@@ -96,6 +96,12 @@ class Declaration:
     """what `--help` lists beside the options that every stage has"""
     models: tuple[str, ...]
     """folders of models that it may write; the results of `report` are those of the first"""
+    policies: tuple[str, ...] = ()
+    """those of `models` that respond to prompts, the main one first"""
+    scorer: str = ""
+    """the one of `models` that scores responses"""
+    reference: str = ""
+    """the input from which the policies' KL is measured"""
     logs: tuple[str, ...] = ()
     """patterns of the files beside metrics.jsonl that grow line by line"""
     losses: tuple[str, ...] = ("loss",)

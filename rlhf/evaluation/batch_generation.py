@@ -50,7 +50,7 @@ class PromptSet:
         for start in range(0, len(self.rows), o.rollout_batch_size)[collectives.rank() :: ranks]:
             batch = slice(start, start + o.rollout_batch_size)
             keys = [(o.seed, stream, i) for i in range(len(self.rows))[batch]]
-            prompts = _left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
+            prompts = left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
             yield prompts.to(device), uniforms(keys, o.response_length).to(device)
 
 
@@ -124,7 +124,7 @@ def encode_prompts(
     Raises: UserError if the policies' tokenizers differ, or a prompt and its response do not fit a model's context.
     """
     compute_dtype(EngineOptions(dtype=options.dtype), collectives.local_device())
-    tokenizer = _common_tokenizer(model_paths, options.chat_template)
+    tokenizer = common_tokenizer(model_paths, options.chat_template)
     ids = _encode(prompts, tokenizer)
     for model_path in model_paths:
         _check_context(prompts, ids, model_path, options.response_length)
@@ -132,7 +132,7 @@ def encode_prompts(
     return PromptSet(options, tokenizer, tuple(prompts[i][1] for i in repeated), tuple(ids[i] for i in repeated))
 
 
-def _common_tokenizer(model_paths: Sequence[str], chat_template: str) -> PreTrainedTokenizerBase:
+def common_tokenizer(model_paths: Sequence[str], chat_template: str) -> PreTrainedTokenizerBase:
     """The tokenizer of all policies. Raises: UserError if two differ: a KL between such policies has no meaning."""
     first, *other_paths = dict.fromkeys(model_paths)
     tokenizer = prepare_tokenizer(load_tokenizer(first), chat_template)
@@ -170,7 +170,8 @@ def _check_context(
         )
 
 
-def _left_padded(ids: tuple[list[int], ...], rows: tuple[Row, ...], pad_id: int) -> Prompts:
+def left_padded(ids: tuple[list[int], ...], rows: tuple[Row, ...], pad_id: int) -> Prompts:
+    """A batch of encoded prompts."""
     width = max(map(len, ids))
     padded = torch.tensor([[pad_id] * (width - len(row)) + row for row in ids])
     mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in ids])

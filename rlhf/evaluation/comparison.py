@@ -131,9 +131,8 @@ def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.
     for prompts, uniforms in measurement.comparison.prompts.batches(measurement.setup.device):
         rollout = backend(policy.lm, prompts, o, uniforms)
         samples = rewards.as_samples(rollout, tokenizer)
-        sampled = ops.zero_off_mask(rollout.sampled_logprobs.double(), rollout.mask)
-        ref_logprobs = _logprobs(measurement.reference, rollout, o.temperature, o.micro_batch_size)
-        kl = (sampled - ref_logprobs).sum(1)
+        ref_logprobs = response_logprobs(measurement.reference, rollout, o.temperature, o.micro_batch_size)
+        kl = kl_to(ref_logprobs, rollout)
         if not torch.isfinite(kl).all():
             row = int((~torch.isfinite(kl)).nonzero()[0])
             raise NonFiniteError(f"policy {name}: log-probs are not finite at prompt {samples.prompts[row][-60:]!r}")
@@ -150,8 +149,13 @@ def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.
     return Responses(grouped_texts, tokens, *by_prompt)
 
 
+def kl_to(ref_logprobs: Tensor, rollout: SampledRollout) -> Tensor:
+    """log pi(y|x) - log ref(y|x), k1, nats per response, [B] float64. ref_logprobs: [B, T] as of `response_logprobs`"""
+    return (ops.zero_off_mask(rollout.sampled_logprobs.double(), rollout.mask) - ref_logprobs).sum(1)
+
+
 @torch.no_grad()
-def _logprobs(policy: Policy, rollout: SampledRollout, temperature: float, micro_batch_size: int) -> Tensor:
+def response_logprobs(policy: Policy, rollout: SampledRollout, temperature: float, micro_batch_size: int) -> Tensor:
     """Log-probs of the response tokens, [B, T] float64, 0 off the mask; rows of similar length together."""
     result = torch.zeros(rollout.mask.shape, dtype=torch.float64, device=rollout.mask.device)
     for index in length_groups(rollout.sequences.lengths, micro_batch_size):

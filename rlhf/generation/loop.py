@@ -1,7 +1,8 @@
 """Sampling token by token with a key-value cache; the log-probs are those of the sampling distribution."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -63,20 +64,48 @@ def refuse_recurrent(lm: PreTrainedModel) -> None:
         )
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One token of each of the R responses that have not ended before it."""
+
+    rows: Tensor
+    """[R] long, rows of the batch"""
+    tokens: Tensor
+    """[R] long"""
+    logprobs: Tensor
+    """[R] fp32, at the sampling temperature"""
+
+
 def _sample(
     lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None, config: BackendOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, log-probs and mask, each [B, T] with T at most `response_length`."""
+    shape, device = (len(prompts), sampling.response_length), prompts.ids.device
+    tokens = torch.full(shape, config.pad_token_id, device=device)
+    logprobs = torch.zeros(shape, device=device)
+    mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    length = 0
+    for t, step in enumerate(steps(lm, prompts, sampling, uniforms, config)):
+        tokens[step.rows, t], logprobs[step.rows, t], mask[step.rows, t] = step.tokens, step.logprobs, True
+        length = t + 1
+    return tokens[:, :length], logprobs[:, :length], mask[:, :length]
+
+
+@torch.no_grad()
+def steps(
+    lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None, config: BackendOptions
+) -> Iterator[Step]:
+    """Each position of the responses to B prompts, until all responses have ended, at most `response_length`.
+
+    Between two steps no other pass of `lm` may run: its layers are prepared for decoding. Arguments: as of `Backend`.
+    """
     batch, length, device = len(prompts), sampling.response_length, prompts.ids.device
-    tokens = torch.full((batch, length), config.pad_token_id, device=device)
-    logprobs = torch.zeros(batch, length, device=device)
-    mask = torch.zeros(batch, length, dtype=torch.bool, device=device)
-    attention_mask = torch.cat([prompts.mask[:, prompts.mask.any(0)], mask], dim=1)
+    no_tokens = torch.zeros(batch, length, dtype=torch.bool, device=device)
+    attention_mask = torch.cat([prompts.mask[:, prompts.mask.any(0)], no_tokens], dim=1)
     start = attention_mask.shape[1] - length
     positions = prompts.mask.sum(1)
     rows = torch.arange(batch, device=device)  # rows that are still in the cache
-    active = torch.ones_like(mask[:, 0])
+    active = torch.ones(batch, dtype=torch.bool, device=device)
     droppable = attends_to_all(lm.config)  # other caches may not support the removal of rows
     position = torch.full((1,), start, device=device) if packs(lm) else None
     # With a growing cache, layers would be compiled again for every length.
@@ -85,12 +114,11 @@ def _sample(
     with decoding(lm) as step:
         for t in range(length):
             token, logprob = choose(logits, sampling.temperature, None if uniforms is None else uniforms[rows, t])
-            current = rows[active]
-            tokens[current, t], logprobs[current, t], mask[current, t] = token[active], logprob[active], True
+            yield Step(rows[active], token[active], logprob[active])
             active = active & (token != config.eos_token_id)
             count = int(active.sum())
             if count == 0 or t == length - 1:
-                return tokens[:, : t + 1], logprobs[:, : t + 1], mask[:, : t + 1]
+                return
             if droppable and count <= UNFINISHED_SHARE * len(rows):
                 cache.batch_select_indices(active.nonzero().squeeze(1))
                 rows, token, positions = rows[active], token[active], positions[active]
@@ -101,7 +129,6 @@ def _sample(
             positions += 1
             if position is not None:
                 position += 1
-    raise AssertionError("a response of no tokens")
 
 
 def _read(lm: PreTrainedModel, prompts: Prompts, capacity: int, position: Tensor | None) -> tuple[Tensor, DynamicCache]:

@@ -1,6 +1,7 @@
 """Batches of texts to ids and back: the only module that handles the differences between kinds of tokenizers."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,8 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
 from rlhf.hub.untrusted import fails_as_user_error
+
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -87,6 +90,15 @@ class Encoder:
         """The text of ids from the middle of a longer text; a space at its start stays."""
         context = self.line_break_ids if self.prefixes_space else []
         return self.decode([*context, *ids]).removeprefix(self.decode(context))
+
+    def ends_in_a_byte(self, ids: Sequence[int]) -> bool:
+        """Whether the last id is a byte such as <0xE4>, with which the Llama 2 family spells what has no token."""
+        last = next((i for i in reversed(ids) if i not in self._special_ids), None)  # decoding leaves those out
+        return last is not None and BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(last))) is not None
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(special_tokens(self.tokenizer).values())
 
     @cached_property
     def line_break_ids(self) -> list[int]:

@@ -225,6 +225,21 @@ class Template:
         before, after = self._white_space
         return self._encoder.decode_inside(ids).removeprefix(before).removesuffix(after)
 
+    def settled_text(self, ids: Sequence[int]) -> str:
+        """The start of `response_text` that no further id can change: for a response that is still being written.
+
+        The bytes of an unfinished character are left out, and white space that may prove to be the template's.
+        """
+        before, after = self._white_space
+        if self._encoder.ends_in_a_byte(ids):  # the next byte decides how all bytes before it are read
+            return ""
+        text = self._encoder.decode_inside(ids).rstrip("\ufffd")
+        if before.startswith(text):
+            return ""
+        text = text.removeprefix(before)
+        overlap = max((size for size in range(len(after) + 1) if text.endswith(after[:size])), default=0)
+        return text[: len(text) - overlap]
+
     def encode_many(self, texts: Sequence[str], split: bool) -> list[list[int]]:
         """The ids of each text, without BOS; with `split`, the text of a special token is ordinary text."""
         return self._encoder.encode_many(texts, split)

@@ -21,8 +21,8 @@ ROOMS = (
     "train", "rlhf.__main__", "rlhf.cli", "rlhf.chain",
     "step3_ppo", "step2_reward", "step1_sft", "rlhf.supervised",
     "data.preview", "data.sources", "data", "data.build", "data.read", "data.config",
-    "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.report", "rlhf.rewards", "rlhf.generation",
-    "rlhf.engine", "rlhf.adapters", "rlhf.models",
+    "rlhf.chat", "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.report", "rlhf.rewards",
+    "rlhf.generation", "rlhf.engine", "rlhf.adapters", "rlhf.models",
     "rlhf.text", "rlhf.hub", "rlhf.pages", "rlhf.launch", "rlhf.distributed", "rlhf.storage",
     "rlhf.maths", "rlhf.types",
     "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.errors", "rlhf.streams", "rlhf.shipped",
@@ -36,7 +36,8 @@ TORCH_FREE = (
     "rlhf.errors", "rlhf.streams", "rlhf.hub.short_names", "rlhf.training.out_of_memory", "rlhf.training.stage_process",
     "rlhf.launch.hosts", "rlhf.launch.launcher", "rlhf.launch.rank_variables",
     "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "data.config",
-    "rlhf.chain.stages", "rlhf.config.declaration", "rlhf.supervised.options",
+    "rlhf.chain.stages", "rlhf.chain.chat", "rlhf.chain.serve", "rlhf.chat.options",
+    "rlhf.config.declaration", "rlhf.supervised.options",
     *(f"{stage}.config" for stage in STAGES),
 )  # fmt: skip
 # Engines, how they hold weights and what their optimizer knows, the module through which ranks meet, and its hostfile.

@@ -335,8 +335,8 @@ def test_overwriting_on_request(run: Run, world: Path, options: list[str], tmp_p
 def test_log_probs_that_are_not_finite_end_with_code_3(
     run: Run, world: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = comparison._logprobs
-    monkeypatch.setattr(comparison, "_logprobs", lambda *a: real(*a) + torch.tensor(torch.nan))
+    real = comparison.response_logprobs
+    monkeypatch.setattr(comparison, "response_logprobs", lambda *a: real(*a) + torch.tensor(torch.nan))
     code, _, error = run("--policies", str(world / "base"), str(world / "even"), *options)
     assert code == 3 and error.count("\n") == 1 and "not finite" in error
 

@@ -1,0 +1,103 @@
+"""Options of `rlhf chat` and `rlhf serve`. Torch-free."""
+
+import os
+from typing import Annotated, Literal
+
+import tyro
+from pydantic import Field
+
+from rlhf.config import Config
+from rlhf.config.options import MAX_SEED
+from rlhf.errors import UserError
+
+NONE = "none"
+API_KEY = "RLHF_API_KEY"
+"""environment variable for --api-key, which other users of the machine do not see"""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""addresses that only this machine reaches"""
+
+
+class ModelOptions(Config):
+    """The models of a run, and how they respond."""
+
+    run: Annotated[str, tyro.conf.Positional] = ""
+    """output directory of a chain, directory of a stage or of a model, hub id or short name"""
+    temperature: float = Field(1.0, ge=0)
+    """logits are divided by this; 1 is what the policy was trained with, 0 is greedy (KL is then measured at 1)"""
+    response_length: int = Field(256, ge=1)
+    """maximum number of tokens of a response, EOS included"""
+    seed: int = Field(0, ge=0, le=MAX_SEED)
+    """seed of the sampling"""
+    chat_template: str = "auto"
+    """auto (the policies' own template), a name such as chatml, or a Jinja file"""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """dtype of the models; auto = bf16 on devices that compute it fast, else fp32"""
+
+
+class ChatOptions(ModelOptions):
+    """The policies that answer, and where votes are written."""
+
+    policy: str | None = None
+    """which policy of the run answers: base, sft, ppo, ppo/best or ppo/ema; by default the last that was trained"""
+    compare: tuple[str, ...] = ()
+    """two policies that answer side by side: names as of --policy, or paths as of RUN"""
+    blind: bool = False
+    """with --compare: the sides are in random order and the names are shown after the vote; the web page always is"""
+    reference: str | None = None
+    """policy from which KL is measured; by default what the policy was trained from; none: no KL"""
+    reward: str | None = None
+    """score source of the answers, as in `rlhf evaluate`; by default the reward model of the run; none: no scores"""
+    system: str | None = None
+    """text of a system message before the dialogue"""
+    votes: str = "votes.jsonl"
+    """file to which votes are appended, for `--data-path` of the next reward model"""
+    web: bool = False
+    """a page for a browser instead of the terminal; needs the extra `chat`"""
+    port: int = Field(7860, ge=0, le=65535)
+    """port of the page, on 127.0.0.1; 0: any free port"""
+
+
+class ServeOptions(ModelOptions):
+    """The policies to serve, and the address."""
+
+    policies: tuple[str, ...] = ()
+    """policies of the run, as of `rlhf chat --policy`, or paths; by default the last that was trained"""
+    host: str = "127.0.0.1"
+    """address to listen on; another than this machine's own needs --api-key"""
+    port: int = Field(8000, ge=0, le=65535)
+    """port to listen on; 0: any free port"""
+    api_key: str | None = Field(None, repr=False)
+    """key that every request must have (Authorization: Bearer KEY); better in the environment as RLHF_API_KEY"""
+
+
+def require_run(options: ModelOptions, verb: str) -> None:
+    """Raises: UserError if no run is named."""
+    if not options.run:
+        raise UserError(f"rlhf {verb}: no run is named; expected the --output-dir of a run, or a model's directory")
+
+
+def check_chat(options: ChatOptions) -> None:
+    """Raises: UserError for options that contradict each other, or none where one is needed."""
+    require_run(options, "chat")
+    if options.compare and len(options.compare) != 2:
+        raise UserError(
+            f"--compare {' '.join(options.compare)}: got {len(options.compare)} policies, expected two; write RUN first"
+        )
+    if options.compare and options.policy is not None:
+        raise UserError("--policy and --compare: got both, expected one of them")
+    if options.blind and not options.compare:
+        raise UserError("--blind: got it without --compare, expected two policies")
+    if not options.votes.endswith(".jsonl"):
+        raise UserError(f"--votes {options.votes}: expected a .jsonl file")
+
+
+def api_key(options: ServeOptions) -> str | None:
+    """The key of the option or the environment. Raises: UserError for an open address without a key."""
+    require_run(options, "serve")
+    key = options.api_key or os.environ.get(API_KEY) or None
+    if key is None and options.host not in LOOPBACK:
+        raise UserError(
+            f"--host {options.host}: other machines reach this address, and everyone there could use the models; add "
+            f"--api-key KEY or set {API_KEY}, or leave out --host"
+        )
+    return key
