@@ -1,5 +1,6 @@
 """`rlhf chat RUN`: talk to the policies of a run, compare them, and vote."""
 
+import os
 import sys
 
 from rlhf import console
@@ -18,9 +19,7 @@ def main() -> int:
     options = parser.parse(ChatOptions, sys.argv[1:], console.program(NAME), "Talk to the policies of a run.")
     check_chat(options)
     if options.web:
-        from rlhf.chat.web import require_gradio
-
-        require_gradio()
+        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # nothing is sent anywhere
     console.loading(console.program(NAME), sys.argv)
     console.quiet_libraries()
     from rlhf.chat.run_models import run_models

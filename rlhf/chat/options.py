@@ -1,5 +1,6 @@
 """Options of `rlhf chat` and `rlhf serve`. Torch-free."""
 
+import importlib.util
 import os
 from typing import Annotated, Literal
 
@@ -89,6 +90,8 @@ def check_chat(options: ChatOptions) -> None:
         raise UserError("--blind: got it without --compare, expected two policies")
     if not options.votes.endswith(".jsonl"):
         raise UserError(f"--votes {options.votes}: expected a .jsonl file")
+    if options.web and importlib.util.find_spec("gradio") is None:
+        raise UserError('--web: needs Gradio; install it with: pip install "rlhf-pipeline[chat]"')
 
 
 def api_key(options: ServeOptions) -> str | None:

@@ -4,7 +4,7 @@ The sampler is that of step 3 (rlhf/generation/loop.py), so that people vote on 
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -161,7 +161,7 @@ class Generation:
         self.sampling = Sampling(sampling.temperature, length, sampling.key)
         self._prompts = left_padded((ids,), (Row(self.messages),), models.tokenizer.pad_token_id).to(lm.device)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Generator[str, None, None]:
         """Pieces of the text; joined they are `response.text`. Only whole characters, no special tokens."""
         m, sampling = self._models, self.sampling
         lm, template = m.policies[self.policy].lm, m.template

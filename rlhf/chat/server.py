@@ -189,7 +189,7 @@ class Handler(BaseHTTPRequestHandler):
             for piece in pieces:
                 self._event(replies.piece(piece))
         finally:
-            pieces.close()  # type: ignore[attr-defined]  # a generator: a client that has left stops the sampling
+            pieces.close()  # a client that has left stops the sampling
         response = generation.finish()
         self._event(replies.last(response))
         if request.with_usage:

@@ -1,7 +1,7 @@
 """A dialogue with one policy, or with two that answer side by side, and the votes on their answers."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -161,7 +161,7 @@ def open_session(options: ChatOptions, run: RunModels) -> Session:
     return Session(models, names, options)
 
 
-def pieces(turn: Turn) -> Iterator[tuple[int, str]]:
+def pieces(turn: Turn) -> Generator[tuple[int, str], None, None]:
     """(side, piece of text) of all answers, one answer after the other."""
     for side, generation in enumerate(turn.generations):
         for piece in generation:

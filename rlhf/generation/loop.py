@@ -1,7 +1,7 @@
 """Sampling token by token with a key-value cache; the log-probs are those of the sampling distribution."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import cast
 
@@ -94,7 +94,7 @@ def _sample(
 @torch.no_grad()
 def steps(
     lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None, config: BackendOptions
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Each position of the responses to B prompts, until all responses have ended, at most `response_length`.
 
     Between two steps no other pass of `lm` may run: its layers are prepared for decoding. Arguments: as of `Backend`.

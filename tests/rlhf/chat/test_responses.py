@@ -128,7 +128,7 @@ def test_a_response_that_is_left_leaves_the_model_as_it_was(models: Models) -> N
     pieces = iter(Generation(models, "sft", user("w9"), Sampling(1.0, 24, (1,))))
     next(pieces)
     assert models.lock.locked()
-    pieces.close()  # type: ignore[attr-defined]
+    pieces.close()
     assert not models.lock.locked()
     assert Generation(models, "sft", user("w9"), Sampling(1.0, 24, (1,))).finish().text == before.text
 

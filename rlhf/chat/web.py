@@ -1,0 +1,199 @@
+"""`rlhf chat --web`: a page on 127.0.0.1, made with Gradio. One dialogue for each open page.
+
+With two policies the sides are blind: their order is random, and names and numbers are shown after the vote.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import gradio as gr
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from rlhf import console
+from rlhf.chat.options import ChatOptions
+from rlhf.chat.session import Session, Turn, pieces
+from rlhf.chat.votes import Preference
+from rlhf.engine.nonfinite import NonFiniteError
+from rlhf.errors import UserError
+from rlhf.types import Message
+
+HOSTS = ["127.0.0.1", "localhost"]
+"""names under which a browser may open the page: a foreign site's name that leads here (DNS rebinding) is refused"""
+FONTS = ["system-ui", "sans-serif"]
+"""the page loads nothing from elsewhere"""
+SIDES = ("left", "right")
+Messages = list[dict[str, str]]
+
+
+def shown(history: tuple[Message, ...], *answer: str) -> Messages:
+    """A dialogue, and an answer that is still being written, as Gradio shows it."""
+    messages = [{"role": m.role, "content": m.content} for m in history if m.role != "system"]
+    return messages + [{"role": "assistant", "content": text} for text in answer]
+
+
+def in_one_thread(turn: Turn) -> Generator[tuple[int, str], None, None]:
+    """`pieces`, sampled by one thread: Gradio may take each step of a generator in another one."""
+    results: queue.Queue[tuple[int, str] | BaseException | None] = queue.Queue()
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            with contextlib.closing(pieces(turn)) as source:
+                for piece in source:
+                    results.put(piece)
+                    if stop.is_set():
+                        return
+            results.put(None)
+        except (UserError, NonFiniteError, RuntimeError) as error:
+            results.put(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    try:
+        while (result := results.get()) is not None:
+            if isinstance(result, BaseException):
+                raise result
+            yield result
+    finally:
+        stop.set()
+        worker.join()
+
+
+class Page:
+    """The handlers of the page's events. Each gets the session of its page."""
+
+    def __init__(self, session: Session, options: ChatOptions) -> None:
+        self._session, self._options = session, options
+        self.sides = len(session.policies)
+
+    def open(self) -> Session:
+        """The session of a page that was just opened; all share the models."""
+        return Session(self._session.models, self._session.policies, self._options)
+
+    def ask(self, session: Session, text: str, temperature: float, length: float) -> Iterator[list[Any]]:
+        """The answers as they are written: the dialogue of each side, the input, the status, the better answer."""
+        session.temperature, session.response_length = float(temperature), int(length)
+        try:
+            turn = session.ask(text)
+        except UserError as error:
+            yield [*self._sides(session), text, f"error: {error}", ""]
+            return
+        answers = [""] * self.sides
+        for side, piece in in_one_thread(turn):
+            answers[side] += piece
+            yield [*(shown(turn.messages, answer) for answer in answers), "", "writing ...", ""]
+        answers = [response.text for response in turn.responses]
+        session.measure()
+        status = "which answer is better?" if session.blind else _numbers(turn)
+        yield [*(shown(turn.messages, answer) for answer in answers), "", status, answers[0]]
+
+    def vote(self, preference: Preference) -> Callable[[Session], list[Any]]:
+        def handle(session: Session) -> list[Any]:
+            turn = session.turn
+            try:
+                session.vote(preference)
+            except UserError as error:
+                return [*self._sides(session), f"{error}"]
+            assert turn is not None
+            return [*self._sides(session), f"vote written to {session.votes}. {_numbers(turn)}"]
+
+        return handle
+
+    def improve(self, session: Session, text: str, side: str) -> list[Any]:
+        """A better answer of the person."""
+        turn = session.turn
+        try:
+            session.improve(text, SIDES.index(side))
+        except UserError as error:
+            return [*self._sides(session), f"{error}"]
+        assert turn is not None
+        return [*self._sides(session), f"better answer written to {session.votes}. {_numbers(turn)}"]
+
+    def reset(self, session: Session) -> list[Any]:
+        session.reset()
+        return [*self._sides(session), "new dialogue"]
+
+    def _sides(self, session: Session) -> list[Messages]:
+        turn = session.turn
+        if turn is None or any(generation.response is None for generation in turn.generations):
+            return [shown(session.history)] * self.sides
+        return [shown(turn.messages, response.text) for response in turn.responses]
+
+
+def _numbers(turn: Turn) -> str:
+    """`left: ppo, score 1.2, KL 3.4 nats. right: ...`"""
+    texts = []
+    for name, policy, measures, response in zip(SIDES, turn.policies, turn.measures, turn.responses, strict=False):
+        numbers = [policy]
+        numbers += [] if measures.score is None else [f"score {measures.score:.3g}"]
+        numbers += [] if measures.kl is None else [f"KL {measures.kl:.3g} nats"]
+        numbers += [] if response.ended else ["cut at the response length"]
+        texts.append((f"{name}: " if len(turn.policies) == 2 else "") + ", ".join(numbers))
+    return ". ".join(texts)
+
+
+def build(session: Session, options: ChatOptions) -> Any:
+    """The page."""
+    page = Page(session, options)
+    with gr.Blocks(title="rlhf chat", analytics_enabled=False) as blocks:
+        state = gr.State()
+        with gr.Row():
+            labels = SIDES if page.sides == 2 else session.policies
+            plain = {"render_markdown": False, "allow_tags": True, "buttons": [], "feedback_options": None}
+            chats = [gr.Chatbot(label=label, elem_id=f"chat-{i}", **plain) for i, label in enumerate(labels)]
+        message = gr.Textbox(label="Message", elem_id="message", autofocus=True, submit_btn="Send")
+        status = gr.Textbox(label="Status", elem_id="status", interactive=False)
+        with gr.Row():
+            for preference, text in (("a", "Left is better"), ("tie", "Tie"), ("b", "Right is better")):
+                if page.sides == 2:
+                    button = gr.Button(text, elem_id=f"vote-{preference}")
+                    button.click(page.vote(preference), [state], [*chats, status])  # type: ignore[arg-type]
+            new = gr.Button("New dialogue", elem_id="new")
+        with gr.Accordion("A better answer, and sampling", open=False):
+            better = gr.Textbox(label="Edit the answer", elem_id="better", lines=3)
+            side = gr.Radio([*SIDES], value="left", label="It is better than", visible=page.sides == 2)
+            save = gr.Button("Save the better answer", elem_id="save")
+            temperature = gr.Slider(0, 2, value=session.temperature, step=0.05, label="Temperature")
+            length = gr.Number(session.response_length, precision=0, minimum=1, label="Response length, tokens")
+        outputs = [*chats, message, status, better]
+        message.submit(page.ask, [state, message, temperature, length], outputs)
+        save.click(page.improve, [state, better, side], [*chats, status])
+        for clear in (new.click, *(chat.clear for chat in chats)):
+            clear(page.reset, [state], [*chats, status])
+        blocks.load(page.open, None, [state])
+    return blocks
+
+
+def launch(session: Session, options: ChatOptions) -> tuple[Any, str]:
+    """Start the page in the background. Returns (it, its URL). Raises: UserError if the port is in use."""
+    blocks = build(session, options)
+    theme = gr.themes.Default(font=FONTS, font_mono=["monospace"])
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)]
+    try:
+        _, url, _ = blocks.launch(
+            server_name=HOSTS[0],
+            server_port=options.port or None,
+            prevent_thread_lock=True,
+            quiet=True,
+            share=False,
+            footer_links=[],
+            ssr_mode=False,
+            theme=theme,
+            app_kwargs={"middleware": middleware},
+        )
+    except OSError as error:
+        raise UserError(f"--port {options.port}: cannot listen there ({error}); choose another --port") from None
+    return blocks, url
+
+
+def serve_page(session: Session, options: ChatOptions) -> None:
+    """Serve the page until Ctrl-C. Raises: UserError."""
+    blocks, url = launch(session, options)
+    console.say(f"chat with {' and '.join(session.policies)} at {url}; votes go to {session.votes}; Ctrl-C ends")
+    with contextlib.suppress(KeyboardInterrupt):
+        blocks.block_thread()
+    blocks.close()

@@ -1,0 +1,306 @@
+"""Dialogues and votes: what the models see, which rows are written, who reads them; and the terminal."""
+
+import io
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from data.build.mixture import open_origin
+from data.read.records import Skipped
+from rlhf.chain.chat import BY_NAME
+from rlhf.chat import session as sessions
+from rlhf.chat import votes
+from rlhf.chat.options import ChatOptions, check_chat
+from rlhf.chat.responses import Models
+from rlhf.chat.run_models import run_models
+from rlhf.chat.session import Session
+from rlhf.chat.terminal import Terminal, printable
+from rlhf.errors import UserError
+from rlhf.text.prompt_file import read_prompts
+from rlhf.types import Message, Row
+from tests.support import chat_runs
+
+NAMES = ("sft", "ppo")
+Make = Callable[..., Session]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_runs.write(tmp_path_factory.mktemp("world") / "run")
+
+
+@pytest.fixture(scope="module")
+def models(run: Path) -> Models:
+    """With the reference and the reward model of the run."""
+    return sessions.open_session(chat_runs.options_of(run, compare=NAMES), run_models(str(run), BY_NAME)).models
+
+
+@pytest.fixture
+def make(models: Models, run: Path, tmp_path: Path) -> Make:
+    def session(*names: str, **changes: Any) -> Session:
+        options = chat_runs.options_of(run, **{"votes": str(tmp_path / "votes.jsonl"), **changes})
+        return Session(models, names or NAMES, options)
+
+    return session
+
+
+def rows(session: Session) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in session.votes.read_text(encoding="utf-8").splitlines()]
+
+
+def ask(session: Session, *texts: str) -> list[str]:
+    """Ask until both answers can be voted on, and return them."""
+    for i in range(100):
+        answers = session.ask(texts[0] if texts else f"w{4 + i} w9").responses
+        if not votes.refusal(answers):
+            return [answer.text for answer in answers]
+        session.reset()
+    raise AssertionError("no answers")
+
+
+# --- dialogues
+
+
+def test_a_dialogue_is_what_the_next_answer_sees(make: Make) -> None:
+    session = make("ppo", system="w5")
+    first = session.ask("w4 w7").responses[0].text
+    assert first
+    turn = session.ask("w8")
+    expected = (Message("system", "w5"), Message("user", "w4 w7"), Message("assistant", first), Message("user", "w8"))
+    assert turn.messages == expected == turn.generations[0].messages
+    session.reset()
+    assert session.ask("w8").messages == (Message("system", "w5"), Message("user", "w8"))
+
+
+def test_answers_depend_on_seed_turn_and_side(make: Make) -> None:
+    def answers(*questions: str, **changes: Any) -> list[str]:
+        session = make(**changes)
+        return [r.text for text in questions for r in session.ask(text).responses if session.reset() is None]
+
+    questions = chat_runs.PROMPTS[:4]
+    assert answers(*questions) == answers(*questions) != answers(*questions, seed=1)
+    repeated = answers(*["w4 w9"] * 8)
+    assert len({*repeated[::2]}) > 1 and repeated[::2] != repeated[1::2]
+    session = make("ppo")
+    session.temperature = 0.0
+    greedy = {session.ask("w4 w7").responses[0].text for _ in range(3) if session.reset() is None}
+    assert len(greedy) == 1
+
+
+def test_the_better_answer_goes_on(make: Make) -> None:
+    for preference, side in (("a", 0), ("b", 1), ("tie", 0)):
+        session = make()
+        answers = ask(session)
+        session.vote(preference)  # type: ignore[arg-type]
+        assert session.history[-1] == Message("assistant", answers[side]) and session.turn is None
+
+
+def test_blind_sides_come_in_random_order(make: Make) -> None:
+    session = make(blind=True)
+    orders = set()
+    for _ in range(12):
+        orders.add(session.ask("w4").policies)
+        session.reset()
+    assert orders == {("sft", "ppo"), ("ppo", "sft")}
+
+
+# --- votes
+
+
+def test_votes_are_rows_of_preferences(make: Make, models: Models, run: Path) -> None:
+    session = make(temperature=0.9, seed=3)
+    first = ask(session)
+    measures = session.measure()
+    session.vote("b")
+    session.reset()
+    second = ask(session)
+    session.vote("a")
+    third = session.ask("w8 w9").responses
+    session.reset()
+    ask(session)
+    session.vote("tie")
+    written = rows(session)
+    assert [row["preference"] for row in written] == ["b", "a", "tie"]
+    assert (written[0]["response_a"], written[0]["response_b"]) == tuple(first)
+    assert (written[0]["policy_a"], written[0]["model_b"]) == ("sft", str(run / "step3_ppo/actor"))
+    assert (written[0]["score_b"], written[0]["kl_a"]) == (measures[1].score, measures[0].kl)
+    assert (written[0]["temperature"], written[0]["seed"], written[0]["response_length"]) == (0.9, 3, 24)
+    assert written[0]["time"].startswith("20") and written[0]["time"].endswith("+00:00") and third
+    one, two, tie = open_origin(str(session.votes)).rows("reward")
+    assert isinstance(one, Row) and (one.response, one.rejected) == (first[1], first[0])
+    assert isinstance(two, Row) and (two.response, two.rejected) == tuple(second)
+    assert tie == Skipped("tie")
+    prompts = [row.prompt for _, row in read_prompts(str(session.votes))]  # as `rlhf pairs --prompts` reads them
+    assert len(prompts) == 3 and prompts[0] == one.prompt
+
+
+def test_a_vote_late_in_a_dialogue_has_all_of_it(make: Make) -> None:
+    session = make(system="w5")
+    ask(session, "w6 w7")
+    session.vote("a")
+    answer = session.history[-1].content
+    responses = session.ask("w8 w9").responses
+    if votes.refusal(responses):
+        pytest.skip("the model cut or repeated an answer")
+    session.vote("a")
+    row = list(open_origin(str(session.votes)).rows("reward"))[1]
+    assert isinstance(row, Row)
+    assert [(m.role, m.content) for m in row.prompt] == [
+        ("system", "w5"), ("user", "w6 w7"), ("assistant", answer), ("user", "w8 w9"),
+    ]  # fmt: skip
+
+
+def test_an_edited_answer_is_preferred_to_the_old_one(make: Make) -> None:
+    session = make("ppo")
+    [old] = ask(session)
+    session.improve("w11 w12")
+    assert session.history[-1] == Message("assistant", "w11 w12")
+    [row] = rows(session)
+    assert (row["policy_a"], row["policy_b"], row["score_a"]) == (votes.EDITED, "ppo", None)
+    [read] = open_origin(str(session.votes)).rows("reward")
+    assert isinstance(read, Row) and (read.response, read.rejected) == ("w11 w12", old)
+
+
+def test_what_must_not_train_a_reward_model_is_no_vote(make: Make) -> None:
+    session = make(response_length=1)
+    session.ask("w4").responses  # noqa: B018  (sampled)
+    with pytest.raises(UserError, match=r"no vote: .*(cut|empty|equal)"):
+        session.vote("a")
+    single = make("ppo")
+    with pytest.raises(UserError, match="no question yet"):
+        single.vote("a")
+    ask(single)
+    with pytest.raises(UserError, match="expected two that answer side by side"):
+        single.vote("a")
+    with pytest.raises(UserError, match="empty or unchanged"):
+        single.improve("  ")
+    with pytest.raises(UserError, match="empty message"):
+        single.ask("  ")
+    assert not session.votes.exists()
+
+
+def append_many(path: str, writer: int, count: int) -> None:
+    for number in range(count):
+        votes.append(Path(path), {"writer": writer, "number": number, "text": "é" * (1000 * writer + number)})
+
+
+def test_two_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+    file, count = tmp_path / "votes.jsonl", 60
+    file.write_text('{"writer": 0, "number": 0}')  # an editor has left out the last line break
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=append_many, args=(str(file), writer, count)) for writer in (1, 9)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    read = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(read) == 2 * count + 1
+    for writer in (1, 9):
+        assert [row["number"] for row in read if row["writer"] == writer] == [*range(count)]
+
+
+def test_a_full_disk_leaves_no_half_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "votes.jsonl"
+    votes.append(file, {"n": 1})
+    before, write = file.read_bytes(), os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[: len(line) // 2]))
+    with pytest.raises(UserError, match=r"--votes .*No space left"):
+        votes.append(file, {"n": 2})
+    monkeypatch.undo()
+    assert file.read_bytes() == before
+    with pytest.raises(UserError, match=r"--votes .*cannot be written"):
+        votes.append(file / "below.jsonl", {})
+
+
+# --- the terminal
+
+
+def talk(session: Session, *lines: str) -> str:
+    """What the terminal shows while a person types these lines."""
+    waiting = iter(lines)
+
+    def read(prompt: str) -> str:
+        line = next(waiting, None)
+        if line is None:
+            raise EOFError
+        out.write(f"{prompt}{line}\n")
+        return line
+
+    out = io.StringIO()
+    Terminal(session, read, Console(file=out, width=200, highlight=False, markup=False, soft_wrap=True)).run()
+    assert next(waiting, None) is None
+    return out.getvalue()
+
+
+def test_one_policy_in_the_terminal(make: Make) -> None:
+    session = make("ppo")
+    expected = make("ppo")
+    shown = talk(session, "w4 w7", "/temperature 0", "/length 3", "w8", "/reset", "w9", "/help", "/what", "/quit")
+    [answer] = expected.ask("w4 w7").responses
+    [measure] = expected.measure()
+    assert (
+        f"> w4 w7\n{answer.text}\n[ppo: score {measure.score:.3g}, KL {measure.kl:.3g} nats, {answer.tokens}" in shown
+    )
+    assert "error: /what: no such command" in shown and "(new dialogue)" in shown
+    assert (session.temperature, session.response_length) == (0.0, 3)
+    assert session.turn is not None and session.turn.messages == (Message("user", "w9"),)
+
+
+def test_votes_in_the_terminal_need_no_extra(make: Make, run: Path) -> None:
+    question = ask_text(make)
+    session = make()
+    shown = talk(session, question, "x", "r", "/reset", question, "")
+    assert "left (sft):" in shown and "right (ppo):" in shown and f"(vote written to {session.votes})" in shown
+    assert shown.count("better: l left, r right, t tie") == 3  # x is no vote
+    [row] = rows(session)
+    assert (row["preference"], row["policy_b"], row["blind"]) == ("b", "ppo", False)
+    assert row["score_a"] is not None
+
+
+def ask_text(make: Make) -> str:
+    """A question whose answers can be voted on as the first of a session."""
+    for i in range(4, 90):
+        if not votes.refusal(make().ask(f"w{i} w9").responses):
+            return f"w{i} w9"
+    raise AssertionError("no question")
+
+
+def test_blind_names_come_after_the_vote(make: Make) -> None:
+    question = ask_text(make)
+    shown = talk(make(blind=True), question, "l")
+    before, after = shown.split("better: ", 1)
+    assert "sft" not in before.split(question, 1)[1] and "score" not in before
+    assert "sft: score" in after and "ppo: score" in after
+
+
+def test_a_refused_vote_is_said_and_mistakes_do_not_end_the_chat(make: Make) -> None:
+    session = make(response_length=1)
+    shown = talk(session, "w4", "l", "/temperature -1", "/length 0.5", "w5 " * 100, "/better w5")
+    assert "(no vote: " in shown and shown.count("error: got '") == 2 and "start a new dialogue" in shown
+
+
+def test_a_model_cannot_write_to_the_terminal_what_it_obeys() -> None:
+    assert printable("a\x1b[31mb\x07\x9b\r\n\tcé你\u200d") == "a[31mb\n\tcé你\u200d"
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no run": ({"run": ""}, "no run is named"),
+    "one policy": ({"compare": ("sft",)}, "--compare sft: got 1 policies, expected two"),
+    "both": ({"compare": NAMES, "policy": "sft"}, "expected one of them"),
+    "blind alone": ({"blind": True}, "--blind"),
+    "no rows": ({"votes": "votes.csv"}, "--votes votes.csv: expected a .jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_refused_before_libraries_are_loaded(name: str) -> None:
+    options, words = MISTAKES[name]
+    with pytest.raises(UserError, match=words):
+        check_chat(ChatOptions.model_validate({"run": "r"} | options))
+    check_chat(ChatOptions(run="r"))

@@ -1,0 +1,137 @@
+"""`rlhf chat --web` in headless Chromium: a person types, reads the stream, votes, edits; the rows are in the file."""
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from data.build.mixture import open_origin
+from rlhf.chain.chat import BY_NAME
+from rlhf.chat import votes
+from rlhf.chat.run_models import run_models
+from rlhf.chat.session import open_session
+from rlhf.types import Row
+from tests.support import chat_runs
+from tests.support.browser import CHROMIUM, Page, open_browser
+
+pytest.importorskip("gradio", reason="Gradio is not installed (extra chat)")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt install chromium)"),
+]
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, list[str]]]:
+    """(URL of the page, file of votes, questions whose answers can be voted on)."""
+    from rlhf.chat.web import launch
+
+    run = chat_runs.write(tmp_path_factory.mktemp("world") / "run")
+    options = chat_runs.options_of(run, compare=("sft", "ppo"), web=True, port=0)
+    session = open_session(options, run_models(str(run), BY_NAME))
+    blocks, url = launch(session, options)
+    try:
+        yield url, run / "votes.jsonl", list(chat_runs.PROMPTS)
+    finally:
+        blocks.close()
+
+
+@pytest.fixture(scope="module")
+def page(served: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as browser:
+        browser.resize(1100)
+        browser.open(served[0])
+        wait_for(browser, "document.querySelector('#message textarea') !== null")
+        yield browser
+
+
+def wait_for(page: Page, condition: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not page.value(condition):
+        assert time.monotonic() < end, (condition, page.value("document.body.innerText"))
+        time.sleep(0.05)
+
+
+def value_of(page: Page, name: str) -> str:
+    return str(page.value(f"document.querySelector('#{name} textarea, #{name} input').value"))
+
+
+def send(page: Page, text: str) -> None:
+    """Type a message as a person does, and wait for both answers."""
+    page.value("document.querySelector('#message textarea').focus()")
+    page.call("Input.insertText", text=text)
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+    page.call("Input.dispatchKeyEvent", type="keyUp", key="Enter", code="Enter", windowsVirtualKeyCode=13)
+    wait_for(page, "document.querySelector('#status textarea, #status input').value.startsWith('which answer')")
+
+
+def click(page: Page, name: str, status: str) -> str:
+    """Click a button, and return the status when it begins with the text."""
+    page.value(f"document.querySelector('#{name}').click()")
+    quoted = json.dumps(status)
+    wait_for(page, f"document.querySelector('#status textarea, #status input').value.startsWith({quoted})")
+    return value_of(page, "status")
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def votable(page: Page, questions: list[str], vote: str) -> str:
+    """Ask until a vote is accepted, and return the status after it."""
+    for question in questions * 3:
+        send(page, question)
+        assert not {"sft", "ppo"} & {*value_of(page, "status").split()}  # blind
+        page.value(f"document.querySelector('#vote-{vote}').click()")
+        wait_for(page, "!document.querySelector('#status textarea').value.startsWith('which answer')")
+        if value_of(page, "status").startswith("vote written"):
+            return value_of(page, "status")
+        click(page, "new", "new dialogue")
+    raise AssertionError("no vote was accepted")
+
+
+def test_a_person_types_reads_votes_and_finds_the_row(page: Page, served: Any) -> None:
+    url, file, questions = served
+    status = votable(page, questions, "b")
+    [row] = rows(file)
+    assert row["preference"] == "b" and row["blind"] and row["response_b"] in page.value("document.body.innerText")
+    assert {row["policy_a"], row["policy_b"]} == {"sft", "ppo"}
+    assert f"left: {row['policy_a']}, score {row['score_a']:.3g}, KL {row['kl_a']:.3g} nats" in status
+    [read] = open_origin(str(file)).rows("reward")
+    assert isinstance(read, Row) and (read.response, read.rejected) == (row["response_b"], row["response_a"])
+    assert all(address.startswith((url, "data:", "blob:")) for address in page.requests()), page.requests()
+
+
+def test_a_better_answer_is_a_row(page: Page, served: Any) -> None:
+    _, file, questions = served
+    page.value("[...document.querySelectorAll('button')].find((b) => b.innerText.includes('A better answer')).click()")
+    wait_for(page, "document.querySelector('#better textarea') !== null")
+    before = len(rows(file))
+    for question in questions * 3:
+        click(page, "new", "new dialogue")
+        send(page, question)
+        page.value("document.querySelector('#better textarea').select()")
+        page.call("Input.insertText", text="w11 w12")
+        page.value("document.querySelector('#save').click()")
+        wait_for(page, "!document.querySelector('#status textarea').value.startsWith('which answer')")
+        if value_of(page, "status").startswith("better answer written"):  # else an answer was cut or empty
+            break
+    [row] = rows(file)[before:]
+    assert (row["response_a"], row["policy_a"], row["preference"]) == ("w11 w12", votes.EDITED, "a")
+
+
+def test_a_foreign_host_is_refused(served: Any) -> None:
+    connection = http.client.HTTPConnection(urlsplit(served[0]).netloc, timeout=20)
+    connection.request("GET", "/", headers={"Host": "evil.example"})
+    assert connection.getresponse().status == 400
+
+
+def test_a_picture_of_the_page(page: Page, tmp_path: Path) -> None:
+    page.screenshot(tmp_path / "chat.png")
+    assert (tmp_path / "chat.png").stat().st_size > 10_000
