@@ -22,6 +22,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """fields that a policy does not support, and the values with which they change nothing; null is always one"""
 MAX_STOPS = 4
+MAX_TOKENS = 1 << 17
+"""of a response, also of a model whose context has no limit"""
 MAX_STOP_LENGTH = 500
 
 
@@ -64,8 +66,8 @@ class _Body(BaseModel):
     model: str
     messages: list[_Turn] = Field(min_length=1, max_length=1000)
     temperature: float | None = Field(None, ge=0, le=100)
-    max_tokens: int | None = Field(None, ge=1)
-    max_response: int | None = Field(None, ge=1, alias="max_completion_tokens")
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    max_response: int | None = Field(None, ge=1, le=MAX_TOKENS, alias="max_completion_tokens")
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None

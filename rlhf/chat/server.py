@@ -78,6 +78,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer(self._post)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server itself refuses, such as another method, is JSON too."""
+        self.close_connection = True
+        self._send(code, ApiError(code, f"HTTP: {ascii(message or 'bad request')[1:-1]}").body)
+
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a request is no event that an operator must see, and its path may have control characters."""
 

@@ -86,8 +86,14 @@ class Page:
         for side, piece in in_one_thread(turn):
             answers[side] += piece
             yield [*(shown(turn.messages, answer) for answer in answers), "", "writing ...", ""]
+        if session.turn is not turn:  # the person has started a new dialogue meanwhile
+            return
         answers = [response.text for response in turn.responses]
-        session.measure()
+        try:
+            session.measure()
+        except UserError as error:
+            yield [*self._sides(session), "", f"error: {error}", answers[0]]
+            return
         status = "which answer is better?" if session.blind else _numbers(turn)
         yield [*(shown(turn.messages, answer) for answer in answers), "", status, answers[0]]
 

@@ -156,8 +156,13 @@ CHECKS: dict[tuple[str, str], Callable[..., None]] = {
     ("extending.md", "my_backend.py"): backend,
     ("extending.md", "my_tracker.py"): tracker,
 }
-ELSEWHERE = {("tutorial.md", "make_pairs.py"), ("tutorial.md", "use_policy.py"), ("python.md", "my_run.py")}
-"""run by tests/docs/test_tutorial.py and tests/rlhf/chain/test_api.py"""
+ELSEWHERE = {
+    ("tutorial.md", "make_pairs.py"),
+    ("tutorial.md", "use_policy.py"),
+    ("python.md", "my_run.py"),
+    ("chat.md", "ask.py"),
+}
+"""run by tests/docs/test_tutorial.py, tests/rlhf/chain/test_api.py and tests/docs/test_chat_page.py"""
 
 
 def test_every_block_has_its_check() -> None:

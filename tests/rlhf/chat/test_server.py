@@ -157,6 +157,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
     "temperature": (GOOD | {"temperature": -1}, 400, "temperature"),
     "NaN": (json.dumps(GOOD | {"temperature": float("nan")}).encode(), 400, "temperature"),
     "max_tokens": (GOOD | {"max_tokens": 0}, 400, "max_tokens"),
+    "endless": (GOOD | {"max_completion_tokens": 10**9}, 400, "max_completion_tokens"),
     "top_p": (GOOD | {"top_p": 0.9}, 400, "top_p: not supported, expected 1"),
     "tools": (GOOD | {"tools": [{"type": "function"}]}, 400, "tools: not supported"),
     "n": (GOOD | {"n": 2}, 400, "n: not supported"),
@@ -190,6 +191,9 @@ def test_http_mistakes(server: Server) -> None:
     assert ask(server, None, "GET", "/v1/models", Content_Type="text/plain")[0] == 200
     assert ask(server, b"", Content_Length=str(MAX_BODY + 1))[0] == 413
     assert ask(server, b"", Content_Length="-1")[0] == 411
+    for method in ("OPTIONS", "DELETE"):  # a foreign page asks with OPTIONS whether it may send JSON
+        status, error = ask(server, None, method)
+        assert status == 501 and method in error["message"]
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "[::1", ""])

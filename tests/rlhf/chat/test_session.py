@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ def test_a_full_disk_leaves_no_half_row(tmp_path: Path, monkeypatch: pytest.Monk
 # --- the terminal
 
 
-def talk(session: Session, *lines: str) -> str:
+def talk(session: Session, *lines: str, **console: Any) -> str:
     """What the terminal shows while a person types these lines."""
     waiting = iter(lines)
 
@@ -233,7 +234,9 @@ def talk(session: Session, *lines: str) -> str:
         return line
 
     out = io.StringIO()
-    Terminal(session, read, Console(file=out, width=200, highlight=False, markup=False, soft_wrap=True)).run()
+    Terminal(
+        session, read, Console(file=out, width=200, highlight=False, markup=False, soft_wrap=True, **console)
+    ).run()
     assert next(waiting, None) is None
     return out.getvalue()
 
@@ -261,6 +264,13 @@ def test_votes_in_the_terminal_need_no_extra(make: Make, run: Path) -> None:
     [row] = rows(session)
     assert (row["preference"], row["policy_b"], row["blind"]) == ("b", "ppo", False)
     assert row["score_a"] is not None
+
+
+def test_a_real_terminal_has_the_answers_side_by_side(make: Make) -> None:
+    question = ask_text(make)
+    left, right = (response.text for response in make().ask(question).responses)
+    shown = talk(make(), question, "t", force_terminal=True, color_system=None)
+    assert re.search(rf"│ {left} +│ {right} +│", shown) and "left (sft)" in shown
 
 
 def ask_text(make: Make) -> str:
