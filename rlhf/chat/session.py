@@ -5,6 +5,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhf import console
 from rlhf.chat import votes
 from rlhf.chat.options import NONE, ChatOptions
 from rlhf.chat.responses import Generation, Measures, Models, Response, Sampling, load_models
@@ -142,7 +143,7 @@ class Session:
 
 
 def open_session(options: ChatOptions, run: RunModels) -> Session:
-    """Load the models that the options name. Raises: UserError."""
+    """Load the models that the options name; a note says what cannot be measured. Raises: UserError."""
     names = options.compare or (options.policy or run.newest,)
     if len({*names}) < len(names):
         raise UserError(f"--compare {' '.join(names)}: got one policy twice, expected two")
@@ -151,6 +152,10 @@ def open_session(options: ChatOptions, run: RunModels) -> Session:
     reward = options.reward
     if reward is None and run.reward_model is not None:
         reward = f"learned,model={run.reward_model}"
+    if reward is None:
+        console.say(f"note: {run.run} names no reward model, so answers have no score; name one with --reward")
+    if reference is None:
+        console.say(f"note: {run.run} names no reference, so answers have no KL; name a policy with --reference")
     models = load_models(
         paths,
         None if reference in (None, NONE) else run.path(str(reference)),

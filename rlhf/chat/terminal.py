@@ -36,9 +36,11 @@ def printable(text: str) -> str:
 class Terminal:
     """The conversation of one person with a session."""
 
-    def __init__(self, session: Session, read: Callable[[str], str] = input, console: Console | None = None) -> None:
-        """read: one line of the person, after a prompt"""
-        self._session, self._read = session, read
+    def __init__(
+        self, session: Session, read: Callable[[str], str] | None = None, console: Console | None = None
+    ) -> None:
+        """read: one line of the person, after a prompt; by default `input`"""
+        self._session, self._read = session, read or input
         self._console = console or Console(highlight=False, markup=False, soft_wrap=True)
 
     def run(self) -> None:

@@ -111,6 +111,19 @@ def test_blind_sides_come_in_random_order(make: Make) -> None:
     assert orders == {("sft", "ppo"), ("ppo", "sft")}
 
 
+def test_a_model_alone_has_no_numbers_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = chat_runs.options_of(run / "base")
+    session = sessions.open_session(options, run_models(options.run, BY_NAME))
+    assert re.findall(r"no (score|KL); name", capsys.readouterr().out) == ["score", "KL"]
+    session.ask("w4")
+    assert (session.measure()[0].score, session.measure()[0].kl) == (None, None)
+    options = options.model_copy(update={"reward": "none", "reference": str(run / "step1_sft")})
+    session = sessions.open_session(options, run_models(options.run, BY_NAME))
+    session.ask("w4")
+    assert session.measure()[0].kl is not None and session.measure()[0].score is None
+    assert not capsys.readouterr().out
+
+
 # --- votes
 
 
