@@ -48,7 +48,7 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
     if packs(lm) and compiling.compiled(lm):
         own_kernels = cpu and kernels.for_one_token(lm.dtype)
         rewrite = _use_kernels if own_kernels else _use_sorted_weights
-        with attention.inside(lm, attention.ONE_TOKEN if own_kernels else attention.NAME):
+        with _own_linear(), attention.inside(lm, attention.ONE_TOKEN if own_kernels else attention.NAME):
             try:
                 yield _varying(compiling.compile_as_one_graph(step, rewrite))
             finally:
@@ -56,6 +56,20 @@ def decoding(lm: PreTrainedModel) -> Iterator[Step]:
     else:
         with compiling.eager(), _sorted_layers(lm) if cpu else contextlib.nullcontext():
             yield step
+
+
+@contextlib.contextmanager
+def _own_linear() -> Iterator[None]:
+    """Inside, `F.linear` is that of torch, which the graph pass looks for.
+
+    Once a model is loaded under ZeRO-3, DeepSpeed replaces it for the rest of the process.
+    """
+    outside = F.linear
+    F.linear = torch._C._nn.linear
+    try:
+        yield
+    finally:
+        F.linear = outside
 
 
 def _varying(graph: Step) -> Step:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 from torch._inductor import compile_fx
 from torch._inductor.exc import InductorError
@@ -149,7 +150,9 @@ def test_the_compiler_keeps_no_cache(saved: str) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_products_of_the_same_states_are_one(saved: str) -> None:
+def test_products_of_the_same_states_are_one(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a process in which DeepSpeed has loaded another model under ZeRO-3."""
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
     lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
     sampling, counts = SamplingOptions(response_length=3), []
