@@ -12,7 +12,6 @@ import yaml
 from rlhf.config.declaration import Declaration
 from rlhf.errors import UserError
 from rlhf.storage import manifests
-from rlhf.training.record import METRICS_VERSION
 
 Row = dict[str, Any]
 
@@ -105,10 +104,10 @@ def read_stage(directory: Path, declaration: Declaration) -> StageRecord:
     Raises: UserError if a later version of this program has written its files.
     """
     manifest = _json(directory / manifests.MANIFEST)
-    version = (manifest or {}).get("metrics_version", METRICS_VERSION)
-    if version != METRICS_VERSION:
+    version = (manifest or {}).get("metrics_version", manifests.METRICS_VERSION)
+    if version != manifests.METRICS_VERSION:
         raise UserError(
-            f"{directory}: metrics.jsonl has version {version}, expected {METRICS_VERSION}; "
+            f"{directory}: metrics.jsonl has version {version}, expected {manifests.METRICS_VERSION}; "
             "read it with the version of this program that wrote it"
         )
     samples = json_lines(directory / declaration.report.samples) if declaration.report.samples else []

@@ -22,6 +22,9 @@ from rlhf.storage import disk
 MANIFEST = "manifest.json"
 RUN_CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+METRICS_VERSION = 1
+"""Of metrics.jsonl, in the manifest of a stage. It rises when a row changes its form, or a name its meaning or unit, or
+disappears; new names leave it as it is (docs/metrics.md)."""
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 CARD = ("README.md", "training.svg")

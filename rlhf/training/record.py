@@ -15,9 +15,6 @@ from rlhf.training.reporting import Reporter
 from rlhf.training.trackers import Scalar
 from rlhf.types import Metrics
 
-METRICS_VERSION = 1
-"""Of metrics.jsonl, in the manifest of a stage. It rises when a row changes its form, or a name its meaning or unit, or
-disappears; new names leave it as it is (docs/metrics.md)."""
 EVALUATION = "eval_"
 """How the names of numbers on held-out rows begin."""
 

@@ -283,7 +283,7 @@ class Run:
         manifest = self._provenance() | {
             "models": self.models,
             "metrics": metrics,
-            "metrics_version": record.METRICS_VERSION,
+            "metrics_version": manifests.METRICS_VERSION,
             "world_size": collectives.world_size(),
             "hardware": hardware.describe(),
             "files": manifests.file_digests(self.directory, self.models),

@@ -22,7 +22,7 @@ from rlhf.report.records import read_runs
 from rlhf.report.samples import BUDGET, sample_table
 from rlhf.report.verdict import changes, judge, stage_verdict
 from rlhf.report.write import render_report
-from rlhf.training.record import METRICS_VERSION
+from rlhf.storage.manifests import METRICS_VERSION
 from tests.support import programs, recorded_runs
 
 DECLARATIONS = [*STAGES.values()]
