@@ -34,8 +34,8 @@ STAGE = Declaration(
     cards={
         "model": ModelWords(
             "reward model",
-            "A reward model: the backbone of a language model with a scalar head. From pairs of responses it learned to "
-            "give the preferred one the higher score (Bradley-Terry loss; InstructGPT, "
+            "A reward model: the backbone of a language model with a scalar head. From pairs of responses it learned "
+            "to give the preferred one the higher score (Bradley-Terry loss; InstructGPT, "
             "[arXiv 2203.02155](https://arxiv.org/abs/2203.02155)). Only the difference between the scores of two "
             "responses to one prompt has a meaning: its sigmoid is the predicted share of people who prefer the first.",
             "text-classification",

@@ -27,9 +27,10 @@ def named_data(chain: Any) -> dict[str, str]:
         named[name] = path
     if len(named) < 2:
         raise UserError(f"--reward-models: got {len(named)} model, expected two or more; --data-path trains one")
-    for name in ("steps", "overwrite"):
+    for name in ("steps", "overwrite", "push_to_hub"):
         if getattr(chain, name):
-            raise UserError(f"--{name}: got it with --reward-models, expected none; use it without, on one directory")
+            option = name.replace("_", "-")
+            raise UserError(f"--{option}: got it with --reward-models, expected none; use it without, on one directory")
     return named
 
 

@@ -96,8 +96,9 @@ def _check(chain: Any) -> None:
         raise UserError(f"--prompts {chain.prompts}: no such file; expected .jsonl or .txt")
     for name in ("steps", "overwrite", "plan", "push_to_hub"):
         if getattr(chain, name):
+            option = name.replace("_", "-")
             raise UserError(
-                f"--{name}: got it with rounds, expected none; use it with `rlhf train` on a round's directory"
+                f"--{option}: got it with rounds, expected none; use it with `rlhf train` on a round's directory"
             )
     if rank_variables.world_size() > 1:
         raise UserError(

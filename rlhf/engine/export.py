@@ -48,10 +48,15 @@ def save_policy(
             lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
             lm.config.pad_token_id = lm.generation_config.pad_token_id = tokenizer.pad_token_id
             lm.save_pretrained(directory, state_dict=state)
-            own_tokenizer = copy.deepcopy(tokenizer)
-            own_tokenizer.padding_side = "left"  # of several prompts, generation continues the last column
-            own_tokenizer.save_pretrained(directory)
+            _save_left_padded(tokenizer, directory)
     collectives.barrier()
+
+
+def _save_left_padded(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write the tokenizer of a policy: generation continues the last column of a batch of prompts."""
+    own_tokenizer = copy.deepcopy(tokenizer)
+    own_tokenizer.padding_side = own_tokenizer.init_kwargs["padding_side"] = "left"  # saved if both have it
+    own_tokenizer.save_pretrained(directory)
 
 
 def save_scalar(

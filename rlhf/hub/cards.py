@@ -28,6 +28,8 @@ class BaseModel:
     name: str
     hub_id: str | None
     licence: str | None
+    datasets: tuple[str, ...] = ()
+    """hub ids of the data of the earlier stages that made it"""
 
 
 def card_metadata(path: str, kind: Literal["model", "dataset"]) -> Mapping[str, Any]:
@@ -67,7 +69,10 @@ def base_model(path: str) -> BaseModel:
         return BaseModel(hub_id, hub_id, licence)
     start = metadata.get("base_model")
     tags = metadata.get("tags")
-    own = isinstance(tags, list) and TAG in tags
-    if own and isinstance(start, str) and HUB_ID.fullmatch(start):
-        return BaseModel(start, start, licence)
-    return BaseModel(f"{local.parent.name}/{local.name}" if own else local.name, None, licence)
+    if not isinstance(tags, list) or TAG not in tags:
+        return BaseModel(local.name, None, licence)
+    named = metadata.get("datasets")
+    datasets = tuple(each for each in named if isinstance(each, str) and HUB_ID.fullmatch(each)) if named else ()
+    if isinstance(start, str) and HUB_ID.fullmatch(start):
+        return BaseModel(start, start, licence, datasets)
+    return BaseModel(f"{local.parent.name}/{local.name}", None, licence, datasets)

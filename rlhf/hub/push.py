@@ -54,6 +54,12 @@ def require_push(repository: str, private: bool) -> None:
         hub = HfApi()
         hub.whoami()
         hub.create_repo(repository, private=private, exist_ok=True)
+        hub.auth_check(repository, write=True)  # create_repo accepts another owner's repository that can be read
+        if private and not hub.model_info(repository).private:
+            raise UserError(
+                f"push to {repository}: the repository is public, and got --private; make it private on the hub, or "
+                "name another"
+            )
 
 
 def push_model(path: str, repository: str) -> str:

@@ -23,12 +23,19 @@ DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 def render(template: Path, **values: Any) -> str:
     """The page of a template that extends page.html.jinja."""
-    environment = _environment(template.parent)
     style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
-    return environment.get_template(template.name).render(
-        **values, style=Markup(style), script=Markup(script), policy=policy
-    )
+    return render_part(template, **values, style=Markup(style), script=Markup(script), policy=policy)
+
+
+def render_part(template: Path, **values: Any) -> str:
+    """A template that is no whole page: a picture, a text. Values are escaped for HTML, unless they are Markup."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([template.parent, FOLDER]), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"visible": visible, "inline": inline, "short": short, "cell": cell, "draw": draw}
+    return environment.get_template(template.name).render(**values)
 
 
 def picture(chart: Chart) -> str:
@@ -39,16 +46,7 @@ def picture(chart: Chart) -> str:
     drawn = "\n".join(rule for rule in rules if re.match(r"svg |\.grid|\.line|path\.|circle\.", rule))
     plain = re.sub(r"var\((--\w+)\)", lambda name: light[name[1]], drawn)
     font = "text { font-family: system-ui, sans-serif; }"
-    return _environment().get_template("alone.svg.jinja").render(chart=chart, style=Markup(f"{font}\n{plain}"))
-
-
-def _environment(*folders: Path) -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([*folders, FOLDER]), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"visible": visible, "inline": inline, "short": short, "cell": cell, "draw": draw}
-    return environment
+    return render_part(FOLDER / "alone.svg.jinja", chart=chart, style=Markup(f"{font}\n{plain}"))
 
 
 def write(path: Path, page: str) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import jinja2
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
+from markupsafe import Markup
 
 from rlhf.config.declaration import Declaration, ModelWords
 from rlhf.config.secrets import masked
 from rlhf.hub.cards import TAG, BaseModel, base_model
-from rlhf.pages.page import picture, visible
+from rlhf.pages.page import picture, render_part, visible
 from rlhf.report.figures import curves
 from rlhf.report.records import Row, read_stage
 from rlhf.report.verdict import Change, changes
@@ -49,18 +50,17 @@ def write_card(
     figures = curves([(0, "", stage)], declaration, "iteration" if declaration.report.samples else "step")
     if figures:
         disk.write_text(model / CARD[1], picture(figures[0].chart))
-    base = base_model(next(inputs[name] for name in words.bases if name in inputs))
+    base = base_model(inputs[next(filter(inputs.__contains__, words.bases), words.bases[-1])])
     results = changes(stage) if folder == declaration.models[0] else []
     results = [change for change in results if change.after is not None]
     sources: list[Row] = (stage.data or {}).get("sources", [])
-    metadata = _metadata(words, base, sources, results)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER), autoescape=False, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"plain": plain}
-    text = environment.get_template("card.md.jinja").render(
+    earlier = {dataset for path in inputs.values() for dataset in base_model(path).datasets}
+    metadata = _metadata(words, base, sources, earlier, results)
+    text = render_part(
+        FOLDER / "card.md.jinja",
+        plain=plain,
         words=words,
+        about=Markup(words.about),
         base=base,
         sources=[
             (data_name(str(s.get("data_path"))), s.get("rows", 0), s.get("licence") or "not known") for s in sources
@@ -70,12 +70,15 @@ def write_card(
         results=results,
         picture=CARD[1] if figures else None,
         curve=figures[0].chart.title if figures else "",
-        options=[f"{name}: {visible(json.dumps(value))}" for name, value in published(options).items()],
+        options=[Markup(f"{name}: {visible(json.dumps(value))}") for name, value in published(options).items()],
     )
     disk.write_text(model / CARD[0], f"---\n{metadata.to_yaml()}\n---\n{text}")
 
 
-def _metadata(words: ModelWords, base: BaseModel, sources: list[Row], results: list[Change]) -> ModelCardData:
+def _metadata(
+    words: ModelWords, base: BaseModel, sources: list[Row], earlier: set[str], results: list[Change]
+) -> ModelCardData:
+    """earlier: datasets of the models that it started from"""
     datasets = sorted({str(source["hub_id"]) for source in sources if source.get("hub_id")})
     data = ", ".join(data_name(str(source.get("data_path"))) for source in sources) or "held-out rows"
     evaluations = [
@@ -91,7 +94,7 @@ def _metadata(words: ModelWords, base: BaseModel, sources: list[Row], results: l
     ]
     return ModelCardData(
         base_model=base.hub_id,
-        datasets=datasets or None,
+        datasets=sorted({*datasets, *earlier}) or None,
         license=base.licence,
         library_name="transformers",
         pipeline_tag=words.task,
@@ -101,12 +104,12 @@ def _metadata(words: ModelWords, base: BaseModel, sources: list[Row], results: l
     )
 
 
-def plain(text: Any) -> str:
+def plain(text: Any) -> Markup:
     """A text in one line of Markdown that shows it as it is: no markup, no HTML, no cell of a table ends in it."""
     line = " ".join(visible(str(text)).split())
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
         line = line.replace(character, entity)
-    return MARKDOWN.sub(r"\\\1", line)
+    return Markup(MARKDOWN.sub(r"\\\1", line))
 
 
 def data_name(data_path: str) -> str:

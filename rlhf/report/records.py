@@ -99,10 +99,7 @@ def _read_run(name: str, path: Path, declarations: Sequence[Declaration]) -> Run
 
 
 def read_stage(directory: Path, declaration: Declaration) -> StageRecord:
-    """The record of the stage that writes, or has written, into the directory.
-
-    Raises: UserError if a later version of this program has written its files.
-    """
+    """The files of a stage. Raises: UserError if a later version of this program has written them."""
     manifest = _json(directory / manifests.MANIFEST)
     version = (manifest or {}).get("metrics_version", manifests.METRICS_VERSION)
     if version != manifests.METRICS_VERSION:

@@ -150,15 +150,26 @@ for saved in sorted(folder.glob("*.pt")):
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     ends = (model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id)
-    print(saved.stem, model.dtype, torch.equal(logits, torch.load(saved)["logits"]), *ends)
+    dialogues = [[{"role": "user", "content": text}] for text in ("w5 w6 w7 w8 w9", "w10")]
+    options = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    batch = tokenizer.apply_chat_template(dialogues, padding=True, **options)
+    alone = tokenizer.apply_chat_template(dialogues[1], **options)
+    torch.manual_seed(0)
+    rows = model.generate(**batch, do_sample=True, max_new_tokens=30, num_return_sequences=32)[:, 6:]
+    first = model.generate(**batch, do_sample=False, max_new_tokens=1)[1, -1]
+    ended = (rows == 2).cumsum(1) - (rows == 2).long() > 0  # after the first EOS
+    right = [bool(ended.any()), bool((rows[ended] == 0).all())]
+    right.append(bool(first == model.generate(**alone, do_sample=False, max_new_tokens=1)[0, -1]))
+    print(saved.stem, model.dtype, torch.equal(logits, torch.load(saved)["logits"]), *ends, *right)
 """
 
 
 def test_a_fresh_process_without_this_project_gives_the_same_bits(saved: Path, tmp_path: Path) -> None:
+    """The directory alone: same logits; `generate` ends at EOS, fills with padding, and pads prompts on the left."""
     torch.save(ROWS.ids, tmp_path / "ids.pt")
     done = forked.python("-c", IN_A_FRESH_PROCESS, str(saved), str(tmp_path / "ids.pt"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    expected = {f"{family} torch.float32 True 2 2 2" for family in tiny.FAMILIES}
+    expected = {f"{family} torch.float32 True 2 2 2 True True True" for family in tiny.FAMILIES}
     assert set(done.stdout.splitlines()) == expected
 
 

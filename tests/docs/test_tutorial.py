@@ -1,6 +1,7 @@
 """docs/tutorial.md: its commands, run in their order as printed, end with a better policy; `make` alone is not run."""
 
 import json
+import math
 import re
 import runpy
 import shlex
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from data.preview import command as preview
 from rlhf.chain import command as chain
@@ -62,9 +64,26 @@ def test_the_page_from_its_first_command_to_its_last(
     assert done == ["make_pairs.py", "data.preview", "train.py", "train.py", "rlhf evaluate", "use_policy.py"]
     assert "is" in capsys.readouterr().out.split()  # every sentence of this world has it
     require_better(tmp_path / "runs/tutorial")
+    for folder in ("step1_sft/model", "step2_reward/model", "step3_ppo/actor"):
+        require_card(tmp_path / "runs/tutorial" / folder, monkeypatch)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 3 and math.isfinite(float(printed[1]))
     shown = json.loads(re.search(r'\{"prompt".*\}', PAGE)[0])  # type: ignore[index]  # there is one
     rows = [json.loads(row) for row in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert all(row.keys() == shown.keys() for row in rows) and 2000 < len(rows) < 2200
+
+
+def require_card(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are those of the last evaluation in metrics.jsonl, and the code works as printed."""
+    monkeypatch.chdir(model)
+    card = ModelCard.load(model / "README.md")
+    rows = [json.loads(line) for line in (model.parent / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["kind"] == "eval"][-1]
+    results = {f"eval_{each.metric_type}": each.metric_value for each in card.data.eval_results}
+    assert results and results == {name: last[name] for name in results}
+    assert (model / "training.svg").is_file()
+    [code] = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    exec(code, {})
 
 
 def require_better(run: Path) -> None:

@@ -1,12 +1,9 @@
 """Uploads against a stand-in of the hub's API, and what is refused before training."""
 
-import base64
-import json
-import threading
+import re
+import shlex
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -14,91 +11,18 @@ from huggingface_hub import constants
 
 from rlhf.chain import command as chain
 from rlhf.cli import main as cli_main
-from rlhf.storage import manifests
-from tests.support import programs
+from tests.support import programs, stand_in_hub
 from tests.support.programs import Run
+from tests.support.stand_in_hub import Hub
 
-TOKEN = "a-token-of-the-test"
 ID = "me/my-policy"
-
-
-class Hub(ThreadingHTTPServer):
-    """Repositories by id: whether it is private, and its files."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.repositories: dict[str, dict[str, Any]] = {}
-        self.writes: list[str] = []
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-    OWNERS: ClassVar = {"me"}
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def answer(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def allowed(self) -> bool:
-        if self.headers.get("Authorization") == f"Bearer {TOKEN}":
-            return True
-        self.answer(401, {"error": "Invalid credentials"})
-        return False
-
-    def do_HEAD(self) -> None:
-        self.answer(200, {})
-
-    def do_GET(self) -> None:
-        if self.allowed():
-            self.answer(200, {"name": "me", "type": "user"})
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.path == "/api/validate-yaml":
-            header = json.loads(body)["content"].split("---")[1]
-            return self.answer(200, {"errors": [], "warnings": [], "keys": [*yaml.safe_load(header)]})
-        if not self.allowed():
-            return None
-        self.server.writes.append(self.path)
-        if self.path == "/api/repos/create":
-            wanted = json.loads(body)
-            name = f"{wanted.get('organization') or 'me'}/{wanted['name'].rpartition('/')[2]}"
-            if name.partition("/")[0] not in self.OWNERS:
-                return self.answer(403, {"error": "You have no rights there"})
-            private = wanted.get("private") or wanted.get("visibility") == "private"
-            status = 409 if name in self.server.repositories else 200
-            self.server.repositories.setdefault(name, {"private": bool(private), "files": {}})
-            return self.answer(status, {"url": f"{constants.ENDPOINT}/{name}"})
-        name = "/".join(self.path.split("/")[3:5])
-        if "/preupload/" in self.path:
-            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
-                     for f in json.loads(body)["files"]]  # fmt: skip
-            return self.answer(200, {"files": files})
-        lines = [json.loads(line) for line in body.splitlines()]
-        files = {line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                 for line in lines if line["key"] == "file"}  # fmt: skip
-        self.server.repositories[name]["files"] |= files
-        url = f"{constants.ENDPOINT}/{name}/commit/{'b' * 40}"
-        return self.answer(200, {"success": True, "commitOid": "b" * 40, "commitUrl": url})
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with stand_in_hub.running(monkeypatch) as server:
         yield server
-        server.shutdown()
 
 
 @pytest.fixture
@@ -108,19 +32,7 @@ def rlhf(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Path:
-    """A finished stage with a model of two small files and its card."""
-    model = tmp_path / "run/step1_sft/model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"weights")
-    (model / "README.md").write_text("---\nlicense: mit\n---\n# Model")
-    (model.parent / "config.yaml").write_text("seed: 0\n")
-    (model.parent / "metrics.jsonl").write_text("")
-    content = {"stage": "step1_sft", "inputs": {}, "config": {}, "metrics": {}, "models": ["model"]}
-    digests = manifests.file_digests(model.parent, ["model"])
-    assert "model/README.md" not in digests and len(digests) == 2
-    manifests.write_manifest(model.parent / "manifest.json", content | {"files": digests})
-    return model.parent
+    return stand_in_hub.stage(tmp_path / "run/step1_sft")
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -151,6 +63,7 @@ REFUSALS = {
     "no token": "no token; set HF_TOKEN to a token with write access, or log in with `hf auth login`",
     "wrong token": "the hub answers 401",
     "other owner": "the hub answers 403 (You have no rights there",
+    "public": "the repository is public, and got --private; make it private on the hub, or name another",
     "no owner": "expected OWNER/NAME",
     "not an id": "expected OWNER/NAME",
 }
@@ -171,12 +84,14 @@ def test_what_would_fail_at_the_end_is_refused_before_training(
         monkeypatch.delenv("HF_TOKEN")
     elif case == "wrong token":
         monkeypatch.setenv("HF_TOKEN", "another-token")
+    elif case == "public":
+        hub.repositories[ID] = {"private": False, "files": {}}
     repository = {"other owner": "them/x", "no owner": "x", "not an id": "a/b/c"}.get(case, ID)
     run = programs.runner("train", chain.main, monkeypatch, capsys)
     words = ["--steps", "1", "--data-path", "demo,rows=400", "--output-dir", str(tmp_path / "out")]
-    code, _, err = run(*words, "--push-to-hub", repository)
+    code, _, err = run(*words, "--push-to-hub", repository, "--private")
     assert code == 2 and err.startswith(f"error: push to {repository}: ") and REFUSALS[case] in err
-    assert err.count("\n") == 1 and not hub.repositories
+    assert err.count("\n") == 1 and not any("/commit/" in path for path in hub.writes)
 
 
 def test_the_chain_uploads_its_last_model_and_only_when_it_is_told_to(
@@ -198,3 +113,26 @@ def test_the_chain_uploads_its_last_model_and_only_when_it_is_told_to(
 def test_there_is_no_export(rlhf: Run) -> None:
     code, _, err = rlhf("export", "x", "--gguf")
     assert code == 2 and "adapters merged; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of it" in err
+
+
+def test_the_commands_of_the_page(
+    hub: Hub, rlhf: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/share.md, with the tutorial's config and finished stages, and an owner that the stand-in knows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(chain, "plan", lambda *_: {})
+    [config] = re.findall(r"```yaml\n(# tutorial.yaml.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+    (tmp_path / "tutorial.yaml").write_text(config)
+    for name, folder in (("step2_reward", "model"), ("step3_ppo", "actor")):
+        stand_in_hub.stage(tmp_path / "runs/tutorial" / name, folder)
+    page = (DOCS / "share.md").read_text(encoding="utf-8")
+    lines = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).splitlines()
+    assert len(lines) == 3
+    for number, line in enumerate(lines):
+        words = shlex.split(line.replace("OWNER/NAME", f"me/model-{number}"))
+        run = rlhf if words[0] == "rlhf" else programs.runner("train.py", chain.main, monkeypatch, capsys)
+        code, _, err = run(*words[1 if words[0] == "rlhf" else 2 :])
+        assert code == 0, err
+    assert {name: repository["private"] for name, repository in hub.repositories.items()} == {
+        "me/model-0": True, "me/model-1": False, "me/model-2": True,
+    }  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,7 +16,11 @@ from markdown_it import MarkdownIt
 from rlhf.chain.stages import STAGES
 from rlhf.hub import cards
 from rlhf.report.card import data_name, plain, published, write_card
-from tests.support import recorded_runs
+from rlhf.text.tokenizer import Template, prepare_tokenizer
+from rlhf.training.run import Run
+from rlhf.types import Message
+from step1_sft.config import SFTConfig
+from tests.support import recorded_runs, tiny
 
 HUB_ID = "owner/base-1b"
 POLICY = STAGES[3]
@@ -113,7 +118,7 @@ def test_texts_of_strangers_are_shown_as_they_are(text: str, tmp_path: Path) -> 
 
 def test_paths_and_secrets_are_not_published() -> None:
     options = {
-        "output_dir": "/home/me/runs", "model": "/home/me/models/base", "data_path": ["hh:~/x/a.jsonl=0.5", "own/data"],
+        "output_dir": "/srv/me/runs", "model": "/srv/me/models/base", "data_path": ["hh:~/x/a.jsonl=0.5", "own/data"],
         "actor": {"chat_template": "../t.jinja"}, "reward": ["hf_" + "a" * 30],
     }  # fmt: skip
     assert published(options) == {
@@ -129,12 +134,36 @@ def test_the_base_of_a_model(tmp_path: Path, home: Path) -> None:
     own, foreign = tmp_path / "own", tmp_path / "foreign"
     for folder, tags in ((own, [cards.TAG]), (foreign, [])):
         folder.mkdir()
-        metadata = yaml.safe_dump({"base_model": HUB_ID, "license": "mit", "tags": tags})
+        metadata = yaml.safe_dump({"base_model": HUB_ID, "license": "mit", "tags": tags, "datasets": ["a/b"]})
         (folder / "README.md").write_text(f"---\n{metadata}---\n")
-    for path in (HUB_ID, str(cached), str(own)):
+    for path in (HUB_ID, str(cached)):
         assert cards.base_model(path) == cards.BaseModel(HUB_ID, HUB_ID, "mit")
+    assert cards.base_model(str(own)) == cards.BaseModel(HUB_ID, HUB_ID, "mit", ("a/b",))
     assert cards.base_model(str(foreign)) == cards.BaseModel("foreign", None, "mit")
     assert cards.base_model("gpt2") == cards.BaseModel("openai-community/gpt2", "openai-community/gpt2", None)
     for broken in ("---\n: : {\n---\n", "---\n[1]\n---\n", "---\nlicense: [mit, x]\n---\n", "\0", ""):
         (foreign / "README.md").write_text(broken)
         assert cards.base_model(str(foreign)) == cards.BaseModel("foreign", None, None)
+
+
+@pytest.mark.parametrize("template", ["human_assistant", "llama_2", "alpaca"])
+def test_the_code_of_a_reward_model_reads_the_ids_that_it_has_learned(template: str, tmp_path: Path) -> None:
+    """The code of the card as printed, with a tokenizer and a model that only show what they get."""
+    own = prepare_tokenizer(tiny.tokenizer(), template)
+    code = re.search(r"```python\n.*?(dialogue = .*?)print", card_of(
+        recorded_runs.run(tmp_path / "run"), 2, {"model": HUB_ID}).text, re.DOTALL)  # fmt: skip
+    assert code is not None
+    names: dict[str, Any] = {"tokenizer": own}
+    exec(code[1], names)
+    question, response = (Message(**message) for message in names["dialogue"])
+    reader = Template(own)
+    expected = reader.prompt_ids([question]) + reader.response_ids(response.content)
+    assert names["inputs"]["input_ids"].tolist() == [expected] and expected[-1] == tiny.EOS
+
+
+def test_a_model_is_saved_without_a_card_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here no input of the stage is the base. Hours of training are not lost for it."""
+    stage: Any = SimpleNamespace(options=SFTConfig(), directory=tmp_path, _declaration=STAGES[1], _inputs={})
+    Run._write_card(stage, tmp_path, "model")
+    assert f"warning: {tmp_path}/model: no model card (KeyError: 'model')" in capsys.readouterr().out
+    assert not (tmp_path / "README.md").exists()
