@@ -59,6 +59,7 @@ def write_card(
     text = render_part(
         FOLDER / "card.md.jinja",
         plain=plain,
+        data_name=data_name,
         words=words,
         about=Markup(words.about),
         base=base,
@@ -114,7 +115,7 @@ def plain(text: Any) -> Markup:
 
 def data_name(data_path: str) -> str:
     """A data path without the directories of this machine."""
-    return re.sub(r"(?:(?<=^)|(?<=[:=,]))(?:~|\.{1,2})?/(?:[^/:,]*/)*", "", data_path)
+    return re.sub(r"(?:(?<=^)|(?<=[:=,*\s]))(?:~|\.{1,2})?/(?:[^/:,]*/)*", "", data_path)
 
 
 def published(options: Mapping[str, Any]) -> dict[str, Any]:

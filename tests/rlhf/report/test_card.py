@@ -83,7 +83,10 @@ def test_the_metadata_and_the_numbers_are_those_of_the_run(step: int, tmp_path: 
 def test_the_intervals_are_those_of_the_report(tmp_path: Path) -> None:
     """A gain of 1 for the score and 0.5 for the judge, whose differences alternate by 0.1: of 8 values the interval is
     2.3646 x 0.1 x sqrt(8 / 7) / sqrt(8)."""
-    text = html(card_of(recorded_runs.run(tmp_path / "run"), 3, {"actor_model": HUB_ID}))
+    run = recorded_runs.run(tmp_path / "run")
+    (run / "step3_ppo/config.yaml").write_text("judge: /srv/me/judge.py:score\n")
+    text = html(card_of(run, 3, {"actor_model": HUB_ID}))
+    assert "(judge.py:score)" in text and "/srv" not in text
     assert "+1.000 ± 0.089" in text and "+0.500 ± 0.089" in text
 
 
@@ -125,6 +128,7 @@ def test_paths_and_secrets_are_not_published() -> None:
         "model": "base", "data_path": ["hh:a.jsonl=0.5", "own/data"], "actor": {"chat_template": "t.jinja"},
         "reward": ["***"],
     }  # fmt: skip
+    assert data_name("0.5*/srv/me/judge.py:score, ~/x/b.py:c") == "0.5*judge.py:score, b.py:c"
     assert data_name("files,split=train:/data/x y/b.jsonl") == "files,split=train:b.jsonl"
 
 
