@@ -42,7 +42,7 @@ def write_card(
     """Write the card of the model `folder` of a stage into the directory `model`, where the model is being saved.
 
     directory: of the stage, with its files so far. inputs: paths of the models that it started from, by option.
-    options: those that differ from their defaults
+    options: those that can change results and differ from their defaults
     Raises: OSError, FAILURES.
     """
     words = declaration.cards.get(folder, declaration.cards[declaration.models[0]])

@@ -315,9 +315,10 @@ class Run:
 
     def _write_card(self, model: Path, folder: str) -> None:
         """Write the model card. A model without one is better than none, so only a failing disk is an error."""
-        changed = parser.changed(self.options, type(self.options)())
+        changed, free = parser.changed(self.options, type(self.options)()), self.options.declared("FREE")
+        of_results = {name: value for name, value in changed.items() if name not in free}
         try:
-            write_card(model, self.directory, folder, self._declaration, self._inputs, changed)
+            write_card(model, self.directory, folder, self._declaration, self._inputs, of_results)
         except FAILURES as error:
             console.say(f"warning: {self.directory / folder}: no model card ({type(error).__name__}: {error})")
 

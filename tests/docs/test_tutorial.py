@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from data.preview import command as preview
+from rlhf.chain import chat
 from rlhf.chain import command as chain
 from rlhf.evaluation import evaluate
 from step1_sft.stage import FINE_TUNING
@@ -27,7 +28,10 @@ MAINS: dict[str, Callable[[], object]] = {
     "train.py": chain.main,
     "data.preview": preview.main,
     "rlhf evaluate": evaluate.main,
+    "rlhf chat": chat.main,
 }
+TYPED = ("tell me about the red fox in the forest", "t")
+"""a question to both policies, and a tie"""
 
 
 RUNS: dict[int, Callable[[Any], None]] = {1: FINE_TUNING.run, 2: REWARD_MODELLING.run, 3: ppo.run}
@@ -46,7 +50,8 @@ def test_the_page_from_its_first_command_to_its_last(
     monkeypatch.setattr(chain, "run_stage", run_here)
     for code, name in re.findall(r"```(?:python|yaml)\n(# ([\w.]+).*?)```", PAGE, re.DOTALL):
         (tmp_path / name).write_text(code, encoding="utf-8")
-    done = []
+    typed, done = iter(TYPED), []
+    monkeypatch.setattr("builtins.input", lambda _: next(typed, None) or end())
     for line in "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).splitlines():
         program, *argv = shlex.split(line)
         if program in ("make", "source"):
@@ -61,8 +66,13 @@ def test_the_page_from_its_first_command_to_its_last(
         else:
             runpy.run_path(module)
             torch.manual_seed(0)
-    assert done == ["make_pairs.py", "data.preview", "train.py", "train.py", "rlhf evaluate", "use_policy.py"]
-    assert "is" in capsys.readouterr().out.split()  # every sentence of this world has it
+            printed = capsys.readouterr().out
+    trained = ["make_pairs.py", "data.preview", "train.py", "train.py"]
+    assert done == [*trained, "rlhf evaluate", "use_policy.py", "rlhf chat"]
+    assert "is" in printed.split()  # the response of use_policy.py: every sentence of this world has it
+    assert (tmp_path / "runs/tutorial/report.html").stat().st_size > 10_000
+    [vote] = [json.loads(row) for row in (tmp_path / "votes.jsonl").read_text().splitlines()]
+    assert (vote["prompt"], vote["preference"], vote["blind"]) == (TYPED[0], "tie", True)
     require_better(tmp_path / "runs/tutorial")
     for folder in ("step1_sft/model", "step2_reward/model", "step3_ppo/actor"):
         require_card(tmp_path / "runs/tutorial" / folder, monkeypatch)
@@ -71,6 +81,11 @@ def test_the_page_from_its_first_command_to_its_last(
     shown = json.loads(re.search(r'\{"prompt".*\}', PAGE)[0])  # type: ignore[index]  # there is one
     rows = [json.loads(row) for row in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert all(row.keys() == shown.keys() for row in rows) and 2000 < len(rows) < 2200
+
+
+def end() -> str:
+    """Ctrl-D."""
+    raise EOFError
 
 
 def require_card(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_one_that_ends_well_although_asked_to_be_started_again(program: str, tmp
             "rank 0: exit code 1; rank 1 did not answer: it is stopped",
         ),
         (
-            "signal.signal(15, lambda *_: 0); sys.exit(1) if rank else [time.sleep(99) for _ in range(9)]",
+            "signal.signal(15, lambda *_: 0); time.sleep(1); sys.exit(1) if rank else time.sleep(99)",
             1,
             "rank 1: exit code 1; rank 0 did not answer: stopped or hung",
         ),
