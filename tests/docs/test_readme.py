@@ -11,6 +11,7 @@ import yaml
 
 from data.preview.command import PreviewConfig
 from rlhf.chain import command as train
+from rlhf.chat.options import ChatOptions
 from rlhf.config import option_names, parser
 from rlhf.evaluation.evaluate import EvaluateConfig
 from rlhf.launch.supervisor import EXPLAINED
@@ -28,7 +29,7 @@ READMES = [
     ),
     *(ROOT / "docs" / f"{name}.md" for name in ("extending", "architecture", "testing", "zh/quickstart")),
 ]
-CONFIGS: dict[str, Any] = {"data.preview": PreviewConfig, "rlhf": EvaluateConfig}
+CONFIGS: dict[str, Any] = {"data.preview": PreviewConfig, "rlhf evaluate": EvaluateConfig, "rlhf chat": ChatOptions}
 MAINS = {"step1_sft": sft.main, "step2_reward": reward.main, "step3_ppo": ppo.main}
 
 
@@ -84,8 +85,10 @@ def test_a_command_is_accepted(
         return
     module = words[words.index("-m") + 1] if "-m" in words else ""
     rest = words[words.index(module) + 1 if module else 2 :]
+    if module == "rlhf":
+        module, *rest = f"rlhf {rest[0]}", *rest[1:]
     if module in CONFIGS:
-        parser.parse(CONFIGS[module], rest[module == "rlhf" :], module, "")
+        parser.parse(CONFIGS[module], rest, module, "")
         return
     monkeypatch.setattr(sys, "argv", [words[1], *rest, "--print-config"])
     try:
