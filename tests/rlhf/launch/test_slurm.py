@@ -47,6 +47,25 @@ def test_the_batch_script(job: dict[str, str], tmp_path: Path, number: int, requ
     assert not asked.exists() or asked.read_text() == "requeue 9\n"
 
 
+AT_ONCE = """#!/usr/bin/env python3
+import os, pathlib, signal
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
+pathlib.Path(__file__).with_name("ready").touch()
+signal.pause()
+"""
+
+
+def test_the_code_of_a_step_that_ends_at_once_is_not_lost(job: dict[str, str], tmp_path: Path) -> None:
+    """One signal ends both `wait` and the step: in one of six times `wait` came first (2026-11-23)."""
+    (tmp_path / "srun").write_text(AT_ONCE)
+    for _ in range(20):
+        (tmp_path / "ready").unlink(missing_ok=True)
+        with subprocess.Popen(["bash", str(ROOT / "scripts" / "slurm" / "rlhf.sbatch")], env=job) as process:
+            until((tmp_path / "ready").exists)
+            process.send_signal(signal.SIGUSR1)
+            assert process.wait(60) == 75
+
+
 @pytest.mark.parametrize("name", ["rlhf", "stage"])
 def test_the_scripts_are_bash(name: str) -> None:
     path = ROOT / "scripts" / "slurm" / f"{name}.sbatch"
