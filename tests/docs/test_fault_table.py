@@ -1,7 +1,14 @@
 """What becomes of processes, launches, checkpoints and files when something goes wrong: a table of the faults, each
 with the tests that show what is done. Rows 71 to 89, numbers, are in step3_ppo/test_faults.py."""
 
+import importlib
+import importlib.util
+import operator
+from pathlib import Path
+
 from tests.support.fault_names import require_collected
+
+SITE = Path(__file__).parents[1] / "faults" / "site" / "sitecustomize.py"
 
 ROWS_A: dict[int, tuple[str, ...]] = {
     # a rank is killed in a step; while it saves; between the data and the name of a checkpoint
@@ -302,3 +309,13 @@ def test_every_fault_has_tests_and_they_exist() -> None:
     assert len(rows) == len(ROWS_A) + len(ROWS_B) + len(ROWS_C)
     assert sorted(rows)[:42] == list(range(1, 43)) and min(ROWS_C) == 96  # 43 to 95 are of data, models and numbers
     require_collected(rows, IN_FAULTS)
+
+
+def test_the_points_at_which_faults_happen_exist() -> None:
+    """`make test` notices a renamed function, which `make test-faults` would need minutes to find."""
+    spec = importlib.util.spec_from_file_location("faults_on_demand", SITE)
+    assert spec is not None and spec.loader is not None
+    faults = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faults)
+    for module, path, _ in faults.POINTS.values():
+        assert callable(operator.attrgetter(path)(importlib.import_module(module))), path
