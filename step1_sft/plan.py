@@ -1,7 +1,7 @@
 """The workload of supervised fine-tuning, for a plan."""
 
-from rlhf.plan.activations import PassShape
-from rlhf.plan.forecast import ModelSpec, Workload, dtype_on
+from rlhf.plan.forecast import ModelSpec, Workload
+from rlhf.supervised.workload import supervised_workload
 from step1_sft.config import STAGE, SFTConfig
 
 
@@ -11,16 +11,4 @@ def workload(config: SFTConfig, device: str, model_paths: dict[str, str]) -> Wor
     model_paths: paths of the models of earlier stages; this stage has no earlier stage
     """
     model = ModelSpec("policy", model_paths.get("model", config.model), "lm", config, config.adapter)
-    shape = PassShape(config.micro_batch_size, config.max_length, config.max_length - 1)
-    batch = config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // config.max_length)
-    return Workload(
-        STAGE.name,
-        (model,),
-        dtype_on(config, device),
-        batch,
-        config.micro_batch_size,
-        shape,
-        config.keep,
-        averages=int(config.keep_best is not None),
-        copied=config.async_checkpoints,
-    )
+    return supervised_workload(STAGE.name, config, device, model, sides=1, predicted=config.max_length - 1)

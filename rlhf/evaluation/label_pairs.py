@@ -26,6 +26,8 @@ from rlhf.evaluation.options import PairsConfig
 from rlhf.text.prompt_file import format_prompt, read_prompts
 from rlhf.types import Message
 
+Sampled = tuple[str, bool, tuple[float, ...]]
+"""a response, whether it ended, and its score by each source"""
 CUT, EQUAL, TIE = "cut at --response-length", "equal responses", "tie"
 """reasons to drop a pair"""
 
@@ -94,15 +96,12 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
     """
     setup = generation_setup(prompt_set)
     sources = [setup.source(spec, options.rollout_batch_size) for spec in _judges(options)]
-    by_policy: list[list[tuple[str, bool, tuple[float, ...]]]] = []
+    by_policy: list[list[Sampled]] = []
     total = len(model_paths) * -(-len(prompt_set.rows) // collectives.world_size())
     with console.bar("responses", total) as bar:
         for stream, model_path in enumerate(model_paths):
-            policy, backend, batches = (
-                setup.load(model_path),
-                setup.backend(),
-                list[list[tuple[str, bool, tuple[float, ...]]]](),
-            )
+            policy, backend = setup.load(model_path), setup.backend()
+            batches: list[list[Sampled]] = []
             for prompts, uniforms in prompt_set.batches(setup.device, stream):
                 samples = rewards.as_samples(backend(policy.lm, prompts, options, uniforms), prompt_set.tokenizer)
                 scores = [source(samples).tolist() for source in sources]

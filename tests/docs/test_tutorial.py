@@ -7,7 +7,6 @@ import runpy
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,7 @@ from data.preview import command as preview
 from rlhf.chain import chat
 from rlhf.chain import command as chain
 from rlhf.evaluation import evaluate
-from step1_sft.stage import FINE_TUNING
-from step2_reward.stage import REWARD_MODELLING
-from step3_ppo import stage as ppo
-from tests.support import programs
+from tests.support import programs, stages_here
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
@@ -34,20 +30,11 @@ TYPED = ("tell me about the red fox in the forest", "t")
 """a question to both policies, and a tie"""
 
 
-RUNS: dict[int, Callable[[Any], None]] = {1: FINE_TUNING.run, 2: REWARD_MODELLING.run, 3: ppo.run}
-
-
-def run_here(step: int, options: Any, _: object) -> int:
-    """A stage in this process, which takes no seconds for the libraries."""
-    RUNS[step](options)
-    return 0
-
-
 def test_the_page_from_its_first_command_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(chain, "run_stage", run_here)
+    monkeypatch.setattr(chain, "run_stage", stages_here.run_stage)
     for code, name in re.findall(r"```(?:python|yaml)\n(# ([\w.]+).*?)```", PAGE, re.DOTALL):
         (tmp_path / name).write_text(code, encoding="utf-8")
     typed, done = iter(TYPED), []

@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 
 from rlhf.chain import command
-from step1_sft.stage import FINE_TUNING
-from step2_reward.stage import REWARD_MODELLING
-from step3_ppo import stage as ppo
-from tests.support import programs
+from tests.support import programs, stages_here
 
-RUNS = {1: FINE_TUNING.run, 2: REWARD_MODELLING.run, 3: ppo.run}
 SMALL = [
     *("--data-path", "demo,rows=400", "--sft.num-train-epochs", "1", "--reward.num-train-epochs", "1"),
     *("--ppo.total-episodes", "32", "--ppo.batch-size", "32", "--ppo.eval-samples", "4", "--max-eval-rows", "8"),
@@ -24,10 +20,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """(train.py in this process, the stages that it has run)."""
     calls: list[str] = []
 
-    def stage(step: int, options: Any, _: object) -> int:
+    def stage(step: int, options: Any, run: object) -> int:
         calls.append(f"{Path(options.output_dir).name} {step}")
-        RUNS[step](options)
-        return 0
+        return stages_here.run_stage(step, options, run)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "run_stage", stage)
