@@ -33,7 +33,7 @@ demo: $(INSTALLED)  ## the whole pipeline on a tiny model: minutes on a laptop
 	$(PY) train.py $(ARGS)
 
 test: $(INSTALLED)  ## the whole test suite
-	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-avx2: $(INSTALLED)  ## the numerical tests again with AVX2 at most, as on an older CPU
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NUMERICAL) $(ARGS)
