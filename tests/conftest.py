@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:  # so a background job starts, and tests of signals would wait for ever
+        signal.signal(number, handler)
 atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
 
