@@ -1,18 +1,13 @@
 """LoRA: low-rank updates of frozen weights (arXiv 2106.09685), by peft."""
 
-import contextlib
-import copy
-from collections.abc import Iterator
 from typing import Any
 
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft import LoraConfig
 from pydantic import Field
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from rlhf.adapters._peft import PeftAdapter
 from rlhf.config import Config as Base
-from rlhf.distributed.zero3 import gather_weights
 
 
 class Config(Base):
@@ -37,45 +32,12 @@ def build(config: Config) -> "LoRA":
     )
 
 
-class LoRA:
+class LoRA(PeftAdapter):
     """The adapter of any `LoraConfig` of peft."""
 
-    def __init__(self, options: LoraConfig) -> None:
-        self._options = options
-
-    def wrap(self, model: PreTrainedModel) -> None:
-        # peft changes the model in place, and writes the names of the modules into the options.
-        get_peft_model(model, copy.deepcopy(self._options), autocast_adapter_dtype=False)
-
-    @contextlib.contextmanager
-    def disabled(self, model: PreTrainedModel) -> Iterator[None]:
-        layers = [layer for _, layer in _layers(model)]
-        for layer in layers:
-            layer.enable_adapters(False)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)
-
-    def merged(self, model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The updates are added in fp32."""
-        merged = {_own_name(name): value for name, value in state.items() if "lora_" not in name}
-        for name, layer in _layers(model):
-            parameter = getattr(layer, "parameter_name", "weight")  # a mixture's experts are parameters of one module
-            with gather_weights(layer.parameters()):
-                weight = getattr(layer.get_base_layer(), parameter)
-                delta = layer.get_delta_weight(layer.active_adapters[0])
-                updated = (weight.float() + delta.float()).to(weight.dtype)
-            merged[_own_name(f"{name}.{parameter}")] = updated.detach().cpu()
-        return merged
-
-
-def _layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
-    """The layers with an update, by name."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-
-
-def _own_name(name: str) -> str:
-    """The name that the weight had before wrapping."""
-    return ".".join(part for part in name.split(".") if part != "base_layer")
+    def merged_layer(self, layer: Any) -> dict[str, Tensor]:
+        """The update, as the forward pass computes it, is added in fp32."""
+        parameter = getattr(layer, "parameter_name", "weight")  # a mixture's experts are parameters of one module
+        weight = getattr(layer.get_base_layer(), parameter)
+        delta = layer.get_delta_weight(layer.active_adapters[0])
+        return {parameter: (weight.float() + delta.float()).to(weight.dtype).detach().cpu()}

@@ -1,0 +1,85 @@
+"""Wrap, disable and merge for every method of peft that changes layers. A method's file has only its options."""
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from peft import PeftConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf.distributed.zero3 import gather_weights
+
+
+class PeftAdapter:
+    """The adapter of any config of peft whose tuner wraps layers and can merge them."""
+
+    def __init__(self, options: PeftConfig) -> None:
+        self._options = options
+
+    def wrap(self, model: PreTrainedModel) -> None:
+        # peft changes the model in place, and writes the names of the modules into the options.
+        get_peft_model(model, copy.deepcopy(self._options), autocast_adapter_dtype=False)
+        for weight in model.parameters():
+            if weight.requires_grad and weight.dtype != model.dtype:  # some methods make their own weights in fp32
+                weight.data = weight.data.to(model.dtype)
+
+    @contextlib.contextmanager
+    def disabled(self, model: PreTrainedModel) -> Iterator[None]:
+        layers = [layer for _, layer in tuner_layers(model)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    def merged(self, model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """peft merges each layer in fp32, one after the other; the layer then gets its own weights back."""
+        layers = tuner_layers(model)
+        added = re.compile("|".join(rf"{re.escape(name)}\.(?!base_layer\.)" for name, _ in layers))
+        merged = {_own_name(name): value for name, value in state.items() if not added.match(name)}
+        for name, layer in layers:
+            with gather_weights(layer.parameters()):
+                for parameter, value in self.merged_layer(layer).items():
+                    merged[_own_name(f"{name}.{parameter}")] = value
+        return merged
+
+    def merged_layer(self, layer: Any) -> dict[str, Tensor]:
+        """The merged weights of one layer by their names in it, on the CPU, in the dtype of the layer's own weights."""
+        dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
+        with _fp32_copies(layer):
+            layer.merge()
+            merged = {
+                name: weight.detach().to("cpu", dtypes[name], copy=True)
+                for name, weight in layer.get_base_layer().named_parameters()
+            }
+            layer.merged_adapters.clear()  # the copies in fp32 are dropped
+        return merged
+
+
+@contextlib.contextmanager
+def _fp32_copies(layer: nn.Module) -> Iterator[None]:
+    """Inside, the weights of a layer are copies in fp32; afterwards they are the same memory as before."""
+    weights = [(weight, weight.data) for weight in layer.parameters()]
+    for weight, data in weights:
+        weight.data = data.float().clone()
+    try:
+        yield
+    finally:
+        for weight, data in weights:
+            weight.data = data
+
+
+def tuner_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers of `model` that a method of peft has wrapped, by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _own_name(name: str) -> str:
+    """The name that the weight had before wrapping."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
