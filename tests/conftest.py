@@ -31,7 +31,7 @@ import torch
 
 torch.set_num_threads(1)
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(number) == signal.SIG_IGN:  # so a background job starts, and tests of signals would wait for ever
+    if signal.getsignal(number) == signal.SIG_IGN:  # as in a background job: tests of signals would wait
         signal.signal(number, handler)
 atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
