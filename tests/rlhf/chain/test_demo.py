@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
-def test_other_seeds_close_half_the_gap_to_the_best_true_score(seed: int, tmp_path: Path) -> None:
-    """Seed 0 is the run of test_train.py."""
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4])
+def test_ppo_closes_half_the_gap_to_the_best_true_score(seed: int, tmp_path: Path) -> None:
+    """Of shorter runs, each stage does better in tests/docs/test_tutorial.py."""
     command = [sys.executable, "train.py", "--seed", str(seed), "--output-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr

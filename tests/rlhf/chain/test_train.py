@@ -23,10 +23,14 @@ from rlhf.chain import command as train
 from rlhf.config import parser
 from rlhf.launch import launcher
 from rlhf.storage import manifests
-from tests.support.demo import require_better_policy
 from tests.support.programs import STATUS, without_status
 
 ROOT = Path(train.__file__).parents[2]
+SMALL = [
+    *("--data-path", "demo,rows=2400", "--max-eval-rows", "40", "--ppo.eval-samples", "32"),
+    *("--sft.num-train-epochs", "2", "--reward.num-train-epochs", "1", "--ppo.total-episodes", "384"),
+]
+"""The demo's three stages with fewer steps; the whole demo: test_demo.py."""
 MODELS = ("step1_sft/model", "step2_reward/model", "step3_ppo/actor", "step3_ppo/critic")
 STAGES = ("step1_sft", "step2_reward", "step3_ppo")
 
@@ -40,9 +44,9 @@ def start(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The one run of this file: the demo, on a terminal that knows ASCII only."""
+    """The one run of this file: a short demo, on a terminal that knows ASCII only."""
     out = tmp_path_factory.mktemp("run") / "out"
-    done = start("--output-dir", str(out), PYTHONIOENCODING="ascii", LC_ALL="C")
+    done = start(*SMALL, "--output-dir", str(out), PYTHONIOENCODING="ascii", LC_ALL="C")
     assert done.returncode == 0, done.stderr
     return out, done
 
@@ -114,11 +118,7 @@ def test_the_numbers_are_there_and_are_numbers(out: Path) -> None:
         assert names <= set(metrics) and all(math.isfinite(value) for value in metrics.values())
     sft = manifest(out, "step1_sft")["metrics"]
     # At first each of the 69 words is about as likely as another; training teaches which words follow which.
-    assert 55 < sft["eval_perplexity_before"] < 90 and sft["eval_perplexity"] < 15
-
-
-def test_ppo_closes_half_the_gap_to_the_best_true_score(out: Path) -> None:
-    require_better_policy(out)
+    assert 55 < sft["eval_perplexity_before"] < 90 and sft["eval_perplexity"] < sft["eval_perplexity_before"] / 2
 
 
 def test_the_chain_ends_with_a_report(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -126,7 +126,7 @@ def test_the_chain_ends_with_a_report(finished: tuple[Path, subprocess.Completed
     out, done = finished
     assert f"\nreport: {out}/report.html\n" in done.stdout
     page = (out / "report.html").read_text(encoding="utf-8")
-    for text in ("The policy got better.", "Calibration", "tell me about the", "1 process on ", "Judge against KL"):
+    for text in ("Calibration", "tell me about the", "1 process on ", "Judge against KL"):
         assert text in page, text
     assert len(page) < 1_000_000
 
@@ -135,9 +135,9 @@ def test_metrics_have_one_line_a_step(out: Path) -> None:
     account = {stage: json.loads((out / stage / "data.json").read_text()) for stage in STAGES}
     trained_on = {stage: account[stage]["train"]["rows"] for stage in STAGES}
     steps = {
-        "step1_sft": 8 * (trained_on["step1_sft"] // 32),
-        "step2_reward": 4 * (trained_on["step2_reward"] // 32),
-        "step3_ppo": 5120 // 128,
+        "step1_sft": 2 * (trained_on["step1_sft"] // 32),
+        "step2_reward": trained_on["step2_reward"] // 32,
+        "step3_ppo": 384 // 128,
     }
     for stage, count in steps.items():
         [source] = account[stage]["sources"]
@@ -283,7 +283,7 @@ def test_every_next_command_that_is_printed_can_be_typed(
     shutil.copytree(out / STAGES[0] / "model", "base")  # by a relative path
     given = [word for step in {1, 2} - {*steps} for word in (NAMED[step][0], f"{out}/{NAMED[step][1]}") if 3 in steps]
     models = ["--actor-model", "demo-llama", "--reward-model", "./base"] if 3 not in steps else []
-    command = ["--config", str(train.DEMO), *models, *given, "--steps", *map(str, steps)]
+    command = ["--config", str(train.DEMO), *SMALL, *models, *given, "--steps", *map(str, steps)]
     command += ["--output-dir", "a run"]
     ran: list[str] = []
     while command:
@@ -297,7 +297,7 @@ def test_every_next_command_that_is_printed_can_be_typed(
 
 def test_a_chain_that_asks_no_reward_model_makes_none(again: Callable[..., Any], out: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
-    own = ["--config", str(train.DEMO), "--ppo.reward", f"{tmp_path}/mine.py:score"]
+    own = ["--config", str(train.DEMO), *SMALL, "--ppo.reward", f"{tmp_path}/mine.py:score"]
     own += ["--output-dir", str(tmp_path / "new")]
     code, said, started = again(*own, "--ppo.algorithm", "rloo")
     assert (code, started) == (0, [STAGES[0], STAGES[2]]) and "step2_reward: skipped" in said
@@ -311,7 +311,7 @@ def test_a_chain_that_asks_no_reward_model_makes_none(again: Callable[..., Any],
 
 def test_a_part_elsewhere_starts_from_named_models(again: Callable[..., Any], out: Path, tmp_path: Path) -> None:
     named = ["--actor-model", f"{out}/step1_sft", "--reward-model", f"{out}/step2_reward/model"]
-    other = ["--config", str(train.DEMO), "--steps", "3", "--output-dir", str(tmp_path / "other")]
+    other = ["--config", str(train.DEMO), *SMALL, "--steps", "3", "--output-dir", str(tmp_path / "other")]
     assert again(*other, *named)[::2] == (0, ["step3_ppo"])
     code, said, started = again(*other, *named[:2])
     assert (code, started) == (2, []) and "reward_model not found" in said and "--reward-model" in said
@@ -326,7 +326,7 @@ def test_a_named_model_that_is_not_what_the_run_started_from(again: Callable[...
 
 def test_the_reward_model_may_start_from_step_1(again: Callable[..., Any], tmp_path: Path) -> None:
     place = str(tmp_path / "new")
-    argv = ["--config", str(train.DEMO), "--reward-model", f"{place}/step1_sft", "--output-dir", place]
+    argv = ["--config", str(train.DEMO), *SMALL, "--reward-model", f"{place}/step1_sft", "--output-dir", place]
     assert again(*argv)[::2] == (0, list(STAGES))
 
 
