@@ -38,7 +38,7 @@ test: $(INSTALLED)  ## the whole test suite
 test-avx2: $(INSTALLED)  ## the numerical tests again with AVX2 at most, as on an older CPU
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NUMERICAL) $(ARGS)
 
-test-long: $(INSTALLED)  ## what takes longer: four more seeds of the demo, the other algorithms
+test-long: $(INSTALLED)  ## what takes longer: the whole demo, five seeds of it, and the other algorithms
 	$(PY) -m pytest -m long $(ARGS)
 
 test-faults: $(INSTALLED)  ## every fault of docs/reliability.md in earnest: processes killed, disks full, files damaged

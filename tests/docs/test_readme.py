@@ -14,6 +14,7 @@ from rlhf.chain import command as train
 from rlhf.chat.options import ChatOptions
 from rlhf.config import option_names, parser
 from rlhf.evaluation.evaluate import EvaluateConfig
+from rlhf.evaluation.pairs import PairsConfig
 from rlhf.launch.supervisor import EXPLAINED
 from step1_sft import __main__ as sft
 from step2_reward import __main__ as reward
@@ -29,13 +30,19 @@ READMES = [
     ),
     *(ROOT / "docs" / f"{name}.md" for name in ("extending", "architecture", "testing", "zh/quickstart")),
 ]
-CONFIGS: dict[str, Any] = {"data.preview": PreviewConfig, "rlhf evaluate": EvaluateConfig, "rlhf chat": ChatOptions}
+CONFIGS: dict[str, Any] = {
+    "data.preview": PreviewConfig,
+    "rlhf evaluate": EvaluateConfig,
+    "rlhf pairs": PairsConfig,
+    "rlhf chat": ChatOptions,
+}
 MAINS = {"step1_sft": sft.main, "step2_reward": reward.main, "step3_ppo": ppo.main}
 
 
 def commands() -> list[str]:
     """Every line of code that starts as a command does, with what a backslash continues."""
-    lines = [line for path in READMES for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()]
+    pages = [*READMES, ROOT / "docs/online_preferences.md"]
+    lines = [line for path in pages for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()]
     found = [line.strip().removeprefix("$ ").split("  #")[0] for line in lines if not line.startswith(("|", "#"))]
     found = [re.sub(r"^([A-Z0-9_]+=\S+ )+(?=python)", "", line) for line in found]  # variables before the command
     return sorted({line for line in found if re.match(r"(python|torchrun|make) [\w-]", line)})

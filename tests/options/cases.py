@@ -259,6 +259,26 @@ def bundles() -> list[Bundle]:
     return [Bundle(tuple(bundle)) for bundle in made]
 
 
+JOINT = {
+    "group_by_length", "eval_every", "objective", "num_generations", "num_mini_batches", "target_kl", "abort_kl",
+    "ptx_coef", "vf_coef", "kl_target",
+}  # fmt: skip
+"""options with a run of their own whose numbers ranks make together"""
+
+
+def on_two_ranks() -> list[Bundle]:
+    """Every run that several options share, the first of each algorithm, and one for each of JOINT. What is left out are
+    schedules of the learning rate, and options of single rows: ranks exchange nothing for them."""
+    made: list[Bundle] = []
+    for bundle in bundles():
+        first = bundle.cases[0]
+        seen = {(other.stage, other.cases[0].option) for other in made}
+        joint = first.option in JOINT and (first.stage, first.option) not in seen
+        if not first.alone or joint or bundle.algorithm not in {other.algorithm for other in made}:
+            made.append(bundle)
+    return made
+
+
 def sharded() -> list[Bundle]:
     """The first bundle of each stage, and one whose critic is on the actor: on two ranks, its models lie in parts
     (ZeRO-3)."""

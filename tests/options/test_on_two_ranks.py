@@ -1,4 +1,4 @@
-"""The runs of test_every_option.py on two ranks: every number is what the options predict, as in one process."""
+"""Runs of test_every_option.py on two ranks: every number is what the options predict, as in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.options.harness import Observed
 from tests.options.prediction import config_of, require_predicted
 from tests.support import forked_ranks
 
-BUNDLES = cases.bundles()
+BUNDLES = cases.on_two_ranks()
 
 
 @pytest.fixture(scope="module")

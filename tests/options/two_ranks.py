@@ -1,4 +1,4 @@
-"""Every bundle of tests/options/cases.py on two ranks, all in one launch, those of `cases.sharded()` under ZeRO-3:
+"""The bundles of `cases.on_two_ranks()` on two ranks, all in one launch, those of `cases.sharded()` under ZeRO-3:
 
     torchrun --nproc-per-node=2 -m tests.options.two_ranks FOLDER OUT.pt
 
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     folder, out = map(Path, sys.argv[1:])
     with collectives.process_group(timeout_s=60):
         observed = []
-        for bundle in cases.bundles():
+        for bundle in cases.on_two_ranks():
             changes = bundle.changes | ({"zero_stage": 3} if bundle in cases.sharded() else {})
             config = cases.config_of(folder, bundle.stage, bundle.algorithm, **changes)
             observed.append(asdict(harness.run(bundle.stage, config)))

@@ -42,7 +42,6 @@ def score(prompts, responses):
     return [sum(map(WORTH.get, three)) / 3 if three else -1.0 for three in words]
 """
 """The demo's true score, whoever is spoken of: models as small as these do not learn to repeat the animal."""
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
 LENGTHS = ["--max-prompt-length", "24", "--max-length", "48", "--dtype", "fp32", "--micro-batch-size", "64"]
 SHORT = ["--response-length", "16", "--sample-rows", "1"]
 SMALL: dict[str, list[str]] = {
@@ -178,7 +177,8 @@ def vote(loop: Loop) -> None:
     (loop.folder / "votes1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_loop(seed: int, loop: Loop) -> None:
     gain, old, new = play(loop, seed)
     labelled = loop.rows("pairs1.jsonl")
