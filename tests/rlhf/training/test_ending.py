@@ -56,7 +56,6 @@ def test_ctrl_c_has_lines_of_its_own_beside_the_bar() -> None:
     if child == 0:
         fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("4H", 40, 100, 0, 0))
         sys.stderr = os.fdopen(2, "w")  # pytest has put another one in its place
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
         with Ending() as ending, console.bar("step", 100) as bar:
             while not ending._signal:
                 time.sleep(0.01)
