@@ -18,11 +18,12 @@ from data.build.pack import CROSS_TEXT_ATTENTION
 from data.dataset import PhaseData, PromptDataset, Recipe
 from rlhf import adapters, console
 from rlhf.distributed import collectives
+from rlhf.engine.adapter_export import save_policy_adapter
 from rlhf.engine.export import save_policy
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine, compute_dtype, shards_of
 from rlhf.maths import losses
-from rlhf.models import sequence_parallel
+from rlhf.models import adapter_files, sequence_parallel
 from rlhf.models.load import load_causal_lm, set_dropout
 from rlhf.models.policy import Policy
 from rlhf.supervised.runner import Supervised
@@ -87,7 +88,7 @@ class FineTuning:
         data: PhaseData[Demonstration],
         total_steps: int,
     ) -> None:
-        self._config, self._tokenizer, self._data = config, tokenizer, data
+        self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
         dtype = compute_dtype(config, collectives.local_device())
         lm = load_causal_lm(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config))
         if config.dropout:
@@ -125,7 +126,10 @@ class FineTuning:
             )
 
     def save(self, folder: Path, metrics: Metrics | None = None) -> None:
-        save_policy(self.engine, self._config.adapter, self._tokenizer, folder)
+        if self._config.share_trunk:
+            save_policy_adapter(self.engine, adapter_files.base_of(self._model_path), self._tokenizer, folder)
+        else:
+            save_policy(self.engine, self._config.adapter, self._tokenizer, folder)
 
 
 FINE_TUNING = Supervised(STAGE, workload, recipe, FineTuning)

@@ -16,10 +16,11 @@ from data.build.encode import Preference
 from data.dataset import PhaseData, PromptDataset, Recipe
 from rlhf import adapters, console
 from rlhf.distributed import collectives
+from rlhf.engine.adapter_export import save_scalar_adapter
 from rlhf.engine.export import save_scalar
 from rlhf.engine.training import Engine, compute_dtype, shards_of
 from rlhf.maths import losses
-from rlhf.models import sequence_parallel
+from rlhf.models import adapter_files, sequence_parallel
 from rlhf.models.load import set_dropout
 from rlhf.models.scalar import ScalarModel, ScoreStatistics, can_join, new_scalar_model, score_joined, score_separately
 from rlhf.supervised.runner import Supervised
@@ -99,7 +100,7 @@ class RewardModelling:
         data: PhaseData[Preference],
         total_steps: int,
     ) -> None:
-        self._config, self._tokenizer, self._data = config, tokenizer, data
+        self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
         dtype = compute_dtype(config, collectives.local_device())
         model = new_scalar_model(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config))
         if config.dropout:
@@ -124,7 +125,10 @@ class RewardModelling:
 
     def save(self, folder: Path, metrics: Metrics | None = None) -> None:
         scores = None if metrics is None else ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
-        save_scalar(self.engine, self._config.adapter, self._tokenizer, folder, scores)
+        if self._config.share_trunk:
+            save_scalar_adapter(self.engine, adapter_files.base_of(self._model_path), self._tokenizer, folder, scores)
+        else:
+            save_scalar(self.engine, self._config.adapter, self._tokenizer, folder, scores)
 
 
 REWARD_MODELLING = Supervised(STAGE, workload, recipe, RewardModelling)

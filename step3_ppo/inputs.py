@@ -29,6 +29,7 @@ from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms, critic
 from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
 from step3_ppo.plan import needs_critic, workload
+from step3_ppo.trunk import check_roles
 
 PHASE: Phase = "ppo"
 FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"), "critic_model": ("critic", "model")}
@@ -115,6 +116,7 @@ def check(
             check_split(config, path)
         if name not in planned_starts and name != "actor_model":
             read_head(resolve(path))
+    check_roles(config, models, {name: planned_starts.get(name) for name in starts})
     _check_sources(models)
     needed = workload(models, "cpu", {"reward_model": ""}).checkpoints
     require_room(Path(config.output_dir) / STAGE.name, needed)
@@ -305,6 +307,12 @@ def _check_lengths(
         else:
             prompts = [item.row.prompt for part in (data.train, data.evaluation) for item in part]
             learned.require_fitting(path, own_tokenizer, prompts)
+
+
+def uses_reward_model(config: Step3Config) -> bool:
+    """Whether a score source or the judge is the reward model of the run."""
+    specs = (plugins.parse_spec(spec) for spec in _sources(config))
+    return any(name == "learned" and not options.get("model") for name, options in specs)
 
 
 def _source_names(config: Step3Config) -> list[str]:

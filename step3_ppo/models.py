@@ -1,11 +1,12 @@
 """The models of step 3 and the algorithm: loading, engines, and their state in a checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import adapters, console, rewards
+from rlhf.adapters import Adapter
 from rlhf.distributed import collectives
 from rlhf.engine import frozen, training
 from rlhf.engine.ema import EMA
@@ -15,17 +16,18 @@ from rlhf.generation import Backend
 from rlhf.models.cpu import compiling
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import ActorCritic, Policy
-from rlhf.models.scalar import HEAD, load_scalar_model, new_head, new_scalar_model
+from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_head, new_scalar_model
 from rlhf.text.encoder import id_count
 from step3_ppo import algorithms
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import POLICY, SHARED, Step3Config
-from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
+from step3_ppo.inputs import describe_ptx, open_backend, open_ptx, uses_reward_model
 from step3_ppo.kl import KLController, KLPenaltyOptions
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
 from step3_ppo.scaling import ScoreScaling
 from step3_ppo.schedule import iterations
+from step3_ppo.trunk import open_roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Models:
     scaling: ScoreScaling
     ptx: Ptx | None
     ema: EMA | None
+    context: rewards.Context
+    """with which score sources are opened"""
 
     def state_dict(self) -> dict[str, Any]:
         """State beside the weights: the KL coefficient and the statistics of the scores."""
@@ -59,15 +63,21 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
         compiling.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
     context = reward_context(config, tokenizer)
     algorithm, ids = algorithms.load(config), id_count(tokenizer)
+    roles = None
+    if config.share_trunk:
+        roles = open_roles(config, context.dtype, ids, algorithm.value_loss is not None, uses_reward_model(config))
+        context = replace(context, loaded=roles.reward)
     steps_per_iteration = config.num_ppo_epochs * config.num_mini_batches
     critic_steps = iterations(config) * steps_per_iteration
     actor_steps = critic_steps - config.critic_warmup_iterations * steps_per_iteration
     shares_actor = algorithm.value_loss is not None and config.critic_model == SHARED
-    actor = _actor(config, context, ids, critic_steps if shares_actor else actor_steps, shares_actor)
-    reference = _reference(config, context, ids) if config.adapter is None else adapters.open_adapter(config.adapter)
+    policy = _policy(config, context, ids, shares_actor) if roles is None else roles.actor
+    actor = _actor(config, policy, critic_steps if shares_actor else actor_steps)
+    reference = _reference(config, context, ids) if roles is None else _frozen(config, context, roles.reference)
     critic = actor if shares_actor else None
     if algorithm.value_loss is not None and not shares_actor:
-        critic = _critic(config, context, ids, critic_steps)
+        value_model = None if roles is None else roles.critic
+        critic = _critic(config, value_model or _value_model(config, context, ids), critic_steps)
     scorer = Scorer(
         Reference(reference),
         rewards.open_sources(config.reward, context, config.reward_combine, config.safety_threshold),
@@ -89,37 +99,47 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
         ScoreScaling(config),
         None if ptx_rows is None else Ptx(ptx_rows, config, config.seed, tokenizer.pad_token_id, context.device),
         None if config.ema_decay is None else EMA(actor, config.ema_decay),
+        context,
     )
 
 
-def _actor(config: Step3Config, context: rewards.Context, vocabulary: int, steps: int, has_critic: bool) -> Engine:
-    engine_options = config.actor.over(config)
-    shards = training.shards_of(engine_options)
+def _policy(config: Step3Config, context: rewards.Context, vocabulary: int, has_critic: bool) -> Policy:
+    shards = training.shards_of(config.actor.over(config))
     lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
     adapters.wrap(lm, config.adapter)
-    if not has_critic:
-        return Engine(Policy(lm), engine_options, config, steps, "actor")
-    model = ActorCritic(lm, new_head(lm, context.dtype, config.seed))
-    return Engine(model, engine_options, config, steps, "actor", {HEAD: config.critic_learning_rate})
+    return ActorCritic(lm, new_head(lm, context.dtype, config.seed)) if has_critic else Policy(lm)
 
 
-def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -> FrozenEngine:
-    options = config.reference.beside(config.actor.over(config))
-    shards = frozen.shards_of(options, context.dtype)
+def _actor(config: Step3Config, policy: Policy, steps: int) -> Engine:
+    rates = {HEAD: config.critic_learning_rate} if isinstance(policy, ActorCritic) else {}
+    return Engine(policy, config.actor.over(config), config, steps, "actor", rates)
+
+
+def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -> FrozenEngine | Adapter:
+    if config.adapter is not None:
+        return adapters.open_adapter(config.adapter)
+    shards = frozen.shards_of(config.reference.beside(config.actor.over(config)), context.dtype)
     lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
-    return FrozenEngine(Policy(lm), options, context.dtype)
+    return _frozen(config, context, Policy(lm))
 
 
-def _critic(config: Step3Config, context: rewards.Context, vocabulary: int, steps: int) -> Engine:
-    engine_options = config.critic.over(config)
-    shards = training.shards_of(engine_options)
+def _frozen(config: Step3Config, context: rewards.Context, policy: Policy) -> FrozenEngine:
+    return FrozenEngine(policy, config.reference.beside(config.actor.over(config)), context.dtype)
+
+
+def _value_model(config: Step3Config, context: rewards.Context, vocabulary: int) -> ScalarModel:
+    shards = training.shards_of(config.critic.over(config))
     if config.critic_model == POLICY:
         model = new_scalar_model(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
     else:
         model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, shards)
     model.backbone = adapters.wrap(model.backbone, config.adapter)
+    return model
+
+
+def _critic(config: Step3Config, model: ScalarModel, steps: int) -> Engine:
     optimizer_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
-    return Engine(model, engine_options, optimizer_options, steps, "critic")
+    return Engine(model, config.critic.over(config), optimizer_options, steps, "critic")
 
 
 def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from data.batches import prompt_batch
 from data.build.encode import Prompt
@@ -16,11 +17,13 @@ from data.dataset import PromptDataset
 from rlhf import console, rewards
 from rlhf.console import status
 from rlhf.distributed import collectives
+from rlhf.engine.adapter_export import save_policy_adapter, save_scalar_adapter
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.engine.training import compute_dtype
 from rlhf.errors import UserError
 from rlhf.maths.uniforms import uniforms
+from rlhf.models.adapter_files import base_of
 from rlhf.report.verdict import stage_verdict
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
@@ -45,7 +48,7 @@ from step3_ppo.heldout import (
 )
 from step3_ppo.inputs import check, content, input_paths, inputs, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
-from step3_ppo.models import Models, reward_context, set_up
+from step3_ppo.models import Models, set_up
 from step3_ppo.plan import workload
 from step3_ppo.rollout import generate, nonfinite, score, scores_by_source
 from step3_ppo.schedule import Schedule, iterations
@@ -177,6 +180,19 @@ def resumable(models: Models, observers: Mapping[str, Any]) -> Resumable:
     return Resumable({**trained, **ptx, "models": models, **observers}, {**trained, **average})
 
 
+def _exports(
+    models: Models, config: Step3Config, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Functions that write the actor and the critic: as adapters on the shared trunk, or as whole models."""
+    critic: Any = models.critic
+    if config.share_trunk:
+        base = base_of(str(config.actor_model))
+        save_actor: Callable[..., None] = partial(save_policy_adapter, models.actor, base, tokenizer)
+        return save_actor, partial(save_scalar_adapter, critic, base, tokenizer)
+    save_actor = partial(save_policy, models.actor, config.adapter, tokenizer)
+    return save_actor, partial(save_scalar, critic, config.adapter, tokenizer)
+
+
 def run(config: Step3Config) -> None:
     """The stage from its inputs to OUT/step3_ppo: actor, critic, metrics.jsonl, manifest.json; nothing if finished."""
     stage_status = report_status(STAGE, config, inputs(config), partial(content, config))
@@ -192,8 +208,7 @@ def run(config: Step3Config) -> None:
         models = set_up(config, tokenizer)
         if models.critic is not None:
             console.say(f"{STAGE.name}: {describe_critic(user_config.critic_model, config)}")
-        context = reward_context(config, tokenizer)
-        judge = None if config.judge is None else rewards.open_unchecked(config.judge, context)
+        judge = None if config.judge is None else rewards.open_unchecked(config.judge, models.context)
         stage.describe(data, tokenizer)
         stage.manifest["data"] |= ptx_content(config)
         status(f"{STAGE.name}: responding to the held-out prompts, before training")
@@ -212,32 +227,32 @@ def run(config: Step3Config) -> None:
             stage.recorder.table("samples", iteration, samples[: config.sample_rows])
             return compare(before, after)
 
-        actor = partial(save_policy, models.actor, config.adapter, tokenizer)
+        save_actor, save_critic = _exports(models, config, tokenizer)
         dtype = "fp32" if compute_dtype(config, models.actor.device) == torch.float32 else "bf16"
         schedule, watch = Schedule(len(prompts), config, config.seed), Watch(Limits(), dtype)
         guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
         observers = {"schedule": schedule, "watch": watch, "guard": guard}
         best = None
         if config.keep_best is not None:
-            observers["best"] = best = Best(config.keep_best, config.patience, lambda: stage.save("best", actor))
+            observers["best"] = best = Best(config.keep_best, config.patience, lambda: stage.save("best", save_actor))
         stage.resume(resumable(models, observers))
         if stage.done:
             after = evaluate(models, evaluation, judge, config)
         else:
             stage.record_evaluation(at_start(before))
         total = iterations(config)
-        steps = stage.with_exports(train(models, prompts, schedule, config), actor)
+        steps = stage.with_exports(train(models, prompts, schedule, config), save_actor)
         steps = with_evaluations(steps, EvaluationSchedule(config.eval_every, total, stage.done), evaluate_again, best)
         stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(before, after, config.sample_rows)
         collapsed = collapse(before, after)
         if collapsed is not None:  # no error: the scores are real, and may be what the user asked for
             console.say(f"warning: {collapsed}")
-        exports: dict[str, Callable[[Path], None]] = {"actor": actor}
+        exports: dict[str, Callable[[Path], None]] = {"actor": save_actor}
         if models.critic is not None:
-            exports["critic"] = partial(save_scalar, models.critic, config.adapter, tokenizer)
+            exports["critic"] = save_critic
         if models.ema is not None:
-            exports["ema"] = partial(save_policy, models.actor, config.adapter, tokenizer, average=models.ema)
+            exports["ema"] = partial(save_actor, average=models.ema)
         stage.finish(exports, compare(before, after), models.state_dict())
         stage.recorder.verdict(stage.step, partial(stage_verdict, stage.directory, STAGE))
 

@@ -3,11 +3,15 @@
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch
+from peft import PeftConfig
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlhf import plugins
 from rlhf.errors import UserError
+from rlhf.models import adapter_files
+from rlhf.models.adapter_files import ONLY
 
 FOLDER = __name__
 
@@ -42,6 +46,18 @@ def open_adapter(spec: str) -> Adapter:
     """
     adapter: Adapter = plugins.build(FOLDER, spec)
     return plugins.conforming(adapter, Adapter, spec)
+
+
+def peft_options(spec: str, config: PreTrainedConfig) -> PeftConfig | None:
+    """The options that peft has of the adapter `spec` on a language model of `config`, which is not loaded; None for a
+    method of another library.
+
+    Raises: UserError as `open_adapter`.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        wrap(model, spec)
+    return adapter_files.options_of(model, ONLY) if ONLY in getattr(model, "peft_config", {}) else None
 
 
 def wrap(model: PreTrainedModel, spec: str | None) -> PreTrainedModel:

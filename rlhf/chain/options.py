@@ -154,6 +154,8 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
     """
     own = section_options(argv, overlay)
     anywhere = command_line_options(argv).union(*_trees(argv, overlay))
+    if chain.share_trunk and "reward_model" not in anywhere:
+        chain = chain.model_copy(update={"reward_model": chain.actor_model})
     sections = {}
     for section in SECTIONS.values():
         if f"{section}.output_dir" in own:

@@ -122,6 +122,9 @@ class EngineOptions(Config):
     """compile (torch.compile, C++): training and rollouts 1.4 times as fast on CPUs, after 10 to 120 s; ZeRO 0 to 2"""
     adapter: str | None = None
     """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16; none = train all weights"""
+    share_trunk: bool = False
+    """keep one frozen base model for all roles: steps 1 and 2 train and save adapters on it (--adapter), and in step 3
+    policy, reference, critic and reward model are adapters on one copy of it; ZeRO 0 to 2"""
     tensor_parallel_size: int = Field(1, ge=1)
     """number of devices that split the matrices of a trained model's layers (DeepSpeed AutoTP) and share their rows"""
     sequence_parallel_size: int = Field(1, ge=1)

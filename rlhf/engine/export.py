@@ -40,19 +40,23 @@ def save_policy(
     with average.inside(policy) if average is not None else contextlib.nullcontext():
         state = full_state(policy.lm, adapter)
         if collectives.is_main():  # the state may be the model's own memory
-            lm = policy.lm
-            try:
-                lm.generation_config.validate(strict=True)
-            except ValueError:  # contradictory sampling settings would make save_pretrained fail
-                lm.generation_config = GenerationConfig(bos_token_id=lm.config.bos_token_id)
-            lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
-            lm.config.pad_token_id = lm.generation_config.pad_token_id = tokenizer.pad_token_id
-            lm.save_pretrained(directory, state_dict=state)
-            _save_left_padded(tokenizer, directory)
+            set_special_ids(policy.lm, tokenizer)
+            policy.lm.save_pretrained(directory, state_dict=state)
+            save_left_padded(tokenizer, directory)
     collectives.barrier()
 
 
-def _save_left_padded(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def set_special_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the ids of the end and of padding in the config and the generation config of a policy that is saved."""
+    try:
+        lm.generation_config.validate(strict=True)
+    except ValueError:  # contradictory sampling settings would make save_pretrained fail
+        lm.generation_config = GenerationConfig(bos_token_id=lm.config.bos_token_id)
+    lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
+    lm.config.pad_token_id = lm.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def save_left_padded(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write the tokenizer of a policy: generation continues the last column of a batch of prompts."""
     own_tokenizer = copy.deepcopy(tokenizer)
     own_tokenizer.padding_side = own_tokenizer.init_kwargs["padding_side"] = "left"  # saved if both have it
@@ -81,19 +85,26 @@ def save_scalar(
         head = model.score.exact.detach().to("cpu")
     if collectives.is_main():
         state[HEAD] = head
-        config = copy.deepcopy(backbone.config)  # an actor may have the same one
-        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-        config.eos_token_id = tokenizer.eos_token_id
-        classifiers: Any = AutoModelForSequenceClassification._model_mapping
-        if type(config) in classifiers.keys():  # noqa: SIM118  (a lazy mapping)
-            config.architectures = [classifiers[type(config)].__name__]
-        config.dtype = model.score.weight.dtype
-        config.score_mean, config.score_std = (None, None) if scores is None else (scores.mean, scores.std)
-        config.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        save_scalar_config(model, tokenizer, directory, scores)
         contiguous = {name: weight.contiguous() for name, weight in state.items()}
         disk.save_tensors(contiguous, directory / "model.safetensors", {"format": "pt"})
     collectives.barrier()
+
+
+def save_scalar_config(
+    model: ScalarModel, tokenizer: PreTrainedTokenizerBase, directory: Path, scores: ScoreStatistics | None
+) -> None:
+    """Write the config and the tokenizer of a scalar model."""
+    config = copy.deepcopy(model.backbone.config)  # an actor may have the same one
+    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    classifiers: Any = AutoModelForSequenceClassification._model_mapping
+    if type(config) in classifiers.keys():  # noqa: SIM118  (a lazy mapping)
+        config.architectures = [classifiers[type(config)].__name__]
+    config.dtype = model.score.weight.dtype
+    config.score_mean, config.score_std = (None, None) if scores is None else (scores.mean, scores.std)
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def full_state(model: PreTrainedModel, adapter: str | None) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import Shards, SynchronizedPasses, deepspeed_settings, gather_model, zero3_config
 from rlhf.models.cpu import compiling
 from rlhf.models.policy import generator
+from rlhf.models.trunk import prepare_inference
 
 
 class FrozenEngine:
@@ -40,6 +41,7 @@ class FrozenEngine:
     def inference(self) -> Iterator[Any]:
         """The whole model on the device, without gradients; sharded weights are gathered once, or (`gather_whole`
         off) layer by layer in step with the other ranks."""
+        prepare_inference(self.module)
         with torch.no_grad(), self._on_device():
             yield self.module
 

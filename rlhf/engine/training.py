@@ -34,6 +34,7 @@ from rlhf.errors import UserError
 from rlhf.models.cpu import compiling
 from rlhf.models.head import ScoreHead
 from rlhf.models.policy import generator
+from rlhf.models.trunk import prepare_inference
 from rlhf.types import Metrics
 
 M = TypeVar("M", bound=nn.Module)
@@ -274,6 +275,7 @@ class Engine(Generic[M]):
         """The model in eval mode without gradients. Under ZeRO-3 its weights are gathered once, or (`gather_whole` off)
         layer by layer in step with the other ranks."""
         self._engine.eval()
+        prepare_inference(self._engine.module)
         with torch.no_grad(), self._gathered():
             yield self._engine.module
 

@@ -52,6 +52,10 @@ class Config(BackendOptions):
             raise UserError(
                 "rollout backend 'vllm': got a machine without a CUDA GPU, expected one; use --rollout-backend loop"
             )
+        if engine.share_trunk:
+            raise UserError(
+                "rollout backend 'vllm': got --share-trunk; use --rollout-backend loop, which samples on it"
+            )
         if engine.tensor_parallel_size > 1:
             raise UserError(
                 f"rollout backend 'vllm': got --tensor-parallel-size {engine.tensor_parallel_size}, expected 1, as "

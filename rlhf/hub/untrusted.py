@@ -39,7 +39,7 @@ MAX_COUNTS = {"num_hidden_layers": 10_000, "n_layer": 10_000, "num_layers": 10_0
 
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-ADAPTER = "adapter_config.json"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MERGE = "merge it with its base model first (peft: merge_and_unload, then save_pretrained)"
 
 REPORT_NOTE = " For details look at the `CONVERSION` entries of the above report!"
@@ -52,13 +52,13 @@ CUSTOM_CODE = "it needs custom code of its own, which is never run here; expecte
 
 
 def refuse_model(path: str) -> None:
-    """Refuse a model directory that is an adapter, or whose index names files elsewhere. Hub ids are not checked.
+    """Refuse whole weights beside an adapter, and an index that names files elsewhere. Hub ids are not checked.
 
-    transformers would silently apply an adapter to the model, and follow an index out of the directory.
+    transformers would silently apply the adapter to the model, and follow an index out of the directory.
     Raises: UserError naming the file.
     """
     folder = Path(path)
-    if (folder / ADAPTER).is_file():
+    if (folder / ADAPTER).is_file() and not is_adapter(folder):
         raise UserError(f"model '{path}': got an adapter ({ADAPTER}), expected whole weights; {MERGE}")
     config = read_mappings(f"model '{path}'", folder, MODEL_FILES).get("config.json", {})
     for count, maximum in MAX_COUNTS.items():
@@ -69,6 +69,13 @@ def refuse_model(path: str) -> None:
         for name in shards.values() if isinstance(shards, dict) else [shards]:
             if not isinstance(name, str) or Path(name).name != name or name == "..":
                 raise UserError(f"model '{path}': {index.name} names {name!r}, expected a file in the same directory")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a local directory is an adapter of peft with the config of its whole model, as this project saves it."""
+    names = {file.name for file in folder.glob("*.*")}
+    weights = {name for name in names if name.endswith((".safetensors", ".bin"))}
+    return {ADAPTER, "config.json"} <= names and weights == {ADAPTER_WEIGHTS}
 
 
 def refuse_adapter(path: str, model: Any) -> None:

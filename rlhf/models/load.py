@@ -19,8 +19,8 @@ from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import Shards, full_shape, gather_weights
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
-from rlhf.hub.untrusted import LOAD_ERRORS, reason, refuse_adapter, refuse_model, refuse_whole_numbers
-from rlhf.models import packing
+from rlhf.hub.untrusted import LOAD_ERRORS, is_adapter, reason, refuse_adapter, refuse_model, refuse_whole_numbers
+from rlhf.models import adapter_files, packing
 from rlhf.models.cpu import attention
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
@@ -29,6 +29,9 @@ HEADS = re.compile(r"(lm_head|embed_out|score)\.")
 """Weights that a model without a head does not have."""
 MOST_NEW = 0.1
 """new rows, as a share of the embedding's rows, above which the tokenizer is another model's"""
+OWN_VALUES = ("eos_token_id", "pad_token_id")
+"""values of its config that an adapter does not share with its base model"""
+EXPORT = "make them with `rlhf export`"
 LINE = 64
 """bytes of a cache line"""
 
@@ -218,6 +221,14 @@ def _load(
 ) -> PreTrainedModel:
     config = load_config(path)
     source = resolve(path)
+    if is_adapter(Path(source)):
+        if shards is not None:
+            raise UserError(f"model '{path}': got an adapter, expected whole weights under ZeRO-3; {EXPORT}")
+        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, seed, None)
+        adapter_files.merge(model, source)
+        for name in OWN_VALUES:
+            setattr(model.config, name, getattr(config, name, None))
+        return model
     if source.endswith((".yaml", ".yml")):
         # Whole on every rank even if it is sharded later: a new model has the same weights under any ZeRO stage.
         shards = None

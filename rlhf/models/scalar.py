@@ -15,8 +15,9 @@ from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.maths import ops
 from rlhf.models import packing
+from rlhf.models.adapter_files import HEAD_IN_FILE
 from rlhf.models.head import ScoreHead
-from rlhf.models.load import explain_load_errors, load_backbone
+from rlhf.models.load import explain_load_errors, load_backbone, load_config
 from rlhf.models.traits import attends_to_all, has_argument
 from rlhf.text.tokenizer import require_hub
 from rlhf.types import JoinedPairs, Pairs, Sequences, length_groups
@@ -187,15 +188,17 @@ def _weight_files(path: str) -> list[Path]:
 
 def _head_in(file: Path) -> Tensor | None:
     with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(HEAD) if HEAD in tensors.keys() else None  # noqa: SIM118  (not a mapping)
+        name = next((name for name in (HEAD, HEAD_IN_FILE) if name in tensors.keys()), None)  # noqa: SIM118  (no mapping)
+        return None if name is None else tensors.get_tensor(name)
 
 
-def score_statistics(model: ScalarModel, path: str) -> ScoreStatistics:
+def score_statistics(path: str) -> ScoreStatistics:
     """The statistics that the reward model's stage measured and wrote to its config.
 
     Raises: UserError if it has none, or its scores do not vary.
     """
-    mean, std = (getattr(model.backbone.config, name, None) for name in ("score_mean", "score_std"))
+    config = load_config(path)
+    mean, std = (getattr(config, name, None) for name in ("score_mean", "score_std"))
     if mean is None or not std:
         raise UserError(
             f"reward model '{path}': got score_mean {mean} and score_std {std} in its config.json, expected two "

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import plugins
 from rlhf.config.options import FrozenOptions
 from rlhf.errors import UserError
+from rlhf.models.scalar import ScalarModel
 from rlhf.text.tokenizer import Template
 from rlhf.types import SampledRollout, Samples
 
@@ -59,6 +60,8 @@ class Context:
     micro_batch_size: int
     model_options: FrozenOptions = field(default_factory=FrozenOptions)
     """sharding and offloading of learned reward models"""
+    loaded: ScalarModel | None = None
+    """the model at `reward_model`, if it is in memory already: an adapter on the actor's base model"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,12 @@ def build(config: Config, context: Context) -> Source:
     """
     model_path = resolve_model_path(config.model or context.reward_model, "model", "critic")
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), "auto")
-    shards = frozen.shards_of(context.model_options, context.dtype)
-    model = load_scalar_model(model_path, context.dtype, id_count(tokenizer), shards)
+    model = context.loaded
+    if model is None or config.model:
+        shards = frozen.shards_of(context.model_options, context.dtype)
+        model = load_scalar_model(model_path, context.dtype, id_count(tokenizer), shards)
     same_tokenizer = same_ids(tokenizer, context.tokenizer)
-    statistics = score_statistics(model, model_path) if config.normalize else None
+    statistics = score_statistics(model_path) if config.normalize else None
     limit = context_length(model.backbone.config)
     engine = FrozenEngine(model, context.model_options, context.dtype)
 

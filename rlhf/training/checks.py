@@ -1,5 +1,7 @@
 """Checks of options and models before a stage begins, so that a mistake is reported before training."""
 
+from pathlib import Path
+
 from rlhf import adapters
 from rlhf.config import deepspeed_json, foreign_settings
 from rlhf.config.options import EngineOptions
@@ -7,7 +9,9 @@ from rlhf.distributed import collectives
 from rlhf.engine.training import require_possible
 from rlhf.errors import UserError
 from rlhf.hub import short_names
-from rlhf.models.load import require_context, require_vocabulary
+from rlhf.hub.untrusted import is_adapter
+from rlhf.models.adapter_files import base_of, reason_against_sharing
+from rlhf.models.load import load_config, require_context, require_vocabulary
 from rlhf.storage import manifests
 from rlhf.text.encoder import id_count
 from rlhf.text.templates import template_name
@@ -19,6 +23,40 @@ def check_engine(options: EngineOptions) -> None:
     require_possible(options, collectives.local_device())
     if options.adapter is not None:
         adapters.open_adapter(options.adapter)
+    if options.share_trunk:
+        _check_trunk_options(options)
+
+
+def _check_trunk_options(options: EngineOptions) -> None:
+    """Raises: UserError for an option with which several adapters cannot be on one model."""
+    if options.adapter is None:
+        raise UserError("--share-trunk: needs --adapter, the method that is trained on it, for example --adapter lora")
+    refused = {
+        f"--zero-stage {options.zero_stage}": options.zero_stage == 3,
+        f"--tensor-parallel-size {options.tensor_parallel_size}": options.tensor_parallel_size > 1,
+        f"--sequence-parallel-size {options.sequence_parallel_size}": options.sequence_parallel_size > 1,
+        "--torch-compile": options.torch_compile,
+    }
+    for option in (option for option, is_set in refused.items() if is_set):
+        raise UserError(
+            f"--share-trunk: got it with {option}; expected --zero-stage 0, 1 or 2 and no split or compiler"
+        )
+
+
+def check_trunk(options: EngineOptions, base: str) -> None:
+    """Raises: UserError if the adapter of the options cannot share the base model, which is not loaded."""
+    if not options.share_trunk:
+        return
+    if base.endswith((".yaml", ".yml")):
+        raise UserError(
+            f"--share-trunk: model '{base}' has new weights, which nobody would train; expected trained ones"
+        )
+    if is_adapter(Path(base)):
+        raise UserError(f"--share-trunk: model '{base}' is an adapter, expected its base model '{base_of(base)}'")
+    assert options.adapter is not None
+    problem = reason_against_sharing(adapters.peft_options(options.adapter, load_config(base)))
+    if problem is not None:
+        raise UserError(f"--share-trunk: --adapter {options.adapter}: {problem}; expected lora without such options")
 
 
 def check_steps(options: EngineOptions, rows: int, rows_text: str, micro_batch_size: int, ranks: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.build.encode import Demonstration, Prompt
-from rlhf import plugins
+from rlhf import adapters, plugins, rewards
 from rlhf.distributed import collectives
 from rlhf.engine.ema import EMA
 from rlhf.engine.frozen import FrozenEngine
@@ -18,6 +18,7 @@ from rlhf.maths.uniforms import uniforms
 from rlhf.models.head import ScoreHead
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel
+from rlhf.models.trunk import PolicyRole, ScalarRole, Trunk
 from rlhf.rewards import Source, Sources, WeightedSource
 from rlhf.types import Credit, Metrics, Prompts, SampledRollout, Samples, ScoredRollout
 from step3_ppo import algorithms, stage
@@ -28,6 +29,7 @@ from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
 from step3_ppo.schedule import Schedule
 from step3_ppo.stage import chosen_file
+from step3_ppo.trunk import ACTOR, CRITIC, REFERENCE, Roles
 from step3_ppo.update import Learners, update
 from tests.support import tiny
 
@@ -111,8 +113,10 @@ def language_model(dtype: torch.dtype = torch.float32) -> Any:
 def players(algorithm: str, **changes: Any) -> Players:
     config = config_of(algorithm, **changes)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+    roles = on_a_trunk(config) if config.share_trunk else None
     head = ScoreHead(0.1 * torch.randn(1, tiny.WIDTH, generator=torch.Generator().manual_seed(2)), dtype)
-    reference = FrozenEngine(Policy(language_model(dtype)), config.reference.beside(config), dtype)
+    frozen = Policy(language_model(dtype)) if roles is None else roles.reference
+    reference = FrozenEngine(frozen, config.reference.beside(config), dtype)
     critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     steps = 100
     built = algorithms.load(config)
@@ -121,9 +125,11 @@ def players(algorithm: str, **changes: Any) -> Players:
         rates = {HEAD: config.critic_learning_rate}
         actor = critic = Engine(ActorCritic(language_model(dtype), head), config, config, steps, rates=rates)
     else:
-        actor, critic = Engine(Policy(language_model(dtype)), config, config, steps), None
+        policy = Policy(language_model(dtype)) if roles is None else roles.actor
+        actor, critic = Engine(policy, config, config, steps), None
         if built.value_loss is not None:
-            critic = Engine(ScalarModel(tiny.backbone().to(dtype), head), config, critic_options, steps)
+            value_model = ScalarModel(tiny.backbone().to(dtype), head) if roles is None else roles.critic
+            critic = Engine(value_model, config, critic_options, steps)
     return Players(
         config=config,
         actor=actor,
@@ -138,6 +144,20 @@ def players(algorithm: str, **changes: Any) -> Players:
             config.missing_eos_penalty,
         ),
     )
+
+
+def on_a_trunk(config: Any) -> Roles:
+    """Policy, reference and critic as adapters on one language model."""
+    trunk = Trunk(language_model())
+    options = adapters.peft_options(config.adapter, trunk.lm.config)
+    for seed, role in enumerate((ACTOR, REFERENCE, CRITIC)):
+        torch.manual_seed(max(1, seed))  # the policy starts as the reference
+        trunk.create(role, options)
+        for name, weight in trunk.lm.named_parameters():
+            if role in name.split("."):
+                torch.nn.init.normal_(weight, 0.0, 0.1)
+    critic = ScalarRole(trunk, CRITIC, ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]), trained=True)
+    return Roles(PolicyRole(trunk, ACTOR), PolicyRole(trunk, REFERENCE, trained=False), critic, None)
 
 
 def on_stage(game: Players) -> stage.Models:
@@ -155,6 +175,7 @@ def on_stage(game: Players) -> stage.Models:
         ScoreScaling(c),
         None,
         ema,
+        rewards.Context(tiny.tokenizer(), torch.device("cpu"), torch.float32, "", 1),
     )
 
 
@@ -244,6 +265,9 @@ PARITY = {
     "grpo, not scaled": ("grpo", {"scale_rewards": False}),
     "rloo, scaled": ("rloo", {"use_score_scaling": True, "use_score_norm": True, "score_clip": 1.0}),
     "ppo, all options": ("ppo", {"entropy_coef": 0.1, "missing_eos_penalty": 1.0, "target_kl": 0.02, "dual_clip": 2.0}),
+    "trunk, zero 0": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 0}),
+    "trunk, zero 1": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 1}),
+    "trunk, zero 2": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 2}),
     "shared": ("ppo", SHARED | {"num_mini_batches": 4}),
     "shared, zero 2": ("ppo", SHARED | {"zero_stage": 2, "entropy_coef": 0.1}),
     "shared, zero 3, warm-up": ("ppo", SHARED | {"zero_stage": 3, "critic_warmup_iterations": 1}),
@@ -258,6 +282,8 @@ QUICK = (
     "a2c, whitened",
     "ppo, adaptive KL",
     "shared",
+    "trunk, zero 1",
+    "trunk, zero 2",
 )
 """Those of make test: tests/options predicts every algorithm on two ranks beside float64. The others are long."""
 

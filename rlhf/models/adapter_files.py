@@ -1,0 +1,174 @@
+"""Adapters as directories that peft writes and reads: options, and weights without those of the base model.
+
+    adapter_config.json           the options of the method, and the path or hub id of the base model
+    adapter_model.safetensors     the adapter's weights; of a scalar model also its head, as `base_model.model.score`
+    config.json, tokenizer files  as of the whole model
+
+`AutoPeftModelForCausalLM.from_pretrained` loads a policy, and `AutoPeftModelForSequenceClassification.from_pretrained`
+with `num_labels=1` a scalar model.
+"""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftType, inject_adapter_in_model, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
+from rlhf.hub.untrusted import ADAPTER, ADAPTER_WEIGHTS, is_adapter, read_mappings
+from rlhf.storage import disk
+
+PREFIX = "base_model.model."
+"""before the names of weights in the file: peft's own modules"""
+HEAD_IN_FILE = f"{PREFIX}score.weight"
+ONLY = "default"
+"""the name of an adapter that is alone on its model, which peft chooses"""
+SHARING = (PeftType.LORA,)
+"""methods of peft of which several adapters on one model are independent"""
+UNLIKE = ("base_model_name_or_path", "inference_mode", "task_type", "modules_to_save", "peft_version", "revision")
+"""options in which adapters of one method differ"""
+OWN_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+"""initial weights of LoRA that change the base model, or depend on data"""
+
+
+def base_of(path: str) -> str:
+    """The base model of the adapter in a directory; of another model, the model itself. Local paths are absolute.
+
+    Raises: UserError if the file of the adapter does not name its base.
+    """
+    path = resolve(path)
+    if is_adapter(Path(path)):
+        base = read_mappings(f"model '{path}'", Path(path), [ADAPTER])[ADAPTER].get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise UserError(f"model '{path}': {ADAPTER} names no base_model_name_or_path; expected the base model")
+        path = base
+    return str(Path(path).resolve()) if Path(path).exists() else path
+
+
+def whole_base(path: str) -> str:
+    """The base model of the adapter in a directory. Raises: UserError if that is an adapter too."""
+    base = base_of(path)
+    if is_adapter(Path(base)):
+        raise UserError(f"model '{path}': its base model '{base}' is an adapter too, expected whole weights")
+    return base
+
+
+def read_options(path: str) -> PeftConfig:
+    """The options of the adapter in a directory."""
+    options = PeftConfig.from_pretrained(path)
+    options.modules_to_save = None  # a scalar model has its head beside the backbone
+    return options
+
+
+def reason_against_sharing(options: PeftConfig | None) -> str | None:
+    """Why several adapters with these options cannot be on one model; None if they can. None: not a method of peft."""
+    if options is None or options.peft_type not in SHARING:
+        return "the method does not keep several independent adapters on one model"
+    initial: Any = getattr(options, "init_lora_weights", True)
+    if isinstance(initial, str) and initial.startswith(OWN_BASE):
+        return f"init_lora_weights={initial} gives each adapter a base of its own"
+    if getattr(options, "bias", "none") != "none":
+        return "it trains biases of the base model"
+    return None
+
+
+def inject(model: PreTrainedModel, name: str, options: PeftConfig) -> None:
+    """Add a new adapter with the name `name` to a model, which may have others. Its weights require gradients."""
+    with warnings.catch_warnings():  # about several adapters, which are intended
+        warnings.simplefilter("ignore", UserWarning)
+        inject_adapter_in_model(copy.deepcopy(options), model, adapter_name=name)
+
+
+def load(model: PreTrainedModel, name: str, path: str) -> None:
+    """Add the adapter in a directory to a model that has the output layers of a language model, or has not.
+
+    Raises: UserError if weights of the adapter are missing, unexpected, misshapen or not finite.
+    """
+    inject(model, name, read_options(path))
+    own_prefix = f"{PREFIX}{_inner_prefix(model)}"
+    state = {key: value for key, value in _read(path).items() if key != HEAD_IN_FILE}
+    named = {key.removeprefix(own_prefix): value for key, value in state.items()}
+    expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    wrong = sorted({*expected} ^ {*named}) or [key for key in named if named[key].shape != expected[key].shape]
+    if wrong:
+        raise UserError(
+            f"adapter '{path}': {len(wrong)} weights are missing, unexpected or have another shape ({wrong[0]}); "
+            "expected those of its base model and its options"
+        )
+    for key, value in named.items():
+        if not torch.isfinite(value).all():
+            raise UserError(f"adapter '{path}': weight {key} has values that are not finite")
+    set_peft_model_state_dict(model, named, adapter_name=name)
+
+
+def _inner_prefix(model: PreTrainedModel) -> str:
+    """The prefix that names in the file have, and names in a backbone without a head have not."""
+    return f"{model.base_model_prefix}." if model.base_model is model else ""
+
+
+def _read(path: str) -> dict[str, Tensor]:
+    return load_file(Path(path) / ADAPTER_WEIGHTS)
+
+
+def merge(model: PreTrainedModel, path: str) -> None:
+    """Add the adapter in a directory to the weights of a model, in fp32."""
+    name = "merged"
+    load(model, name, path)
+    for layer_name, layer in tuner_layers(model):
+        weights = list(layer.parameters())
+        dtypes = [weight.dtype for weight in weights]
+        for weight in weights:
+            weight.data = weight.data.float()
+        layer.merge()
+        for weight, dtype in zip(weights, dtypes, strict=True):
+            weight.data = weight.data.to(dtype)
+        model.set_submodule(layer_name, layer.get_base_layer())
+    del model.peft_config
+    model.requires_grad_(True)  # peft has frozen it
+
+
+def options_of(model: PreTrainedModel, name: str) -> PeftConfig:
+    """A copy of the options of the adapter `name` of a model, with the names of the modules that it has."""
+    options: Any = copy.deepcopy(model.peft_config[name])
+    if isinstance(options.target_modules, set):
+        # Sorted, the file does not depend on the order of a set. Without the prefix, names match a backbone too.
+        prefix = f"{model.base_model_prefix}."
+        options.target_modules = sorted(module.removeprefix(prefix) for module in options.target_modules)
+    own_options: PeftConfig = options
+    return own_options
+
+
+def same_method(one: PeftConfig, other: PeftConfig) -> bool:
+    """Whether two adapters have the same weights by shape, and compute the same with them."""
+    first, second = ({**options.to_dict(), **dict.fromkeys(UNLIKE)} for options in (one, other))
+    first["target_modules"], second["target_modules"] = (sorted(o["target_modules"]) for o in (first, second))
+    return bool(first == second)
+
+
+def save(model: PreTrainedModel, name: str, base: str, directory: Path, head: Tensor | None = None) -> None:
+    """Write the adapter `name` of a model into a directory. head: of a scalar model, [1, d]."""
+    options: Any = options_of(model, name)
+    options.base_model_name_or_path = base
+    options.inference_mode = True
+    options.task_type = "CAUSAL_LM" if head is None else "SEQ_CLS"
+    options.modules_to_save = None if head is None else ["score"]
+    options.save_pretrained(str(directory))
+    own_prefix = f"{PREFIX}{_inner_prefix(model)}"
+    weights = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    state = {f"{own_prefix}{key}": value.detach().cpu().contiguous() for key, value in weights.items()}
+    if head is not None:
+        state[HEAD_IN_FILE] = head.detach().cpu().contiguous()
+    disk.save_tensors(state, directory / ADAPTER_WEIGHTS, {"format": "pt"})
+
+
+def tuner_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers of a model that have adapters, by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]

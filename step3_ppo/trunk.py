@@ -1,0 +1,124 @@
+"""Step 3 on a shared trunk: policy, reference, critic and reward model are adapters on one frozen base model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlhf import adapters
+from rlhf.config.options import FrozenOptions
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
+from rlhf.hub.untrusted import is_adapter
+from rlhf.models.adapter_files import base_of, read_options, same_method
+from rlhf.models.head import ScoreHead
+from rlhf.models.load import load_causal_lm, load_config
+from rlhf.models.scalar import new_head, read_head
+from rlhf.models.trunk import ActorCriticRole, PolicyRole, ScalarRole, Trunk
+from rlhf.training.checks import check_trunk
+from step3_ppo.config import POLICY, SHARED, Step3Config
+
+ACTOR, REFERENCE, CRITIC, REWARD = "policy", "reference", "critic", "reward"
+"""names of the adapters"""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The models on one trunk. No critic: the algorithm has none, or it is a head of the actor."""
+
+    actor: PolicyRole | ActorCriticRole
+    reference: PolicyRole
+    critic: ScalarRole | None
+    reward: ScalarRole | None
+
+
+def open_roles(config: Step3Config, dtype: torch.dtype, vocabulary: int, has_critic: bool, has_reward: bool) -> Roles:
+    """Load the base model once, and the adapters of all roles.
+
+    The policy starts as the actor model's adapter, and the reference is a frozen copy of it. If the actor model has no
+    adapter, the policy starts as a new one, and the reference is the base model alone.
+    config: with the paths of all models; has_critic: whether the algorithm trains one; has_reward: whether a source
+    scores with the reward model of the run
+    """
+    start = str(config.actor_model)
+    trunk = Trunk(load_causal_lm(base_of(start), dtype, vocabulary, config.seed))
+    _start_as_policy(trunk, ACTOR, config)
+    if is_adapter(Path(start)):
+        trunk.load(REFERENCE, start)
+    own_critic = has_critic and config.critic_model != SHARED
+    critic = reward = None
+    if own_critic and config.critic_model == POLICY:
+        _start_as_policy(trunk, CRITIC, config)
+        critic = ScalarRole(trunk, CRITIC, new_head(trunk.lm, dtype, config.seed), trained=True)
+    elif own_critic:
+        critic = _scalar(trunk, CRITIC, str(config.critic_model), dtype, trained=True)
+    if has_reward:
+        reward = _scalar(trunk, REWARD, str(config.reward_model), dtype, trained=False)
+    actor: PolicyRole | ActorCriticRole = PolicyRole(trunk, ACTOR)
+    if has_critic and not own_critic:
+        actor = ActorCriticRole(trunk, ACTOR, new_head(trunk.lm, dtype, config.seed))
+    return Roles(actor, PolicyRole(trunk, REFERENCE, trained=False), critic, reward)
+
+
+def _start_as_policy(trunk: Trunk, role: str, config: Step3Config) -> None:
+    start = str(config.actor_model)
+    if is_adapter(Path(start)):
+        trunk.load(role, start)
+        return
+    options = adapters.peft_options(str(config.adapter), trunk.lm.config)
+    assert options is not None  # check_roles has refused it
+    trunk.create(role, options)
+
+
+def _scalar(trunk: Trunk, role: str, path: str, dtype: torch.dtype, trained: bool) -> ScalarRole:
+    trunk.load(role, path)
+    return ScalarRole(trunk, role, ScoreHead(read_head(path), dtype), trained)
+
+
+def check_roles(config: Step3Config, models: Step3Config, starts: Mapping[str, str | None]) -> None:
+    """Check that all models of the run can be adapters on one base model.
+
+    models: the options with the paths of all models; starts: for each model of the run, the model that an earlier stage
+    of this command will make it from; None if the model exists
+    Raises: UserError for a model of another base, or an option that only separate models support.
+    """
+    if not config.share_trunk:
+        return
+    actor = resolve(str(models.actor_model))
+    base = base_of(actor)
+    check_trunk(config, base)
+    _check_options(config)
+    if is_adapter(Path(actor)):
+        own, given = read_options(actor), adapters.peft_options(str(config.adapter), load_config(base))
+        if given is None or not same_method(own, given):
+            raise UserError(
+                f"--share-trunk: the policy continues the adapter of '{actor}', but --adapter {config.adapter} has "
+                "other options; expected those with which it was trained"
+            )
+    for name, start in starts.items():
+        path = resolve(str(getattr(models, name)))
+        if name == "actor_model" or path == POLICY:
+            continue
+        whole = start is None and not is_adapter(Path(path))
+        if whole or base_of(path) != base:
+            got = "whole weights" if whole else f"an adapter on '{base_of(path)}'"
+            raise UserError(
+                f"--share-trunk: {name.replace('_', ' ')} '{path}': got {got}, expected an adapter on the policy's "
+                f"base model '{base}': train it there with --share-trunk, or remove the option"
+            )
+
+
+def _check_options(config: Step3Config) -> None:
+    own = {"reference": config.reference, "reward_models": config.reward_models}
+    for name, options in own.items():
+        if options != FrozenOptions():
+            raise UserError(
+                f"{name}: got engine options with --share-trunk, expected none: it is an adapter of the actor"
+            )
+    for name, trained in {"actor": config.actor, "critic": config.critic}.items():
+        if trained.gradient_checkpointing not in (None, config.gradient_checkpointing):
+            raise UserError(
+                f"{name}.gradient_checkpointing: got its own value with --share-trunk; expected that of all roles, "
+                "which are one model"
+            )

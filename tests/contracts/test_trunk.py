@@ -1,0 +1,237 @@
+"""One frozen base model with four adapters computes what four copies of it with one adapter each compute."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from rlhf import adapters, rewards
+from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions
+from rlhf.engine.adapter_export import save_policy_adapter, save_scalar_adapter
+from rlhf.engine.frozen import FrozenEngine
+from rlhf.engine.training import Engine
+from rlhf.models.head import ScoreHead
+from rlhf.models.load import load_backbone, load_causal_lm
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import ScalarModel, load_scalar_model
+from rlhf.training import checkpoints
+from rlhf.types import ScoredRollout
+from step3_ppo import models as step3_models
+from step3_ppo import stage
+from step3_ppo.models import Models
+from step3_ppo.rollout import Reference
+from step3_ppo.schedule import Schedule
+from tests.support import tiny
+from tests.support.players import config_of, prompts_to_train_on
+from tests.support.resuming import ABOUT
+
+ADAPTER = "lora,r=4"
+FP32: Any = EngineOptions(dtype="fp32")
+HEAD = torch.linspace(-1, 1, tiny.WIDTH)[None]
+ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
+
+LLAMA = pytest.mark.parametrize("folders", ["llama"], indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+@dataclass(frozen=True)
+class Folders:
+    base: str
+    policy: str
+    reward: str
+
+
+def disturbed(model: Any, seed: int) -> Any:
+    """With every trainable weight moved, as if it had been trained."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn(weight.shape, generator=draw)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """A base model, and what steps 1 and 2 write of adapters on it."""
+    out = tmp_path_factory.mktemp(request.param)
+    base = tiny.causal_lm(request.param)
+    base.save_pretrained(out / "base")
+    tokenizer = tiny.tokenizer()
+    tokenizer.save_pretrained(out / "base")
+    policy = Policy(disturbed(adapters.wrap(base, ADAPTER), 1))
+    backbone = adapters.wrap(load_backbone(str(out / "base"), torch.float32, tiny.VOCAB), ADAPTER)
+    reward = disturbed(ScalarModel(backbone, ScoreHead(HEAD)), 2)
+    for name, model, save in (("policy", policy, save_policy_adapter), ("reward", reward, save_scalar_adapter)):
+        (out / name).mkdir()
+        save(Engine(model, FP32, OptimizerOptions(), 1), str(out / "base"), tokenizer, out / name)  # type: ignore[operator]
+    return Folders(*(str(out / name) for name in ("base", "policy", "reward")))
+
+
+def config(folders: Folders, out: Path, **changes: Any) -> Any:
+    paths = {"actor_model": folders.policy, "reward_model": folders.reward, "critic_model": folders.reward}
+    # A large epsilon bounds what rounding of a gradient can do to AdamW: lr * error / epsilon a step.
+    trunk = {"share_trunk": True, "adapter": ADAPTER, "reward": ("learned",), "adam_epsilon": 1e-3}
+    return config_of("ppo", **paths, **trunk, total_episodes=16, weight_decay=0.1, output_dir=str(out), **changes)
+
+
+def scalar_of_peft(folders: Folders) -> ScalarModel:
+    """The reward model as plain peft loads it."""
+    whole: Any = AutoModelForSequenceClassification.from_pretrained(folders.base, num_labels=1)
+    setattr(whole, whole.base_model_prefix, load_backbone(folders.base, torch.float32, tiny.VOCAB))
+    loaded: Any = PeftModel.from_pretrained(whole, folders.reward, is_trainable=True)
+    head = loaded.base_model.model.score.modules_to_save["default"].weight
+    return ScalarModel(whole.base_model, ScoreHead(head))
+
+
+def policy_of_peft(folders: Folders) -> Policy:
+    lm = load_causal_lm(folders.base, torch.float32, tiny.VOCAB)
+    PeftModel.from_pretrained(lm, folders.policy, is_trainable=True)
+    return Policy(lm)
+
+
+def four_copies(config: Any, folders: Folders, together: Models) -> Models:
+    """The models of step 3 with a base of its own each, loaded by plain peft."""
+    of_critic = config.model_copy(update={"learning_rate": config.critic_learning_rate})
+    context = replace(together.context, loaded=scalar_of_peft(folders))
+    frozen = FrozenEngine(policy_of_peft(folders), FrozenOptions(), torch.float32)
+    return replace(
+        together,
+        actor=Engine(policy_of_peft(folders), config, config, 12, "actor"),
+        critic=Engine(scalar_of_peft(folders), config, of_critic, 12, "critic"),
+        scorer=replace(
+            together.scorer, reference=Reference(frozen), sources=rewards.open_sources(config.reward, context)
+        ),
+    )
+
+
+def iterations(models: Models, config: Any, first: int = 0) -> Iterator[dict[str, float]]:
+    schedule: Any = Schedule(8, config, config.seed)
+    for _ in range(first):
+        next(iter(schedule))
+    for metrics in stage.train(models, prompts_to_train_on(), schedule, config):  # type: ignore[arg-type]
+        yield {name: x for name, x in metrics.items() if not name.startswith(("seconds_", "tokens_per_second"))}
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    """The trained weights by their names without that of the adapter."""
+    roles = ("policy", "critic", "default")
+    return {
+        ".".join(part for part in name.split(".") if part not in roles): weight.clone()
+        for name, weight in engine.fp32_weights()
+    }
+
+
+def rollouts_of(monkeypatch: pytest.MonkeyPatch) -> list[ScoredRollout]:
+    """A list that gets every scored rollout."""
+    scored: list[ScoredRollout] = []
+    original = stage.score
+
+    def score(*arguments: Any) -> ScoredRollout:
+        scored.append(original(*arguments))
+        return scored[-1]
+
+    monkeypatch.setattr(stage, "score", score)
+    return scored
+
+
+@pytest.mark.parametrize(
+    ("folders", "checkpointing"), [("llama", True), ("gpt2", False), ("gpt_neox", False)], indirect=["folders"]
+)
+def test_one_base_computes_what_four_copies_do(
+    folders: Folders, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored, options = rollouts_of(monkeypatch), config(folders, tmp_path, gradient_checkpointing=checkpointing)
+    together = step3_models.set_up(options, tiny.tokenizer())
+    apart = four_copies(options, folders, together)
+    first = list(iterations(together, options))
+    second = list(iterations(apart, options))
+    assert len(first) == 2 and first[-1]["kl"] != 0
+    for mine, theirs in zip(first, second, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5, nan_ok=True)
+    half = len(scored) // 2
+    for mine_rollout, their_rollout in zip(scored[:half], scored[half:], strict=True):
+        for name in ("response_ids", "logprobs", "ref_logprobs", "scores", "values"):
+            one, other = getattr(mine_rollout, name), getattr(their_rollout, name)
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    for mine_engine, their_engine in ((together.actor, apart.actor), (together.critic, apart.critic)):
+        one, other = weights(mine_engine), weights(their_engine)
+        assert {*one} == {*other}
+        for name, weight in one.items():
+            torch.testing.assert_close(weight, other[name], rtol=0, atol=1e-5)
+
+
+@LLAMA
+def test_the_policy_starts_as_its_reference_and_the_others_never_move(folders: Folders, tmp_path: Path) -> None:
+    """Not even the first iteration's first step has a ratio other than 1, and only two of the four adapters train."""
+    options = config(folders, tmp_path)
+    models = step3_models.set_up(options, tiny.tokenizer())
+    lm = models.actor.module.lm
+    before = {name: weight.detach().clone() for name, weight in lm.named_parameters()}
+    first = next(iterations(models, options))
+    assert first["kl"] == 0 and first["first_approx_kl"] == 0
+    changed = {name for name, weight in lm.named_parameters() if not torch.equal(weight, before[name])}
+    trained = {name for name in before if {"policy", "critic"} & {*name.split(".")}}
+    assert changed == trained
+    assert {*before} - trained and {name for name, weight in lm.named_parameters() if weight.requires_grad} == trained
+    with models.scorer.reference.of(models.actor) as reference:
+        plain: Any = AutoPeftModelForCausalLM.from_pretrained(folders.policy)
+        torch.testing.assert_close(reference(ROWS)[0], Policy(plain.base_model.model)(ROWS)[0], rtol=0, atol=1e-5)
+
+
+@LLAMA
+def test_a_run_resumes_to_the_bit(folders: Folders, tmp_path: Path) -> None:
+    options = config(folders, tmp_path)
+
+    def state(models: Models) -> Any:
+        return stage.resumable(models, {})
+
+    whole = step3_models.set_up(options, tiny.tokenizer())
+    run = iterations(whole, options)
+    next(run)
+    assert checkpoints.save(tmp_path, 1, state(whole), ABOUT, 2) is None
+    expected = list(run)
+    resumed = step3_models.set_up(options, tiny.tokenizer())
+    newest = checkpoints.newest(tmp_path)
+    assert newest is not None
+    newest.restore(state(resumed), seed=0)
+    assert list(iterations(resumed, options, first=1)) == [
+        pytest.approx(each, abs=0, rel=0, nan_ok=True) for each in expected
+    ]
+    for part in ("actor", "critic"):
+        saved = {name for name, _ in newest._tensors(part)}
+        assert saved and all("lora" in name or "score" in name for name in saved)
+    for one, other in ((whole.actor, resumed.actor), (whole.critic, resumed.critic)):
+        assert all(torch.equal(weight, weights(other)[name]) for name, weight in weights(one).items())
+
+
+@LLAMA
+def test_an_adapter_directory_is_a_model_for_peft_and_for_every_command(folders: Folders) -> None:
+    """Merged at loading, in fp32, as plain peft computes it with the adapter on."""
+    plain: Any = AutoPeftModelForCausalLM.from_pretrained(folders.policy)
+    merged = load_causal_lm(folders.policy, torch.float32, tiny.VOCAB)
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    expected = Policy(plain.base_model.model)(ROWS)[0]
+    torch.testing.assert_close(Policy(merged)(ROWS)[0], expected, rtol=0, atol=1e-5)
+    base = Policy(load_causal_lm(folders.base, torch.float32, tiny.VOCAB))(ROWS)[0]
+    assert float((base - expected).abs().max().detach()) > 1e-2
+    classifier: Any = AutoPeftModelForSequenceClassification.from_pretrained(folders.reward, num_labels=1)
+    scalars = load_scalar_model(folders.reward, torch.float32, tiny.VOCAB)(ROWS)
+    ends = ROWS.mask.sum(1) - 1
+    ids = ROWS.ids.masked_fill(~ROWS.mask, tiny.PAD)  # transformers reads the score before the padding
+    logits = classifier(input_ids=ids, attention_mask=ROWS.mask.long()).logits.squeeze(1)
+    torch.testing.assert_close(scalars.gather(1, ends[:, None]).squeeze(1), logits, rtol=0, atol=1e-5)
+    state = load_file(Path(folders.reward) / "adapter_model.safetensors")
+    assert state["base_model.model.score.weight"].dtype == torch.float32
