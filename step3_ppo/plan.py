@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlhf import generation, plugins, rewards
+from rlhf.hub.untrusted import is_adapter
 from rlhf.plan.activations import PassShape
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on
 from rlhf.plan.sizes import tokenizer_size
@@ -68,15 +69,21 @@ def _models(config: Step3Config, model_paths: dict[str, str]) -> Iterator[ModelS
     actor, critic_options = config.actor.over(config), config.critic.over(config)
     start = config.actor_model or model_paths["actor_model"]
     yield ModelSpec("actor", start, "lm", actor, config.adapter)
-    if config.adapter is None:
-        yield ModelSpec("reference", start, "lm", config.reference.beside(actor))
+    trunk = config.share_trunk
+    adapter = config.adapter if trunk else None
+    if config.adapter is None or (trunk and (config.actor_model is None or is_adapter(Path(start)))):
+        yield ModelSpec("reference", start, "lm", config.reference.beside(actor), adapter, on_trunk=trunk)
     reward_model = config.reward_model or model_paths["reward_model"]
     if needs_critic(config) and config.critic_model != SHARED:
-        yield ModelSpec("critic", _critic_start(config, start, reward_model), "scalar", critic_options, config.adapter)
+        critic_start = _critic_start(config, start, reward_model)
+        yield ModelSpec("critic", critic_start, "scalar", critic_options, config.adapter, on_trunk=trunk)
     judge = [] if config.judge is None else [config.judge]
     for spec in [*(rewards.split_weight(spec)[1] for spec in config.reward), *judge]:
         name, source_options = plugins.parse_spec(spec)
         if name == "learned":
             options = config.reward_models.beside(critic_options)
-            path = source_options.get("model") or reward_model
-            yield ModelSpec("reward model", path, "scalar", options, inference_rows=config.rollout_batch_size)
+            own = source_options.get("model")
+            path, shares = own or reward_model, trunk and not own
+            yield ModelSpec(
+                "reward model", path, "scalar", options, adapter if shares else None, config.rollout_batch_size, shares
+            )

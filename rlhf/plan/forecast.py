@@ -31,13 +31,23 @@ class ModelSpec:
     adapter: str | None = None
     inference_rows: int = 0
     """rows of a forward pass without gradients, where that is not the stage's micro-batch"""
+    on_trunk: bool = False
+    """whether it is an adapter on the base model of the stage's first model"""
 
     @property
     def trained(self) -> bool:
         return isinstance(self.options, EngineOptions)
 
     def size(self) -> Size:
+        """Of the whole model, which computes."""
         return size(self.model_path, self.head, self.adapter, not self.trained)
+
+    def stored(self) -> Size:
+        """Of what the model has in memory beside other models."""
+        if not self.on_trunk:
+            return self.size()
+        own = size(self.model_path, self.head, self.adapter).trained
+        return replace(self.size(), total=own, outer=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +169,16 @@ class Forecast:
     @property
     def disk(self) -> float:
         """Bytes of the checkpoints (one more than stay, while a new one is written) and of the final models."""
-        sizes = [model.size for model in self.models if model.spec.trained]
-        first = sizes[0].total * self.workload.models_written
-        checkpoints = 3 * MASTER * sum(size.trained for size in sizes) * (self.workload.keep + 1)
-        return checkpoints + self.workload.b * (sum(size.total for size in sizes) + first)
+        trained = [model for model in self.models if model.spec.trained]
+        written = [model.size.trained if _as_adapter(model.spec) else model.size.total for model in trained]
+        first = written[0] * self.workload.models_written
+        checkpoints = 3 * MASTER * sum(model.size.trained for model in trained) * (self.workload.keep + 1)
+        return checkpoints + self.workload.b * (sum(written) + first)
+
+
+def _as_adapter(spec: ModelSpec) -> bool:
+    """Whether the stage saves the adapter of a model, not the model."""
+    return isinstance(spec.options, EngineOptions) and spec.options.share_trunk
 
 
 def micro_batches(workload: Workload, ranks: int) -> int:
@@ -187,12 +203,12 @@ def forecast(workload: Workload, machine: Machine) -> Forecast:
 
 def _model_memory(workload: Workload, spec: ModelSpec, layout: RankLayout) -> ModelMemory:
     if isinstance(spec.options, EngineOptions):
-        return zero.model_memory(spec.size(), spec.options, workload.b, layout)
-    return zero.frozen_memory(spec.size(), spec.options, workload.b, layout.ranks)
+        return zero.model_memory(spec.stored(), spec.options, workload.b, layout)
+    return zero.frozen_memory(spec.stored(), spec.options, workload.b, layout.ranks)
 
 
 def _forecast_model(workload: Workload, spec: ModelSpec, layout: RankLayout) -> ModelForecast:
-    model_size, memory = spec.size(), _model_memory(workload, spec, layout)
+    model_size, memory = spec.stored(), _model_memory(workload, spec, layout)
     step_rows = math.ceil(workload.batch / (workload.rollout.minibatches if workload.rollout else 1) / layout.ranks)
     sides = workload.shape.rows // workload.micro_batch  # 2 sequences in a pair
     shape = replace(workload.shape, rows=min(workload.micro_batch, step_rows) * sides)

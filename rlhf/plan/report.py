@@ -49,7 +49,9 @@ def _model_label(model: ModelForecast) -> str:
     options = model.spec.options
     trained = isinstance(options, EngineOptions)
     setting = f"ZeRO-{options.zero_stage}" if trained else "frozen" + " ZeRO-3" * (options.zero_stage == 3)
-    if model.spec.adapter is not None:
+    if model.spec.on_trunk:
+        setting += ", on the trunk"
+    elif model.spec.adapter is not None:
         setting += f", {model.size.trained / 1e6:.1f}M of"
     return f"{model.spec.role} ({setting}, {model.size.total / 1e6:,.1f}M)"
 
