@@ -172,7 +172,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    for name in ("DeepSpeed", "deepspeed", "torch.distributed", "huggingface_hub"):
+    for name in ("DeepSpeed", "deepspeed", "torch.distributed", "huggingface_hub", "bitsandbytes.backends.cpu.ops"):
         # A filter, not a level: DeepSpeed sets its own level when it is imported.
         logging.getLogger(name).addFilter(lambda line: line.levelno >= logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(torch|deepspeed|transformers|peft|datasets)(\.|$)")

@@ -90,7 +90,7 @@ class FineTuning:
     ) -> None:
         self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
         dtype = compute_dtype(config, collectives.local_device())
-        lm = load_causal_lm(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config))
+        lm = load_causal_lm(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config), config.quantize)
         if config.dropout:
             set_dropout(lm, config.dropout, model_path)
         model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)

@@ -102,7 +102,8 @@ class RewardModelling:
     ) -> None:
         self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
         dtype = compute_dtype(config, collectives.local_device())
-        model = new_scalar_model(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config))
+        shards = shards_of(config)
+        model = new_scalar_model(model_path, dtype, id_count(tokenizer), config.seed, shards, config.quantize)
         if config.dropout:
             set_dropout(model.backbone, config.dropout, model_path)
         model.backbone = adapters.wrap(model.backbone, config.adapter)

@@ -17,6 +17,7 @@ from rlhf import generation, plugins, rewards
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
+from rlhf.models import quantized
 from rlhf.models.load import require_context, require_decoder, require_generating
 from rlhf.models.scalar import read_head
 from rlhf.models.splitting import check_split, shares
@@ -154,6 +155,12 @@ def _check_engines(config: Step3Config) -> None:
     """Raises: UserError for options that exclude each other; it names the model if that has options of its own."""
     if config.critic_model == SHARED and config.critic != OwnEngineOptions():
         raise UserError("critic: got engine options with --critic-model shared, expected none: the actor's apply")
+    if config.reference.quantize is not None:
+        raise UserError(
+            f"reference: --quantize {config.reference.quantize}: expected none of its own: it has the weights that the "
+            "policy starts from, or the KL of the first rollout would not be 0"
+        )
+    quantized.require_possible_frozen(config.reward_models.beside(config.critic.over(config)), "reward_models")
     for name, own in {"actor": config.actor, "critic": config.critic}.items():
         try:
             check_engine(own.over(config))

@@ -104,8 +104,9 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
 
 
 def _policy(config: Step3Config, context: rewards.Context, vocabulary: int, has_critic: bool) -> Policy:
-    shards = training.shards_of(config.actor.over(config))
-    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
+    options = config.actor.over(config)
+    shards, kind = training.shards_of(options), options.quantize
+    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, config.seed, shards, kind)
     adapters.wrap(lm, config.adapter)
     return ActorCritic(lm, new_head(lm, context.dtype, config.seed)) if has_critic else Policy(lm)
 
@@ -128,11 +129,12 @@ def _frozen(config: Step3Config, context: rewards.Context, policy: Policy) -> Fr
 
 
 def _value_model(config: Step3Config, context: rewards.Context, vocabulary: int) -> ScalarModel:
-    shards = training.shards_of(config.critic.over(config))
+    options = config.critic.over(config)
+    shards, kind = training.shards_of(options), options.quantize
     if config.critic_model == POLICY:
-        model = new_scalar_model(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
+        model = new_scalar_model(str(config.actor_model), context.dtype, vocabulary, config.seed, shards, kind)
     else:
-        model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, shards)
+        model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, shards, kind)
     model.backbone = adapters.wrap(model.backbone, config.adapter)
     return model
 

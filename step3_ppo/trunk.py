@@ -42,7 +42,7 @@ def open_roles(config: Step3Config, dtype: torch.dtype, vocabulary: int, has_cri
     scores with the reward model of the run
     """
     start = str(config.actor_model)
-    trunk = Trunk(load_causal_lm(base_of(start), dtype, vocabulary, config.seed))
+    trunk = Trunk(load_causal_lm(base_of(start), dtype, vocabulary, config.seed, quantize=config.quantize))
     _start_as_policy(trunk, ACTOR, config)
     if is_adapter(Path(start)):
         trunk.load(REFERENCE, start)
@@ -90,8 +90,8 @@ def check_roles(config: Step3Config, models: Step3Config, starts: Mapping[str, s
     check_trunk(config, base)
     _check_options(config)
     if is_adapter(Path(actor)):
-        own, given = read_options(actor), adapters.peft_options(str(config.adapter), load_config(base))
-        if given is None or not same_method(own, given):
+        own, requested = read_options(actor), adapters.peft_options(str(config.adapter), load_config(base))
+        if requested is None or not same_method(own, requested):
             raise UserError(
                 f"--share-trunk: the policy continues the adapter of '{actor}', but --adapter {config.adapter} has "
                 "other options; expected those with which it was trained"

@@ -67,6 +67,10 @@ def wrap(model: PreTrainedModel, spec: str | None) -> PreTrainedModel:
     """
     if spec is not None:
         open_adapter(spec).wrap(model)
-        if not any(weight.requires_grad for weight in model.parameters()):
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        for weight in trained:  # beside quantised weights PEFT makes fp32 ones
+            if weight.dtype != model.dtype:
+                weight.data = weight.data.to(model.dtype)
+        if not trained:
             raise UserError(f"adapter '{spec}': after wrap(model) no weight requires gradients, expected its own ones")
     return model

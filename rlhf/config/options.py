@@ -25,6 +25,7 @@ def _on_a_file_system(path: str) -> str:
 
 
 OutputDir = Annotated[str, AfterValidator(_on_a_file_system)]
+Quantize = Literal["none", "nf4", "fp4", "int8"]
 
 
 class RunOptions(Config):
@@ -125,6 +126,9 @@ class EngineOptions(Config):
     share_trunk: bool = False
     """keep one frozen base model for all roles: steps 1 and 2 train and save adapters on it (--adapter), and in step 3
     policy, reference, critic and reward model are adapters on one copy of it; ZeRO 0 to 2"""
+    quantize: Quantize = "none"
+    """bits of the frozen weights under an adapter, by bitsandbytes (extra quantize): nf4 = 4 bits as in QLoRA, fp4,
+    int8; ZeRO 0 to 2; merging dequantises"""
     tensor_parallel_size: int = Field(1, ge=1)
     """number of devices that split the matrices of a trained model's layers (DeepSpeed AutoTP) and share their rows"""
     sequence_parallel_size: int = Field(1, ge=1)
@@ -163,6 +167,8 @@ class OwnEngineOptions(Config):
     """its own --gather-whole"""
     gradient_checkpointing: Flag = None
     """its own --gradient-checkpointing"""
+    quantize: Quantize | None = None
+    """its own --quantize"""
 
     def over(self, shared: E) -> E:
         """The shared options, replaced by those that this model sets."""
@@ -181,12 +187,15 @@ class FrozenOptions(Config):
     """its own --gather-whole"""
     torch_compile: Flag = None
     """its own --torch-compile"""
+    quantize: Quantize | None = None
+    """its own --quantize; by default that of the trained model"""
 
     def beside(self, trained: EngineOptions) -> "FrozenOptions":
         """These options; those that are not set follow the options of a trained model."""
         stage: Literal[0, 3] = 3 if trained.zero_stage == 3 and trained.tensor_parallel_size == 1 else 0
         own_options = self.model_dump(exclude_none=True)
-        shared = {"gather_whole": trained.gather_whole, "torch_compile": trained.torch_compile}
+        names = ("gather_whole", "torch_compile", "quantize")
+        shared = {name: getattr(trained, name) for name in names}
         return self.model_copy(update={"zero_stage": stage, **shared, **own_options})
 
 

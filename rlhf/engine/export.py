@@ -13,12 +13,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf import adapters
+from rlhf import adapters, console
 from rlhf.distributed import collectives
 from rlhf.distributed.tensor_parallel import gather_full
 from rlhf.distributed.zero3 import gather_weights, is_sharded
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
+from rlhf.models import quantized
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
 from rlhf.storage import disk
@@ -110,8 +111,22 @@ def save_scalar_config(
 def full_state(model: PreTrainedModel, adapter: str | None) -> dict[str, Tensor]:
     """Weights by their transformers names on the CPU of rank 0, adapters merged; tied weights stay one tensor.
 
-    Every rank calls this, and the others get an empty dict. A sharded model is gathered one weight at a time.
+    Every rank calls this, and the others get an empty dict. A sharded model is gathered one weight at a time; quantised
+    weights are dequantised, a layer at a time.
     """
+    layers = quantized.quantized_layers(model)
+    if not layers:
+        return _state(model, adapter)
+    if not collectives.is_main():  # a quantised model is whole on every rank
+        return {}
+    console.say(f"the quantised weights are dequantised to {str(model.dtype)[6:]} to merge the adapter into them")
+    with quantized.dequantized(model) as transposed:
+        state = _state(model, adapter)
+    stored_transposed = {f"{name.replace('.base_layer', '')}.weight" for name in transposed}
+    return {name: value.T if name in stored_transposed else value for name, value in state.items()}
+
+
+def _state(model: PreTrainedModel, adapter: str | None) -> dict[str, Tensor]:
     copies: dict[int, Tensor] = {}
     state = {}
     for name, weight in model.state_dict(keep_vars=True).items():

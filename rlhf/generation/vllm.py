@@ -66,6 +66,11 @@ class Config(BackendOptions):
                 "rollout backend 'vllm': got --no-gather-whole, expected all weights on every GPU, as in vLLM; "
                 "use --rollout-backend loop"
             )
+        if engine.quantize != "none":
+            raise UserError(
+                f"rollout backend 'vllm': got --quantize {engine.quantize}, whose weights would be dequantised and "
+                "copied for every rollout; use --rollout-backend loop"
+            )
         if sampling.temperature < MIN_TEMPERATURE:
             raise UserError(
                 f"--temperature {sampling.temperature}: expected at least {MIN_TEMPERATURE} with rollout backend "

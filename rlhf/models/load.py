@@ -15,12 +15,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from rlhf import console
 from rlhf.config import read_yaml
+from rlhf.config.options import Quantize
 from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import Shards, full_shape, gather_weights
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import LOAD_ERRORS, is_adapter, reason, refuse_adapter, refuse_model, refuse_whole_numbers
-from rlhf.models import adapter_files, packing
+from rlhf.models import adapter_files, packing, quantized
 from rlhf.models.cpu import attention
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
@@ -178,17 +179,23 @@ def _refuse_other_tokenizer(path: str, rows: int, tokenizer_size: int) -> None:
 
 
 def load_causal_lm(
-    path: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
+    path: str,
+    dtype: torch.dtype,
+    tokenizer_size: int,
+    seed: int = 0,
+    shards: Shards | None = None,
+    quantize: Quantize = "none",
 ) -> PreTrainedModel:
     """A causal language model in `dtype`, in eval mode, that gives no probability to ids the tokenizer does not have.
 
     Its embeddings are at least `tokenizer_size` rows; new rows are the mean of the others, so that a new token is
     never likelier than an average one (drawn at random it can outweigh the whole vocabulary: GPT-2's logits are
     about -30). Rows beyond the tokenizer, which many models have, get logit -inf.
-    With `shards` each rank has only its shard of the weights, and all ranks call this together.
+    With `shards` each rank has only its shard of the weights, and all ranks call this together. With `quantize` the
+    matrices of the layers have few bits.
     Raises: UserError for missing, unexpected or misshapen weights, or a weight that is not finite.
     """
-    model = _load(AutoModelForCausalLM, path, dtype, tokenizer_size, seed, shards)
+    model = _load(AutoModelForCausalLM, path, dtype, tokenizer_size, seed, shards, quantize)
     head = model.get_output_embeddings()
     if full_shape(head.weight)[0] > tokenizer_size:
         head.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
@@ -210,26 +217,40 @@ def count_ids(model: PreTrainedModel) -> int:
 
 
 def load_backbone(
-    path: str, dtype: torch.dtype, tokenizer_size: int, seed: int = 0, shards: Shards | None = None
+    path: str,
+    dtype: torch.dtype,
+    tokenizer_size: int,
+    seed: int = 0,
+    shards: Shards | None = None,
+    quantize: Quantize = "none",
 ) -> PreTrainedModel:
     """The same model without its language-model head: ids to hidden states."""
-    return _load(AutoModel, path, dtype, tokenizer_size, seed, shards)
+    return _load(AutoModel, path, dtype, tokenizer_size, seed, shards, quantize)
 
 
 def _load(
-    auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, seed: int, shards: Shards | None
+    auto: Any,
+    path: str,
+    dtype: torch.dtype,
+    tokenizer_size: int,
+    seed: int,
+    shards: Shards | None,
+    quantize: Quantize,
 ) -> PreTrainedModel:
     config = load_config(path)
     source = resolve(path)
     if is_adapter(Path(source)):
-        if shards is not None:
-            raise UserError(f"model '{path}': got an adapter, expected whole weights under ZeRO-3; {EXPORT}")
-        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, seed, None)
+        if shards is not None or quantize != "none":
+            other = "under ZeRO-3" if shards is not None else f"for --quantize {quantize}"
+            raise UserError(f"model '{path}': got an adapter, expected whole weights {other}; {EXPORT}")
+        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, seed, None, quantize)
         adapter_files.merge(model, source)
         for name in OWN_VALUES:
             setattr(model.config, name, getattr(config, name, None))
         return model
     if source.endswith((".yaml", ".yml")):
+        if quantize != "none":
+            raise UserError(f"{path}: --quantize {quantize}: expected a trained model; a new one has random weights")
         # Whole on every rank even if it is sharded later: a new model has the same weights under any ZeRO stage.
         shards = None
         with torch.random.fork_rng():
@@ -237,7 +258,8 @@ def _load(
             model = auto.from_config(config).to(dtype)
     else:
         # Loading into shards does not report missing or misshapen weights, so a model without storage is loaded first.
-        device_map = {} if shards is None else {"device_map": {"": "meta"}}
+        device_map: dict[str, Any] = {} if shards is None else {"device_map": {"": "meta"}}
+        device_map |= quantized.load_options(quantize, dtype, collectives.local_device())
         options = {"config": config, "dtype": dtype, "trust_remote_code": False, "weights_only": True}
         report = {
             "output_loading_info": True,
@@ -248,6 +270,8 @@ def _load(
             refuse_adapter(path, model)
             refuse_whole_numbers(source, model)
         _refuse_mismatch(path, info, HEADS if auto is AutoModel else None)
+        if quantize != "none":
+            quantized.complete(model, path, quantize)
         if shards is not None:
             with explain_load_errors(source), shards.building():
                 model = auto.from_pretrained(source, **options)

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.config.options import Quantize
 from rlhf.distributed.zero3 import Shards
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
@@ -125,10 +126,15 @@ def state_values(scalars: Tensor, prompt_length: int) -> Tensor:
 
 
 def new_scalar_model(
-    path: str, dtype: torch.dtype, tokenizer_size: int, seed: int, shards: Shards | None = None
+    path: str,
+    dtype: torch.dtype,
+    tokenizer_size: int,
+    seed: int,
+    shards: Shards | None = None,
+    quantize: Quantize = "none",
 ) -> ScalarModel:
     """A language model's backbone with a new head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020)."""
-    backbone = load_backbone(path, dtype, tokenizer_size, seed, shards)
+    backbone = load_backbone(path, dtype, tokenizer_size, seed, shards, quantize)
     return ScalarModel(backbone, new_head(backbone, dtype, seed)).eval()
 
 
@@ -144,13 +150,19 @@ def hidden_width(backbone: PreTrainedModel) -> int:
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
-def load_scalar_model(path: str, dtype: torch.dtype, tokenizer_size: int, shards: Shards | None = None) -> ScalarModel:
+def load_scalar_model(
+    path: str,
+    dtype: torch.dtype,
+    tokenizer_size: int,
+    shards: Shards | None = None,
+    quantize: Quantize = "none",
+) -> ScalarModel:
     """A trained reward model or critic: ours, or any one-label sequence classifier with a `score` head.
 
     Raises: UserError if the head is absent (a language model, say) or does not give one number.
     """
     weight = read_head(resolve(path))
-    backbone = load_backbone(path, dtype, tokenizer_size, shards=shards)
+    backbone = load_backbone(path, dtype, tokenizer_size, shards=shards, quantize=quantize)
     width = hidden_width(backbone)
     if weight.shape[1] != width:
         raise UserError(f"reward model '{path}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}")

@@ -54,6 +54,8 @@ def candidates(options: C, machine: Machine) -> Iterator[C]:
         for change in combination:
             update |= change
         candidate = options.model_copy(update=update | requested)
+        if candidate.quantize != "none" and (candidate.zero_stage == 3 or update.keys() & offloaded.keys()):
+            continue
         if candidate.zero_stage == 3 or not (candidate.offload_param or not candidate.gather_whole):
             unique.setdefault(candidate.model_dump_json(), candidate)
     yield from unique.values()

@@ -40,7 +40,7 @@ class ModelSpec:
 
     def size(self) -> Size:
         """Of the whole model, which computes."""
-        return size(self.model_path, self.head, self.adapter, not self.trained)
+        return size(self.model_path, self.head, self.adapter, not self.trained, self.options.quantize or "none")
 
     def stored(self) -> Size:
         """Of what the model has in memory beside other models."""

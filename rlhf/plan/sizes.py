@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from rlhf import adapters
 from rlhf.config import read_yaml
+from rlhf.config.options import Quantize
 from rlhf.errors import UserError
 from rlhf.hub import short_names
 from rlhf.models import load
 from rlhf.models.head import ScoreHead
+from rlhf.models.quantized import BITS, quantizable
 from rlhf.models.scalar import hidden_width
 from rlhf.shipped import CONFIGS
 from rlhf.text.encoder import id_count
@@ -45,6 +47,15 @@ class Size:
     """numbers in the key-value cache per token, over all layers"""
     vocabulary: int
     """rows of the embedding matrix; a language model has as many logits per token"""
+    quantized: int = 0
+    """weights that are stored in `bits` bits"""
+    bits: float = 0.0
+    largest_quantized: int = 0
+    """weights in the largest quantised matrix, which is dequantised for its products"""
+
+    def weight_bytes(self, b: int) -> float:
+        """Bytes of all weights on one device; `b`: of a number in the compute dtype."""
+        return b * (self.total - self.quantized) + self.bits / 8 * self.quantized
 
 
 @functools.cache
@@ -121,7 +132,13 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 @functools.cache
-def size(model_path: str, head: Head, adapter: str | None = None, frozen: bool = False) -> Size:
+def size(
+    model_path: str,
+    head: Head,
+    adapter: str | None = None,
+    frozen: bool = False,
+    quantize: Quantize = "none",
+) -> Size:
     """Exact sizes of a model, counted on the meta device from its config. A frozen model has no trainable weights."""
     config = resized_config(model_path)
     try:
@@ -133,6 +150,7 @@ def size(model_path: str, head: Head, adapter: str | None = None, frozen: bool =
     counts = [weight.numel() for weight in model.parameters()]  # tied weights count once
     trained = [weight.numel() for weight in model.parameters() if weight.requires_grad and not frozen]
     layers = layers_of(model)
+    quantized = quantizable(model, adapter is not None) if quantize != "none" else []
     return Size(
         total=sum(counts),
         trained=sum(trained),
@@ -142,6 +160,9 @@ def size(model_path: str, head: Head, adapter: str | None = None, frozen: bool =
         hidden=config.get_text_config().hidden_size,
         cache=_cache_numbers(config, len(layers)),
         vocabulary=config.get_text_config().vocab_size,
+        quantized=sum(quantized),
+        bits=BITS.get(quantize, 0.0),
+        largest_quantized=max(quantized, default=0),
     )
 
 

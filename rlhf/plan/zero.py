@@ -6,7 +6,7 @@ docs/scaling.md has the formulas as a table; benchmarks/memory.py compares them 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
@@ -85,9 +85,16 @@ class ModelMemory:
 def model_memory(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> ModelMemory:
     """Memory of a trained model whose numbers have `b` bytes in the compute dtype."""
     stage = effective_stage(options, b, layout.ranks)
-    if stage == 0:
-        return _stage_0(size, b, layout)
-    return _stage_3(size, options, b, layout) if stage == 3 else _stage_1_and_2(size, options, b, layout, stage)
+    if stage == 3:
+        return _stage_3(size, options, b, layout)
+    memory = _stage_0(size, b, layout) if stage == 0 else _stage_1_and_2(size, options, b, layout, stage)
+    return _with_dequantized(memory, size, b)
+
+
+def _with_dequantized(memory: ModelMemory, size: Size, b: int) -> ModelMemory:
+    """Each product dequantises its matrix: one at a time."""
+    one = Bytes(b * size.largest_quantized)
+    return replace(memory, passing=memory.passing + one, gathered=memory.gathered + one)
 
 
 def _stage_0(size: Size, b: int, layout: RankLayout) -> ModelMemory:
@@ -97,13 +104,13 @@ def _stage_0(size: Size, b: int, layout: RankLayout) -> ModelMemory:
     own = MASTER * t if b < MASTER else 0  # in fp32 the weights are their own master copy
     bucket = MASTER * min(t, BUCKET) if layout.ranks > 1 else 0  # flattened
     return ModelMemory(
-        weights=Bytes(b * size.total),
+        weights=Bytes(size.weight_bytes(b)),
         gradients=Bytes(gradients),
         optimizer=Bytes(own + 2 * MASTER * t),
         reducing=Bytes(gradients + bucket),
         # AdamW converts the gradient of one tensor at a time to fp32.
         stepping=Bytes(gradients + (MASTER * size.largest if summed < MASTER else 0)),
-        starting=Bytes(b * size.total + own),
+        starting=Bytes(size.weight_bytes(b) + own),
     )
 
 
@@ -120,7 +127,7 @@ def _stage_1_and_2(size: Size, options: EngineOptions, b: int, layout: RankLayou
     reduced = copied * 2 * filled + (MASTER * (t - filled) if stage == 1 else MASTER * filled) + MASTER * p
     offload = options.offload_optimizer
     return ModelMemory(
-        weights=Bytes(b * size.total),
+        weights=Bytes(size.weight_bytes(b)),
         gradients=Bytes(MASTER * (t if stage == 1 else p)),
         optimizer=Bytes(0, 4 * MASTER * p) if offload else Bytes(3 * MASTER * p),  # with fp32 gradients
         buffers=Bytes(b * size.largest, b * (p + size.largest)) if offload else NOTHING,
@@ -128,7 +135,9 @@ def _stage_1_and_2(size: Size, options: EngineOptions, b: int, layout: RankLayou
         reducing=Bytes(reduced),
         # Offloaded: a margin on the host. Else: the norm of the largest tensor in fp64.
         stepping=Bytes(MASTER * p, 2 * MASTER * p) if offload else Bytes(MASTER * p + 8 * min(size.largest, p)),
-        starting=Bytes(b * size.total, (2 * MASTER + b) * p) if offload else Bytes(b * size.total + 2 * MASTER * p),
+        starting=Bytes(size.weight_bytes(b), (2 * MASTER + b) * p)
+        if offload
+        else Bytes(size.weight_bytes(b) + 2 * MASTER * p),
     )
 
 
@@ -136,13 +145,13 @@ def _stage_1_in_bf16(size: Size, b: int, layout: RankLayout) -> ModelMemory:
     """DeepSpeed's bf16_optimizer.py, which keeps fp32 sums of all gradients during the whole run."""
     t, p = size.trained, _share(size.trained, layout.ranks)
     return ModelMemory(
-        weights=Bytes(b * size.total),
+        weights=Bytes(size.weight_bytes(b)),
         gradients=NOTHING,
         optimizer=Bytes(3 * MASTER * p),
         buffers=Bytes(MASTER * t),
         passing=Bytes(b * size.largest),
         reducing=Bytes(MASTER * min(t, BUCKET)),  # flattened
-        starting=Bytes(b * size.total + MASTER * (p + t)),
+        starting=Bytes(size.weight_bytes(b) + MASTER * (p + t)),
     )
 
 
@@ -156,7 +165,7 @@ def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, layout: RankLayou
     gradients = t if stage == 1 else p
     own = 0 if options.offload_optimizer else p  # a flat copy of the gradients of the rank's own weights
     common = {
-        "weights": Bytes(b * size.total),
+        "weights": Bytes(size.weight_bytes(b)),
         "passing": Bytes(0 if layout.on_cpu else b * filled),
     }
     if not options.offload_optimizer:
@@ -166,7 +175,7 @@ def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, layout: RankLayou
             reducing=Bytes(b * (filled + max(flattened, own) + sums)),
             # p gradients and their flat copy, or the norm of the largest tensor in fp64
             stepping=Bytes(b * p + max(b * p, 8 * min(size.largest, p))),
-            starting=Bytes(b * size.total + 2 * b * p),
+            starting=Bytes(size.weight_bytes(b) + 2 * b * p),
             **common,
         )
     # ZeRO-2 sums the gradients of micro-batches in CPU memory, ZeRO-1 on the device.
@@ -177,7 +186,7 @@ def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, layout: RankLayou
         buffers=Bytes(b * size.largest, b * (p + size.largest) + summed),
         reducing=Bytes(b * (filled + flattened + (t - filled if stage == 1 else 0))),
         stepping=Bytes(0, 2 * b * p),  # a margin on the host
-        starting=Bytes(b * size.total, 3 * b * p),
+        starting=Bytes(size.weight_bytes(b), 3 * b * p),
         **common,
     )
 
@@ -216,17 +225,18 @@ def _stage_3(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> 
 def frozen_memory(size: Size, options: FrozenOptions, b: int, ranks: int) -> ModelMemory:
     """Memory of a model that is not trained: whole on every device, or partitioned over the ranks (ZeRO-3)."""
     sharded, offload = options.zero_stage == 3, options.offload
-    weights = b * (_share(size.total, ranks) if sharded else size.total)
+    weights = b * _share(size.total, ranks) if sharded else size.weight_bytes(b)
     by_layer = sharded and options.gather_whole is False
     gathered = Bytes(b * (min(size.total, LIVE + PREFETCH) if by_layer else size.total))
     partitioned = offload or (sharded and ranks > 1)
-    return ModelMemory(
+    memory = ModelMemory(
         weights=Bytes(0, weights) if offload else Bytes(weights),
         gradients=Bytes(),
         optimizer=Bytes(),
         gathered=gathered if partitioned else Bytes(),
         starting=Bytes(weights),
     )
+    return _with_dequantized(memory, size, b)
 
 
 def _share(count: int, ranks: int) -> int:

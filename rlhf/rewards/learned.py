@@ -41,8 +41,8 @@ def build(config: Config, context: Context) -> Source:
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), "auto")
     model = context.loaded
     if model is None or config.model:
-        shards = frozen.shards_of(context.model_options, context.dtype)
-        model = load_scalar_model(model_path, context.dtype, id_count(tokenizer), shards)
+        shards, kind = frozen.shards_of(context.model_options, context.dtype), context.model_options.quantize or "none"
+        model = load_scalar_model(model_path, context.dtype, id_count(tokenizer), shards, kind)
     same_tokenizer = same_ids(tokenizer, context.tokenizer)
     statistics = score_statistics(model_path) if config.normalize else None
     limit = context_length(model.backbone.config)

@@ -10,6 +10,7 @@ from rlhf.engine.training import require_possible
 from rlhf.errors import UserError
 from rlhf.hub import short_names
 from rlhf.hub.untrusted import is_adapter
+from rlhf.models import quantized
 from rlhf.models.adapter_files import base_of, reason_against_sharing
 from rlhf.models.load import load_config, require_context, require_vocabulary
 from rlhf.storage import manifests
@@ -21,6 +22,7 @@ from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_token
 def check_engine(options: EngineOptions) -> None:
     """Raises: UserError for options that exclude each other on this device, or a mistake in the adapter's options."""
     require_possible(options, collectives.local_device())
+    quantized.require_possible(options)
     if options.adapter is not None:
         adapters.open_adapter(options.adapter)
     if options.share_trunk:

@@ -31,7 +31,7 @@ TESTED_ELSEWHERE = {
     "skip_bad_rows", "max_bad_steps", "dropout",
 }  # fmt: skip
 """test_data_options.py, test_thresholds.py, tests/rlhf/models/test_dropout.py"""
-HELD = {"dtype", "adapter", "rollout_backend"}
+HELD = {"dtype", "adapter", "quantize", "rollout_backend"}
 """how numbers are held, and plug-ins: tests/rlhf/engine/test_engine.py, tests/contracts"""
 REPORTED = {"export_rollouts"}
 SPEED_ALONE = {"micro_batch_size", "rollout_batch_size"}

@@ -341,3 +341,20 @@ def test_a_plan_notes_the_cost_of_ranked_lists(model_path: str) -> None:
     text = report(forecast(reward_plan.workload(config, "cpu", {}), machine.describe_machine(PlanOptions(), 1)))
     assert "4 micro-batches of 2 x 16 tokens" in text
     assert "one pair per batch element is assumed; a ranked list of K responses has K (K - 1) / 2 pairs" in text
+
+
+def test_quantised_weights_have_their_bits(tmp_path: Path) -> None:
+    """Of a Llama with 2 layers of width 64: 4 products of 64 x 64, two of them half as wide, and 3 of 64 x 128."""
+    path = saved("llama", tmp_path, hidden_size=64, intermediate_size=128)
+    matrices = 2 * (64 * 64 * 3 + 3 * 64 * 128)
+    whole, four, eight = (sizes.size(path, "lm", "lora,r=2", quantize=kind) for kind in ("none", "nf4", "int8"))
+    assert (four.quantized, eight.quantized, whole.quantized) == (matrices, matrices, 0)
+    assert sizes.size(path, "scalar", frozen=True, quantize="nf4").quantized == matrices
+    saved_bits = whole.weight_bytes(2) - four.weight_bytes(2)
+    assert saved_bits == pytest.approx(matrices * (16 - 4 - 8 / 64 - 32 / 256 / 64) / 8)
+    assert whole.weight_bytes(2) - eight.weight_bytes(2) == matrices
+    options = EngineOptions(adapter="lora,r=2", quantize="nf4", dtype="bf16")
+    memory = zero.model_memory(four, options, 2, RankLayout())
+    assert memory.weights.device == four.weight_bytes(2)
+    assert memory.gathered.device == 2 * 64 * 128  # the largest matrix in bf16, while it multiplies
+    assert zero.frozen_memory(four, FrozenOptions(zero_stage=0), 2, 1).weights.device == four.weight_bytes(2)

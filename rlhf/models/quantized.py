@@ -1,0 +1,230 @@
+"""Frozen weights in 4 or 8 bits, stored by bitsandbytes, under an adapter that is trained (QLoRA, arXiv 2305.14314).
+
+The matrices of the layers are quantised; embeddings, heads, norms and biases keep the model's dtype. Every product is
+that of the dequantised weight, whatever the batch: a row's log-probs are the same in sampling, scoring and training.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlhf import console
+from rlhf.config.options import EngineOptions, FrozenOptions, Quantize
+from rlhf.distributed import collectives
+from rlhf.errors import UserError
+
+WHOLE = ("lm_head", "embed_out", "score")
+"""heads, which are not quantised: their logits are the result"""
+BLOCK = 64
+"""weights of a row that share a scale in 4 bits"""
+BITS = {"nf4": 4 + 8 / BLOCK + 32 / (256 * BLOCK), "fp4": 4 + 8 / BLOCK + 32 / (256 * BLOCK), "int8": 8.0}
+"""of a weight, with its share of the scales: 8 bits a block, and 32 for 256 blocks. int8 has one scale a row"""
+FLAGS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_8bit")
+"""attributes with which transformers would refuse to save or move the model; PEFT needs `is_loaded_in_4bit`"""
+
+
+class Int8Linear(nn.Linear):
+    """A frozen linear layer whose matrix is `scale` [out, 1] times whole numbers in int8, a row at a time.
+
+    Only the weights are quantised. LLM.int8() (arXiv 2208.07339) also quantises activations, and finds outliers in the
+    whole batch: on SmolLM2-135M a row's logits change by up to 6 with the other rows of its batch (2026-11-23).
+    """
+
+    scale: Tensor
+
+    def __init__(self, layer: Any) -> None:
+        """layer: a `Linear8bitLt` of bitsandbytes, as loaded"""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+        self.source_cls = layer.source_cls
+        self.weight = nn.Parameter(layer.weight.data.detach().clone(), requires_grad=False)
+        self.register_buffer("scale", layer.weight.SCB.float()[:, None] / 127, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = _Int8Product.apply(x, self.weight, self.scale, self.bias)
+        return product
+
+
+class _Int8Product(torch.autograd.Function):
+    """x W^T + b, whose backward pass dequantises W again rather than keep it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        return F.linear(x, _int8_values(weight, scale, x.dtype), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        weight, scale = ctx.saved_tensors
+        return gradient @ _int8_values(weight, scale, gradient.dtype), None, None, None
+
+
+def _int8_values(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (weight * scale).to(dtype)
+
+
+def require_possible(options: EngineOptions) -> None:
+    """Raises: UserError for options with which a quantised model cannot be trained, or without bitsandbytes."""
+    kind = options.quantize
+    if kind == "none":
+        return
+    refused = {
+        "--zero-stage 3": options.zero_stage == 3,
+        "--tensor-parallel-size": options.tensor_parallel_size > 1,
+        "--torch-compile": options.torch_compile,
+    }
+    if options.adapter is None:
+        raise UserError(f"--quantize {kind}: quantised weights cannot be trained; add an adapter, as --adapter lora")
+    for name in (name for name, requested in refused.items() if requested):
+        raise UserError(f"--quantize {kind}: got it with {name}, which needs weights in the compute dtype; remove one")
+    require_installed(kind)
+
+
+def require_possible_frozen(options: FrozenOptions, name: str) -> None:
+    """Raises: UserError for options with which a quantised model cannot be used, or without bitsandbytes.
+
+    name: of the model's section of options
+    """
+    if options.quantize in (None, "none"):
+        return
+    other = "--offload" if options.offload else "--zero-stage 3" if options.zero_stage == 3 else ""
+    if other:
+        raise UserError(f"{name}: --quantize {options.quantize}: got it with {other}, expected whole weights on every "
+                        "device; remove one")  # fmt: skip
+    require_installed(str(options.quantize))
+
+
+def require_installed(kind: str) -> None:
+    """Raises: UserError without bitsandbytes."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"--quantize {kind}: the package bitsandbytes is not installed; pip install 'rlhf-pipeline[quantize]'"
+        )
+
+
+def load_options(kind: Quantize, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that load a model quantised, straight to its device."""
+    if kind == "none":
+        return {}
+    if kind == "int8":
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(WHOLE))
+    else:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_use_double_quant=True,
+            llm_int8_skip_modules=list(WHOLE),
+        )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def complete(model: PreTrainedModel, path: str, kind: Quantize) -> None:
+    """Make a loaded model one that computes, trains and is saved like any other, and report its size.
+
+    Raises: UserError if none of its matrices was quantised, or the device cannot compute with one of them.
+    """
+    import bitsandbytes as bnb
+
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, bnb.nn.Linear8bitLt):
+            model.set_submodule(name, Int8Linear(layer))
+        elif isinstance(layer, bnb.nn.Linear4bit):
+            # On CPUs with AVX512-BF16 bitsandbytes 0.50 would repack the weights in the first pass without gradients,
+            # round their scales to bf16, and from then on give no gradient to what comes before the layer.
+            layer.support_avx512bf16_for_cpu = False
+    for flag in FLAGS:
+        if hasattr(model, flag):
+            delattr(model, flag)
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        vars(config).pop("quantization_config", None)
+    layers = quantized_layers(model)
+    if not layers:
+        raise UserError(
+            f"model '{path}': --quantize {kind}: a {model.config.model_type} has no linear layers that bitsandbytes "
+            "quantises; remove the option"
+        )
+    if kind != "int8" and collectives.local_device().type == "cpu":
+        for name, layer in layers.items():
+            if layer.in_features % BLOCK:  # bitsandbytes 0.50 would multiply by the scales of other blocks
+                raise UserError(
+                    f"model '{path}': --quantize {kind}: {name} has rows of {layer.in_features} weights, expected a "
+                    f"multiple of {BLOCK} on a CPU; use --quantize int8"
+                )
+    count = sum(layer.in_features * layer.out_features for layer in layers.values())
+    others = sum(weight.numel() for weight in model.parameters() if weight.is_floating_point())
+    size = sum(weight.nbytes for weight in model.parameters())
+    console.say(
+        f"model '{path}': {count / 1e6:.4g} of {(count + others) / 1e6:.4g} million weights in {kind}, "
+        f"{size / 1e9:.3g} GB in place of {(count + others) * model.dtype.itemsize / 1e9:.3g}"
+    )
+
+
+def quantizable(model: nn.Module, wrapped: bool) -> list[int]:
+    """Number of weights in each matrix that quantising would store in few bits.
+
+    wrapped: the model has an adapter, whose own matrices are trained
+    """
+    return [
+        layer.weight.numel()
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D)
+        and not name.endswith(WHOLE)
+        and not (wrapped and layer.weight.requires_grad)
+    ]
+
+
+def quantized_layers(model: nn.Module) -> dict[str, Any]:
+    """The quantised layers by name; empty for a model that is not quantised."""
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "source_cls")}
+
+
+def dequantized_weight(layer: Any) -> Tensor:
+    """The matrix of a quantised layer, [out, in]."""
+    if isinstance(layer, Int8Linear):
+        return _int8_values(layer.weight, layer.scale, torch.float32)
+    import bitsandbytes as bnb
+
+    weight: Tensor = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return weight
+
+
+class _Dequantized(nn.Module):
+    """In place of a quantised layer, one whose weight is dequantised when it is read, and on the CPU in a state."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._layer, self._dtype = (layer,), dtype  # in a tuple, so that it is no submodule
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+
+    @property
+    def weight(self) -> Tensor:
+        return dequantized_weight(self._layer[0]).to(self._dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight.to("cpu")
+
+
+@contextlib.contextmanager
+def dequantized(model: PreTrainedModel) -> Iterator[list[str]]:
+    """Inside, every quantised layer has a `weight` of the model's dtype, for its state and for merging adapters.
+
+    Yields the names of layers that store the transposed matrix in a file (GPT-2's Conv1D).
+    """
+    layers = quantized_layers(model)
+    try:
+        for name, layer in layers.items():
+            model.set_submodule(name, _Dequantized(layer, model.dtype))
+        yield [name for name, layer in layers.items() if issubclass(layer.source_cls, Conv1D)]
+    finally:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
