@@ -50,7 +50,15 @@ def build_dataset(
     queues = _make_queues(rows, train, origins, options.max_train_rows)
     encoder = RowEncoder(recipe.phase, template, options, recipe.loss_on, recipe.objective == "text")
     workers = options.data_workers or min(MAX_WORKERS, cores())
-    item_rows = _tokenise_queues(queues, held_out, partial(encode_file, raw, encoder, folder, workers))
+
+    def trainable(item_rows: np.ndarray) -> np.ndarray:
+        """Which of these rows, all that are tokenised so far, can train. [len(item_rows)] bool"""
+        usable = item_outcomes(folder)[0] == ""
+        evaluation = np.flatnonzero(usable & np.isin(item_rows, held_out))
+        prompts = ModelPrompts(*prompt_digests(folder), rows.groups[item_rows])
+        return usable & ~prompts.held_out(np.arange(len(item_rows)), evaluation)
+
+    item_rows = _tokenise_queues(queues, held_out, partial(encode_file, raw, encoder, folder, workers), trainable)
     raw.unlink()
     item_numbers = np.zeros(len(rows.origins), dtype=np.int64)
     item_numbers[item_rows] = np.arange(len(item_rows))
@@ -173,11 +181,15 @@ def _make_queues(
 
 
 def _tokenise_queues(
-    queues: Sequence[RowQueue], held_out: np.ndarray, tokenise: Callable[[np.ndarray, int], np.ndarray]
+    queues: Sequence[RowQueue],
+    held_out: np.ndarray,
+    tokenise: Callable[[np.ndarray, int], object],
+    trainable: Callable[[np.ndarray], np.ndarray],
 ) -> np.ndarray:
     """Tokenise the held-out rows, and rows of each queue until its target is reached or it is empty.
 
-    tokenise(positions, round): writes the items of these rows; returns which are usable.
+    tokenise(positions, round): writes the items of these rows
+    trainable(positions of all items so far): which of them can train
     Returns the row position of each item, in the order of writing.
     """
     item_rows: list[np.ndarray] = []
@@ -186,10 +198,12 @@ def _tokenise_queues(
         batch = np.sort(np.concatenate([*taken, *([] if item_rows else [held_out])]))
         if item_rows and not len(batch):
             return np.concatenate(item_rows)
-        usable = batch[tokenise(batch, len(item_rows))]
-        for queue, queue_rows in zip(queues, taken, strict=True):
-            queue.usable += int(np.isin(queue_rows, usable).sum())
+        tokenise(batch, len(item_rows))
         item_rows.append(batch)
+        rows = np.concatenate(item_rows)
+        usable = rows[trainable(rows)]
+        for queue in queues:
+            queue.usable = int(np.isin(queue.rows[: queue.taken], usable).sum())
 
 
 def _blend(

@@ -106,15 +106,13 @@ class EncodeBatch:
         return to_columns(self._encoder.phase, self._encoder(rows), batch["row"])
 
 
-def encode_file(
-    rows: Path, encoder: RowEncoder, folder: Path, workers: int, positions: np.ndarray, batch: int
-) -> np.ndarray:
+def encode_file(rows: Path, encoder: RowEncoder, folder: Path, workers: int, positions: np.ndarray, batch: int) -> None:
     """Tokenise the rows at `positions` of the file `rows` into `folder`/items-BATCH-*.arrow, in that order.
 
-    batch: 0 for the first call, and one more for each further call. Returns which rows are usable, bool [N].
+    batch: 0 for the first call, and one more for each further call
     """
     if not len(positions):
-        return np.zeros(0, dtype=bool)
+        return
     table = datasets.Dataset.from_file(str(rows))
     if len(positions) < len(table):
         table = table.select(positions)
@@ -133,9 +131,6 @@ def encode_file(
         jobs[0]() if processes == 1 else run_forked(jobs)
     finally:
         gc.unfreeze()
-    items = read_items(folder, name)
-    assert items is not None
-    return np.array(items.data.column("reason"), object) == ""
 
 
 def _encode_part(table: datasets.Dataset, encoder: RowEncoder, file: Path, part: int, processes: int) -> None:
@@ -153,7 +148,7 @@ def _encode_part(table: datasets.Dataset, encoder: RowEncoder, file: Path, part:
     )
 
 
-def read_items(folder: Path, name: str = "items") -> datasets.Dataset | None:
-    """The items of the files in `folder` whose names begin with `name`, memory-mapped; None if there are none."""
-    parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob(f"{name}*.arrow"))]
+def read_items(folder: Path) -> datasets.Dataset | None:
+    """The items of the files in `folder`, memory-mapped; None if there are none."""
+    parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob("items*.arrow"))]
     return datasets.concatenate_datasets(parts) if parts else None

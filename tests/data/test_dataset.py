@@ -169,6 +169,9 @@ def test_a_held_out_prompt_stays_held_out_once_old_turns_are_cut(
     also = sum(text in {t for t, out in zip(last, evaluated, strict=True) if out} for text in last) - sum(evaluated)
     assert 0 < also == opened.report["sources"][0]["outcomes"]["prompt held out for evaluation, once old turns are cut"]
     assert len(train) == 80 - sum(evaluated) - also
+    for limit in (1, len(train) // 2, len(train)):  # held-out rows do not count
+        limited = open_datasets(options.model_copy(update={"max_train_rows": limit}), Recipe(phase), plain)
+        assert [prompt_digest(item) for item in limited.train] == train[:limit]
     alike = sum(train.count(prompt) > 1 for prompt in train)
     [note] = [note for note in opened.notes if "same prompt as another dialogue" in note]
     assert note.startswith(f"{alike} of {len(train)} training rows have the same prompt") and alike > 1
