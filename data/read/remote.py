@@ -44,11 +44,13 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        return PurePosixPath(self.url).name
+        """The last part of the path: without the query of a web address, such as a token."""
+        path = self.url.partition("?")[0].partition("#")[0] if self.url.startswith("https:") else self.url
+        return PurePosixPath(path).name
 
     @property
     def suffix(self) -> str:
-        return PurePosixPath(self.url).suffix
+        return PurePosixPath(self.name).suffix
 
     def open(self) -> io.RawIOBase:
         """Its bytes. Raises: OSError if a request fails TRIES times."""

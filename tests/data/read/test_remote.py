@@ -96,7 +96,27 @@ def test_what_is_not_there_is_one_line(store: MemoryFileSystem) -> None:
         assert refusal(other).startswith(f"{other}: no such file or directory")
 
 
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("https://h/d/x.jsonl?token=a/b.csv", "x.jsonl"),
+        ("https://h/d/x.jsonl.gz?download=true#top", "x.jsonl.gz"),
+        ("https://h/d/x.json#L1", "x.json"),
+        ("s3://b/d/what?.jsonl", "what?.jsonl"),  # a name in an object store may have any character
+        ("https://h/d?file=x.jsonl", "d"),
+    ],
+)
+def test_the_query_of_a_web_address_is_no_part_of_its_name(url: str, name: str) -> None:
+    file = remote.RemoteFile(url, None)
+    assert (file.name, file.suffix) == (name, Path(name).suffix)
+    assert str(file) == url
+
+
 def test_a_url_is_a_data_path() -> None:
+    assert parse_data_path("https://h/x.jsonl?token=ab1&n=c") == ("files", "https://h/x.jsonl?token=ab1&n=c", None)
+    assert parse_data_path("https://h/x.jsonl?page=2") == ("files", "https://h/x.jsonl?page=2", None)
+    assert parse_data_path("https://h/x.jsonl?page=2=0.5") == ("files", "https://h/x.jsonl?page=2", 0.5)
+    assert parse_data_path("hh_rlhf:https://h/x.jsonl?a=b&n=3=2") == ("hh_rlhf", "https://h/x.jsonl?a=b&n=3", 2)
     assert parse_data_path("s3://b/x.jsonl=0.5") == ("files", "s3://b/x.jsonl", 0.5)
     assert parse_data_path("files,chosen=good:gs://b/x.csv") == ("files,chosen=good", "gs://b/x.csv", None)
     assert parse_data_path("hh_rlhf:https://h/x.jsonl") == ("hh_rlhf", "https://h/x.jsonl", None)
