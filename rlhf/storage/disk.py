@@ -57,6 +57,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
+    """The JSON value in a file. Raises: ValueError; OSError, also for what is no regular file: a FIFO would block."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return json.loads(path.read_text(encoding="utf-8"))
 
 
