@@ -48,8 +48,15 @@ def _compile_or_run_eagerly(module: fx.GraphModule, inputs: list[Tensor]) -> Any
 
 
 def _warn_uncompiled(subject: str, error: Exception) -> None:
+    """One warning with the reason. A library of the cache that cannot be loaded has a cure: a compilation that was
+    killed leaves half a file there, which torch takes for a whole one ever after."""
     reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
-    _warn_once(f"--torch-compile: {subject} runs uncompiled: {reason}")
+    cure = ""
+    if ".so:" in reason:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        cure = f"; a killed run may have left half a file: delete torch's cache of compiled code, {cache_dir()}"
+    _warn_once(f"--torch-compile: {subject} runs uncompiled: {reason}{cure}")
 
 
 @functools.cache

@@ -204,6 +204,33 @@ def test_what_torch_cannot_compile_is_said_once_and_runs_as_it_was_written(
     assert not torch._dynamo.config.suppress_errors, "other errors are not hidden"
 
 
+def test_half_a_file_of_a_killed_compilation_is_named_with_its_cure(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes a file that is there for a whole one, and loading it fails in every later run."""
+
+    def refuse(*_: object) -> None:
+        raise InductorError(OSError(f"{tmp_path}/ab/xyz.main.so: file too short"), None)
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_fx, "compile_fx", refuse)
+    for cached in (compiling._warn_once, compiling.compile_as_one_graph):
+        cached.cache_clear()
+    lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    compiling.compile_layers(lm)
+    with pytest.warns(UserWarning) as caught:
+        backend(lm, tiny.prompts([3, 6]), SamplingOptions(response_length=6), None)
+    compiling.compile_as_one_graph.cache_clear()
+    reason = f"OSError: {tmp_path}/ab/xyz.main.so: file too short; a killed run may have left half a file: "
+    cure = f"delete torch's cache of compiled code, {tmp_path}"
+    warned = [str(warning.message) for warning in caught if "uncompiled" in str(warning.message)]
+    assert warned == [
+        f"--torch-compile: {subject} runs uncompiled: {reason}{cure}"
+        for subject in ("a part of each layer", "a decode step")
+    ]
+
+
 def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
