@@ -219,6 +219,7 @@ ROWS_C: dict[int, tuple[str, ...]] = {
         "rlhf/storage/test_unreadable.py::test_a_save_that_cannot_start_fails_at_once",
         "rlhf/storage/test_unreadable.py::test_an_unwritable_folder_is_refused_at_the_start",
         "rlhf/storage/test_unreadable.py::test_a_lock_of_another_user_is_one_line",
+        "rlhf/storage/test_unreadable.py::test_a_manifest_that_is_no_regular_file_is_damaged",
     ),
     # Ctrl-C, SIGTERM and SIGKILL while rows are tokenised
     102: (
@@ -285,9 +286,11 @@ ROWS_C: dict[int, tuple[str, ...]] = {
     119: ("rlhf/test_plugins.py::test_a_file_that_cannot_be_imported_is_one_line",),
     120: (
         "rlhf/chain/test_restarts.py::test_a_stage_that_ends_without_its_manifest_has_failed",
+        "rlhf/training/test_stage_process.py::test_a_stage_that_os_exit_ends_has_failed",
         "rlhf/test_plugins.py::test_a_file_that_cannot_be_imported_is_one_line",
         "contracts/test_rewards.py::test_mistakes_of_a_function_are_one_line",
     ),
+    121: ("rlhf/models/cpu/test_compiling.py::test_half_a_file_of_a_killed_compilation_is_named_with_its_cure",),
     101: ("rlhf/launch/test_launch.py::test_nothing_of_the_current_directory_runs",),
     100: ("rlhf/storage/test_unreadable.py::test_links_are_followed_or_refused_at_the_start",),
 }

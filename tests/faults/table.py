@@ -63,7 +63,7 @@ FAULTS = {
     96: "a power cut, at the end and at any moment before",
     97: "a changed or damaged manifest of a finished stage",
     98: "a finished stage whose input was made again",
-    99: "files and directories that may not be read or written, or that the disk no longer gives",
+    99: "files and directories that may not be read or written, that the disk no longer gives, or that are no files",
     102: "Ctrl-C, SIGTERM and SIGKILL while several processes tokenise; one of them killed; no /dev/shm",
     103: "the disk is full at the start, in metrics.jsonl, while a model is written",
     104: "who may read a model",
@@ -83,6 +83,7 @@ FAULTS = {
     118: "an object store or a web server that fails while data is read from it, or has no package here",
     119: "a user's own reward or dataset file that cannot be imported",
     120: "sys.exit(0) or os._exit(0) in a user's own code",
+    121: "a compilation of layers that was killed",
     101: "Python files in the current directory",
     100: "symbolic links in place of checkpoints or models",
 }
