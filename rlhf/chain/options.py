@@ -1,7 +1,7 @@
 """Options of the chain: those at the top, and the sections of the stages. Importing this imports no torch."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,8 @@ SHORT_HELP = {
     ),
 }  # fmt: skip
 """Options that `--help` lists. A shared option with the prefix `--sft.`, `--reward.` or `--ppo.` is for one stage."""
+ONE_RUN_ONLY = ("steps", "overwrite", "push_to_hub")
+"""options that a command refuses if it runs the chain several times"""
 SHARED = (DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions)
 """Options at the top that every stage has too; by default a section takes their values."""
 
@@ -171,6 +173,16 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
         sections[section] = options.model_copy(update=shared)
     sections["ppo"] = sections["ppo"].model_copy(update=dict(_inputs_named_above(chain, argv)))
     return chain.model_copy(update=sections)
+
+
+def refuse_options(chain: Any, names: Iterable[str], command: str, cure: str) -> None:
+    """Raises: UserError for an option of a single run of the chain that is set where `command` runs it several times.
+
+    names: of such options
+    """
+    for name in names:
+        if getattr(chain, name):
+            raise UserError(f"--{name.replace('_', '-')}: got it with {command}, expected none; {cure}")
 
 
 def changed(chain: Any) -> dict[str, Any]:

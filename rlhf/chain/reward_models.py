@@ -6,12 +6,16 @@ rule (rlhf.rewards.Sources).
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf.chain.options import command_line_options
+from rlhf import plugins
+from rlhf.chain.options import ONE_RUN_ONLY, command_line_options, refuse_options
 from rlhf.chain.stages import STAGES
 from rlhf.config import parser
 from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhf.rewards import Scoring
 
 SAFE, OTHER = "safe", "helpful"
 CHAIN = "chain.yaml"
@@ -27,16 +31,36 @@ def named_data(chain: Any) -> dict[str, str]:
         named[name] = path
     if len(named) < 2:
         raise UserError(f"--reward-models: got {len(named)} model, expected two or more; --data-path trains one")
-    for name in ("steps", "overwrite", "push_to_hub"):
-        if getattr(chain, name):
-            option = name.replace("_", "-")
-            raise UserError(f"--{option}: got it with --reward-models, expected none; use it without, on one directory")
+    refuse_options(chain, ONE_RUN_ONLY, "--reward-models", "use it without, on one directory")
     return named
 
 
 def sources(named: dict[str, str], models: Callable[[str], str]) -> list[str]:
     """The score sources of step 3: the safety model first, which decides where its score is low."""
     return [f"learned,model={models(name)}" for name in sorted(named, key=lambda name: name != SAFE)]
+
+
+def scoring_of(run: Path) -> "Scoring | None":
+    """The score that step 3 of a finished run learned from, if all its sources are reward models with a path.
+
+    Other sources are None: to open one can execute a user's file. Raises: UserError for a damaged manifest.
+    """
+    from rlhf.rewards import Scoring, split_weight  # imported here because it imports torch
+    from rlhf.storage import manifests
+
+    stage = run / STAGES[3].name
+    if not (stage / manifests.MANIFEST).is_file():
+        return None
+    config = manifests.read_manifest(stage)["config"]
+    specs = []
+    for spec in config.get("reward", ()):
+        name, options = plugins.parse_spec(split_weight(spec)[1])
+        if name != "learned" or not options.get("model"):
+            return None
+        path = Path(options["model"])
+        moved = run / path.parent.name / path.name  # with the whole run
+        specs.append(spec if path.exists() or not moved.is_dir() else spec.replace(str(path), str(moved)))
+    return Scoring(tuple(specs), config["reward_combine"], config["safety_threshold"]) if specs else None
 
 
 def train(chain: Any, argv: list[str], run: Callable[[list[str]], int]) -> int:

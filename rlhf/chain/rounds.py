@@ -15,7 +15,15 @@ from pydantic import Field, create_model
 
 from rlhf import console
 from rlhf.chain import command
-from rlhf.chain.options import SHORT_HELP, chain_config, overlay, require_agreement, resolve
+from rlhf.chain.options import (
+    ONE_RUN_ONLY,
+    SHORT_HELP,
+    chain_config,
+    overlay,
+    refuse_options,
+    require_agreement,
+    resolve,
+)
 from rlhf.chain.stages import STAGES
 from rlhf.config import Config, foreign_settings, parser
 from rlhf.config.options import MAX_SEED
@@ -94,12 +102,12 @@ def _check(chain: Any) -> None:
         )
     if chain.prompts is not None and not Path(chain.prompts).is_file():
         raise UserError(f"--prompts {chain.prompts}: no such file; expected .jsonl or .txt")
-    for name in ("steps", "overwrite", "plan", "push_to_hub"):
-        if getattr(chain, name):
-            option = name.replace("_", "-")
-            raise UserError(
-                f"--{option}: got it with rounds, expected none; use it with `rlhf train` on a round's directory"
-            )
+    refuse_options(
+        chain,
+        (*ONE_RUN_ONLY, "plan", "reward_models"),
+        "rounds",
+        "use it with `rlhf train` on a round's directory",
+    )
     if rank_variables.world_size() > 1:
         raise UserError(
             "rounds: got several processes of another launcher, expected one; use --deployment-type single_node or "

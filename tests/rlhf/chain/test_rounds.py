@@ -87,6 +87,7 @@ def test_rounds_add_their_pairs_and_go_on_where_they_were_killed(run: Any, monke
         (["--prompts", "none.txt", "--label", "length"], "--prompts none.txt: no such file"),
         (["--rounds", "1", "--steps", "3"], "--steps: got it with rounds, expected none"),
         (["--rounds", "1", "--overwrite"], "--overwrite: got it with rounds"),
+        (["--rounds", "1", "--reward-models", "a=x", "b=y"], "--reward-models: got it with rounds"),
     ],
 )
 def test_what_is_refused(words: list[str], message: str, run: Any) -> None:
