@@ -141,6 +141,11 @@ def _shares(config: Step3Config, ranks: int) -> int:
             f"--sequence-parallel-size {config.sequence_parallel_size}: expected 1 in step 3, whose generation "
             "and entropies cannot be split; use it in steps 1 and 2 (--sft.sequence-parallel-size)"
         )
+    if config.critic_model == SHARED and config.tensor_parallel_size > 1:
+        raise UserError(
+            f"--critic-model {SHARED}: got it with --tensor-parallel-size {config.tensor_parallel_size}, expected a "
+            f"critic of its own, because the head on a split actor is not tested; use --critic-model {POLICY}"
+        )
     frozen = {"reference": config.reference, "reward_models": config.reward_models}
     for name, options in frozen.items() if config.tensor_parallel_size > 1 else ():
         if options.zero_stage == 3:

@@ -2,33 +2,56 @@
 
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from rlhf import console
+from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES
-from rlhf.chat.options import ChatOptions, check_chat
+from rlhf.chat.options import ChatOptions, ModelOptions, check_chat
 from rlhf.config import parser
+
+if TYPE_CHECKING:
+    from rlhf.chat.run_models import RunModels
+
+Options = TypeVar("Options", bound=ModelOptions)
+Checked = TypeVar("Checked")
 
 NAME = "python -m rlhf chat"
 BY_NAME = {SECTIONS[step]: stage for step, stage in STAGES.items()}
 """the stages by the names of their options"""
 
 
-def main() -> int:
-    """Until the person ends the chat. Exit code 2 for a user's mistake."""
-    options = parser.parse(ChatOptions, sys.argv[1:], console.program(NAME), "Talk to the policies of a run.")
-    check_chat(options)
-    if options.web:
-        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # nothing is sent anywhere
-    console.loading(console.program(NAME), sys.argv)
+def open_run(
+    program: str, about: str, options_class: type[Options], check: Callable[[Options], Checked]
+) -> tuple[Options, Checked, "RunModels"]:
+    """The start of `rlhf chat` and `rlhf serve`: the options of the command line, what `check` returns of them, and the
+    models of the run that they name. Raises: UserError."""
+    name = console.program(program)
+    options = parser.parse(options_class, sys.argv[1:], name, about)
+    checked = check(options)
+    console.loading(name, sys.argv)
     console.quiet_libraries()
-    from rlhf.chat.run_models import run_models
-    from rlhf.chat.session import open_session
+    from rlhf.chat.run_models import run_models  # imported here because it imports torch
 
     run = run_models(options.run, BY_NAME)
+    if run.scoring is None:
+        run = replace(run, scoring=reward_models.scoring_of(Path(options.run)))
     console.status("loading the models")
+    return options, checked, run
+
+
+def main() -> int:
+    """Until the person ends the chat. Exit code 2 for a user's mistake."""
+    options, _, run = open_run(NAME, "Talk to the policies of a run.", ChatOptions, check_chat)
+    from rlhf.chat.session import open_session
+
     session = open_session(options, run)
     if options.web:
+        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # nothing is sent anywhere
         from rlhf.chat.web import serve_page
 
         serve_page(session, options)

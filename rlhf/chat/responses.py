@@ -15,7 +15,7 @@ from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.distributed import collectives
 from rlhf.engine.training import compute_dtype
 from rlhf.errors import UserError
-from rlhf.evaluation.batch_generation import check_reward_spec, common_tokenizer, left_padded
+from rlhf.evaluation.batch_generation import common_tokenizer, left_padded
 from rlhf.evaluation.comparison import kl_to, response_logprobs
 from rlhf.generation import BackendOptions
 from rlhf.generation.loop import refuse_recurrent, sampled, steps
@@ -108,14 +108,12 @@ class Models:
 
 
 def load_models(
-    paths: Mapping[str, str], reference: str | None, reward: str | None, chat_template: str, dtype: str
+    paths: Mapping[str, str], reference: str | None, scoring: rewards.Scoring | None, chat_template: str, dtype: str
 ) -> Models:
-    """Load policies by their paths, the reference and the score source; a path that comes twice is loaded once.
+    """Load policies by their paths, the reference and the score sources; a path that comes twice is loaded once.
 
     Raises: UserError if a model cannot be loaded, or their tokenizers differ.
     """
-    if reward is not None:
-        check_reward_spec(reward)
     device = collectives.local_device()
     compute = compute_dtype(EngineOptions.model_validate({"dtype": dtype}), device)
     all_paths = [*paths.values(), *([] if reference is None else [reference])]
@@ -131,7 +129,7 @@ def load_models(
         {name: by_path[path] for name, path in paths.items()},
         paths,
         None if reference is None else by_path[reference],
-        None if reward is None else rewards.open_source(reward, context),
+        None if scoring is None else scoring.open(context),
     )
 
 

@@ -9,6 +9,7 @@ from rlhf.config.declaration import Declaration
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
 from rlhf.hub.short_names import resolve
+from rlhf.rewards import Scoring
 from rlhf.storage.manifests import MANIFEST, read_manifest, stage_of
 
 BASE = "base"
@@ -26,8 +27,8 @@ class RunModels:
     """name of the policy that was trained last"""
     reference: str | None
     """what that policy was trained from; None if the run does not say"""
-    reward_model: str | None
-    """None if the run has none"""
+    scoring: Scoring | None
+    """of its reward model; None if the run has none, or several"""
 
     def path(self, name: str) -> str:
         """The path of a policy: of the run by its name, or any other model. Raises: UserError."""
@@ -63,7 +64,7 @@ def run_models(run: str, stages: Mapping[str, Declaration]) -> RunModels:
 
 def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
     policies: dict[str, str] = {}
-    newest, reference, reward_model = "", None, None
+    newest, reference, scoring = "", None, None
     for name, declared in stages.items():
         folder = directory / declared.name
         if not (folder / MANIFEST).is_file():
@@ -71,7 +72,7 @@ def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
         manifest = read_manifest(folder)
         available = [model for model in declared.policies if model in manifest["models"]]
         if declared.scorer in manifest["models"]:
-            reward_model = str(folder / declared.scorer)
+            scoring = Scoring((f"learned,model={folder / declared.scorer}",))
         if not available:
             continue
         newest, reference = name, _input(manifest, declared.reference, directory)
@@ -81,7 +82,7 @@ def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
             policies[name if model == available[0] else f"{name}/{model}"] = str(folder / model)
     if not newest:
         raise UserError(f"{directory}: no stage with a policy is finished; run one to its end, or name a model")
-    return RunModels(str(directory), policies, newest, reference, reward_model)
+    return RunModels(str(directory), policies, newest, reference, scoring)
 
 
 def _input(manifest: Mapping[str, Any], name: str, run: Path) -> str | None:

@@ -12,6 +12,8 @@ from rlhf.chat.responses import Generation, Measures, Models, Response, Sampling
 from rlhf.chat.run_models import RunModels
 from rlhf.chat.votes import Preference
 from rlhf.errors import UserError
+from rlhf.evaluation.batch_generation import check_reward_spec
+from rlhf.rewards import Scoring
 from rlhf.types import Message
 
 
@@ -149,17 +151,18 @@ def open_session(options: ChatOptions, run: RunModels) -> Session:
         raise UserError(f"--compare {' '.join(names)}: got one policy twice, expected two")
     paths = {name: run.path(name) for name in names}
     reference = options.reference or run.reference
-    reward = options.reward
-    if reward is None and run.reward_model is not None:
-        reward = f"learned,model={run.reward_model}"
-    if reward is None:
+    scoring = run.scoring
+    if options.reward is not None:
+        check_reward_spec(options.reward)
+        scoring = None if options.reward == NONE else Scoring((options.reward,))
+    elif scoring is None:
         console.say(f"note: {run.run} names no reward model, so answers have no score; name one with --reward")
     if reference is None:
         console.say(f"note: {run.run} names no reference, so answers have no KL; name a policy with --reference")
     models = load_models(
         paths,
         None if reference in (None, NONE) else run.path(str(reference)),
-        None if reward == NONE else reward,
+        scoring,
         options.chat_template,
         options.dtype,
     )

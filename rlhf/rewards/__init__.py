@@ -166,6 +166,26 @@ def open_sources(
     return Sources(tuple(sources), combine, safety_threshold)
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Score sources by their specs, and the rule that combines them into one score."""
+
+    specs: tuple[str, ...]
+    combine: Combine = "sum"
+    safety_threshold: float = SAFETY_THRESHOLD
+
+    def open(self, context: Context) -> Source:
+        """The combined score, which is checked to be finite. Raises: UserError as of `open_sources`."""
+        sources = open_sources(self.specs, context, self.combine, self.safety_threshold)
+
+        def score(samples: Samples) -> Tensor:
+            scores, _ = sources(samples)
+            require_finite(scores, samples, " ".join(self.specs))
+            return scores
+
+        return score
+
+
 def check_weights(specs: Sequence[str], combine: Combine) -> None:
     """Raises: UserError for no source with a weight other than 0, or for other than two to combine by safety."""
     count = sum(split_weight(spec)[0] != 0 for spec in specs)

@@ -99,6 +99,8 @@ def test_a_run_with_a_head_on_the_actor_leaves_both_models(
     config = config_of(folder, critic_model="shared", output_dir=str(tmp_path), reward=("length,target=5",))
     with pytest.raises(UserError, match="critic: got engine options with --critic-model shared"):
         check(config.model_copy(update={"critic": OwnEngineOptions(zero_stage=2)}))
+    with pytest.raises(UserError, match=r"--critic-model shared: got it with --tensor-parallel-size 2, expected a"):
+        check(config.model_copy(update={"tensor_parallel_size": 2}), ranks=2)
     stage.run(config)
     assert "step3_ppo: the critic is a new value head on the actor" in capsys.readouterr().out
     out = tmp_path / "step3_ppo"

@@ -1,12 +1,18 @@
 """`--reward-models`: two reward models in one chain, each on its own pairs, and step 3 by the rule of Llama 2."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rlhf.chain import command
+from rlhf import rewards
+from rlhf.chain import chat, command, reward_models
+from rlhf.chat.options import ChatOptions, check_chat
+from rlhf.chat.session import open_session
+from rlhf.rewards import Scoring
 from tests.support import programs, stages_here
 
 SMALL = [
@@ -29,7 +35,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return programs.runner("train.py", command.main, monkeypatch, capsys), calls
 
 
-def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any) -> None:
+def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a chat with the run, which was moved, scores as training did."""
     program, calls = run
     words = [
         "--reward-models",
@@ -49,6 +56,20 @@ def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any) ->
     trained = json.loads(Path("runs/two/reward-safe/step2_reward/manifest.json").read_text())["config"]
     assert trained["data_path"] == ["demo,rows=400,seed=1"]
     assert program(*words)[0] == 0 and len(calls) == 4  # finished stages are skipped
+    Path("runs").rename("moved")
+    moved = tuple(f"learned,model=moved/two/reward-{name}/step2_reward" for name in ("safe", "helpful"))
+    assert reward_models.scoring_of(Path("moved/two")) == Scoring(moved, "safety", 0.15)
+    monkeypatch.setattr(sys, "argv", ["rlhf chat", "moved/two", "--dtype", "fp32"])
+    options, _, found = chat.open_run("rlhf chat", "", ChatOptions, check_chat)
+    session = open_session(options, found)
+    session.ask("tell me about the red fox")
+    [measures] = session.measure()
+    response = session.turn.responses[0] if session.turn else None
+    assert response is not None
+    samples = rewards.as_samples(response.rollout, session.models.tokenizer)
+    context = rewards.Context(session.models.tokenizer, torch.device("cpu"), torch.float32, "", 1)
+    safe, helpful = (rewards.open_source(spec, context)(samples).item() for spec in moved)
+    assert measures.score == (safe if torch.tensor(safe).sigmoid() < 0.15 else helpful)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rlhf.chat.session import open_session
 from rlhf.errors import UserError
 from rlhf.evaluation import comparison
 from rlhf.evaluation.options import EvaluateConfig
+from rlhf.rewards import Scoring
 from rlhf.text.tokenizer import Template, prepare_tokenizer
 from rlhf.types import Message
 from tests.support import chat_runs, texts, tiny
@@ -149,9 +150,10 @@ def test_the_models_of_a_run(run: Path, tmp_path: Path) -> None:
     models = run_models(str(run), BY_NAME)
     assert list(models.policies) == ["base", "sft", "ppo"] and models.newest == "ppo"
     assert models.path("base") == str(run / "base") and models.path("sft") == str(run / "step1_sft/model")
-    assert (models.reference, models.reward_model) == (str(run / "step1_sft/model"), str(run / "step2_reward/model"))
+    scoring = Scoring((f"learned,model={run / 'step2_reward/model'}",))
+    assert (models.reference, models.scoring) == (str(run / "step1_sft/model"), scoring)
     stage = run_models(str(run / "step3_ppo"), BY_NAME)
-    assert (stage.newest, stage.path("step3_ppo"), stage.reference, stage.reward_model) == (
+    assert (stage.newest, stage.path("step3_ppo"), stage.reference, stage.scoring) == (
         "step3_ppo", str(run / "step3_ppo/actor"), str(run / "step1_sft/model"), None,
     )  # fmt: skip
     alone = run_models(str(run / "base"), BY_NAME)

@@ -123,11 +123,12 @@ def test_step_3_goes_on_from_any_iteration_alone(
 OTHERS: dict[str, dict[str, Any]] = {
     "best_of_n": {"algorithm": "best_of_n", "num_generations": 4},
     "adapter": {"adapter": "lora,r=4", "ema_decay": 0.5, "zero_stage": 2},
+    "shared": {"critic_model": "shared", "critic_warmup_iterations": 1, "ema_decay": 0.5, "zero_stage": 2},
     "grpo": {"algorithm": "grpo", "num_generations": 4, "zero_stage": 0},
 }
 
 
-@pytest.mark.parametrize("kind", ["best_of_n", "adapter", pytest.param("grpo", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("kind", ["best_of_n", "adapter", "shared", pytest.param("grpo", marks=pytest.mark.faults)])
 def test_other_runs_of_step_3_go_on(
     kind: str, models: dict[str, str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
