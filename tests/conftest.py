@@ -24,12 +24,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # all workers have one: what one ha
     # of this run alone: a killed compilation leaves half a file
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.environ['RLHF_CACHE']}/inductor"
 
-# All that stands above is read when these are imported.
-import numpy as np
 import pytest
-import torch
 
-torch.set_num_threads(1)
+from tests.support.disk import skip_fsync
+
+skip_fsync()
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:  # as in a background job: tests of signals would wait
         signal.signal(number, handler)
@@ -37,22 +36,33 @@ atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
 
 FIRST = (
-    "rlhf/chain/test_train.py",
-    "rlhf/engine/test_engine.py",
     "rlhf/models/cpu/test_kernels.py",
+    "rlhf/engine/test_engine.py",
+    "rlhf/chain/test_train.py",
     "options/test_on_two_ranks.py",
-    "rlhf/models/cpu/test_compiling.py",
-    "rlhf/distributed/test_sharding.py",
-    "rlhf/chain/test_security_run.py",
-    "rlhf/launch/test_team.py",
-    "rlhf/chain/test_errors.py",
-    "rlhf/launch/test_launch.py",
-    "rlhf/chain/test_online_preferences.py",
+    "options/test_every_option.py",
     "rlhf/training/test_resume.py",
-    "rlhf/evaluation/test_evaluate.py",
+    "rlhf/models/cpu/test_compiling.py",
+    "rlhf/launch/test_team.py",
+    "rlhf/launch/test_launch.py",
+    "rlhf/distributed/test_sharding.py",
+    "rlhf/chain/test_errors.py",
+    "contracts/test_sources.py",
+    "rlhf/training/test_going_on_otherwise.py",
+    "rlhf/plan/test_choose.py",
+    "rlhf/training/test_going_on.py",
+    "rlhf/chain/test_security_run.py",
     "rlhf/generation/test_vllm.py",
+    "step3_ppo/test_stage.py",
+    "rlhf/evaluation/test_evaluate.py",
+    "rlhf/plan/test_plan.py",
+    "contracts/test_algorithms.py",
+    "rlhf/models/test_splitting.py",
+    "contracts/test_generation.py",
+    "docs/test_tutorial.py",
+    "rlhf/chain/test_rounds.py",
 )
-"""Files of 20 seconds and more, the longest first: at the end, one of them would leave a worker without work."""
+"""Files of 15 seconds and more, the longest first: at the end, one of them would leave a worker without work."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,6 +90,9 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeds() -> None:
+    import numpy as np  # not at the top: the process that only hands out tests to others needs neither
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -267,8 +267,8 @@ JOINT = {
 
 
 def on_two_ranks() -> list[Bundle]:
-    """Every run that several options share, the first of each algorithm, and one for each of JOINT. What is left out
-    are schedules of the learning rate, and options of single rows: ranks exchange nothing for them."""
+    """Every run that several options share, the first of each algorithm, and one for each of JOINT. Left out are
+    schedules of the learning rate, and options of single rows: ranks exchange nothing for them."""
     made: list[Bundle] = []
     for bundle in bundles():
         first = bundle.cases[0]

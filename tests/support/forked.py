@@ -15,6 +15,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.support.disk import skip_fsync
+
 LIBRARIES = [
     "datasets",
     "deepspeed",
@@ -70,6 +72,7 @@ def _run(words: tuple[str, ...], environment: dict[str, str], output: Path, fold
     os.environ.update(environment)
     os.chdir(folder)
     sys.orig_argv = ["python", *words]
+    skip_fsync()
     gc.freeze()  # DeepSpeed collects garbage for every engine, a third of a second a time among all that is imported
     if words[0] == "-m":
         sys.argv = list(words[1:])

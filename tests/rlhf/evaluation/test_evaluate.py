@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +18,12 @@ from rlhf.evaluation import comparison, evaluate
 from rlhf.evaluation.comparison import Responses
 from rlhf.evaluation.results_table import PolicyResult, distinct, on_frontier, policy_results
 from rlhf.hub.short_names import resolve
+from rlhf.launch import launcher
 from rlhf.maths.intervals import Interval, mean_interval
 from rlhf.models.load import load_causal_lm
 from rlhf.storage import manifests
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
-from tests.support import even_policies, tiny
+from tests.support import even_policies, forked_ranks, tiny
 from tests.support.programs import Run, runner
 
 KIND = (
@@ -187,14 +186,17 @@ def test_the_files_agree_with_each_other(run: Run, world: Path, options: list[st
     assert "score against KL" in page and "score against KL" in printed
 
 
-def test_two_processes_write_what_one_writes(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
+def test_two_processes_write_what_one_writes(
+    run: Run, world: Path, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command itself: batches of 10 of 24 responses are divided among two processes."""
     words = ["--policies", str(world / "base"), str(world / "even"), *options]
     assert run(*words, "--output", str(tmp_path / "1"))[0] == 0
     words += ["--output", str(tmp_path / "2"), "--deployment-type", "single_node", "--num-processes", "2"]
-    done = subprocess.run([sys.executable, "-m", "rlhf", "evaluate", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wrote results.json") == 1
+    monkeypatch.setattr(launcher, "run", forked_ranks.launch)
+    code, printed, error = run(*words)
+    assert code == 0, error
+    assert printed.count("wrote results.json") == 1
     assert samples(tmp_path / "1") == samples(tmp_path / "2")
     one, two = ({k: v for k, v in results(tmp_path / n).items() if k != "options"} for n in "12")
     assert one == two

@@ -17,8 +17,9 @@ from data.read.records import Skipped
 from rlhf.evaluation import pairs
 from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, labels, to_rows
 from rlhf.evaluation.options import PairsConfig
+from rlhf.launch import launcher
 from rlhf.types import Message, Row
-from tests.support import even_policies
+from tests.support import even_policies, forked_ranks
 from tests.support.programs import Run, runner
 
 Options = Callable[..., list[str]]
@@ -152,13 +153,15 @@ def test_labels_are_those_of_the_judge(run: Run, options: Options, world: Path, 
     assert run(*words, "--overwrite", "--seed", "1")[0] == 0 and read(tmp_path / "pairs.jsonl") != rows
 
 
-def test_two_processes_write_the_same_pairs(run: Run, options: Options, world: Path, tmp_path: Path) -> None:
+def test_two_processes_write_the_same_pairs(
+    run: Run, options: Options, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batches of 24 of 114 responses are divided among two processes."""
     judge = ["--reward", f"{world}/judge.py:score"]
     assert run(*options("base"), *judge)[0] == 0
-    words = [*options("base", output="two.jsonl"), *judge, "--deployment-type", "single_node", "--num-processes", "2"]
-    done = subprocess.run([sys.executable, "-m", "rlhf", "pairs", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(launcher, "run", forked_ranks.launch)
+    two = ["--deployment-type", "single_node", "--num-processes", "2"]
+    assert run(*options("base", output="two.jsonl"), *judge, *two)[0] == 0
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "pairs.jsonl").read_bytes()
 
 
