@@ -132,4 +132,4 @@ class RewardModelling:
             save_scalar(self.engine, self._config.adapter, self._tokenizer, folder, scores)
 
 
-REWARD_MODELLING = Supervised(STAGE, workload, recipe, RewardModelling)
+REWARD_MODELLING = Supervised(STAGE, workload, recipe, RewardModelling, "a reward model")

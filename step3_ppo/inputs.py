@@ -168,7 +168,7 @@ def _check_engines(config: Step3Config) -> None:
     quantized.require_possible_frozen(config.reward_models.beside(config.critic.over(config)), "reward_models")
     for name, own in {"actor": config.actor, "critic": config.critic}.items():
         try:
-            check_engine(own.over(config))
+            check_engine(own.over(config), "generation")
         except UserError as error:
             shared = own == OwnEngineOptions()
             raise UserError(f"{error}" if shared else f"{name}: {error}") from None

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import prompt_batch
 from data.build.encode import Prompt
 from data.dataset import PromptDataset
-from rlhf import console, rewards
+from rlhf import adapters, console, rewards
 from rlhf.console import status
 from rlhf.distributed import collectives
 from rlhf.engine.adapter_export import save_policy_adapter, save_scalar_adapter
@@ -206,6 +206,8 @@ def run(config: Step3Config) -> None:
     with open_run(STAGE, user_config, stage_status, input_paths(user_config)) as stage:
         status(f"{STAGE.name}: loading the models")
         models = set_up(config, tokenizer)
+        if config.adapter is not None:
+            console.say(f"{STAGE.name}: {adapters.describe_rates(config)}")
         if models.critic is not None:
             console.say(f"{STAGE.name}: {describe_critic(user_config.critic_model, config)}")
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, models.context)

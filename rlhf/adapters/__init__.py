@@ -1,7 +1,9 @@
 """Parameter-efficient methods, one per file: `Config`, its options, and `build(config)`, which returns an `Adapter`."""
 
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from peft import PeftConfig
@@ -9,11 +11,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlhf import plugins
+from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
 from rlhf.models import adapter_files
 from rlhf.models.adapter_files import ONLY
 
 FOLDER = __name__
+FULL_RATE = 2e-5
+"""learning rate of supervised fine-tuning of all weights. A method that learns at 10 times this rate there learns at 10
+times a stage's own default everywhere: of the policy, the reward model and the critic."""
+E = TypeVar("E", bound=EngineOptions)
 
 
 class Adapter(Protocol):
@@ -23,6 +30,14 @@ class Adapter(Protocol):
     and moves this model as any other; it trains and checkpoints the weights that require gradients. A method has no
     state beside its options: everything else is in the model.
     """
+
+    learning_rate: float | None = None
+    """peak rate of supervised fine-tuning that suits the method (`with_own_rates`); None = that of all weights"""
+    check: Callable[[EngineOptions], None] | None = None
+    """raises a UserError for options of a trained model that exclude the method; called before a model is loaded"""
+    save: Callable[[PreTrainedModel, Path], None] | None = None
+    """of a method that cannot merge: `save(model, directory)` writes its own weights as a PEFT adapter. All ranks call
+    it; `merged` is not called, and stages that need merged weights refuse the method before training"""
 
     def wrap(self, model: PreTrainedModel) -> None:
         """Freeze the weights of `model` and add modules with trainable weights of its dtype and device. The model
@@ -74,3 +89,33 @@ def wrap(model: PreTrainedModel, spec: str | None) -> PreTrainedModel:
         if not trained:
             raise UserError(f"adapter '{spec}': after wrap(model) no weight requires gradients, expected its own ones")
     return model
+
+
+def own_rates(options: EngineOptions) -> dict[str, float]:
+    """The default learning rates of a stage for the adapter in its options, by option; empty if it has none."""
+    rate = None if options.adapter is None else open_adapter(options.adapter).learning_rate
+    if rate is None:
+        return {}
+    defaults = {name: field.default for name, field in type(options).model_fields.items()}
+    return {
+        name: float(f"{default * rate / FULL_RATE:.3g}")
+        for name, default in defaults.items()
+        if name.endswith("learning_rate")
+    }
+
+
+def with_own_rates(options: E, user_options: Collection[str]) -> E:
+    """`options` with the default learning rates of their adapter, except those that the user has set."""
+    rates = {name: rate for name, rate in own_rates(options).items() if name not in user_options}
+    return options.model_copy(update=rates)
+
+
+def describe_rates(options: EngineOptions) -> str:
+    """Which learning rates are used and why: `learning rate 0.0002, the default of adapter lora`."""
+    name = plugins.parse_spec(str(options.adapter))[0]
+    parts = []
+    for option, default in own_rates(options).items():
+        rate = getattr(options, option)
+        reason = f"the default of adapter {name}" if rate == default else f"as set; adapter {name} has {default:g}"
+        parts.append(f"{option.replace('_', ' ')} {rate:g} ({reason})")
+    return ", ".join(parts) or f"learning rates as without an adapter: adapter {name} has none of its own"

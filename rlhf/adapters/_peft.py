@@ -4,28 +4,55 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from peft import PeftConfig, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.distributed.zero3 import gather_weights
+from rlhf.config import Config as Base
+from rlhf.distributed.zero3 import gather_weights, library_support
+from rlhf.errors import UserError
+from rlhf.models.adapter_files import tuner_layers
+
+
+class Targets(Base):
+    """The option of methods that change linear layers."""
+
+    target_modules: str | list[str] = "all-linear"
+    """layers that the method changes, as peft names them: all-linear, a list of names, or a regular expression"""
 
 
 class PeftAdapter:
     """The adapter of any config of peft whose tuner wraps layers and can merge them."""
 
-    def __init__(self, options: PeftConfig) -> None:
+    def __init__(self, options: PeftConfig, learning_rate: float | None = None) -> None:
         self._options = options
+        self.learning_rate = learning_rate
 
     def wrap(self, model: PreTrainedModel) -> None:
         # peft changes the model in place, and writes the names of the modules into the options.
-        get_peft_model(model, copy.deepcopy(self._options), autocast_adapter_dtype=False)
+        options = self.options_for(model)
+        try:
+            with self.gathered(model):
+                get_peft_model(model, options, autocast_adapter_dtype=False)
+        except (ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            method = str(options.peft_type).rpartition(".")[2].lower()
+            raise UserError(f"adapter {method}, {model.config.model_type} model: {reason}") from None
         for weight in model.parameters():
             if weight.requires_grad and weight.dtype != model.dtype:  # some methods make their own weights in fp32
                 weight.data = weight.data.to(model.dtype)
+
+    def options_for(self, model: PreTrainedModel) -> Any:
+        """A copy of the options, completed for `model`."""
+        return copy.deepcopy(self._options)
+
+    def gathered(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """A context in which peft can read the weights of `model` that it needs to wrap it."""
+        return library_support(model)
 
     @contextlib.contextmanager
     def disabled(self, model: PreTrainedModel) -> Iterator[None]:
@@ -52,7 +79,7 @@ class PeftAdapter:
     def merged_layer(self, layer: Any) -> dict[str, Tensor]:
         """The merged weights of one layer by their names in it, on the CPU, in the dtype of the layer's own weights."""
         dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
-        with _fp32_copies(layer):
+        with _precise_copies(layer):
             layer.merge()
             merged = {
                 name: weight.detach().to("cpu", dtypes[name], copy=True)
@@ -63,11 +90,11 @@ class PeftAdapter:
 
 
 @contextlib.contextmanager
-def _fp32_copies(layer: nn.Module) -> Iterator[None]:
-    """Inside, the weights of a layer are copies in fp32; afterwards they are the same memory as before."""
+def _precise_copies(layer: nn.Module) -> Iterator[None]:
+    """Inside, the weights of a layer are copies in at least fp32; afterwards they are the same memory as before."""
     weights = [(weight, weight.data) for weight in layer.parameters()]
     for weight, data in weights:
-        weight.data = data.float().clone()
+        weight.data = precise(data).clone()
     try:
         yield
     finally:
@@ -75,9 +102,9 @@ def _fp32_copies(layer: nn.Module) -> Iterator[None]:
             weight.data = data
 
 
-def tuner_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """The layers of `model` that a method of peft has wrapped, by name."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+def precise(weight: Tensor) -> Tensor:
+    """The weight in fp32, or fp64 if it is in that."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _own_name(name: str) -> str:

@@ -1,43 +1,120 @@
-"""LoRA: low-rank updates of frozen weights (arXiv 2106.09685), by peft."""
+"""LoRA: low-rank updates of frozen weights (arXiv 2106.09685), by peft; rsLoRA, DoRA, PiSSA, OLoRA are options."""
 
+import contextlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from peft import LoraConfig
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from rlhf.adapters._peft import PeftAdapter
-from rlhf.config import Config as Base
+from rlhf.adapters._peft import PeftAdapter, Targets, precise
+from rlhf.errors import UserError
+from rlhf.models.adapter_files import tuner_layers
+
+LEARNING_RATE = 2e-4
+"""of GPT-2 and GPT-3 in the paper (tables 11 and 12); peft's method_comparison has 1e-4 (0.478 on Llama-3.2-3B)"""
+PISSA_LEARNING_RATE = 2e-5
+"""arXiv 2404.02948, section 5; the first step already moves the largest directions of the weights"""
+START = "start"
+"""the frozen second adapter of an initialisation that takes the update's start out of the weights"""
+REFUSED = {
+    "eva": "EVA computes its start from activations on training data, which an adapter does not get",
+    "corda": "CorDA computes its start from activations on training data, which an adapter does not get",
+    "lora_ga": "LoRA-GA computes its start from gradients on training data, which an adapter does not get",
+    "loftq": "LoftQ corrects the error of a base quantised to 4 bits; the weights here are not quantised at the start",
+}
 
 
-class Config(Base):
+class Config(Targets):
     r: int = Field(16, ge=1)
     """rank of the update"""
     lora_alpha: int = Field(32, ge=1)
     """the update is scaled by lora_alpha / r"""
-    target_modules: str | list[str] = "all-linear"
-    """modules that get an update, as peft names them"""
+    use_rslora: bool = False
+    """scale by lora_alpha / sqrt(r) instead, which does not shrink with a large rank (rsLoRA, arXiv 2312.03732)"""
+    use_dora: bool = False
+    """also train the norm of each row of the weight (DoRA, arXiv 2402.09353)"""
+    init_lora_weights: str = "default"
+    """start of the update: default (B = 0), gaussian, orthogonal; pissa (the largest singular values, arXiv 2404.02948;
+    pissa_niter_4: by fast SVD) and olora (a QR decomposition, arXiv 2406.01775) take their start out of the weights"""
+
+    @field_validator("init_lora_weights")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value in REFUSED:
+            raise ValueError(f"{REFUSED[value]}; expected default, gaussian, orthogonal, pissa, pissa_niter_N or olora")
+        if not re.fullmatch(r"default|gaussian|orthogonal|pissa(_niter_\d+)?|olora", value):
+            raise ValueError("expected default, gaussian, orthogonal, pissa, pissa_niter_N or olora")
+        return value
+
+    @model_validator(mode="after")
+    def _possible(self) -> "Config":
+        if self.use_dora and self.init_lora_weights.startswith(("pissa", "olora")):
+            raise ValueError("use_dora: excludes init_lora_weights pissa and olora, because both change the weights")
+        return self
 
 
 def build(config: Config) -> "LoRA":
     """Updates in the dtype of the model. Dropout is 0, as PPO requires."""
-    return LoRA(
-        LoraConfig(
-            r=config.r,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=0.0,
-            target_modules=config.target_modules,
-            bias="none",
-        )
+    start = config.init_lora_weights
+    options = LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=config.target_modules,
+        bias="none",
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        init_lora_weights=True if start == "default" else start,  # type: ignore[arg-type]  # pissa_niter_N is a pattern
     )
+    return LoRA(options, PISSA_LEARNING_RATE if start.startswith("pissa") else LEARNING_RATE)
 
 
 class LoRA(PeftAdapter):
     """The adapter of any `LoraConfig` of peft."""
 
+    def __init__(self, options: LoraConfig, learning_rate: float = LEARNING_RATE) -> None:
+        super().__init__(options, learning_rate)
+        self._moves_weights = str(options.init_lora_weights).startswith(("pissa", "olora"))
+
+    def wrap(self, model: PreTrainedModel) -> None:
+        super().wrap(model)
+        if not self._moves_weights:
+            return
+        options: Any = self._options
+        plain = LoraConfig(r=options.r, lora_alpha=options.lora_alpha, use_rslora=options.use_rslora)
+        for name, layer in tuner_layers(model):  # W is now W - s B A, which alone is not the model before wrapping
+            layer.update_layer(START, options.r, lora_alpha=options.lora_alpha, config=plain)
+            for factor in (layer.lora_A, layer.lora_B):
+                trained, start = factor["default"].weight, factor[START].weight
+                if trained.shape != start.shape:
+                    raise UserError(f"adapter lora: init_lora_weights olora: layer {name} is transposed, as in GPT-2")
+                start.data = trained.detach().clone()
+                start.requires_grad_(False)
+
+    @contextlib.contextmanager
+    def disabled(self, model: PreTrainedModel) -> Iterator[None]:
+        if not self._moves_weights:
+            with super().disabled(model):
+                yield
+            return
+        layers = [layer for _, layer in tuner_layers(model)]
+        for layer in layers:
+            layer.set_adapter([START], inference_mode=True)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.set_adapter(["default"])
+
     def merged_layer(self, layer: Any) -> dict[str, Tensor]:
         """The update, as the forward pass computes it, is added in fp32."""
+        if layer.lora_variant:  # DoRA also scales the weight
+            return super().merged_layer(layer)
         parameter = getattr(layer, "parameter_name", "weight")  # a mixture's experts are parameters of one module
         weight = getattr(layer.get_base_layer(), parameter)
         delta = layer.get_delta_weight(layer.active_adapters[0])
-        return {parameter: (weight.float() + delta.float()).to(weight.dtype).detach().cpu()}
+        return {parameter: (precise(weight) + precise(delta)).to(weight.dtype).detach().cpu()}

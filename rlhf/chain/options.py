@@ -1,6 +1,5 @@
 """Options of the chain: those at the top, and the sections of the stages. Importing this imports no torch."""
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from data.config import DataOptions
 from rlhf.chain.stages import STAGES
 from rlhf.config import Config, foreign_settings, parser
 from rlhf.config.options import EngineOptions, OutputDir, RunOptions, SharedOptimizerOptions
+from rlhf.config.origins import command_line_options, set_options, trees_of
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.plan.options import PlanOptions
@@ -123,7 +123,7 @@ def section_options(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY
     """
     typed = command_line_options(argv)
     options = set(typed)
-    for tree in _trees(argv, overlay):
+    for tree in trees_of(argv, overlay):
         for section in SECTIONS.values():
             own = tree.get(section) or {}
             follows = shared_options(section)
@@ -136,17 +136,6 @@ def section_options(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY
     return options
 
 
-def command_line_options(argv: list[str]) -> set[str]:
-    """The options on the command line, spelled `sft.max_length`."""
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    return names | {re.sub(r"(^|\.)no_", r"\1", name) for name in names}
-
-
-def _trees(argv: list[str], overlay: parser.Overlay) -> list[dict[str, Any]]:
-    files, _ = parser.split_config_files(argv)
-    return [tree for _, tree in parser.trees(files, overlay)]
-
-
 def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> Any:
     """The chain with the options of every section filled in from the top.
 
@@ -155,7 +144,7 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
     Raises: UserError if a section sets its own output directory.
     """
     own = section_options(argv, overlay)
-    anywhere = command_line_options(argv).union(*_trees(argv, overlay))
+    anywhere = set_options(argv, overlay)
     if chain.share_trunk and "reward_model" not in anywhere:
         chain = chain.model_copy(update={"reward_model": chain.actor_model})
     sections = {}
@@ -170,7 +159,13 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
             for name, top in shared_options(section).items()
             if f"{section}.{name}" not in own and (top in anywhere or not _differs(options, name, top))
         }
-        sections[section] = options.model_copy(update=shared)
+        options = options.model_copy(update=shared)
+        if options.adapter is not None:
+            from rlhf import adapters  # imported here because it imports torch
+
+            own_names = {name.removeprefix(f"{section}.") for name in own if name.startswith(f"{section}.")}
+            options = adapters.with_own_rates(options, own_names)
+        sections[section] = options
     sections["ppo"] = sections["ppo"].model_copy(update=dict(_inputs_named_above(chain, argv)))
     return chain.model_copy(update=sections)
 

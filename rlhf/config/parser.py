@@ -148,6 +148,7 @@ def merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+PRINT_OPTIONS = {"--print-config", "--changed"}
 MAX_VALUES = 100_000
 """maximum number of values in one YAML file, with every alias expanded"""
 
@@ -305,11 +306,15 @@ def peek(argv: Sequence[str], option: str, default: str) -> str:
     return str(value)
 
 
-PRINT_OPTIONS = {"--print-config", "--changed"}
-
-
-def parse(cls: type[C], argv: Sequence[str], prog: str, description: str, overlay: Overlay = NO_OVERLAY) -> C:
-    """The config of one program: `--config` files, then the options of the command line over them.
+def parse(
+    cls: type[C],
+    argv: Sequence[str],
+    prog: str,
+    description: str,
+    overlay: Overlay = NO_OVERLAY,
+    complete: Callable[[C], C] = lambda config: config,
+) -> C:
+    """The config of one program: `--config` files, then the options of the command line over them; then `complete`.
 
     `--print-config` prints the resolved options, with `--changed` only those that differ from the defaults, and exits.
     """
@@ -318,7 +323,7 @@ def parse(cls: type[C], argv: Sequence[str], prog: str, description: str, overla
     printed = PRINT_OPTIONS & {*arguments} if "--print-config" in arguments else set()
     arguments = ["--help" if word == "--help-all" else word for word in arguments if word not in printed]
     _refuse_unknown(cls, arguments)
-    config = _run_tyro(cls, default, arguments, prog, description)
+    config = complete(_run_tyro(cls, default, arguments, prog, description))
     refuse_secrets(config.model_dump(mode="json"))
     if printed:
         print(tree_to_yaml(changed(config, cls())) if "--changed" in printed else to_yaml(config), end="")

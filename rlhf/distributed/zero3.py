@@ -34,17 +34,33 @@ class Shards:
 
         The random state afterwards is as before, as it is when a model is loaded without shards.
         """
-        from transformers.integrations import HfDeepSpeedConfig
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
         settings = deepspeed_settings(self.dtype) | {"zero_optimization": zero3_config(self.offload)}
-        reference = HfDeepSpeedConfig(settings)  # transformers has only a weak reference to it
-        try:
-            with torch.random.fork_rng(devices=[]):
-                yield
-        finally:
-            unset_hf_deepspeed_config()
-            del reference
+        with _announced(settings), torch.random.fork_rng(devices=[]):
+            yield
+
+
+@contextlib.contextmanager
+def _announced(settings: dict[str, Any]) -> Iterator[None]:
+    """A context in which transformers and peft know that weights are sharded, by DeepSpeed's configuration."""
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    reference = HfDeepSpeedConfig(settings)  # transformers has only a weak reference to it
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del reference
+
+
+@contextlib.contextmanager
+def library_support(model: nn.Module) -> Iterator[None]:
+    """A context in which peft gathers the weights of `model` that it reads, if they are sharded."""
+    if any(is_sharded(weight) for weight in model.parameters()):
+        with _announced({"zero_optimization": zero3_config(None)}):
+            yield
+    else:
+        yield
 
 
 def deepspeed_settings(dtype: torch.dtype, micro_batch_size: int = 1) -> dict[str, Any]:
@@ -136,6 +152,7 @@ class SynchronizedPasses:
         ]
         if self._inner is not None:
             self._hooks.append(self._inner.register_forward_pre_hook(self._begin_inner, prepend=True))
+            self._hooks.append(self._inner.register_forward_hook(self._end_inner))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for hook in self._hooks:
@@ -156,14 +173,28 @@ class SynchronizedPasses:
     def _begin(self, *_: Any) -> None:
         self._inside = True
         _passes([1, 0])
+        self._gather_on_access(True)
 
     def _end(self, *_: Any) -> None:
         self._inside = False
+        self._gather_on_access(False)
 
     def _begin_inner(self, *_: Any) -> None:
         if not self._inside:
             _passes([0, 1])
             _reset(self._offload)  # as a pass of the whole model does
+            self._gather_on_access(True)
+
+    def _end_inner(self, *_: Any) -> None:
+        if not self._inside:
+            self._gather_on_access(False)
+
+    def _gather_on_access(self, inside: bool) -> None:
+        """As DeepSpeed's engine does in its own passes: a weight that a layer reads from another module, such as most
+        adapters from their dictionaries, is gathered when it is first read, and with the layer from then on."""
+        for module in self._model.modules():
+            parameters: Any = module._parameters
+            parameters._in_forward = inside
 
 
 def _passes(own: list[int]) -> list[int]:

@@ -34,10 +34,18 @@ def save_policy(
 ) -> None:
     """Write the language model of a Policy engine, adapters merged, with tokenizer, template and generation config.
 
-    With `average`, write the engine's averaged weights instead of its last weights.
+    With `average`, write the engine's averaged weights instead of its last weights. An adapter that cannot merge writes
+    itself instead.
     """
     policy = engine.module
     assert isinstance(policy, Policy)
+    save_alone = None if adapter is None else adapters.open_adapter(adapter).save
+    if save_alone is not None:
+        save_alone(policy.lm, directory)
+        if collectives.is_main():
+            save_left_padded(tokenizer, directory)
+        collectives.barrier()
+        return
     with average.inside(policy) if average is not None else contextlib.nullcontext():
         state = full_state(policy.lm, adapter)
         if collectives.is_main():  # the state may be the model's own memory

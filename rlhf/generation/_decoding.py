@@ -112,11 +112,11 @@ def _sorted_layers(lm: nn.Module) -> Iterator[None]:
             lm.set_submodule(name, layer)
 
 
-class _SortedLinear(nn.Module):
+class _SortedLinear(nn.Linear):
     """A linear layer with the same weights, which are sorted at the first call."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
         self._sorted: Tensor | None = None

@@ -62,8 +62,12 @@ def whole_base(path: str) -> str:
 
 
 def read_options(path: str) -> PeftConfig:
-    """The options of the adapter in a directory."""
+    """The options of the adapter in a directory. Raises: UserError for virtual tokens."""
     options = PeftConfig.from_pretrained(path)
+    if options.is_prompt_learning:
+        raise UserError(
+            f"model '{path}': an adapter of virtual tokens, which cannot be merged; expected another method"
+        )
     options.modules_to_save = None  # a scalar model has its head beside the backbone
     return options
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import Batches, batches_of
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
-from rlhf import console
+from rlhf import adapters, console
 from rlhf.config.declaration import Declaration
 from rlhf.console import status
 from rlhf.distributed import collectives
@@ -78,6 +78,8 @@ class Supervised(Generic[C]):
     """which rows to read, and which of their tokens to learn"""
     load: Callable[[C, str, PreTrainedTokenizerBase, PhaseData[Any], int], Learner]
     """(options, path of the model, tokenizer, data, number of optimizer steps)"""
+    merged_for: str | None = None
+    """what needs weights with the adapter merged; None = nothing"""
 
     def inputs(self, config: C) -> dict[str, str]:
         """The model that the stage starts from."""
@@ -106,7 +108,7 @@ class Supervised(Generic[C]):
         if config.batch_tokens is None:
             check_ranks(config.batch_size, ranks)
             check_steps(config, config.batch_size, f"--batch-size {config.batch_size}", config.micro_batch_size, ranks)
-        check_engine(config)
+        check_engine(config, self.merged_for)
         start = planned_start(config.model, config.output_dir, planned or {})
         model_path = start or resolve_model_path(config.model, *FOLDERS)
         check_trunk(config, resolve(model_path))
@@ -137,6 +139,8 @@ class Supervised(Generic[C]):
             run.describe(data, tokenizer)
             status(f"{name}: loading the model")
             learner = self.load(config, model_path, tokenizer, data, total)
+            if config.adapter is not None:
+                console.say(f"{name}: {adapters.describe_rates(config)}")
             if config.dropout:  # ranks have different rows, so they drop different activations
                 random_sources.seed(config.seed, 0)
             best_model = None if config.keep_best is None else BestModel(config, learner)

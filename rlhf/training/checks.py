@@ -19,14 +19,25 @@ from rlhf.text.templates import template_name
 from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_tokenizer
 
 
-def check_engine(options: EngineOptions) -> None:
-    """Raises: UserError for options that exclude each other on this device, or a mistake in the adapter's options."""
+def check_engine(options: EngineOptions, merged_for: str | None = None) -> None:
+    """merged_for: what needs weights with the adapter merged; None = nothing.
+
+    Raises: UserError for options that exclude each other on this device, or a mistake in the adapter's options.
+    """
     require_possible(options, collectives.local_device())
     quantized.require_possible(options)
-    if options.adapter is not None:
-        adapters.open_adapter(options.adapter)
     if options.share_trunk:
         _check_trunk_options(options)
+    if options.adapter is None:
+        return
+    adapter = adapters.open_adapter(options.adapter)
+    if adapter.check is not None:
+        adapter.check(options)
+    if adapter.save is not None and merged_for is not None:
+        raise UserError(
+            f"--adapter {options.adapter}: cannot be merged, but {merged_for} needs merged weights; it is for step 1 "
+            "alone: name another method, such as lora"
+        )
 
 
 def _check_trunk_options(options: EngineOptions) -> None:

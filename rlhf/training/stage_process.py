@@ -14,13 +14,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rlhf import console, errors, streams
 from rlhf.config import accelerate_settings, foreign_settings, parser
 from rlhf.config.options import RunOptions
+from rlhf.config.origins import set_options
 from rlhf.config.short_help import STAGE_GROUPS, Groups, short_help
 from rlhf.errors import UserError
 from rlhf.launch import rank_variables
@@ -113,7 +115,8 @@ def stage_main(
                 return 0
             settings = foreign_settings.read(argv)
             overlay = parser.Overlay(foreign_settings.values(settings, options_of(argv)), foreign_settings.CONFIG)
-            options = parser.parse(options_of(argv), argv, program, description, overlay)
+            complete = partial(_with_adapter_rates, set_options(argv, overlay))
+            options = parser.parse(options_of(argv), argv, program, description, overlay, complete)
             foreign_settings.require_agreement(settings, options)
             from rlhf.distributed import rendezvous
             from rlhf.storage import manifests
@@ -133,6 +136,14 @@ def stage_main(
         give_up("interrupted", 130)
     end_well()
     return 0
+
+
+def _with_adapter_rates(user_options: set[str], options: Any) -> Any:
+    if getattr(options, "adapter", None) is None:
+        return options
+    from rlhf import adapters  # imported here because it imports torch
+
+    return adapters.with_own_rates(options, user_options)
 
 
 def _save_traceback(error: UserError, stage: str, argv: Sequence[str]) -> str:

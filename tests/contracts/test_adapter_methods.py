@@ -1,0 +1,278 @@
+"""Every method of rlhf/adapters, and every variant of LoRA: what wrapping, training, merging and saving must keep."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlhf import adapters, plugins
+from rlhf.chain.options import chain_config, resolve
+from rlhf.config import parser
+from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
+from rlhf.distributed.zero3 import Shards
+from rlhf.engine.export import full_state, save_policy, save_scalar
+from rlhf.engine.training import Engine
+from rlhf.errors import UserError
+from rlhf.maths import losses
+from rlhf.models.adapter_files import tuner_layers
+from rlhf.models.head import ScoreHead
+from rlhf.models.load import load_causal_lm
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import ScalarModel, load_scalar_model
+from rlhf.training.checks import check_engine
+from step2_reward.__main__ import main as reward_main
+from tests.contracts.test_adapters import disturbed, greatest, logprobs
+from tests.support import tiny
+
+ROWS = tiny.sequences([9, 12, 7, 11], prompts=[3, 4, 1, 2])
+PROMPTS = tiny.prompts([3, 5, 4])
+SPECS = {
+    "lora": "lora,r=4",
+    "rslora": "lora,r=4,use_rslora=true",
+    "dora": "lora,r=4,use_dora=true",
+    "pissa": "lora,r=4,init_lora_weights=pissa",
+    "olora": "lora,r=4,init_lora_weights=olora",
+    "orthogonal": "lora,r=4,init_lora_weights=orthogonal",
+    "oft": "oft,oft_block_size=8",
+    "randlora": "randlora,r=4,randlora_alpha=8",
+    "shira": "shira,r=2",
+    "miss": "miss,r=8",
+    "c3a": "c3a,block_size=16",
+    "fourierft": "fourierft,n_frequency=64",
+    "trainable_tokens": "trainable_tokens,token_indices=[5,9,11]",
+}
+"""for these small layers; other methods have their defaults"""
+VIRTUAL = ["p_tuning", "prefix_tuning", "prompt_tuning"]
+"""methods that cannot merge"""
+METHODS = sorted({*SPECS, *plugins.names("rlhf.adapters")} - {*VIRTUAL})
+ROUNDED = {"pissa", "olora", "orthogonal", "hra"}
+"""methods that start at the model up to rounding: numbers that cancel are added and taken away"""
+WHOLE = {"loha"}
+"""methods that need whole weights while they wrap, and are refused under ZeRO-3"""
+
+each = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+def spec_of(method: str) -> str:
+    return SPECS.get(method, method)
+
+
+def start() -> Any:
+    """A model of one layer with biases and tied embeddings, which every method can wrap."""
+    return tiny.causal_lm("qwen2", num_hidden_layers=1)
+
+
+def wrapped(method: str, model: Any) -> Any:
+    torch.manual_seed(0)  # of the adapter's first weights
+    return adapters.wrap(model, spec_of(method))
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(input_ids=ROWS.ids).logits
+
+
+def update_share(model: Any) -> float:
+    """The largest element of the updates as a share of the largest weight: what cancels in W - s B A + s B A."""
+    shares = [
+        greatest(layer.get_delta_weight("start")) / greatest(layer.get_base_layer().weight)
+        for _, layer in tuner_layers(model)
+    ]
+    return max(shares)
+
+
+@each
+def test_start_reference_merge_and_dtype(method: str) -> None:
+    """In fp64, where rounding hides nothing; PiSSA and OLoRA, which refuse it, in fp32."""
+    plain = start() if method in ("pissa", "olora") else start().double()
+    count = sum(weight.numel() for weight in plain.parameters())
+    before = logits(plain)
+    model = wrapped(method, copy.deepcopy(plain))
+    # Rounding is that of fp32 in norms and FFTs, and in adapters that are made in fp32.
+    scale = tiny.ORDERS * greatest(before) * (1 + (update_share(model) if method in ("pissa", "olora") else 0.0))
+    assert greatest(logits(model) - before) <= (scale if method in ROUNDED else 0.0)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
+    assert trained and frozen >= count - (sum(model.get_parameter(n).numel() for n in trained))
+    disturbed(model)
+    changed = logits(model)
+    assert greatest(changed - before) > 100 * scale
+    with adapters.open_adapter(spec_of(method)).disabled(model):
+        assert greatest(logits(model) - before) <= (scale if method in ("pissa", "olora") else 0.0)
+    assert torch.equal(logits(model), changed)
+    assert {name for name, weight in model.named_parameters() if weight.requires_grad} == trained
+    merged, state = copy.deepcopy(plain), full_state(model, spec_of(method))
+    assert set(state) == set(plain.state_dict())
+    merged.load_state_dict(state)
+    assert greatest(logits(merged) - changed) <= scale
+    assert torch.equal(logits(model), changed)  # merging leaves the model as it was
+    half = wrapped(method, start().to(torch.bfloat16))
+    assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
+    full_state(half, spec_of(method))
+
+
+OPTIMIZER = OptimizerOptions(learning_rate=1e-2, lr_scheduler_type="constant", warmup_ratio=0)
+
+
+def policy_engine(method: str, **options: Any) -> Engine:
+    model = wrapped(method, start())
+    return Engine(Policy(model), EngineOptions(**{"dtype": "fp32", "zero_stage": 0, **options}), OPTIMIZER, 3)
+
+
+def train(engine: Engine, steps: int) -> list[float]:
+    count = ROWS.loss_mask.sum()
+    return [
+        engine.step([ROWS[:2], ROWS[2:]], lambda rows: losses.token_nll(engine(rows)[0], rows.loss_mask, count))["loss"]
+        for _ in range(steps)
+    ]
+
+
+def respond(engine: Engine) -> Tensor:
+    backend = plugins.build("rlhf.generation", {"name": "loop", "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD})
+    with engine.inference() as policy:
+        responses: Tensor = backend(policy.lm, PROMPTS, SamplingOptions(response_length=6), None).response_ids
+    return responses
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of the same model, which can be loaded in shards."""
+    folder = tmp_path_factory.mktemp("base")
+    start().save_pretrained(folder)
+    return str(folder)
+
+
+@each
+def test_training_resume_saving_and_shards(method: str, base: str, tmp_path: Path) -> None:
+    engine = policy_engine(method)
+    before = {name: weight.detach().clone() for name, weight in engine.module.named_parameters()}
+    losses_at_once = train(engine, 2)
+    assert losses_at_once[1] < losses_at_once[0]
+    for name, weight in engine.module.named_parameters():
+        assert weight.requires_grad or torch.equal(weight, before[name]), name
+    tensors = [(name, value.detach().clone()) for name, value in engine.tensors()]
+    numbers, responses, third = engine.state_dict(), respond(engine), train(engine, 1)
+    resumed = policy_engine(method)
+    resumed.load_state_dict(numbers)
+    resumed.load_tensors(tensors)
+    assert torch.equal(respond(resumed), responses)
+    assert train(resumed, 1) == third
+    save_policy(engine, spec_of(method), tiny.tokenizer(), tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with engine.inference() as policy:
+        assert greatest(logprobs(Policy(loaded), ROWS) - logprobs(policy, ROWS)) < 1e-5
+    shards = Shards(torch.float32, None)
+    if method in WHOLE:
+        with pytest.raises(UserError, match="zero-stage 3"):
+            check_engine(EngineOptions(zero_stage=3, adapter=method))
+        shards = None
+    lm = load_causal_lm(base, torch.float32, tiny.VOCAB, shards=shards)
+    options = EngineOptions(dtype="fp32", zero_stage=3, gather_whole=False, gradient_checkpointing=True)
+    sharded = Engine(Policy(wrapped(method, lm)), options, OPTIMIZER, 3)
+    respond(sharded)  # before the first pass of the engine
+    assert train(sharded, 2) == pytest.approx(losses_at_once, abs=1e-5)
+
+
+@each
+def test_a_reward_model_is_saved_and_scores_the_same(method: str, tmp_path: Path) -> None:
+    backbone = wrapped(method, tiny.backbone("qwen2", num_hidden_layers=1))
+    model = ScalarModel(backbone, ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]))
+    engine = Engine(model, EngineOptions(dtype="fp32"), OPTIMIZER, 3)
+    first = engine.module.score.weight.detach().clone()
+    for _ in range(2):
+        engine.step([ROWS], lambda rows: (engine(rows)[rows.mask].mean(), {}))
+    assert not torch.equal(engine.module.score.weight, first)
+    save_scalar(engine, spec_of(method), tiny.tokenizer(), tmp_path)
+    loaded = load_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB)
+    with engine.inference() as scalar, torch.no_grad():
+        # WIDTH states of size 1 times weights up to 1
+        assert greatest((loaded(ROWS) - scalar(ROWS))[ROWS.mask]) < tiny.ORDERS * tiny.WIDTH
+
+
+@pytest.mark.parametrize("method", VIRTUAL)
+def test_virtual_tokens_are_those_of_peft_and_train_alone(method: str, base: str, tmp_path: Path) -> None:
+    spec = f"{method},num_virtual_tokens=5"
+    options = EngineOptions(dtype="fp32", zero_stage=3, gradient_checkpointing=method != "prefix_tuning")
+    lm = load_causal_lm(base, torch.float32, tiny.VOCAB, shards=Shards(torch.float32, None))
+    torch.manual_seed(0)
+    engine = Engine(Policy(adapters.wrap(lm, spec)), options, OPTIMIZER, 3)
+    nlls = train(engine, 2)
+    assert nlls[1] < nlls[0]
+    save_policy(engine, spec, tiny.tokenizer(), tmp_path)
+    plain = start()
+    with engine.inference() as policy:
+        trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+        assert trained and all("prompt_encoder" in name for name in trained)
+        moved = logprobs(policy, ROWS)
+        with adapters.open_adapter(spec).disabled(policy.lm):
+            assert torch.equal(logprobs(policy, ROWS), logprobs(Policy(plain), ROWS))
+    loaded = PeftModel.from_pretrained(start(), tmp_path).eval()
+    with torch.no_grad():
+        scores = loaded(input_ids=ROWS.ids, attention_mask=ROWS.mask.long()).logits[:, -ROWS.ids.shape[1] :]
+    expected = scores[:, :-1].log_softmax(-1).gather(2, ROWS.ids[:, 1:, None]).squeeze(2)
+    assert greatest((moved[:, 1:] - expected)[ROWS.loss_mask[:, 1:]]) < 1e-5
+    assert greatest(moved - logprobs(Policy(plain), ROWS)) > 1e-2
+    tensors, numbers = [(name, value.clone()) for name, value in engine.tensors()], engine.state_dict()
+    third = train(engine, 1)
+    resumed = Engine(Policy(adapters.wrap(start(), spec)), EngineOptions(dtype="fp32", zero_stage=0), OPTIMIZER, 3)
+    resumed.load_state_dict(numbers)
+    resumed.load_tensors(tensors)
+    assert train(resumed, 1) == pytest.approx(third, abs=1e-6)
+    with pytest.raises(UserError, match=f"--adapter {method}: cannot be merged, but a reward model needs"):
+        check_engine(EngineOptions(adapter=method), "a reward model")
+    with pytest.raises(UserError, match=f"adapter {method}: excludes --torch-compile"):
+        check_engine(EngineOptions(adapter=method, sequence_parallel_size=2))
+    with pytest.raises(UserError, match="virtual tokens, which cannot be merged"):
+        load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB)
+    with pytest.raises(UserError, match="cannot generate"):
+        respond(resumed)
+
+
+def test_a_method_has_its_own_learning_rates_unless_the_user_sets_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "given.yaml").write_text("actor_model: gpt2\nadapter: ia3\nreward: {learning_rate: 3e-4}\n")
+    argv = ["--config", str(tmp_path / "given.yaml"), "--ppo.critic-learning-rate", "0.5", "--sft.adapter", "lora"]
+    chain = resolve(parser.parse(chain_config(argv), argv, "", ""), argv)
+    # (IA)^3 has 5e-3 where all weights have 2e-5, and the actor's default is 1e-6; LoRA has 2e-4
+    assert (chain.sft.learning_rate, chain.reward.learning_rate) == (2e-4, 3e-4)
+    assert (chain.ppo.learning_rate, chain.ppo.critic_learning_rate) == (2.5e-4, 0.5)
+    assert adapters.describe_rates(chain.ppo) == (
+        "learning rate 0.00025 (the default of adapter ia3), critic learning rate 0.5 (as set; adapter ia3 has 0.00125)"
+    )
+    monkeypatch.setattr("sys.argv", ["step2_reward", "--adapter", "vera", "--print-config"])
+    with pytest.raises(SystemExit):
+        reward_main()
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["learning_rate"], printed["adapter"]) == (5e-4, "vera")
+
+
+@pytest.mark.parametrize("start_of", ["eva", "loftq", "corda", "lora_ga", "zeros"])
+def test_an_initialisation_that_needs_more_than_the_model_is_refused(start_of: str) -> None:
+    with pytest.raises(UserError, match="expected default, gaussian, orthogonal, pissa, pissa_niter_N or olora"):
+        adapters.open_adapter(f"lora,init_lora_weights={start_of}")
+
+
+def test_a_method_that_cannot_wrap_a_model_is_refused_in_one_line() -> None:
+    for spec, family, words in (
+        ("bitfit", "llama", "without biases"),
+        ("miss", "gpt2", "adapter miss, gpt2 model: Target module Conv1D"),
+        ("c3a,block_size=24", "llama", "adapter c3a, llama model: The block size should be a factor"),
+        ("lora,init_lora_weights=olora", "gpt2", "transposed"),
+    ):
+        with pytest.raises(UserError, match=words) as caught:
+            adapters.wrap(tiny.causal_lm(family), spec)
+        assert "\n" not in str(caught.value)
