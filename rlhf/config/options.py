@@ -122,8 +122,8 @@ class EngineOptions(Config):
     torch_compile: bool = False
     """compile (torch.compile, C++): training and rollouts 1.4 times as fast on CPUs, after 10 to 120 s; ZeRO 0 to 2"""
     adapter: str | None = None
-    """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16 (docs/adapters.md); it brings its
-    own default learning rates. none = train all weights"""
+    """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16 (docs/adapters.md); it brings
+    its own default learning rates. none = train all weights"""
     share_trunk: bool = False
     """keep one frozen base model for all roles: steps 1 and 2 train and save adapters on it (--adapter), and in step 3
     policy, reference, critic and reward model are adapters on one copy of it; ZeRO 0 to 2"""
