@@ -84,7 +84,7 @@ class VirtualTokens:
                 state = {name: value.cpu().contiguous() for name, value in get_peft_model_state_dict(wrapper).items()}
                 options = copy.deepcopy(wrapper.active_peft_config)
                 options.inference_mode = True
-                options.base_model_name_or_path = adapter_files.base_of(model.name_or_path)
+                options.base_model_name_or_path = adapter_files.base_of(str(model.name_or_path))
                 directory.mkdir(parents=True, exist_ok=True)
                 options.save_pretrained(str(directory))
                 model.config.save_pretrained(directory)
