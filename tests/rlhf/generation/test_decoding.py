@@ -5,8 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rlhf.config.options import SamplingOptions
 from rlhf.generation import _decoding, loop
 from rlhf.models.cpu import attention
+from tests.support import tiny
 
 NEAR = 9 * 10 * torch.finfo(torch.float32).eps
 """sums of 9 products of numbers below 10, each addition off by eps at most"""
@@ -101,3 +103,15 @@ def test_of_a_row_that_is_not_finite_some_token_is_drawn_and_its_log_prob_says_s
     logits[2, :599] = -torch.inf  # all that can be drawn is the last, in a block that is not full
     token, logprob = loop.choose(logits[2:], 1.0, torch.tensor([0.0], dtype=torch.float64))
     assert token.tolist() == [599] and logprob.tolist() == [0.0]
+
+
+def test_the_longest_prompt_may_have_the_id_of_padding_in_it() -> None:
+    """A mask says what is padding, not an id."""
+    prompts, model = tiny.prompts([3, 9]), tiny.causal_lm()
+    prompts.ids[1, [4, 8]] = tiny.PAD
+    made = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))(
+        model, prompts, SamplingOptions(response_length=4), None
+    )
+    asked = {"input_ids": prompts.ids, "attention_mask": prompts.mask.long()}
+    theirs = model.generate(**asked, do_sample=False, max_new_tokens=4, eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
+    assert torch.equal(made.response_ids, theirs[:, prompts.ids.shape[1] :])
