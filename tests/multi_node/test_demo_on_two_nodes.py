@@ -45,7 +45,8 @@ def test_the_demo(hosts: World, tmp_path: Path) -> None:
         assert manifest(out, stage)["world_size"] == 2
         assert f"{stage}: wrote" in done.stdout
     assert "The tuned policy is" in done.stdout and "[rank 1" not in done.stdout
-    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "step1_sft", "step2_reward", "step3_ppo"]
+    stages = ["step1_sft", "step2_reward", "step3_ppo"]
+    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "report.html", *stages]
     nothing_left(hosts)
 
 
