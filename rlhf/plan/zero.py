@@ -133,8 +133,8 @@ def _stage_1_and_2(size: Size, options: EngineOptions, b: int, layout: RankLayou
         buffers=Bytes(b * size.largest, b * (p + size.largest)) if offload else NOTHING,
         passing=Bytes(0 if layout.on_cpu else copied * filled),
         reducing=Bytes(reduced),
-        # Offloaded: a margin on the host. Else: the norm of the largest tensor in fp64.
-        stepping=Bytes(MASTER * p, 2 * MASTER * p) if offload else Bytes(MASTER * p + 8 * min(size.largest, p)),
+        # Not offloaded: the norm of the largest tensor in fp64. torch's fused AdamW allocates nothing.
+        stepping=Bytes(MASTER * p + (0 if offload else 8 * min(size.largest, p))),
         starting=Bytes(size.weight_bytes(b), (2 * MASTER + b) * p)
         if offload
         else Bytes(size.weight_bytes(b) + 2 * MASTER * p),
@@ -185,7 +185,6 @@ def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, layout: RankLayou
         optimizer=Bytes(0, 4 * b * p),  # with the gradient of the master copy
         buffers=Bytes(b * size.largest, b * (p + size.largest) + summed),
         reducing=Bytes(b * (filled + flattened + (t - filled if stage == 1 else 0))),
-        stepping=Bytes(0, 2 * b * p),  # a margin on the host
         starting=Bytes(size.weight_bytes(b), 3 * b * p),
         **common,
     )
@@ -209,7 +208,7 @@ def _stage_3(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> 
         fields |= {"stepping": Bytes(MASTER * sub_group)}
     else:
         fields = {"gradients": Bytes(), "optimizer": Bytes(0, master + MASTER * p)}
-        fields |= {"buffers": bucket + Bytes(0, gradients), "stepping": Bytes(0, 2 * MASTER * sub_group)}
+        fields |= {"buffers": bucket + Bytes(0, gradients)}
     own_weights = Bytes(0, weights) if options.offload_param else Bytes(weights)
     moments = Bytes(0, 2 * MASTER * p) if options.offload_optimizer else Bytes(2 * MASTER * p)
     return ModelMemory(

@@ -178,6 +178,9 @@ def test_zero_1_in_fp16_by_hand() -> None:
 def test_offload_moves_the_optimizer_to_the_host() -> None:
     result = zero.model_memory(SIZE, options(zero_stage=3, offload_optimizer=True), 2, RankLayout(4))
     assert result.optimizer == Bytes(0, 16 * 250)  # with fp32 gradients
+    for setting in ({"zero_stage": 3}, {"zero_stage": 2}, {"zero_stage": 1}, {"zero_stage": 2, "dtype": "fp32"}):
+        step = zero.model_memory(SIZE, options(offload_optimizer=True, **setting), 2, RankLayout(4)).stepping
+        assert step.host == 0, "torch's fused AdamW allocates nothing"
     assert result.weights == Bytes(500) and result.gathered == Bytes(2000)
     offloaded = zero.model_memory(SIZE, options(zero_stage=3, offload_param=True), 2, RankLayout(4))
     assert offloaded.weights == Bytes(0, 500)
