@@ -29,7 +29,7 @@ DATASET_INFO = re.compile(r"(?:[A-Za-z]:[\\/])?(?:[^:]+\.json:[^:]+|(?:[^:]*[\\/
 """an entry of LLaMA-Factory's list of datasets"""
 WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
 
-QUERY = re.compile(r"https://[^?]*\?(?:.*&)?[^=&]*$", re.DOTALL)
+ADDRESS_OPTION = re.compile(r"https://[^?]*\?(?:.*&)?[^=&]*$", re.DOTALL)
 """A web address up to the name of a value of its query: the number after `?page=` is no weight."""
 
 Use = Literal["shared", "only", "evaluation"]
@@ -64,7 +64,7 @@ def parse_data_path(data_path: str) -> tuple[str, str, float | None]:
     (write ./demo for a directory of that name).
     """
     weighted = WEIGHTED.fullmatch(data_path)
-    is_option = weighted and (re.search(r"^[^:]*,[\w-]+$", weighted[1]) or QUERY.search(weighted[1]))
+    is_option = weighted and (re.search(r"^[^:]*,[\w-]+$", weighted[1]) or ADDRESS_OPTION.search(weighted[1]))
     if weighted and not is_option and not Path(data_path).exists():
         return *parse_data_path(weighted[1])[:2], float(weighted[2])
     if DATASET_INFO.fullmatch(data_path) and not (":" in data_path and Path(data_path).exists()):
