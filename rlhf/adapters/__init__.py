@@ -83,7 +83,7 @@ def wrap(model: PreTrainedModel, spec: str | None) -> PreTrainedModel:
     if spec is not None:
         open_adapter(spec).wrap(model)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
-        for weight in trained:  # beside quantised weights PEFT makes fp32 ones
+        for weight in trained:  # peft makes some in fp32
             if weight.dtype != model.dtype:
                 weight.data = weight.data.to(model.dtype)
         if not trained:

@@ -42,9 +42,6 @@ class PeftAdapter:
             reason = " ".join(str(error).split())
             method = str(options.peft_type).rpartition(".")[2].lower()
             raise UserError(f"adapter {method}, {model.config.model_type} model: {reason}") from None
-        for weight in model.parameters():
-            if weight.requires_grad and weight.dtype != model.dtype:  # some methods make their own weights in fp32
-                weight.data = weight.data.to(model.dtype)
 
     def options_for(self, model: PreTrainedModel) -> Any:
         """A copy of the options, completed for `model`."""

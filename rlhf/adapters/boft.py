@@ -1,9 +1,11 @@
 """BOFT: weights times products of sparse orthogonal matrices, as in a butterfly network (arXiv 2311.06243), by peft."""
 
 from peft import BOFTConfig
+from peft.tuners.boft.layer import get_fbd_cuda
 from pydantic import Field
 
 from rlhf.adapters._peft import PeftAdapter, Targets
+from rlhf.errors import UserError
 
 LEARNING_RATE = 1e-3
 """ten times that of OFT, whose blocks have 64 times as many weights: at 1e-4 peft's method_comparison (Llama-3.2-3B)
@@ -14,11 +16,18 @@ class Config(Targets):
     boft_block_size: int = Field(4, ge=2)
     """rows of each orthogonal block; it must divide the inputs of every layer"""
     boft_n_butterfly_factor: int = Field(1, ge=1)
-    """number of sparse matrices that are multiplied; 1 = OFT"""
+    """number of sparse matrices that are multiplied; 1 = OFT with a learned scale of each output. More need peft's CUDA
+    extension"""
 
 
 def build(config: Config) -> PeftAdapter:
-    """Every block starts as the identity."""
+    """Every block starts as the identity. Raises: UserError without the CUDA extension, where peft would silently use a
+    single factor."""
+    if config.boft_n_butterfly_factor > 1 and get_fbd_cuda() is None:
+        raise UserError(
+            f"adapter boft: got boft_n_butterfly_factor {config.boft_n_butterfly_factor}, expected 1: peft's CUDA "
+            "extension cannot be built here (it needs a GPU, nvcc and ninja)"
+        )
     options = BOFTConfig(
         boft_block_size=config.boft_block_size,
         boft_n_butterfly_factor=config.boft_n_butterfly_factor,

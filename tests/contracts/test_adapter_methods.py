@@ -260,6 +260,12 @@ def test_a_method_has_its_own_learning_rates_unless_the_user_sets_one(
     assert (printed["learning_rate"], printed["adapter"]) == (5e-4, "vera")
 
 
+def test_butterflies_are_not_silently_one_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.adapters.boft.get_fbd_cuda", lambda: None)
+    with pytest.raises(UserError, match="boft_n_butterfly_factor 2, expected 1"):
+        adapters.open_adapter("boft,boft_n_butterfly_factor=2")
+
+
 @pytest.mark.parametrize("start_of", ["eva", "loftq", "corda", "lora_ga", "zeros"])
 def test_an_initialisation_that_needs_more_than_the_model_is_refused(start_of: str) -> None:
     with pytest.raises(UserError, match="expected default, gaussian, orthogonal, pissa, pissa_niter_N or olora"):
