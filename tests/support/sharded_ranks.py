@@ -36,6 +36,8 @@ from tests.support.engine_runs import OPTIMIZER, STEPS, batches, generate, sampl
 
 FAMILIES = ("llama", "gpt2", "opt")
 """untied, tied, and tied with a projection around the layers"""
+ADAPTERS = {"lora": "lora", "dora": "lora,r=4,use_dora=true", "lokr": "lokr"}
+"""DoRA reads the weights when it wraps them; it and LoKr read weights of other modules in their passes"""
 ADDED = 3
 """ids of the tokenizer that the model on disk has no rows for"""
 DEEP = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
@@ -179,8 +181,9 @@ def runs(folder: Path) -> dict[str, Any]:
     for family in FAMILIES:
         for kind in ("whole", "sharded", *(("offloaded", "layers") if family == "llama" else ())):
             found[f"{family} {kind}"] = trained(folder, family, kind)
-    for kind in ("whole", "sharded", "layers"):
-        found[f"lora {kind}"] = trained(folder, "llama", kind, "lora")
+    for name, spec in ADAPTERS.items():
+        for kind in ("whole", "layers", *(("sharded",) if name == "lora" else ())):
+            found[f"{name} {kind}"] = trained(folder, "llama", kind, spec)
     for kind in FROZEN:
         found[f"frozen {kind}"] = scores(folder, kind)
     for kind in ("whole", "sharded", "layers"):

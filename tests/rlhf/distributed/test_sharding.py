@@ -15,11 +15,11 @@ from rlhf.errors import UserError
 from rlhf.models.load import load_causal_lm
 from tests.support import forked_ranks, tiny
 from tests.support.engine_runs import EPS, ROUNDING, apart
-from tests.support.sharded_ranks import ADDED, FAMILIES, FROZEN, FROZEN_ROWS, HEAD, make
+from tests.support.sharded_ranks import ADAPTERS, ADDED, FAMILIES, FROZEN, FROZEN_ROWS, HEAD, make
 
 LLAMA = [("llama", kind) for kind in ("sharded", "offloaded", "layers")]
 OTHERS = [(family, "sharded") for family in FAMILIES[1:]]
-ADAPTED = [("lora", kind) for kind in ("sharded", "layers")]
+ADAPTED = [("lora", "sharded"), *((name, "layers") for name in ADAPTERS)]
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|lm_head)\.weight$")
 
 
