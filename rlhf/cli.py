@@ -22,14 +22,10 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
     "chat": ("rlhf.chain.chat", (), "talk to the policies of a run, compare them, and vote"),
     "serve": ("rlhf.chain.serve", (), "policies of a run behind an HTTP interface like OpenAI's"),
+    "export": ("rlhf.chain.export", (), "a plain model of an adapter, merged into its base model"),
     "push": ("rlhf.hub.push", (), "upload a saved model to the hub"),
 }
 """by verb: the module with the program's `main`, options that are always added, and a description"""
-
-EXPORT = (
-    "a stage saves every model as a whole Hugging Face directory, adapters merged; llama.cpp's convert_hf_to_gguf.py "
-    "makes a GGUF file of it"
-)
 
 
 def require_own_packages() -> None:
@@ -63,8 +59,6 @@ def main() -> int:
         print(usage())
         return 0
     verb = words[0]
-    if verb == "export":
-        raise UserError(f"rlhf export: no such verb: {EXPORT}")
     if verb not in VERBS:
         raise UserError(f"rlhf {verb}: no such verb{suggest(verb, list(VERBS))}; have {', '.join(VERBS)}")
     require_own_packages()

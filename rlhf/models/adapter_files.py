@@ -17,6 +17,7 @@ import torch
 from peft import PeftConfig, PeftType, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -120,6 +121,12 @@ def _inner_prefix(model: PreTrainedModel) -> str:
 
 def _read(path: str) -> dict[str, Tensor]:
     return load_file(Path(path) / ADAPTER_WEIGHTS)
+
+
+def has_head(path: str) -> bool:
+    """Whether the adapter in a directory has the head of a scalar model."""
+    with safe_open(Path(path) / ADAPTER_WEIGHTS, framework="pt") as tensors:
+        return HEAD_IN_FILE in tensors.keys()  # noqa: SIM118  (not a mapping)
 
 
 def merge(model: PreTrainedModel, path: str) -> None:

@@ -7,27 +7,38 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+)
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf import adapters, rewards
+from rlhf.chain import export
 from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions
 from rlhf.engine.adapter_export import save_policy_adapter, save_scalar_adapter
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
+from rlhf.errors import UserError
+from rlhf.models.adapter_files import reason_against_sharing
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_backbone, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.training import checkpoints
+from rlhf.training.checks import check_engine
 from rlhf.types import ScoredRollout
 from step3_ppo import models as step3_models
 from step3_ppo import stage
 from step3_ppo.models import Models
 from step3_ppo.rollout import Reference
 from step3_ppo.schedule import Schedule
+from step3_ppo.trunk import check_roles
 from tests.support import tiny
 from tests.support.players import config_of, prompts_to_train_on
 from tests.support.resuming import ABOUT
@@ -218,7 +229,7 @@ def test_a_run_resumes_to_the_bit(folders: Folders, tmp_path: Path) -> None:
 
 
 @LLAMA
-def test_an_adapter_directory_is_a_model_for_peft_and_for_every_command(folders: Folders) -> None:
+def test_an_adapter_directory_is_a_model_for_peft_and_for_every_command(folders: Folders, tmp_path: Path) -> None:
     """Merged at loading, in fp32, as plain peft computes it with the adapter on."""
     plain: Any = AutoPeftModelForCausalLM.from_pretrained(folders.policy)
     merged = load_causal_lm(folders.policy, torch.float32, tiny.VOCAB)
@@ -233,5 +244,71 @@ def test_an_adapter_directory_is_a_model_for_peft_and_for_every_command(folders:
     ids = ROWS.ids.masked_fill(~ROWS.mask, tiny.PAD)  # transformers reads the score before the padding
     logits = classifier(input_ids=ids, attention_mask=ROWS.mask.long()).logits.squeeze(1)
     torch.testing.assert_close(scalars.gather(1, ends[:, None]).squeeze(1), logits, rtol=0, atol=1e-5)
+    for name, path in (("policy", folders.policy), ("reward", folders.reward)):
+        export.merge(path, tmp_path / name)
+    merged_lm: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    torch.testing.assert_close(Policy(merged_lm)(ROWS)[0], expected, rtol=0, atol=1e-5)
+    whole: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    merged_logits = whole(input_ids=ids, attention_mask=ROWS.mask.long()).logits.squeeze(1)
+    torch.testing.assert_close(merged_logits, logits, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="expected a new directory"):
+        export.merge(folders.policy, tmp_path / "policy")
+    with pytest.raises(UserError, match="got no adapter"):
+        export.merge(folders.base, tmp_path / "other")
     state = load_file(Path(folders.reward) / "adapter_model.safetensors")
     assert state["base_model.model.score.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adapter": None}, "--share-trunk: needs --adapter"),
+        ({"zero_stage": 3}, "--share-trunk: got it with --zero-stage 3"),
+        ({"tensor_parallel_size": 2}, "--share-trunk: got it with --tensor-parallel-size 2"),
+        ({"sequence_parallel_size": 2}, "--share-trunk: got it with --sequence-parallel-size 2"),
+    ],
+)
+def test_what_cannot_share_a_base_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        check_engine(EngineOptions(**{"share_trunk": True, "adapter": ADAPTER, **options}))
+    assert "\n" not in str(refused.value)
+
+
+@LLAMA
+def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_path: Path) -> None:
+    """Also before the earlier steps of a chain have made the adapters."""
+    none = {"actor_model": None, "reward_model": None, "critic_model": None}
+    right = config(folders, tmp_path)
+    check_roles(right, right, none)
+    starts = {"actor_model": folders.base, "reward_model": folders.base, "critic_model": folders.base}
+    planned = right.model_copy(update=starts)
+    check_roles(planned, planned, starts)
+    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (
+            {"reward_model": folders.base},
+            none,
+            "reward model '.*': got whole weights, expected an adapter on the",
+        ),
+        ({"critic_model": folders.base}, none, "critic model '.*': got whole weights"),
+        ({**starts, "reward_model": str(tmp_path)}, starts, "reward model '.*': got an adapter on"),
+        ({"adapter": "lora,r=8"}, none, "but --adapter lora,r=8 has other options"),
+        ({"reference": FrozenOptions(offload=True)}, none, "reference: got engine options with --share-trunk"),
+        ({**starts, "actor_model": "demo.yaml"}, starts, "has new weights, which nobody would train"),
+    ]
+    for changes, made, message in wrong:
+        changed = right.model_copy(update=changes)
+        with pytest.raises(UserError, match=message) as refused:
+            check_roles(changed, changed, made)
+        assert "\n" not in str(refused.value)
+
+
+def test_methods_that_change_the_base_cannot_share_it() -> None:
+    for options, problem in (
+        (LoraConfig(init_lora_weights="pissa"), "gives each adapter a base of its own"),
+        (LoraConfig(bias="all"), "trains biases of the base model"),
+        (PrefixTuningConfig(), "does not keep several independent adapters"),
+        (None, "does not keep several independent adapters"),
+    ):
+        assert problem in str(reason_against_sharing(options))
+    for fitting in (LoraConfig(), LoraConfig(use_dora=True, use_rslora=True)):
+        assert reason_against_sharing(fitting) is None

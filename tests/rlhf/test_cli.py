@@ -27,7 +27,11 @@ def test_the_usage_names_every_verb(words: tuple[str, ...], rlhf: Run) -> None:
 
 def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
     said = "error: rlhf rewad: no such verb (did you mean 'reward'?); have train, plan, sft, reward, ppo, rounds, "
-    assert rlhf("rewad", "--seed", "1") == (2, "", said + "preview, report, evaluate, pairs, chat, serve, push\n")
+    assert rlhf("rewad", "--seed", "1") == (
+        2,
+        "",
+        said + "preview, report, evaluate, pairs, chat, serve, export, push\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
     {
         "train": "--ppo.kl-coef", "plan": "--ppo.kl-coef", "sft": "--loss-on", "reward": "--model", "ppo": "--kl-coef",
         "preview": "--phases", "report": "--output", "evaluate": "--prompts", "pairs": "--prompts",
-        "chat": "--compare", "serve": "--api-key", "push": "--private",
+        "chat": "--compare", "serve": "--api-key", "export": "--merge", "push": "--private",
     }.items(),
 )  # fmt: skip
 def test_the_help_of_a_verb_names_its_options(verb: str, option: str, rlhf: Run) -> None:
