@@ -47,14 +47,16 @@ def candidates(options: C, machine: Machine) -> Iterator[C]:
     requested = {name: True for name in FLAGS if getattr(options, name)}
     requested |= {} if options.gather_whole else {"gather_whole": False}
     changes: list[list[dict[str, Any]]] = [_sharding(machine), checkpointing, *rows]
-    changes += [[{}, offloaded]] if frozen and not machine.on_cpu else []
+    changes += [[{}, offloaded]] if frozen and not (machine.on_cpu or options.share_trunk) else []
     unique: dict[str, C] = {}
     for combination in product(*changes):
         update: dict[str, Any] = {}
         for change in combination:
             update |= change
         candidate = options.model_copy(update=update | requested)
-        if candidate.quantize != "none" and (candidate.zero_stage == 3 or update.keys() & offloaded.keys()):
+        whole_only = candidate.share_trunk or candidate.quantize != "none"
+        offloads = candidate.quantize != "none" and update.keys() & offloaded.keys()
+        if offloads or (whole_only and candidate.zero_stage == 3):
             continue
         if candidate.zero_stage == 3 or not (candidate.offload_param or not candidate.gather_whole):
             unique.setdefault(candidate.model_dump_json(), candidate)

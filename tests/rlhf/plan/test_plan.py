@@ -361,3 +361,19 @@ def test_quantised_weights_have_their_bits(tmp_path: Path) -> None:
     assert memory.weights.device == four.weight_bytes(2)
     assert memory.gathered.device == 2 * 64 * 128  # the largest matrix in bf16, while it multiplies
     assert zero.frozen_memory(four, FrozenOptions(zero_stage=0), 2, 1).weights.device == four.weight_bytes(2)
+
+
+def test_a_shared_trunk_is_one_base_model_and_four_adapters(model_path: str) -> None:
+    """By hand: the weights of one model in bf16, four adapters and two heads of 32 numbers; Adam's states of two."""
+    options: dict[str, Any] = {"actor_model": None, "share_trunk": True, "adapter": "lora,r=4", "dtype": "bf16"}
+    workload = ppo_plan.workload(PPO(**options), "cpu", {"actor_model": model_path, "reward_model": model_path})
+    assert [spec.role for spec in workload.models] == ["actor", "reference", "critic", "reward model"]
+    base = sizes.size(model_path, "lm").total
+    adapter = sizes.size(model_path, "lm", "lora,r=4").trained
+    stored = [spec.stored() for spec in workload.models]
+    assert [size.total for size in stored] == [base + adapter, adapter, adapter + tiny.WIDTH, adapter + tiny.WIDTH]
+    assert [size.trained for size in stored] == [adapter, 0, adapter + tiny.WIDTH, 0]
+    plan = forecast(workload, machine.describe_machine(PlanOptions(device="cpu", devices=1), 1))
+    weights = sum(model.memory.weights.total for model in plan.models)
+    assert weights == 2 * (base + 4 * adapter + 2 * tiny.WIDTH)
+    assert plan.disk < 2 * base + 3 * 4 * 3 * 2 * (adapter + tiny.WIDTH)  # models are saved as adapters
