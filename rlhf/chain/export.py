@@ -48,7 +48,8 @@ def merge(path: str, out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--merge {out}: it exists, expected a new directory; remove it, or name another")
     tokenizer, config = load_tokenizer(path), load_config(path)
-    dtype, ids = config.dtype, id_count(tokenizer)
+    dtype: Any = config.dtype
+    ids = id_count(tokenizer)
     with disk.atomic_directory(out) as staging:
         if has_head(path):
             mean, std = (getattr(config, name, None) for name in ("score_mean", "score_std"))
