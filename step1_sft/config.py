@@ -11,7 +11,15 @@ STAGE = Declaration(
     name="step1_sft",
     title="Supervised fine-tuning on responses.",
     help_groups={
-        "fine-tuning": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective", "loss-on"),
+        "fine-tuning": (
+            "model",
+            "num-train-epochs",
+            "batch-size",
+            "learning-rate",
+            "objective",
+            "loss-on",
+            "add-tokens",
+        ),
     },
     models=("model",),
     policies=("model",),
@@ -51,6 +59,11 @@ class SFTConfig(SupervisedOptions):
     contexts of max_length tokens; a token also attends to the earlier texts in its context"""
     loss_on: Literal["last", "every", "all"] = "last"
     """tokens of a dialogue that count in the loss: the last assistant turn, every assistant turn, or all tokens"""
+    add_tokens: str | None = None
+    """file of new tokens, one on a line; the row of each in embeddings and head begins as the mean of its pieces' rows,
+    and is trained, with an adapter too"""
+    extend_tokenizer: str | None = None
+    """another tokenizer (directory, tokenizer.json, hub id), whose tokens are added in that way (a new language)"""
     learning_rate: float = Field(2e-5, ge=0)
     """peak learning rate of AdamW"""
     keep_best: Literal["eval_perplexity"] | None = None

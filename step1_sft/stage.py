@@ -22,15 +22,23 @@ from rlhf.engine.adapter_export import save_policy_adapter
 from rlhf.engine.export import save_policy
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine, compute_dtype, shards_of
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
-from rlhf.models import adapter_files, sequence_parallel
+from rlhf.models import adapter_files, new_rows, sequence_parallel
 from rlhf.models.load import load_causal_lm, set_dropout
 from rlhf.models.policy import Policy
+from rlhf.storage import manifests
 from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
+from rlhf.text.tokenizer import load_tokenizer
 from rlhf.types import Metrics, Sequences, length_groups
+from step1_sft import vocabulary
 from step1_sft.config import STAGE, SFTConfig
 from step1_sft.plan import workload
+
+MEASURED = 200
+"""training rows on which tokens are counted"""
 
 
 def train(
@@ -73,6 +81,53 @@ def recipe(config: SFTConfig) -> Recipe:
     return Recipe("sft", config.loss_on, config.objective)
 
 
+def extended_tokenizer(config: SFTConfig, model_path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model, with the tokens that the options add.
+
+    Raises: UserError if they add none, or with an adapter whose weights are sharded or shared.
+    """
+    tokenizer = load_tokenizer(resolve(model_path))
+    if config.add_tokens is None and config.extend_tokenizer is None:
+        return tokenizer
+    if config.adapter is not None and config.zero_stage == 3:
+        raise UserError(
+            "--add-tokens, --extend-tokenizer: got --zero-stage 3 with an adapter, under which PEFT cannot train rows "
+            "of a sharded embedding; use --zero-stage 2, or train all weights"
+        )
+    if config.share_trunk:
+        raise UserError(
+            "--add-tokens, --extend-tokenizer: got --share-trunk, whose base model keeps its rows; first train the rows "
+            "in a run of step 1 without it"
+        )
+    if config.add_tokens is not None:
+        tokenizer = vocabulary.with_list(tokenizer, config.add_tokens, "--add-tokens")
+    if config.extend_tokenizer is not None:
+        tokenizer = vocabulary.with_tokens_of(tokenizer, config.extend_tokenizer, "--extend-tokenizer")
+    return tokenizer
+
+
+def files(config: SFTConfig) -> dict[str, str]:
+    """Digests of the files with new tokens."""
+    paths = [path for path in (config.add_tokens, config.extend_tokenizer) if path is not None]
+    own = [Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path) for path in paths]
+    return {str(path): str(manifests.digest(path)["sha256"]) for path in own if path.is_file()}
+
+
+def new_vocabulary(
+    config: SFTConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, data: PhaseData[Demonstration]
+) -> vocabulary.Pieces:
+    """The new ids with the pieces that their texts had before; reports what they save."""
+    if config.add_tokens is None and config.extend_tokenizer is None:
+        return {}
+    before = load_tokenizer(resolve(model_path))
+    pieces = vocabulary.pieces(before, extended_tokenizer(config, model_path))
+    rows = [list(data.train[i].ids) for i in range(min(len(data.train), MEASURED))]
+    texts = tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    old, new = vocabulary.tokens_per_character(before, tokenizer, texts)
+    console.say(f"{len(pieces)} new tokens: {old:.3f} tokens a character before, {new:.3f} now ({len(rows)} rows)")
+    return pieces
+
+
 class FineTuning:
     """The policy in training (rlhf.supervised.runner.Learner)."""
 
@@ -90,10 +145,15 @@ class FineTuning:
     ) -> None:
         self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
         dtype = compute_dtype(config, collectives.local_device())
-        lm = load_causal_lm(model_path, dtype, id_count(tokenizer), config.seed, shards_of(config), config.quantize)
+        new_tokens = new_vocabulary(config, model_path, tokenizer, data)
+        shards, kind = shards_of(config), config.quantize
+        lm = load_causal_lm(model_path, dtype, id_count(tokenizer), config.seed, shards, kind, new_tokens)
         if config.dropout:
             set_dropout(lm, config.dropout, model_path)
-        model = sequence_parallel.policy(adapters.wrap(lm, config.adapter), config.sequence_parallel_size)
+        adapters.wrap(lm, config.adapter)
+        if config.adapter is not None and new_tokens:
+            new_rows.train(lm, new_tokens)
+        model = sequence_parallel.policy(lm, config.sequence_parallel_size)
         self.engine: Engine = Engine(model, config, config, total_steps)
         if config.objective == "text":
             console.say(f"{STAGE.name}: {CROSS_TEXT_ATTENTION}")
@@ -132,4 +192,4 @@ class FineTuning:
             save_policy(self.engine, self._config.adapter, self._tokenizer, folder)
 
 
-FINE_TUNING = Supervised(STAGE, workload, recipe, FineTuning)
+FINE_TUNING = Supervised(STAGE, workload, recipe, FineTuning, tokenizer=extended_tokenizer, files=files)

@@ -19,7 +19,7 @@ from rlhf.distributed.tensor_parallel import gather_full
 from rlhf.distributed.zero3 import gather_weights, is_sharded
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
-from rlhf.models import quantized
+from rlhf.models import new_rows, quantized
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
 from rlhf.storage import disk
@@ -151,4 +151,5 @@ def merged(model: PreTrainedModel, state: dict[str, Tensor], adapter: str | None
     """`state`, the weights of the model, with its adapter merged (None: it has no adapter)."""
     if adapter is None:
         return state
+    state = new_rows.fold(model, state)
     return adapters.open_adapter(adapter).merged(model, state)

@@ -5,8 +5,9 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from rlhf.distributed.zero3 import Shards, full_shape, gather_weights
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import LOAD_ERRORS, is_adapter, reason, refuse_adapter, refuse_model, refuse_whole_numbers
-from rlhf.models import adapter_files, packing, quantized
+from rlhf.models import adapter_files, new_rows, packing, quantized
 from rlhf.models.cpu import attention
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
@@ -185,6 +186,7 @@ def load_causal_lm(
     seed: int = 0,
     shards: Shards | None = None,
     quantize: Quantize = "none",
+    new_tokens: Mapping[int, list[int]] = MappingProxyType({}),
 ) -> PreTrainedModel:
     """A causal language model in `dtype`, in eval mode, that gives no probability to ids the tokenizer does not have.
 
@@ -192,10 +194,10 @@ def load_causal_lm(
     never likelier than an average one (drawn at random it can outweigh the whole vocabulary: GPT-2's logits are
     about -30). Rows beyond the tokenizer, which many models have, get logit -inf.
     With `shards` each rank has only its shard of the weights, and all ranks call this together. With `quantize` the
-    matrices of the layers have few bits.
+    matrices of the layers have few bits. The row of a new token is the mean of the rows of its `new_tokens`, ids.
     Raises: UserError for missing, unexpected or misshapen weights, or a weight that is not finite.
     """
-    model = _load(AutoModelForCausalLM, path, dtype, tokenizer_size, seed, shards, quantize)
+    model = _load(AutoModelForCausalLM, path, dtype, tokenizer_size, seed, shards, quantize, new_tokens)
     head = model.get_output_embeddings()
     if full_shape(head.weight)[0] > tokenizer_size:
         head.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
@@ -225,7 +227,7 @@ def load_backbone(
     quantize: Quantize = "none",
 ) -> PreTrainedModel:
     """The same model without its language-model head: ids to hidden states."""
-    return _load(AutoModel, path, dtype, tokenizer_size, seed, shards, quantize)
+    return _load(AutoModel, path, dtype, tokenizer_size, seed, shards, quantize, {})
 
 
 def _load(
@@ -236,6 +238,7 @@ def _load(
     seed: int,
     shards: Shards | None,
     quantize: Quantize,
+    new_tokens: Mapping[int, list[int]],
 ) -> PreTrainedModel:
     config = load_config(path)
     source = resolve(path)
@@ -243,7 +246,7 @@ def _load(
         if shards is not None or quantize != "none":
             other = "under ZeRO-3" if shards is not None else f"for --quantize {quantize}"
             raise UserError(f"model '{path}': got an adapter, expected whole weights {other}; {EXPORT}")
-        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, seed, None, quantize)
+        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, seed, None, quantize, new_tokens)
         adapter_files.merge(model, source)
         for name in OWN_VALUES:
             setattr(model.config, name, getattr(config, name, None))
@@ -276,15 +279,17 @@ def _load(
             with explain_load_errors(source), shards.building():
                 model = auto.from_pretrained(source, **options)
     rows = model.get_input_embeddings().num_embeddings
-    _refuse_other_tokenizer(path, rows, tokenizer_size)
+    _refuse_other_tokenizer(path, rows, tokenizer_size - len(new_tokens))
     if rows < tokenizer_size:
-        if rows < tokenizer_size - 1:  # one is for padding
+        if rows < tokenizer_size - len(new_tokens) - 1:  # one is for padding
             console.say(
                 f"note: model '{path}': {tokenizer_size - rows} rows are added to the {rows} of its embedding for ids "
                 "that only its tokenizer has; each is the mean of the others"
             )
         with contextlib.nullcontext() if shards is None else shards.building():
             _add_rows(model, rows, tokenizer_size)
+    if new_tokens:
+        new_rows.set_to_means(model, new_tokens)
     refuse_non_finite(model, path)
     model.eval()
     if collectives.local_device().type == "cpu":

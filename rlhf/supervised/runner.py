@@ -80,18 +80,22 @@ class Supervised(Generic[C]):
     """(options, path of the model, tokenizer, data, number of optimizer steps)"""
     merged_for: str | None = None
     """what needs weights with the adapter merged; None = nothing"""
+    tokenizer: Callable[[C, str], PreTrainedTokenizerBase] = lambda _, model_path: load_tokenizer(resolve(model_path))
+    """(options, path of the model): its tokenizer, before it gets a template"""
+    files: Callable[[C], dict[str, str]] = lambda _: {}
+    """digests of files that the options name, beside the data"""
 
     def inputs(self, config: C) -> dict[str, str]:
         """The model that the stage starts from."""
         return {"model": config.model}
 
     def content(self, config: C) -> dict[str, str]:
-        """A digest of each local file or folder of the data."""
-        return fingerprints(config, self.recipe(config).phase)
+        """A digest of each local file or folder of the data, and of other files of the user."""
+        return fingerprints(config, self.recipe(config).phase) | self.files(config)
 
     def open_data(self, config: C, model_path: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
         """The prepared tokenizer of the model at `model_path`, and the data in its ids."""
-        tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), config.chat_template)
+        tokenizer = prepare_tokenizer(self.tokenizer(config, model_path), config.chat_template)
         return tokenizer, open_datasets(config, self.recipe(config), tokenizer)
 
     def check(

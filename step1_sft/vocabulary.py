@@ -1,0 +1,97 @@
+"""More tokens for a tokenizer: from a list, or those of another tokenizer (Chinese LLaMA, arXiv 2304.08177).
+
+A new token is matched in the text before the tokenizer's own model sees it, the longest one first.
+"""
+
+import copy
+import unicodedata
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import AddedToken, PreTrainedTokenizerBase
+
+from rlhf.errors import UserError
+from rlhf.hub.untrusted import LOAD_ERRORS, PlainErrors
+from rlhf.text.encoder import Encoder, special_tokens
+from rlhf.text.tokenizer import load_tokenizer
+
+WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
+"""first words of the Unicode names of letters whose scripts put no spaces between words"""
+Pieces = dict[int, list[int]]
+"""for each new id, the ids that its text had before"""
+
+
+def with_list(tokenizer: PreTrainedTokenizerBase, path: str, option: str) -> PreTrainedTokenizerBase:
+    """A copy of `tokenizer` with the tokens of a file, one on a line, that it divides; ids are only added.
+
+    option: the option that names the file, for errors
+    Raises: UserError if the file cannot be read, or nothing is new.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{option} {path}: cannot be read as UTF-8 text: {error}") from None
+    return _extended(tokenizer, lines, f"{option} {path}", whole_words=False)
+
+
+def with_tokens_of(tokenizer: PreTrainedTokenizerBase, path: str, option: str) -> PreTrainedTokenizerBase:
+    """The same with the tokens of another tokenizer: a directory, a tokenizer.json, or a hub id.
+
+    Special tokens, white space and parts of a character are left out; a word of a script with spaces matches whole
+    words only. Raises: UserError as above.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if file.is_file():
+        try:
+            with PlainErrors():
+                backend = Tokenizer.from_file(str(file))
+        except LOAD_ERRORS as error:
+            raise UserError(f"{option} {path}: {file} is no tokenizer: {error}") from None
+    else:
+        backend = load_tokenizer(path).backend_tokenizer
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    ids = sorted(i for i in backend.get_vocab().values() if i not in special)
+    texts = [text.strip() for text in backend.decode_batch([[i] for i in ids])]
+    return _extended(tokenizer, texts, f"{option} {path}", whole_words=True)
+
+
+def _extended(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], source: str, whole_words: bool
+) -> PreTrainedTokenizerBase:
+    if not tokenizer.is_fast:
+        raise UserError(f"{source}: the model has a slow tokenizer, expected one with a tokenizer.json")
+    extended = copy.deepcopy(tokenizer)
+    special = special_tokens(tokenizer)
+    candidates = [t for t in dict.fromkeys(texts) if t.strip() and "\ufffd" not in t and t not in special]
+    encoded = Encoder(tokenizer).encode_many(candidates, split=True)
+    new = [text for text, ids in zip(candidates, encoded, strict=True) if len(ids) > 1]
+    if not new:
+        raise UserError(f"{source}: every token is a token of the model already; expected new ones")
+    extended.add_tokens(
+        [AddedToken(text, normalized=False, single_word=whole_words and not _without_spaces(text)) for text in new]
+    )
+    return extended
+
+
+def _without_spaces(text: str) -> bool:
+    return any(unicodedata.name(letter, "").startswith(WITHOUT_SPACES) for letter in text)
+
+
+def pieces(before: PreTrainedTokenizerBase, after: PreTrainedTokenizerBase) -> Pieces:
+    """The new ids of `after`, an extension of `before`, each with the ids of its text in `before`."""
+    old = before.get_vocab()
+    new = {i: text for text, i in after.get_vocab().items() if text not in old}
+    added = {i: str(token) for i, token in after.added_tokens_decoder.items()}
+    texts = {i: added.get(i, text) for i, text in sorted(new.items())}
+    encoded = Encoder(before).encode_many(list(texts.values()), split=True)
+    return {i: ids for i, ids in zip(texts, encoded, strict=True) if ids}
+
+
+def tokens_per_character(
+    before: PreTrainedTokenizerBase, after: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> tuple[float, float]:
+    """Tokens for each character of the texts, with both tokenizers."""
+    characters = max(1, sum(map(len, texts)))
+    counts = [sum(map(len, Encoder(each).encode_many(texts, split=True))) for each in (before, after)]
+    return counts[0] / characters, counts[1] / characters
