@@ -96,8 +96,8 @@ def extended_tokenizer(config: SFTConfig, model_path: str) -> PreTrainedTokenize
         )
     if config.share_trunk:
         raise UserError(
-            "--add-tokens, --extend-tokenizer: got --share-trunk, whose base model keeps its rows; first train the rows "
-            "in a run of step 1 without it"
+            "--add-tokens, --extend-tokenizer: got --share-trunk, whose base model keeps its rows; first train "
+            "the rows in a run of step 1 without it"
         )
     if config.add_tokens is not None:
         tokenizer = vocabulary.with_list(tokenizer, config.add_tokens, "--add-tokens")
