@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
-from rlhf.generation import loop
+from rlhf.generation import _decoding, loop
 from rlhf.generation._cache import MaskedStaticLayer
 from rlhf.models.cpu import compiling, kernels
 from rlhf.models.load import load_causal_lm
@@ -98,6 +98,36 @@ def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path
     assert not torch.equal(found[0][0].sampled_logprobs[:, 0], found[0][1].sampled_logprobs[:4, 0])
     assert seen[0] == seen[1] and seen[2] == seen[3] == seen[1] + 5  # four pieces of a layer read prompts
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("traced")
+def test_without_kernels_a_step_multiplies_by_weights_sorted_again(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("g++") is None or not kernels.for_one_token(torch.float32):
+        pytest.skip("no C++ compiler here, or no block products")
+    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
+    draws = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    plain, fast = (load_causal_lm(saved, torch.float32, tiny.VOCAB) for _ in range(2))
+    compiling.compile_layers(fast)
+    rewritten: list[object] = []
+    for factor, kernel in ((1.0, True), (1.0, False), (1.5, False)):
+        if not kernel:
+            monkeypatch.setattr(kernels, "for_one_token", lambda _: False)
+            monkeypatch.setattr(_decoding, "_use_kernels", rewritten.append)
+        want, found = (
+            backend(multiplied(lm, factor), tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
+            for lm in (plain, fast)
+        )
+        assert torch.equal(found.response_ids, want.response_ids)
+        torch.testing.assert_close(found.sampled_logprobs, want.sampled_logprobs, rtol=0, atol=1e-5)
+    assert not rewritten
+
+
+def multiplied(lm: PreTrainedModel, factor: float) -> PreTrainedModel:
+    """Its weights changed in place, as by an optimizer."""
+    with torch.no_grad():
+        for weight in lm.parameters():
+            weight.mul_(factor)
+    return lm
 
 
 @pytest.mark.usefixtures("traced")

@@ -11,11 +11,8 @@ import torch._inductor.config
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.config.options import SamplingOptions
-from rlhf.generation import loop
 from rlhf.models import packing
 from rlhf.models.cpu import attention, compiling, kernels
-from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.types import Sequences
 from tests.support import tiny
@@ -189,23 +186,6 @@ def test_other_numbers_and_odd_sizes_do_not_fit() -> None:
     assert not kernels.fits(torch.empty(3, 4, dtype=torch.float16))
     assert not kernels.for_one_token(torch.float16)
     assert not kernels.for_rows(torch.float32)
-
-
-@pytest.mark.usefixtures("traced")
-def test_without_them_tokens_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other families: test_compiling.py compares each with uncompiled layers."""
-    needed(torch.float32)
-    tiny.causal_lm("llama", std=0.05).save_pretrained(tmp_path / "model")
-    backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
-    draws = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
-    lm = load_causal_lm(str(tmp_path / "model"), torch.float32, tiny.VOCAB)
-    compiling.compile_layers(lm)
-    with_them = backend(lm, tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
-    monkeypatch.setattr(kernels, "for_one_token", lambda _: False)
-    without = backend(lm, tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
-    torch._dynamo.reset()
-    assert torch.equal(with_them.response_ids, without.response_ids)
-    torch.testing.assert_close(with_them.sampled_logprobs, without.sampled_logprobs, rtol=0, atol=1e-5)
 
 
 def test_where_the_source_does_not_compile_it_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
