@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,9 @@ def test_a_rank_killed_on_the_other_host_and_then_a_signal(hosts: World, tmp_pat
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 143, said
-    assert "step1_sft: rank 1 on beta: SIGKILL (often: the machine is out of memory); restart 1 of 1" in said
+    # on a busy machine, rank 0 may be in a step that is longer than the launcher waits, which the line then says too
+    restart = r"step1_sft: rank 1 on beta: SIGKILL \(often: the machine is out of memory\);.* restart 1 of 1\n"
+    assert re.search(restart, said), said
     command_line, last = said.strip().splitlines()[-2:]
     assert last.startswith("step1_sft did not finish: SIGTERM, at step ") and "resumes after" in last
     assert command_line.startswith("to resume: ") and command_line.endswith(" ".join(LONGER))
