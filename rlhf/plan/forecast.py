@@ -47,7 +47,7 @@ class ModelSpec:
         if not self.on_trunk:
             return self.size()
         own = size(self.model_path, self.head, self.adapter).trained
-        return replace(self.size(), total=own, outer=0)
+        return replace(self.size(), total=own, outer=0, quantized=0)
 
 
 @dataclass(frozen=True, slots=True)

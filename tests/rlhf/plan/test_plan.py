@@ -376,4 +376,8 @@ def test_a_shared_trunk_is_one_base_model_and_four_adapters(model_path: str) -> 
     plan = forecast(workload, machine.describe_machine(PlanOptions(device="cpu", devices=1), 1))
     weights = sum(model.memory.weights.total for model in plan.models)
     assert weights == 2 * (base + 4 * adapter + 2 * tiny.WIDTH)
+    quantized = ppo_plan.workload(
+        PPO(**options, quantize="nf4"), "cpu", {"actor_model": model_path, "reward_model": model_path}
+    )
+    assert [spec.stored().weight_bytes(2) for spec in quantized.models[1:]] == [2 * size.total for size in stored[1:]]
     assert plan.disk < 2 * base + 3 * 4 * 3 * 2 * (adapter + tiny.WIDTH)  # models are saved as adapters
