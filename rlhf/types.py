@@ -40,8 +40,35 @@ class Row:
     ranking: str = ""
 
 
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """`x` on the device. From the CPU it goes through pinned memory, so that the host does not wait for the device."""
+    if x.device.type == "cpu" and torch.device(device).type != "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+class Download:
+    """A copy of `x` that is on its way to the CPU while the host goes on."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._copy = x.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if x.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def result(self) -> Tensor:
+        """The copy; the host waits until it has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
+
+
 class TensorRecord:
-    """Base of records whose fields are tensors with the same first dimension B, or tuples of length B."""
+    """Base of records whose fields are tensors with the same first dimension B, or tuples of length B.
+
+    Records stay on the CPU, where choosing rows and cutting padding cost no wait for a device. A model copies what it
+    reads to its device, and a loss what it compares.
+    """
 
     __slots__ = ()
 
@@ -53,7 +80,7 @@ class TensorRecord:
         return self._map(lambda value: _rows(value, index))
 
     def to(self, device: torch.device | str) -> Self:
-        return self._map(lambda value: value.to(device) if isinstance(value, Tensor | TensorRecord) else value)
+        return self._map(lambda value: _moved(value, device))
 
     @classmethod
     def concatenated(cls, records: Sequence[Self]) -> Self:
@@ -64,6 +91,12 @@ class TensorRecord:
     def _map(self, change: Any) -> Self:
         changes = {f.name: change(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # as above
         return replace(self, **changes)  # type: ignore[type-var]  # as above
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, TensorRecord):
+        return value.to(device)
+    return to_device(value, device) if isinstance(value, Tensor) else value
 
 
 def _rows(value: Any, index: Any) -> Any:

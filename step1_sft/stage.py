@@ -32,7 +32,7 @@ from rlhf.storage import manifests
 from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
-from rlhf.types import Metrics, Sequences, length_groups
+from rlhf.types import Metrics, Sequences, length_groups, to_device
 from step1_sft import vocabulary
 from step1_sft.config import STAGE, SFTConfig
 from step1_sft.plan import workload
@@ -46,13 +46,14 @@ def train(
 ) -> Iterator[Metrics]:
     """The algorithm: one optimizer step on the mean token loss of each batch."""
     for indices in batches.until_epoch(config.num_train_epochs):
-        batch = sft_batch([dataset[i] for i in indices], pad_id).to(policy.device)
+        batch = sft_batch([dataset[i] for i in indices], pad_id)
         count, tokens = collectives.sum_over_ranks(torch.stack([batch.loss_mask.sum(), batch.mask.sum()]))
         groups = length_groups(batch.lengths, config.micro_batch_size)
         micros = [batch[rows].trimmed() for rows in groups]
 
         def loss(micro: Sequences, count: Tensor = count) -> losses.Loss:
-            return losses.token_nll(policy(micro)[0], micro.loss_mask, count)
+            logprobs = policy(micro)[0]
+            return losses.token_nll(logprobs, to_device(micro.loss_mask, logprobs.device), count)
 
         metrics = policy.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
         numbers = {"tokens": tokens.item(), "tokens_learned": count.item()}
@@ -65,14 +66,15 @@ def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], co
     Infinite if it is too large for a float.
     """
     share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
-    totals = torch.zeros(2, dtype=torch.float64, device=policy.device)
+    nll, tokens = torch.zeros((), dtype=torch.float64, device=policy.device), torch.zeros((), dtype=torch.float64)
     with policy.inference() as model:
         for rows in length_groups(torch.tensor(dataset.lengths[share]), config.micro_batch_size):
-            batch = sft_batch([dataset[share[i]] for i in rows], pad_id).to(policy.device)
+            batch = sft_batch([dataset[share[i]] for i in rows], pad_id)
             logprobs, _ = model(batch)
-            totals += torch.stack([-logprobs.sum().double(), batch.loss_mask.sum()])
-    nll, count = collectives.sum_over_ranks(totals).tolist()
-    mean = nll / count
+            nll -= logprobs.sum().double()
+            tokens += batch.loss_mask.sum()
+    total, count = collectives.sum_over_ranks(torch.stack([nll.cpu(), tokens])).tolist()
+    mean = total / count
     return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
 
 

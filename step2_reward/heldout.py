@@ -41,12 +41,14 @@ def evaluate(
     """
     share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
     weights = dataset.weights.tolist()
-    scored: list[list[float]] = []
+    groups = length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), config.micro_batch_size)
+    scores: list[Tensor] = []
     with reward.inference() as model:
-        for rows in length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), config.micro_batch_size):
-            batch = pair_batch([dataset[share[i]] for i in rows], pad_id).to(reward.device)
-            scores = pair_scores(model, batch)[0].tolist()
-            scored += [[*pair, weights[share[i]]] for pair, i in zip(scores, rows, strict=True)]
+        for rows in groups:
+            batch = pair_batch([dataset[share[i]] for i in rows], pad_id)
+            scores.append(pair_scores(model, batch)[0])
+    by_pair = torch.cat(scores).tolist()
+    scored = [[*pair, weights[share[i]]] for pair, i in zip(by_pair, torch.cat(groups).tolist(), strict=True)]
     scored_of_all_ranks = torch.tensor([pair for part in collectives.gather_shares(scored) for pair in part])
     pairs, (chosen, rejected, weight) = scored_of_all_ranks[:, :2], scored_of_all_ranks.unbind(1)
     require_finite(pairs, config.learning_rate)

@@ -25,7 +25,7 @@ from rlhf.models.load import set_dropout
 from rlhf.models.scalar import ScalarModel, ScoreStatistics, can_join, new_scalar_model, score_joined, score_separately
 from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
-from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
+from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups, to_device
 from step2_reward.config import STAGE, RewardConfig
 from step2_reward.heldout import PairScores, evaluate, require_converged
 from step2_reward.plan import workload
@@ -46,7 +46,7 @@ def train(
     lengths, weight_of = torch.from_numpy(dataset.row_lengths.max(1)), dataset.weights
     for indices in batches.until_epoch(config.num_train_epochs):
         weights = weight_of[indices] * counted_rows(indices)
-        batch = pair_batch([dataset[i] for i in indices], pad_id, weights).to(reward.device)
+        batch = pair_batch([dataset[i] for i in indices], pad_id, weights)
         count = collectives.sum_over_ranks(torch.tensor(weights.sum()))
         computed_rows: list[Sequences | JoinedPairs] = []
 
@@ -54,7 +54,8 @@ def train(
             scores, rows = pair_scores(reward, pairs)
             computed_rows.extend(rows)
             chosen, rejected = scores.unbind(1)
-            return losses.pairwise_logistic(chosen, rejected, pairs.margin, config.centering, count, pairs.weight)
+            margin, weight = (None if x is None else to_device(x, scores.device) for x in (pairs.margin, pairs.weight))
+            return losses.pairwise_logistic(chosen, rejected, margin, config.centering, count, weight)
 
         groups = length_groups(lengths[indices], config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
@@ -73,7 +74,7 @@ def scoring(
         return score_separately
     longest = tokens[:, 0].argsort(kind="stable")[-min(4, config.micro_batch_size) :]
     with reward.inference() as model:
-        joinable = can_join(model, pair_batch([dataset[int(i)] for i in longest], pad_id).to(reward.device))
+        joinable = can_join(model, pair_batch([dataset[int(i)] for i in longest], pad_id))
     if all(collectives.gather_objects(joinable)):
         return score_joined
     console.say("both sides of a pair are computed in full: this model cannot separate them in one row")

@@ -38,14 +38,13 @@ def gather(credited: CreditedRollout, indices: list[int], group: int) -> tuple[C
     """
     if collectives.data_world_size() == 1:
         return credited, indices
-    device = credited.rollout.mask.device
-    shares, indices_of_ranks = zip(*collectives.gather_shares((credited.to("cpu"), indices)), strict=True)
+    shares, indices_of_ranks = zip(*collectives.gather_shares((credited, indices)), strict=True)
     prompt = max(share.rollout.prompt_ids.shape[1] for share in shares)
     response = max(share.rollout.response_ids.shape[1] for share in shares)
     order = torch.arange(len(shares) * len(credited)).view(len(shares), -1, group).transpose(0, 1).flatten()
     joined = CreditedRollout.concatenated([share.widened(prompt, response) for share in shares])
     joined_indices = [index for indices in indices_of_ranks for index in indices]
-    return joined[order].to(device), [joined_indices[i] for i in order.tolist()]
+    return joined[order], [joined_indices[i] for i in order.tolist()]
 
 
 def deal(rows: Tensor, lengths: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
         KLController(config if isinstance(config, KLPenaltyOptions) else None),
         open_backend(config, tokenizer.eos_token_id, tokenizer.pad_token_id),
         ScoreScaling(config),
-        None if ptx_rows is None else Ptx(ptx_rows, config, config.seed, tokenizer.pad_token_id, context.device),
+        None if ptx_rows is None else Ptx(ptx_rows, config, config.seed, tokenizer.pad_token_id),
         None if config.ema_decay is None else EMA(actor, config.ema_decay),
         context,
     )

@@ -12,7 +12,7 @@ from data.dataset import PromptDataset
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.maths import losses
-from rlhf.types import Sequences, length_groups
+from rlhf.types import Sequences, length_groups, to_device
 from step3_ppo.config import PtxOptions
 
 
@@ -24,11 +24,9 @@ class Ptx:
     arXiv 2203.02155, eq. 2, with a mean over tokens where the paper has one over texts.
     """
 
-    def __init__(
-        self, dataset: PromptDataset[Demonstration], options: PtxOptions, seed: int, pad_id: int, device: torch.device
-    ) -> None:
+    def __init__(self, dataset: PromptDataset[Demonstration], options: PtxOptions, seed: int, pad_id: int) -> None:
         """seed: of the order of the rows."""
-        self._dataset, self._options, self._pad_id, self._device = dataset, options, pad_id, device
+        self._dataset, self._options, self._pad_id = dataset, options, pad_id
         shares = (collectives.data_rank(), collectives.data_world_size())
         self.batches = Batches(len(dataset), options.ptx_batch_size, seed, shares)
         self._stream = self._endless()
@@ -40,12 +38,13 @@ class Ptx:
 
     def micro_batches(self) -> list[Sequences]:
         """This rank's share of the next batch; the same number of micro-batches on every rank."""
-        batch = sft_batch([self._dataset[i] for i in next(self._stream)], self._pad_id).to(self._device)
+        batch = sft_batch([self._dataset[i] for i in next(self._stream)], self._pad_id)
         self._tokens = collectives.sum_over_ranks(batch.loss_mask.sum())
         return [batch[rows].trimmed() for rows in length_groups(batch.lengths, self._options.micro_batch_size)]
 
     def loss(self, actor: Engine, micro: Sequences) -> losses.Loss:
         """The micro-batch's share of the weighted loss of the batch that `micro_batches` returned last. Metrics:
         ptx_nll, nats per token."""
-        nll, _ = losses.token_nll(actor(micro)[0], micro.loss_mask, self._tokens)
+        logprobs = actor(micro)[0]
+        nll, _ = losses.token_nll(logprobs, to_device(micro.loss_mask, logprobs.device), self._tokens)
         return self._options.ptx_coef * nll, {"ptx_nll": nll.detach()}

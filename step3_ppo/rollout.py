@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.adapters import Adapter
@@ -18,7 +19,7 @@ from rlhf.generation import Backend
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, state_values
 from rlhf.rewards import Sources, as_samples
-from rlhf.types import Prompts, SampledRollout, ScoredRollout, Sequences, length_groups
+from rlhf.types import Prompts, SampledRollout, ScoredRollout, Sequences, length_groups, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def generate(
 ) -> SampledRollout:
     """Responses y ~ pi_old(. | x) to `prompts`, `batch_size` at a time, or all at once if the backend `takes_all`.
 
-    uniforms: [B, T] in [0, 1), the only randomness.
+    uniforms: [B, T] in [0, 1), the only randomness. All tensors are on the CPU, those of the result too.
     """
     if backend.takes_all:
         batch_size = len(prompts)
@@ -71,12 +72,12 @@ def generate(
             for i in range(0, len(prompts), batch_size)
         ]
     prompt, response = prompts.ids.shape[1], max(batch.response_ids.shape[1] for batch in batches)
-    return SampledRollout.concatenated([batch.widened(prompt, response) for batch in batches])
+    return SampledRollout.concatenated([batch.to("cpu").widened(prompt, response) for batch in batches])
 
 
 @torch.no_grad()
 def score(rollout: SampledRollout, actor: Engine[Any], critic: Engine[Any] | None, scorer: Scorer) -> ScoredRollout:
-    """The rollout with scores, old and reference log-probs, and the critic's values.
+    """The rollout with scores, old and reference log-probs, and the critic's values, on the CPU.
 
     Old log-probs are those of the training forward, not of sampling: in bf16 the two differ (std 5e-2),
     and the first ratio of PPO must be 1. If the critic is the actor's engine, one pass gives both.
@@ -102,14 +103,13 @@ def score(rollout: SampledRollout, actor: Engine[Any], critic: Engine[Any] | Non
             values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
     # A source may be random, or slow: ranks that share a model must learn from the same scores.
     scores, by_source = collectives.broadcast_in_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
-    scores = scores.to(old.device)
-    source_scores = torch.stack([each.to(old.device) for each in by_source.values()], dim=1)
+    source_scores = torch.stack(list(by_source.values()), dim=1)
     if scorer.missing_eos_penalty is not None:
         scores = scores - scorer.missing_eos_penalty * (~rollout.ended).float()
     sampled = {field.name: getattr(rollout, field.name) for field in fields(SampledRollout)}
-    return ScoredRollout(
-        **sampled, logprobs=old, ref_logprobs=ref, scores=scores, source_scores=source_scores, values=values
-    )
+    numbers = {"logprobs": old, "ref_logprobs": ref, "scores": scores, "source_scores": source_scores, "values": values}
+    on_cpu: dict[str, Any] = {name: x if x is None else x.cpu() for name, x in numbers.items()}
+    return ScoredRollout(**sampled, **on_cpu)
 
 
 def scores_by_source(scorer: Scorer, rollout: ScoredRollout) -> dict[str, Tensor]:
@@ -143,15 +143,17 @@ def critic_values(model: ScalarModel | Engine) -> Callable[[Sequences, int], Ten
 
 
 def per_token(rollout: SampledRollout, forward: Callable[[Sequences, int], Tensor], micro_batch_size: int) -> Tensor:
-    """`forward(sequences, P)` for every response token, [B, T], 0 off the mask; rows of similar length together.
+    """`forward(sequences, P)` for every response token, [B, T] on the device of its results, 0 off the mask; rows of
+    similar length together.
 
     If `forward` gives K numbers for each token, [K, b, t]: [K, B, T].
     """
-    result = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    for rows in length_groups(rollout.sequences.lengths, micro_batch_size):
+    groups = length_groups(rollout.sequences.lengths, micro_batch_size)
+    columns = []
+    for rows in groups:
         micro = rollout[rows].trimmed()
-        values = forward(micro.sequences, micro.prompt_ids.shape[1])
-        if values.dim() > result.dim():
-            result = result.expand(len(values), *result.shape).clone()
-        result[..., rows, : values.shape[-1]] = values.float().masked_fill(~micro.mask, 0.0)
-    return result
+        values = forward(micro.sequences, micro.prompt_ids.shape[1]).float()
+        values = values.masked_fill(to_device(~micro.mask, values.device), 0.0)
+        columns.append(pad(values, (0, rollout.mask.shape[1] - values.shape[-1])))
+    by_group = torch.cat(columns, dim=-2)
+    return by_group[..., to_device(torch.cat(groups).argsort(), by_group.device), :]

@@ -94,7 +94,7 @@ def learn(
     group = config.num_generations
     if models.algorithm.select is not None:
         group = 1
-        rows = models.algorithm.select(credited.rollout).cpu()
+        rows = models.algorithm.select(credited.rollout)
         credited, indices = credited[rows], [indices[i] for i in rows]
         samples = rewards.as_samples(credited.rollout, models.scorer.tokenizer)
         append_chosen(chosen_file(config), iteration + 1, credited.rollout, samples)
@@ -146,15 +146,8 @@ def sample(
     for index in indices:
         keys.append((config.seed, number, index, repetitions[index]))
         repetitions[index] += 1
-    device = models.actor.device
-    return generate(
-        models.actor,
-        models.backend,
-        batch.to(device),
-        models.scorer.sampling,
-        uniforms(keys, config.response_length).to(device),
-        config.rollout_batch_size,
-    )
+    draws = uniforms(keys, config.response_length)
+    return generate(models.actor, models.backend, batch, models.scorer.sampling, draws, config.rollout_batch_size)
 
 
 def evaluate(

@@ -43,7 +43,7 @@ class StepLosses:
     learners: Learners
     config: UpdateOptions
     count: Tensor
-    """[] response tokens of the step, over all ranks"""
+    """[] response tokens of the step, over all ranks, on the CPU"""
 
     def of_actor(self, micro: CreditedRollout | Sequences) -> losses.Loss:
         """policy loss - entropy_coef * entropy [+ vf_coef * value loss, if the critic is the actor's engine]; of
@@ -53,9 +53,10 @@ class StepLosses:
         if isinstance(micro, Sequences):
             assert self.learners.ptx is not None
             return self.learners.ptx.loss(actor, micro)
-        rollout, prompt = micro.rollout, micro.rollout.prompt_ids.shape[1]
-        mode = "trained" if config.entropy_coef else "watched"
-        logprobs, entropies, *scalars = actor(rollout.sequences, config.temperature, entropy=mode)
+        mode, prompt = "trained" if config.entropy_coef else "watched", micro.rollout.prompt_ids.shape[1]
+        logprobs, entropies, *scalars = actor(micro.rollout.sequences, config.temperature, entropy=mode)
+        micro = micro.to(logprobs.device)
+        rollout = micro.rollout
         loss, metrics = algorithm.policy_loss(logprobs[:, prompt:], rollout, micro.credit, self.count)
         entropy = ops.masked_mean(entropies[:, prompt:], rollout.mask, self.count)
         loss, metrics = loss - config.entropy_coef * entropy, {**metrics, "entropy": entropy.detach()}
@@ -69,7 +70,8 @@ class StepLosses:
         critic, sequences = self.learners.critic, micro.rollout.sequences
         assert critic is not None
         shared = isinstance(critic.module, ActorCritic)
-        return self._of_values(critic(sequences, learns="head")[2] if shared else critic(sequences), micro)
+        values = critic(sequences, learns="head")[2] if shared else critic(sequences)
+        return self._of_values(values, micro.to(values.device))
 
     def _of_values(self, scalars: Tensor, micro: CreditedRollout) -> losses.Loss:
         value_loss = self.learners.algorithm.value_loss
@@ -87,8 +89,8 @@ def update(
 ) -> Metrics:
     """`num_ppo_epochs` passes over the rollout, each in `num_mini_batches` optimizer steps; fewer beyond `target_kl`.
 
-    `credited`: the rollout of all ranks, the same on every rank (`global_rollout.gather`). Minibatches are drawn from
-    it, and each is dealt to the ranks. `indices`: of its prompts in the data, for messages.
+    `credited`: the rollout of all ranks, the same on every rank (`global_rollout.gather`), on the CPU. Minibatches are
+    drawn from it, and each is dealt to the ranks. `indices`: of its prompts in the data, for messages.
     Returns metrics averaged over the steps that were applied, the number of steps, and `first_approx_kl`: of the first
     minibatch, on which the policy is still the one that sampled, so it must be 0.
     Raises: NonFiniteError.
@@ -97,7 +99,7 @@ def update(
     joint = actor is not None and critic is actor
     history: dict[str, list[float]] = defaultdict(list)
     steps = skipped = 0
-    lengths = credited.rollout.sequences.lengths.cpu()
+    lengths = credited.rollout.sequences.lengths
     for minibatch in _minibatches(len(credited), config, generator):
         step_losses = StepLosses(learners, config, credited.rollout.mask[minibatch].sum().double())
         rows = deal(minibatch, lengths)

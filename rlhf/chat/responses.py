@@ -157,13 +157,13 @@ class Generation:
         length = min(sampling.response_length, space)
         self._greedy = sampling.temperature == 0
         self.sampling = Sampling(sampling.temperature, length, sampling.key)
-        self._prompts = left_padded((ids,), (Row(self.messages),), models.tokenizer.pad_token_id).to(lm.device)
+        self._prompts = left_padded((ids,), (Row(self.messages),), models.tokenizer.pad_token_id)
 
     def __iter__(self) -> Generator[str, None, None]:
         """Pieces of the text; joined they are `response.text`. Only whole characters, no special tokens."""
         m, sampling = self._models, self.sampling
         lm, template = m.policies[self.policy].lm, m.template
-        uniform = None if self._greedy else uniforms([sampling.key], sampling.response_length).to(lm.device)
+        uniform = None if self._greedy else uniforms([sampling.key], sampling.response_length)
         config = BackendOptions(eos_token_id=m.tokenizer.eos_token_id, pad_token_id=m.tokenizer.pad_token_id)
         ids: list[int] = []
         logprobs: list[float] = []
@@ -180,7 +180,7 @@ class Generation:
                     if len(settled) > len(shown):
                         yield settled[len(shown) :]
                         shown = settled
-                    if stop is not None:
+                    if stop is not None or ids[-1] == config.eos_token_id:
                         break
             finally:
                 sampler.close()  # restores the layers if the response was cut
@@ -194,10 +194,10 @@ class Generation:
             yield text[len(shown) :]
 
     def _rollout(self, ids: list[int], logprobs: list[float], config: BackendOptions) -> SampledRollout:
-        device = self._prompts.ids.device
-        tokens = torch.tensor([ids], device=device)
-        sampled_logprobs = torch.tensor([logprobs], device=device)
-        return sampled(self._prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), sampled_logprobs, config)
+        tokens = torch.tensor([ids])
+        return sampled(
+            self._prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), torch.tensor([logprobs]), config
+        )
 
     def finish(self) -> Response:
         """The whole response; what has not been sampled yet is sampled now."""

@@ -39,7 +39,7 @@ class PromptSet:
     ids: tuple[list[int], ...]
     """[N] ids of the rendered prompts"""
 
-    def batches(self, device: torch.device, stream: int = 0) -> Iterator[tuple[Prompts, Tensor]]:
+    def batches(self, stream: int = 0) -> Iterator[tuple[Prompts, Tensor]]:
         """This rank's batches of (left-padded prompts, uniform random numbers [B, T] to sample the responses with).
 
         The ranks take the batches in turn; `of_all_ranks` restores their order. Policies with the same `stream` sample
@@ -51,7 +51,7 @@ class PromptSet:
             batch = slice(start, start + o.rollout_batch_size)
             keys = [(o.seed, stream, i) for i in range(len(self.rows))[batch]]
             prompts = left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
-            yield prompts.to(device), uniforms(keys, o.response_length).to(device)
+            yield prompts, uniforms(keys, o.response_length)
 
 
 def of_all_ranks(own: list[T]) -> list[T]:

@@ -128,7 +128,7 @@ def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.
     o, tokenizer = measurement.comparison.options, measurement.comparison.prompts.tokenizer
     backend = measurement.setup.backend()
     batches: list[tuple[list[str], list[list[int]], Tensor]] = []
-    for prompts, uniforms in measurement.comparison.prompts.batches(measurement.setup.device):
+    for prompts, uniforms in measurement.comparison.prompts.batches():
         rollout = backend(policy.lm, prompts, o, uniforms)
         samples = rewards.as_samples(rollout, tokenizer)
         ref_logprobs = response_logprobs(measurement.reference, rollout, o.temperature, o.micro_batch_size)
@@ -157,9 +157,10 @@ def kl_to(ref_logprobs: Tensor, rollout: SampledRollout) -> Tensor:
 @torch.no_grad()
 def response_logprobs(policy: Policy, rollout: SampledRollout, temperature: float, micro_batch_size: int) -> Tensor:
     """Log-probs of the response tokens, [B, T] float64, 0 off the mask; rows of similar length together."""
-    result = torch.zeros(rollout.mask.shape, dtype=torch.float64, device=rollout.mask.device)
+    rollout = rollout.to("cpu")
+    result = torch.zeros(rollout.mask.shape, dtype=torch.float64)
     for index in length_groups(rollout.sequences.lengths, micro_batch_size):
         micro_batch = rollout[index].trimmed()
         logprobs = policy(micro_batch.sequences, temperature)[0][:, micro_batch.prompt_ids.shape[1] :]
-        result[index, : logprobs.shape[1]] = ops.zero_off_mask(logprobs.double(), micro_batch.mask)
+        result[index, : logprobs.shape[1]] = ops.zero_off_mask(logprobs.double().cpu(), micro_batch.mask)
     return result

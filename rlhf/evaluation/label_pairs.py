@@ -102,7 +102,7 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
         for stream, model_path in enumerate(model_paths):
             policy, backend = setup.load(model_path), setup.backend()
             batches: list[list[Sampled]] = []
-            for prompts, uniforms in prompt_set.batches(setup.device, stream):
+            for prompts, uniforms in prompt_set.batches(stream):
                 samples = rewards.as_samples(backend(policy.lm, prompts, options, uniforms), prompt_set.tokenizer)
                 scores = [source(samples).tolist() for source in sources]
                 by_row = list(zip(*scores, strict=True)) if scores else [()] * len(prompts)

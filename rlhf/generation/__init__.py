@@ -46,6 +46,7 @@ class Backend(Protocol):
     ) -> SampledRollout:
         """A response to each of the left-padded prompts [B, P], with the log-probs it was sampled with [B, T].
 
+        Prompts and random numbers are on the CPU; `lm.device` is that of the model. The result may be on either.
         uniforms: random numbers [B, T] in [0, 1), the only source of randomness; None: greedy
         """
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, DynamicLayer
 
 from rlhf.models.packing import States
+from rlhf.types import to_device
 
 
 class StaticLayer(DynamicLayer):
@@ -67,7 +68,8 @@ class StaticCache:
     """
 
     def __init__(self, states: Sequence[States], lengths: Tensor, capacity: int) -> None:
-        """states: of each layer, for the shapes. lengths [B]: prompt tokens of each row. capacity: tokens per row."""
+        """states: of each layer, for the shapes. lengths [B]: prompt tokens of each row, on the CPU. capacity: tokens
+        per row."""
         shapes = [(len(lengths), x.shape[1], capacity, x.shape[2]) for layer in states for x in layer]
         sizes = [math.prod(shape) for shape in shapes]
         buffer = states[0][0].new_zeros(sum(sizes))
@@ -77,11 +79,12 @@ class StaticCache:
     def fill(self, states: Sequence[States], rows: Tensor, starts: Tensor) -> None:
         """Copy prompts into rows of the cache; several rows may share a prompt.
 
-        rows [R] long: row numbers. starts [R] long: index of the row's first prompt token in `states`
+        rows [R] long: row numbers. starts [R] long: index of the row's first prompt token in `states`. Both on the CPU
         """
-        column = torch.arange(self._width, device=starts.device) - self._width
+        column, device = torch.arange(self._width) - self._width, self._states[0].device
         tokens = (starts + self._lengths[rows])[:, None] + column
-        tokens = tokens.clamp(0, len(states[0][0]) - 1)  # padding may have any states
+        tokens = to_device(tokens.clamp(0, len(states[0][0]) - 1), device)  # padding may have any states
+        rows = to_device(rows, device)
         for target, source in zip(self._states, chain.from_iterable(states), strict=True):
             target[rows, :, : self._width] = source[tokens].transpose(1, 2)
 

@@ -20,12 +20,14 @@ from rlhf.models.cpu import compiling
 from rlhf.models.packing import States, model_inputs, packs
 from rlhf.models.policy import restrict_head
 from rlhf.models.traits import attends_to_all, has_argument
-from rlhf.types import Prompts, SampledRollout, token_groups
+from rlhf.types import Download, Prompts, SampledRollout, to_device, token_groups
 
 UNFINISHED_SHARE = 0.75
 """When at most this share of the rows is unfinished, finished rows are removed from the cache, which copies it."""
 TOGETHER = 2048
 """prompt tokens in one forward pass on a CPU; on other devices 8 times as many"""
+KNOWN_EVERY = 8
+"""steps after which the host of another device than a CPU learns which responses have ended"""
 BLOCK = 256
 """number of tokens whose probabilities are summed in the first step of sampling"""
 
@@ -66,7 +68,7 @@ def refuse_recurrent(lm: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token of each of the R responses that have not ended before it."""
+    """One token of each of R responses, on the device of the model."""
 
     rows: Tensor
     """[R] long, rows of the batch"""
@@ -74,21 +76,26 @@ class Step:
     """[R] long"""
     logprobs: Tensor
     """[R] fp32, at the sampling temperature"""
+    unfinished: Tensor
+    """[R] bool, False if the response had ended before this token, which is then not a part of it"""
 
 
 def _sample(
     lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None, config: BackendOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, log-probs and mask, each [B, T] with T at most `response_length`."""
-    shape, device = (len(prompts), sampling.response_length), prompts.ids.device
+    """Tokens, log-probs and mask, each [B, T] on the CPU, with T at most `response_length`."""
+    shape, device = (len(prompts), sampling.response_length), lm.device
     tokens = torch.full(shape, config.pad_token_id, device=device)
     logprobs = torch.zeros(shape, device=device)
     mask = torch.zeros(shape, dtype=torch.bool, device=device)
-    length = 0
     for t, step in enumerate(steps(lm, prompts, sampling, uniforms, config)):
-        tokens[step.rows, t], logprobs[step.rows, t], mask[step.rows, t] = step.tokens, step.logprobs, True
-        length = t + 1
-    return tokens[:, :length], logprobs[:, :length], mask[:, :length]
+        ended = ~step.unfinished
+        tokens[step.rows, t] = step.tokens.masked_fill(ended, config.pad_token_id)
+        logprobs[step.rows, t] = step.logprobs.masked_fill(ended, 0.0)
+        mask[step.rows, t] = step.unfinished
+    mask = mask.cpu()
+    length = int(mask.any(0).sum())
+    return tokens.cpu()[:, :length], logprobs.cpu()[:, :length], mask[:, :length]
 
 
 @torch.no_grad()
@@ -97,15 +104,17 @@ def steps(
 ) -> Generator[Step, None, None]:
     """Each position of the responses to B prompts, until all responses have ended, at most `response_length`.
 
+    On devices other than a CPU the host learns late that they have (`_Unfinished`), so some further steps follow.
     Between two steps no other pass of `lm` may run: its layers are prepared for decoding. Arguments: as of `Backend`.
     """
-    batch, length, device = len(prompts), sampling.response_length, prompts.ids.device
-    no_tokens = torch.zeros(batch, length, dtype=torch.bool, device=device)
-    attention_mask = torch.cat([prompts.mask[:, prompts.mask.any(0)], no_tokens], dim=1)
+    prompts, batch, length, device = prompts.to("cpu"), len(prompts), sampling.response_length, lm.device
+    no_tokens = torch.zeros(batch, length, dtype=torch.bool)
+    attention_mask = to_device(torch.cat([prompts.mask[:, prompts.mask.any(0)], no_tokens], dim=1), device)
     start = attention_mask.shape[1] - length
-    positions = prompts.mask.sum(1)
+    positions = to_device(prompts.mask.sum(1), device)
+    uniforms = None if uniforms is None else to_device(uniforms, device)
     rows = torch.arange(batch, device=device)  # rows that are still in the cache
-    active = torch.ones(batch, dtype=torch.bool, device=device)
+    active, unfinished = torch.ones(batch, dtype=torch.bool, device=device), _Unfinished()
     droppable = attends_to_all(lm.config)  # other caches may not support the removal of rows
     position = torch.full((1,), start, device=device) if packs(lm) else None
     # With a growing cache, layers would be compiled again for every length.
@@ -114,21 +123,50 @@ def steps(
     with decoding(lm) as step:
         for t in range(length):
             token, logprob = choose(logits, sampling.temperature, None if uniforms is None else uniforms[rows, t])
-            yield Step(rows[active], token[active], logprob[active])
+            yield Step(rows, token, logprob, active)
             active = active & (token != config.eos_token_id)
-            count = int(active.sum())
-            if count == 0 or t == length - 1:
+            known = unfinished.observe(active)
+            if t == length - 1 or (known is not None and not known.any()):
                 return
-            if droppable and count <= UNFINISHED_SHARE * len(rows):
-                cache.batch_select_indices(active.nonzero().squeeze(1))
-                rows, token, positions = rows[active], token[active], positions[active]
-                attention_mask, active = attention_mask[active], active[active]
+            if known is not None and droppable and int(known.sum()) <= UNFINISHED_SHARE * len(rows):
+                remaining = to_device(known.nonzero().squeeze(1), device)
+                cache.batch_select_indices(remaining)
+                rows, token, positions, attention_mask, active = (
+                    x[remaining] for x in (rows, token, positions, attention_mask, active)
+                )
+                unfinished.forget()
             attention_mask[:, start + t] = True
             visible = attention_mask[:, : start + t + 1].long() if position is None else attention_mask[:, None, None]
             logits = step(lm, token[:, None], visible, positions[:, None], cache)
             positions += 1
             if position is not None:
                 position += 1
+
+
+class _Unfinished:
+    """What the host knows of which responses have not ended: on a CPU all of it at once.
+
+    On other devices the host is ahead of the device, and would wait for it. So it gets a copy every `KNOWN_EVERY`
+    steps, and reads it as many steps later.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._download: Download | None = None
+
+    def observe(self, active: Tensor) -> Tensor | None:
+        """active [R] bool, after each step -> the same on the CPU, perhaps of an earlier step; None: not known now."""
+        if active.device.type == "cpu":
+            return active
+        self._steps += 1
+        if self._steps % KNOWN_EVERY:
+            return None
+        earlier, self._download = self._download, Download(active)
+        return None if earlier is None else earlier.result()
+
+    def forget(self) -> None:
+        """Other rows follow."""
+        self._download = None
 
 
 def _read(lm: PreTrainedModel, prompts: Prompts, capacity: int, position: Tensor | None) -> tuple[Tensor, DynamicCache]:
@@ -139,12 +177,12 @@ def _read(lm: PreTrainedModel, prompts: Prompts, capacity: int, position: Tensor
     if not attends_to_all(lm.config):
         return _read_padded(lm, prompts)
     ids, lengths = ops.flush_left(prompts.ids, prompts.mask), prompts.mask.sum(1)
-    ids = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None], -1)
+    ids = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -1)
     unique, which = ids.unique(dim=0, return_inverse=True)
     width = (unique >= 0).sum(1)
     logits: list[Tensor] = []
     cache, order, read = None, torch.empty_like(which), 0
-    for group in token_groups(width, TOGETHER * (1 if ids.device.type == "cpu" else 8)):
+    for group in token_groups(width, TOGETHER * (1 if lm.device.type == "cpu" else 8)):
         first_logits, states, starts = _read_together(lm, unique[group, : int(width[group].max())])
         source, target = (group[:, None] == which).nonzero(as_tuple=True)
         order[target] = read + source
@@ -154,7 +192,7 @@ def _read(lm: PreTrainedModel, prompts: Prompts, capacity: int, position: Tensor
         cache.fill(states, target, starts[source])
         del states  # frees their memory for the next group
     assert cache is not None, "no prompts"
-    return torch.cat(logits)[order], cache.cache(position)
+    return torch.cat(logits)[to_device(order, lm.device)], cache.cache(position)
 
 
 def _read_together(lm: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[States], Tensor]:
@@ -165,7 +203,7 @@ def _read_together(lm: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[State
     packed = model_inputs(lm, ids.clamp(min=0), mask, states)
     cache = None if packs(lm) else DynamicCache(config=lm.config)
     last = packed.states.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
-    with restrict_head(lm.get_output_embeddings(), last):
+    with restrict_head(lm.get_output_embeddings(), to_device(last, lm.device)):
         logits = lm(**packed.inputs, past_key_values=cache, use_cache=cache is not None).logits[0]
     if cache is not None:
         layers = cast(list[StaticLayer], cache.layers)  # or any that keep both
@@ -180,16 +218,13 @@ def _of_tokens(states: Tensor) -> Tensor:
 
 def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
     """The same for models with other kinds of layers, such as a sliding window: all rows at once, left-padded."""
-    cache, mask = DynamicCache(config=lm.config), prompts.mask[:, prompts.mask.any(0)]
-    positions = {"position_ids": ops.positions(mask)} if has_argument(lm, "position_ids") else {}
-    output = lm(
-        input_ids=prompts.ids[:, prompts.mask.any(0)],
-        attention_mask=mask.long(),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-        **positions,
-    )
+    cache, columns = DynamicCache(config=lm.config), prompts.mask.any(0)
+    mask = prompts.mask[:, columns]
+    inputs = {"input_ids": prompts.ids[:, columns], "attention_mask": mask.long()}
+    if has_argument(lm, "position_ids"):
+        inputs["position_ids"] = ops.positions(mask)
+    on_device = {name: to_device(value, lm.device) for name, value in inputs.items()}
+    output = lm(**on_device, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1], cache
 
 

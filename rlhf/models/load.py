@@ -294,8 +294,8 @@ def _load(
     model.eval()
     if collectives.local_device().type == "cpu":
         _align(model)
-        attention.install(model)
-        packing.detect_support(model, shards is None)
+    attention.install(model)
+    packing.detect_support(model, shards is None)
     return model
 
 

@@ -1,7 +1,7 @@
 """Packed rows: rows of unequal length in one sequence [1, N] without padding. Only attention separates them.
 
-All other operations of a transformer are per token. Our attention (rlhf/models/cpu/attention.py) groups rows of similar
-length, so that it has little padding too.
+All other operations of a transformer are per token. Our attention (rlhf/models/cpu/attention.py) has kernels for rows
+of any length; without one it groups rows of similar length, so that it has little padding too.
 """
 
 import functools
@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from rlhf.maths import ops
 from rlhf.models.cpu import attention, compiling, kernels
 from rlhf.models.traits import attends_to_all, has_argument
-from rlhf.types import JoinedPairs
+from rlhf.models.variable_length import Rows
+from rlhf.types import JoinedPairs, to_device
 
 SIMILAR = 0.75
 """least length of a row in a group, as a share of the longest row; a group attends as one padded batch"""
@@ -38,9 +39,13 @@ class Layout:
     """[B] long, of each row"""
     dtype: torch.dtype
     """of the model"""
+    device: torch.device
+    """of the model; `lengths` may be on the CPU"""
     visible: Visible | None = None
-    """`visible(rows)`: which tokens of these rows see which, bool [rows, L, L], at least as wide as the longest;
-    None = a token sees the tokens before it in its row"""
+    """`visible(rows)`: which tokens of these rows see which, bool [rows, L, L] on the device, at least as wide as the
+    longest; None = a token sees the tokens before it in its row"""
+    branch: Tensor | None = None
+    """[N] long, of pairs in one row: as in `JoinedPairs`; None if `visible` is None"""
     cache_states: list[States] | None = None
     """a list to which each layer appends its states, for a cache"""
     spans: Tensor | None = None
@@ -48,7 +53,12 @@ class Layout:
 
     @functools.cached_property
     def padded(self) -> "Padded":
-        return _padded(self.lengths, self.dtype, self.visible)
+        return _padded(self)
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The same for kernels that take rows of any length."""
+        return Rows(self.lengths, self.branch, self.device)
 
     def keep(self, k: Tensor, v: Tensor) -> None:
         """Append the keys and values of a layer, [1, heads, N, d] each, to `cache_states`, if there is a cache."""
@@ -98,7 +108,8 @@ class _Gather(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _padded(lengths: Tensor, dtype: torch.dtype, visible: Visible | None) -> Padded:
+def _padded(layout: Layout) -> Padded:
+    lengths, dtype = layout.lengths, layout.dtype
     groups, tokens, empty = [], [], []
     starts, step = _starts(lengths), VECTOR // dtype.itemsize
     for rows in _similar(lengths):
@@ -106,8 +117,8 @@ def _padded(lengths: Tensor, dtype: torch.dtype, visible: Visible | None) -> Pad
         column = torch.arange(width, device=lengths.device)
         missing = column >= lengths[rows, None]
         mask = None
-        if visible is not None:
-            visible_mask = visible(rows)[:, None, :width, :width]
+        if layout.visible is not None:
+            visible_mask = layout.visible(rows)[:, None, :width, :width]
             short = width - visible_mask.shape[-1]
             visible_mask = torch.nn.functional.pad(visible_mask, (0, short, 0, short))
             mask = torch.zeros((), dtype=dtype, device=visible_mask.device).masked_fill(
@@ -119,7 +130,7 @@ def _padded(lengths: Tensor, dtype: torch.dtype, visible: Visible | None) -> Pad
     token, padding = torch.cat(tokens), torch.cat(empty)
     slots = torch.empty(int(lengths.sum()), dtype=torch.long, device=lengths.device)
     slots[token[~padding]] = (~padding).nonzero().squeeze(1)
-    return Padded(tuple(groups), token, padding, slots)
+    return Padded(tuple(groups), *(to_device(x, layout.device) for x in (token, padding, slots)))
 
 
 def _starts(lengths: Tensor) -> Tensor:
@@ -142,25 +153,29 @@ class ModelInputs:
     """Inputs of a causal model for rows, and how to read its output."""
 
     inputs: dict[str, Any]
-    """the arguments of its forward pass, over [R, W] tokens"""
+    """the arguments of its forward pass, over [R, W] tokens, on its device"""
     states: Tensor
-    """[B, S] long, the index in [R * W] of the state of each token; arbitrary off the mask"""
+    """[B, S] long, the index in [R * W] of the state of each token; arbitrary off the mask. On the device of the
+    rows"""
 
 
 def model_inputs(model: Any, ids: Tensor, mask: Tensor, cache_states: list[States] | None = None) -> ModelInputs:
     """Inputs for the tokens under the mask, ids and mask [B, S]: packed if the model supports it, else padded.
 
+    ids, mask: on the CPU, or on the device of the model, for which the host then waits
     cache_states: for packed rows, as in `Layout`
     """
     positions = ops.positions(mask)
     if packs(model):
         lengths = mask.sum(1)
         states = positions + _starts(lengths)[:, None]
-        rows = Layout(lengths, model.dtype, cache_states=cache_states, spans=_spans(model, lengths, lengths, lengths))
+        spans = _spans(model, lengths, lengths, lengths)
+        rows = Layout(lengths, model.dtype, model.device, cache_states=cache_states, spans=spans)
         return ModelInputs(_packed(ids[mask], positions[mask], rows), states.clamp(max=int(lengths.sum()) - 1))
     flushed = ops.flush_left(ids, mask)
     row = torch.arange(len(ids), device=ids.device)[:, None]
-    return ModelInputs({"input_ids": flushed}, positions.clamp(max=flushed.shape[1] - 1) + row * flushed.shape[1])
+    inputs = {"input_ids": to_device(flushed, model.device)}
+    return ModelInputs(inputs, positions.clamp(max=flushed.shape[1] - 1) + row * flushed.shape[1])
 
 
 def pair_inputs(model: Any, pairs: JoinedPairs) -> ModelInputs:
@@ -169,27 +184,37 @@ def pair_inputs(model: Any, pairs: JoinedPairs) -> ModelInputs:
         lengths = pairs.ends[:, 1] + 1
         second = pairs.ends[:, 0] + 1
         spans = _spans(model, lengths, torch.minimum((pairs.branch == 0).sum(1), second), second)
-        rows = Layout(lengths, model.dtype, lambda rows: pairs[rows].visible(), spans=spans)
+        on_device = pairs.to(model.device)
+        rows = Layout(
+            lengths,
+            model.dtype,
+            model.device,
+            lambda rows: on_device[to_device(rows, model.device)].visible(),
+            pairs.branch[pairs.mask],
+            spans=spans,
+        )
         states = pairs.ends + _starts(lengths)[:, None]
         return ModelInputs(_packed(pairs.ids[pairs.mask], pairs.positions[pairs.mask], rows), states)
-    hidden = torch.zeros((), dtype=model.dtype, device=pairs.ids.device)
-    hidden = hidden.masked_fill(~pairs.visible()[:, None], torch.finfo(model.dtype).min)
+    on_device = pairs.to(model.device)
+    hidden = torch.zeros((), dtype=model.dtype, device=model.device)
+    hidden = hidden.masked_fill(~on_device.visible()[:, None], torch.finfo(model.dtype).min)
     row = torch.arange(len(pairs), device=pairs.ids.device)[:, None]
-    inputs = {"input_ids": pairs.ids, "attention_mask": hidden, "position_ids": pairs.positions}
+    inputs = {"input_ids": on_device.ids, "attention_mask": hidden, "position_ids": on_device.positions}
     return ModelInputs(inputs, pairs.ends + row * pairs.ids.shape[1])
 
 
 def _spans(model: Any, lengths: Tensor, common: Tensor, second: Tensor) -> Tensor | None:
     """Tokens of a row from `second` on do not see those from `common` to `second`. [B] each -> [B, 4]"""
-    if lengths.device.type != "cpu" or not compiling.compiled(model) or not kernels.for_rows(model.dtype):
+    if model.device.type != "cpu" or not compiling.compiled(model) or not kernels.for_rows(model.dtype):
         return None
     return torch.stack([_starts(lengths), common, second, lengths], dim=1)
 
 
 def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, Any]:
     # With a mask of four dimensions transformers makes none of its own.
-    mask = torch.zeros(1, 1, 1, 1, device=ids.device)
-    return {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": mask, "layout": rows}
+    mask = torch.zeros(1, 1, 1, 1, device=rows.device)
+    ids, positions = to_device(ids[None], rows.device), to_device(positions[None], rows.device)
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "layout": rows}
 
 
 def packs(model: Any) -> bool:
@@ -211,7 +236,8 @@ def detect_support(model: PreTrainedModel, unsharded: bool) -> None:
     mask = torch.arange(12) < lengths[:, None]
     vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]  # an embedding: its weight is a tensor
     ids = torch.randint(vocabulary, mask.shape, generator=torch.Generator().manual_seed(0))
-    inputs_to_compare = (model_inputs(model, ids, mask).inputs, {"input_ids": ids[mask][None]}, {"input_ids": ids})
+    single, rows = to_device(ids[mask][None], model.device), to_device(ids, model.device)
+    inputs_to_compare = (model_inputs(model, ids, mask).inputs, {"input_ids": single}, {"input_ids": rows})
     try:
         packed, single_row, padded = (model(**inputs, use_cache=False)[0].float() for inputs in inputs_to_compare)
     except (ValueError, RuntimeError, IndexError, TypeError):

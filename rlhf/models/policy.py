@@ -13,7 +13,7 @@ from rlhf.maths import ops
 from rlhf.models import packing
 from rlhf.models.head import ScoreHead
 from rlhf.models.scalar import ScalarModel
-from rlhf.types import Sequences
+from rlhf.types import Sequences, to_device
 
 Entropy = Literal["none", "watched", "trained"]
 Learns = Literal["all", "head"]
@@ -44,7 +44,7 @@ class Policy(nn.Module):
     def forward(
         self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none"
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs, and entropies if wanted, of the tokens under the loss mask.
+        """Log-probs, and entropies if wanted, of the tokens under the loss mask, on the device of the model.
 
         `logprobs[b, s]` is log pi(ids[b, s] | ids[b, :s]) in fp32, with logits divided by `temperature`;
         `entropy[b, s]` is that of the distribution token s was drawn from; only "trained" gives it a gradient.
@@ -55,14 +55,15 @@ class Policy(nn.Module):
 
     def _read(self, sequences: Sequences, temperature: float, entropy: Entropy) -> tuple[Tensor, Tensor | None, States]:
         """The same, and the hidden states that the head reads."""
-        s = sequences
-        predicted = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
+        s, device = sequences, self.lm.device
+        on_mask = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
         inputs = packing.model_inputs(self.lm, s.ids, s.mask)
-        with restrict_head(self.lm.get_output_embeddings(), inputs.states[predicted] - 1) as hidden:
+        with restrict_head(self.lm.get_output_embeddings(), to_device(inputs.states[on_mask] - 1, device)) as hidden:
             output = self.lm(**inputs.inputs, use_cache=False)
-        states = States(hidden[0].flatten(0, 1), inputs.states)
-        logits, ids = output.logits[0], s.ids[predicted]
-        empty = torch.zeros(s.ids.shape, device=ids.device)
+        states = States(hidden[0].flatten(0, 1), to_device(inputs.states, device))
+        logits, ids = output.logits[0], to_device(s.ids[on_mask], device)
+        predicted = tuple(to_device(index, device) for index in on_mask)
+        empty = torch.zeros(s.ids.shape, device=device)
         if entropy == "watched":
             logprobs, spread = ops.logprobs_and_entropy(logits, ids, temperature)
             placed_spread = empty.to(spread).index_put(predicted, spread)
@@ -97,7 +98,7 @@ class ActorCritic(Policy):
         logprobs, entropies, states = self._read(sequences, temperature, entropy)
         hidden = states.hidden if learns == "all" else states.hidden.detach()
         scalars = self.score(hidden).flatten().gather(0, states.tokens.flatten()).view_as(states.tokens)
-        values = ops.zero_off_mask(scalars, sequences.mask)
+        values = ops.zero_off_mask(scalars, to_device(sequences.mask, scalars.device))
         nothing = 0.0 * (logprobs.sum() + values.sum())
         return logprobs + nothing, entropies, values + nothing
 

@@ -21,7 +21,7 @@ from rlhf.models.head import ScoreHead
 from rlhf.models.load import explain_load_errors, load_backbone, load_config
 from rlhf.models.traits import attends_to_all, has_argument
 from rlhf.text.tokenizer import require_hub
-from rlhf.types import JoinedPairs, Pairs, Sequences, length_groups
+from rlhf.types import JoinedPairs, Pairs, Sequences, length_groups, to_device
 
 HEAD = "score.weight"
 
@@ -57,17 +57,18 @@ class ScalarModel(nn.Module):
         """The scalar at every token, fp32 [B, S], 0 off the mask; of pairs, at the ends of both sides, [B, 2]."""
         if isinstance(rows, JoinedPairs):
             return self._read(packing.pair_inputs(self.backbone, rows))
-        return ops.zero_off_mask(self._read(packing.model_inputs(self.backbone, rows.ids, rows.mask)), rows.mask)
+        scalars = self._read(packing.model_inputs(self.backbone, rows.ids, rows.mask))
+        return ops.zero_off_mask(scalars, to_device(rows.mask, scalars.device))
 
     def _read(self, inputs: packing.ModelInputs) -> Tensor:
         hidden = self.backbone(**inputs.inputs, use_cache=False).last_hidden_state
         scalars = self.score(hidden).flatten()
-        return scalars.gather(0, inputs.states.flatten()).view_as(inputs.states)
+        return scalars.gather(0, to_device(inputs.states.flatten(), scalars.device)).view(inputs.states.shape)
 
 
 def scores(scalars: Tensor, mask: Tensor) -> Tensor:
     """The score of each sequence, [B]: the scalar at the last token that is not padding."""
-    return scalars.gather(1, ops.last_index(mask)[:, None]).squeeze(1)
+    return scalars.gather(1, to_device(ops.last_index(mask)[:, None], scalars.device)).squeeze(1)
 
 
 def score_separately(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:
@@ -80,7 +81,8 @@ def score_separately(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]
     halves = length_groups(sides.lengths, len(pairs))
     batches = [sides[rows].trimmed() for rows in halves]
     side_scores = torch.cat([scores(model(batch), batch.mask) for batch in batches])
-    return side_scores[torch.cat(halves).argsort()].view(2, -1).T, batches
+    order = to_device(torch.cat(halves).argsort(), side_scores.device)
+    return side_scores[order].view(2, -1).T, batches
 
 
 def score_joined(model: Any, pairs: Pairs) -> tuple[Tensor, list[JoinedPairs]]:

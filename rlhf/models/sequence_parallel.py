@@ -17,7 +17,7 @@ from rlhf.distributed import collectives
 from rlhf.maths import ops
 from rlhf.models.policy import Entropy, Policy
 from rlhf.models.scalar import ScalarModel
-from rlhf.types import JoinedPairs, Sequences
+from rlhf.types import JoinedPairs, Sequences, to_device
 
 ATTENTION = "ulysses"
 
@@ -44,13 +44,14 @@ class SplitPolicy(Policy):
     ) -> tuple[Tensor, Tensor | None]:
         """As `Policy.forward`, for the whole rows; without entropies."""
         assert entropy == "none", "entropies are not supported with sequence parallelism"
-        stretch, length = self._stretch, sequences.ids.shape[1]
+        stretch, length, device = self._stretch, sequences.ids.shape[1], self.lm.device
         targets = stretch.of(sequences.ids.roll(-1, 1))
         counts = stretch.of(F.pad(sequences.loss_mask[:, 1:], (0, 1)))
-        predicting = counts.any(0).nonzero().squeeze(1)  # [K] columns of the stretch; there may be none
-        output = self.lm(**stretch.inputs(sequences), logits_to_keep=predicting, use_cache=False)
-        mask = counts[:, predicting]
-        logprobs = ops.token_logprobs(output.logits, targets[:, predicting], temperature)
+        columns = counts.any(0).nonzero().squeeze(1)  # [K] of the stretch; there may be none
+        on_host = (columns, counts[:, columns], targets[:, columns])
+        predicting, mask, ids = (to_device(x, device) for x in on_host)
+        output = self.lm(**stretch.inputs(sequences, device), logits_to_keep=predicting, use_cache=False)
+        logprobs = ops.token_logprobs(output.logits, ids, temperature)
         own_logprobs = torch.zeros(targets.shape, dtype=logprobs.dtype, device=logprobs.device)
         own_logprobs = own_logprobs.index_copy(1, predicting, torch.where(mask, logprobs, 0.0))
         return F.pad(stretch.gather(own_logprobs), (1, 0))[:, :length], None
@@ -68,7 +69,8 @@ class SplitScalarModel(ScalarModel):
     def forward(self, rows: Sequences | JoinedPairs) -> Tensor:
         """The scalar at every token, fp32 [B, S]."""
         assert isinstance(rows, Sequences), "pairs in one row need a mask"
-        hidden = self.backbone(**self._stretch.inputs(rows), use_cache=False).last_hidden_state
+        inputs = self._stretch.inputs(rows, self.backbone.device)
+        hidden = self.backbone(**inputs, use_cache=False).last_hidden_state
         return self._stretch.gather(self.score(hidden).squeeze(-1))[:, : rows.ids.shape[1]]
 
 
@@ -87,11 +89,12 @@ class Stretch:
         padded = F.pad(rows, (0, length * self._size - rows.shape[1]))
         return padded[:, self._number * length : (self._number + 1) * length]
 
-    def inputs(self, rows: Sequences) -> dict[str, Tensor]:
+    def inputs(self, rows: Sequences, device: torch.device) -> dict[str, Tensor]:
         """The arguments of a model's pass over the stretch. Padding has position 0, which every model supports."""
         assert not (rows.mask[:, 1:] > rows.mask[:, :-1]).any(), "rows are padded on the left"
         positions = ops.positions(rows.mask).masked_fill(~rows.mask, 0)
-        return {"input_ids": self.of(rows.ids), "position_ids": self.of(positions)}
+        inputs = {"input_ids": rows.ids, "position_ids": positions}
+        return {name: to_device(self.of(value), device) for name, value in inputs.items()}
 
     def gather(self, own: Tensor) -> Tensor:
         """All stretches [B, L * ranks] in order; in the backward pass each rank gets the gradient of its own."""

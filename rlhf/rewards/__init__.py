@@ -95,14 +95,14 @@ class Sources:
         return tuple(each.name for each in self.sources)
 
     def __call__(self, samples: Samples) -> tuple[Tensor, dict[str, Tensor]]:
-        """(scores [B], scores [B] of each source by its name, before its weight). They may be non-finite."""
-        by_name = {each.name: each.source(samples) for each in self.sources}
+        """(scores [B], scores [B] of each source by its name, before its weight), on the CPU; perhaps not finite."""
+        by_name = {each.name: each.source(samples).cpu() for each in self.sources}
         counting = [each for each in self.sources if each.weight != 0]
         weighted_scores = torch.stack([each.weight * by_name[each.name] for each in counting])
         if self.combine == "safety":
             safety, helpfulness = weighted_scores
             unsafe = by_name[counting[0].name].sigmoid() < self.safety_threshold
-            return torch.where(unsafe | _dangerous(samples).to(unsafe.device), safety, helpfulness), by_name
+            return torch.where(unsafe | _dangerous(samples), safety, helpfulness), by_name
         return weighted_scores.sum(0) if self.combine == "sum" else weighted_scores.amin(0), by_name
 
 

@@ -18,7 +18,7 @@ from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.text.truncate import fit_prompt, fit_sequence, min_prompt_length
-from rlhf.types import Message, SampledRollout, Samples, Sequences, length_groups
+from rlhf.types import Message, SampledRollout, Samples, Sequences, length_groups, to_device
 
 AT_ONCE = 1000
 """prompts that are tokenised together"""
@@ -57,7 +57,7 @@ def build(config: Config, context: Context) -> Source:
                 f"{longest}; lower --max-prompt-length or --response-length"
             )
         with engine.inference() as model:
-            result = score_sequences(model, sequences.to(context.device), context.micro_batch_size)
+            result = score_sequences(model, sequences, context.micro_batch_size)
         return result if statistics is None else (result - statistics.mean) / statistics.std
 
     return score
@@ -66,11 +66,10 @@ def build(config: Config, context: Context) -> Source:
 @torch.no_grad()
 def score_sequences(model: ScalarModel, sequences: Sequences, micro_batch_size: int) -> Tensor:
     """Scores [B] of whole sequences, rows of similar length together."""
-    result = torch.zeros(len(sequences), device=sequences.ids.device)
-    for index in length_groups(sequences.lengths, micro_batch_size):
-        micro = sequences[index].trimmed()
-        result[index] = scores(model(micro), micro.mask)
-    return result
+    groups = length_groups(sequences.lengths, micro_batch_size)
+    micros = (sequences[index].trimmed() for index in groups)
+    by_group = torch.cat([scores(model(micro), micro.mask) for micro in micros])
+    return by_group[to_device(torch.cat(groups).argsort(), by_group.device)]
 
 
 def require_fitting(path: str, tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[Sequence[Message]]) -> None:

@@ -29,7 +29,6 @@ from tests.support import tiny
 from tests.support.players import Players, demonstrations, language_model, players, twice_each
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "kl_coef": 0.0}
-DEVICE = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +46,7 @@ def learn(game: Players, ptx: Ptx | None, advantage: float = 0.0) -> dict[str, f
 
 
 def stream(game: Players, rows: Sequence[Demonstration]) -> Ptx:
-    return Ptx(rows, game.config, game.config.seed, tiny.PAD, DEVICE)  # type: ignore[arg-type]
+    return Ptx(rows, game.config, game.config.seed, tiny.PAD)  # type: ignore[arg-type]
 
 
 def test_with_no_advantage_it_is_fine_tuning() -> None:

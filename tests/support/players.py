@@ -230,7 +230,7 @@ def a_step_of_everything() -> dict[str, Any]:
     mine = torch.arange(8).reshape(4, 2)[collectives.rank() :: collectives.world_size()].flatten()
     rollout = game.score(game.sample(twice_each())[mine])
     rows, credit = game.algorithm.select(rollout), game.algorithm.credit(rollout)
-    ptx = Ptx(demonstrations(8), game.config, game.config.seed, tiny.PAD, torch.device("cpu"))  # type: ignore[arg-type]
+    ptx = Ptx(demonstrations(8), game.config, game.config.seed, tiny.PAD)  # type: ignore[arg-type]
     scale = ScoreScaling(config_of("ppo", use_score_scaling=True, use_score_norm=True))
     scaled_scores = [score for part in collectives.gather_objects(scale(rollout.scores).tolist()) for score in part]
     learners = Learners(game.actor, None, game.algorithm, ptx)

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf.models import variable_length
 from rlhf.models.cpu import kernels
 
 NAME, APART, ONE_TOKEN = "cpu_products", "cpu_products_apart", "cpu_products_one_token"
@@ -82,8 +83,9 @@ def attention(
     single: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention. q [B, heads, S, d], k and v [B, fewer or as many heads, L, d] -> [B, S, heads, d].
+    """transformers' sdpa attention, on GPUs too.
 
+    q [B, heads, S, d], k and v [B, fewer or as many heads, L, d] -> [B, S, heads, d].
     mask: None = causal; bool, True if one of S tokens sees one of L; or an additive mask. [B, 1, S, L]
     layout: of packed rows (rlhf/models/packing.py); it has their masks.
     single: a replacement of `one_token`, used if S is 1 and the mask is None or bool.
@@ -95,15 +97,18 @@ def attention(
         alike = q.shape[-1] == k.shape[-1] == v.shape[-1]
         if plain and layout.spans is not None and alike and kernels.fits(q, k, v) and kernels.for_rows(q.dtype):
             return kernels.attend_rows(q, k, v, layout.spans, scale), None
+        attended = variable_length.attend(q, k, v, layout.rows, scale) if plain else None
+        if attended is not None:
+            return attended, None
         attend = partial(attention, module, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)
         return layout.padded.attend_padded(attend, q, k, v), None
     if plain and q.shape[2] == 1 and (mask is None or mask.dtype == torch.bool):
         return (single or one_token)(q, k, v, mask, scale), None
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    learned = q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if plain and learned and causal and q.dtype == torch.bfloat16 and q.shape[2] == k.shape[2]:
-        attended: Tensor = _Causal.apply(q, k, v, mask, scale)
-        return attended.transpose(1, 2).contiguous(), None
+        outputs: Tensor = _Causal.apply(q, k, v, mask, scale)
+        return outputs.transpose(1, 2).contiguous(), None
     more: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
     return sdpa_attention_forward(module, q, k, v, mask, **more, **options)
 

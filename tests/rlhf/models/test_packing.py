@@ -83,7 +83,7 @@ def test_pairs_in_one_row_keep_their_sides_apart(family: str, dtype: torch.dtype
 def test_each_token_stands_in_one_place_and_padding_in_none() -> None:
     lengths = torch.tensor(LENGTHS)
     for dtype, full in ((torch.float32, 16), (torch.bfloat16, 32)):  # widths are whole vectors of 64 bytes
-        made = packing.Layout(lengths, dtype).padded
+        made = packing.Layout(lengths, dtype, lengths.device).padded
         assert [(count, width) for count, width, _ in made.groups] == [(3, 32), (1, full), (1, full), (1, full)]
         assert torch.equal(made.tokens[made.slots], torch.arange(int(lengths.sum())))
         assert int(made.empty.sum()) == 3 * 32 + 3 * full - sum(LENGTHS) and not made.empty[made.slots].any()

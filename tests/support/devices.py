@@ -1,0 +1,196 @@
+"""A device `gpu:0` without a GPU: tensors that claim to be there and compute on the CPU.
+
+An operation on tensors of two devices raises, and every wait of the host for the device is counted by the line of the
+product that causes it. On a real GPU the host runs ahead of the device, and such a wait leaves the device without work.
+Gradients work too: torch has one device type for backends of others, which may be written in Python.
+
+`install` cannot be undone, so it is for processes that a test starts (tests/support/device_runs.py).
+"""
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as tree
+from torch.utils import backend_registration
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU, GPU = torch.device("cpu"), "gpu:0"
+aten = torch.ops.aten
+
+SIZED_BY_DATA = {  # their results have a size that only the data decide
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.unique_dim.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+    aten.equal.default,
+}
+COPIES = {aten.copy_.default, aten._to_copy.default}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+NUMBERS = {*INDEXING, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
+
+_waits: Counter[str] = Counter()
+
+
+class OnGPU(Tensor):
+    """A tensor that claims to be on `gpu:0`; `value` is on the CPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    value: Tensor
+
+    @staticmethod
+    def __new__(cls, value: Tensor) -> "OnGPU":
+        made: OnGPU = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, value.shape, value.stride(), value.storage_offset(), dtype=value.dtype, device=torch.device(GPU)
+        )
+        made.value = value
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"OnGPU({self.value})"
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("a tensor on a GPU has no numpy(); copy it to the CPU first")
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(op, args, kwargs or {})
+
+
+def _run(op: Any, args: Any, kwargs: Any) -> Any:
+    """The results of an operation on tensors of one device, which are on that device."""
+    leaves, spec = tree.tree_flatten((args, kwargs))
+    own = [x for x in leaves if isinstance(x, OnGPU)]
+    others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, OnGPU)]
+    target = kwargs.get("device")
+    if op not in COPIES:
+        _refuse_mixed(op, args, own, others)
+    _count(op, args, kwargs, target)
+    values = [x.value if isinstance(x, OnGPU) else CPU if _is_gpu(x) else x for x in leaves]
+    new_args, new_kwargs = tree.tree_unflatten(values, spec)
+    result = op(*new_args, **new_kwargs)
+    if target is not None and not _is_gpu(torch.device(target)):
+        return result
+    if op is aten.copy_.default and not isinstance(args[0], OnGPU):
+        return args[0]
+    inputs = {id(x.value): x for x in own}  # operations in place return their argument
+    return tree.tree_map_only(Tensor, lambda x: inputs[id(x)] if id(x) in inputs else OnGPU(x), result)
+
+
+def _is_gpu(x: Any) -> bool:
+    return isinstance(x, torch.device) and x.type == "gpu"
+
+
+def _refuse_mixed(op: Any, args: Any, own: list[Any], others: list[Tensor]) -> None:
+    """As CUDA: a number without dimensions may be on the CPU in an operation per element."""
+    if op in INDEXING:
+        args = (args[0], *args[2:3])  # indices may be on the CPU, from where they are copied
+        others = [x for x in args if isinstance(x, Tensor) and not isinstance(x, OnGPU)]
+    alone = [x for x in others if x.dim() or not (torch.Tag.pointwise in op.tags or op in NUMBERS)]
+    if own and alone:
+        shapes = [list(x.shape) for x in alone]
+        raise RuntimeError(f"{op}: got tensors on gpu:0 and on cpu {shapes}, expected one device")
+
+
+def _count(op: Any, args: Any, kwargs: Any, target: Any) -> None:
+    """Count the operation if the host waits in it."""
+    waits = op in SIZED_BY_DATA
+    if op in INDEXING:
+        indices = [x for x in args[1] if isinstance(x, Tensor)]
+        waits = isinstance(args[0], OnGPU) and any(x.dtype == torch.bool or not isinstance(x, OnGPU) for x in indices)
+    elif op is aten._to_copy.default:
+        moves = target is not None and _is_gpu(torch.device(target)) != isinstance(args[0], OnGPU)
+        waits = moves and not kwargs.get("non_blocking")
+    elif op is aten.copy_.default:
+        blocking = not ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
+        waits = isinstance(args[0], OnGPU) != isinstance(args[1], OnGPU) and blocking
+    if waits and (op not in COPIES or args[0].numel()):
+        _waits[f"{_line()} {op.name().removeprefix('aten::')}"] += 1
+
+
+def _line() -> str:
+    """File, line and function of the product from which the operation was called."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path, anonymous = Path(frame.f_code.co_filename), frame.f_code.co_name.startswith("<")
+        if (
+            not anonymous
+            and path.is_relative_to(ROOT)
+            and not path.is_relative_to(ROOT / "tests")
+            and ".venv" not in path.parts
+        ):
+            return f"{path.relative_to(ROOT)}:{frame.f_code.co_name} line {frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """What torch asks of `torch.gpu`. The device has no random numbers of its own: nor may the product use any."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, _: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, _: Any = None) -> None:
+        torch.set_rng_state(state)
+
+
+def install() -> torch.device:
+    """Give this process the device, for good; before any backward pass, which would start no thread for it."""
+    backend_registration._setup_privateuseone_for_python_backend("gpu", _Module())
+    torch._C._set_only_lift_cpu_tensors(True)  # for torch.tensor(..., device=)
+    every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    every.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
+    own.impl("_pin_memory", lambda x, device=None: x.clone(), "CPU")
+    _Module.libraries = every, own  # type: ignore[attr-defined]  # they end with their objects
+    return torch.device(GPU)
+
+
+def current() -> torch.device:
+    """The device of this process: the GPU after `use_for_training`, before it the CPU."""
+    from rlhf.distributed import collectives
+
+    return collectives.local_device()
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[Counter[str]]:
+    """Yields how often the host waits inside, by line of the product and operation."""
+    before, counted = Counter(_waits), Counter[str]()
+    yield counted
+    counted.update(_waits - before)
+
+
+def use_for_training(device: torch.device) -> None:
+    """Let DeepSpeed, and the product, take the device for that of this process."""
+    from deepspeed.accelerator import real_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    from rlhf.distributed import collectives
+
+    class Accelerator(CPU_Accelerator):
+        def device_name(self, index: int | None = None) -> str:
+            return device.type if index is None else f"{device.type}:{index}"
+
+        def current_device_name(self) -> str:
+            return GPU
+
+        def current_device(self) -> int:
+            return 0
+
+    real_accelerator.set_accelerator(Accelerator())
+    collectives.local_device = lambda: device
