@@ -20,12 +20,12 @@ NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_gen
 	rlhf/engine/test_engine.py rlhf/training/test_resume.py step3_ppo)
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test test-avx2 test-long test-faults test-browser mutants check format bench bench-data docs smollm2 clean
+.PHONY: help install demo test test-avx2 test-long test-faults test-browser mutants check format bench gpu bench-data docs smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z0-9-]+:.*## / { printf "  make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo, test, mutants, bench and bench-data"
+	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo, test, mutants, bench, gpu and bench-data"
 
 install: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
 
@@ -64,6 +64,9 @@ bench: $(INSTALLED) $(SMOLLM2)  ## everything measured beside what others use, i
 	$(foreach name,$(BENCHMARKS),$(PY) -m benchmarks.$(name) $(ARGS) &&) true
 	$(PY) -m benchmarks.scaling
 	$(PY) -m benchmarks.data
+
+gpu: $(INSTALLED)  ## what only a GPU can answer, into build/gpu/, at most 8 minutes a part
+	$(PY) -m benchmarks.gpu $(ARGS)
 
 bench-data: $(INSTALLED)  ## what tokenised data costs, into benchmarks/results/data.json: two minutes
 	$(PY) -m benchmarks.data $(ARGS)

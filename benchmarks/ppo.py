@@ -93,7 +93,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     from dataclasses import replace
 
     from rlhf.distributed import collectives
-    from rlhf.generation import loop
+    from rlhf.generation import open_backend
     from step3_ppo import stage
     from step3_ppo.inputs import open_data, with_inputs
     from step3_ppo.models import set_up
@@ -104,8 +104,8 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         pipe.mark_baseline()
         tokenizer, data = open_data(config, str(config.actor_model))
         players = set_up(config, tokenizer)
-        endless = loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
-        players = replace(players, backend=loop.build(endless))
+        endless = open_backend("loop", eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
+        players = replace(players, backend=endless)
         steps = stage.train(players, data.train, Schedule(len(data.train), config, config.seed), config)
         pipe.ready()
         while pipe.next_request():

@@ -1,0 +1,110 @@
+"""Models with random weights in the shapes of OPT-1.3B and OPT-350M, and prompts for them, without a model hub."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64}
+ACTOR, REWARD = "opt-1.3b", "opt-350m"
+
+
+def models(tiny: bool, folder: Path) -> tuple[str, str]:
+    """Paths of (the policy, as a YAML file, of which every process draws the same weights; the reward model)."""
+    actor, reward = (folder / f"{'tiny-' * tiny}{name}.yaml" for name in (ACTOR, REWARD))
+    saved = reward.with_suffix("")
+    if not (saved / "config.json").is_file():
+        for path, name in ((actor, ACTOR), (reward, REWARD)):
+            _describe(path, name, tiny)
+        _save_scalar(reward, saved)
+    return str(actor), str(saved)
+
+
+def _describe(path: Path, name: str, tiny: bool) -> None:
+    """Write the YAML file of a model with the shape of `name` and the demo's tokenizer."""
+    from rlhf.config import read_yaml
+    from rlhf.plan.sizes import shapes
+    from rlhf.shipped import CONFIGS
+
+    small = TINY | {"vocab_size": 1000, "max_position_embeddings": 128} if tiny else {}
+    tokenizer = read_yaml(CONFIGS / "models" / "demo-llama.yaml")["tokenizer"]
+    values = {"model": shapes()[name] | small, "tokenizer": tokenizer}
+    path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+
+
+def _save_scalar(description: Path, folder: Path) -> None:
+    """Save a one-label sequence classifier with random weights."""
+    from transformers import AutoModelForSequenceClassification
+
+    from rlhf.models.load import load_config
+    from rlhf.text.tokenizer import load_tokenizer
+
+    config = load_config(str(description))
+    config.num_labels = 1
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).to(dtype()).save_pretrained(folder)
+    load_tokenizer(str(description)).save_pretrained(folder)
+
+
+def size(path: str) -> Any:
+    """Numbers of weights of a language model."""
+    from rlhf.plan import sizes
+
+    return sizes.size(path, "lm")
+
+
+def vocabulary(path: str) -> int:
+    """Rows of the embedding."""
+    from rlhf.models.load import load_config
+
+    return int(load_config(path).vocab_size)
+
+
+def prompt_items(count: int, tokens: int, ids: int) -> list[Any]:
+    """Prompts of exactly `tokens` random ids below `ids`."""
+    from data.build.encode import Prompt
+    from rlhf.types import Message, Row
+
+    drawn = torch.randint(4, ids, (count, tokens), generator=torch.Generator().manual_seed(0))
+    return [Prompt(tuple(row), Row((Message("user", "tell me"),))) for row in drawn.tolist()]
+
+
+def prompts(count: int, tokens: int, ids: int) -> Any:
+    """The same as a batch."""
+    from data.batches import prompt_batch
+
+    return prompt_batch(prompt_items(count, tokens, ids), 0)
+
+
+def device() -> torch.device:
+    from rlhf.distributed.collectives import local_device
+
+    return local_device()
+
+
+def dtype() -> torch.dtype:
+    """The compute dtype of this device."""
+    from rlhf.config.options import EngineOptions
+    from rlhf.engine.training import compute_dtype
+
+    return compute_dtype(EngineOptions(), device())
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[list[float]]:
+    """Yields a list to which the seconds inside are appended, until the device has done its work."""
+    seconds: list[float] = []
+    _synchronize()
+    start = time.perf_counter()
+    yield seconds
+    _synchronize()
+    seconds.append(time.perf_counter() - start)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,68 @@
+"""benchmarks/gpu.py at tiny sizes on a CPU: every part runs to its end, so that a lent GPU finds no mistake of ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu import Options, Results
+from rlhf.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu")
+
+
+def numbers_of(part: str, folder: Path, **options: Any) -> dict[str, Any]:
+    """What a part writes."""
+    gpu.PARTS[part](Options(tiny=True, output=str(folder), **options), Results(folder / f"{part}.json"))
+    numbers: dict[str, Any] = json.loads((folder / f"{part}.json").read_text())
+    return numbers
+
+
+def test_decode_steps_are_a_share_of_the_bandwidth(folder: Path) -> None:
+    numbers = numbers_of("decode", folder)
+    assert 0 < numbers["eager_2_share"] < 1 and numbers["eager_2_step_ms"] > 0
+
+
+def test_an_iteration_counts_all_tokens_and_scoring(folder: Path) -> None:
+    numbers = numbers_of("ppo", folder)
+    parts = sum(numbers[name] for name in ("generate", "score", "update"))
+    assert parts < numbers["seconds"] and numbers["planned_peak_gb"] > 0
+    assert numbers["tokens_per_s"] == pytest.approx(4 * (8 + 8) / numbers["seconds"])
+    assert numbers["over_published"] == pytest.approx(numbers["tokens_per_s"] / 3212)
+
+
+def test_training_is_a_share_of_the_peak(folder: Path) -> None:
+    numbers = numbers_of("train", folder)
+    assert 0 < numbers["eager_mfu"] < 1 and numbers["tokens_of_a_step"] == 64
+
+
+def test_parts_that_are_programs_start_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(gpu, "_run", lambda words, **_: started.append(words) or 0)
+    assert numbers_of("demo", folder)["fp32_code"] == 0
+    assert numbers_of("tests", folder) == dict.fromkeys(gpu.TINY_TESTS, 0)
+    numbers_of("peers", folder)
+    assert [words[0] for words in started] == ["train.py", "-m"]
+    root = Path(gpu.__file__).parents[1]
+    assert all((root / "tests" / name).exists() for name in (*gpu.TESTS, *gpu.TINY_TESTS))
+    assert all((root / "benchmarks" / f"{name}.py").is_file() for name in gpu.BENCHMARKS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    with pytest.raises(UserError, match=r"^make gpu: torch finds no GPU here; --tiny .*$"):
+        gpu.main()
+
+
+@pytest.mark.long
+def test_the_program_runs_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu", "--tiny", "--output", str(tmp_path)])
+    assert gpu.main() == 0
+    assert {path.stem for path in tmp_path.glob("*.json")} == set(gpu.PARTS)
