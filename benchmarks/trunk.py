@@ -113,7 +113,7 @@ def stage_config(contender: str, folder: Path, options: Options) -> Any:
     settings |= {"zero_stage": 1, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "max_length": 512}
     settings |= {"adapter": None if contender == "full" else ADAPTER, "share_trunk": contender == "trunk"}
     if contender == "one":
-        settings |= {"reward": ("length",), "critic_model": None}
+        settings |= {"reward": (f"length,target={options.response_length}",), "critic_model": None}
     algorithm = "reinforce" if contender == "one" else "ppo"
     return plugins.find("step3_ppo.algorithms", algorithm).Config(algorithm=algorithm, **settings)
 
