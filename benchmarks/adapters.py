@@ -96,7 +96,9 @@ def cost(spec: str) -> dict[str, float]:
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
-        if x.data_ptr() not in own:
+        if x.layout != torch.strided:  # the indices of a sparse tensor are the method's own
+            kept[id(x)] = x.values().nbytes
+        elif x.data_ptr() not in own:
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 

@@ -1,8 +1,13 @@
 """BOFT: weights times products of sparse orthogonal matrices, as in a butterfly network (arXiv 2311.06243), by peft."""
 
+import contextlib
+from collections.abc import Iterator
+
+import torch
 from peft import BOFTConfig
 from peft.tuners.boft.layer import get_fbd_cuda
 from pydantic import Field
+from transformers import PreTrainedModel
 
 from rlhf.adapters._peft import PeftAdapter, Targets
 from rlhf.errors import UserError
@@ -20,7 +25,7 @@ class Config(Targets):
     extension"""
 
 
-def build(config: Config) -> PeftAdapter:
+def build(config: Config) -> "BOFT":
     """Every block starts as the identity. Raises: UserError without the CUDA extension, where peft would silently use a
     single factor."""
     if config.boft_n_butterfly_factor > 1 and get_fbd_cuda() is None:
@@ -33,4 +38,13 @@ def build(config: Config) -> PeftAdapter:
         boft_n_butterfly_factor=config.boft_n_butterfly_factor,
         target_modules=config.target_modules,
     )
-    return PeftAdapter(options, LEARNING_RATE)
+    return BOFT(options, LEARNING_RATE)
+
+
+class BOFT(PeftAdapter):
+    """peft reads the elements of its permutations, which the plan's models of the meta device do not have."""
+
+    @contextlib.contextmanager
+    def gathered(self, model: PreTrainedModel) -> Iterator[None]:
+        with torch.device("cpu"), super().gathered(model):
+            yield

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from rlhf.errors import UserError
 from rlhf.maths import ops
 from rlhf.plan import sizes
 from rlhf.plan.sizes import Head
@@ -99,11 +100,22 @@ def activations(
 
     The largest peak is where the backward pass leaves the head, or (with short rows and a large vocabulary) where
     it reaches the embeddings. The first grows by the same number of bytes with each layer, the second is constant.
+    Raises: UserError for an adapter whose passes depend on the values of its weights, or reach no layer's output.
     """
-    (few, embeddings), (more, _) = (
-        _training_peaks(*_fake_model(_with_layers(model_path, count), head, adapter, dtype, checkpointing), head, shape)
-        for count in TRACED
-    )
+    try:
+        (few, embeddings), (more, _) = (
+            _training_peaks(
+                *_fake_model(_with_layers(model_path, count), head, adapter, dtype, checkpointing), head, shape
+            )
+            for count in TRACED
+        )
+    except (RuntimeError, KeyError):
+        if adapter is None:
+            raise
+        raise UserError(
+            f"--adapter {adapter}: the plan cannot trace its passes without weights; plan with --adapter lora, which "
+            "needs about as much memory, and leave --zero-stage auto out"
+        ) from None
     layers = sizes.size(model_path, head, adapter).layers
     return Activations(few + (more - few) * (layers - TRACED[0]), embeddings, inference(model_path, head, dtype, shape))
 

@@ -26,6 +26,7 @@ from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
+from rlhf.plan.activations import PassShape, activations
 from rlhf.training.checks import check_engine
 from step2_reward.__main__ import main as reward_main
 from tests.contracts.test_adapters import disturbed, greatest, logprobs
@@ -258,6 +259,25 @@ def test_a_method_has_its_own_learning_rates_unless_the_user_sets_one(
         reward_main()
     printed = yaml.safe_load(capsys.readouterr().out)
     assert (printed["learning_rate"], printed["adapter"]) == (5e-4, "vera")
+
+
+@pytest.mark.parametrize("method", [*METHODS, *VIRTUAL])
+def test_the_plan_has_its_size_without_weights(method: str) -> None:
+    with torch.device("meta"):
+        planned = adapters.wrap(start(), spec_of(method))
+    real = wrapped(method, start())
+    shapes = [
+        {name: weight.shape for name, weight in model.named_parameters() if weight.requires_grad}
+        for model in (planned, real)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_the_plan_refuses_a_method_that_it_cannot_trace() -> None:
+    shape = PassShape(2, 12, 10)
+    for spec in ("lokr", "shira,r=2", "prompt_tuning"):
+        with pytest.raises(UserError, match="plan with --adapter lora"):
+            activations("demo-llama", "lm", spec, torch.float32, False, shape)
 
 
 def test_butterflies_are_not_silently_one_factor(monkeypatch: pytest.MonkeyPatch) -> None:
