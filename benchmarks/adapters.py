@@ -97,7 +97,7 @@ def cost(spec: str) -> dict[str, float]:
 
     def keep(x: Tensor) -> Tensor:
         if x.layout != torch.strided:  # the indices of a sparse tensor are the method's own
-            kept[id(x)] = x.values().nbytes
+            kept[id(x)] = x._values().nbytes
         elif x.data_ptr() not in own:
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
