@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.config import Config as Base
+from rlhf.config.options import EngineOptions
 from rlhf.distributed.zero3 import gather_weights, library_support
 from rlhf.errors import UserError
 from rlhf.models.adapter_files import tuner_layers
@@ -42,6 +43,10 @@ class PeftAdapter:
             reason = " ".join(str(error).split())
             method = str(options.peft_type).rpartition(".")[2].lower()
             raise UserError(f"adapter {method}, {model.config.model_type} model: {reason}") from None
+
+    def check(self, options: EngineOptions) -> None:
+        """Raises: UserError for the compiler, with which only LoRA has been tested."""
+        refuse_compiler(options, str(self._options.peft_type).rpartition(".")[2].lower())
 
     def options_for(self, model: PreTrainedModel) -> Any:
         """A copy of the options, completed for `model`."""
@@ -84,6 +89,12 @@ class PeftAdapter:
             }
             layer.merged_adapters.clear()  # the copies in fp32 are dropped
         return merged
+
+
+def refuse_compiler(options: EngineOptions, method: str) -> None:
+    """Raises: UserError for the option --torch-compile."""
+    if options.torch_compile:
+        raise UserError(f"adapter {method}: got --torch-compile, which has been tested with lora only; leave it out")
 
 
 @contextlib.contextmanager

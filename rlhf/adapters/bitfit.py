@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.adapters._peft import refuse_compiler
 from rlhf.config import Config as Base
+from rlhf.config.options import EngineOptions
 from rlhf.distributed.zero3 import gather_weights
 from rlhf.errors import UserError
 
@@ -29,6 +31,10 @@ class BitFit:
     """The model's own biases are trained, and each module has a frozen copy of its bias before training."""
 
     learning_rate = LEARNING_RATE
+
+    def check(self, options: EngineOptions) -> None:
+        """Raises: UserError for the compiler: its graphs would keep the biases that `disabled` exchanges."""
+        refuse_compiler(options, "bitfit")
 
     def wrap(self, model: PreTrainedModel) -> None:
         model.requires_grad_(False)

@@ -28,6 +28,7 @@ class LoHa(PeftAdapter):
     """peft takes the sizes of the updates from the weights themselves."""
 
     def check(self, options: EngineOptions) -> None:
-        """Raises: UserError under ZeRO-3."""
+        """Raises: UserError under ZeRO-3, and as every method of peft."""
+        super().check(options)
         if options.zero_stage == 3:
             raise UserError("adapter loha: got --zero-stage 3, expected 0, 1 or 2: peft needs whole weights")

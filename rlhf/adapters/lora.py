@@ -10,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.adapters._peft import PeftAdapter, Targets, precise
+from rlhf.adapters._peft import PeftAdapter, Targets, precise, refuse_compiler
+from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
 from rlhf.models.adapter_files import tuner_layers
 
@@ -79,6 +80,11 @@ class LoRA(PeftAdapter):
     def __init__(self, options: LoraConfig, learning_rate: float = LEARNING_RATE) -> None:
         super().__init__(options, learning_rate)
         self._moves_weights = str(options.init_lora_weights).startswith(("pissa", "olora"))
+
+    def check(self, options: EngineOptions) -> None:
+        """Raises: UserError for the compiler with a variant, with which it has not been tested."""
+        if self._moves_weights or getattr(self._options, "use_dora", False):
+            refuse_compiler(options, "lora with use_dora, pissa or olora")
 
     def wrap(self, model: PreTrainedModel) -> None:
         super().wrap(model)

@@ -262,6 +262,17 @@ def test_a_method_has_its_own_learning_rates_unless_the_user_sets_one(
 
 
 @pytest.mark.parametrize("method", [*METHODS, *VIRTUAL])
+def test_the_compiler_is_for_lora_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.training.checks.require_possible", lambda *_: None)
+    options = EngineOptions(adapter=spec_of(method), torch_compile=True)
+    if method in ("lora", "rslora", "orthogonal"):
+        check_engine(options)
+    else:
+        with pytest.raises(UserError, match="torch-compile"):
+            check_engine(options)
+
+
+@pytest.mark.parametrize("method", [*METHODS, *VIRTUAL])
 def test_the_plan_has_its_size_without_weights(method: str) -> None:
     with torch.device("meta"):
         planned = adapters.wrap(start(), spec_of(method))
