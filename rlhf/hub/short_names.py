@@ -20,6 +20,9 @@ FAMILIES = {
     "Qwen/Qwen3-{}": "0.6B 1.7B 4B 8B 14B 32B 0.6B-Base 1.7B-Base 4B-Base 8B-Base",
     "mistralai/Mistral-7B-{}": "v0.1 v0.3 Instruct-v0.3",
     "google/gemma-2-{}": "2b 9b 27b 2b-it 9b-it 27b-it",
+    "google/gemma-3-{}": "270m 270m-it 1b-pt 1b-it 4b-pt 4b-it 12b-pt 12b-it",
+    "HuggingFaceTB/SmolLM3-{}": "3B 3B-Base",
+    "zai-org/{}": "GLM-4-9B-0414 glm-4-9b-hf glm-4-9b-chat-hf",
 }
 """Hub ids by family. The short name is the part after the owner; upper and lower case are equal."""
 

@@ -23,7 +23,14 @@ from step1_sft.config import SFTConfig
 from step3_ppo.algorithms.ppo import Config as PPO
 from tests.support import tiny
 
-RECIPES = sorted((Path(train.__file__).parents[2] / "configs/recipes").glob("opt-*.yaml"))
+ALL_RECIPES = (Path(train.__file__).parents[2] / "configs/recipes").glob("*.yaml")
+QUICK = ("opt-", "qwen3-8b-24gb")
+"""recipes that the suite checks; the others are for make test-long"""
+RECIPES = [
+    pytest.param(path, marks=() if path.stem.startswith(QUICK) else pytest.mark.long)
+    for path in sorted(ALL_RECIPES)
+    if not path.stem.endswith("-cpu")
+]
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +233,7 @@ def test_several_devices_are_started_by_the_proposed_command(model_path: str, mo
         assert f"{deployment}" in text.split("that fits:\n")[1].split("\n")[0]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.stem))
 def test_a_recipe_fits_the_card_that_it_names(path: Path) -> None:
     chain = resolved("--config", str(path))
     machine = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})

@@ -33,9 +33,13 @@ PUBLISHED = {
     "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
     "mistral-7b-v0.1": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
     "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176, "gemma-3-1b-pt": 999_885_952, "gemma-3-4b-pt": 3_880_263_168,
+    "gemma-3-12b-pt": 11_766_034_176,
+    "smollm3-3b": 3_075_098_624, "glm-4-9b-0414": 9_400_279_040, "glm-4-9b": 9_399_951_360,
 }  # fmt: skip
 """Numbers of weights: those of the model pages; of OPT from 30B on, of table 1 of the paper by the formula of a layer,
-12 d^2 + 13 d, with 50272 + 2050 embeddings and a last norm of 2 d."""
+12 d^2 + 13 d, with 50272 + 2050 embeddings and a last norm of 2 d; of Gemma 3 from 4B on, without the vision tower
+(416,866,032) and its projector (1152 (d + 1))."""
 
 
 def count(name: str) -> int:
@@ -63,6 +67,7 @@ def test_every_short_name_and_hub_id_has_a_shape() -> None:
     for name in ("facebook/opt-13b", "Facebook/OPT-13B", "opt-13b", "OPT-13B"):
         assert sizes.read_config(name).hidden_size == 5120
     for name, values in shapes.items():
+        name = re.sub("^(gemma-3-[0-9]+b)-it$", r"\1-pt", name)
         base = re.sub("^bloomz", "bloom", re.sub("-(instruct|chat|base|it)(?=$|-v0.3)", "", name))
         assert values == shapes[base if base in PUBLISHED else name], name
         assert base in PUBLISHED or name == "tinyllama-1.1b-chat-v1.0"
