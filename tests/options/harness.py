@@ -111,14 +111,15 @@ def joined(observed: Observed) -> Observed:
 @functools.cache
 def read_once(load_model: Callable[..., Any]) -> Callable[..., Any]:
     """Half of the seconds of a short run are the reading of the same four models."""
-    known: dict[Any, Any] = {}
+    known: dict[str, Any] = {}
 
     def load_model_again(*arguments: Any) -> Any:
         if any(isinstance(argument, Shards) for argument in arguments):  # a copy would have no parts
             return load_model(*arguments)
-        if arguments not in known:
-            known[arguments] = load_model(*arguments)
-        return copy.deepcopy(known[arguments])
+        key = repr(arguments)
+        if key not in known:
+            known[key] = load_model(*arguments)
+        return copy.deepcopy(known[key])
 
     return load_model_again
 
