@@ -235,7 +235,8 @@ def test_an_adapter_directory_is_a_model_for_peft_and_for_every_command(folders:
     merged = load_causal_lm(folders.policy, torch.float32, tiny.VOCAB)
     assert not any("lora" in name for name, _ in merged.named_parameters())
     expected = Policy(plain.base_model.model)(ROWS)[0]
-    torch.testing.assert_close(Policy(merged)(ROWS)[0], expected, rtol=0, atol=1e-5)
+    atol = tiny.ORDERS * float(expected.abs().max().detach())  # merging changes the order of additions
+    torch.testing.assert_close(Policy(merged)(ROWS)[0], expected, rtol=0, atol=atol)
     base = Policy(load_causal_lm(folders.base, torch.float32, tiny.VOCAB))(ROWS)[0]
     assert float((base - expected).abs().max().detach()) > 1e-2
     classifier: Any = AutoPeftModelForSequenceClassification.from_pretrained(folders.reward, num_labels=1)
@@ -243,14 +244,14 @@ def test_an_adapter_directory_is_a_model_for_peft_and_for_every_command(folders:
     ends = ROWS.mask.sum(1) - 1
     ids = ROWS.ids.masked_fill(~ROWS.mask, tiny.PAD)  # transformers reads the score before the padding
     logits = classifier(input_ids=ids, attention_mask=ROWS.mask.long()).logits.squeeze(1)
-    torch.testing.assert_close(scalars.gather(1, ends[:, None]).squeeze(1), logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scalars.gather(1, ends[:, None]).squeeze(1), logits, rtol=0, atol=atol)
     for name, path in (("policy", folders.policy), ("reward", folders.reward)):
         export.merge(path, tmp_path / name)
     merged_lm: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    torch.testing.assert_close(Policy(merged_lm)(ROWS)[0], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(Policy(merged_lm)(ROWS)[0], expected, rtol=0, atol=atol)
     whole: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     merged_logits = whole(input_ids=ids, attention_mask=ROWS.mask.long()).logits.squeeze(1)
-    torch.testing.assert_close(merged_logits, logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(merged_logits, logits, rtol=0, atol=atol)
     with pytest.raises(UserError, match="expected a new directory"):
         export.merge(folders.policy, tmp_path / "policy")
     with pytest.raises(UserError, match="got no adapter"):
