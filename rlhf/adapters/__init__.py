@@ -3,10 +3,9 @@
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
-from peft import PeftConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -15,6 +14,9 @@ from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
 from rlhf.models import adapter_files
 from rlhf.models.adapter_files import ONLY
+
+if TYPE_CHECKING:
+    from peft import PeftConfig  # importing it takes more than a second
 
 FOLDER = __name__
 FULL_RATE = 2e-5
@@ -63,7 +65,7 @@ def open_adapter(spec: str) -> Adapter:
     return plugins.conforming(adapter, Adapter, spec)
 
 
-def peft_options(spec: str, config: PreTrainedConfig) -> PeftConfig | None:
+def peft_options(spec: str, config: PreTrainedConfig) -> "PeftConfig | None":
     """The options that peft has of the adapter `spec` on a language model of `config`, which is not loaded; None for a
     method of another library.
 

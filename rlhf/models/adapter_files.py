@@ -6,17 +6,16 @@
 
 `AutoPeftModelForCausalLM.from_pretrained` loads a policy, and `AutoPeftModelForSequenceClassification.from_pretrained`
 with `num_labels=1` a scalar model.
+
+Functions import peft themselves: it takes more than a second, and most runs have no adapter.
 """
 
 import copy
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftConfig, PeftType, inject_adapter_in_model, set_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -27,12 +26,15 @@ from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import ADAPTER, ADAPTER_WEIGHTS, is_adapter, read_mappings
 from rlhf.storage import disk
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 PREFIX = "base_model.model."
 """before the names of weights in the file: peft's own modules"""
 HEAD_IN_FILE = f"{PREFIX}score.weight"
 ONLY = "default"
 """the name of an adapter that is alone on its model, which peft chooses"""
-SHARING = (PeftType.LORA,)
+SHARING = ("LORA",)
 """methods of peft of which several adapters on one model are independent"""
 UNLIKE = ("base_model_name_or_path", "inference_mode", "task_type", "modules_to_save", "peft_version", "revision")
 """options in which adapters of one method differ"""
@@ -62,8 +64,10 @@ def whole_base(path: str) -> str:
     return base
 
 
-def read_options(path: str) -> PeftConfig:
+def read_options(path: str) -> "PeftConfig":
     """The options of the adapter in a directory. Raises: UserError for virtual tokens."""
+    from peft import PeftConfig
+
     options = PeftConfig.from_pretrained(path)
     if options.is_prompt_learning:
         raise UserError(
@@ -73,7 +77,7 @@ def read_options(path: str) -> PeftConfig:
     return options
 
 
-def reason_against_sharing(options: PeftConfig | None) -> str | None:
+def reason_against_sharing(options: "PeftConfig | None") -> str | None:
     """Why several adapters with these options cannot be on one model; None if they can. None: not a method of peft."""
     if options is None or options.peft_type not in SHARING:
         return "the method does not keep several independent adapters on one model"
@@ -85,8 +89,10 @@ def reason_against_sharing(options: PeftConfig | None) -> str | None:
     return None
 
 
-def inject(model: PreTrainedModel, name: str, options: PeftConfig) -> None:
+def inject(model: PreTrainedModel, name: str, options: "PeftConfig") -> None:
     """Add a new adapter with the name `name` to a model, which may have others. Its weights require gradients."""
+    from peft import inject_adapter_in_model
+
     with warnings.catch_warnings():  # about several adapters, which are intended
         warnings.simplefilter("ignore", UserWarning)
         inject_adapter_in_model(copy.deepcopy(options), model, adapter_name=name)
@@ -97,6 +103,8 @@ def load(model: PreTrainedModel, name: str, path: str) -> None:
 
     Raises: UserError if weights of the adapter are missing, unexpected, misshapen or not finite.
     """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
     inject(model, name, read_options(path))
     own_prefix = f"{PREFIX}{_inner_prefix(model)}"
     state = {key: value for key, value in _read(path).items() if key != HEAD_IN_FILE}
@@ -146,7 +154,7 @@ def merge(model: PreTrainedModel, path: str) -> None:
     model.requires_grad_(True)  # peft has frozen it
 
 
-def options_of(model: PreTrainedModel, name: str) -> PeftConfig:
+def options_of(model: PreTrainedModel, name: str) -> "PeftConfig":
     """A copy of the options of the adapter `name` of a model, with the names of the modules that it has."""
     options: Any = copy.deepcopy(model.peft_config[name])
     if isinstance(options.target_modules, set):
@@ -157,7 +165,7 @@ def options_of(model: PreTrainedModel, name: str) -> PeftConfig:
     return own_options
 
 
-def same_method(one: PeftConfig, other: PeftConfig) -> bool:
+def same_method(one: "PeftConfig", other: "PeftConfig") -> bool:
     """Whether two adapters have the same weights by shape, and compute the same with them."""
     first, second = ({**options.to_dict(), **dict.fromkeys(UNLIKE)} for options in (one, other))
     first["target_modules"], second["target_modules"] = (sorted(o["target_modules"]) for o in (first, second))
@@ -166,6 +174,8 @@ def same_method(one: PeftConfig, other: PeftConfig) -> bool:
 
 def save(model: PreTrainedModel, name: str, base: str, directory: Path, head: Tensor | None = None) -> None:
     """Write the adapter `name` of a model into a directory. head: of a scalar model, [1, d]."""
+    from peft import get_peft_model_state_dict
+
     options: Any = options_of(model, name)
     options.base_model_name_or_path = base
     options.inference_mode = True
@@ -182,4 +192,6 @@ def save(model: PreTrainedModel, name: str, base: str, directory: Path, head: Te
 
 def tuner_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """The layers of a model that have adapters, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]

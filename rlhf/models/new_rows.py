@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from peft import TrainableTokensConfig, get_peft_model
-from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,6 +32,9 @@ def set_to_means(model: PreTrainedModel, pieces: Mapping[int, list[int]]) -> Non
 def train(model: PreTrainedModel, ids: Iterable[int]) -> None:
     """Beside an adapter, train the rows `ids` too, by PEFT's trainable tokens: of the embeddings, and of a head of its
     own. The other rows stay frozen."""
+    from peft import TrainableTokensConfig, get_peft_model  # takes more than a second, and most runs add no tokens
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embeddings.weight
@@ -51,7 +52,7 @@ def train(model: PreTrainedModel, ids: Iterable[int]) -> None:
 
 def fold(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` of a model with the trained rows in the matrices that they belong to, by the matrices' own names."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, TrainableTokensLayer)}
+    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "trainable_tokens_delta")}
     if not layers or not state:
         return state
     folded = {name: value for name, value in state.items() if ".trainable_tokens_" not in name}
