@@ -118,7 +118,7 @@ class LoRA(PeftAdapter):
 
     def merged_layer(self, layer: Any) -> dict[str, Tensor]:
         """The update, as the forward pass computes it, is added in fp32."""
-        if layer.lora_variant:  # DoRA also scales the weight
+        if getattr(layer, "lora_variant", True):  # DoRA also scales the weight; rows of new tokens are no LoRA
             return super().merged_layer(layer)
         parameter = getattr(layer, "parameter_name", "weight")  # a mixture's experts are parameters of one module
         weight = getattr(layer.get_base_layer(), parameter)

@@ -110,9 +110,9 @@ def test_the_chain_uploads_its_last_model_and_only_when_it_is_told_to(
     assert yaml.safe_load((stage.parent / "config.yaml").read_text())["push_to_hub"] is None
 
 
-def test_there_is_no_export(rlhf: Run) -> None:
-    code, _, err = rlhf("export", "x", "--gguf")
-    assert code == 2 and "adapters merged; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of it" in err
+def test_an_export_merges_only(rlhf: Run) -> None:
+    code, _, err = rlhf("export", "x")
+    assert code == 2 and "PATH --merge OUT; llama.cpp's convert_hf_to_gguf.py makes a GGUF file" in err
 
 
 def test_the_commands_of_the_page(
