@@ -50,10 +50,6 @@ def _compile_or_run_eagerly(module: fx.GraphModule, inputs: list[Tensor]) -> Any
 def _warn_uncompiled(subject: str, error: Exception) -> None:
     """One warning with the reason. A library of the cache that cannot be loaded has a cure: a compilation that was
     killed leaves half a file there, which torch takes for a whole one ever after."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    if isinstance(error, BackendCompilerFailed):  # its first line names no reason
-        error = error.inner_exception
     reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
     cure = ""
     if ".so:" in reason:

@@ -239,7 +239,7 @@ def test_half_a_file_of_a_killed_compilation_is_named_with_its_cure(
 ) -> None:
     """torch takes a file that is there for a whole one, and loading it fails in every later run."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise InductorError(OSError(f"{tmp_path}/ab/xyz.main.so: file too short"), None)
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
