@@ -24,7 +24,7 @@ from step3_ppo.algorithms.ppo import Config as PPO
 from tests.support import tiny
 
 ALL_RECIPES = (Path(train.__file__).parents[2] / "configs/recipes").glob("*.yaml")
-QUICK = ("opt-", "qwen3-8b-24gb")
+QUICK = "opt-"
 """recipes that the suite checks; the others are for make test-long"""
 RECIPES = [
     pytest.param(path, marks=() if path.stem.startswith(QUICK) else pytest.mark.long)
