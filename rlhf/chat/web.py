@@ -151,7 +151,7 @@ def build(session: Session, options: ChatOptions) -> Any:
             labels = SIDES if page.sides == 2 else session.policies
             plain = {"render_markdown": False, "allow_tags": True, "buttons": [], "feedback_options": None}
             chats = [gr.Chatbot(label=label, elem_id=f"chat-{i}", **plain) for i, label in enumerate(labels)]
-        message = gr.Textbox(label="Message", elem_id="message", autofocus=True, submit_btn="Send")
+        message = gr.Textbox(label="Message", elem_id="message", autofocus=True, submit_btn="Send", interactive=False)
         status = gr.Textbox(label="Status", elem_id="status", interactive=False)
         with gr.Row():
             for preference, text in (("a", "Left is better"), ("tie", "Tie"), ("b", "Right is better")):
@@ -170,7 +170,8 @@ def build(session: Session, options: ChatOptions) -> Any:
         save.click(page.improve, [state, better, side], [*chats, status])
         for clear in (new.click, *(chat.clear for chat in chats)):
             clear(page.reset, [state], [*chats, status])
-        blocks.load(page.open, None, [state])
+        # Until then a message would have no session.
+        blocks.load(page.open, None, [state]).then(lambda: gr.update(interactive=True), None, [message])
     return blocks
 
 

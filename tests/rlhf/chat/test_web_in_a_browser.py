@@ -47,7 +47,7 @@ def page(served: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page
     with open_browser(tmp_path_factory.mktemp("profile")) as browser:
         browser.resize(1100)
         browser.open(served[0])
-        wait_for(browser, "document.querySelector('#message textarea') !== null")
+        wait_for(browser, "document.querySelector('#message textarea:enabled') !== null")
         yield browser
 
 
