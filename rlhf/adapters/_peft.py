@@ -16,7 +16,7 @@ from rlhf.config import Config as Base
 from rlhf.config.options import EngineOptions
 from rlhf.distributed.zero3 import gather_weights, library_support
 from rlhf.errors import UserError
-from rlhf.models.adapter_files import tuner_layers
+from rlhf.models.adapter_files import method_name, tuner_layers
 
 
 class Targets(Base):
@@ -41,12 +41,11 @@ class PeftAdapter:
                 get_peft_model(model, options, autocast_adapter_dtype=False)
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
-            method = str(options.peft_type).rpartition(".")[2].lower()
-            raise UserError(f"adapter {method}, {model.config.model_type} model: {reason}") from None
+            raise UserError(f"adapter {method_name(options)}, {model.config.model_type} model: {reason}") from None
 
     def check(self, options: EngineOptions) -> None:
         """Raises: UserError for the compiler, with which only LoRA has been tested."""
-        refuse_compiler(options, str(self._options.peft_type).rpartition(".")[2].lower())
+        refuse_compiler(options, method_name(self._options))
 
     def options_for(self, model: PreTrainedModel) -> Any:
         """A copy of the options, completed for `model`."""

@@ -20,9 +20,7 @@ from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import gather_weights, library_support
 from rlhf.errors import UserError
-from rlhf.hub.untrusted import ADAPTER_WEIGHTS
 from rlhf.models import adapter_files, packing
-from rlhf.storage import disk
 
 HOLDER = "virtual_tokens"
 """the attribute of a wrapped model with its `_Tokens`"""
@@ -33,7 +31,7 @@ class VirtualTokens:
 
     def __init__(self, options: PromptLearningConfig, learning_rate: float) -> None:
         self._options, self.learning_rate = options, learning_rate
-        self._method = str(options.peft_type).rpartition(".")[2].lower()
+        self._method = adapter_files.method_name(options)
         self._in_cache = isinstance(options, PrefixTuningConfig)
 
     def check(self, options: EngineOptions) -> None:
@@ -81,14 +79,13 @@ class VirtualTokens:
         encoder: Any = model.prompt_encoder
         with gather_weights(encoder.parameters()), torch.no_grad():
             if collectives.is_main():
-                state = {name: value.cpu().contiguous() for name, value in get_peft_model_state_dict(wrapper).items()}
-                options = copy.deepcopy(wrapper.active_peft_config)
-                options.inference_mode = True
-                options.base_model_name_or_path = adapter_files.base_of(str(model.name_or_path))
+                options, base = (
+                    copy.deepcopy(wrapper.active_peft_config),
+                    adapter_files.base_of(str(model.name_or_path)),
+                )
                 directory.mkdir(parents=True, exist_ok=True)
-                options.save_pretrained(str(directory))
+                adapter_files.write(options, base, get_peft_model_state_dict(wrapper), directory)
                 model.config.save_pretrained(directory)
-                disk.save_tensors(state, directory / ADAPTER_WEIGHTS, {"format": "pt"})
 
 
 class _Tokens:

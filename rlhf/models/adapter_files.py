@@ -177,17 +177,28 @@ def save(model: PreTrainedModel, name: str, base: str, directory: Path, head: Te
     from peft import get_peft_model_state_dict
 
     options: Any = options_of(model, name)
-    options.base_model_name_or_path = base
-    options.inference_mode = True
     options.task_type = "CAUSAL_LM" if head is None else "SEQ_CLS"
     options.modules_to_save = None if head is None else ["score"]
-    options.save_pretrained(str(directory))
     own_prefix = f"{PREFIX}{_inner_prefix(model)}"
     weights = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    state = {f"{own_prefix}{key}": value.detach().cpu().contiguous() for key, value in weights.items()}
+    state = {f"{own_prefix}{key}": value for key, value in weights.items()}
     if head is not None:
-        state[HEAD_IN_FILE] = head.detach().cpu().contiguous()
-    disk.save_tensors(state, directory / ADAPTER_WEIGHTS, {"format": "pt"})
+        state[HEAD_IN_FILE] = head
+    write(options, base, state, directory)
+
+
+def write(options: "PeftConfig", base: str, state: dict[str, Tensor], directory: Path) -> None:
+    """Write the options and the weights of an adapter as peft does. base: path or hub id of the model without it"""
+    options.base_model_name_or_path = base
+    options.inference_mode = True
+    options.save_pretrained(str(directory))
+    on_cpu = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    disk.save_tensors(on_cpu, directory / ADAPTER_WEIGHTS, {"format": "pt"})
+
+
+def method_name(options: "PeftConfig") -> str:
+    """The name of a method for messages, such as `lora`."""
+    return str(options.peft_type).rpartition(".")[2].lower()
 
 
 def tuner_layers(model: nn.Module) -> list[tuple[str, Any]]:

@@ -246,7 +246,7 @@ def _load(
         if shards is not None or quantize != "none":
             other = "under ZeRO-3" if shards is not None else f"for --quantize {quantize}"
             raise UserError(f"model '{path}': got an adapter, expected whole weights {other}; {EXPORT}")
-        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, seed, None, quantize, new_tokens)
+        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, seed, None, "none", new_tokens)
         adapter_files.merge(model, source)
         for name in OWN_VALUES:
             setattr(model.config, name, getattr(config, name, None))

@@ -9,8 +9,6 @@ from transformers import PreTrainedModel
 
 from rlhf.distributed.zero3 import gather_weights
 
-DELTA = ".trainable_tokens_delta."
-
 
 def set_to_means(model: PreTrainedModel, pieces: Mapping[int, list[int]]) -> None:
     """Set the row of each new id to the mean of the rows of its pieces, in the embeddings and in the head.

@@ -160,11 +160,11 @@ def complete(model: PreTrainedModel, path: str, kind: Quantize) -> None:
                     f"multiple of {BLOCK} on a CPU; use --quantize int8"
                 )
     count = sum(layer.in_features * layer.out_features for layer in layers.values())
-    others = sum(weight.numel() for weight in model.parameters() if weight.is_floating_point())
+    unquantized = sum(weight.numel() for weight in model.parameters() if weight.is_floating_point())
     size = sum(weight.nbytes for weight in model.parameters())
     console.say(
-        f"model '{path}': {count / 1e6:.4g} of {(count + others) / 1e6:.4g} million weights in {kind}, "
-        f"{size / 1e9:.3g} GB in place of {(count + others) * model.dtype.itemsize / 1e9:.3g}"
+        f"model '{path}': {count / 1e6:.4g} of {(count + unquantized) / 1e6:.4g} million weights in {kind}, "
+        f"{size / 1e9:.3g} GB in place of {(count + unquantized) * model.dtype.itemsize / 1e9:.3g}"
     )
 
 

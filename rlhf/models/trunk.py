@@ -25,7 +25,7 @@ class Trunk:
         if packing.packs(lm):  # scalar models call the model without its head
             packing.detect_support(self.backbone, unsharded=True)
         self._layers: list[Any] = []
-        self.active: str | None = None
+        self.active = ""
 
     @property
     def backbone(self) -> Any:
