@@ -201,6 +201,8 @@ def _tokenise_queues(
         tokenise(batch, len(item_rows))
         item_rows.append(batch)
         rows = np.concatenate(item_rows)
+        if all(queue.taken == len(queue.rows) for queue in queues):  # as without a limit: nothing is left to count for
+            return rows
         usable = rows[trainable(rows)]
         for queue in queues:
             queue.usable = int(np.isin(queue.rows[: queue.taken], usable).sum())
