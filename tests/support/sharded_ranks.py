@@ -1,8 +1,8 @@
 """What is run on two ranks with models that are loaded in parts, all in one launch:
 
-    torchrun --nproc-per-node=2 -m tests.support.sharded_ranks FOLDER
+    torchrun --nproc-per-node=2 -m tests.support.sharded_ranks FOLDER RUN...
 
-FOLDER holds what `make` wrote; FOLDER/seen.pt is what rank 0 saw.
+FOLDER holds what `make` wrote; FOLDER/seen.pt is what rank 0 saw. RUN: of RUNS.
 """
 
 import ctypes
@@ -42,6 +42,14 @@ ADDED = 3
 """ids of the tokenizer that the model on disk has no rows for"""
 DEEP = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
 """28 million weights, none of them more than a fiftieth."""
+RUNS = [
+    *((family, kind) for family in FAMILIES for kind in ("whole", "sharded")),
+    *(("llama", kind) for kind in ("offloaded", "layers")),
+    *((name, kind) for name in ADAPTERS for kind in ("whole", "layers")),
+    ("lora", "sharded"),
+]
+QUICK = [run for run in RUNS if run[0] in ("llama", "gpt2", "dora") and run[1] != "offloaded"]
+"""those of `make test`"""
 KINDS: dict[str, dict[str, Any]] = {
     "whole": {"zero_stage": 3},
     "sharded": {"zero_stage": 3},
@@ -174,16 +182,13 @@ def memory(folder: Path) -> dict[str, Any]:
     return found
 
 
-def runs(folder: Path) -> dict[str, Any]:
+def runs(folder: Path, chosen: list[str]) -> dict[str, Any]:
     # Tensors of 64 KiB and more have mappings of their own, which go back to the system at once.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     found: dict[str, Any] = {"memory": memory(folder)}  # first: training keeps what it has had
-    for family in FAMILIES:
-        for kind in ("whole", "sharded", *(("offloaded", "layers") if family == "llama" else ())):
-            found[f"{family} {kind}"] = trained(folder, family, kind)
-    for name, spec in ADAPTERS.items():
-        for kind in ("whole", "layers", *(("sharded",) if name == "lora" else ())):
-            found[f"{name} {kind}"] = trained(folder, "llama", kind, spec)
+    for run in chosen:
+        what, _, kind = run.partition(" ")
+        found[run] = trained(folder, what if what in FAMILIES else "llama", kind, ADAPTERS.get(what))
     for kind in FROZEN:
         found[f"frozen {kind}"] = scores(folder, kind)
     for kind in ("whole", "sharded", "layers"):
@@ -194,7 +199,7 @@ def runs(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     with collectives.process_group(timeout_s=60):
-        seen = runs(place)
+        seen = runs(place, sys.argv[2:])
         if collectives.is_main():
             torch.save(seen, place / "seen.pt")
     stage_process.end_well()

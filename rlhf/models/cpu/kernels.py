@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+SOURCES = ("blocks.h", "one_token.cpp", "rows.cpp")
+"""in cpp/: what both begin with, and the two kinds of operations"""
+
 
 def products(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     """x [..., K] times each weight [N_i, K], transposed, plus its bias [N_i], concatenated: [..., sum of N_i].
@@ -68,7 +71,7 @@ def fits(*operands: Tensor) -> bool:
 def for_one_token(dtype: torch.dtype) -> bool:
     """Whether `products` and `attend` are correct on this machine. The first call compiles them; the binary is cached
     on disk."""
-    if dtype not in (torch.float32, torch.bfloat16) or not _compiled("one_token.cpp"):
+    if dtype not in (torch.float32, torch.bfloat16) or not _compiled():
         return False
     x, weight, q, k, v = _random_tensors(dtype, (3, 1, 40), (50, 40), (2, 6, 1, 40), (2, 2, 21, 40), (2, 2, 21, 40))
     visible = torch.arange(21).expand(2, 1, 1, 21) > 2
@@ -83,7 +86,7 @@ def for_one_token(dtype: torch.dtype) -> bool:
 @functools.cache
 def for_rows(dtype: torch.dtype) -> bool:
     """Whether `attend_rows` is correct on this machine; only for bf16. The first call compiles it."""
-    if dtype != torch.bfloat16 or not _compiled("rows.cpp"):
+    if dtype != torch.bfloat16 or not _compiled():
         return False
     q, k, v = _random_tensors(dtype, (1, 6, 90, 40), (1, 2, 90, 40), (1, 2, 90, 40))
     try:
@@ -104,22 +107,22 @@ def _close(result: Tensor, expected: Tensor) -> bool:
 
 
 @functools.cache
-def _compiled(name: str) -> bool:
+def _compiled() -> bool:
+    """Whether the files in cpp/ compile: as one text, because torch's headers take most of the time."""
     if platform.machine() != "x86_64":
         return False
     from torch._inductor.codecache import CppCodeCache
 
     folder = Path(__file__).parent / "cpp"
-    source = "\n".join((folder / file).read_text(encoding="utf-8") for file in ("blocks.h", name))
+    source = "\n".join((folder / file).read_text(encoding="utf-8") for file in SOURCES)
     try:
         CppCodeCache.load(source, device_type="cpu", needs_vec_isa=True, extra_flags=("-ftree-loop-vectorize",))
     except (RuntimeError, OSError) as error:
         errors = [line for line in str(error).splitlines() if "error: " in line] or [str(error).strip()]
-        warnings.warn(f"{name} does not compile, so slower operations of torch are used: {errors[0]}", stacklevel=2)
+        warnings.warn(f"{folder} does not compile, so slower operations of torch are used: {errors[0]}", stacklevel=2)
         return False
-    if name == "one_token.cpp":
-        torch.library.register_fake("rlhf::products", products_shape)
-        torch.library.register_fake("rlhf::attend", lambda q, *_: q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3]))
+    torch.library.register_fake("rlhf::products", products_shape)
+    torch.library.register_fake("rlhf::attend", lambda q, *_: q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3]))
     return True
 
 

@@ -14,12 +14,10 @@ from rlhf.distributed.zero3 import Shards, gather_weights, is_sharded
 from rlhf.errors import UserError
 from rlhf.models.load import load_causal_lm
 from tests.support import forked_ranks, tiny
+from tests.support.choice import includes_long, marked_long
 from tests.support.engine_runs import EPS, ROUNDING, apart
-from tests.support.sharded_ranks import ADAPTERS, ADDED, FAMILIES, FROZEN, FROZEN_ROWS, HEAD, make
+from tests.support.sharded_ranks import ADDED, FAMILIES, FROZEN, FROZEN_ROWS, HEAD, QUICK, RUNS, make
 
-LLAMA = [("llama", kind) for kind in ("sharded", "offloaded", "layers")]
-OTHERS = [(family, "sharded") for family in FAMILIES[1:]]
-ADAPTED = [("lora", "sharded"), *((name, "layers") for name in ADAPTERS)]
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|lm_head)\.weight$")
 
 
@@ -31,13 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> dict[str, Any]:
-    forked_ranks.run("tests.support.sharded_ranks", str(folder))
+def two(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    runs = RUNS if includes_long(request) else QUICK
+    forked_ranks.run("tests.support.sharded_ranks", str(folder), *(" ".join(run) for run in runs))
     found: dict[str, Any] = torch.load(folder / "seen.pt")
     return found
 
 
-@pytest.mark.parametrize(("what", "kind"), [*LLAMA, *OTHERS, *ADAPTED])
+@pytest.mark.parametrize(("what", "kind"), [marked_long(run, QUICK) for run in RUNS if run[1] != "whole"])
 def test_training_equals_that_of_a_model_loaded_whole(what: str, kind: str, two: dict[str, Any]) -> None:
     expected, found = two[f"{what} whole"], two[f"{what} {kind}"]
     assert all(torch.equal(one, other) for one, other in zip(expected["tokens"], found["tokens"], strict=True))
@@ -47,7 +46,7 @@ def test_training_equals_that_of_a_model_loaded_whole(what: str, kind: str, two:
     assert apart(expected["last"], expected["first"]) > 1e-3  # something was learned
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [marked_long(family, dict(QUICK)) for family in FAMILIES])
 def test_what_is_saved_is_what_was_read_and_the_rows_added_are_the_mean(
     family: str, two: dict[str, Any], folder: Path
 ) -> None:

@@ -18,6 +18,7 @@ from rlhf.supervised.runner import batches_for
 from tests.rlhf.engine import test_ema
 from tests.rlhf.engine.test_ema import require_average
 from tests.support import engine_runs, forked_ranks, players, reward_runs, tiny
+from tests.support.choice import includes_long, marked_long
 from tests.support.engine_ranks import AVERAGED, NAN, RANKED, SCORED
 from tests.support.engine_runs import (
     BF16_LOSS,
@@ -248,8 +249,7 @@ def test_an_error_inside_inference_leaves_an_engine_that_trains(plain: dict[str,
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("two") / "runs.pt"
-    long = any(item.path == request.path and item.get_closest_marker("long") for item in request.session.items)
-    names = players.PARITY if long else players.QUICK
+    names = players.PARITY if includes_long(request) else players.QUICK
     forked_ranks.run("tests.support.engine_ranks", str(out), *names)
     found: dict[str, Any] = torch.load(out)
     return found
@@ -320,9 +320,7 @@ def test_nan_on_one_rank_stops_both_with_equal_weights(kind: int | str, two: dic
     require_left_out(first, str(suspect))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in players.QUICK else pytest.mark.long) for name in players.PARITY]
-)
+@pytest.mark.parametrize("name", [marked_long(name, players.QUICK) for name in players.PARITY])
 def test_step_3_on_two_ranks_is_that_of_one(name: str, two: dict[str, Any], tmp_path: Path) -> None:
     """A gradient, whose norm is clipped to 1, is off by at most ORDERS, and AdamW by learning rate / epsilon = 1 times
     that in each step."""

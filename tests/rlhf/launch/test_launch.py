@@ -236,6 +236,7 @@ def test_two_ranks_end_well_every_time(program: str) -> None:
     assert [int(launcher.run(program, [body], 2)) for _ in range(10)] == [0] * 10
 
 
+@pytest.mark.faults
 @LINUX
 def test_a_stage_ends_with_a_launcher_that_was_killed(program: str, tmp_path: Path) -> None:
     stage = STAGE

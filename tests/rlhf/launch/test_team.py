@@ -170,6 +170,7 @@ def chain(program: str, port: int, body: str, folder: Path) -> Iterator[BaseProc
     process.join()
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("killed", ["leader", "follower"])
 def test_nothing_outlives_a_leader_or_a_follower_that_was_killed(program: str, here: Path, killed: str) -> None:

@@ -1,4 +1,4 @@
-// What the other files begin with: they are compiled one by one, each with this text before it.
+// What the other files begin with: kernels.py compiles all of them as one text, this one first.
 //
 // Products are oneDNN's for small blocks (brgemm), in fp32 whatever goes in: the left operand is read as it lies, the
 // right one in an order of its own, which `turn` and others make.

@@ -139,7 +139,12 @@ def test_rows_beyond_the_tokens_are_refused() -> None:
 
 
 @torch._inductor.config.patch(emulate_precision_casts=False)
-def test_a_compiled_model_scores_and_learns_with_them_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiler", ["traced", pytest.param("c++", marks=pytest.mark.long)])
+def test_a_compiled_model_scores_and_learns_with_them_as_without(
+    compiler: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiler == "traced":
+        request.getfixturevalue("traced")
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler here")
     lm, rows = tiny.causal_lm("llama", std=0.05).bfloat16(), tiny.sequences([12, 40, 17, 31], prompts=[3, 9, 1, 8])
@@ -192,14 +197,12 @@ def test_where_the_source_does_not_compile_it_says_so_once(tmp_path: Path, monke
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler here")
     (tmp_path / "cpp").mkdir()
-    for name in ("blocks.h", "one_token.cpp"):
+    for name in kernels.SOURCES:
         (tmp_path / "cpp" / name).write_text("no C++")
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
     kernels.for_one_token.cache_clear(), kernels._compiled.cache_clear()
     try:
-        with pytest.warns(
-            UserWarning, match="one_token.cpp does not compile, so slower operations of torch are used: .*error: "
-        ):
+        with pytest.warns(UserWarning, match="cpp does not compile, so slower operations of torch are used: .*error: "):
             assert not kernels.for_one_token(torch.float32)
         assert not kernels.for_one_token(torch.bfloat16)
     finally:
