@@ -42,8 +42,9 @@ def program(default: str) -> str:
 
 
 def loading(what: str, argv: Sequence[str], silent: bool = False) -> None:
-    """Print that libraries are being loaded, which takes seconds. Nothing is printed if they are already loaded, or if
-    `argv` only asks for a text such as --help."""
+    """Print that libraries are being loaded, which takes seconds, and turn off their log lines. Nothing is printed if
+    they are already loaded, or if `argv` only asks for a text such as --help."""
+    quiet_logs()
     if not silent and "torch" not in sys.modules and not {"--help", "-h", "--help-all", "--print-config"} & {*argv}:
         status(f"{what}: loading libraries")
 
@@ -161,6 +162,16 @@ def metrics_line(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
+def quiet_logs() -> None:
+    """Turn off log lines of libraries below errors. Imports none of them: some log while they are imported."""
+    for name in ("DeepSpeed", "deepspeed", "torch.distributed", "huggingface_hub", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).addFilter(_is_error)  # not a level: DeepSpeed sets its own when it is imported
+
+
+def _is_error(line: logging.LogRecord) -> bool:
+    return line.levelno >= logging.ERROR
+
+
 def quiet_libraries() -> None:
     """Turn off the libraries' own progress bars, notices and warnings."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -172,7 +183,5 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    for name in ("DeepSpeed", "deepspeed", "torch.distributed", "huggingface_hub", "bitsandbytes.backends.cpu.ops"):
-        # A filter, not a level: DeepSpeed sets its own level when it is imported.
-        logging.getLogger(name).addFilter(lambda line: line.levelno >= logging.ERROR)
+    quiet_logs()
     warnings.filterwarnings("ignore", module=r"(torch|deepspeed|transformers|peft|datasets)(\.|$)")

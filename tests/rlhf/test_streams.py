@@ -1,10 +1,13 @@
-"""stdout that breaks: a text that is printed ends early, a run goes on."""
+"""stdout that breaks: a text that is printed ends early, a run goes on. And what libraries may log."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from rlhf import console
 
 ROOT = Path(__file__).parents[2]
 MANY = "[print('x' * 80) for i in range(5000)]"
@@ -32,3 +35,12 @@ def test_a_text_ends_and_a_run_goes_on(program: str, shell: str, code: int, told
     ended = subprocess.run(["bash", "-c", command], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (code, told)
     assert program is TEXT or (tmp_path / "end").read_text() == "done\n"
+
+
+def test_a_library_that_logs_while_it_is_imported_is_heard_of_errors_only(caplog: pytest.LogCaptureFixture) -> None:
+    """bitsandbytes advises users of new CPUs to install another package, while peft imports it."""
+    console.loading("train.py", ["--help"])
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("install more")
+    logger.error("this failed")
+    assert [record.message for record in caplog.records] == ["this failed"]
