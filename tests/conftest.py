@@ -51,7 +51,6 @@ FIRST = (
     "rlhf/training/test_going_on_otherwise.py",
     "rlhf/plan/test_choose.py",
     "rlhf/training/test_going_on.py",
-    "rlhf/chain/test_security_run.py",
     "rlhf/generation/test_vllm.py",
     "step3_ppo/test_stage.py",
     "rlhf/evaluation/test_evaluate.py",

@@ -31,6 +31,7 @@ from rlhf.training.checks import check_engine
 from step2_reward.__main__ import main as reward_main
 from tests.contracts.test_adapters import disturbed, greatest, logprobs
 from tests.support import tiny
+from tests.support.choice import marked_long
 
 ROWS = tiny.sequences([9, 12, 7, 11], prompts=[3, 4, 1, 2])
 PROMPTS = tiny.prompts([3, 5, 4])
@@ -57,6 +58,9 @@ ROUNDED = {"pissa", "olora", "orthogonal", "hra"}
 """methods that start at the model up to rounding: numbers that cancel are added and taken away"""
 WHOLE = {"loha"}
 """methods that need whole weights while they wrap, and are refused under ZeRO-3"""
+
+QUICK = {"lora", "dora", "pissa", "boft", "ia3", "ln_tuning", "loha", "trainable_tokens"}
+"""methods that train in `make test`: one of each kind of parameters"""
 
 each = pytest.mark.parametrize("method", METHODS)
 
@@ -156,7 +160,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@each
+@pytest.mark.parametrize("method", [marked_long(method, QUICK) for method in METHODS])
 def test_training_resume_saving_and_shards(method: str, base: str, tmp_path: Path) -> None:
     engine = policy_engine(method)
     before = {name: weight.detach().clone() for name, weight in engine.module.named_parameters()}

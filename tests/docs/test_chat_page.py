@@ -92,6 +92,7 @@ def rlhf(patch: pytest.MonkeyPatch, command: str, *more: str) -> None:
     assert errors.run_as_user(cli.main) == 0, command
 
 
+@pytest.mark.long
 def test_from_a_chat_to_the_next_reward_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     single, compare, web, reward, serve = commands()
     Person(monkeypatch)

@@ -18,7 +18,7 @@ import yaml
 from rlhf.chain import command as train
 
 ROOT = Path(train.__file__).parents[2]
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 SECRETS = {
     "HF_TOKEN": "hf_test123",

@@ -69,7 +69,7 @@ ROWS: dict[int, tuple[str, ...]] = {
 
 
 def test_every_fault_has_tests_and_they_exist() -> None:
-    require_collected(ROWS)
+    require_collected(ROWS, in_faults=["rlhf/chain/test_security_run.py"])
 
 
 @pytest.fixture
