@@ -5,14 +5,23 @@ from itertools import islice
 from typing import Any
 
 from data.batches import Batches
+from data.build.encode import Prompt
+from data.dataset import PromptDataset
 from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import Tolerance
-from step3_ppo.config import IterationOptions
+from step3_ppo.config import IterationOptions, Step3Config
 
 
 def iterations(options: IterationOptions) -> int:
     """Rollout-update cycles of the whole run."""
     return options.total_episodes // options.batch_size
+
+
+def computed_tokens(config: Step3Config, prompts: PromptDataset[Prompt]) -> float:
+    """Tokens of all prompts and responses of the run, once for each pass of actor and critic; sampling and scoring take
+    about as long as one more pass of both."""
+    row = float(prompts.row_lengths.mean()) + config.response_length
+    return iterations(config) * config.batch_size * row * 2 * (config.num_ppo_epochs + 1)
 
 
 class Schedule:

@@ -24,6 +24,7 @@ from rlhf.engine.training import compute_dtype
 from rlhf.errors import UserError
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.adapter_files import base_of
+from rlhf.plan.compile_choice import choose_compiler
 from rlhf.report.verdict import stage_verdict
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
@@ -51,7 +52,7 @@ from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
 from step3_ppo.models import Models, set_up
 from step3_ppo.plan import workload
 from step3_ppo.rollout import generate, nonfinite, score, scores_by_source
-from step3_ppo.schedule import Schedule, iterations
+from step3_ppo.schedule import Schedule, computed_tokens, iterations
 from step3_ppo.update import Learners, update
 from step3_ppo.warnings import Limits, Watch
 
@@ -196,6 +197,7 @@ def run(config: Step3Config) -> None:
     collectives.set_ranks_per_share(config.tensor_parallel_size)
     user_config, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
+    config = choose_compiler(config, STAGE.name, str(config.actor_model), computed_tokens(config, prompts))
     with open_run(STAGE, user_config, stage_status, input_paths(user_config)) as stage:
         status(f"{STAGE.name}: loading the models")
         models = set_up(config, tokenizer)

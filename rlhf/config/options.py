@@ -81,6 +81,10 @@ class RunOptions(Config):
     """start from a model that was trained with another chat template, and continue with this one"""
 
 
+Flag = Annotated[bool | None, tyro.conf.DisallowNone]
+"""An optional flag: --name, --no-name, or neither."""
+
+
 class EngineOptions(Config):
     """Precision, sharding and memory of a trained model."""
 
@@ -119,8 +123,9 @@ class EngineOptions(Config):
     for a model that does not fit otherwise; generation is then many times slower"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
-    torch_compile: bool = False
-    """compile (torch.compile, C++): training and rollouts 1.4 times as fast on CPUs, after 10 to 120 s; ZeRO 0 to 2"""
+    torch_compile: Flag = None
+    """compile (torch.compile, C++): training and rollouts 1.4 times as fast on CPUs, after 10 to 120 s; ZeRO 0 to 2. By
+    default, on in runs on CPUs that are long enough to repay that"""
     adapter: str | None = None
     """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16 (docs/adapters.md); it brings
     its own default learning rates. none = train all weights"""
@@ -150,8 +155,6 @@ def effective_stage(options: EngineOptions, b: int, ranks: int) -> int:
     return options.zero_stage if b == 4 and not options.offload_optimizer else max(1, options.zero_stage)
 
 
-Flag = Annotated[bool | None, tyro.conf.DisallowNone]
-"""An optional flag: --name, --no-name, or neither."""
 E = TypeVar("E", bound=EngineOptions)
 
 

@@ -23,6 +23,7 @@ from rlhf.engine.ema import BestWeights
 from rlhf.engine.training import Engine
 from rlhf.hub.short_names import resolve
 from rlhf.models.splitting import check_split, shares
+from rlhf.plan.compile_choice import choose_compiler
 from rlhf.plan.forecast import Workload
 from rlhf.report.verdict import stage_verdict
 from rlhf.storage.manifests import planned_start, resolve_model_path
@@ -139,10 +140,12 @@ class Supervised(Generic[C]):
         model_path = resolve_model_path(config.model, *FOLDERS)
         batches = batches_for(data.train, config, (collectives.data_rank(), collectives.data_world_size()))
         total = batches.steps(config.num_train_epochs)
+        tokens = float(data.train.row_lengths.sum()) * total / batches.steps(1)
         with open_run(self.declaration, config, stage_status, {"model": model_path}) as run:
             run.describe(data, tokenizer)
             status(f"{name}: loading the model")
-            learner = self.load(config, model_path, tokenizer, data, total)
+            compiled = choose_compiler(config, name, model_path, tokens)
+            learner = self.load(compiled, model_path, tokenizer, data, total)
             if config.adapter is not None:
                 console.say(f"{name}: {adapters.describe_rates(config)}")
             if config.dropout:  # ranks have different rows, so they drop different activations

@@ -122,7 +122,7 @@ def test_what_is_named_exists(path: Path) -> None:
     }
     options = ours | {name.split(".")[-1] for name in option_names(train.chain_config([]))}
     for option in re.findall(r"`--([\w.-]*\w)", text):
-        assert option.split(".")[-1].replace("_", "-") in options, option
+        assert option.split(".")[-1].replace("_", "-").removeprefix("no-") in options, option
     for file in re.findall(
         r"(?<![\w/])(?:configs|rlhf|data|step\d_\w+|docs|tests)/[\w/.-]*\w(?:\.yaml|\.py|\.md)", text
     ):

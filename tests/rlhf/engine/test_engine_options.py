@@ -121,17 +121,15 @@ def test_models_of_step_3_are_held_each_its_own_way() -> None:
     assert (actor.zero_stage, actor.offload_param, actor.gradient_checkpointing) == (3, True, True)
     assert (critic.zero_stage, critic.offload_param, critic.gradient_checkpointing) == (2, False, False)
     assert type(actor) is type(ppo) and actor.learning_rate == ppo.learning_rate
-    assert ppo.reference.beside(actor) == FrozenOptions(
-        zero_stage=3, offload=True, gather_whole=True, torch_compile=False, quantize="none"
-    )
+    assert ppo.reference.beside(actor) == FrozenOptions(zero_stage=3, offload=True, gather_whole=True, quantize="none")
     assert ppo.reward_models.beside(critic) == FrozenOptions(
-        zero_stage=0, offload=False, gather_whole=True, torch_compile=False, quantize="none"
+        zero_stage=0, offload=False, gather_whole=True, quantize="none"
     )
 
 
 def test_what_is_set_for_a_frozen_model_stands() -> None:
     trained = EngineOptions(zero_stage=3, gather_whole=False)
-    follows = FrozenOptions(zero_stage=3, gather_whole=False, torch_compile=False, quantize="none")
+    follows = FrozenOptions(zero_stage=3, gather_whole=False, quantize="none")
     assert FrozenOptions().beside(trained) == follows
     assert FrozenOptions(zero_stage=0).beside(trained).zero_stage == 0
     assert FrozenOptions(zero_stage=3).beside(EngineOptions(zero_stage=1)).zero_stage == 3

@@ -1,0 +1,65 @@
+"""Whether a run compiles its layers, where the user sets neither --torch-compile nor --no-torch-compile.
+
+The choice depends on options, model, data and machine only: a run that is resumed has the same one. On GPUs nothing
+is compiled unasked: it was not measured there.
+"""
+
+import torch
+from transformers import PretrainedConfig
+
+from rlhf import console
+from rlhf.config.options import E
+from rlhf.distributed import collectives
+from rlhf.engine.training import compute_dtype
+from rlhf.errors import UserError
+from rlhf.models.load import load_config
+from rlhf.plan.forecast import DTYPES
+from rlhf.plan.machine import describe_machine
+from rlhf.plan.options import PlanOptions
+from rlhf.training.checks import check_engine
+
+START_S = 120.0
+"""seconds that compiling takes the first time on a machine; with the compiler's cache it takes 10 to 30"""
+SAVED = 0.28
+"""share of the time that compiled layers save on CPUs: 1 - 1 / 1.4 (docs/results.md)"""
+FAMILIES = frozenset({
+    "opt", "gpt2", "gpt_neo", "gptj", "llama", "qwen2", "qwen3", "bloom", "gpt_neox", "mistral", "mixtral", "gemma2",
+    "falcon", "mpt", "gpt_bigcode", "qwen3_moe", "gemma", "gemma3_text",
+})  # fmt: skip
+"""types of models whose compiled layers tests compare with eager ones (docs/models.md)"""
+
+
+def choose_compiler(options: E, stage: str, model_path: str, tokens: float) -> E:
+    """The options with `torch_compile` chosen if it is not set. Prints a line if the layers are compiled.
+
+    tokens: of all rows of the run, counted once for each forward and backward pass
+    """
+    if options.torch_compile is not None:
+        return options
+    chosen = options.model_copy(update={"torch_compile": True})
+    if not _repays(chosen, load_config(model_path), tokens):
+        return options
+    console.say(f"{stage}: layers are compiled, which repays its start in a run this long (--no-torch-compile: off)")
+    return chosen
+
+
+def _repays(options: E, model: PretrainedConfig, tokens: float) -> bool:
+    """Whether the layers can be compiled, and the time that this saves is at least twice START_S."""
+    device = collectives.local_device()
+    if device.type != "cpu" or model.model_type not in FAMILIES:
+        return False
+    ranks = collectives.world_size()
+    machine = describe_machine(PlanOptions(device="cpu", devices=ranks), ranks)
+    flops = ranks * machine.flops(DTYPES[compute_dtype(options, torch.device("cpu"))])
+    if SAVED * 6 * weights(model) * tokens / flops < 2 * START_S:
+        return False
+    try:
+        check_engine(options)
+    except UserError:
+        return False
+    return True
+
+
+def weights(model: PretrainedConfig) -> float:
+    """About the number of weights that a token meets: 12 d^2 in a layer, and the head's."""
+    return model.hidden_size * (12.0 * model.hidden_size * model.num_hidden_layers + model.vocab_size)
