@@ -19,6 +19,7 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "preview": ("data.preview.command", (), "the rows of your data as a model will see them"),
     "report": ("rlhf.chain.report", (), "one page on what runs did, and whether it worked"),
     "evaluate": ("rlhf.evaluation.evaluate", (), "which of several policies is better on the prompts of a file"),
+    "evaluate-reward": ("step2_reward.evaluate_reward", (), "how well reward models order the pairs of a file"),
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
     "chat": ("rlhf.chain.chat", (), "talk to the policies of a run, compare them, and vote"),
     "serve": ("rlhf.chain.serve", (), "policies of a run behind an HTTP interface like OpenAI's"),
@@ -48,7 +49,7 @@ def require_own_packages() -> None:
 
 def usage() -> str:
     """The text of `rlhf --help`."""
-    verbs = "".join(f"  {verb:<10}{description}\n" for verb, (_, _, description) in VERBS.items())
+    verbs = "".join(f"  {verb:<16}{description}\n" for verb, (_, _, description) in VERBS.items())
     return f"usage: rlhf VERB [options]\n\n{verbs}\nrlhf VERB --help lists the options of a verb."
 
 

@@ -15,7 +15,7 @@ from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine
-from rlhf.maths import losses
+from rlhf.maths import losses, preferences
 from rlhf.models.scalar import ScalarModel, score_separately
 from rlhf.storage import disk
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
@@ -37,26 +37,28 @@ def evaluate(
 ) -> Metrics:
     """Accuracy, loss and scores on held-out pairs, over all ranks. The pairs of one ranked list count as one pair.
 
-    scores_file: where rank 0 writes the scores of all pairs, for the report's histogram and calibration
+    scores_file: where rank 0 writes the scores of all pairs and their gaps in length, for the report
     """
     share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
     weights = dataset.weights.tolist()
     groups = length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), config.micro_batch_size)
     scores: list[Tensor] = []
+    length_gaps: list[Tensor] = []
     with reward.inference() as model:
         for rows in groups:
             batch = pair_batch([dataset[share[i]] for i in rows], pad_id)
             scores.append(pair_scores(model, batch)[0])
-    by_pair = torch.cat(scores).tolist()
-    scored = [[*pair, weights[share[i]]] for pair, i in zip(by_pair, torch.cat(groups).tolist(), strict=True)]
+            length_gaps.append(batch.chosen.lengths - batch.rejected.lengths)
+    by_pair, gaps, order = torch.cat(scores).tolist(), torch.cat(length_gaps).tolist(), torch.cat(groups).tolist()
+    scored = [[*pair, weights[share[i]], gap] for pair, gap, i in zip(by_pair, gaps, order, strict=True)]
     scored_of_all_ranks = torch.tensor([pair for part in collectives.gather_shares(scored) for pair in part])
-    pairs, (chosen, rejected, weight) = scored_of_all_ranks[:, :2], scored_of_all_ranks.unbind(1)
+    pairs, (chosen, rejected, weight, length_gap) = scored_of_all_ranks[:, :2], scored_of_all_ranks.unbind(1)
     require_finite(pairs, config.learning_rate)
     count = float(dataset.batch_elements)
     loss, metrics = losses.pairwise_logistic(chosen, rejected, count=count, weight=weight)
     console.say(score_histogram(pairs))
     if scores_file is not None and collectives.is_main():
-        names, columns = ("chosen", "rejected", "weight"), scored_of_all_ranks.T.tolist()
+        names, columns = ("chosen", "rejected", "weight", "length_gap"), scored_of_all_ranks.T.tolist()
         disk.write_json(scores_file, dict(zip(names, columns, strict=True)))
     return {
         "eval_accuracy": metrics["accuracy"].item(),
@@ -64,7 +66,22 @@ def evaluate(
         "eval_margin": metrics["margin"].item(),
         "eval_score_mean": pairs.mean().item(),
         "eval_score_std": pairs.std(correction=0).item(),
+        **_reliability(chosen - rejected, weight, length_gap),
     }
+
+
+def _reliability(gaps: Tensor, weight: Tensor, length_gap: Tensor) -> Metrics:
+    """Calibration error, the accuracy of length alone, and the accuracy where that rule is right and wrong. All [N]."""
+    right, longer = preferences.in_order(gaps), preferences.in_order(length_gap)
+    metrics = {
+        "eval_ece": preferences.calibration_error(preferences.calibration(gaps)),
+        "eval_length_rule": ((weight * longer).sum() / weight.sum()).item(),
+    }
+    for name, part in {"longer": length_gap > 0, "shorter": length_gap < 0}.items():
+        if part.any():
+            share = (weight * right)[part].sum() / weight[part].sum()
+            metrics[f"eval_accuracy_if_{name}"] = share.item()
+    return metrics
 
 
 def require_finite(pairs: Tensor, learning_rate: float) -> None:

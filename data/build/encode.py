@@ -46,6 +46,8 @@ class Preference:
     """tokens of the prompt, at least 1"""
     margin: float | None = None
     """how much better the chosen side is: the row's column `margin`"""
+    subset: str = ""
+    """the group of pairs that it is evaluated with: the row's column `subset`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,9 @@ class RowEncoder:
             raise Unusable("equal sides after truncation")
         margin = row.columns.get("margin")
         margin = float(margin) if isinstance(margin, int | float) else None
-        return Preference((*fitted.ids, *chosen), (*fitted.ids, *rejected), len(fitted.ids), margin), cut
+        subset = row.columns.get("subset")
+        subset = str(subset) if isinstance(subset, str | int) else ""
+        return Preference((*fitted.ids, *chosen), (*fitted.ids, *rejected), len(fitted.ids), margin, subset), cut
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         for row, ids in zip(rows, self._prompt_ids(rows), strict=True):

@@ -309,14 +309,18 @@ class RowWriter:
             self._texts = []
 
 
+PAIR_COLUMNS = ("margin", "subset")
+"""columns that a pair keeps"""
+
+
 def row_to_json(row: Row, phase: Phase) -> str:
-    """A row as JSON, reduced to what the phase needs: only ppo keeps group and columns, for reward functions.
+    """A row as JSON, reduced to what the phase needs: only ppo keeps group and all columns, for reward functions.
 
     Raises: UserError for a column that JSON cannot hold.
     """
     group, columns = row.group, row.columns
     if phase != "ppo":
-        group, columns = "", {k: v for k, v in columns.items() if k == "margin"}
+        group, columns = "", {k: v for k, v in columns.items() if k in PAIR_COLUMNS}
     prompt = [[message.role, message.content] for message in row.prompt]
     try:
         return JSON_ENCODER.encode([prompt, row.response, row.rejected, group, columns])

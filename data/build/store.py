@@ -33,6 +33,7 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
             "chosen": ids,
             "rejected": ids,
             "margin": datasets.Value("float32"),
+            "subset": datasets.Value("string"),
             "shorter": datasets.Value("int32"),
         },
         "ppo": {"ids": ids, "row": datasets.Value("string")},
@@ -62,7 +63,7 @@ def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -
 
 EMPTY_COLUMNS: dict[Phase, dict[str, Any]] = {
     "sft": {"ids": [], "spans": [], "length": 0},
-    "reward": {"prompt": [], "chosen": [], "rejected": [], "margin": None, "length": 0, "shorter": 0},
+    "reward": {"prompt": [], "chosen": [], "rejected": [], "margin": None, "subset": "", "length": 0, "shorter": 0},
     "ppo": {"ids": [], "row": "", "length": 0},
 }
 
@@ -78,6 +79,7 @@ def _phase_columns(item: Item, text: str, cut: Truncation) -> dict[str, Any]:
         "chosen": item.chosen[start:],
         "rejected": item.rejected[start:],
         "margin": item.margin,
+        "subset": item.subset,
         "length": max(len(item.chosen), len(item.rejected)),
         "shorter": min(len(item.chosen), len(item.rejected)),
     }
@@ -92,7 +94,7 @@ def to_item(phase: Phase, columns: dict[str, Any]) -> Item:
         return Prompt(tuple(columns["ids"]), row_from_json(columns["row"]))
     prompt = columns["prompt"]
     sides = (*prompt, *columns["chosen"]), (*prompt, *columns["rejected"])
-    return Preference(*sides, len(prompt), columns["margin"])
+    return Preference(*sides, len(prompt), columns["margin"], columns["subset"])
 
 
 class EncodeBatch:

@@ -33,6 +33,8 @@ LABELS = {"true": True, "1": True, True: True, "false": False, "0": False, False
 PAIR, SINGLE, NO_RESPONSE = 2, 1, 0
 """how many responses a record of a shape has; a ranked list counts as a pair"""
 SIDES = ("chosen", "rejected")
+NAMED = ("margin", "subset")
+"""columns of a pair with a meaning of their own"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +110,32 @@ def _list_shapes() -> str:
 
 def _read_pair(
     prompt_column: str, record: Record, location: str, extra: dict[str, Any], columns: tuple[str, str] = SIDES
-) -> Row:
+) -> Row | Ranked:
+    if any(map(_is_several, map(record.__getitem__, columns))):
+        return _read_sides_of_several(prompt_column, record, location, extra, columns)
     before, chosen, rejected = _read_sides(record, location, columns)
     prompt = join_prompt(record, prompt_column, before, location)
     chosen, rejected = (strip_speaker(record, prompt_column, response) for response in (chosen, rejected))
     return Row(prompt, chosen, rejected, first_user_text(prompt), _read_margin(extra, location))
+
+
+def _is_several(value: object) -> bool:
+    """Whether a side of a pair is a list of responses, and not one response as a list of messages."""
+    return isinstance(value, list) and bool(value) and not isinstance(value[0], dict)
+
+
+def _read_sides_of_several(
+    prompt_column: str, record: Record, location: str, extra: dict[str, Any], columns: tuple[str, str]
+) -> Ranked:
+    """Several responses on one side, as in best-of-4 files: each chosen response with each rejected one."""
+    responses: list[tuple[str, float]] = []
+    for column, rating in zip(columns, (1.0, 0.0), strict=True):
+        values = record[column] if _is_several(record[column]) else [record[column]]
+        elements = {f"{column}[{i}]": value for i, value in enumerate(values)}
+        texts = (read_response(elements, name, location)[1] for name in elements)
+        responses += [(strip_speaker(record, prompt_column, text), rating) for text in texts]
+    prompt = read_prompt(record, prompt_column, location)
+    return Ranked(prompt, tuple(responses), first_user_text(prompt), _read_margin(extra, location))
 
 
 def _read_pair_without_prompt(record: Record, location: str, extra: dict[str, Any]) -> Row:
@@ -137,7 +160,7 @@ def _read_pair_without_prompt(record: Record, location: str, extra: dict[str, An
 def _names_another_prompt(record: Record, extra: dict[str, Any]) -> bool:
     """Whether the prompt of a pair may be elsewhere than at the beginning of two texts."""
     has_texts = all(isinstance(record[side], str) for side in SIDES)
-    other_texts = [name for name, value in extra.items() if isinstance(value, str) and name != "margin"]
+    other_texts = [name for name, value in extra.items() if isinstance(value, str) and name not in NAMED]
     return not has_texts or _is_dialogue(record["chosen"]) or bool(other_texts)
 
 
@@ -154,7 +177,7 @@ def _common_words(first: str, second: str) -> str:
     return common.rstrip()
 
 
-def _read_voted(record: Record, location: str, extra: dict[str, Any]) -> Row:
+def _read_voted(record: Record, location: str, extra: dict[str, Any]) -> Row | Ranked:
     """Two responses and a person's preference. Raises: Unusable for a tie, and if the preference is empty."""
     vote = read_optional_text(record, "preference", location).strip().lower()
     if vote in ("", "tie"):

@@ -1,15 +1,15 @@
-"""What the programs of this room share: their options, read and checked before libraries are imported. Torch-free."""
+"""What the programs that evaluate share: their options, read and checked before libraries are imported. Torch-free."""
 
 import sys
 from collections.abc import Callable
 from typing import TypeVar
 
 from rlhf import console
-from rlhf.config import parser
+from rlhf.config import Config, parser
 from rlhf.config.options import PromptFileOptions
 from rlhf.errors import UserError
 
-C = TypeVar("C", bound=PromptFileOptions)
+C = TypeVar("C", bound=Config)
 
 
 def read_options(cls: type[C], name: str, description: str, check: Callable[[C], None]) -> C:

@@ -149,13 +149,13 @@ def _with_half_width(interval: Interval) -> str:
     return f"{interval.mean:.4g} ± {(interval.high - interval.low) / 2:.2g}"
 
 
-def markdown(tables: Sequence[Table]) -> str:
+def markdown(tables: Sequence[Table], note: str = NOTE) -> str:
     """The tables in Markdown, and a note on how to read them."""
     sections = []
     for title, columns, rows in tables:
         lines = [columns, tuple("---" for _ in columns), *rows]
         sections.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines))
-    return "\n\n".join([*sections, NOTE]) + "\n"
+    return "\n\n".join([*sections, note]) + "\n"
 
 
 def _markdown_cell(text: str) -> str:
@@ -195,7 +195,7 @@ def _write(
     """
     content = {
         "policies": [
-            _json_value(asdict(s)) | {"path": model_path, "manifest_sha256": manifests.manifest_digest(model_path)}
+            json_value(asdict(s)) | {"path": model_path, "manifest_sha256": manifests.manifest_digest(model_path)}
             for s, model_path in zip(results, comparison.policies.values(), strict=True)
         ],
         "reference": comparison.reference,
@@ -235,8 +235,10 @@ def sample_rows(comparison: Comparison, responses: dict[str, Responses]) -> list
     return rows
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """The value with None for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
-        return {name: _json_value(inner) for name, inner in value.items()}
+        return {name: json_value(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

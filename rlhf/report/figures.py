@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from rlhf.config.declaration import Curve, Declaration, Frontier
-from rlhf.maths.intervals import win_rate_interval
+from rlhf.maths import preferences
+from rlhf.maths.intervals import Interval
 from rlhf.pages.charts import COLOURS, MOST_POINTS, Chart, Mark, Point, Series, is_smoothed
 from rlhf.pages.histogram import histogram
 from rlhf.report.meanings import Meaning, read_meanings
 from rlhf.report.records import RunRecord, StageRecord, number
 
-CALIBRATION_BINS = 6
 Stages = Sequence[tuple[int, str, StageRecord]]
 """(colour, name of the run, its record of one stage)"""
 
@@ -147,7 +147,7 @@ def _exploitation(frontier: Frontier, record: StageRecord) -> Iterable[Mark]:
 
 
 def reward_model(stages: Stages) -> list[Figure]:
-    """The score histogram and the calibration of each reward model that has written its held-out scores."""
+    """The histogram, calibration and accuracy by length of each reward model that has written its held-out scores."""
     figures = []
     for _, run, record in stages:
         scores = record.pair_scores
@@ -158,6 +158,8 @@ def reward_model(stages: Stages) -> list[Figure]:
         chart = histogram(f"Scores of held-out pairs{suffix}", "score", groups, wide=True)
         figures += [Figure(chart)] if chart is not None else []
         figures.append(Figure(calibration(scores, f"Calibration{suffix}")))
+        if scores.get("length_gap"):
+            figures.append(Figure(accuracy_by_length(scores, f"Accuracy by length{suffix}")))
     return figures
 
 
@@ -166,23 +168,33 @@ def calibration(scores: dict[str, Any], title: str = "Calibration") -> Chart:
 
     A calibrated model has P(preferred) = sigmoid(score difference) (Bradley-Terry), and lies on the diagonal.
     """
-    difference = torch.tensor(scores["chosen"], dtype=torch.float64) - torch.tensor(scores["rejected"]).double()
-    predicted, right = torch.sigmoid(difference.abs()), (difference.sign() + 1) / 2
-    bins = ((predicted - 0.5) * 2 * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
-    points = []
-    error = 0.0
-    for number_of_bin in range(CALIBRATION_BINS):
-        inside = bins == number_of_bin
-        count = int(inside.sum())
-        if not count:
-            continue
-        share, mean = right[inside].mean().item(), predicted[inside].mean().item()
-        error += count / len(bins) * abs(share - mean)
-        interval = win_rate_interval(right[inside])
-        points.append(Point(mean, share, label=f"{count} pairs", y_bounds=(interval.low, interval.high)))
+    gaps = _gaps(scores)
+    bins = preferences.calibration(gaps)
+    points = [_share_point(each.predicted, each.observed, each.pairs) for each in bins]
     return Chart(
         title, "predicted share in the right order", (Series("observed", tuple(points), 0, "dots"),), "observed",
-        caption=f"On the diagonal a score difference means what it says. Mean distance from it: {error:.3f} "
-        f"({len(bins)} pairs).",
+        caption="On the diagonal a score difference means what it says. Mean distance from it: "
+        f"{preferences.calibration_error(bins):.3f} ({len(gaps)} pairs).",
         x_range=(0.5, 1.0), y_range=(0.0, 1.05), diagonal=True, wide=True,
     )  # fmt: skip
+
+
+def accuracy_by_length(scores: dict[str, Any], title: str = "Accuracy by length") -> Chart:
+    """The share of pairs in the right order, in ranges of the gap in length of the chosen and the rejected response."""
+    length_gaps = torch.tensor(scores["length_gap"]).long()
+    bins = preferences.accuracy_by_length(_gaps(scores), length_gaps, torch.arange(len(length_gaps)))
+    points = [_share_point((each.low + each.high) / 2, each.accuracy, each.pairs) for each in bins]
+    return Chart(
+        title, "chosen - rejected, tokens", (Series("observed", tuple(points), 0, "dots"),), "share in the right order",
+        (Mark(0.5, "guessing", horizontal=True),),
+        "Each range has about as many pairs. A score that follows length is wrong on the left and right on the right.",
+        y_range=(0.0, 1.05), wide=True,
+    )  # fmt: skip
+
+
+def _gaps(scores: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(scores["chosen"], dtype=torch.float64) - torch.tensor(scores["rejected"]).double()
+
+
+def _share_point(x: float, share: Interval, pairs: int) -> Point:
+    return Point(x, share.mean, label=f"{pairs} pairs", y_bounds=(share.low, share.high))

@@ -18,6 +18,7 @@ from rlhf.evaluation.pairs import PairsConfig
 from rlhf.launch.supervisor import EXPLAINED
 from step1_sft import __main__ as sft
 from step2_reward import __main__ as reward
+from step2_reward.evaluation_options import EvaluateRewardConfig
 from step3_ppo import __main__ as ppo
 
 ROOT = Path(train.__file__).parents[2]
@@ -33,6 +34,7 @@ READMES = [
 CONFIGS: dict[str, Any] = {
     "data.preview": PreviewConfig,
     "rlhf evaluate": EvaluateConfig,
+    "rlhf evaluate-reward": EvaluateRewardConfig,
     "rlhf pairs": PairsConfig,
     "rlhf chat": ChatOptions,
 }

@@ -30,7 +30,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
     assert rlhf("rewad", "--seed", "1") == (
         2,
         "",
-        said + "preview, report, evaluate, pairs, chat, serve, export, push\n",
+        said + "preview, report, evaluate, evaluate-reward, pairs, chat, serve, export, push\n",
     )
 
 
@@ -38,7 +38,8 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
     ("verb", "option"),
     {
         "train": "--ppo.kl-coef", "plan": "--ppo.kl-coef", "sft": "--loss-on", "reward": "--model", "ppo": "--kl-coef",
-        "preview": "--phases", "report": "--output", "evaluate": "--prompts", "pairs": "--prompts",
+        "preview": "--phases", "report": "--output", "evaluate": "--prompts", "evaluate-reward": "--formatting-rows",
+        "pairs": "--prompts",
         "chat": "--compare", "serve": "--api-key", "export": "--merge", "push": "--private",
     }.items(),
 )  # fmt: skip

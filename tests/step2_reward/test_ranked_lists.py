@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from data.build.pipeline import batch_elements
@@ -31,6 +32,16 @@ def ranks() -> Iterator[None]:
         yield
 
 
+def calibration_error(sides: Tensor) -> float:
+    """Over six ranges of the predicted share, the distance of the sums of predicted and right pairs."""
+    gaps = sides.double().view(-1, 2)[:, 0] - sides.double().view(-1, 2)[:, 1]
+    predicted, error = torch.sigmoid(gaps.abs()), 0.0
+    for low in range(6):
+        inside = (predicted >= 0.5 + low / 12) & (predicted < 0.5 + (low + 1) / 12)
+        error += abs((gaps[inside] > 0).sum().item() - predicted[inside].sum().item())
+    return error / len(gaps)
+
+
 @pytest.mark.parametrize(("pair_scores", "micro"), [(score_separately, 3), (score_joined, 40)], ids=["apart", "joined"])
 def test_each_prompt_weighs_the_same_as_equation_1_says(
     tmp_path: Path, pair_scores: Any, micro: int, monkeypatch: pytest.MonkeyPatch
@@ -51,13 +62,18 @@ def test_each_prompt_weighs_the_same_as_equation_1_says(
     assert max(sizes) == min(micro, sum(PAIRS))
     assert [len(list(comparisons(record))) for record in records()] == PAIRS
     model = reward_runs.scalar_model().double()
-    losses, plain, accuracies, margins, sides = [], [], [], [], []
+    losses, plain, accuracies, margins, sides, longer = [], [], [], [], [], []
+    by_length: dict[str, list[tuple[float, bool]]] = {"longer": [], "shorter": []}
     for record in records():
         pairs = list(scores_of(model, record))
         losses.append(sum(CENTERING * (c + r) ** 2 - logsigmoid(c - r - m) for c, r, m in pairs) / len(pairs))
         plain.append(sum(-logsigmoid(c - r) for c, r, _ in pairs) / len(pairs))
         accuracies.append(sum(float(c > r) for c, r, _ in pairs) / len(pairs))
         margins.append(sum(c.item() - r.item() for c, r, _ in pairs) / len(pairs))
+        lengths = [len(better.split()) - len(worse.split()) for better, worse, _ in comparisons(record)]
+        longer.append(sum(0.5 * (gap > 0) + 0.5 * (gap >= 0) for gap in lengths) / len(lengths))
+        for gap, (c, r, _) in zip(lengths, pairs, strict=True):
+            by_length["longer" if gap > 0 else "shorter"] += [(1 / len(pairs), bool(c > r))] if gap else []
         sides += [side.item() for c, r, _ in pairs for side in (c, r)]
     loss = torch.stack(losses).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
@@ -67,8 +83,14 @@ def test_each_prompt_weighs_the_same_as_equation_1_says(
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=EPS)
     assert metrics["accuracy"] == pytest.approx(sum(accuracies) / len(accuracies), abs=EPS)
     assert metrics["margin"] == pytest.approx(sum(margins) / len(margins), abs=EPS)
+    assert found["before"].pop("eval_ece") == pytest.approx(calibration_error(torch.tensor(sides)), abs=EPS)
     assert found["before"] == pytest.approx(
         {
+            "eval_length_rule": sum(longer) / len(longer),
+            **{
+                f"eval_accuracy_if_{name}": sum(w * right for w, right in found) / sum(w for w, _ in found)
+                for name, found in by_length.items()
+            },
             "eval_accuracy": metrics["accuracy"],
             "eval_loss": torch.stack(plain).mean().item(),
             "eval_margin": metrics["margin"],

@@ -43,6 +43,18 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
         {"prompt": [SYSTEM, ASK], "chosen": [ONE], "rejected": [TWO]},
         Row(dialogue("s: s", "u: q"), "good", "bad", "q"),
     ),
+    "several responses on one side": (
+        {"prompt": "q", "chosen": ["good"], "rejected": ["bad", [TWO], "worse"], "subset": "x", "id": 7},
+        Ranked(Q, (("good", 1.0), ("bad", 0.0), ("bad", 0.0), ("worse", 0.0)), "q", {"subset": "x", "id": 7}),
+    ),
+    "several responses beside one": (
+        {"question": "q", "chosen": ["good", "fine"], "rejected": "bad"},
+        Ranked(Q, (("good", 1.0), ("fine", 1.0), ("bad", 0.0)), "q"),
+    ),
+    "two texts that begin alike, of a subset": (
+        {"chosen": "it is good", "rejected": "it is bad", "subset": "x"},
+        Row(dialogue("u: it is"), " good", " bad", "it is", {"subset": "x"}),
+    ),
     "a pair without a prompt": ({"chosen": [*MORE, ONE], "rejected": [*MORE, TWO]}, Row(LONG, "good", "bad", "q")),
     "a pair after a conversation": (
         {"conversations": shared(MORE), "chosen": shared([ONE])[0], "rejected": shared([TWO])[0]},

@@ -272,6 +272,12 @@ def test_calibration_and_histogram_by_hand() -> None:
     assert [(round(p.x, 3), p.y, p.label) for p in observed.points] == [
         (0.622, 1.0, "1 pairs"), (0.731, 0.0, "1 pairs"), (0.881, 1.0, "1 pairs"), (0.982, 1.0, "1 pairs"),
     ]  # fmt: skip
+    [by_length] = figures.accuracy_by_length(scores | {"length_gap": [-3.0, -1.0, 4.0, 4.0]}).series
+    assert [(p.x, p.y, p.label) for p in by_length.points] == [
+        (-3, 1.0, "1 pairs"),
+        (-1, 0.0, "1 pairs"),
+        (4, 1.0, "2 pairs"),
+    ]
     chart = histogram("x", "score", [("all", 0, [0.0, 0.0, 24.0])])
     assert chart is not None
     counts = {point.x: point.y for point in chart.series[0].points if point.y}

@@ -1,0 +1,35 @@
+"""`rlhf evaluate-reward`: how well one or several reward models order the pairs of a file."""
+
+from rlhf.errors import UserError, run_as_user
+from rlhf.evaluation.programs import read_options
+from step2_reward.evaluation_options import EvaluateRewardConfig
+
+NAME = "python -m rlhf evaluate-reward"
+
+
+def check_required(options: EvaluateRewardConfig) -> None:
+    """Raises: UserError if an option without a default is missing."""
+    if not options.models:
+        raise UserError("rlhf evaluate-reward: got no model, expected MODEL ... --data-path PATH ...")
+    if not options.data_path:
+        raise UserError("--data-path: not given, expected sources of pairs, e.g. pairs.jsonl")
+
+
+def main() -> int:
+    """Exit code 2 for a user's mistake, 3 for a score that is not finite; each prints one line on stderr."""
+    options = read_options(EvaluateRewardConfig, NAME, "Evaluate reward models on pairs.", check_required)
+    from rlhf.engine.nonfinite import NonFiniteError
+    from rlhf.launch.supervisor import NON_FINITE
+    from rlhf.training.stage_process import give_up
+    from step2_reward import pair_scores, reward_results
+
+    try:
+        reward_results.require_output(options)
+        reward_results.report_results(options, pair_scores.score_models(options))
+    except NonFiniteError as error:
+        give_up(f"error: {error}", NON_FINITE)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_as_user(main))

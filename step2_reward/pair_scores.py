@@ -1,0 +1,205 @@
+"""The scores of several reward models on the pairs of several sources, read as training reads them."""
+
+import gc
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from data.batches import pair_batch
+from data.build.encode import Preference
+from data.config import DataOptions
+from data.dataset import PromptDataset, Recipe, open_datasets
+from rlhf import console
+from rlhf.config.options import EngineOptions, FrozenOptions
+from rlhf.distributed import collectives
+from rlhf.engine.frozen import FrozenEngine
+from rlhf.engine.nonfinite import NonFiniteError
+from rlhf.engine.training import compute_dtype
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
+from rlhf.models.load import require_context
+from rlhf.models.scalar import ScalarModel, load_scalar_model, score_separately
+from rlhf.storage.manifests import resolve_model_path
+from rlhf.text.encoder import id_count
+from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
+from rlhf.types import length_groups
+from step2_reward.evaluation_options import EvaluateRewardConfig
+
+FORMATTING = ("a space at the end", "a line break at the end", "no white space at the ends", "no blank lines")
+"""changes of a response that change nothing for a reader"""
+
+
+def change_white_space(text: str, change: str) -> str:
+    """A response after one of the changes FORMATTING."""
+    match change:
+        case "a space at the end":
+            return text + " "
+        case "a line break at the end":
+            return text + "\n"
+        case "no white space at the ends":
+            return text.strip()
+        case _:
+            return re.sub(r"\n\s*\n", "\n", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Reformatted:
+    """Pairs whose responses have other white space. n of the N pairs."""
+
+    pairs: Tensor
+    """their numbers, long [n]"""
+    changed: Tensor
+    """which of their sides have other tokens, bool [n, 2]; at least one of each pair"""
+    scores: Tensor
+    """of both sides after the change, float64 [n, 2]"""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceScores:
+    """N pairs of one source, and one model's scores of them."""
+
+    model: str
+    data_path: str
+    scores: Tensor
+    """of the chosen and the rejected response, float64 [N, 2]"""
+    lengths: Tensor
+    """tokens of the two responses, long [N, 2]"""
+    elements: Tensor
+    """long [N]; the pairs of one ranked list have one number"""
+    subsets: tuple[str, ...]
+    """[N]; empty if the data have no column of that name"""
+    reformatted: Mapping[str, Reformatted]
+    """by the name of the change"""
+    dropped: Mapping[str, int]
+    """reason -> rows that were left out"""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The pairs of one source in the ids of a tokenizer."""
+
+    data_path: str
+    dataset: PromptDataset[Preference]
+    reformatted: Mapping[str, tuple[list[int], list[Preference]]]
+    """by the name of a change: the numbers of the pairs that it changes, and these pairs changed"""
+
+
+def score_models(options: EvaluateRewardConfig) -> list[SourceScores]:
+    """The scores of all models on all sources, model by model. One model at a time is in memory.
+
+    Raises: UserError for a model or data that cannot be read, and for models whose tokenizers differ; NonFiniteError.
+    """
+    paths = {model: resolve(resolve_model_path(model, "model", "critic")) for model in options.models}
+    if len(paths) < len(options.models):
+        raise UserError(f"rlhf evaluate-reward: got a model twice in {' '.join(options.models)}, expected each once")
+    tokenizer = _common_tokenizer(paths, options.chat_template)
+    sources = [encode(path, options, tokenizer) for path in options.data_path]
+    for path in paths.values():
+        require_context(path, max(int(source.dataset.lengths.max()) for source in sources))
+    dtype = compute_dtype(EngineOptions(dtype=options.dtype), collectives.local_device())
+    scored = []
+    for name, path in paths.items():
+        console.status(f"scoring with {name}")
+        engine = FrozenEngine(load_scalar_model(path, dtype, id_count(tokenizer)), FrozenOptions(zero_stage=0), dtype)
+        with engine.inference() as model:
+            scored += [_score_source(name, model, source, options, tokenizer.pad_token_id) for source in sources]
+        del engine, model
+        gc.collect()  # before the next model is loaded: modules with hooks are reference cycles
+    return scored
+
+
+def _common_tokenizer(paths: Mapping[str, str], chat_template: str) -> PreTrainedTokenizerBase:
+    tokenizers = {name: prepare_tokenizer(load_tokenizer(path), chat_template) for name, path in paths.items()}
+    first, *others = tokenizers
+    for other in others:
+        if not same_ids(tokenizers[first], tokenizers[other]):
+            raise UserError(
+                f"reward models {first} and {other}: got different tokenizers or chat templates, expected one, because "
+                "models are compared on the same tokens; evaluate each by itself"
+            )
+    return tokenizers[first]
+
+
+def encode(data_path: str, options: EvaluateRewardConfig, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    """All usable pairs of a source, by the reader of training. Raises: UserError."""
+    same = ("chat_template", "max_prompt_length", "max_length", "truncate", "max_dropped", "skip_bad_rows")
+    data = DataOptions(
+        data_path=(data_path,),
+        data_split=(0, 1, 0),
+        eval_fraction=0.0,
+        max_eval_rows=0,
+        max_train_rows=options.max_rows,
+        **{name: getattr(options, name) for name in (*same, "data_workers", "data_cache")},
+    )
+    dataset: PromptDataset[Preference] = open_datasets(data, Recipe("reward"), tokenizer).train
+    template, rows = Template(tokenizer), dataset[: options.formatting_rows]
+    changes = {change: reformat(rows, template, change, options.max_length) for change in FORMATTING}
+    return Encoded(data_path, dataset, changes)
+
+
+def reformat(
+    pairs: Sequence[Preference], template: Template, change: str, max_length: int
+) -> tuple[list[int], list[Preference]]:
+    """The numbers of the pairs of which `change` changes a token, and these pairs with both responses changed.
+
+    A response that was cut, or whose ids do not come back from its text, stays as it is; so does one that would be
+    longer than `max_length` with its prompt.
+    """
+    numbers, changed = [], []
+    for number, pair in enumerate(pairs):
+        prompt = pair.chosen[: pair.prompt_length]
+        sides = []
+        for side in (pair.chosen, pair.rejected):
+            ids = list(side[pair.prompt_length :])
+            text = template.response_text(ids)
+            other = (
+                template.response_ids(change_white_space(text, change)) if template.response_ids(text) == ids else ids
+            )
+            sides.append((*prompt, *other) if len(prompt) + len(other) <= max_length else side)
+        if (*sides,) != (pair.chosen, pair.rejected):
+            numbers.append(number)
+            changed.append(replace(pair, chosen=sides[0], rejected=sides[1]))
+    return numbers, changed
+
+
+def _score_source(
+    name: str, model: ScalarModel, source: Encoded, options: EvaluateRewardConfig, pad_id: int
+) -> SourceScores:
+    items = source.dataset[:]
+    scores = score_pairs(model, items, options.micro_batch_size, pad_id)
+    nonfinite = int((~scores.isfinite()).any(1).sum())
+    if nonfinite:
+        raise NonFiniteError(
+            f"reward model '{name}': scores of {nonfinite} of {len(scores)} pairs of {source.data_path} are not finite"
+        )
+    reformatted = {}
+    for change, (numbers, pairs) in source.reformatted.items():
+        before = [items[number] for number in numbers]
+        changed = [[x.chosen != y.chosen, x.rejected != y.rejected] for x, y in zip(before, pairs, strict=True)]
+        after = score_pairs(model, pairs, options.micro_batch_size, pad_id)
+        sides = torch.tensor(changed, dtype=torch.bool).view(-1, 2)
+        reformatted[change] = Reformatted(torch.tensor(numbers, dtype=torch.long), sides, after)
+    elements = source.dataset.elements
+    return SourceScores(
+        model=name,
+        data_path=source.data_path,
+        scores=scores,
+        lengths=torch.tensor([[len(side) - x.prompt_length for side in (x.chosen, x.rejected)] for x in items]),
+        elements=torch.arange(len(items)) if elements is None else torch.from_numpy(elements.copy()),
+        subsets=tuple(item.subset for item in items) if any(item.subset for item in items) else (),
+        reformatted=reformatted,
+        dropped=source.dataset.dropped,
+    )
+
+
+def score_pairs(model: ScalarModel, pairs: Sequence[Preference], micro_batch_size: int, pad_id: int) -> Tensor:
+    """The scores of the chosen and the rejected side, float64 [N, 2] on the CPU; pairs of similar length together."""
+    if not pairs:
+        return torch.zeros(0, 2, dtype=torch.float64)
+    groups = length_groups(torch.tensor([max(len(x.chosen), len(x.rejected)) for x in pairs]), micro_batch_size)
+    scores = [score_separately(model, pair_batch([pairs[i] for i in rows], pad_id))[0] for rows in groups]
+    return torch.cat(scores).double().cpu()[torch.cat(groups).argsort()]

@@ -1,0 +1,305 @@
+"""The results of reward models on pairs: numbers, tables, and files."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhf import console
+from rlhf.errors import UserError
+from rlhf.evaluation.batch_generation import require_writable
+from rlhf.evaluation.comparison import RESULTS
+from rlhf.evaluation.results_table import Table, json_value, markdown
+from rlhf.hub.short_names import resolve
+from rlhf.maths import preferences
+from rlhf.maths.intervals import Interval
+from rlhf.maths.preferences import CalibrationBin, Ensemble, LengthBin
+from rlhf.storage import disk, manifests
+from step2_reward.evaluation_options import EvaluateRewardConfig
+from step2_reward.pair_scores import SourceScores
+
+ALL = "all"
+"""the name of all sources together"""
+NOTE = (
+    "Accuracy: the share of pairs whose chosen response has the higher score; a tie is one half, and the pairs of "
+    "one list of responses count as one pair. Intervals are 95 %. Longer: the accuracy of preferring the longer "
+    "response; length rule: of the better of 'longer' and 'shorter'. Correlation: of the gaps in score and in "
+    "length (tokens). Lists: the share of the lists whose pairs are all in the right order; of one chosen and "
+    "several rejected responses, the best-of-n accuracy. Loss: -log sigmoid(gap). ECE: expected calibration error "
+    "of sigmoid(gap). Shift: mean change of the score of a changed response, in standard deviations of all scores. "
+    "Reordered: share of the changed pairs whose order changes."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A part of the pairs."""
+
+    pairs: int
+    accuracy: Interval
+    lists: Interval | None
+    """lists of which all pairs are in the right order; None if there are no lists"""
+
+
+@dataclass(frozen=True, slots=True)
+class Formatting:
+    """The effect of other white space in the responses."""
+
+    pairs: int
+    """pairs of which the change changes a token"""
+    shift: float | None
+    """mean absolute change of the score of a changed response, in standard deviations of all scores; None: no pair"""
+    reordered: float | None
+    """share of these pairs whose order changes"""
+
+
+@dataclass(frozen=True, slots=True)
+class PairResults:
+    """The results of one model on one source, or on all."""
+
+    model: str
+    source: str
+    whole: Group
+    loss: float
+    """mean of -log sigmoid(gap), nats per pair"""
+    longer: float
+    """accuracy of preferring the longer response"""
+    length_rule: float
+    """accuracy of the better of "the longer" and "the shorter" response"""
+    length_correlation: float | None
+    calibration_error: float
+    by_length: list[LengthBin]
+    calibration: list[CalibrationBin]
+    subsets: dict[str, Group]
+    formatting: dict[str, Formatting]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Several models on all pairs, as an ensemble."""
+
+    agreement: list[list[float]]
+    """share of pairs that two models order alike, [M, M]"""
+    ensemble: Ensemble
+
+
+def pair_results(scored: SourceScores) -> PairResults:
+    """All numbers of one model on the pairs of one source."""
+    gaps, length_gaps = (values[:, 0] - values[:, 1] for values in (scored.scores, scored.lengths))
+    rule = preferences.length_rule(gaps, length_gaps, scored.elements)
+    bins = preferences.calibration(gaps)
+    rows_by_subset: dict[str, list[int]] = {}
+    for row, subset in enumerate(scored.subsets):
+        rows_by_subset.setdefault(subset, []).append(row)
+    return PairResults(
+        model=scored.model,
+        source=scored.data_path,
+        whole=_group(gaps, scored.elements),
+        loss=-preferences.by_element(logsigmoid(gaps), scored.elements).mean().item(),
+        longer=rule.longer,
+        length_rule=rule.best,
+        length_correlation=rule.correlation,
+        calibration_error=preferences.calibration_error(bins),
+        by_length=preferences.accuracy_by_length(gaps, length_gaps, scored.elements),
+        calibration=bins,
+        subsets={name: _group(gaps[rows], scored.elements[rows]) for name, rows in sorted(rows_by_subset.items())},
+        formatting={name: _formatting(scored, name) for name in scored.reformatted},
+    )
+
+
+def _group(gaps: Tensor, elements: Tensor) -> Group:
+    accuracy, lists = preferences.accuracy(gaps, elements), preferences.list_accuracy(gaps, elements)
+    return Group(len(gaps), accuracy, lists)
+
+
+def _formatting(scored: SourceScores, name: str) -> Formatting:
+    after = scored.reformatted[name]
+    if not len(after.pairs):
+        return Formatting(0, None, None)
+    before, deviation = scored.scores[after.pairs], scored.scores.std(correction=0).item()
+    shift = (after.scores - before).abs()[after.changed].mean().item()
+    orders = [(scores[:, 0] - scores[:, 1]).sign() for scores in (before, after.scores)]
+    reordered = (orders[0] != orders[1]).double().mean().item()
+    return Formatting(len(before), shift / deviation if deviation else None, reordered)
+
+
+def together(sources: Sequence[SourceScores]) -> SourceScores:
+    """One model's scores on the pairs of all sources."""
+    first, *others = sources
+    if not others:
+        return first
+    starts = torch.tensor([0, *(int(each.elements.max()) + 1 for each in sources)]).cumsum(0).tolist()
+    rows = torch.tensor([0, *(len(each.elements) for each in sources)]).cumsum(0).tolist()
+    reformatted = {}
+    for name, one in first.reformatted.items():
+        parts = [each.reformatted[name] for each in sources]
+        numbers = [part.pairs + row for part, row in zip(parts, rows, strict=False)]
+        sides = (torch.cat([getattr(part, field) for part in parts]) for field in ("changed", "scores"))
+        reformatted[name] = type(one)(torch.cat(numbers), *sides)
+    has_subsets = any(each.subsets for each in sources)
+    subsets = [subset for each in sources for subset in each.subsets or [each.data_path] * len(each.elements)]
+    return SourceScores(
+        model=first.model,
+        data_path=ALL,
+        scores=torch.cat([each.scores for each in sources]),
+        lengths=torch.cat([each.lengths for each in sources]),
+        elements=torch.cat([each.elements + start for each, start in zip(sources, starts, strict=False)]),
+        subsets=tuple(subsets) if has_subsets else (),
+        reformatted=reformatted,
+        dropped={},
+    )
+
+
+def members(whole: Sequence[SourceScores]) -> Members | None:
+    """Several models compared on all pairs; None for one model. whole: of each model, as of `together`"""
+    if len(whole) < 2:
+        return None
+    gaps = torch.stack([each.scores[:, 0] - each.scores[:, 1] for each in whole])
+    deviations = torch.stack([each.scores.std(correction=0) for each in whole])
+    ensemble = preferences.ensemble(gaps, deviations, whole[0].elements)
+    return Members(preferences.agreement(gaps).tolist(), ensemble)
+
+
+def tables(results: Sequence[PairResults], whole: Sequence[PairResults], group: Members | None) -> list[Table]:
+    """results: of each model on each source. whole: of each model on all sources"""
+    if len(results) > len(whole):
+        by_model = ((*(r for r in results if r.model == one.model), one) for one in whole)
+        results = [row for rows in by_model for row in rows]
+    result = [
+        _main_table(results),
+        _table(
+            "accuracy by gap in length",
+            ("model", "chosen - rejected, tokens", "pairs", "accuracy"),
+            ((one.model, _range(x), str(x.pairs), _share(x.accuracy)) for one in whole for x in one.by_length),
+        ),
+        _table(
+            "accuracy by subset",
+            ("model", "subset", "pairs", "accuracy", "lists"),
+            ((one.model, name, *_group_cells(part)) for one in whole for name, part in one.subsets.items()),
+        ),
+        _table(
+            "calibration: sigmoid(|gap|) against the share in the right order",
+            ("model", "predicted", "observed", "pairs"),
+            (
+                (one.model, f"{x.predicted:.3f}", _share(x.observed), str(x.pairs))
+                for one in whole
+                for x in one.calibration
+            ),
+        ),
+        _table(
+            "invariance to formatting",
+            ("model", "responses with", "pairs", "shift", "reordered"),
+            (
+                (one.model, change, str(x.pairs), _number(x.shift), _number(x.reordered))
+                for one in whole
+                for change, x in one.formatting.items()
+                if x.pairs
+            ),
+        ),
+        *([] if group is None else _member_tables([one.model for one in whole], group)),
+    ]
+    return [table for table in result if table[2]]
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
+    return title, tuple(columns), list(rows)
+
+
+def _main_table(results: Sequence[PairResults]) -> Table:
+    columns = (
+        "model", "source", "pairs", "accuracy", "lists", "longer", "length rule", "correlation", "loss", "ECE",
+    )  # fmt: skip
+    rows = (
+        (
+            r.model, r.source, *_group_cells(r.whole), f"{r.longer:.3f}", f"{r.length_rule:.3f}",
+            _number(r.length_correlation), f"{r.loss:.4f}", f"{r.calibration_error:.3f}",
+        )
+        for r in results
+    )  # fmt: skip
+    return _table("pairs in the right order, beside length alone", columns, rows)
+
+
+def _member_tables(models: Sequence[str], group: Members) -> list[Table]:
+    rows = ((one, *(f"{share:.3f}" for share in shares)) for one, shares in zip(models, group.agreement, strict=True))
+    e = group.ensemble
+    parts = ("-" if interval is None else _share(interval) for interval in (e.accuracy_unanimous, e.accuracy_divided))
+    columns = ("accuracy of the mean", "unanimous pairs", "accuracy on them", "accuracy on the others")
+    return [
+        _table("pairs that two models order alike", ("", *models), rows),
+        _table("the models as an ensemble", columns, [(_share(e.accuracy), f"{e.unanimous:.3f}", *parts)]),
+    ]
+
+
+def _group_cells(group: Group) -> tuple[str, str, str]:
+    return str(group.pairs), _share(group.accuracy), "-" if group.lists is None else _share(group.lists)
+
+
+def _share(interval: Interval) -> str:
+    return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _range(each: LengthBin) -> str:
+    return f"{each.low:+d}" if each.low == each.high else f"{each.low:+d} to {each.high:+d}"
+
+
+def report_results(options: EvaluateRewardConfig, scored: Sequence[SourceScores]) -> None:
+    """Print the tables; write all results if there is an output directory."""
+    by_model = {name: [*each] for name, each in groupby(scored, lambda one: one.model)}
+    whole_scores = [together(each) for each in by_model.values()]
+    results, whole = [pair_results(each) for each in scored], [pair_results(each) for each in whole_scores]
+    group = members(whole_scores)
+    result_tables = tables(results, whole, group)
+    for title, columns, rows in result_tables:
+        console.show_table(title, columns, rows)
+    console.say(NOTE)
+    for source in next(iter(by_model.values())):
+        if source.dropped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in source.dropped.items())
+            console.say(f"{source.data_path}: left out {reasons}")
+    if options.output is not None:
+        content = {
+            "models": [_provenance(model) for model in options.models],
+            "sources": [asdict(each) for each in results],
+            ALL: [asdict(each) for each in whole],
+            "members": None if group is None else asdict(group),
+            "options": options.model_dump(mode="json", exclude={"overwrite"}),
+            "versions": manifests.versions(),
+        }
+        _write(Path(options.output), content, markdown(result_tables, NOTE))
+
+
+def require_output(options: EvaluateRewardConfig) -> None:
+    """Create the output directory. Raises: UserError if it has results already, or is not writable."""
+    if options.output is None:
+        return
+    require_writable(Path(options.output), f"--output {options.output}")
+    if (Path(options.output) / RESULTS).exists() and not options.overwrite:
+        raise UserError(
+            f"--output {options.output}: has a {RESULTS} already; name another directory, or add --overwrite"
+        )
+
+
+def _provenance(model: str) -> dict[str, Any]:
+    path = resolve(manifests.resolve_model_path(model, "model", "critic"))
+    return {"model": model, "path": path, "manifest_sha256": manifests.manifest_digest(path)}
+
+
+def _write(output: Path, content: Mapping[str, Any], page: str) -> None:
+    """Write results.json last: if it exists, results.md is complete. Raises: UserError."""
+    try:
+        disk.write_text(output / "results.md", page)
+        disk.write_json(output / RESULTS, json_value(dict(content)))
+    except OSError as error:
+        raise UserError(
+            f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"
+        ) from None
+    console.say(f"wrote {RESULTS} and results.md into {output}")

@@ -1,0 +1,183 @@
+"""`rlhf evaluate-reward`: numbers of a small model against its scores row by row, files of several shapes, mistakes."""
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForSequenceClassification
+
+from data.build.encode import Preference
+from rlhf.maths import preferences
+from rlhf.models.scalar import HEAD
+from rlhf.storage import disk
+from rlhf.text.tokenizer import Template, prepare_tokenizer
+from rlhf.types import Message
+from step2_reward import evaluate_reward
+from step2_reward.pair_scores import Reformatted, SourceScores, reformat
+from step2_reward.reward_results import pair_results
+from tests.support import texts, tiny
+from tests.support.programs import Run, runner
+
+EPS = 1e-5
+"""of numbers near 1: some 100 operations in fp32 in a row, each of them off by 6e-8 at most"""
+LISTS = [
+    {"prompt": "w4 w5", "chosen": ["w6"], "rejected": ["w7 w8", "w9", "w10 w11 w12"], "subset": "facts"},
+    {"prompt": "w5 w6", "chosen": ["w9 w9"], "rejected": ["w7", "w20 w8", "w30"], "subset": "facts"},
+]
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": f"w{i} w40", "chosen": f"w{i + 20}", "rejected": " ".join([f"w{i + 3}"] * (i % 4 + 1)), "subset": "chat"}
+    for i in range(4, 16)
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two reward models that differ in their heads, and one with another tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {}
+    for seed, name in enumerate(("one", "two", "foreign")):
+        model = tiny.backbone()
+        model.save_pretrained(folder / name)
+        prefix = model.base_model_prefix
+        head = torch.randn(1, tiny.WIDTH, generator=torch.Generator().manual_seed(seed)) / math.sqrt(tiny.WIDTH)
+        state = {f"{prefix}.{key}": value for key, value in model.state_dict().items()} | {HEAD: head}
+        (folder / name / "model.safetensors").unlink()
+        disk.save_tensors(state, folder / name / "model.safetensors", {"format": "pt"})
+        tiny.tokenizer(reverse=name == "foreign").save_pretrained(folder / name)
+        made[name] = folder / name
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    for name, rows in {"lists": LISTS, "pairs": PAIRS}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    yield
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    transformers.utils.logging.set_verbosity_error()  # as the program does, but for this process
+    transformers.utils.logging.disable_progress_bar()
+    yield runner("evaluate-reward", evaluate_reward.main, monkeypatch, capsys)
+    transformers.utils.logging.set_verbosity_warning()
+    transformers.utils.logging.enable_progress_bar()
+
+
+@functools.cache
+def classifier(path: str) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
+
+
+def score(path: str, prompt: str, response: str) -> float:
+    """By transformers alone, of one row."""
+    ids = [tiny.BOS, *(int(word[1:]) for word in f"{prompt} {response}".split()), tiny.EOS]
+    with torch.no_grad():
+        return float(classifier(path)(torch.tensor([ids])).logits)
+
+
+def comparisons(rows: list[dict[str, Any]]) -> Iterator[tuple[int, str, str, str]]:
+    """(number of the row, prompt, better, worse) of each comparison."""
+    for number, row in enumerate(rows):
+        sides = [[row[side]] if isinstance(row[side], str) else row[side] for side in ("chosen", "rejected")]
+        for better in sides[0]:
+            for worse in sides[1]:
+                yield number, row["prompt"], better, worse
+
+
+def test_the_numbers_of_files_are_those_of_scores_row_by_row(run: Run, models: dict[str, Path], tmp_path: Path) -> None:
+    names = [str(models[name]) for name in ("one", "two")]
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("pairs", "lists")]
+    out = tmp_path / "out"
+    code, said, errors = run(*names, "--data-path", *files, "--dtype", "fp32", "--output", str(out))
+    assert (code, errors) == (0, "")
+    assert "accuracy by subset" in said and "pairs that two models order alike" in said
+    results = json.loads((out / "results.json").read_text())
+    assert [(one["model"], one["source"]) for one in results["sources"]] == [(m, f) for m in names for f in files]
+    gaps: dict[str, list[torch.Tensor]] = {}
+    for model in names:
+        for rows, source in zip((PAIRS, LISTS), files, strict=True):
+            compared = list(comparisons(rows))
+            gap = torch.tensor([score(model, p, b) - score(model, p, w) for _, p, b, w in compared])
+            elements = torch.tensor([number for number, *_ in compared])
+            lengths = torch.tensor([len(b.split()) - len(w.split()) for _, _, b, w in compared])
+            [found] = [one for one in results["sources"] if (one["model"], one["source"]) == (model, source)]
+            assert found["whole"]["pairs"] == len(gap) == (6 if rows is LISTS else 12)
+            assert found["whole"]["accuracy"]["mean"] == pytest.approx(preferences.accuracy(gap, elements).mean)
+            loss = preferences.by_element(torch.log1p(torch.exp(-gap)), elements).mean().item()
+            assert found["loss"] == pytest.approx(loss, abs=EPS)
+            rule = preferences.length_rule(gap, lengths, elements)
+            assert (found["longer"], found["length_rule"]) == pytest.approx((rule.longer, rule.best))
+            assert found["length_correlation"] == pytest.approx(rule.correlation, abs=1e-3)
+            assert [each["pairs"] for each in found["by_length"]] == [
+                each.pairs for each in preferences.accuracy_by_length(gap, lengths, elements)
+            ]
+            best_of_4 = None if rows is PAIRS else [bool((gap[elements == n] > 0).all()) for n in (0, 1)]
+            assert (found["whole"]["lists"] or {}).get("mean") == (best_of_4 and sum(best_of_4) / 2)
+            gaps.setdefault(model, []).append(gap)
+    whole = {one["model"]: one for one in results["all"]}
+    for model in names:
+        assert whole[model]["whole"]["pairs"] == 18
+        assert {name: part["pairs"] for name, part in whole[model]["subsets"].items()} == {"chat": 12, "facts": 6}
+        by_source = [one["whole"]["accuracy"]["mean"] for one in results["sources"] if one["model"] == model]
+        assert whole[model]["whole"]["accuracy"]["mean"] == pytest.approx((12 * by_source[0] + 2 * by_source[1]) / 14)
+    one, two = (torch.cat(gaps[name]).sign() for name in names)
+    assert results["members"]["agreement"][0][1] == pytest.approx(((1 + one * two) / 2).mean().item())
+    assert "| model | subset |" in (out / "results.md").read_text()
+
+
+def test_white_space_that_a_reader_does_not_see() -> None:
+    """Each change of each side has the tokens that an encoder gives the changed text; what was cut does not change."""
+    template = Template(prepare_tokenizer(texts.byte_tokenizer(), "human_assistant"))
+    prompt = template.prompt_ids([Message("user", "hi")])
+
+    def pair(chosen: str, rejected: str, cut: bool = False) -> Preference:
+        ids = [template.response_ids(chosen), template.response_ids(rejected)[: -1 if cut else None]]
+        return Preference((*prompt, *ids[0]), (*prompt, *ids[1]), len(prompt))
+
+    pairs = [pair("the\n\nend", "no"), pair(" the ", "yes", cut=True)]
+    changed = {
+        "a space at the end": [pair("the\n\nend ", "no "), pair(" the  ", "yes", cut=True)],
+        "a line break at the end": [pair("the\n\nend\n", "no\n"), pair(" the \n", "yes", cut=True)],
+        "no blank lines": [pair("the\nend", "no")],
+    }
+    for name, expected in changed.items():
+        assert reformat(pairs, template, name, 100) == (list(range(len(expected))), expected)
+    numbers, [stripped] = reformat(pairs, template, "no white space at the ends", 100)
+    assert numbers == [1] and template.response_text(stripped.chosen[len(prompt) :]) == "the"
+    assert reformat(pairs, template, "a space at the end", len(pairs[0].chosen))[1][0].chosen == pairs[0].chosen
+
+
+def test_the_effect_of_white_space_by_hand() -> None:
+    """Scores have the deviation 2. Of the second and the third pair one and two sides change, by 1, and by 4 and 0.5;
+    the order of the third one changes."""
+    scores = torch.tensor([[2.0, -2.0], [2.0, -2.0], [2.0, -2.0]], dtype=torch.float64)
+    after = torch.tensor([[1.0, -2.0], [-2.0, -1.5]], dtype=torch.float64)
+    changed = torch.tensor([[True, False], [True, True]])
+    change = Reformatted(torch.tensor([1, 2]), changed, after)
+    lengths = torch.tensor([[1, 2]] * 3)
+    scored = SourceScores("m", "d", scores, lengths, torch.arange(3), (), {"space": change}, {})
+    [found] = pair_results(scored).formatting.values()
+    assert (found.pairs, found.shift, found.reordered) == (2, pytest.approx(5.5 / 3 / 2), 0.5)
+
+
+def test_mistakes_of_the_user(run: Run, models: dict[str, Path], tmp_path: Path) -> None:
+    one, data = str(models["one"]), ("--data-path", str(tmp_path / "pairs.jsonl"))
+    for words, message in (
+        ((), "rlhf evaluate-reward: got no model, expected MODEL ... --data-path PATH ..."),
+        ((one,), "--data-path: not given, expected sources of pairs, e.g. pairs.jsonl"),
+        ((one, one, *data), f"got a model twice in {one} {one}, expected each once"),
+        ((one, str(models["foreign"]), *data), "got different tokenizers or chat templates, expected one"),
+    ):
+        code, _, errors = run(*words)
+        assert code == 2 and message in errors and errors.count("\n") == 1
+    (tmp_path / "results.json").touch()
+    code, _, errors = run(one, *data, "--output", str(tmp_path))
+    assert code == 2 and "has a results.json already; name another directory, or add --overwrite" in errors
