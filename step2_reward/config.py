@@ -1,8 +1,8 @@
 """Options and declaration of the reward model."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf.config.declaration import Curve, Declaration, ModelWords, Phase, ReportParts, Result
 from rlhf.supervised.options import SupervisedOptions
@@ -20,6 +20,7 @@ STAGE = Declaration(
             Curve("Loss", ("loss", "eval_loss"), (0.693147, "guessing")),
             Curve("Accuracy", ("accuracy", "eval_accuracy"), (0.5, "guessing")),
             Curve("Margin", ("margin", "eval_margin"), (0.0, "")),
+            Curve("Language-model loss", ("nll",)),
             Curve("Gradient norm", ("grad_norm",)),
             Curve("Learning rate", ("learning_rate",)),
             Curve("Speed", ("tokens_per_second",)),
@@ -56,5 +57,18 @@ class RewardConfig(SupervisedOptions):
     """peak learning rate of AdamW"""
     centering: float = Field(0.0, ge=0)
     """weight of (chosen + rejected)^2, which keeps scores near 0; 0.01 is a usual value"""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """share of the pairs whose sides are assumed to be swapped; it bounds the scores that noisy labels ask for"""
+    sft_coef: float = Field(0.0, ge=0)
+    """weight of the language-model loss on the chosen responses, through the model's own head (GRM), which is not
+    saved; above 0 both sides of a pair are computed in full"""
     keep_best: Literal["eval_accuracy", "eval_loss"] | None = None
     """metric of the evaluations of eval_every; the model with its best value is the result, not the last model"""
+
+    @model_validator(mode="after")
+    def _language_model_is_whole(self) -> Self:
+        splits = [name for name in ("tensor_parallel_size", "sequence_parallel_size") if getattr(self, name) > 1]
+        splits += ["share_trunk"] if self.share_trunk else []
+        if self.sft_coef and splits:
+            raise ValueError(f"sft_coef: expected no {splits[0]}, which does not support two heads on one model")
+        return self

@@ -1,5 +1,7 @@
 """The workload of reward-model training, for a plan."""
 
+from typing import Literal
+
 from rlhf.plan.forecast import ModelSpec, Workload
 from rlhf.supervised.workload import supervised_workload
 from step2_reward.config import STAGE, RewardConfig
@@ -12,6 +14,11 @@ RANKED = (
 
 
 def workload(config: RewardConfig, device: str, model_paths: dict[str, str]) -> Workload:
-    """Pairs whose sides have `max_length` tokens. model_paths: paths of the models of earlier stages"""
-    model = ModelSpec("reward model", model_paths.get("model", config.model), "scalar", config, config.adapter)
-    return supervised_workload(STAGE.name, config, device, model, sides=2, predicted=0, note=RANKED)
+    """Pairs whose sides have `max_length` tokens. model_paths: paths of the models of earlier stages
+
+    With sft_coef, the tokens of one of the two sides pass through the head of the language model.
+    """
+    kind: Literal["lm", "scalar"] = "lm" if config.sft_coef else "scalar"
+    model = ModelSpec("reward model", model_paths.get("model", config.model), kind, config, config.adapter)
+    predicted = config.max_length // 2 if config.sft_coef else 0
+    return supervised_workload(STAGE.name, config, device, model, sides=2, predicted=predicted, note=RANKED)

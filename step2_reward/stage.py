@@ -4,6 +4,8 @@ loss = -1/N sum log sigmoid(r(x, chosen) - r(x, rejected)), over the N pairs of 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,18 @@ from rlhf.engine.export import save_scalar
 from rlhf.engine.training import Engine, compute_dtype, shards_of
 from rlhf.maths import losses
 from rlhf.models import adapter_files, sequence_parallel
-from rlhf.models.load import set_dropout
-from rlhf.models.scalar import ScalarModel, ScoreStatistics, can_join, new_scalar_model, score_joined, score_separately
+from rlhf.models.load import load_causal_lm, set_dropout
+from rlhf.models.policy import ActorCritic
+from rlhf.models.scalar import (
+    ScalarModel,
+    ScoreStatistics,
+    can_join,
+    new_head,
+    new_scalar_model,
+    score_joined,
+    score_separately,
+    scores,
+)
 from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups, to_device
@@ -51,17 +63,50 @@ def train(
         computed_rows: list[Sequences | JoinedPairs] = []
 
         def loss(pairs: Pairs, count: Tensor = count, computed_rows: list[Any] = computed_rows) -> losses.Loss:
-            scores, rows = pair_scores(reward, pairs)
-            computed_rows.extend(rows)
-            chosen, rejected = scores.unbind(1)
-            margin, weight = (None if x is None else to_device(x, scores.device) for x in (pairs.margin, pairs.weight))
-            return losses.pairwise_logistic(chosen, rejected, margin, config.centering, count, weight)
+            margin, weight = (None if x is None else to_device(x, reward.device) for x in (pairs.margin, pairs.weight))
+            ranking = partial(
+                losses.pairwise_logistic,
+                margin=margin,
+                centering=config.centering,
+                count=count,
+                weight=weight,
+                label_smoothing=config.label_smoothing,
+            )
+            if not config.sft_coef:
+                side_scores, rows = pair_scores(reward, pairs)
+                computed_rows.extend(rows)
+                return ranking(side_scores[:, 0], side_scores[:, 1])
+            side_scores, [sides], logprobs = score_and_predict(reward, pairs)
+            computed_rows.append(sides)
+            nll = losses.chosen_nll(logprobs, to_device(sides.loss_mask[: len(pairs)], reward.device), weight, count)
+            value, metrics = ranking(side_scores[:, 0], side_scores[:, 1])
+            return value + config.sft_coef * nll, metrics | {"nll": nll.detach()}
 
         groups = length_groups(lengths[indices], config.micro_batch_size)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
         tokens = collectives.sum_over_ranks(torch.tensor(sum(int(rows.mask.sum()) for rows in computed_rows)))
-        numbers = {"tokens": float(tokens), "tokens_learned": 0.0}
+        learned = sum(int(rows.loss_mask.sum()) for rows in computed_rows if isinstance(rows, Sequences))
+        learned = int(collectives.sum_over_ranks(torch.tensor(learned))) if config.sft_coef else 0
+        numbers = {"tokens": float(tokens), "tokens_learned": float(learned)}
         yield {**metrics, **numbers, "padding": 0.0 if reward.module.packs else padding_share(computed_rows)}
+
+
+def score_and_predict(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences], Tensor]:
+    """Scores of the chosen and the rejected sides, [B, 2], and the log-probs of the chosen responses, [B, S].
+
+    model: an `ActorCritic`, or its engine. Also returns the rows that it computed, in which only tokens of chosen
+    responses are under the loss mask.
+    """
+    sides = pairs.stacked().trimmed()
+    is_chosen = torch.arange(len(sides))[:, None] < len(pairs)
+    sides = replace(sides, loss_mask=sides.loss_mask & is_chosen)
+    logprobs, _, scalars = model(sides)
+    return scores(scalars, sides.mask).view(2, -1).T, [sides], logprobs[: len(pairs)]
+
+
+def score_beside_head(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:
+    """The scores alone of an `ActorCritic`."""
+    return score_and_predict(model, pairs)[:2]
 
 
 def scoring(
@@ -69,6 +114,8 @@ def scoring(
 ) -> PairScores:
     """Score each pair in one row if that saves tokens and a test on the longest pairs shows that the model can do
     it."""
+    if config.sft_coef:
+        return score_beside_head
     tokens = dataset.row_lengths
     if tokens.shape[1] == 2:
         return score_separately
@@ -79,6 +126,19 @@ def scoring(
         return score_joined
     console.say("both sides of a pair are computed in full: this model cannot separate them in one row")
     return score_separately
+
+
+def new_model(config: RewardConfig, path: str, dtype: torch.dtype, tokenizer_size: int) -> ScalarModel | ActorCritic:
+    """The model with a new score head, and with its language-model head too if that is trained."""
+    arguments = (path, dtype, tokenizer_size, config.seed, shards_of(config), config.quantize)
+    model = None if config.sft_coef else new_scalar_model(*arguments)
+    trunk = load_causal_lm(*arguments) if model is None else model.backbone
+    if config.dropout:
+        set_dropout(trunk, config.dropout, path)
+    adapters.wrap(trunk, config.adapter)
+    if model is None:
+        return ActorCritic(trunk, new_head(trunk, dtype, config.seed))
+    return sequence_parallel.scalar_model(model, config.sequence_parallel_size)
 
 
 def recipe(_: RewardConfig) -> Recipe:
@@ -103,12 +163,7 @@ class RewardModelling:
     ) -> None:
         self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
         dtype = compute_dtype(config, collectives.local_device())
-        shards = shards_of(config)
-        model = new_scalar_model(model_path, dtype, id_count(tokenizer), config.seed, shards, config.quantize)
-        if config.dropout:
-            set_dropout(model.backbone, config.dropout, model_path)
-        model.backbone = adapters.wrap(model.backbone, config.adapter)
-        model = sequence_parallel.scalar_model(model, config.sequence_parallel_size)
+        model = new_model(config, model_path, dtype, id_count(tokenizer))
         self.engine: Engine = Engine(model, config, config, total_steps)
         self._pair_scores = scoring(self.engine, data.train, config, tokenizer.pad_token_id)
         self.before: Metrics = {}

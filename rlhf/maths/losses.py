@@ -35,20 +35,27 @@ def pairwise_logistic(
     centering: float = 0.0,
     count: Count | None = None,
     weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
 ) -> Loss:
     """Bradley-Terry loss of B pairs of sequence scores. chosen, rejected, margin, weight [B].
 
-        loss = sum_b weight * [-log sigmoid(r_c - r_r - margin) + centering * (r_c + r_r)^2] / count
+        x = r_c - r_r - margin
+        loss = sum_b weight * [-(1 - e) log sigmoid(x) - e log sigmoid(-x) + centering * (r_c + r_r)^2] / count
 
     InstructGPT (arXiv 2203.02155, eq. 1): each pair of K ranked responses has the weight 1 / C(K, 2), and count is
     the number of prompts. margin: Llama 2 (arXiv 2307.09288, eq. 2); centering: Eisenstein et al. 2023 (arXiv
-    2312.09244), 0.01 is usual. By default weights are 1 and count is B.
+    2312.09244), 0.01 is usual. label_smoothing e < 1/2, the share of labels that are assumed to be swapped: Mitchell
+    2023, "A note on DPO with noisy preferences"; the loss of a pair is least at x = log((1 - e) / e), not at infinity.
+    By default weights are 1 and count is B.
     Metrics, with the same weights: accuracy (a tie counts one half), margin (mean r_c - r_r).
     """
     chosen, rejected = at_least_fp32(chosen), at_least_fp32(rejected)
     count = at_least_one(float(chosen.numel()) if count is None else count)
     gap = chosen - rejected
-    losses = -F.logsigmoid(gap if margin is None else gap - margin)
+    logit = gap if margin is None else gap - margin
+    losses = -F.logsigmoid(logit)
+    if label_smoothing:
+        losses = losses + label_smoothing * logit  # log sigmoid(x) - log sigmoid(-x) = x
     losses = losses + centering * (chosen + rejected).square()
     weight = torch.ones_like(gap) if weight is None else weight
     gap = gap.detach()
@@ -56,6 +63,19 @@ def pairwise_logistic(
         "accuracy": (weight * (1 + gap.sign()) / 2).sum() / count,
         "margin": (weight * gap).sum() / count,
     }
+
+
+def chosen_nll(logprobs: Tensor, mask: Tensor, weight: Tensor | None, count: Count) -> Tensor:
+    """The language-model loss of B chosen responses: the mean over pairs of the mean over tokens of -logprobs.
+
+        sum_b weight * [-sum_mask logprobs_b / |mask_b|] / count
+
+    logprobs, mask [B, S], a token in each row; weight [B] and count as of `pairwise_logistic`. The regularisation of
+    GRM by SFT (arXiv 2406.10216, section 3.2), with the log-likelihood itself, per token, where the paper has the log
+    sigmoid of the sequence's.
+    """
+    row_means = -zero_off_mask(at_least_fp32(logprobs), mask).sum(1) / mask.sum(1)
+    return (row_means if weight is None else weight * row_means).sum() / count
 
 
 def clipped_policy(

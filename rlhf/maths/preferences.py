@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf.maths.intervals import Interval, win_rate_interval
 
 CALIBRATION_BINS = 6
-LENGTH_BINS = 5
+LENGTH_BINS = 2
 
 
 def in_order(gaps: Tensor) -> Tensor:
@@ -79,19 +79,18 @@ class LengthBin:
 
 
 def accuracy_by_length(gaps: Tensor, length_gaps: Tensor, elements: Tensor, bins: int = LENGTH_BINS) -> list[LengthBin]:
-    """Accuracy in at most `bins` ranges of the gap in length, with nearly equally many pairs in each.
-
-    Pairs with the same gap in length are in the same range.
-    """
-    ordered = length_gaps.sort().values
-    starts = ordered[torch.arange(bins) * len(ordered) // bins].unique()
-    number = torch.bucketize(length_gaps, starts, right=True)
+    """Accuracy in ranges of the gap in length: `bins` where the chosen response is shorter, equal lengths, and `bins`
+    where it is longer, each with nearly equally many pairs; pairs with the same gap are in the same range."""
     result = []
-    for bin_number in number.unique():
-        inside = number == bin_number
-        lengths = length_gaps[inside]
-        interval = accuracy(gaps[inside], elements[inside])
-        result.append(LengthBin(int(lengths.min()), int(lengths.max()), len(lengths), interval))
+    for sign in (-1, 0, 1):
+        side = length_gaps.sign() == sign
+        ordered = length_gaps[side].sort().values
+        starts = ordered[torch.arange(bins) * len(ordered) // bins].unique() if len(ordered) else ordered
+        number = torch.bucketize(length_gaps, starts, right=True).masked_fill(~side, 0)
+        for bin_number in range(1, len(starts) + 1):
+            inside = number == bin_number
+            lengths, interval = length_gaps[inside], accuracy(gaps[inside], elements[inside])
+            result.append(LengthBin(int(lengths.min()), int(lengths.max()), len(lengths), interval))
     return result
 
 

@@ -187,7 +187,7 @@ def accuracy_by_length(scores: dict[str, Any], title: str = "Accuracy by length"
     return Chart(
         title, "chosen - rejected, tokens", (Series("observed", tuple(points), 0, "dots"),), "share in the right order",
         (Mark(0.5, "guessing", horizontal=True),),
-        "Each range has about as many pairs. A score that follows length is wrong on the left and right on the right.",
+        "Ranges with about equally many pairs. A score that follows length is wrong on the left, right on the right.",
         y_range=(0.0, 1.05), wide=True,
     )  # fmt: skip
 

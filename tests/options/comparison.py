@@ -22,6 +22,7 @@ MARKS = (
     "policy_loss",
     "value_loss",
     "ptx_nll",
+    "nll",
 )
 """metrics that a step has only if something was done in it"""
 
@@ -48,8 +49,8 @@ class Comparison:
         weights: dict[str, Any] = {}
         for title, network in networks.items():
             own = network.weights()
-            is_policy = title in ("actor", "ema") or "score.weight" not in own
-            prefix = f"{title}.lm.transformer." if is_policy else f"{title}.backbone."
+            has_lm = any(name.startswith(f"{title}.lm.") for name in self.observed.weights)
+            prefix = f"{title}.lm.transformer." if has_lm else f"{title}.backbone."
             weights |= {f"{title}.{n}" if n == "score.weight" else prefix + n: w for n, w in own.items()}
         assert set(weights) == set(self.observed.weights)
         for name, weight in weights.items():

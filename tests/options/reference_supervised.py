@@ -144,8 +144,9 @@ Pair = tuple[Ids, Ids, int, float]
 
 
 def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held_out: Sequence[Pair]) -> None:
-    """loss = mean of -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2."""
+    """loss = mean of -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2, and more terms."""
     margins = {(chosen, rejected): margin for chosen, rejected, _, margin in train}
+    prompts = {(chosen, rejected): prompt for chosen, rejected, prompt, _ in train}
     sizes = {(c, r): (max(len(c), len(r)), min(len(c), len(r)), len(c) + len(r) - prompt) for c, r, prompt, _ in train}
     steps = rows_of_steps(o, run.observed, sizes)
     start = reference.with_new_head(reference.load(o["model"]), o["seed"])
@@ -173,8 +174,16 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
         def loss(network: Network, rows: list[Any] = rows) -> tuple[Tensor, dict[str, Tensor]]:
             chosen, rejected = scores(network, rows)
             gap, margin = chosen - rejected, torch.tensor([margins[row] for row in rows], dtype=torch.float64)
-            value = torch.log1p(torch.exp(margin - gap)) + o["centering"] * (chosen + rejected) ** 2
-            return value.mean(), {"accuracy": (gap > 0).double().mean(), "margin": gap.mean()}
+            right, swapped = torch.log1p(torch.exp(margin - gap)), torch.log1p(torch.exp(gap - margin))
+            value = (1 - o["label_smoothing"]) * right + o["label_smoothing"] * swapped
+            value = (value + o["centering"] * (chosen + rejected) ** 2).mean()
+            metrics = {"accuracy": (gap > 0).double().mean(), "margin": gap.mean()}
+            if o["sft_coef"]:
+                logprobs, _ = network.logprobs([chosen for chosen, _ in rows])
+                each = [-row[prompts[pair] : len(pair[0])].mean() for row, pair in zip(logprobs, rows, strict=True)]
+                metrics["nll"] = torch.stack(each).mean()
+                value = value + o["sft_coef"] * metrics["nll"]
+            return value, metrics
 
         run.step(reward.take_step(loss) | watch.after(number))
     assert watch.is_over or len(steps) == total
