@@ -11,6 +11,7 @@ import yaml
 
 from data.preview.command import PreviewConfig
 from rlhf.chain import command as train
+from rlhf.chain.average import AverageConfig
 from rlhf.chat.options import ChatOptions
 from rlhf.config import option_names, parser
 from rlhf.evaluation.evaluate import EvaluateConfig
@@ -36,6 +37,7 @@ CONFIGS: dict[str, Any] = {
     "rlhf evaluate": EvaluateConfig,
     "rlhf evaluate-reward": EvaluateRewardConfig,
     "rlhf pairs": PairsConfig,
+    "rlhf average": AverageConfig,
     "rlhf chat": ChatOptions,
 }
 MAINS = {"step1_sft": sft.main, "step2_reward": reward.main, "step3_ppo": ppo.main}
