@@ -21,6 +21,7 @@ STAGE = Declaration(
             Curve("Accuracy", ("accuracy", "eval_accuracy"), (0.5, "guessing")),
             Curve("Margin", ("margin", "eval_margin"), (0.0, "")),
             Curve("Language-model loss", ("nll",)),
+            Curve("Correlation of score and length", ("length_correlation",), (0.0, "")),
             Curve("Gradient norm", ("grad_norm",)),
             Curve("Learning rate", ("learning_rate",)),
             Curve("Speed", ("tokens_per_second",)),
@@ -62,6 +63,9 @@ class RewardConfig(SupervisedOptions):
     sft_coef: float = Field(0.0, ge=0)
     """weight of the language-model loss on the chosen responses, through the model's own head (GRM), which is not
     saved; above 0 both sides of a pair are computed in full"""
+    length_coef: float = Field(0.0, ge=0)
+    """weight of the squared correlation of score and length within the pairs of a step, which keeps scores from
+    following length; above 0 each pair is scored twice"""
     keep_best: Literal["eval_accuracy", "eval_loss"] | None = None
     """metric of the evaluations of eval_every; the model with its best value is the result, not the last model"""
 

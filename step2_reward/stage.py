@@ -4,13 +4,9 @@ loss = -1/N sum log sigmoid(r(x, chosen) - r(x, rejected)), over the N pairs of 
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, counted_rows, padding_share, pair_batch
@@ -21,7 +17,6 @@ from rlhf.distributed import collectives
 from rlhf.engine.adapter_export import save_scalar_adapter
 from rlhf.engine.export import save_scalar
 from rlhf.engine.training import Engine, compute_dtype, shards_of
-from rlhf.maths import losses
 from rlhf.models import adapter_files, sequence_parallel
 from rlhf.models.load import load_causal_lm, set_dropout
 from rlhf.models.policy import ActorCritic
@@ -33,13 +28,13 @@ from rlhf.models.scalar import (
     new_scalar_model,
     score_joined,
     score_separately,
-    scores,
 )
 from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
-from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups, to_device
+from rlhf.types import Metrics, length_groups
 from step2_reward.config import STAGE, RewardConfig
 from step2_reward.heldout import PairScores, evaluate, require_converged
+from step2_reward.loss import PairLoss, score_beside_head, with_length_gradient
 from step2_reward.plan import workload
 
 
@@ -60,53 +55,16 @@ def train(
         weights = weight_of[indices] * counted_rows(indices)
         batch = pair_batch([dataset[i] for i in indices], pad_id, weights)
         count = collectives.sum_over_ranks(torch.tensor(weights.sum()))
-        computed_rows: list[Sequences | JoinedPairs] = []
-
-        def loss(pairs: Pairs, count: Tensor = count, computed_rows: list[Any] = computed_rows) -> losses.Loss:
-            margin, weight = (None if x is None else to_device(x, reward.device) for x in (pairs.margin, pairs.weight))
-            ranking = partial(
-                losses.pairwise_logistic,
-                margin=margin,
-                centering=config.centering,
-                count=count,
-                weight=weight,
-                label_smoothing=config.label_smoothing,
-            )
-            if not config.sft_coef:
-                side_scores, rows = pair_scores(reward, pairs)
-                computed_rows.extend(rows)
-                return ranking(side_scores[:, 0], side_scores[:, 1])
-            side_scores, [sides], logprobs = score_and_predict(reward, pairs)
-            computed_rows.append(sides)
-            nll = losses.chosen_nll(logprobs, to_device(sides.loss_mask[: len(pairs)], reward.device), weight, count)
-            value, metrics = ranking(side_scores[:, 0], side_scores[:, 1])
-            return value + config.sft_coef * nll, metrics | {"nll": nll.detach()}
-
         groups = length_groups(lengths[indices], config.micro_batch_size)
+        correlation = 0.0
+        if config.length_coef:
+            batch, correlation = with_length_gradient(reward, batch, groups, pair_scores)
+        loss = PairLoss(reward, config, count, pair_scores, correlation)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
-        tokens = collectives.sum_over_ranks(torch.tensor(sum(int(rows.mask.sum()) for rows in computed_rows)))
-        learned = sum(int(rows.loss_mask.sum()) for rows in computed_rows if isinstance(rows, Sequences))
-        learned = int(collectives.sum_over_ranks(torch.tensor(learned))) if config.sft_coef else 0
-        numbers = {"tokens": float(tokens), "tokens_learned": float(learned)}
-        yield {**metrics, **numbers, "padding": 0.0 if reward.module.packs else padding_share(computed_rows)}
-
-
-def score_and_predict(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences], Tensor]:
-    """Scores of the chosen and the rejected sides, [B, 2], and the log-probs of the chosen responses, [B, S].
-
-    model: an `ActorCritic`, or its engine. Also returns the rows that it computed, in which only tokens of chosen
-    responses are under the loss mask.
-    """
-    sides = pairs.stacked().trimmed()
-    is_chosen = torch.arange(len(sides))[:, None] < len(pairs)
-    sides = replace(sides, loss_mask=sides.loss_mask & is_chosen)
-    logprobs, _, scalars = model(sides)
-    return scores(scalars, sides.mask).view(2, -1).T, [sides], logprobs[: len(pairs)]
-
-
-def score_beside_head(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:
-    """The scores alone of an `ActorCritic`."""
-    return score_and_predict(model, pairs)[:2]
+        counts = torch.tensor([sum(int(rows.mask.sum()) for rows in loss.rows), loss.learned_tokens()])
+        tokens, learned = collectives.sum_over_ranks(counts).tolist()
+        numbers = {"tokens": tokens, "tokens_learned": learned}
+        yield {**metrics, **numbers, "padding": 0.0 if reward.module.packs else padding_share(loss.rows)}
 
 
 def scoring(

@@ -7,6 +7,8 @@ accumulated micro-batches must multiply the loss by their number first.
 Metrics are detached scalars. Values off a mask do not enter loss, metrics or gradient.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,6 +78,36 @@ def chosen_nll(logprobs: Tensor, mask: Tensor, weight: Tensor | None, count: Cou
     """
     row_means = -zero_off_mask(at_least_fp32(logprobs), mask).sum(1) / mask.sum(1)
     return (row_means if weight is None else weight * row_means).sum() / count
+
+
+def gap_moments(gaps: Tensor, length_gaps: Tensor, weight: Tensor) -> Tensor:
+    """The sums over B pairs of weight * (gap * length_gap, gap^2, length_gap^2), float64 [3]; all arguments [B].
+
+    gaps: score of the chosen response minus that of the rejected one. The sums of all ranks are those of the step.
+    """
+    gaps, length_gaps, weight = gaps.double(), length_gaps.double(), weight.double()
+    return torch.stack([weight * gaps * length_gaps, weight * gaps.square(), weight * length_gaps.square()]).sum(1)
+
+
+def squared_correlation(gaps: Tensor, length_gaps: Tensor, weight: Tensor, moments: Tensor) -> tuple[float, Tensor]:
+    """The correlation rho of score and length within the pairs of a step, and the gradient of rho^2 by `gaps`, [B].
+
+        rho = sum w g l / sqrt(sum w g^2 * sum w l^2)
+        d rho^2 / d g_b = 2 rho w_b [l_b / sqrt(sum w g^2 * sum w l^2) - rho g_b / sum w g^2]
+
+    It is Pearson's correlation of both sides' scores and lengths, each without the mean of its pair; it does not depend
+    on which side is called chosen. ODIN (Chen et al. 2024, arXiv 2402.07319, eq. 5) lowers the correlation over all
+    responses. A correlation is no sum over micro-batches, but its gradient is known once `moments`, the sums of the
+    whole step by `gap_moments`, are: sum_b gradient_b * g_b has it in any micro-batches, and the value 0.
+    0 where all gaps of one kind are 0.
+    """
+    product, scores, lengths = moments.tolist()
+    scale = math.sqrt(scores * lengths)
+    if not scale:
+        return 0.0, torch.zeros_like(gaps)
+    rho = product / scale
+    slope = length_gaps.double() / scale - rho * gaps.double() / scores
+    return rho, (2 * rho * weight.double() * slope).to(gaps.dtype)
 
 
 def clipped_policy(

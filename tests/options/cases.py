@@ -201,8 +201,9 @@ def watched(metric: str, **context: Any) -> Table:
 TABLES: dict[str, Table] = {
     "step1_sft": OPTIMIZER | BATCHES | watched("eval_perplexity")
     | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
-    "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss") | 
-    {"centering": [0.5], "batch_tokens": [80], "label_smoothing": [0.3], "sft_coef": [alone(0.6)]},
+    "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss")
+    | {"centering": [0.5], "batch_tokens": [80], "label_smoothing": [0.3]}
+    | {"sft_coef": [alone(0.6)], "length_coef": [alone(0.8)]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
     | {"kl_estimator": ["k1"], "cliprange_value": [0.04], "dual_clip": [2.2]},
     "a2c": kl(0.75) | GAE | {"kl_estimator": ["k1"], "whiten_advantages": [True]},
@@ -262,7 +263,7 @@ def bundles() -> list[Bundle]:
 
 JOINT = {
     "group_by_length", "eval_every", "objective", "num_generations", "num_mini_batches", "target_kl", "abort_kl",
-    "ptx_coef", "vf_coef", "kl_target",
+    "ptx_coef", "vf_coef", "kl_target", "length_coef",
 }  # fmt: skip
 """options with a run of their own whose numbers ranks make together"""
 

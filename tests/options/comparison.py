@@ -23,6 +23,7 @@ MARKS = (
     "value_loss",
     "ptx_nll",
     "nll",
+    "length_correlation",
 )
 """metrics that a step has only if something was done in it"""
 

@@ -183,6 +183,10 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
                 each = [-row[prompts[pair] : len(pair[0])].mean() for row, pair in zip(logprobs, rows, strict=True)]
                 metrics["nll"] = torch.stack(each).mean()
                 value = value + o["sft_coef"] * metrics["nll"]
+            if o["length_coef"]:
+                lengths = torch.tensor([float(len(c) - len(r)) for c, r in rows], dtype=torch.float64)
+                metrics["length_correlation"] = torch.nn.functional.cosine_similarity(gap, lengths, 0)
+                value = value + o["length_coef"] * metrics["length_correlation"] ** 2
             return value, metrics
 
         run.step(reward.take_step(loss) | watch.after(number))

@@ -72,3 +72,34 @@ def test_the_language_model_loss_is_a_mean_over_pairs_of_means_over_tokens() -> 
     assert gradient.tolist() == [[0, *[pytest.approx(-1 / 6)] * 3], [0, 0, -1 / 2, 0]]
     weighted = losses.chosen_nll(garbage, mask, column(0.5, 0.0), 3)
     assert weighted.item() == pytest.approx(by_row[0].item() / 6, rel=1e-12)
+
+
+def test_the_correlation_of_score_and_length_within_pairs() -> None:
+    """Pearson's correlation of all responses, scores and lengths without the means of their pairs; its gradient is that
+    of float64 autograd; it does not depend on which side is called chosen, nor on the scale of scores."""
+    draw = torch.Generator().manual_seed(3)
+    scores, lengths = torch.randn(7, 2, generator=draw).double(), torch.randint(1, 30, (7, 2), generator=draw)
+    weight = torch.tensor([1.0, 0.5, 0.5, 1.0, 0.0, 1.0, 1.0])
+    gaps, length_gaps = (scores[:, 0] - scores[:, 1]).requires_grad_(), lengths[:, 0] - lengths[:, 1]
+
+    def correlation(gaps: Tensor, length_gaps: Tensor) -> Tensor:
+        sides = torch.stack([torch.stack([x, -x]).flatten() / 2 for x in (gaps, length_gaps.double())])
+        weighted = sides * torch.cat([weight, weight]).double().sqrt()
+        return (weighted[0] @ weighted[1]) / (weighted[0].norm() * weighted[1].norm())
+
+    def found(gaps: Tensor, length_gaps: Tensor) -> tuple[float, Tensor]:
+        detached = gaps.detach()
+        parts = (losses.gap_moments(detached[p], length_gaps[p], weight[p]) for p in (slice(0, 3), slice(3, 7)))
+        return losses.squared_correlation(detached, length_gaps, weight, sum(parts, torch.zeros(3).double()))
+
+    rho, gradient = found(gaps, length_gaps)
+    expected = correlation(gaps, length_gaps)
+    assert rho == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected**2, gaps)[0], rtol=1e-12, atol=1e-15)
+    assert (gradient * gaps).sum().item() == pytest.approx(0, abs=1e-14)
+    swaps = torch.tensor([1, -1, -1, 1, 1, -1, 1])
+    assert found(swaps * gaps, swaps * length_gaps)[0] == pytest.approx(rho, rel=1e-12)
+    assert found(100 * gaps, length_gaps)[0] == pytest.approx(rho, rel=1e-12)
+    for nothing in ((0 * gaps, length_gaps), (gaps, 0 * length_gaps)):
+        rho, gradient = found(*nothing)
+        assert rho == 0 and not gradient.any()
