@@ -217,7 +217,7 @@ def predicted_bytes(model: str, stage: int) -> float:
     from rlhf.plan import sizes, zero
     from step1_sft.config import SFTConfig
 
-    weights = sizes.size(model, "lm", None)
+    weights = sizes.size(model, "lm")
     return zero.bytes_sent(weights, SFTConfig(zero_stage=stage), 4, zero.RankLayout(2, True))  # type: ignore[arg-type]
 
 

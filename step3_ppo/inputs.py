@@ -92,9 +92,9 @@ def check(
     starts = {name: planned_start(path, config.output_dir, planned or {}) for name, path in inputs(config).items()}
     planned_starts = {name: start for name, start in starts.items() if start is not None}
     models = with_inputs(config.model_copy(update=planned_starts))
+    _check_engines(config, ranks)
     ranks = _shares(config, ranks)
     check_shares(config, ranks)
-    _check_engines(config)
     _check_backend(config)
     tokens = config.max_prompt_length + config.response_length
     if tokens > config.max_length:
@@ -156,7 +156,7 @@ def _shares(config: Step3Config, ranks: int) -> int:
     return shares(config, ranks)
 
 
-def _check_engines(config: Step3Config) -> None:
+def _check_engines(config: Step3Config, ranks: int) -> None:
     """Raises: UserError for options that exclude each other; it names the model if that has options of its own."""
     if config.critic_model == SHARED and config.critic != OwnEngineOptions():
         raise UserError("critic: got engine options with --critic-model shared, expected none: the actor's apply")
@@ -168,7 +168,7 @@ def _check_engines(config: Step3Config) -> None:
     quantized.require_possible_frozen(config.reward_models.beside(config.critic.over(config)), "reward_models")
     for name, own in {"actor": config.actor, "critic": config.critic}.items():
         try:
-            check_engine(own.over(config), "generation")
+            check_engine(own.over(config), "generation", ranks)
         except UserError as error:
             shared = own == OwnEngineOptions()
             raise UserError(f"{error}" if shared else f"{name}: {error}") from None

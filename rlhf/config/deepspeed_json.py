@@ -43,11 +43,11 @@ OFFLOAD = {
     "zero_optimization.offload_optimizer.device": "offload_optimizer",
     "zero_optimization.offload_param.device": "offload_param",
 }
+OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw"}
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer.type": (("AdamW", "Adam"), "the optimizer here is AdamW"),
-    "optimizer.params.adam_w_mode": ((True,), "the optimizer here is AdamW"),
-    "optimizer.params.torch_adam": ((True, False), "the optimizer here is AdamW"),
+    "optimizer.params.adam_w_mode": ((True,), "weight decay is AdamW's here"),
+    "optimizer.params.torch_adam": ((True, False), "AdamW is torch's here"),
     "optimizer.params.bias_correction": ((True,), "AdamW corrects its bias here"),
     "scheduler.params.warmup_min_lr": ((0,), "the learning rate rises from 0"),
     "scheduler.params.warmup_type": (("linear",), "the learning rate rises linearly"),
@@ -97,6 +97,7 @@ CURES = {
     "--sequence-parallel-size",
     "checkpoint": "checkpoints are this project's own; see --save-every",
     "amp": "use --dtype",
+    "optimizer": 'write "auto", and use --optim',
     "scheduler": 'write "auto", and use --lr-scheduler-type, and --warmup-steps or --warmup-ratio',
 }
 """by section that this project does not pass on"""
@@ -164,6 +165,8 @@ def _options_of(key: str, value: Any, source: str) -> Iterator[tuple[str, Any]]:
         yield OFFLOAD[key], value in ("cpu", "nvme")
     elif key == "optimizer.params.betas":
         yield from zip(("adam_beta1", "adam_beta2"), value, strict=True)
+    elif key == "optimizer.type" and value in OPTIMIZERS:
+        yield "optim", OPTIMIZERS[value]
     elif key == "scheduler.type" and value in SCHEDULES:
         yield "lr_scheduler_type", SCHEDULES[value]
     elif key in FIXED:

@@ -74,7 +74,6 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "load-in-8bit": ("quantize", "--quantize int8, with an adapter"),
     "adam-beta-1": ("adam-beta1", ""),
     "adam-eps": ("adam-epsilon", ""),
-    "optim": ("", "remove it: the optimizer is AdamW"),
     "fsdp": ("zero-stage", "DeepSpeed's ZeRO shards the models"),
     "pipeline-parallel-size": (
         "tensor-parallel-size",

@@ -26,6 +26,7 @@ def _on_a_file_system(path: str) -> str:
 
 OutputDir = Annotated[str, AfterValidator(_on_a_file_system)]
 Quantize = Literal["none", "nf4", "fp4", "int8"]
+Optim = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
 
 
 class RunOptions(Config):
@@ -112,6 +113,9 @@ class EngineOptions(Config):
     """what ZeRO shards over the ranks: 0 nothing (in bf16 and fp16 as 1), 1 optimizer state, 2 also gradients, 3 also
     weights; auto = the fastest setting that fits, with offloading, gradient checkpointing and fewer rows at once if
     needed (--plan shows it)"""
+    optim: Optim = "adamw"
+    """optimizer, named as in transformers: adamw; adamw_8bit (bitsandbytes, extra quantize), adafactor and muon have
+    less state, and need whole weights: one process, or several with ZeRO 0 in fp32 (docs/scaling.md)"""
     offload_optimizer: bool = False
     """keep optimizer state in CPU memory"""
     offload_param: bool = False

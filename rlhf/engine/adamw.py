@@ -9,12 +9,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw as update
 
 from rlhf.config.options import OptimizerOptions
+from rlhf.distributed.tensor_parallel import full_numel
 from rlhf.distributed.zero3 import full_shape
 
 INVERSE_SQRT_TIMESCALE = 10_000
 """steps after which the schedule inverse_sqrt has fallen to 1 / sqrt(2), without warm-up"""
 MASTER = "weight"
 """the key of the fp32 weight in the optimizer state of a narrower one"""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's, fp32"""
 
 
 def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, Any]]:
@@ -38,16 +41,6 @@ def rate_groups(weights: Mapping[str, Tensor], decay: float, rates: Mapping[str,
     for name, rate in rates.items():
         groups += [{**group, "lr": rate} for group in decay_groups({name: weights[name]}, decay)]
     return groups
-
-
-def adamw(groups: list[dict[str, Any]], options: OptimizerOptions, plain: bool) -> torch.optim.AdamW:
-    """The optimizer of a model. plain: the weights are not sharded, so that ZeRO has no master weights of them."""
-    settings: Any = {
-        "lr": options.learning_rate,
-        "betas": (options.adam_beta1, options.adam_beta2),
-        "eps": options.adam_epsilon,
-    }
-    return MasterAdamW(groups, **settings) if plain else torch.optim.AdamW(groups, **settings, fused=True)
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -85,32 +78,58 @@ class MasterAdamW(torch.optim.AdamW):
         """Update every weight that has a gradient. The gradients are scaled in place."""
         assert closure is None, "a closure is not supported"
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                state, master = self.state[weight], self.master(weight)
-                if "step" not in state:
-                    state |= {"step": torch.zeros((), device=weight.device), "exp_avg": torch.zeros_like(master)}
-                    state["exp_avg_sq"] = torch.zeros_like(master)
-                update(
-                    [master],
-                    [weight.grad.float().mul_(self.scale)],
-                    [state["exp_avg"]],
-                    [state["exp_avg_sq"]],
-                    [],
-                    [state["step"]],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=beta1,
-                    beta2=beta2,
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
-                if MASTER in state:
-                    weight.copy_(master)
+                self.update(weight, weight.grad.float().mul_(self.scale), group)
+                if MASTER in self.state[weight]:
+                    weight.copy_(self.state[weight][MASTER])
+
+    def update(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        """One step of the master weight of `weight`. gradient: in fp32"""
+        state, (beta1, beta2) = self.state[weight], group["betas"]
+        if "step" not in state:
+            state |= initial_state(weight)
+        update(
+            [self.master(weight)],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def resume(self, steps: float) -> None:
+        """Make the state of every weight after `steps` steps, with moments that are still to be restored."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.resume_weight(weight, group, steps)
+
+    def resume_weight(self, weight: Tensor, group: Mapping[str, Any], steps: float) -> None:
+        self.state[weight] |= initial_state(weight, steps)
+
+    def moments(self, weight: Tensor) -> dict[str, Tensor]:
+        """The tensors of the state of `weight` that a checkpoint has beside the master weight; none before a step."""
+        state = self.state[weight]
+        return {name: state[name] for name in MOMENTS if name in state}
+
+    def state_numbers(self, weight: Tensor) -> int:
+        """How many numbers `moments` has after a step."""
+        return len(MOMENTS) * full_numel(weight)
+
+
+def initial_state(weight: Tensor, steps: float = 0) -> dict[str, Tensor]:
+    """AdamW's state of a weight after `steps` steps, its moments 0."""
+    moments = {name: torch.zeros_like(weight, dtype=torch.float32) for name in MOMENTS}
+    return {"step": torch.full((), float(steps), device=weight.device), **moments}
 
 
 def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], float]:

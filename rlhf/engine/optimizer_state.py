@@ -6,15 +6,13 @@ So a checkpoint depends neither on the number of ranks nor on the ZeRO stage tha
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rlhf.distributed.tensor_parallel import gather_full, local_part
+from rlhf.distributed.tensor_parallel import full_numel, gather_full, local_part
 from rlhf.distributed.zero3 import is_sharded
+from rlhf.engine.adamw import MOMENTS, MasterAdamW, initial_state
 
 Named = Sequence[tuple[str, nn.Parameter]]
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's, fp32"""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """the state of fp16's dynamic loss scale"""
 
@@ -31,7 +29,8 @@ def numbers(engine: Any) -> dict[str, float]:
 def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
     """`weight:NAME`, `exp_avg:NAME`, `exp_avg_sq:NAME` of every trained weight, whole and in fp32, one after the other.
 
-    The same on every rank; all ranks iterate together. Before the first step there are no moments.
+    The same on every rank; all ranks iterate together. Before the first step there are no moments. Optimizers other
+    than AdamW have other names, and 8-bit codes as they are.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -42,12 +41,19 @@ def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, parameter in trained:
         yield f"weight:{name}", master(engine, parameter)
+        if not _is_sharded(parameter):
+            for moment, value in _adam(engine).moments(parameter).items():
+                yield f"{moment}:{name}", gather_full(parameter, value)
+            continue
         for moment in MOMENTS if stepped else ():
-            if _is_sharded(parameter):
-                state = safe_get_full_optimizer_state(parameter, moment)
-            else:
-                state = _adam(engine).state[parameter][moment]
+            state = safe_get_full_optimizer_state(parameter, moment)
             yield f"{moment}:{name}", gather_full(parameter, state)
+
+
+def size(engine: Any, parameter: nn.Parameter) -> int:
+    """How many numbers `tensors` has of a weight after a step."""
+    count, adam = full_numel(parameter), _adam(engine)
+    return count + (adam.state_numbers(parameter) if isinstance(adam, MasterAdamW) else len(MOMENTS) * count)
 
 
 def master(engine: Any, parameter: nn.Parameter) -> Tensor:
@@ -78,11 +84,11 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
     """Restore the result of `numbers`; call it before `restore_tensors`."""
     adam = _adam(engine)
     if saved["adam_steps"]:
-        for weight in _optimizer_weights(engine):
-            adam.state[weight] |= {
-                "step": torch.tensor(saved["adam_steps"], device=weight.device),
-                **{moment: torch.zeros_like(weight, dtype=torch.float32) for moment in MOMENTS},
-            }
+        if isinstance(adam, MasterAdamW):
+            adam.resume(saved["adam_steps"])
+        else:
+            for weight in _shards(engine):
+                adam.state[weight] |= initial_state(weight, saved["adam_steps"])
         if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
             engine.optimizer._lazy_init_hp_params_optimizer_state()
     schedule = engine.lr_scheduler
@@ -114,7 +120,7 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
         elif _is_sharded(parameter):
             safe_set_full_optimizer_state(parameter, value, kind)
         else:
-            _adam(engine).state[parameter][kind].copy_(value)
+            _adam(engine).moments(parameter)[kind].copy_(value)
     if missing:
         raise ValueError(f"no weights {', '.join(sorted(missing)[:3])}")
 
@@ -141,7 +147,7 @@ def _loss_scaler(engine: Any) -> Any:
     return scaler if getattr(scaler, "dynamic", False) else None
 
 
-def _optimizer_weights(engine: Any) -> list[Tensor]:
-    """The flat shards that AdamW updates on this rank; without ZeRO the weights themselves."""
+def _shards(engine: Any) -> list[Tensor]:
+    """The flat shards that ZeRO's AdamW updates on this rank."""
     flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
     return list(flat) if flat else [p for group in _adam(engine).param_groups for p in group["params"]]

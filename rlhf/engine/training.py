@@ -27,8 +27,8 @@ from rlhf.distributed.zero3 import (
     gather_model,
     zero3_config,
 )
-from rlhf.engine import optimizer_state
-from rlhf.engine.adamw import adamw, rate_groups, schedule
+from rlhf.engine import optimizer_state, optimizers
+from rlhf.engine.adamw import schedule
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.errors import UserError
 from rlhf.models.cpu import compiling
@@ -96,13 +96,14 @@ class Engine(Generic[M]):
         self._plain = effective_stage(options, dtype.itemsize, collectives.world_size()) == 0
         self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
         heads = [head.exact.detach().to(self.device) for head in self._heads]
-        trained = {name: p for name, p in model.to(self.device).named_parameters() if p.requires_grad}
-        optimizer = adamw(rate_groups(trained, o.weight_decay, rates), o, self._plain)
+        optimizers.require_whole(options, dtype.itemsize, collectives.world_size())
+        optimizer = optimizers.build(model.to(self.device), options.optim, o, rates, self._plain)
+        trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, total_steps)),
-            config=deepspeed_config(options, o, dtype, sum(math.prod(full_shape(p)) for p in trained.values())),
+            config=deepspeed_config(options, o, dtype, sum(math.prod(full_shape(p)) for p in trained)),
         )
         if split:
             tensor_parallel.require_known_split(self._engine.module)
@@ -244,10 +245,10 @@ class Engine(Generic[M]):
 
     def size(self) -> int:
         """Bytes of `tensors` on all ranks."""
-        return 12 * sum(tensor_parallel.full_numel(p) for _, p in self._trained())
+        return 4 * sum(optimizer_state.size(self._engine, p) for _, p in self._trained())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights and AdamW's moments, whole and in fp32, of every `world_size`th trained weight: this rank's share.
+        """Weights and moments, whole and in fp32, of every `world_size`th trained weight: this rank's share.
 
         All ranks iterate together.
         """

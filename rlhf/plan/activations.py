@@ -116,7 +116,7 @@ def activations(
             f"--adapter {adapter}: the plan cannot trace its passes without weights; plan with --adapter lora, which "
             "needs about as much memory, and leave --zero-stage auto out"
         ) from None
-    layers = sizes.size(model_path, head, adapter).layers
+    layers = sizes.size(model_path, head, sizes.Setup(adapter)).layers
     return Activations(few + (more - few) * (layers - TRACED[0]), embeddings, inference(model_path, head, dtype, shape))
 
 

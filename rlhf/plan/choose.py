@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any, TypeVar
 
-from rlhf.config.options import EngineOptions, FrozenOptions
+from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.config.parser import changed
+from rlhf.engine.optimizers import require_whole
 from rlhf.errors import UserError
 from rlhf.plan.cost import cost
 from rlhf.plan.forecast import Forecast, Workload, forecast, resident_bytes
@@ -86,7 +87,9 @@ def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> t
     without gradient checkpointing, then with the most rows.
     """
     settings = [(candidate, workload(candidate)) for candidate in candidates(options, machine)]
-    settings = [each for each in settings if not _runs_as_stage_1(*each)]
+    settings = [each for each in settings if not _runs_as_stage_1(*each) and _has_whole_weights(*each, machine.count)]
+    if not settings:
+        require_whole(options, workload(options).b, machine.count)
     seconds = [cost(work, machine).seconds for _, work in settings]
 
     @functools.cache
@@ -109,6 +112,11 @@ def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> t
 
 def _runs_as_stage_1(candidate: EngineOptions, workload: Workload) -> bool:
     return candidate.zero_stage == 0 and (workload.b < 4 or candidate.offload_optimizer)
+
+
+def _has_whole_weights(candidate: EngineOptions, workload: Workload, ranks: int) -> bool:
+    """Whether the optimizer of a setting, if it is not AdamW, has the whole weights that it needs."""
+    return candidate.optim == "adamw" or effective_stage(candidate, workload.b, ranks) == 0
 
 
 def _least_rows(candidate: EngineOptions) -> bool:

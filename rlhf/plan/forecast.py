@@ -13,7 +13,7 @@ from rlhf.plan import zero
 from rlhf.plan.activations import Activations, PassShape
 from rlhf.plan.devices import SLOW_BF16
 from rlhf.plan.machine import PROGRAM, Machine
-from rlhf.plan.sizes import Head, Size, size
+from rlhf.plan.sizes import Head, Setup, Size, size
 from rlhf.plan.zero import MASTER, Bytes, ModelMemory, RankLayout
 
 DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -40,13 +40,15 @@ class ModelSpec:
 
     def size(self) -> Size:
         """Of the whole model, which computes."""
-        return size(self.model_path, self.head, self.adapter, not self.trained, self.options.quantize or "none")
+        optim = self.options.optim if isinstance(self.options, EngineOptions) else "adamw"
+        setup = Setup(self.adapter, not self.trained, self.options.quantize or "none", optim)
+        return size(self.model_path, self.head, setup)
 
     def stored(self) -> Size:
         """Of what the model has in memory beside other models."""
         if not self.on_trunk:
             return self.size()
-        own = size(self.model_path, self.head, self.adapter).trained
+        own = size(self.model_path, self.head, Setup(self.adapter)).trained
         return replace(self.size(), total=own, outer=0, quantized=0)
 
 
@@ -105,8 +107,8 @@ class Workload:
         return self.checkpoint([spec.size() for spec in self.trained()]) * (self.keep + 1)
 
     def checkpoint(self, trained: Sequence[Size]) -> int:
-        """Bytes of one: weights and two moments, and averages of the first model, in fp32."""
-        return MASTER * (3 * sum(size.trained for size in trained) + self.averages * trained[0].trained)
+        """Bytes of one: weights and the optimizer's state, and averages of the first model, in fp32."""
+        return sum(size.saved_bytes for size in trained) + MASTER * self.averages * trained[0].trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Forecast:
         trained = [model for model in self.models if model.spec.trained]
         written = [model.size.trained if _as_adapter(model.spec) else model.size.total for model in trained]
         first = written[0] * self.workload.models_written
-        checkpoints = 3 * MASTER * sum(model.size.trained for model in trained) * (self.workload.keep + 1)
+        checkpoints = sum(model.size.saved_bytes for model in trained) * (self.workload.keep + 1)
         return checkpoints + self.workload.b * (sum(written) + first)
 
 

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from rlhf import adapters
 from rlhf.config import read_yaml
-from rlhf.config.options import Quantize
+from rlhf.config.options import Optim, Quantize
+from rlhf.engine.optimizers import outer_weights, state_numbers
 from rlhf.errors import UserError
 from rlhf.hub import short_names
 from rlhf.models import load
@@ -27,6 +28,21 @@ Head = Literal["lm", "scalar"]
 """A language model, or a backbone with one scalar per token."""
 SHAPES = CONFIGS / "shapes"
 """Configs of the models with a short name, for plans without access to a model hub: one file a family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a stage makes of a model."""
+
+    adapter: str | None = None
+    frozen: bool = False
+    """whether no weight is trained"""
+    quantize: Quantize = "none"
+    optim: Optim = "adamw"
+
+
+WHOLE = Setup()
+"""All weights are trained by AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,19 @@ class Size:
     bits: float = 0.0
     largest_quantized: int = 0
     """weights in the largest quantised matrix, which is dequantised for its products"""
+    state: tuple[int, int] | None = None
+    """(fp32 numbers, 8-bit codes) in the optimizer's state beside the master weights; None: AdamW's two moments"""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state beside the master weights, on one device."""
+        numbers, codes = self.state or (2 * self.trained, 0)
+        return 4 * numbers + codes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the trained weights and the optimizer's state in a checkpoint: every number is in fp32 there."""
+        return 4 * (self.trained + sum(self.state or (2 * self.trained, 0)))
 
     def weight_bytes(self, b: int) -> float:
         """Bytes of all weights on one device; `b`: of a number in the compute dtype."""
@@ -132,25 +161,21 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 @functools.cache
-def size(
-    model_path: str,
-    head: Head,
-    adapter: str | None = None,
-    frozen: bool = False,
-    quantize: Quantize = "none",
-) -> Size:
-    """Exact sizes of a model, counted on the meta device from its config. A frozen model has no trainable weights."""
-    config = resized_config(model_path)
+def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
+    """Exact sizes of a model, counted on the meta device from its config."""
+    config, quantize = resized_config(model_path), setup.quantize
     try:
         with torch.device("meta"):
-            model = build(config, head, adapter)
+            model = build(config, head, setup.adapter)
     except KeyError as error:  # an activation, a kind of positions
         message = f"model '{model_path}': cannot be built: transformers has no {error}, as in its config"
         raise UserError(message) from None
     counts = [weight.numel() for weight in model.parameters()]  # tied weights count once
-    trained = [weight.numel() for weight in model.parameters() if weight.requires_grad and not frozen]
+    weights = [weight for weight in model.parameters() if weight.requires_grad and not setup.frozen]
+    trained, outer = [weight.numel() for weight in weights], outer_weights(model)
+    states = [state_numbers(setup.optim, weight.shape, id(weight) in outer) for weight in weights]
     layers = layers_of(model)
-    quantized = quantizable(model, adapter is not None) if quantize != "none" else []
+    quantized = quantizable(model, setup.adapter is not None) if quantize != "none" else []
     return Size(
         total=sum(counts),
         trained=sum(trained),
@@ -163,6 +188,7 @@ def size(
         quantized=sum(quantized),
         bits=BITS.get(quantize, 0.0),
         largest_quantized=max(quantized, default=0),
+        state=(sum(numbers for numbers, _ in states), sum(codes for _, codes in states)),
     )
 
 

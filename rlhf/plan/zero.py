@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
+from rlhf.engine.optimizers import require_whole
 from rlhf.engine.training import BUCKET
 from rlhf.plan.sizes import Size
 
@@ -23,6 +24,8 @@ REUSE = 1_000_000_000
 """ZeRO-3: a weight stays gathered if it is used again within this number of weights (stage3_max_reuse_distance)"""
 SUB_GROUP = 1_000_000_000
 """ZeRO-3: number of weights that the optimizer updates at one time (sub_group_size)"""
+STEPPING = {"adamw": 0, "adamw_8bit": 20, "adafactor": 8, "muon": 10}
+"""bytes of a number of the tensor that an optimizer's step updates, for the numbers between; 8-bit AdamW: on a CPU"""
 
 
 class Bytes(NamedTuple):
@@ -62,7 +65,7 @@ class ModelMemory:
     gradients: Bytes
     """between the backward pass and the optimizer step"""
     optimizer: Bytes
-    """master weights and Adam's moments"""
+    """master weights and the optimizer's moments"""
     buffers: Bytes = NOTHING
     """DeepSpeed's buffers, allocated in the first step"""
     passing: Bytes = NOTHING
@@ -83,11 +86,15 @@ class ModelMemory:
 
 
 def model_memory(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> ModelMemory:
-    """Memory of a trained model whose numbers have `b` bytes in the compute dtype."""
+    """Memory of a trained model whose numbers have `b` bytes in the compute dtype.
+
+    Raises: UserError for an optimizer that needs whole weights where they are sharded.
+    """
+    require_whole(options, b, layout.ranks)
     stage = effective_stage(options, b, layout.ranks)
     if stage == 3:
         return _stage_3(size, options, b, layout)
-    memory = _stage_0(size, b, layout) if stage == 0 else _stage_1_and_2(size, options, b, layout, stage)
+    memory = _stage_0(size, options, b, layout) if stage == 0 else _stage_1_and_2(size, options, b, layout, stage)
     return _with_dequantized(memory, size, b)
 
 
@@ -97,7 +104,7 @@ def _with_dequantized(memory: ModelMemory, size: Size, b: int) -> ModelMemory:
     return replace(memory, passing=memory.passing + one, gathered=memory.gathered + one)
 
 
-def _stage_0(size: Size, b: int, layout: RankLayout) -> ModelMemory:
+def _stage_0(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> ModelMemory:
     t = size.trained
     summed = MASTER if layout.micro_batches > 1 else b  # bytes of a gradient
     gradients = summed * t
@@ -106,10 +113,10 @@ def _stage_0(size: Size, b: int, layout: RankLayout) -> ModelMemory:
     return ModelMemory(
         weights=Bytes(size.weight_bytes(b)),
         gradients=Bytes(gradients),
-        optimizer=Bytes(own + 2 * MASTER * t),
+        optimizer=Bytes(own + size.state_bytes),
         reducing=Bytes(gradients + bucket),
-        # AdamW converts the gradient of one tensor at a time to fp32.
-        stepping=Bytes(gradients + (MASTER * size.largest if summed < MASTER else 0)),
+        # The gradient of one tensor at a time is converted to fp32.
+        stepping=Bytes(gradients + (STEPPING[options.optim] + (MASTER if summed < MASTER else 0)) * size.largest),
         starting=Bytes(size.weight_bytes(b) + own),
     )
 

@@ -109,11 +109,11 @@ class Supervised(Generic[C]):
         Raises: UserError.
         """
         check_trackers(config.report_to)
+        check_engine(config, self.merged_for, ranks)
         ranks = shares(config, ranks)
         if config.batch_tokens is None:
             check_ranks(config.batch_size, ranks)
             check_steps(config, config.batch_size, f"--batch-size {config.batch_size}", config.micro_batch_size, ranks)
-        check_engine(config, self.merged_for)
         start = planned_start(config.model, config.output_dir, planned or {})
         model_path = start or resolve_model_path(config.model, *FOLDERS)
         check_trunk(config, resolve(model_path))

@@ -6,7 +6,8 @@ from rlhf import adapters
 from rlhf.config import deepspeed_json, foreign_settings
 from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
-from rlhf.engine.training import require_possible
+from rlhf.engine import optimizers
+from rlhf.engine.training import compute_dtype, require_possible
 from rlhf.errors import UserError
 from rlhf.hub import short_names
 from rlhf.hub.untrusted import is_adapter
@@ -19,12 +20,15 @@ from rlhf.text.templates import template_name
 from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_tokenizer
 
 
-def check_engine(options: EngineOptions, merged_for: str | None = None) -> None:
-    """merged_for: what needs weights with the adapter merged; None = nothing.
+def check_engine(options: EngineOptions, merged_for: str | None = None, ranks: int = 1) -> None:
+    """merged_for: what needs weights with the adapter merged; None = nothing. ranks: number of processes
 
     Raises: UserError for options that exclude each other on this device, or a mistake in the adapter's options.
     """
-    require_possible(options, collectives.local_device())
+    device = collectives.local_device()
+    require_possible(options, device)
+    optimizers.require_installed(options)
+    optimizers.require_whole(options, compute_dtype(options, device).itemsize, ranks)
     quantized.require_possible(options)
     if options.share_trunk:
         _check_trunk_options(options)

@@ -31,8 +31,8 @@ TESTED_ELSEWHERE = {
     "skip_bad_rows", "max_bad_steps", "dropout",
 }  # fmt: skip
 """test_data_options.py, test_thresholds.py, tests/rlhf/models/test_dropout.py"""
-HELD = {"dtype", "adapter", "quantize", "rollout_backend", "share_trunk"}
-"""how numbers and models are held, and plug-ins: tests/rlhf/engine/test_engine.py, tests/contracts"""
+HELD = {"dtype", "adapter", "quantize", "rollout_backend", "share_trunk", "optim"}
+"""how numbers and models are held, and plug-ins: tests/rlhf/engine, tests/contracts"""
 REPORTED = {"export_rollouts"}
 SPEED_ALONE = {"micro_batch_size", "rollout_batch_size"}
 """options that change no number: their runs are as predicted of any value"""

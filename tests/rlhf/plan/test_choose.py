@@ -151,6 +151,15 @@ def test_the_unchanged_setting_is_chosen_where_memory_is_plenty(model_path: str)
     assert fp32.zero_stage == 0
 
 
+def test_an_optimizer_of_whole_weights_has_no_settings_that_shard_them(model_path: str) -> None:
+    alone, plan = choose.choose(sft(model_path, optim="muon"), workload, gpus(80e9, count=1))
+    assert plan.fits and not alone.offload_optimizer
+    several, _ = choose.choose(sft(model_path, optim="muon", dtype="fp32"), workload, gpus(80e9))
+    assert several.zero_stage == 0
+    with pytest.raises(UserError, match="--optim muon: got --zero-stage 1 with 4 processes"):
+        choose.choose(sft(model_path, optim="muon"), workload, gpus(80e9))
+
+
 class Auto(SFTConfig):
     """Options with `auto`, as the command line makes them."""
 

@@ -19,7 +19,7 @@ from rlhf.plan.forecast import forecast
 from rlhf.plan.machine import Machine
 from rlhf.plan.options import PlanOptions, number_of_bytes
 from rlhf.plan.report import report
-from rlhf.plan.sizes import Size
+from rlhf.plan.sizes import Setup, Size
 from rlhf.plan.zero import Bytes, RankLayout
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
@@ -53,12 +53,12 @@ def test_weights_are_those_of_the_real_model(family: str, tmp_path: Path) -> Non
     assert result.total == result.trained == sum(p.numel() for p in lm.parameters())
     assert result.layers == 2 and result.vocabulary == tiny.VOCAB
     assert sizes.size(model_path, "scalar").total == sum(p.numel() for p in backbone.parameters()) + width
-    assert sizes.size(model_path, "lm", frozen=True).trained == 0
+    assert sizes.size(model_path, "lm", Setup(frozen=True)).trained == 0
 
 
 def test_an_adapter_trains_few_weights(model_path: str) -> None:
     wrapped = adapters.wrap(tiny.causal_lm(), "lora,r=2")
-    result = sizes.size(model_path, "lm", "lora,r=2")
+    result = sizes.size(model_path, "lm", Setup("lora,r=2"))
     assert result.total == sum(p.numel() for p in wrapped.parameters())
     assert result.trained == sum(p.numel() for p in wrapped.parameters() if p.requires_grad) < result.total / 5
 
@@ -217,6 +217,8 @@ SETTINGS = [
     {"dtype": "fp32", "zero_stage": 1, "offload_optimizer": True},
     {"dtype": "bf16", "zero_stage": 2, "offload_optimizer": True},
     {"dtype": "bf16", "zero_stage": 3, "offload_optimizer": True},
+    {"dtype": "bf16", "zero_stage": 0, "optim": "muon"},
+    {"dtype": "fp32", "zero_stage": 0, "optim": "adafactor"},
 ]
 
 
@@ -235,7 +237,7 @@ def test_a_real_engine_uses_the_planned_memory(setting: dict[str, Any], model_pa
             engine_runs.step(engine, rows, size=4)
         made = [storage.nbytes() for address, storage in storages().items() if address not in before]
         del engine
-    counts = sizes.size(model_path, "lm")
+    counts = sizes.size(model_path, "lm", Setup(optim=setting.get("optim", "adamw")))
     planned = zero.model_memory(
         counts, EngineOptions(**setting), b, RankLayout(1, on_cpu=True, micro_batches=2)
     ).resident.total
@@ -350,9 +352,9 @@ def test_quantised_weights_have_their_bits(tmp_path: Path) -> None:
     """Of a Llama with 2 layers of width 64: 4 products of 64 x 64, two of them half as wide, and 3 of 64 x 128."""
     path = saved("llama", tmp_path, hidden_size=64, intermediate_size=128)
     matrices = 2 * (64 * 64 * 3 + 3 * 64 * 128)
-    whole, four, eight = (sizes.size(path, "lm", "lora,r=2", quantize=kind) for kind in ("none", "nf4", "int8"))
+    whole, four, eight = (sizes.size(path, "lm", Setup("lora,r=2", quantize=kind)) for kind in ("none", "nf4", "int8"))
     assert (four.quantized, eight.quantized, whole.quantized) == (matrices, matrices, 0)
-    assert sizes.size(path, "scalar", frozen=True, quantize="nf4").quantized == matrices
+    assert sizes.size(path, "scalar", Setup(frozen=True, quantize="nf4")).quantized == matrices
     saved_bits = whole.weight_bytes(2) - four.weight_bytes(2)
     assert saved_bits == pytest.approx(matrices * (16 - 4 - 8 / 64 - 32 / 256 / 64) / 8)
     assert whole.weight_bytes(2) - eight.weight_bytes(2) == matrices
@@ -369,7 +371,7 @@ def test_a_shared_trunk_is_one_base_model_and_four_adapters(model_path: str) -> 
     workload = ppo_plan.workload(PPO(**options), "cpu", {"actor_model": model_path, "reward_model": model_path})
     assert [spec.role for spec in workload.models] == ["actor", "reference", "critic", "reward model"]
     base = sizes.size(model_path, "lm").total
-    adapter = sizes.size(model_path, "lm", "lora,r=4").trained
+    adapter = sizes.size(model_path, "lm", Setup("lora,r=4")).trained
     stored = [spec.stored() for spec in workload.models]
     assert [size.total for size in stored] == [base + adapter, adapter, adapter + tiny.WIDTH, adapter + tiny.WIDTH]
     assert [size.trained for size in stored] == [adapter, 0, adapter + tiny.WIDTH, 0]

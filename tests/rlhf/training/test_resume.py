@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ KINDS = {
         *((True, stage, dtype) for stage, dtype in ((1, "bf16"), (2, "fp32"), (3, "bf16"))),
     )
 }
+NEEDS_PACKAGE = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+OPTIMIZERS = [("muon", "fp32"), ("adafactor", "bf16"), pytest.param("adamw_8bit", "bf16", marks=NEEDS_PACKAGE)]
 
 
 def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -43,6 +46,12 @@ def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_with_dropout_it_goes_on_to_the_bit(options: dict[str, Any], tmp_path: Path) -> None:
+    require_same(resuming.save_half(tmp_path, options), resuming.go_on(tmp_path, options))
+
+
+@pytest.mark.parametrize(("optim", "dtype"), OPTIMIZERS)
+def test_with_another_optimizer_it_goes_on_to_the_bit(optim: str, dtype: str, tmp_path: Path) -> None:
+    options = {"optim": optim, "dtype": dtype}
     require_same(resuming.save_half(tmp_path, options), resuming.go_on(tmp_path, options))
 
 

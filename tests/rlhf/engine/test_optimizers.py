@@ -1,0 +1,155 @@
+"""`--optim`: each weight moves as the library's own optimizer moves it, in fp32, and the state has the planned size."""
+
+import importlib.util
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.optimization import Adafactor
+
+from rlhf.config.options import EngineOptions, OptimizerOptions
+from rlhf.engine import optimizers
+from rlhf.engine.adamw import MASTER
+from rlhf.engine.optimizers import LibraryOptimizer, build, state_numbers
+from rlhf.engine.training import Engine
+from rlhf.errors import UserError
+from rlhf.models.policy import Policy
+from rlhf.training.checks import check_engine
+from tests.support import tiny
+
+needs_package = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="the package bitsandbytes is not installed"
+)
+KINDS = ["muon", "adafactor", pytest.param("adamw_8bit", marks=needs_package)]
+OPTIONS = OptimizerOptions(
+    learning_rate=0.01, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3, warmup_ratio=0
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+class Layers(nn.Module):
+    """A matrix of each shape, one stored transposed, beside an embedding, a norm and experts in one tensor."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
+
+        self.embedding = nn.Embedding.from_pretrained(weight(100, 64), freeze=False)
+        self.wide, self.tall, self.experts = weight(48, 96), weight(96, 48), weight(3, 40, 48)
+        self.transposed, self.norm = nn.Parameter(weight(80, 64).data.t()), weight(64)
+
+
+def library(kind: str, named: Sequence[tuple[str, Tensor]]) -> list[torch.optim.Optimizer]:
+    """The library's own optimizers of these fp32 weights, as its documentation uses them; AdamW for the others."""
+    special = {
+        "adafactor": lambda name: True,
+        "muon": lambda name: name in ("wide", "tall", "transposed"),
+        "adamw_8bit": lambda name: name not in ("embedding.weight", "norm"),
+    }[kind]
+
+    def groups(chosen: bool) -> list[dict[str, Any]]:
+        own = [(name, weight) for name, weight in named if special(name) == chosen]
+        return [{"params": [w for _, w in own if (w.dim() > 1) == decays], "weight_decay": 0.1 * decays}
+                for decays in (True, False)]  # fmt: skip
+
+    adam: Any = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-3}
+    if kind == "muon":
+        own: Any = torch.optim.Muon(groups(True), lr=0.01, adjust_lr_fn="match_rms_adamw")
+    elif kind == "adafactor":
+        return [Adafactor(groups(True), lr=0.01, scale_parameter=False, relative_step=False)]
+    else:
+        import bitsandbytes as bnb
+
+        own = bnb.optim.AdamW8bit(groups(True), **adam)
+    return [own, torch.optim.AdamW(groups(False), **adam, fused=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_the_librarys_on_fp32_weights(kind: Any, dtype: torch.dtype) -> None:
+    """To the bit, with clipping before the step, and with the state that the plan counts."""
+    model, copies = Layers(dtype), Layers(dtype).float()
+    mine = build(model, kind, OPTIONS, {}, plain=True)
+    assert isinstance(mine, LibraryOptimizer)
+    mine.scale = 0.25
+    theirs = library(kind, list(copies.named_parameters()))
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for own, other in zip(model.parameters(), copies.parameters(), strict=True):
+            gradient = torch.randn(own.shape, generator=draw).to(dtype)
+            own.grad, other.grad = gradient, gradient.float() * 0.25
+        mine.step()
+        for each in theirs:
+            each.step()
+    outer = optimizers.outer_weights(model)
+    assert outer == {id(model.embedding.weight)}
+    for (name, own), other in zip(model.named_parameters(), copies.parameters(), strict=True):
+        master = mine.state[own].get(MASTER, own)
+        assert master.dtype == torch.float32 and torch.equal(master, other), name
+        assert torch.equal(own, master.to(dtype)), name
+        numbers, codes = state_numbers(kind, own.shape, id(own) in outer)
+        state = mine.moments(own).values()
+        assert sum(x.nbytes for x in state) == 4 * numbers + codes, name
+        assert mine.state_numbers(own) == numbers + codes
+
+
+def test_the_first_steps_by_hand() -> None:
+    """Adafactor (arXiv 1804.04235, algorithm 4): g / sqrt(r c / mean r), its root mean square at most 1. Muon: the
+    gradient with singular values near 1, times 0.2 sqrt(longest side), which is about the size of AdamW's step."""
+    gradient = torch.tensor([[3.0, 1.0], [-1.0, 2.0], [0.5, -4.0]], dtype=torch.float64)
+    moved = {}
+    for kind in ("adafactor", "muon"):
+        model = nn.Module()
+        model.matrix = nn.Parameter(torch.zeros(3, 2))
+        model.matrix.grad = gradient.float()
+        build(model, kind, OPTIONS, {}, plain=True).step()  # type: ignore[arg-type]
+        moved[kind] = -model.matrix.detach().double() / 0.01
+    squares = gradient.square()
+    update = gradient / (squares.mean(1, keepdim=True) * squares.mean(0) / squares.mean()).sqrt()
+    torch.testing.assert_close(moved["adafactor"], update / max(1.0, float(update.square().mean().sqrt())),
+                               rtol=16 * torch.finfo(torch.float32).eps, atol=0)  # fmt: skip
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    along = left.T @ (moved["muon"] / (0.2 * math.sqrt(3))) @ right.T
+    assert ((along.diagonal() > 0.5) & (along.diagonal() < 1.5)).all()  # where the five iterations leave it
+    assert (along - along.diagonal().diag()).abs().max() < 2**-5  # bf16 rounds to 2^-9 in each of 15 products
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_stage": 3},
+        {"zero_stage": 1, "offload_optimizer": True},
+        {"zero_stage": 2, "ranks": 2},
+        {"zero_stage": 0, "ranks": 2, "dtype": "bf16"},
+        {"zero_stage": 0, "ranks": 2, "tensor_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_sharded_weights_are_refused_in_one_line(options: dict[str, Any]) -> None:
+    ranks = options.pop("ranks", 1)
+    for kind in ("muon", "adafactor", "adamw_8bit"):
+        chosen = EngineOptions(**{"optim": kind, "dtype": "fp32", **options})
+        with pytest.raises(UserError, match=f"--optim {kind}: got --zero-stage .* else use --optim adamw") as refused:
+            check_engine(chosen, ranks=ranks)
+        assert "\n" not in str(refused.value)
+    if ranks == 1:
+        with pytest.raises(UserError, match="--optim adamw_8bit: got --zero-stage"):
+            Engine(Policy(tiny.causal_lm()), chosen, OPTIONS, 1)
+    check_engine(EngineOptions(optim="muon", dtype="fp32", zero_stage=0), ranks=2)
+
+
+def test_without_the_package_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'rlhf-pipeline\[quantize\]'"):
+        check_engine(EngineOptions(optim="adamw_8bit", dtype="fp32"))
