@@ -117,8 +117,9 @@ def _check_options(config: Step3Config) -> None:
                 f"{name}: got engine options with --share-trunk, expected none: it is an adapter of the actor"
             )
     for name, trained in {"actor": config.actor, "critic": config.critic}.items():
-        if trained.gradient_checkpointing not in (None, config.gradient_checkpointing):
-            raise UserError(
-                f"{name}.gradient_checkpointing: got its own value with --share-trunk; expected that of all roles, "
-                "which are one model"
-            )
+        for option in ("gradient_checkpointing", "quantize"):
+            if getattr(trained, option) not in (None, getattr(config, option)):
+                raise UserError(
+                    f"{name}.{option}: got its own value with --share-trunk; expected that of all roles, which are one "
+                    "model"
+                )

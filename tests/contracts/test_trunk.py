@@ -1,4 +1,7 @@
-"""One frozen base model with four adapters computes what four copies of it with one adapter each compute."""
+"""One frozen base model with four adapters computes what four copies of it with one adapter each compute.
+
+Also in 4 bits, where every product is that of the dequantised weight: the same products on the trunk and on the copies.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf import adapters, rewards
 from rlhf.chain import export
-from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions
+from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions, OwnEngineOptions
 from rlhf.engine.adapter_export import save_policy_adapter, save_scalar_adapter
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
@@ -29,6 +32,7 @@ from rlhf.models.adapter_files import reason_against_sharing
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_backbone, load_causal_lm
 from rlhf.models.policy import Policy
+from rlhf.models.quantized import quantized_layers
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.training import checkpoints
 from rlhf.training.checks import check_engine
@@ -39,13 +43,14 @@ from step3_ppo.models import Models
 from step3_ppo.rollout import Reference
 from step3_ppo.schedule import Schedule
 from step3_ppo.trunk import check_roles
+from tests.rlhf.models.test_quantized import INSTALLED, WIDE, needs_package
 from tests.support import tiny
 from tests.support.players import config_of, prompts_to_train_on
 from tests.support.resuming import ABOUT
 
 ADAPTER = "lora,r=4"
 FP32: Any = EngineOptions(dtype="fp32")
-HEAD = torch.linspace(-1, 1, tiny.WIDTH)[None]
+QUANTIZED = "llama nf4"
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 
 LLAMA = pytest.mark.parametrize("folders", ["llama"], indirect=True)
@@ -62,6 +67,7 @@ class Folders:
     base: str
     policy: str
     reward: str
+    quantize: Any = "none"
 
 
 def disturbed(model: Any, seed: int) -> Any:
@@ -77,38 +83,42 @@ def disturbed(model: Any, seed: int) -> Any:
 @pytest.fixture(scope="module")
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """A base model, and what steps 1 and 2 write of adapters on it."""
-    out = tmp_path_factory.mktemp(request.param)
-    base = tiny.causal_lm(request.param)
+    out = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
+    family, _, kind = request.param.partition(" ")
+    base = tiny.causal_lm(family, **(WIDE[family] if kind else {}))
+    head = ScoreHead(torch.linspace(-1, 1, base.config.hidden_size)[None])
     base.save_pretrained(out / "base")
     tokenizer = tiny.tokenizer()
     tokenizer.save_pretrained(out / "base")
     policy = Policy(disturbed(adapters.wrap(base, ADAPTER), 1))
     backbone = adapters.wrap(load_backbone(str(out / "base"), torch.float32, tiny.VOCAB), ADAPTER)
-    reward = disturbed(ScalarModel(backbone, ScoreHead(HEAD)), 2)
+    reward = disturbed(ScalarModel(backbone, head), 2)
     for name, model, save in (("policy", policy, save_policy_adapter), ("reward", reward, save_scalar_adapter)):
         (out / name).mkdir()
         save(Engine(model, FP32, OptimizerOptions(), 1), str(out / "base"), tokenizer, out / name)  # type: ignore[operator]
-    return Folders(*(str(out / name) for name in ("base", "policy", "reward")))
+    return Folders(*(str(out / name) for name in ("base", "policy", "reward")), kind or "none")
 
 
 def config(folders: Folders, out: Path, **changes: Any) -> Any:
     paths = {"actor_model": folders.policy, "reward_model": folders.reward, "critic_model": folders.reward}
     # A large epsilon bounds what rounding of a gradient can do to AdamW: lr * error / epsilon a step.
     trunk = {"share_trunk": True, "adapter": ADAPTER, "reward": ("learned",), "adam_epsilon": 1e-3}
+    trunk |= {"quantize": folders.quantize}
     return config_of("ppo", **paths, **trunk, total_episodes=16, weight_decay=0.1, output_dir=str(out), **changes)
 
 
 def scalar_of_peft(folders: Folders) -> ScalarModel:
     """The reward model as plain peft loads it."""
     whole: Any = AutoModelForSequenceClassification.from_pretrained(folders.base, num_labels=1)
-    setattr(whole, whole.base_model_prefix, load_backbone(folders.base, torch.float32, tiny.VOCAB))
+    backbone = load_backbone(folders.base, torch.float32, tiny.VOCAB, quantize=folders.quantize)
+    setattr(whole, whole.base_model_prefix, backbone)
     loaded: Any = PeftModel.from_pretrained(whole, folders.reward, is_trainable=True)
     head = loaded.base_model.model.score.modules_to_save["default"].weight
     return ScalarModel(whole.base_model, ScoreHead(head))
 
 
 def policy_of_peft(folders: Folders) -> Policy:
-    lm = load_causal_lm(folders.base, torch.float32, tiny.VOCAB)
+    lm = load_causal_lm(folders.base, torch.float32, tiny.VOCAB, quantize=folders.quantize)
     PeftModel.from_pretrained(lm, folders.policy, is_trainable=True)
     return Policy(lm)
 
@@ -159,7 +169,9 @@ def rollouts_of(monkeypatch: pytest.MonkeyPatch) -> list[ScoredRollout]:
 
 
 @pytest.mark.parametrize(
-    ("folders", "checkpointing"), [("llama", True), ("gpt2", False), ("gpt_neox", False)], indirect=["folders"]
+    ("folders", "checkpointing"),
+    [("llama", True), ("gpt2", False), ("gpt_neox", False), pytest.param(QUANTIZED, True, marks=needs_package)],
+    indirect=["folders"],
 )
 def test_one_base_computes_what_four_copies_do(
     folders: Folders, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +179,8 @@ def test_one_base_computes_what_four_copies_do(
     scored, options = rollouts_of(monkeypatch), config(folders, tmp_path, gradient_checkpointing=checkpointing)
     together = step3_models.set_up(options, tiny.tokenizer())
     apart = four_copies(options, folders, together)
+    quantized = [len(quantized_layers(each.actor.module)) for each in (together, apart)]
+    assert quantized == ([14, 14] if folders.quantize == "nf4" else [0, 0])
     first = list(iterations(together, options))
     second = list(iterations(apart, options))
     assert len(first) == 2 and first[-1]["kl"] != 0
@@ -202,7 +216,7 @@ def test_the_policy_starts_as_its_reference_and_the_others_never_move(folders: F
         torch.testing.assert_close(reference(ROWS)[0], Policy(plain.base_model.model)(ROWS)[0], rtol=0, atol=1e-5)
 
 
-@LLAMA
+@pytest.mark.parametrize("folders", [QUANTIZED if INSTALLED else "llama"], indirect=True)
 def test_a_run_resumes_to_the_bit(folders: Folders, tmp_path: Path) -> None:
     options = config(folders, tmp_path)
 
@@ -264,6 +278,8 @@ def test_an_adapter_directory_is_a_model_for_peft_and_for_every_command(folders:
     ("options", "message"),
     [
         ({"adapter": None}, "--share-trunk: needs --adapter"),
+        ({"adapter": None, "quantize": "nf4"}, "--quantize nf4: quantised weights cannot be trained; add an adapter"),
+        ({"quantize": "nf4", "torch_compile": True}, "with --torch-compile, which needs weights in the compute dtype"),
         ({"zero_stage": 3}, "--share-trunk: got it with --zero-stage 3"),
         ({"tensor_parallel_size": 2}, "--share-trunk: got it with --tensor-parallel-size 2"),
         ({"sequence_parallel_size": 2}, "--share-trunk: got it with --sequence-parallel-size 2"),
@@ -294,6 +310,8 @@ def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_pa
         ({**starts, "reward_model": str(tmp_path)}, starts, "reward model '.*': got an adapter on"),
         ({"adapter": "lora,r=8"}, none, "but --adapter lora,r=8 has other options"),
         ({"reference": FrozenOptions(offload=True)}, none, "reference: got engine options with --share-trunk"),
+        ({"critic": OwnEngineOptions(quantize="int8")}, none, "critic.quantize: got its own value with --share-trunk"),
+        ({"actor": OwnEngineOptions(gradient_checkpointing=True)}, none, "actor.gradient_checkpointing: got its own"),
         ({**starts, "actor_model": "demo.yaml"}, starts, "has new weights, which nobody would train"),
     ]
     for changes, made, message in wrong:
