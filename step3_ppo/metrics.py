@@ -78,7 +78,8 @@ def _kl(rollout: ScoredRollout) -> dict[str, Tensor]:
 def credit_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:
     """Mean and standard deviation of advantages, returns and values over the tokens of all ranks.
 
-    With a critic also `raw_advantage_*`, which is returns - values: the advantages before they were whitened; and
+    With a critic also `raw_advantage_*`, which is returns - values: the advantages before they were whitened, unless
+    the returns have a lambda of their own; and
         explained_variance = 1 - var(returns - values) / var(returns)
     1 = the critic predicts every return, 0 = no better than their mean, NaN = the returns do not vary.
     """

@@ -187,7 +187,7 @@ def kl(target: float, **context: Any) -> Table:
     return {"kl_coef": [0.6], "kl_horizon": [45], "kl_target": [steered]}
 
 
-GAE: Table = {"gamma": [0.4], "lam": [0.3], "whiten_advantages": [False]}
+GAE: Table = {"gamma": [0.4], "lam": [0.3], "lam_value": [0.55], "whiten_advantages": [False]}
 GROUPED: Table = {"num_generations": [alone(6, batch_size=12, total_episodes=24)]}
 TEXT = alone("text", data_path=("{folder}/texts.jsonl",), max_train_rows=None, max_length=12)
 

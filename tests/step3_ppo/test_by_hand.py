@@ -1,6 +1,7 @@
 """Credit and losses of every algorithm against the equations, token by token in plain Python floats (float64)."""
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -100,6 +101,32 @@ def test_credit(name: str) -> None:
     for values, expected in zip((found.advantages, found.returns), credit_by_hand(name, r), strict=True):
         for row, other in zip(table(values, r.mask), expected, strict=True):
             assert row == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ppo", "a2c"])
+def test_the_critic_learns_returns_of_its_own_lambda(name: str) -> None:
+    """A response of two tokens. Rewards (1, 2) under values (3, 5), gamma 1: deltas are (3, -3), so that
+    advantages of lambda 0.5 are (1.5, -3), and returns of lambda 1 the sums of rewards (3, 2). While the critic is
+    pretrained both have lambda 1."""
+    r = rollout()[torch.tensor([3])].trimmed()
+    short = torch.arange(r.mask.shape[1]) < 2
+    same = r.logprobs
+    values = torch.zeros_like(same).index_copy(1, torch.arange(2), torch.tensor([[3.0, 5.0]]))
+    # The reward of the first token is 1: its log-prob lies 1 / KL_COEF below the reference's.
+    ref = same.clone()
+    ref[0, 0] += 1 / KL_COEF
+    r = replace(r, mask=short[None], values=values, ref_logprobs=ref, scores=torch.tensor([2.0]))
+    for lam_value, pretrains, advantages, returns in (
+        (None, False, [1.5, -3.0], [4.5, 2.0]),
+        (1.0, False, [1.5, -3.0], [3.0, 2.0]),
+        (0.0, False, [1.5, -3.0], [6.0, 2.0]),
+        (0.0, True, [0.0, -3.0], [3.0, 2.0]),
+    ):
+        player = algorithm(name, gamma=1.0, whiten_advantages=False, lam_value=lam_value)
+        player.pretrains_critic = pretrains
+        credit = player.credit(r)
+        assert table(credit.advantages, r.mask)[0] == pytest.approx(advantages, abs=1e-5)
+        assert table(credit.returns, r.mask)[0] == pytest.approx(returns, abs=1e-5)
 
 
 @each
