@@ -115,16 +115,17 @@ def clipped_policy(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    cliprange: float,
+    cliprange: tuple[float, float],
     count: Count,
     dual_clip: float | None = None,
 ) -> Loss:
     """PPO's clipped surrogate, negated. All tensors [B, T]; only `logprobs` carries a gradient.
 
-        loss = sum_mask max(-A * ratio, -A * clip(ratio, 1 - cliprange, 1 + cliprange)) / count
+        loss = sum_mask max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) / count
 
-    with ratio = exp(logprobs - old_logprobs): arXiv 1707.06347, eq. 7. `dual_clip` c > 1 bounds the loss
-    of a token with A < 0 by -c * A (Ye et al., arXiv 1912.09729, eq. 5).
+    with ratio = exp(logprobs - old_logprobs) and (low, high) = cliprange: arXiv 1707.06347, eq. 7, where the two are
+    equal, and DAPO (arXiv 2503.14476, eq. 10), where high is larger. `dual_clip` c > 1 bounds the loss of a token with
+    A < 0 by -c * A (Ye et al., arXiv 1912.09729, eq. 5).
     Metrics, means over tokens: approx_kl, the k3 estimate of KL(old || new), never negative;
     clip_fraction, tokens on which the clip of eq. 7 binds; ratio_mean; ratio_square, the mean of (ratio - 1)^2.
     """
@@ -134,7 +135,8 @@ def clipped_policy(
     logprobs = torch.clamp(logprobs, old_logprobs - LOG_RATIO, old_logprobs + LOG_RATIO)
     ratio = torch.exp(logprobs - old_logprobs)
     free = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    low, high = cliprange
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     losses = torch.maximum(free, clipped)
     if dual_clip is not None:
         losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)

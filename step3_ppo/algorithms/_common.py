@@ -39,6 +39,9 @@ class ClippedConfig(Step3Config):
 
     cliprange: float = Field(0.2, gt=0)
     """the policy's ratio counts within 1 +- cliprange"""
+    cliprange_high: float | None = Field(None, gt=0)
+    """the policy's ratio counts up to 1 + cliprange_high, if another than cliprange (clip-higher: unlikely tokens may
+    become likelier)"""
 
 
 def rewards_of(rollout: ScoredRollout, config: KLRewardConfig, kl_coef: float) -> Tensor:
@@ -75,10 +78,17 @@ def clipped_loss(
     rollout: ScoredRollout,
     credit: Credit,
     count: Tensor,
-    cliprange: float,
+    config: ClippedConfig,
     dual_clip: float | None = None,
 ) -> losses.Loss:
     """The actor's clipped loss on (part of) a rollout. logprobs [B, T], count = tokens of the optimizer step."""
+    low, high = config.cliprange, config.cliprange_high
     return losses.clipped_policy(
-        logprobs, rollout.logprobs, credit.advantages, rollout.mask, cliprange, count, dual_clip
+        logprobs,
+        rollout.logprobs,
+        credit.advantages,
+        rollout.mask,
+        (low, low if high is None else high),
+        count,
+        dual_clip,
     )

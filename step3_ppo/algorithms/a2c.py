@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
-from step3_ppo.algorithms._common import GAEConfig, clipped_loss, gae_credit
+from step3_ppo.algorithms._common import GAEConfig, gae_credit
 
 
 class Config(GAEConfig):
@@ -33,7 +33,8 @@ class A2C:
 
     def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """-sum A * ratio / count, whose gradient at ratio 1 is -sum A * grad logprob / count."""
-        return clipped_loss(logprobs, rollout, credit, count, cliprange=math.inf)
+        old, unclipped = rollout.logprobs, (math.inf, math.inf)
+        return losses.clipped_policy(logprobs, old, credit.advantages, rollout.mask, unclipped, count)
 
     def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """0.5 * sum (V - return)^2 / count."""

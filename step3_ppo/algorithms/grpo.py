@@ -41,7 +41,7 @@ class GRPO:
     def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """Clipped loss + kl_coef * sum KL / count, on (part of) a rollout; logprobs [B, T]."""
         c = self.config
-        loss, metrics = clipped_loss(logprobs, rollout, credit, count, c.cliprange)
+        loss, metrics = clipped_loss(logprobs, rollout, credit, count, c)
         kl = losses.kl_penalty(logprobs, rollout.ref_logprobs, rollout.mask, c.kl_estimator, count)
         return loss + self.kl_coef * kl, {**metrics, "kl_loss": kl.detach()}
 

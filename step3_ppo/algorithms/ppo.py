@@ -31,7 +31,7 @@ class PPO:
 
     def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The actor's loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
-        return clipped_loss(logprobs, rollout, credit, count, self.config.cliprange, self.config.dual_clip)
+        return clipped_loss(logprobs, rollout, credit, count, self.config, self.config.dual_clip)
 
     def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The critic's loss on (part of) a rollout, not clipped while it is pretrained; values [B, T]."""

@@ -34,7 +34,7 @@ class RLOO:
 
     def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The actor's clipped loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
-        return clipped_loss(logprobs, rollout, credit, count, self.config.cliprange)
+        return clipped_loss(logprobs, rollout, credit, count, self.config)
 
 
 def build(config: Config) -> RLOO:

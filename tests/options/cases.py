@@ -178,7 +178,7 @@ STEP3: Table = {
     "max_train_rows": [8],
     **{name: [alone(value, **WATCHED)] for name, value in WATCHED.items() if name != "total_episodes"},
 }
-CLIPPED: Table = {"cliprange": [0.05]}
+CLIPPED: Table = {"cliprange": [0.05], "cliprange_high": [0.3]}
 
 
 def kl(target: float, **context: Any) -> Table:

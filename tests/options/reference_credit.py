@@ -122,7 +122,8 @@ def policy_loss(o: dict[str, Any], new: Tensor, t: Tokens, kl_coef: float) -> tu
     metrics |= {"ratio_mean": ratio.mean(), "ratio_square": (ratio - 1).square().mean()}
     if name == "a2c":
         return free.mean(), metrics | {"clip_fraction": torch.zeros(())}
-    clipped = -t.advantage * ratio.clamp(1 - o["cliprange"], 1 + o["cliprange"])
+    high = o["cliprange"] if o["cliprange_high"] is None else o["cliprange_high"]
+    clipped = -t.advantage * ratio.clamp(1 - o["cliprange"], 1 + high)
     loss = torch.maximum(free, clipped)
     metrics["clip_fraction"] = (clipped > free).double().mean()
     if name == "ppo" and o["dual_clip"] is not None:

@@ -126,7 +126,7 @@ def test_a_token_that_ran_away_spoils_no_step(apart: float) -> None:
     old, advantages, mask = torch.tensor([[-apart, -1.0]]), torch.ones(1, 2), torch.ones(1, 2).bool()
     logprobs = torch.tensor([[0.0, -1.0]], requires_grad=True)
     for sign in (1.0, -1.0):
-        loss, metrics = losses.clipped_policy(logprobs, old, sign * advantages, mask, 0.2, 2.0)
+        loss, metrics = losses.clipped_policy(logprobs, old, sign * advantages, mask, (0.2, 0.2), 2.0)
         (gradient,) = torch.autograd.grad(loss, logprobs)
         assert torch.isfinite(gradient).all() and all(torch.isfinite(x) for x in (loss, *metrics.values()))
         assert gradient[0, 1] == -0.5 * sign and (sign < 0 or gradient[0, 0] == 0.0)

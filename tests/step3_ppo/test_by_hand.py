@@ -192,7 +192,7 @@ def test_whitening_is_over_all_ranks(name: str) -> None:
         torch.testing.assert_close(found, whole[mine], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", ["cliprange", "cliprange_value", "dual_clip"])
+@pytest.mark.parametrize("option", ["cliprange", "cliprange_high", "cliprange_value", "dual_clip"])
 def test_an_algorithm_that_clips_nothing_has_no_such_option(option: str) -> None:
     with pytest.raises(UserError, match=f"{option}"):
         validate(a2c.Config, {option: 1.5}, "x")

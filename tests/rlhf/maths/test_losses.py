@@ -15,6 +15,7 @@ LENGTHS = torch.tensor([5, 1, 2, 4, 1, 3, 0, 5])
 MASK = torch.arange(5) < LENGTHS.unsqueeze(1)
 COUNT = float(LENGTHS.sum())
 SHAPE = (8, 5)
+CLIP = (0.2, 0.2)
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
@@ -28,11 +29,11 @@ def nll(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
 
 
 def policy(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
-    return losses.clipped_policy(x, data[0], data[1], mask, 0.2, COUNT)
+    return losses.clipped_policy(x, data[0], data[1], mask, CLIP, COUNT)
 
 
 def dual(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
-    return losses.clipped_policy(x, data[0], data[1], mask, 0.2, COUNT, dual_clip=1.5)
+    return losses.clipped_policy(x, data[0], data[1], mask, CLIP, COUNT, dual_clip=1.5)
 
 
 def value(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
@@ -61,17 +62,18 @@ def clamp(x: float, low: float, high: float) -> float:
     return low if x < low else min(x, high)
 
 
-def test_policy_loss_matches_float64() -> None:
+@pytest.mark.parametrize("high", [0.2, 0.5])
+def test_policy_loss_matches_float64(high: float) -> None:
     x, (old, advantages) = inputs()
-    loss, metrics = losses.clipped_policy(x, old, advantages, MASK, 0.2, COUNT)
+    loss, metrics = losses.clipped_policy(x, old, advantages, MASK, (0.2, high), COUNT)
     total = kl = clipped = ratios = 0.0
     gradient = torch.zeros(SHAPE, dtype=torch.float64)
     for b, t in MASK.nonzero().tolist():
         a, d = float(advantages[b, t]), float(x.detach()[b, t].double() - old[b, t].double())
         ratio = math.exp(d)
         # Eq. 7 case by case: gain is capped above for A > 0 and below for A < 0.
-        binds = (a > 0 and ratio > 1.2) or (a < 0 and ratio < 0.8)
-        total -= a * (clamp(ratio, 0.8, 1.2) if binds else ratio)
+        binds = (a > 0 and ratio > 1 + high) or (a < 0 and ratio < 0.8)
+        total -= a * (clamp(ratio, 0.8, 1 + high) if binds else ratio)
         gradient[b, t] = 0.0 if binds else -a * ratio / COUNT
         kl, clipped, ratios = kl + ratio - 1 - d, clipped + binds, ratios + ratio
     assert float(loss.detach()) == pytest.approx(total / COUNT, abs=1e-6)
@@ -88,7 +90,7 @@ def test_policy_loss_by_hand() -> None:
     ratios = torch.tensor([[d, d, -d, -d]])
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
     mask = torch.ones(1, 4, dtype=torch.bool)
-    loss, metrics = losses.clipped_policy(ratios, torch.zeros(1, 4), advantages, mask, 0.2, 4)
+    loss, metrics = losses.clipped_policy(ratios, torch.zeros(1, 4), advantages, mask, CLIP, 4)
     assert float(loss) == pytest.approx((-1.2 + 2 - 0.5 + 0.8) / 4)
     assert float(metrics["clip_fraction"]) == 0.5 and float(metrics["ratio_mean"]) == pytest.approx(1.25)
     assert float(metrics["approx_kl"]) == pytest.approx((2 * (1 - d) + 2 * (d - 0.5)) / 4)
@@ -101,7 +103,7 @@ def test_dual_clip_by_hand() -> None:
     ratios = torch.tensor([[far, far, 0.0, far]]).requires_grad_()
     advantages, mask = torch.tensor([[-2.0, 2.0, -2.0, 0.5]]), torch.ones(1, 4, dtype=torch.bool)
     for dual_clip, expected in ((None, 16 - 2.4 + 2 - 0.6), (3.0, 6 - 2.4 + 2 - 0.6)):
-        loss, _ = losses.clipped_policy(ratios, torch.zeros(1, 4), advantages, mask, 0.2, 1, dual_clip=dual_clip)
+        loss, _ = losses.clipped_policy(ratios, torch.zeros(1, 4), advantages, mask, CLIP, 1, dual_clip=dual_clip)
         assert float(loss.detach()) == pytest.approx(expected, abs=1e-5)
     assert torch.autograd.grad(loss, ratios)[0].tolist() == [[0.0, 0.0, 2.0, 0.0]]
 
@@ -109,7 +111,7 @@ def test_dual_clip_by_hand() -> None:
 def test_first_minibatch_is_the_policy_gradient() -> None:
     _, (old, advantages) = inputs()
     x = old.clone().requires_grad_()
-    loss, metrics = losses.clipped_policy(x, old, advantages, MASK, 0.2, COUNT)
+    loss, metrics = losses.clipped_policy(x, old, advantages, MASK, CLIP, COUNT)
     assert {name: float(metric) for name, metric in metrics.items()} == {
         "approx_kl": 0.0,
         "clip_fraction": 0.0,
@@ -128,7 +130,7 @@ def test_approx_kl_estimates_kl_of_old_from_new() -> None:
     estimate = sum(
         math.exp(o)
         * float(
-            losses.clipped_policy(torch.tensor([[n]]), torch.tensor([[o]]), torch.zeros(1, 1), everything, 0.2, 1)[1][
+            losses.clipped_policy(torch.tensor([[n]]), torch.tensor([[o]]), torch.zeros(1, 1), everything, CLIP, 1)[1][
                 "approx_kl"
             ]
         )
@@ -192,11 +194,11 @@ def test_a_ratio_counts_up_to_its_bound_and_beyond_it_has_no_gradient() -> None:
     """e^20 and e^-20: at advantage -1 the loss is the ratio itself, and no product of inf and 0 arises."""
     x = torch.tensor([[1000.0, -1000.0]], requires_grad=True)
     far, advantages, mask = torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
-    loss, metrics = losses.clipped_policy(x, far, advantages, mask, 0.2, 2)
+    loss, metrics = losses.clipped_policy(x, far, advantages, mask, CLIP, 2)
     assert float(loss.detach()) == pytest.approx((math.exp(20) - math.exp(-20)) / 2, rel=1e-6)
     assert float(metrics["ratio_mean"]) == pytest.approx(math.exp(20) / 2, rel=1e-6)
     assert torch.autograd.grad(loss, x)[0].tolist() == [[0.0, 0.0]]
-    _, metrics = losses.clipped_policy(x.detach()[:, 1:], far[:, 1:], advantages[:, 1:], mask[:, 1:], 0.2, 1)
+    _, metrics = losses.clipped_policy(x.detach()[:, 1:], far[:, 1:], advantages[:, 1:], mask[:, 1:], CLIP, 1)
     assert float(metrics["approx_kl"]) == pytest.approx(math.exp(-20) - 1 + 20, rel=1e-6)
 
 
@@ -373,7 +375,7 @@ def test_splitting_pairs_changes_no_sum_and_no_gradient() -> None:
 def test_a_count_may_be_a_tensor_and_metrics_are_detached() -> None:
     x, (old, advantages) = inputs()
     for count in (COUNT, torch.tensor(COUNT), LENGTHS.sum()):
-        loss, metrics = losses.clipped_policy(x, old, advantages, MASK, 0.2, count)
+        loss, metrics = losses.clipped_policy(x, old, advantages, MASK, CLIP, count)
         assert float(loss.detach()) == float(policy(x, [old, advantages], MASK)[0].detach())
         assert not any(metric.requires_grad for metric in metrics.values())
     value_metrics = losses.clipped_value(x, old, advantages, MASK, 0.2, COUNT)[1]
@@ -384,5 +386,5 @@ def test_a_count_may_be_a_tensor_and_metrics_are_detached() -> None:
 
 def test_zero_advantages_give_no_gradient() -> None:
     x, (old, _) = inputs()
-    loss, _ = losses.clipped_policy(x, old, torch.zeros(SHAPE), MASK, 0.2, COUNT)
+    loss, _ = losses.clipped_policy(x, old, torch.zeros(SHAPE), MASK, CLIP, COUNT)
     assert float(loss.detach()) == 0.0 and not torch.autograd.grad(loss, x)[0].any()
