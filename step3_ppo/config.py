@@ -102,8 +102,11 @@ REWARD, POLICY, SHARED = "reward", "policy", "shared"
 
 
 class ScoreOptions(Config):
-    """Scaling and clipping of scores before the algorithm."""
+    """Scores before the algorithm: relative to the reference's, scaled, clipped, in this order."""
 
+    reference_responses: int = Field(0, ge=0)
+    """responses that the reference samples to each prompt; above 0 a score becomes the mean of sigmoid(score - score of
+    a reference response), between 0 and 1 (PAR). Evaluations have the score itself"""
     use_score_scaling: bool = False
     """divide scores by their standard deviation over the run so far"""
     use_score_norm: bool = False

@@ -1,7 +1,9 @@
 """The first half of an iteration: sample responses, then score them."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,16 +12,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from data.batches import prompt_batch
+from data.build.encode import Prompt
+from data.dataset import PromptDataset
 from rlhf.adapters import Adapter
 from rlhf.config.options import SamplingOptions
 from rlhf.distributed import collectives
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
 from rlhf.generation import Backend
+from rlhf.maths.uniforms import uniforms
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, state_values
 from rlhf.rewards import Sources, as_samples
 from rlhf.types import Prompts, SampledRollout, ScoredRollout, Sequences, length_groups, to_device
+from step3_ppo.config import Step3Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +59,23 @@ class Scorer:
     missing_eos_penalty: float | None
 
 
+def prompts_and_uniforms(
+    prompts: PromptDataset[Prompt], indices: Sequence[int], config: Step3Config, pad_token_id: int, number: int
+) -> tuple[Prompts, Tensor]:
+    """The prompt at each of `indices`, with repetitions, and the random numbers [B, T] of its response.
+
+    `number` is that of the rollout: every response of every rollout has a random stream of its own.
+    """
+    repetitions: Counter[int] = Counter()
+    keys = []
+    for index in indices:
+        keys.append((config.seed, number, index, repetitions[index]))
+        repetitions[index] += 1
+    return prompt_batch([prompts[i] for i in indices], pad_token_id), uniforms(keys, config.response_length)
+
+
 def generate(
-    actor: Engine[Policy],
+    policy_weights: AbstractContextManager[Policy],
     backend: Backend,
     prompts: Prompts,
     sampling: SamplingOptions,
@@ -62,11 +84,12 @@ def generate(
 ) -> SampledRollout:
     """Responses y ~ pi_old(. | x) to `prompts`, `batch_size` at a time, or all at once if the backend `takes_all`.
 
-    uniforms: [B, T] in [0, 1), the only randomness. All tensors are on the CPU, those of the result too.
+    policy_weights: `inference()` of the policy's engine, or `Reference.of`. uniforms: [B, T] in [0, 1), the only
+    randomness. All tensors are on the CPU, those of the result too.
     """
     if backend.takes_all:
         batch_size = len(prompts)
-    with actor.inference() as policy:
+    with policy_weights as policy:
         batches = [
             backend(policy.lm, prompts[slice(i, i + batch_size)], sampling, uniforms[i : i + batch_size])
             for i in range(0, len(prompts), batch_size)
@@ -101,15 +124,20 @@ def score(rollout: SampledRollout, actor: Engine[Any], critic: Engine[Any] | Non
     if critic is not None and critic is not actor:
         with critic.inference() as model:
             values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
-    # A source may be random, or slow: ranks that share a model must learn from the same scores.
-    scores, by_source = collectives.broadcast_in_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
-    source_scores = torch.stack(list(by_source.values()), dim=1)
-    if scorer.missing_eos_penalty is not None:
-        scores = scores - scorer.missing_eos_penalty * (~rollout.ended).float()
+    scores, source_scores = combined_scores(rollout, scorer)
     sampled = {field.name: getattr(rollout, field.name) for field in fields(SampledRollout)}
     numbers = {"logprobs": old, "ref_logprobs": ref, "scores": scores, "source_scores": source_scores, "values": values}
     on_cpu: dict[str, Any] = {name: x if x is None else x.cpu() for name, x in numbers.items()}
     return ScoredRollout(**sampled, **on_cpu)
+
+
+def combined_scores(rollout: SampledRollout, scorer: Scorer) -> tuple[Tensor, Tensor]:
+    """The scores [B], less the penalty of a missing EOS, and the scores of each of the N sources [B, N]."""
+    # A source may be random, or slow: ranks that share a model must learn from the same scores.
+    scores, by_source = collectives.broadcast_in_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
+    if scorer.missing_eos_penalty is not None:
+        scores = scores - scorer.missing_eos_penalty * (~rollout.ended).float()
+    return scores, torch.stack(list(by_source.values()), dim=1)
 
 
 def scores_by_source(scorer: Scorer, rollout: ScoredRollout) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """Reinforcement learning from scores: generate, score, assign credit, update (InstructGPT, arXiv 2203.02155)."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import prompt_batch
 from data.build.encode import Prompt
 from data.dataset import PromptDataset
 from rlhf import adapters, console, rewards
@@ -22,7 +20,7 @@ from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.engine.training import compute_dtype
 from rlhf.errors import UserError
-from rlhf.maths.uniforms import uniforms
+from rlhf.maths import credit as crediting
 from rlhf.models.adapter_files import base_of
 from rlhf.plan.compile_choice import choose_compiler
 from rlhf.report.verdict import stage_verdict
@@ -47,17 +45,26 @@ from step3_ppo.heldout import (
     write_rollout,
     write_samples,
 )
-from step3_ppo.inputs import check, content, input_paths, inputs, ptx_content, with_inputs
+from step3_ppo.inputs import check, content, input_paths, inputs, open_backend, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
 from step3_ppo.models import Models, set_up
 from step3_ppo.plan import workload
-from step3_ppo.rollout import generate, nonfinite, score, scores_by_source
+from step3_ppo.rollout import (
+    combined_scores,
+    generate,
+    nonfinite,
+    prompts_and_uniforms,
+    score,
+    scores_by_source,
+)
 from step3_ppo.schedule import Schedule, computed_tokens, iterations
 from step3_ppo.update import Learners, update
 from step3_ppo.warnings import Limits, Watch
 
 HELD_OUT = 2**20 - 1
 """number of the rollout of held-out responses, which no iteration has"""
+REFERENCE = HELD_OUT - 1
+"""number of the rollout of the reference's responses"""
 
 
 def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, config: Step3Config) -> Iterator[Metrics]:
@@ -67,6 +74,8 @@ def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, co
         sampled = sample(models, prompts, indices, config, iteration)
         clock.lap("generate")
         rollout = score(sampled, models.actor, models.critic, models.scorer)
+        if config.reference_responses:
+            rollout = relative_to_reference(rollout, models, prompts, indices, config)
         clock.lap("score")
         source_scores = scores_by_source(models.scorer, rollout)
         if _must_skip(rollout, source_scores, indices, iteration, schedule.tolerance):
@@ -139,16 +148,34 @@ def rollouts_file(config: Step3Config) -> Path:
 def sample(
     models: Models, prompts: PromptDataset[Prompt], indices: list[int], config: Step3Config, number: int
 ) -> SampledRollout:
-    """A response to the prompt at each of `indices`, with repetitions. `number` is that of the rollout: every response
-    of every rollout has a random stream of its own."""
-    batch = prompt_batch([prompts[i] for i in indices], models.scorer.tokenizer.pad_token_id)
-    repetitions: Counter[int] = Counter()
-    keys = []
-    for index in indices:
-        keys.append((config.seed, number, index, repetitions[index]))
-        repetitions[index] += 1
-    draws = uniforms(keys, config.response_length)
-    return generate(models.actor, models.backend, batch, models.scorer.sampling, draws, config.rollout_batch_size)
+    """The policy's response to the prompt at each of `indices`, with repetitions. number: of the rollout"""
+    batch, draws = prompts_and_uniforms(prompts, indices, config, models.scorer.tokenizer.pad_token_id, number)
+    policy = models.actor.inference()
+    return generate(policy, models.backend, batch, models.scorer.sampling, draws, config.rollout_batch_size)
+
+
+def relative_to_reference(
+    rollout: ScoredRollout,
+    models: Models,
+    prompts: PromptDataset[Prompt],
+    indices: list[int],
+    config: Step3Config,
+) -> ScoredRollout:
+    """The rollout with scores relative to those of the reference's own responses (PAR, `credit.relative_scores`).
+
+    The responses to a prompt are the same in every iteration, and need no state in a checkpoint. The loop samples
+    them, whatever samples the policy's: a backend such as vLLM has the weights of the policy, merged with its adapter.
+    """
+    scorer, copies = models.scorer, config.reference_responses
+    rows = [i for i in indices[:: config.num_generations] for _ in range(copies)]
+    eos, pad = scorer.tokenizer.eos_token_id, scorer.tokenizer.pad_token_id
+    batch, draws = prompts_and_uniforms(prompts, rows, config, pad, REFERENCE)
+    loop = open_backend(config.model_copy(update={"rollout_backend": "loop"}), eos, pad)
+    reference = scorer.reference.of(models.actor)
+    sampled = generate(reference, loop, batch, scorer.sampling, draws, config.rollout_batch_size)
+    reference_scores, _ = combined_scores(sampled, scorer)
+    of_responses = reference_scores.cpu().view(-1, copies).repeat_interleave(config.num_generations, dim=0)
+    return replace(rollout, scores=crediting.relative_scores(rollout.scores, of_responses))
 
 
 def evaluate(

@@ -26,8 +26,11 @@ class Config(Step3Config):
 
     @model_validator(mode="after")
     def _refuse_score_scaling(self) -> Self:
-        if self.use_score_scaling or self.score_clip is not None:
-            raise ValueError("use_score_scaling, score_clip: expected neither; only the order of scores matters here")
+        if self.use_score_scaling or self.score_clip is not None or self.reference_responses:
+            raise ValueError(
+                "use_score_scaling, score_clip, reference_responses: expected none of them; only the order of the "
+                "scores of one prompt matters here"
+            )
         return self
 
 

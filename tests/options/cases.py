@@ -163,6 +163,7 @@ STEP3: Table = {
     "use_score_scaling": [alone(False, use_score_norm=False)],
     "use_score_norm": [False],
     "score_clip": [0.6, None],
+    "reference_responses": [3],
     "missing_eos_penalty": [2.1],
     "reward_model": ["{folder}/critic"],
     "reward": [

@@ -26,6 +26,8 @@ from tests.support import tiny
 
 HELD_OUT = 2**20 - 1
 """the number of the rollout that held-out responses are drawn in"""
+REFERENCE = HELD_OUT - 1
+"""the number of the rollout that the reference's responses are drawn in"""
 NEAR = 1e-5
 """how far from a token's share of the probability its uniform number may be: the errors, a few times 2^-24 each, of the
 18 probabilities add up"""
@@ -109,7 +111,9 @@ class Reinforcement:
 
     # --- responses and scores
 
-    def sampled(self, draw: int, prompts: Sequence[Ids], indices: Sequence[int]) -> list[Pair]:
+    def sampled(
+        self, draw: int, prompts: Sequence[Ids], indices: Sequence[int], network: Network | None = None
+    ) -> list[Pair]:
         """The response to each prompt as the run has it; each token is where its uniform number points."""
         rows = next(self.rollouts, [])
         assert sorted(row[0] for row in rows) == sorted(prompts[i] for i in indices)
@@ -124,11 +128,11 @@ class Reinforcement:
             pairs.append((prompts[i], responses[prompts[i]].pop(0)))
             keys.append((self.o["seed"], draw, i, earlier[i]))
             earlier[i] += 1
-        self.require_drawn(pairs, uniforms(keys, self.o["response_length"]).tolist())
+        self.require_drawn(network or self.actor.network, pairs, uniforms(keys, self.o["response_length"]).tolist())
         return pairs
 
-    def require_drawn(self, pairs: list[Pair], draws: list[Row]) -> None:
-        laws = self.actor.network.distributions([[*p, *r] for p, r in pairs], self.o["temperature"])
+    def require_drawn(self, network: Network, pairs: list[Pair], draws: list[Row]) -> None:
+        laws = network.distributions([[*p, *r] for p, r in pairs], self.o["temperature"])
         sums = laws.cumsum(-1)
         for b, (prompt, response) in enumerate(pairs):
             for t, token in enumerate(response):
@@ -201,7 +205,7 @@ class Reinforcement:
         o = self.o
         pairs = self.sampled(iteration - 1, self.prompts, indices)
         scored, sources = self.scored(pairs, o["missing_eos_penalty"])
-        scored.scores = self.scaling(scored.scores)
+        scored.scores = self.scaling(self.relative(scored.scores, indices))
         advantages, returns = credit(self.options_at(iteration), scored, self.kl_coef)
         metrics = {f"score_{name_of(spec)}": sum(scores) / len(scores) for spec, scores in sources.items()}
         metrics |= rollout_metrics(o, scored, pairs, (advantages, returns)) | {"kl_coef": self.kl_coef}
@@ -211,6 +215,17 @@ class Reinforcement:
         steps = self.update(pairs, rows, (scored, advantages, returns), iteration)
         self.kl_coef = adapted(o, self.kl_coef, metrics["kl"])
         return metrics | averaged(steps)
+
+    def relative(self, scores: Row, indices: list[int]) -> Row:
+        """The mean over the reference's responses of sigmoid(score - theirs)."""
+        copies, group = self.o["reference_responses"], self.o["num_generations"]
+        if not copies:
+            return scores
+        rows = [i for i in indices[::group] for _ in range(copies)]
+        pairs = self.sampled(REFERENCE, self.prompts, rows, self.reference)
+        of_reference = self.scored(pairs, self.o["missing_eos_penalty"])[0].scores
+        others = [of_reference[j * copies : (j + 1) * copies] for j in range(len(scores) // group)]
+        return [sum(1 / (1 + math.exp(x - s)) for x in others[i // group]) / copies for i, s in enumerate(scores)]
 
     def options_at(self, iteration: int) -> dict[str, Any]:
         """While only the critic learns: lambda 1, and no clip."""

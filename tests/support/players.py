@@ -78,7 +78,7 @@ class Players:
         draws = uniforms([(seed, i) for i in range(len(prompts))], self.config.response_length)
         ends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
         drawing = open_backend(backend, **ends)
-        return generate(self.actor, drawing, prompts, self.config, draws, self.config.rollout_batch_size)
+        return generate(self.actor.inference(), drawing, prompts, self.config, draws, self.config.rollout_batch_size)
 
     def score(self, rollout: SampledRollout) -> ScoredRollout:
         return score(rollout, self.actor, self.critic, self.scorer)
@@ -265,8 +265,9 @@ PARITY = {
     "grpo, not scaled": ("grpo", {"scale_rewards": False}),
     "rloo, scaled": ("rloo", {"use_score_scaling": True, "use_score_norm": True, "score_clip": 1.0}),
     "ppo, all options": ("ppo", {"entropy_coef": 0.1, "missing_eos_penalty": 1.0, "target_kl": 0.02, "dual_clip": 2.0}),
+    "ppo, relative scores, zero 3": ("ppo", {"reference_responses": 2, "zero_stage": 3}),
     "trunk, zero 0": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 0}),
-    "trunk, zero 1": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 1}),
+    "trunk, zero 1": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 1, "reference_responses": 1}),
     "trunk, zero 2": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 2}),
     "shared": ("ppo", SHARED | {"num_mini_batches": 4}),
     "shared, zero 2": ("ppo", SHARED | {"zero_stage": 2, "entropy_coef": 0.1}),

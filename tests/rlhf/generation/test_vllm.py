@@ -227,7 +227,7 @@ ROLLOUT = ["wake_up ['weights']", "reload_weights", "wake_up ['kv_cache']", "res
 def test_one_rollout_takes_the_weights_once(vllm: Any) -> None:
     game, drawing = players("ppo", rollout_batch_size=3), built()
     for seed in range(2):
-        generate(game.actor, drawing, FOUR, game.config, draws(seed, 4), game.config.rollout_batch_size)
+        generate(game.actor.inference(), drawing, FOUR, game.config, draws(seed, 4), game.config.rollout_batch_size)
     assert len(vllm.made) == 1 and vllm.made[0].calls == ["sleep 1", *ROLLOUT, *ROLLOUT]
 
 
