@@ -43,6 +43,7 @@ STAGE = Declaration(
         section="Step 3, reinforcement learning",
         curves=(
             Curve("Score", ("score", "eval_score")),
+            Curve("Disagreement of reward models", ("score_disagreement",)),
             Curve("Judge", ("eval_judge",)),
             Curve("KL from the reference", ("kl", "eval_kl"), (0.0, "")),
             Curve("KL coefficient", ("kl_coef",)),
@@ -75,7 +76,7 @@ STAGE = Declaration(
         ),
         samples="samples.jsonl",
         distance="kl",
-        exploitation=("over_optimisation", "overfitting"),
+        exploitation=("over_optimisation", "overfitting", "members_disagree"),
     ),
     cards={
         "actor": ModelWords("policy after RLHF", POLICY_CARD, "text-generation", ("actor_model",), ("rlhf",)),
@@ -193,11 +194,13 @@ class Step3Config(
     reward: tuple[str, ...] = ("learned",)
     """score sources, each with an optional weight before it: learned (the reward model), another name in rlhf/rewards/
     with its options, or file.py:function; e.g. learned "0.5*length,target=40" (quote the star)"""
-    reward_combine: Literal["sum", "min", "safety"] = "sum"
+    reward_combine: Literal["sum", "min", "safety", "uncertain"] = "sum"
     """how the weighted sources are combined into one score; safety = the first of two decides where it is low, else the
-    second (Llama 2)"""
+    second (Llama 2); uncertain = the mean of an ensemble's members, less where they disagree"""
     safety_threshold: float = Field(0.15, gt=0, lt=1)
     """reward_combine safety: sigmoid of the first source's score below which that score decides"""
+    uncertainty_coef: float = Field(0.1, ge=0)
+    """reward_combine uncertain: weight of the variance over the members, which is subtracted from their mean"""
     judge: str | None = None
     """score source for evaluation only; no stage trains on it"""
     abort_kl: float | None = Field(None, gt=0)

@@ -20,12 +20,16 @@ ID_BASE = 1 << 31
 
 
 def rollout_metrics(
-    rollout: ScoredRollout, by_source: Mapping[str, Tensor] | None = None, score_clip: float | None = None
+    rollout: ScoredRollout,
+    by_source: Mapping[str, Tensor] | None = None,
+    score_clip: float | None = None,
+    disagreement: Tensor | None = None,
 ) -> Metrics:
     """Numbers of a scored rollout, means over the responses of all ranks. KL in nats per response.
 
     by_source: scores [B] of each source by its name, the same names on every rank; `score_NAME` and `score_NAME_std`.
     score_clip: the scores were clipped to +- this; `score_at_clip` is then the share of scores at that limit.
+    disagreement: standard deviation over the members of an ensemble [B]; its mean is `score_disagreement`.
     """
     with_std = {"score": rollout.scores, "response_length": rollout.lengths}
     with_std |= {f"score_{name}": scores for name, scores in (by_source or {}).items()}
@@ -42,6 +46,8 @@ def rollout_metrics(
         "repeated": repeated,
         "grams": grams,
     }
+    if disagreement is not None:
+        columns["score_disagreement"] = disagreement
     if score_clip is not None:
         columns["score_at_clip"] = rollout.scores.abs() >= score_clip * (1 - 1e-6)
     totals = collectives.sum_over_ranks(torch.stack([value.double().sum().cpu() for value in columns.values()]))

@@ -80,7 +80,9 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
         critic = _critic(config, value_model or _value_model(config, context, ids), critic_steps)
     scorer = Scorer(
         Reference(reference),
-        rewards.open_sources(config.reward, context, config.reward_combine, config.safety_threshold),
+        rewards.open_sources(
+            config.reward, context, config.reward_combine, config.safety_threshold, config.uncertainty_coef
+        ),
         tokenizer,
         config,
         config.micro_batch_size,

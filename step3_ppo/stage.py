@@ -90,7 +90,9 @@ def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, co
         if config.export_rollouts and collectives.is_share_leader():
             samples = rewards.as_samples(rollout, models.scorer.tokenizer)
             write_rollout(rollouts_file(config), iteration + 1, rollout, models.scorer.sources.names, samples)
-        metrics = rollout_metrics(scaled, source_scores, config.score_clip) | credit_metrics(scaled, credit)
+        disagreement = models.scorer.sources.disagreement(rollout.source_scores)
+        metrics = rollout_metrics(scaled, source_scores, config.score_clip, disagreement)
+        metrics |= credit_metrics(scaled, credit)
         metrics["kl_coef"] = models.kl.coef
         models.kl.observe(metrics["kl"], config.batch_size)
         clock.lap("record")

@@ -56,6 +56,8 @@ class Limits(Config):
     """share of 4-grams that occurred earlier in the same response above this"""
     entropy: float = Field(0.2, gt=0, lt=1)
     """entropy below this many times that of the start"""
+    disagreement: float = Field(2.0, gt=1)
+    """disagreement of the reward models above this many times that of the start, while the score is higher"""
     over_optimisation: float = Field(0.2, ge=0)
     """held-out score below its best, twice in a row, by more than this share of its gain and more than its 95 %
     interval"""
@@ -182,7 +184,19 @@ def _declined(name: str, limits: Limits, rows: Rows) -> Numbers | None:
     floor = best - max(noise, limits.over_optimisation * (best - evaluations[0][0]))
     if not all(held_out < floor and score > score_at_best for held_out, score in evaluations[-2:]):
         return None
-    return {name: evaluations[-1][0], "best": best, "score": evaluations[-1][1], "score_at_best": score_at_best}
+    spread = {key: rows[-1][key] for key in ("score_disagreement",) if key in rows[-1]}
+    return {
+        name: evaluations[-1][0],
+        "best": best,
+        "score": evaluations[-1][1],
+        "score_at_best": score_at_best,
+    } | spread
+
+
+def _members_disagree(limits: Limits, rows: Rows) -> Numbers | None:
+    numbers = _above_start("score_disagreement", "disagreement", limits, rows)
+    risen = rows[-1]["score"] > _start("score", limits, rows)
+    return {**numbers, "score": rows[-1]["score"]} if numbers is not None and risen else None
 
 
 def _skipped_steps(limits: Limits, rows: Rows) -> Numbers | None:
@@ -274,6 +288,13 @@ RULES = (
         partial(_declined, "eval_judge"),
         "the reward rises while the judge falls: go back to the best checkpoint, raise --kl-coef, "
         "or retrain the reward model on samples of this policy",
+    ),
+    Rule(
+        "members_disagree",
+        ("score_disagreement", "score"),
+        _members_disagree,
+        "the score rises where the reward models agree less than at the start, which points to over-optimisation: read "
+        "samples, raise --uncertainty-coef or --kl-coef, or retrain the reward models on samples of this policy",
     ),
     Rule(
         "overfitting",

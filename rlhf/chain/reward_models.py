@@ -60,7 +60,10 @@ def scoring_of(run: Path) -> "Scoring | None":
         path = Path(options["model"])
         moved = run / path.parent.name / path.name  # with the whole run
         specs.append(spec if path.exists() or not moved.is_dir() else spec.replace(str(path), str(moved)))
-    return Scoring(tuple(specs), config["reward_combine"], config["safety_threshold"]) if specs else None
+    if not specs:
+        return None
+    combination = {name: config[name] for name in ("safety_threshold", "uncertainty_coef") if name in config}
+    return Scoring(tuple(specs), config["reward_combine"], **combination)
 
 
 def train(chain: Any, argv: list[str], run: Callable[[list[str]], int]) -> int:

@@ -21,10 +21,13 @@ from rlhf.models.scalar import ScalarModel
 from rlhf.text.tokenizer import Template
 from rlhf.types import SampledRollout, Samples
 
-Combine = Literal["sum", "min", "safety"]
+Combine = Literal["sum", "min", "safety", "uncertain"]
 
 SAFETY_THRESHOLD = 0.15
 """Llama 2 has precision 0.89 and recall 0.55 there (section 3.2.3)"""
+
+UNCERTAINTY_COEF = 0.1
+"""weight of the variance over the members of an ensemble"""
 
 REFERENCE = "reference"
 """The column of the response in the data, for reward functions."""
@@ -75,7 +78,8 @@ class WeightedSource:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Several sources combined into one score: the weighted sum, the minimum of the weighted scores, or by safety.
+    """Several sources combined into one score: the weighted sum, the minimum of the weighted scores, by safety, or less
+    where they disagree.
 
     With the minimum, a helpful but unsafe response has the score of an unsafe one. By safety (Llama 2, arXiv
     2307.09288, section 3.2.3), the first source, s, decides where it is low or the prompt is dangerous, else the
@@ -83,12 +87,17 @@ class Sources:
 
         score = w_s s  if sigmoid(s) < safety_threshold or the row's column is_safety is true, else  w_h h
 
+    Uncertain (Coste et al. 2023, arXiv 2310.02743, equation 4): the sources are the K members of an ensemble, and
+
+        score = mean_k(w_k s_k) - uncertainty_coef * 1/K * sum_k (w_k s_k - mean)^2
+
     A source of weight 0 is logged, but does not change the score.
     """
 
     sources: tuple[WeightedSource, ...]
     combine: Combine = "sum"
     safety_threshold: float = SAFETY_THRESHOLD
+    uncertainty_coef: float = UNCERTAINTY_COEF
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,7 +112,20 @@ class Sources:
             safety, helpfulness = weighted_scores
             unsafe = by_name[counting[0].name].sigmoid() < self.safety_threshold
             return torch.where(unsafe | _dangerous(samples), safety, helpfulness), by_name
+        if self.combine == "uncertain":
+            variance = weighted_scores.var(0, correction=0)
+            return weighted_scores.mean(0) - self.uncertainty_coef * variance, by_name
         return weighted_scores.sum(0) if self.combine == "sum" else weighted_scores.amin(0), by_name
+
+    def disagreement(self, source_scores: Tensor) -> Tensor | None:
+        """The standard deviation of the weighted scores over the members of an ensemble, [B]; None without `uncertain`.
+
+        source_scores [B, N]: of each source, before its weight
+        """
+        if self.combine != "uncertain":
+            return None
+        weights = torch.tensor([each.weight for each in self.sources])
+        return (weights * source_scores)[:, weights != 0].std(1, correction=0)
 
 
 def _dangerous(samples: Samples) -> Tensor:
@@ -149,7 +171,11 @@ def _is_function(spec: str) -> bool:
 
 
 def open_sources(
-    specs: Sequence[str], context: Context, combine: Combine = "sum", safety_threshold: float = SAFETY_THRESHOLD
+    specs: Sequence[str],
+    context: Context,
+    combine: Combine = "sum",
+    safety_threshold: float = SAFETY_THRESHOLD,
+    uncertainty_coef: float = UNCERTAINTY_COEF,
 ) -> Sources:
     """Sources by their specs, each with an optional weight: `learned`, `0.5*length,target=40`.
 
@@ -163,7 +189,7 @@ def open_sources(
         WeightedSource(name, weight, open_unchecked(spec, context))
         for name, (weight, spec) in zip(names, specs_with_weights, strict=True)
     ]
-    return Sources(tuple(sources), combine, safety_threshold)
+    return Sources(tuple(sources), combine, safety_threshold, uncertainty_coef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +199,11 @@ class Scoring:
     specs: tuple[str, ...]
     combine: Combine = "sum"
     safety_threshold: float = SAFETY_THRESHOLD
+    uncertainty_coef: float = UNCERTAINTY_COEF
 
     def open(self, context: Context) -> Source:
         """The combined score, which is checked to be finite. Raises: UserError as of `open_sources`."""
-        sources = open_sources(self.specs, context, self.combine, self.safety_threshold)
+        sources = open_sources(self.specs, context, self.combine, self.safety_threshold, self.uncertainty_coef)
 
         def score(samples: Samples) -> Tensor:
             scores, _ = sources(samples)
@@ -187,7 +214,8 @@ class Scoring:
 
 
 def check_weights(specs: Sequence[str], combine: Combine) -> None:
-    """Raises: UserError for no source with a weight other than 0, or for other than two to combine by safety."""
+    """Raises: UserError for no source with a weight other than 0, other than two to combine by safety, or only one as
+    an ensemble."""
     count = sum(split_weight(spec)[0] != 0 for spec in specs)
     if not count:
         raise UserError(f"reward: got {list(specs)}, expected at least one source whose weight is not 0")
@@ -195,6 +223,11 @@ def check_weights(specs: Sequence[str], combine: Combine) -> None:
         raise UserError(
             f"reward_combine safety: got {count} sources, expected two: safety, then helpfulness, as in "
             "learned,model=SAFE learned,model=HELPFUL"
+        )
+    if combine == "uncertain" and count < 2:
+        raise UserError(
+            f"reward_combine uncertain: got {count} source, expected the members of an ensemble, as in "
+            "learned,model=FIRST learned,model=SECOND"
         )
 
 

@@ -19,6 +19,7 @@ MARKS = (
     "eval_perplexity",
     "eval_accuracy",
     "score_at_clip",
+    "score_disagreement",
     "policy_loss",
     "value_loss",
     "ptx_nll",

@@ -20,7 +20,7 @@ from tests.options.comparison import Comparison
 from tests.options.harness import Ids
 from tests.options.reference import Network, Trainer
 from tests.options.reference_credit import Row, Scaling, Scored, Tokens, adapted, credit, policy_loss, value_loss
-from tests.options.reference_metrics import averaged, compared, name_of, named, rollout_metrics
+from tests.options.reference_metrics import averaged, compared, deviation, mean, name_of, named, rollout_metrics
 from tests.options.reference_supervised import require_micro_batches, token_loss
 from tests.support import tiny
 
@@ -175,7 +175,10 @@ class Reinforcement:
             if float(weight or 1) != 0:
                 weighted.append([float(weight or 1) * score for score in sources[spec]])
                 plain.append(sources[spec])
-        combine = {"sum": sum, "min": min, "safety": lambda each: each[0]}[o["reward_combine"]]
+        self.members = list(zip(*weighted, strict=True))
+        combine = {"sum": sum, "min": min, "safety": lambda each: each[0], "uncertain": self.cautious}[
+            o["reward_combine"]
+        ]
         if o["reward_combine"] == "safety":
             unsafe = [1 / (1 + math.exp(-score)) < o["safety_threshold"] for score in plain[0]]
             weighted = [[s if low else h for low, s, h in zip(unsafe, *weighted, strict=True)]]
@@ -187,6 +190,10 @@ class Reinforcement:
             [x.tolist() for x in self.logprobs(network, pairs)[0]] for network in (self.actor.network, self.reference)
         )
         return Scored(scores, old, ref, [x.tolist() for x in self.values(pairs)]), sources
+
+    def cautious(self, members: Row) -> float:
+        """Their mean, less uncertainty_coef times their variance."""
+        return mean(members) - self.o["uncertainty_coef"] * deviation(members) ** 2
 
     def evaluate(self) -> dict[str, Any]:
         """The held-out prompts, answered and scored."""
@@ -205,10 +212,12 @@ class Reinforcement:
         o = self.o
         pairs = self.sampled(iteration - 1, self.prompts, indices)
         scored, sources = self.scored(pairs, o["missing_eos_penalty"])
+        spread = mean([deviation(each) for each in self.members])
         scored.scores = self.scaling(self.relative(scored.scores, indices))
         advantages, returns = credit(self.options_at(iteration), scored, self.kl_coef)
         metrics = {f"score_{name_of(spec)}": sum(scores) / len(scores) for spec, scores in sources.items()}
         metrics |= rollout_metrics(o, scored, pairs, (advantages, returns)) | {"kl_coef": self.kl_coef}
+        metrics |= {"score_disagreement": spread} if o["reward_combine"] == "uncertain" else {}
         rows = list(range(len(pairs)))
         if o["algorithm"] == "best_of_n":
             rows = [i for i in rows if advantages[i][0] == 1.0]

@@ -27,6 +27,7 @@ HEALTHY = {
     "kl": 0.8,
     "score": 1.0,
     "score_std": 0.7,
+    "score_disagreement": 0.3,
     "advantage_std": 1.0,
     "raw_advantage_std": 0.4,
     "score_at_clip": 0.02,
@@ -76,6 +77,7 @@ PROVOKED: dict[str, list[Changes]] = {
         {"eval_judge": 0.7, "score": 3.0},
         {"eval_judge": 0.6, "score": 4.0},
     ],
+    "members_disagree": [QUIET] * 3 + [{"score_disagreement": 0.61, "score": 1.1}],
     "overfitting": [
         {"eval_score": 0.0, "score": 0.0},
         {"eval_score": -0.1, "score": 2.0},
@@ -99,8 +101,15 @@ NUMBERS: dict[str, Changes] = {
     "score_follows_length": {"score_length_correlation": 0.71, "limit": 0.7, "iterations": 3},
     "repeated_ngrams": {"repeated_4_grams": 0.31, "limit": 0.3},
     "entropy_collapse": {"entropy": 0.39, "at_start": 2.0},
-    "over_optimisation": {"eval_judge": 0.6, "best": 1.0, "score": 4.0, "score_at_best": 2.0},
-    "overfitting": {"eval_score": -0.2, "best": 0.0, "score": 3.0, "score_at_best": 0.0},
+    "over_optimisation": {
+        "eval_judge": 0.6,
+        "best": 1.0,
+        "score": 4.0,
+        "score_at_best": 2.0,
+        "score_disagreement": 0.3,
+    },
+    "members_disagree": {"score_disagreement": 0.61, "at_start": pytest.approx(0.3), "score": 1.1},
+    "overfitting": {"eval_score": -0.2, "best": 0.0, "score": 3.0, "score_at_best": 0.0, "score_disagreement": 0.3},
     "skipped_steps": {"skipped_steps": 8.0, "optimizer_steps": 8.0},
 }
 """What each then shows."""
@@ -147,6 +156,7 @@ def test_a_warning_is_said_once_and_again_after_it_cleared(name: str) -> None:
         [{"score_length_correlation": 0.9}, QUIET] * 6,
         [{"score_length_correlation": -0.9}] * 6,  # a fine for being cut is no fondness for length
         [{"response_length": 10.0}, {"response_length": 90.0}, {"response_length": 20.0}],  # this is the start
+        [*[QUIET] * 3, {"score_disagreement": 0.61, "score": 0.9}, {"score_disagreement": 0.59, "score": 2.0}],
         [{"skipped_steps": 7.0}],
         [{"skipped_steps": 0.0, "optimizer_steps": 0.0}],
         # Held-out numbers that fall once, by less than a fifth of what was gained, or while training falls too, or
@@ -311,6 +321,7 @@ TOLERANT = {
     "score_length_correlation": 1.0,
     "repeated_4_grams": 1.0,
     "entropy": 0.01,
+    "disagreement": 9.0,
     "over_optimisation": 9.0,
 }
 """Each limit at a value that silences something."""
@@ -323,6 +334,7 @@ SILENCED = {
     "score_length_correlation": "score_follows_length",
     "repeated_4_grams": "repeated_ngrams",
     "entropy": "entropy_collapse",
+    "disagreement": "members_disagree",
 }
 """What it silences, where the warning has another name."""
 

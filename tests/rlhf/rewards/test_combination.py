@@ -59,6 +59,19 @@ def test_a_low_safety_score_or_a_dangerous_prompt_decides(mine: str, tmp_path: P
             open_sources(wrong, context(tmp_path), "safety")
 
 
+def test_members_that_disagree_score_less(mine: str, tmp_path: Path) -> None:
+    """By hand: members (1, 2, 3) and 2 * (5, -1, 2.5) have means (5.5, 0, 4) and deviations (4.5, 2, 1)."""
+    specs = [mine, f"0*{mine}:huge", f"2*{mine}:downs"]
+    sources = open_sources(specs, context(tmp_path), "uncertain", uncertainty_coef=0.5)
+    scores, each = sources(samples(rollout()))
+    assert scores.tolist() == [5.5 - 10.125, 0.0 - 2.0, 4.0 - 0.5]
+    disagreement = sources.disagreement(torch.stack(list(each.values()), dim=1))
+    assert disagreement is not None and disagreement.tolist() == [4.5, 2.0, 1.0]
+    assert open_sources(specs, context(tmp_path), "sum").disagreement(torch.ones(3, 3)) is None
+    with pytest.raises(UserError, match="uncertain: got 1 source, expected the members of an ensemble"):
+        open_sources(specs[:2], context(tmp_path), "uncertain")
+
+
 @pytest.mark.parametrize("combine", ["sum", "min"])
 def test_one_source_alone_is_itself(combine: rewards.Combine, tmp_path: Path) -> None:
     reward_model(tmp_path, tiny.tokenizer())
