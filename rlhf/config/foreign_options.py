@@ -31,6 +31,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "beta": ("kl-coef", "there is no DPO here"),
     "epsilon": ("cliprange", ""),
     "epsilon-high": ("cliprange-high", ""),
+    "loss-type": ("loss-aggregation", "token (dapo, bnpo), sequence (grpo) or constant (dr_grpo)"),
+    "vllm-importance-sampling-cap": ("tis-cap", ""),
     "max-new-tokens": ("response-length", _TOKENS),
     "max-completion-length": ("response-length", _TOKENS),
     "max-seq-length": ("max-length", "prompt and response, in tokens"),

@@ -151,14 +151,46 @@ def clipped_policy(
     return masked_mean(losses, mask, count), metrics
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: KLEstimator, count: Count) -> Tensor:
-    """The mean over tokens of an estimate of the KL to the reference, as a loss: sum_mask kl_t / count. All [B, T].
+def response_logprobs(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Log-probs whose ratio to the old ones is, on all tokens of a response, that of the response: [B, T].
 
+        log ratio_i = 1 / n_i * sum_t (logprobs_it - old_logprobs_it)
+
+    GSPO (arXiv 2507.18071, eq. 7), with n_i tokens in the response. 0 off the mask; only `logprobs` carries a gradient.
+    """
+    logprobs, old_logprobs = _masked(mask, logprobs, old_logprobs)
+    log_ratios = (logprobs - old_logprobs).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return zero_off_mask(old_logprobs + log_ratios, mask)
+
+
+def sampling_ratios(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The ratio of each token's probability in the trainer to that in the sampler, same weights; 1 off the mask. [B, T]
+
+    A loss of tokens that were sampled from another distribution has the right expectation if it is weighed by the ratio
+    (importance sampling); min(ratio, cap) bounds its variance (Yao et al. 2025, "Your efficient RL framework secretly
+    brings you off-policy RL training").
+    """
+    logprobs, sampled_logprobs = _masked(mask, logprobs, sampled_logprobs)
+    return torch.exp((logprobs - sampled_logprobs).clamp(-LOG_RATIO, LOG_RATIO))
+
+
+def kl_penalty(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    estimator: KLEstimator,
+    count: Count,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The mean over tokens of an estimate of the KL to the reference, as a loss: sum_mask w kl_t / count. All [B, T].
+
+    weights w: [B, T] or [B, 1], by default 1.
     The gradient of k2 = (logprobs - ref_logprobs)^2 / 2 on samples of the policy is that of the KL; the gradient of k3
     is not (Schulman 2020; arXiv 2506.09477).
     """
     logprobs, ref_logprobs = _masked(mask, logprobs, ref_logprobs)
-    return masked_mean(kl_estimate(logprobs, ref_logprobs, estimator), mask, count)
+    kl = kl_estimate(logprobs, ref_logprobs, estimator)
+    return masked_mean(kl if weights is None else weights * kl, mask, count)
 
 
 def clipped_value(

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -42,6 +43,12 @@ class ClippedConfig(Step3Config):
     cliprange_high: float | None = Field(None, gt=0)
     """the policy's ratio counts up to 1 + cliprange_high, if another than cliprange (clip-higher: unlikely tokens may
     become likelier)"""
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    """what weighs alike in the policy's loss: token = every token of an optimizer step; sequence = every response;
+    constant = every token of the run, as the sum is divided by response_length for each response (Dr. GRPO)"""
+    tis_cap: float | None = Field(None, gt=0)
+    """weigh each token in the policy's loss by the ratio of its probability in the trainer to that in the sampler, at
+    most tis_cap (truncated importance sampling): corrects for a rollout backend whose log-probs differ; none: off"""
 
 
 def rewards_of(rollout: ScoredRollout, config: KLRewardConfig, kl_coef: float) -> Tensor:
@@ -81,14 +88,38 @@ def clipped_loss(
     config: ClippedConfig,
     dual_clip: float | None = None,
 ) -> losses.Loss:
-    """The actor's clipped loss on (part of) a rollout. logprobs [B, T], count = tokens of the optimizer step."""
-    low, high = config.cliprange, config.cliprange_high
-    return losses.clipped_policy(
-        logprobs,
-        rollout.logprobs,
-        credit.advantages,
-        rollout.mask,
-        (low, low if high is None else high),
-        count,
-        dual_clip,
-    )
+    """The actor's clipped loss on (part of) a rollout. logprobs [B, T], count = tokens of the optimizer step.
+
+    Weights of tokens multiply their advantages, to which the loss of a token is proportional. Metrics with `tis_cap`:
+    tis_weight, the mean over tokens; tis_capped, the share of tokens whose ratio is above the cap.
+    """
+    low, high, old, mask = config.cliprange, config.cliprange_high, rollout.logprobs, rollout.mask
+    advantages, metrics = credit.advantages, {}
+    weights = response_weights(mask, count, config)
+    if weights is not None:
+        advantages = weights * advantages
+    if config.tis_cap is not None:
+        ratios = losses.sampling_ratios(old, rollout.sampled_logprobs, mask)
+        advantages = ratios.clamp(max=config.tis_cap) * advantages
+        metrics["tis_weight"] = ops.masked_mean(ratios.clamp(max=config.tis_cap), mask, count)
+        metrics["tis_capped"] = ops.masked_mean((ratios > config.tis_cap).float(), mask, count)
+    clip = (low, low if high is None else high)
+    loss, clip_metrics = losses.clipped_policy(logprobs, old, advantages, mask, clip, count, dual_clip)
+    return loss, {**clip_metrics, **metrics}
+
+
+def response_weights(mask: Tensor, count: Tensor, config: ClippedConfig) -> Tensor | None:
+    """The weight of every token of each response [B, 1] that turns the mean over the step's N = `count` tokens into the
+    sum that `loss_aggregation` says; None: 1. mask [B, T]
+
+        sequence: 1 / R * sum_i 1 / n_i * sum_t loss_it    GRPO (arXiv 2402.03300, eq. 3)
+        constant: 1 / (R * T) * sum_i sum_t loss_it        Dr. GRPO (arXiv 2503.20783), T = response_length
+
+    with R the responses of the optimizer step, of which response i has n_i tokens.
+    """
+    if config.loss_aggregation == "token":
+        return None
+    responses = config.batch_size // config.num_mini_batches
+    lengths = mask.sum(1, keepdim=True).clamp(min=1).float()
+    tokens = lengths if config.loss_aggregation == "sequence" else torch.full_like(lengths, config.response_length)
+    return count.to(lengths.device) / responses / tokens

@@ -1,4 +1,5 @@
-"""GRPO: scores against those of the same prompt, the KL as a loss (arXiv 2402.03300; Dr. GRPO 2503.20783)."""
+"""GRPO: scores against those of the same prompt, the KL as a loss (arXiv 2402.03300; Dr. GRPO 2503.20783; GSPO
+2507.18071)."""
 
 from typing import Literal
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
-from step3_ppo.algorithms._common import ClippedConfig, clipped_loss
+from step3_ppo.algorithms._common import ClippedConfig, clipped_loss, response_weights
 from step3_ppo.kl import KLOptions
 
 
@@ -19,6 +20,9 @@ class Config(KLOptions, ClippedConfig):
     """responses sampled for each prompt; batch_size counts responses"""
     scale_rewards: bool = True
     """divide by the group's standard deviation; off (Dr. GRPO): prompts whose scores vary more weigh more"""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """what the clipped ratio is of: token; sequence = the whole response, whose probability has the power 1 / length
+    (GSPO, with loss_aggregation sequence and a cliprange of about 3e-4)"""
     kl_coef: float = Field(0.04, ge=0)
     """weight of the KL to the reference in the loss (TRL's beta)"""
     kl_estimator: Literal["k2", "k3"] = "k2"
@@ -39,10 +43,17 @@ class GRPO:
         return Credit(crediting.on_every_token(centred, rollout.mask), returns)
 
     def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
-        """Clipped loss + kl_coef * sum KL / count, on (part of) a rollout; logprobs [B, T]."""
-        c = self.config
-        loss, metrics = clipped_loss(logprobs, rollout, credit, count, c)
-        kl = losses.kl_penalty(logprobs, rollout.ref_logprobs, rollout.mask, c.kl_estimator, count)
+        """Clipped loss + kl_coef * KL, tokens weighted alike in both, on (part of) a rollout; logprobs [B, T]."""
+        c, mask = self.config, rollout.mask
+        if c.importance_sampling_level == "sequence":
+            of_responses = losses.response_logprobs(logprobs, rollout.logprobs, mask)
+            loss, metrics = clipped_loss(of_responses, rollout, credit, count, c)
+            approx_kl = losses.kl_penalty(rollout.logprobs, logprobs.detach(), mask, "k3", count)
+            metrics["approx_kl"] = approx_kl  # of tokens, as that of every algorithm
+        else:
+            loss, metrics = clipped_loss(logprobs, rollout, credit, count, c)
+        weights = response_weights(mask, count, c)
+        kl = losses.kl_penalty(logprobs, rollout.ref_logprobs, mask, c.kl_estimator, count, weights)
         return loss + self.kl_coef * kl, {**metrics, "kl_loss": kl.detach()}
 
 

@@ -180,7 +180,12 @@ STEP3: Table = {
     "max_train_rows": [8],
     **{name: [alone(value, **WATCHED)] for name, value in WATCHED.items() if name != "total_episodes"},
 }
-CLIPPED: Table = {"cliprange": [0.05], "cliprange_high": [0.3]}
+CLIPPED: Table = {
+    "cliprange": [0.05],
+    "cliprange_high": [0.3],
+    "loss_aggregation": ["sequence", "constant"],
+    "tis_cap": [0.6],
+}
 
 
 def kl(target: float, **context: Any) -> Table:
@@ -211,7 +216,8 @@ TABLES: dict[str, Table] = {
     "a2c": kl(0.75) | GAE | {"kl_estimator": ["k1"], "whiten_advantages": [True]},
     "reinforce": kl(0.53) | CLIPPED | {"kl_estimator": ["k1"], "gamma": [0.4]},
     "rloo": kl(0.9) | CLIPPED | GROUPED | {"kl_estimator": ["k1"], "whiten_advantages": [True]},
-    "grpo": kl(1.15, num_ppo_epochs=1) | CLIPPED | GROUPED | {"kl_estimator": ["k2"], "scale_rewards": [False]},
+    "grpo": kl(1.15, num_ppo_epochs=1) | CLIPPED | GROUPED
+    | {"kl_estimator": ["k2"], "scale_rewards": [False], "importance_sampling_level": ["sequence"]},
     "best_of_n": GROUPED,
 }  # fmt: skip
 

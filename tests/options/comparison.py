@@ -20,6 +20,7 @@ MARKS = (
     "eval_accuracy",
     "score_at_clip",
     "score_disagreement",
+    "tis_capped",
     "policy_loss",
     "value_loss",
     "ptx_nll",

@@ -110,11 +110,27 @@ class Tokens:
     advantage: Tensor
     value: Tensor
     target: Tensor
+    lengths: list[int]
+    """of each response"""
+
+
+def weights(o: dict[str, Any], lengths: list[int]) -> Tensor:
+    """What each token's loss is multiplied by before the sum: alike for every token of the step, for every response, or
+    whatever there is in the step."""
+    each = {
+        "token": [1 / sum(lengths) for _ in lengths],
+        "sequence": [1 / (len(lengths) * n) for n in lengths],
+        "constant": [1 / (len(lengths) * o["response_length"]) for _ in lengths],
+    }[o["loss_aggregation"]]
+    return torch.tensor([w for w, n in zip(each, lengths, strict=True) for _ in range(n)], dtype=torch.float64)
 
 
 def policy_loss(o: dict[str, Any], new: Tensor, t: Tokens, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean over tokens of the algorithm's loss. new [N]"""
     name, ratio = o["algorithm"], torch.exp(new - t.old)
+    if o.get("importance_sampling_level") == "sequence":
+        means = [torch.exp(d.mean()).expand(len(d)) for d in (new - t.old).split(t.lengths)]
+        ratio = torch.cat(means)
     metrics = {"approx_kl": kl("k3", t.old - new).mean()}
     if name == "best_of_n":
         return -new.mean(), metrics | {"nll": -new.mean()}
@@ -128,10 +144,14 @@ def policy_loss(o: dict[str, Any], new: Tensor, t: Tokens, kl_coef: float) -> tu
     metrics["clip_fraction"] = (clipped > free).double().mean()
     if name == "ppo" and o["dual_clip"] is not None:
         loss = torch.where(t.advantage < 0, torch.minimum(loss, -o["dual_clip"] * t.advantage), loss)
+    weight, cap = weights(o, t.lengths), o["tis_cap"]
+    if cap is not None:  # the sampler has the log-probs of the trainer
+        metrics |= {"tis_weight": torch.tensor(min(1.0, cap)), "tis_capped": torch.tensor(float(cap < 1))}
+        loss = min(1.0, cap) * loss
     if name == "grpo":
-        penalty = kl(o["kl_estimator"], new - t.ref).mean()
-        return loss.mean() + kl_coef * penalty, metrics | {"kl_loss": penalty}
-    return loss.mean(), metrics
+        penalty = (weight * kl(o["kl_estimator"], new - t.ref)).sum()
+        return (weight * loss).sum() + kl_coef * penalty, metrics | {"kl_loss": penalty}
+    return (weight * loss).sum(), metrics
 
 
 def value_loss(o: dict[str, Any], new: Tensor, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

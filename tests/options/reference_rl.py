@@ -312,4 +312,5 @@ class Reinforcement:
 def constants(rows: list[int], scored: Scored, advantages: Table, returns: Table) -> Tokens:
     """What the losses of these responses take as given."""
     tables = (scored.old, scored.ref, advantages, scored.values, returns)
-    return Tokens(*(torch.tensor([x for i in rows for x in table[i]], dtype=torch.float64) for table in tables))
+    columns = (torch.tensor([x for i in rows for x in table[i]], dtype=torch.float64) for table in tables)
+    return Tokens(*columns, [len(scored.old[i]) for i in rows])

@@ -13,9 +13,9 @@ from rlhf.config import validate
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.maths import ops
-from rlhf.types import ScoredRollout
+from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import _common, a2c
-from tests.contracts.test_algorithms import built, moved, rollout
+from tests.contracts.test_algorithms import built, losses_and_gradients, moved, rollout
 
 GROUP = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -160,6 +160,72 @@ def test_policy_loss(name: str) -> None:
         assert not metrics["kl_loss"].requires_grad
 
 
+@pytest.mark.parametrize("name", ["ppo", "reinforce", "rloo", "grpo"])
+@pytest.mark.parametrize("aggregation", ["sequence", "constant"])
+def test_how_tokens_and_responses_weigh(name: str, aggregation: str) -> None:
+    """A step of 4 responses (8 in 2 minibatches) of at most 10 tokens; an empty response adds 0. `count` cancels."""
+    r = rollout(lengths=torch.tensor([6, 1, 3, 5, 2, 6, 0, 1]))
+    player, (logprobs, _) = algorithm(name, loss_aggregation=aggregation), moved(r)
+    credit, total = player.credit(r), 0.0
+    columns = (table(x, r.mask) for x in (logprobs, r.logprobs, r.ref_logprobs, credit.advantages))
+    for response in zip(*columns, strict=True):
+        tokens = [policy_loss_of_a_token(name, *token) for token in zip(*response, strict=True)]
+        total += sum(tokens) / (10 if aggregation == "constant" else max(1, len(tokens)))
+    for count in (24, 100):
+        found, _ = player.policy_loss(logprobs, r, credit, torch.tensor(count).double())
+        assert found.item() == pytest.approx(total / 4, abs=1e-5)
+
+
+def test_tokens_that_the_sampler_chose_too_often_weigh_less() -> None:
+    """The sampler gave tokens 2, 1, 1/2 and 1/8 times the probability of the trainer: weights 1/2, 1, 2 and 4, the cap;
+    at ratio 1 the gradient of the loss is -A w / count."""
+    r = rollout(lengths=torch.full((8,), 4))[:1].trimmed()
+    factors = torch.tensor([[2.0, 1.0, 0.5, 0.125]])
+    r = replace(r, sampled_logprobs=r.logprobs + factors.log())
+    ones = torch.ones_like(r.logprobs)
+    logprobs = r.logprobs.clone().requires_grad_()
+    loss, metrics = algorithm("ppo", tis_cap=4.0).policy_loss(logprobs, r, Credit(ones, ones), torch.tensor(4.0))
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, -torch.tensor([[0.5, 1.0, 2.0, 4.0]]) / 4, rtol=1e-5, atol=0)
+    assert metrics["tis_weight"].item() == pytest.approx(7.5 / 4) and metrics["tis_capped"].item() == 0.25
+    assert metrics["ratio_mean"].item() == 1.0
+
+
+def test_a_response_has_one_ratio() -> None:
+    """GSPO: log ratios (0.3, -0.1) and (-0.3) are ratios exp(0.1) and exp(-0.3). With advantages 1 and -1 and the clip
+    0.2 the first counts as it is, the second as 0.8; with advantage 1 its gradient is its ratio, half to each token."""
+    r = rollout()[torch.tensor([4, 1])].trimmed()
+    logprobs = (r.logprobs + torch.tensor([[0.3, -0.1], [-0.3, 9.0]])).requires_grad_()
+    options = {"importance_sampling_level": "sequence", "loss_aggregation": "sequence", "cliprange": 0.2}
+    player = algorithm("grpo", **options, batch_size=8, num_mini_batches=4)
+    player.kl_coef = 0.0
+    advantages = torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
+    loss, metrics = player.policy_loss(logprobs, r, Credit(advantages, advantages), torch.tensor(3.0))
+    assert loss.item() == pytest.approx((-math.exp(0.1) + 0.8) / 2, abs=1e-6)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    expected = torch.tensor([[-math.exp(0.1) / 4, -math.exp(0.1) / 4], [0.0, 0.0]])
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+    assert metrics["ratio_mean"].item() == pytest.approx((2 * math.exp(0.1) + math.exp(-0.3)) / 3)
+    of_tokens = [math.exp(d) - 1 - d for d in (0.3, -0.1, -0.3)]
+    assert metrics["approx_kl"].item() == pytest.approx(sum(of_tokens) / 3, abs=1e-6)
+
+
+@pytest.mark.parametrize("fill", [7.0, -1e30, math.inf, math.nan])
+def test_with_every_weight_parts_add_up_and_padding_changes_no_bit(fill: float) -> None:
+    weighed = {"importance_sampling_level": "sequence", "loss_aggregation": "sequence", "tis_cap": 0.7}
+    player, lengths = algorithm("grpo", **weighed), torch.tensor([6, 1, 3, 5, 2, 6, 0, 1])
+    clean, dirty = rollout(0.0, lengths), rollout(fill, lengths)
+    credit, count = player.credit(clean), clean.mask.sum().double()
+    expected = losses_and_gradients(player, clean, credit)
+    assert all(map(torch.equal, losses_and_gradients(player, dirty, credit, fill), expected))
+    logprobs = moved(clean)[0]
+    parts = [player.policy_loss(logprobs[i], clean[i], credit[i], count) for i in torch.arange(8).split(3)]
+    assert sum(part.item() for part, _ in parts) == pytest.approx(expected[0].item(), abs=1e-6)
+    whole = player.policy_loss(logprobs, clean, credit, count)[1]
+    for key, value in whole.items():
+        assert sum(metrics[key].item() for _, metrics in parts) == pytest.approx(value.item(), abs=1e-6), key
+
+
 @pytest.mark.parametrize("name", ["ppo", "a2c"])
 def test_value_loss(name: str) -> None:
     r = rollout()
@@ -192,7 +258,7 @@ def test_whitening_is_over_all_ranks(name: str) -> None:
         torch.testing.assert_close(found, whole[mine], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", ["cliprange", "cliprange_high", "cliprange_value", "dual_clip"])
+@pytest.mark.parametrize("option", ["tis_cap", "cliprange", "cliprange_high", "cliprange_value", "dual_clip"])
 def test_an_algorithm_that_clips_nothing_has_no_such_option(option: str) -> None:
     with pytest.raises(UserError, match=f"{option}"):
         validate(a2c.Config, {option: 1.5}, "x")

@@ -245,6 +245,7 @@ def twice_each() -> Prompts:
 
 
 SHARED: dict[str, Any] = {"critic_model": "shared", "vf_coef": 0.5}
+GSPO: dict[str, Any] = {"importance_sampling_level": "sequence", "loss_aggregation": "sequence"}
 PARITY = {
     f"{name}, {parts} minibatches": (name, {"num_mini_batches": parts})
     for name in ("ppo", "reinforce", "rloo", "grpo", "best_of_n")
@@ -262,9 +263,11 @@ PARITY = {
     "rloo, whitened": ("rloo", {"whiten_advantages": True}),
     "rloo, groups of 4": ("rloo", {"num_generations": 4}),
     "grpo, groups of 4": ("grpo", {"num_generations": 4, "num_mini_batches": 4}),
+    "grpo, responses": ("grpo", GSPO | {"tis_cap": 0.9, "cliprange_high": 0.3}),
     "grpo, not scaled": ("grpo", {"scale_rewards": False}),
     "rloo, scaled": ("rloo", {"use_score_scaling": True, "use_score_norm": True, "score_clip": 1.0}),
     "ppo, all options": ("ppo", {"entropy_coef": 0.1, "missing_eos_penalty": 1.0, "target_kl": 0.02, "dual_clip": 2.0}),
+    "ppo, VAPO": ("ppo", {"lam_value": 1.0, "cliprange_high": 0.28, "loss_aggregation": "constant"}),
     "ppo, relative scores, zero 3": ("ppo", {"reference_responses": 2, "zero_stage": 3}),
     "trunk, zero 0": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 0}),
     "trunk, zero 1": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 1, "reference_responses": 1}),
