@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -11,33 +10,25 @@ from rlhf.config.options import SamplingOptions
 from rlhf.generation import loop
 from rlhf.maths.uniforms import uniforms
 from step3_ppo import stage
+from step3_ppo.rollout import prompts_and_uniforms
 from tests.support import tiny
 
 
 def drawn(seed: int, draw: int, indices: list[int]) -> Tensor:
     """The numbers that the responses to the prompts at `indices` are drawn with."""
-    found: list[Tensor] = []
-
-    def generate(actor: Any, backend: Any, prompts: Any, sampling: Any, draws: Tensor, *_: Any) -> None:
-        found.append(draws)
-
-    scorer = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=tiny.PAD), sampling=None)
-    players: Any = SimpleNamespace(actor=SimpleNamespace(device=torch.device("cpu")), backend=None, scorer=scorer)
-    config: Any = SimpleNamespace(seed=seed, rollout_batch_size=1, response_length=4)
+    config: Any = SimpleNamespace(seed=seed, response_length=4)
     prompts: Any = [SimpleNamespace(ids=[tiny.BOS], row=None)] * 100
-    with mock.patch.object(stage, "generate", generate):
-        stage.sample(players, prompts, indices, config, draw)
-    return found[0]
+    return prompts_and_uniforms(prompts, indices, config, tiny.PAD, draw)[1]
 
 
 def test_every_seed_iteration_prompt_and_copy_has_its_own_stream() -> None:
     rows = [
         tuple(row.tolist())
         for seed in (0, 1, 7)
-        for draw in (0, 1, 2, 999, stage.HELD_OUT)
+        for draw in (0, 1, 2, 999, stage.HELD_OUT, stage.REFERENCE)
         for row in drawn(seed, draw, [0, 0, 1, 1, 63, 63])
     ]
-    assert len(set(rows)) == len(rows) == 90
+    assert len(set(rows)) == len(rows) == 108
 
 
 def test_whoever_draws_and_beside_what() -> None:
