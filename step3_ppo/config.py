@@ -76,7 +76,7 @@ STAGE = Declaration(
         ),
         samples="samples.jsonl",
         distance="kl",
-        exploitation=("over_optimisation", "overfitting", "members_disagree"),
+        exploitation=("over_optimisation", "overfitting", "members_disagree", "judge_diverges"),
     ),
     cards={
         "actor": ModelWords("policy after RLHF", POLICY_CARD, "text-generation", ("actor_model",), ("rlhf",)),

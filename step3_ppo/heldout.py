@@ -1,6 +1,7 @@
 """Evaluation of the policy on held-out prompts: scores, KL, response length, diversity."""
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,16 @@ def collapse(before: Evaluation, after: Evaluation) -> str | None:
     )
 
 
+def unmoved(before: Evaluation, after: Evaluation) -> str | None:
+    """A warning if every held-out response is that of the policy before training, from the same random numbers."""
+    if before.responses != after.responses:
+        return None
+    return (
+        f"the policy has not moved: all {len(after.responses)} held-out responses are those before training; raise "
+        "--learning-rate or --total-episodes, and check the lines above for steps that were skipped"
+    )
+
+
 def nonfinite_scores(evaluation: Evaluation) -> str | None:
     """Which score is not finite for which held-out response, the same on every rank; None if all are finite."""
     e = evaluation
@@ -116,6 +127,7 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
         "eval_ref_nll": (after.ref_nll.sum() / after.lengths.sum()).item(),
         "eval_distinct_2_before": before.distinct_2,
         "eval_distinct_2": after.distinct_2,
+        "eval_changed": sum(map(operator.ne, before.responses, after.responses)) / len(after.responses),
     }
     for name, scores in after.by_source.items():
         metrics[f"eval_score_{name}_before"] = before.by_source[name].mean().item()

@@ -84,10 +84,13 @@ def _kl(rollout: ScoredRollout) -> dict[str, Tensor]:
 def credit_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:
     """Mean and standard deviation of advantages, returns and values over the tokens of all ranks.
 
+    `advantage_peak` is max A^2 / sum A^2, the share of one token in the squares of all advantages.
     With a critic also `raw_advantage_*`, which is returns - values: the advantages before they were whitened, unless
     the returns have a lambda of their own; and
         explained_variance = 1 - var(returns - values) / var(returns)
-    1 = the critic predicts every return, 0 = no better than their mean, NaN = the returns do not vary.
+    1 = the critic predicts every return, 0 = no better than their mean, NaN = the returns do not vary. It does not see
+    a constant error, which is in
+        critic_error = mean (returns - values)^2 / var(returns)
     """
     mask = rollout.mask
     columns = {"advantage": credit.advantages.double(), "return": credit.returns.double()}
@@ -97,12 +100,17 @@ def credit_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:
     moments = collectives.sum_over_ranks(torch.stack([ops.moments(x, mask) for x in columns.values()]))
     metrics: Metrics = {}
     variances: Metrics = {}
-    for name, (count, total, squares) in zip(columns, moments.tolist(), strict=True):
+    for name, (count, total, square) in zip(columns, moments.tolist(), strict=True):
         mean = total / max(count, 1.0)
-        variances[name] = _variance(mean, squares / max(count, 1.0))
+        variances[name] = _variance(mean, square / max(count, 1.0))
         metrics |= {f"{name}_mean": mean, f"{name}_std": math.sqrt(variances[name])}
+    squares = dict(zip(columns, moments[:, 2].tolist(), strict=True))
+    largest = ops.zero_off_mask(credit.advantages.double(), mask).abs().max().item()
+    metrics["advantage_peak"] = _ratio(collectives.max_over_ranks([largest])[0] ** 2, squares["advantage"])
     if "raw_advantage" in variances:
         metrics["explained_variance"] = 1 - _ratio(variances["raw_advantage"], variances["return"])
+        mean_square = squares["raw_advantage"] / max(moments[0, 0].item(), 1.0)
+        metrics["critic_error"] = _ratio(mean_square, variances["return"])
     return metrics
 
 

@@ -42,6 +42,7 @@ from step3_ppo.heldout import (
     gather_evaluation,
     nonfinite_scores,
     show_samples,
+    unmoved,
     write_rollout,
     write_samples,
 )
@@ -271,9 +272,9 @@ def run(config: Step3Config) -> None:
         steps = with_evaluations(steps, EvaluationSchedule(config.eval_every, total, stage.done), evaluate_again, best)
         stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(before, after, config.sample_rows)
-        collapsed = collapse(before, after)
-        if collapsed is not None:  # no error: the scores are real, and may be what the user asked for
-            console.say(f"warning: {collapsed}")
+        for problem in (collapse(before, after), unmoved(before, after)):
+            if problem is not None:  # no error: the scores are real, and may be what the user asked for
+                console.say(f"warning: {problem}")
         exports: dict[str, Callable[[Path], None]] = {"actor": save_actor}
         if models.critic is not None:
             exports["critic"] = save_critic

@@ -40,6 +40,13 @@ class Limits(Config):
     """mean KL above this, nats per response"""
     equal_advantages: float = Field(1e-6, ge=0)
     """standard deviation of the advantages (before whitening) or of the scores at most this"""
+    critic_error: float = Field(1.0, gt=0)
+    """mean squared error of the critic above this many times the variance of the returns, in critic_in_a_row iterations
+    in a row"""
+    critic_in_a_row: int = Field(15, ge=1)
+    """the demo's critic, which starts from the reward model, needs 12"""
+    advantage_peak: float = Field(0.5, ge=0, le=1)
+    """share of one token in the squares of all advantages above this"""
     score_at_clip: float = Field(0.5, ge=0, le=1)
     """share of scores at the reward clip above this"""
     clip_fraction: float = Field(0.3, ge=0, le=1)
@@ -125,23 +132,23 @@ def _above(name: str, limit: str, limits: Limits, rows: Rows) -> Numbers | None:
     return {name: value, "limit": most} if value > most else None
 
 
-def _above_in_a_row(name: str, limit: str, limits: Limits, rows: Rows) -> Numbers | None:
-    return _in_a_row(name, getattr(limits, limit), operator.gt, limits, rows)
+def _above_in_a_row(name: str, limit: str, limits: Limits, rows: Rows, count: str = "in_a_row") -> Numbers | None:
+    return _in_a_row(name, getattr(limits, limit), operator.gt, getattr(limits, count), rows)
 
 
 def _negative_kl(limits: Limits, rows: Rows) -> Numbers | None:
     newest = rows[-limits.in_a_row :]
     limit = limits.negative_kl - limits.kl_rounding * max(row.get("response_length", 0.0) for row in newest)
-    return _in_a_row("kl", limit, operator.lt, limits, rows)
+    return _in_a_row("kl", limit, operator.lt, limits.in_a_row, rows)
 
 
 def _in_a_row(
-    name: str, limit: float, beyond: Callable[[float, float], bool], limits: Limits, rows: Rows
+    name: str, limit: float, beyond: Callable[[float, float], bool], count: int, rows: Rows
 ) -> Numbers | None:
-    newest = rows[-limits.in_a_row :]
-    if len(newest) < limits.in_a_row or not all(name in row and beyond(row[name], limit) for row in newest):
+    newest = rows[-count:]
+    if len(newest) < count or not all(name in row and beyond(row[name], limit) for row in newest):
         return None
-    return {name: newest[-1][name], "limit": limit, "iterations": limits.in_a_row}
+    return {name: newest[-1][name], "limit": limit, "iterations": count}
 
 
 def _above_start(name: str, factor: str, limits: Limits, rows: Rows) -> Numbers | None:
@@ -199,6 +206,25 @@ def _members_disagree(limits: Limits, rows: Rows) -> Numbers | None:
     return {**numbers, "score": rows[-1]["score"]} if numbers is not None and risen else None
 
 
+JUDGED = (
+    "eval_judge_before",
+    "eval_judge",
+    "eval_judge_gain_ci95",
+    "eval_score_before",
+    "eval_score",
+    "eval_score_ci95",
+)
+
+
+def _judge_diverges(limits: Limits, rows: Rows) -> Numbers | None:
+    """The held-out score has risen since the start, and the judge has fallen, both by more than their intervals."""
+    row = rows[-1]
+    rise, fall = row["eval_score"] - row["eval_score_before"], row["eval_judge_before"] - row["eval_judge"]
+    if not (rise > row["eval_score_ci95"] and fall > row["eval_judge_gain_ci95"]):
+        return None
+    return {name: row[name] for name in JUDGED if not name.endswith("_ci95")}
+
+
 def _skipped_steps(limits: Limits, rows: Rows) -> Numbers | None:
     skipped, steps = rows[-1]["skipped_steps"], rows[-1]["optimizer_steps"]
     return {"skipped_steps": skipped, "optimizer_steps": steps} if skipped >= steps > 0 else None
@@ -231,6 +257,20 @@ RULES = (
         _equal_advantages,
         "nothing to learn from: every response scores alike; check --reward on a few samples, "
         "or raise --temperature or --batch-size",
+    ),
+    Rule(
+        "critic_worse_than_mean",
+        ("critic_error",),
+        partial(_above_in_a_row, "critic_error", "critic_error", count="critic_in_a_row"),
+        "the mean return predicts returns better than the critic: let it learn alone first "
+        "(--critic-warmup-iterations), raise --critic-learning-rate, or scale the scores (--use-score-scaling)",
+    ),
+    Rule(
+        "advantage_of_one_token",
+        ("advantage_peak",),
+        partial(_above, "advantage_peak", "advantage_peak"),
+        "one token decides the update: look for a score far from the others (--export-rollouts), clip scores "
+        "(--score-clip), or raise --batch-size",
     ),
     Rule(
         "score_at_clip",
@@ -288,6 +328,13 @@ RULES = (
         partial(_declined, "eval_judge"),
         "the reward rises while the judge falls: go back to the best checkpoint, raise --kl-coef, "
         "or retrain the reward model on samples of this policy",
+    ),
+    Rule(
+        "judge_diverges",
+        JUDGED,
+        _judge_diverges,
+        "the policy gains the reward and loses the judge: read samples.jsonl, raise --kl-coef, or retrain the reward "
+        "model on samples of this policy",
     ),
     Rule(
         "members_disagree",

@@ -58,6 +58,12 @@ def rollout_metrics(
     for name, table in tables.items():
         every = [x for row in table for x in row]
         metrics |= {f"{name}_mean": mean(every), f"{name}_std": deviation(every)}
+    advantages, returns = ([x for row in table for x in row] for table in credited)
+    squares = [x * x for x in advantages]
+    metrics["advantage_peak"] = max(squares) / sum(squares)
+    if "value" in tables:
+        errors = [(r - v) ** 2 for r, v in zip(returns, [x for row in scored.values for x in row], strict=True)]
+        metrics["critic_error"] = mean(errors) / deviation(returns) ** 2
     if o["score_clip"] is not None:
         metrics["score_at_clip"] = mean([float(abs(s) >= o["score_clip"] * (1 - 1e-6)) for s in scored.scores])
     return metrics

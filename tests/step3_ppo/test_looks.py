@@ -21,6 +21,7 @@ from step3_ppo.heldout import (
     gather_evaluation,
     nonfinite_scores,
     show_samples,
+    unmoved,
     write_rollout,
     write_samples,
 )
@@ -143,6 +144,7 @@ def test_the_final_numbers_by_hand() -> None:
         "eval_score_before": 1.25, "eval_score": 2.5, "eval_score_ci95": half, "eval_kl": 2.5, "eval_kl_ci95": half,
         "eval_kl_floor": 0.5, "eval_response_length": 4.0, "eval_ended": 0.75, "eval_ref_nll_before": 0.5,
         "eval_ref_nll": 0.75, "eval_distinct_2_before": 0.5, "eval_distinct_2": 0.25,
+        "eval_changed": 1.0,
     }  # fmt: skip
     gain = pytest.approx(3.18245 * 1.29099 / 2, rel=0.01)  # of 1, 2, 3, 4
     judged = {"eval_judge_before": 0.875, "eval_judge": 3.375, "eval_judge_gain_ci95": gain}
@@ -153,7 +155,7 @@ def test_the_final_numbers_by_hand() -> None:
         assert compare(*unjudged) == numbers
     start = at_start(after)
     assert start.pop("eval_kl_floor") == start["eval_kl"] and start.pop("eval_judge_gain_ci95") == 0.0
-    assert start.pop("eval_judge_ci95") > 0
+    assert start.pop("eval_judge_ci95") > 0 and start.pop("eval_changed") == 0.0
     assert start == {n: v for n, v in {**numbers, **judged}.items() if n in start} and len(start) == 9
     far = 1000 + torch.rand(999, generator=torch.Generator().manual_seed(0))  # a mean in fp32 is off by some 1e-5
     exact = mean_interval(far)
@@ -168,6 +170,15 @@ def test_a_policy_that_has_collapsed_is_said() -> None:
     assert collapse(before, replace(before, distinct_2=0.05)) is None
     said = collapse(before, replace(before, distinct_2=0.0499))
     assert said is not None and "eval_distinct_2 was 0.5, now 0.0499; eval_kl 50" in said and "--kl-coef" in said
+
+
+def test_a_policy_that_has_not_moved_is_said() -> None:
+    """Two of three responses are as before: the policy has moved. All of them are: it has not."""
+    before = replace(seen([1.0, 2.0, 3.0], None, "a"), responses=("a", "b", "c"))
+    moved = replace(before, responses=("a", "b", "d"))
+    assert unmoved(before, moved) is None and compare(before, moved)["eval_changed"] == pytest.approx(1 / 3)
+    said = unmoved(before, before)
+    assert said is not None and "all 3 held-out responses" in said and compare(before, before)["eval_changed"] == 0.0
 
 
 def test_the_first_number_that_is_not_finite_is_named() -> None:

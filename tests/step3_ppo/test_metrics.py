@@ -127,6 +127,9 @@ def test_credit_worked_by_hand() -> None:
     assert found["raw_advantage_std"] == pytest.approx(found["return_std"])
     assert (found["value_mean"], found["value_std"]) == (0.5, 0.0)
     assert found["explained_variance"] == pytest.approx(0.0)
+    # Off by 1/6 in the mean, the critic is worse than the mean return.
+    assert found["critic_error"] == pytest.approx(1 + (8 / 12 - 0.5) ** 2 / variance)
+    assert found["advantage_peak"] == pytest.approx(9 / (4 * 9 + 6 * 4))
 
 
 def test_a_critic_that_knows_every_return_explains_all() -> None:
@@ -141,7 +144,7 @@ def test_a_critic_that_knows_every_return_explains_all() -> None:
 def test_without_a_critic_nothing_is_said_of_one() -> None:
     rollout = drawn(1, 9, 7)
     found = credit_metrics(replace(rollout, values=None), credited(rollout))
-    assert set(found) == {"advantage_mean", "advantage_std", "return_mean", "return_std"}
+    assert set(found) == {"advantage_mean", "advantage_std", "advantage_peak", "return_mean", "return_std"}
 
 
 def test_raw_advantages_are_those_before_whitening() -> None:
@@ -219,6 +222,9 @@ def on_two_ranks(work: Callable[[int], Metrics], monkeypatch: pytest.MonkeyPatch
         return work(number)
 
     monkeypatch.setattr(collectives, "gather_objects", gather)
+    monkeypatch.setattr(
+        collectives, "max_over_ranks", lambda numbers: list(map(max, zip(*gather(numbers), strict=True)))
+    )
     monkeypatch.setattr(collectives, "sum_over_ranks", lambda tensor: sum(part.double() for part in gather(tensor)))
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(rank, range(2)))

@@ -30,6 +30,8 @@ HEALTHY = {
     "score_disagreement": 0.3,
     "advantage_std": 1.0,
     "raw_advantage_std": 0.4,
+    "critic_error": 0.8,
+    "advantage_peak": 0.1,
     "score_at_clip": 0.02,
     "clip_fraction": 0.05,
     "response_length": 40.0,
@@ -58,11 +60,17 @@ def test_a_healthy_run_is_silent() -> None:
 
 
 QUIET: Changes = {}
+GAINED: Changes = {
+    "eval_score_before": 0.0, "eval_score": 1.1, "eval_score_ci95": 1.0, "eval_judge_before": 0.5,
+    "eval_judge_gain_ci95": 0.3,
+}  # fmt: skip
 PROVOKED: dict[str, list[Changes]] = {
     "first_ratio": [{"first_approx_kl": 2e-3}],
     "negative_kl": [{"kl": -0.11}] * 3,
     "kl_above_limit": [{"kl": 10.1}],
     "equal_advantages": [{"raw_advantage_std": 0.0, "advantage_std": 0.0}],
+    "critic_worse_than_mean": [{"critic_error": 1.1}] * 15,
+    "advantage_of_one_token": [{"advantage_peak": 0.51}],
     "score_at_clip": [{"score_at_clip": 0.51}],
     "clip_fraction": [{"clip_fraction": 0.31}] * 3,
     "length_exploding": [QUIET] * 3 + [{"response_length": 81.0}],
@@ -77,6 +85,7 @@ PROVOKED: dict[str, list[Changes]] = {
         {"eval_judge": 0.7, "score": 3.0},
         {"eval_judge": 0.6, "score": 4.0},
     ],
+    "judge_diverges": [GAINED | {"eval_judge": 0.3}, GAINED | {"eval_judge": 0.1}],
     "members_disagree": [QUIET] * 3 + [{"score_disagreement": 0.61, "score": 1.1}],
     "overfitting": [
         {"eval_score": 0.0, "score": 0.0},
@@ -93,6 +102,8 @@ NUMBERS: dict[str, Changes] = {
     "negative_kl": {"kl": -0.11, "limit": -0.1, "iterations": 3},
     "kl_above_limit": {"kl": 10.1, "limit": 10.0},
     "equal_advantages": {"raw_advantage_std": 0.0, "score_std": 0.7},
+    "critic_worse_than_mean": {"critic_error": 1.1, "limit": 1.0, "iterations": 15},
+    "advantage_of_one_token": {"advantage_peak": 0.51, "limit": 0.5},
     "score_at_clip": {"score_at_clip": 0.51, "limit": 0.5},
     "clip_fraction": {"clip_fraction": 0.31, "limit": 0.3, "iterations": 3},
     "length_exploding": {"response_length": 81.0, "at_start": 40.0},
@@ -108,6 +119,7 @@ NUMBERS: dict[str, Changes] = {
         "score_at_best": 2.0,
         "score_disagreement": 0.3,
     },
+    "judge_diverges": {"eval_judge_before": 0.5, "eval_judge": 0.1, "eval_score_before": 0.0, "eval_score": 1.1},
     "members_disagree": {"score_disagreement": 0.61, "at_start": pytest.approx(0.3), "score": 1.1},
     "overfitting": {"eval_score": -0.2, "best": 0.0, "score": 3.0, "score_at_best": 0.0, "score_disagreement": 0.3},
     "skipped_steps": {"skipped_steps": 8.0, "optimizer_steps": 8.0},
@@ -141,7 +153,8 @@ def test_a_warning_is_said_once_and_again_after_it_cleared(name: str) -> None:
     bad = provoked[-1]
     held_out = name in ("over_optimisation", "overfitting")
     calm: Changes = {"eval_judge": 2.0, "eval_score": 2.0, "score": 5.0} if held_out else QUIET
-    again = [{**bad, "score": 9.0}] * 3 if held_out else [bad] * 3
+    calm = {**GAINED, "eval_judge": 2.0} if name == "judge_diverges" else calm
+    again = [{**bad, "score": 9.0}] * 3 if held_out else [bad] * (15 if name == "critic_worse_than_mean" else 3)
     onsets = [iteration for iteration, _ in names([*provoked, bad, bad, calm, *again])]
     assert onsets[0] == len(provoked) and len(onsets) == 2
     assert onsets[1] > len(provoked) + 3
@@ -157,6 +170,8 @@ def test_a_warning_is_said_once_and_again_after_it_cleared(name: str) -> None:
         [{"score_length_correlation": -0.9}] * 6,  # a fine for being cut is no fondness for length
         [{"response_length": 10.0}, {"response_length": 90.0}, {"response_length": 20.0}],  # this is the start
         [*[QUIET] * 3, {"score_disagreement": 0.61, "score": 0.9}, {"score_disagreement": 0.59, "score": 2.0}],
+        [{"critic_error": 2.0}] * 14 + [QUIET] + [{"critic_error": 2.0}] * 14,
+        [GAINED | {"eval_judge": 0.0, "eval_score": 1.0}, GAINED | {"eval_judge": 0.2}, GAINED | {"eval_judge": 0.9}],
         [{"skipped_steps": 7.0}],
         [{"skipped_steps": 0.0, "optimizer_steps": 0.0}],
         # Held-out numbers that fall once, by less than a fifth of what was gained, or while training falls too, or
@@ -313,6 +328,9 @@ TOLERANT = {
     "negative_kl": -9.0,
     "kl": 99.0,
     "equal_advantages": 0.0,
+    "critic_error": 9.0,
+    "critic_in_a_row": 99,
+    "advantage_peak": 1.0,
     "score_at_clip": 1.0,
     "clip_fraction": 1.0,
     "length_growth": 9.0,
@@ -329,6 +347,9 @@ SILENCED = {
     "start_iterations": "length_exploding",
     "in_a_row": "negative_kl",
     "kl": "kl_above_limit",
+    "critic_error": "critic_worse_than_mean",
+    "critic_in_a_row": "critic_worse_than_mean",
+    "advantage_peak": "advantage_of_one_token",
     "length_growth": "length_exploding",
     "length_shrink": "length_collapsing",
     "score_length_correlation": "score_follows_length",
