@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from data.preview.command import PreviewConfig
+from rlhf import plugins
 from rlhf.chain import command as train
 from rlhf.chain.average import AverageConfig
 from rlhf.chat.options import ChatOptions
@@ -124,7 +125,8 @@ def test_what_is_named_exists(path: Path) -> None:
         "debug",
         "enable-cpu-affinity",
     }
-    options = ours | {name.split(".")[-1] for name in option_names(train.chain_config([]))}
+    chains = [train.chain_config(["--ppo.algorithm", name]) for name in plugins.names("step3_ppo.algorithms")]
+    options = ours | {name.split(".")[-1] for chain in chains for name in option_names(chain)}
     for option in re.findall(r"`--([\w.-]*\w)", text):
         assert option.split(".")[-1].replace("_", "-").removeprefix("no-") in options, option
     for file in re.findall(
