@@ -37,7 +37,7 @@ TORCH_FREE = (
     "rlhf.launch.hosts", "rlhf.launch.launcher", "rlhf.launch.rank_variables",
     "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "data.config",
     "rlhf.chain.stages", "rlhf.chain.chat", "rlhf.chain.serve", "rlhf.chat.options",
-    "rlhf.config.declaration", "rlhf.supervised.options",
+    "rlhf.config.declaration", "rlhf.supervised.options", "step2_reward.evaluation_options",
     *(f"{stage}.config" for stage in STAGES),
 )  # fmt: skip
 # Engines, how they hold weights and what their optimizer knows, the module through which ranks meet, and its hostfile.
