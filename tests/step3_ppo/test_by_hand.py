@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"gamma": 0.9, "lam": 0.5, "cliprange": 0.1, "cliprange_value": 0.3, "dual_clip": 1.2},
     "a2c": {"gamma": 0.9, "lam": 0.5},
     "reinforce": {"gamma": 0.9, "cliprange": 0.1},
-    "rloo": {"num_generations": GROUP, "cliprange": 0.1},
+    "rloo": {"num_generations": GROUP, "cliprange": 0.1, "cliprange_high": 0.25},
     "grpo": {"num_generations": GROUP, "cliprange": 0.1},
 }
 KL_COEF = 0.3
@@ -138,7 +138,8 @@ def policy_loss_of_a_token(name: str, new: float, old: float, ref: float, advant
     ratio = math.exp(new - old)
     if name == "a2c":
         return -advantage * ratio
-    loss = -min(advantage * ratio, advantage * min(max(ratio, 0.9), 1.1))
+    high = 1.25 if name == "rloo" else 1.1
+    loss = -min(advantage * ratio, advantage * min(max(ratio, 0.9), high))
     if name == "ppo" and advantage < 0:
         loss = min(loss, -1.2 * advantage)
     return loss + KL_COEF * (new - ref) ** 2 / 2 if name == "grpo" else loss
@@ -178,15 +179,15 @@ def test_how_tokens_and_responses_weigh(name: str, aggregation: str) -> None:
 
 def test_tokens_that_the_sampler_chose_too_often_weigh_less() -> None:
     """The sampler gave tokens 2, 1, 1/2 and 1/8 times the probability of the trainer: weights 1/2, 1, 2 and 4, the cap;
-    at ratio 1 the gradient of the loss is -A w / count."""
+    at ratio 1 the gradient of the loss is -A w / count, A = 3."""
     r = rollout(lengths=torch.full((8,), 4))[:1].trimmed()
     factors = torch.tensor([[2.0, 1.0, 0.5, 0.125]])
     r = replace(r, sampled_logprobs=r.logprobs + factors.log())
-    ones = torch.ones_like(r.logprobs)
+    three = torch.full_like(r.logprobs, 3.0)
     logprobs = r.logprobs.clone().requires_grad_()
-    loss, metrics = algorithm("ppo", tis_cap=4.0).policy_loss(logprobs, r, Credit(ones, ones), torch.tensor(4.0))
+    loss, metrics = algorithm("ppo", tis_cap=4.0).policy_loss(logprobs, r, Credit(three, three), torch.tensor(4.0))
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    torch.testing.assert_close(gradient, -torch.tensor([[0.5, 1.0, 2.0, 4.0]]) / 4, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient, -3 * torch.tensor([[0.5, 1.0, 2.0, 4.0]]) / 4, rtol=1e-5, atol=0)
     assert metrics["tis_weight"].item() == pytest.approx(7.5 / 4) and metrics["tis_capped"].item() == 0.25
     assert metrics["ratio_mean"].item() == 1.0
 
