@@ -84,7 +84,7 @@ def _kl(rollout: ScoredRollout) -> dict[str, Tensor]:
 def credit_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:
     """Mean and standard deviation of advantages, returns and values over the tokens of all ranks.
 
-    `advantage_peak` is max A^2 / sum A^2, the share of one token in the squares of all advantages.
+    `advantage_peak` is max A^2 / sum A^2, the share of one token in the squares of all advantages; 0 if all are 0.
     With a critic also `raw_advantage_*`, which is returns - values: the advantages before they were whitened, unless
     the returns have a lambda of their own; and
         explained_variance = 1 - var(returns - values) / var(returns)
@@ -106,7 +106,8 @@ def credit_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:
         metrics |= {f"{name}_mean": mean, f"{name}_std": math.sqrt(variances[name])}
     squares = dict(zip(columns, moments[:, 2].tolist(), strict=True))
     largest = ops.zero_off_mask(credit.advantages.double(), mask).abs().max().item()
-    metrics["advantage_peak"] = _ratio(collectives.max_over_ranks([largest])[0] ** 2, squares["advantage"])
+    peak = collectives.max_over_ranks([largest])[0] ** 2
+    metrics["advantage_peak"] = peak / squares["advantage"] if peak > 0 else 0.0
     if "raw_advantage" in variances:
         metrics["explained_variance"] = 1 - _ratio(variances["raw_advantage"], variances["return"])
         mean_square = squares["raw_advantage"] / max(moments[0, 0].item(), 1.0)

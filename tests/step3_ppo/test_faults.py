@@ -188,7 +188,8 @@ def test_a_response_that_ends_at_once_is_one_token(name: str) -> None:
     credit = game.algorithm.credit(rollout)
     metrics = rollout_metrics(rollout) | credit_metrics(rollout, credit) | game.update(rollout, credit)
     assert metrics["response_length"] == 1.0 and metrics["truncated"] == 0.0
-    learned = {n: value for n, value in metrics.items() if n not in ("explained_variance", "score_length_correlation")}
+    undefined = {"explained_variance", "critic_error", "score_length_correlation"}  # nothing varies
+    learned = {n: value for n, value in metrics.items() if n not in undefined}
     assert all(map(math.isfinite, learned.values()))
     assert all(torch.isfinite(weight).all() for weight in game.weights().values())
 
