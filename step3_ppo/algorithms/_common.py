@@ -122,4 +122,4 @@ def response_weights(mask: Tensor, count: Tensor, config: ClippedConfig) -> Tens
     responses = config.batch_size // config.num_mini_batches
     lengths = mask.sum(1, keepdim=True).clamp(min=1).float()
     tokens = lengths if config.loss_aggregation == "sequence" else torch.full_like(lengths, config.response_length)
-    return count.to(lengths.device) / responses / tokens
+    return count / responses / tokens
