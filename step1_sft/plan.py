@@ -1,7 +1,13 @@
 """The workload of supervised fine-tuning, for a plan."""
 
+import functools
+
+from rlhf.hub.short_names import resolve
 from rlhf.plan.forecast import ModelSpec, Workload
 from rlhf.supervised.workload import supervised_workload
+from rlhf.text.encoder import id_count
+from rlhf.text.tokenizer import load_tokenizer
+from step1_sft import vocabulary
 from step1_sft.config import STAGE, SFTConfig
 
 
@@ -10,5 +16,16 @@ def workload(config: SFTConfig, device: str, model_paths: dict[str, str]) -> Wor
 
     model_paths: paths of the models of earlier stages; this stage has no earlier stage
     """
-    model = ModelSpec("policy", model_paths.get("model", config.model), "lm", config, config.adapter)
+    path = model_paths.get("model", config.model)
+    ids = _ids(path, config.add_tokens, config.extend_tokenizer)
+    model = ModelSpec("policy", path, "lm", config, config.adapter, ids=ids)
     return supervised_workload(STAGE.name, config, device, model, sides=1, predicted=config.max_length - 1)
+
+
+@functools.cache
+def _ids(path: str, added: str | None, extended: str | None) -> tuple[int, int] | None:
+    """(ids of the tokenizer before tokens are added, ids after it); None if none are."""
+    if added is None and extended is None:
+        return None
+    config = SFTConfig(model=path, add_tokens=added, extend_tokenizer=extended)
+    return id_count(load_tokenizer(resolve(path))), id_count(vocabulary.extended_tokenizer(config, path))

@@ -22,7 +22,6 @@ from rlhf.engine.adapter_export import save_policy_adapter
 from rlhf.engine.export import save_policy
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine, compute_dtype, shards_of
-from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
 from rlhf.models import adapter_files, new_rows, sequence_parallel
@@ -83,31 +82,6 @@ def recipe(config: SFTConfig) -> Recipe:
     return Recipe("sft", config.loss_on, config.objective)
 
 
-def extended_tokenizer(config: SFTConfig, model_path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model, with the tokens that the options add.
-
-    Raises: UserError if they add none, or with an adapter whose weights are sharded or shared.
-    """
-    tokenizer = load_tokenizer(resolve(model_path))
-    if config.add_tokens is None and config.extend_tokenizer is None:
-        return tokenizer
-    if config.adapter is not None and config.zero_stage == 3:
-        raise UserError(
-            "--add-tokens, --extend-tokenizer: got --zero-stage 3 with an adapter, under which PEFT cannot train rows "
-            "of a sharded embedding; use --zero-stage 2, or train all weights"
-        )
-    if config.share_trunk:
-        raise UserError(
-            "--add-tokens, --extend-tokenizer: got --share-trunk, whose base model keeps its rows; first train "
-            "the rows in a run of step 1 without it"
-        )
-    if config.add_tokens is not None:
-        tokenizer = vocabulary.with_list(tokenizer, config.add_tokens, "--add-tokens")
-    if config.extend_tokenizer is not None:
-        tokenizer = vocabulary.with_tokens_of(tokenizer, config.extend_tokenizer, "--extend-tokenizer")
-    return tokenizer
-
-
 def files(config: SFTConfig) -> dict[str, str]:
     """Digests of the files with new tokens."""
     paths = [path for path in (config.add_tokens, config.extend_tokenizer) if path is not None]
@@ -122,7 +96,7 @@ def new_vocabulary(
     if config.add_tokens is None and config.extend_tokenizer is None:
         return {}
     before = load_tokenizer(resolve(model_path))
-    pieces = vocabulary.pieces(before, extended_tokenizer(config, model_path))
+    pieces = vocabulary.pieces(before, vocabulary.extended_tokenizer(config, model_path))
     rows = [list(data.train[i].ids) for i in range(min(len(data.train), MEASURED))]
     texts = tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     old, new = vocabulary.tokens_per_character(before, tokenizer, texts)
@@ -194,4 +168,4 @@ class FineTuning:
             save_policy(self.engine, self._config.adapter, self._tokenizer, folder)
 
 
-FINE_TUNING = Supervised(STAGE, workload, recipe, FineTuning, tokenizer=extended_tokenizer, files=files)
+FINE_TUNING = Supervised(STAGE, workload, recipe, FineTuning, tokenizer=vocabulary.extended_tokenizer, files=files)

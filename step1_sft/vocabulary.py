@@ -12,14 +12,41 @@ from tokenizers import Tokenizer
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import LOAD_ERRORS, PlainErrors
 from rlhf.text.encoder import Encoder, special_tokens
 from rlhf.text.tokenizer import load_tokenizer
+from step1_sft.config import SFTConfig
 
 WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 """first words of the Unicode names of letters whose scripts put no spaces between words"""
 Pieces = dict[int, list[int]]
 """for each new id, the ids that its text had before"""
+
+
+def extended_tokenizer(config: SFTConfig, model_path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model, with the tokens that the options add.
+
+    Raises: UserError if they add none, or with an adapter whose weights are sharded or shared.
+    """
+    tokenizer = load_tokenizer(resolve(model_path))
+    if config.add_tokens is None and config.extend_tokenizer is None:
+        return tokenizer
+    if config.adapter is not None and config.zero_stage == 3:
+        raise UserError(
+            "--add-tokens, --extend-tokenizer: got --zero-stage 3 with an adapter, under which PEFT cannot train rows "
+            "of a sharded embedding; use --zero-stage 2, or train all weights"
+        )
+    if config.share_trunk:
+        raise UserError(
+            "--add-tokens, --extend-tokenizer: got --share-trunk, whose base model keeps its rows; first train "
+            "the rows in a run of step 1 without it"
+        )
+    if config.add_tokens is not None:
+        tokenizer = with_list(tokenizer, config.add_tokens, "--add-tokens")
+    if config.extend_tokenizer is not None:
+        tokenizer = with_tokens_of(tokenizer, config.extend_tokenizer, "--extend-tokenizer")
+    return tokenizer
 
 
 def with_list(tokenizer: PreTrainedTokenizerBase, path: str, option: str) -> PreTrainedTokenizerBase:

@@ -5,6 +5,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from rlhf.errors import UserError
 from rlhf.maths import ops
 from rlhf.plan import sizes
-from rlhf.plan.sizes import Head
+from rlhf.plan.sizes import WHOLE, Head, Setup
 
 TRACED = (1, 2)
 """numbers of layers that are traced: each further layer adds as many bytes as the second one"""
@@ -65,10 +66,13 @@ class _LiveBytes(TorchDispatchMode):
         self._counted = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # LoHa and LoKr compare a random number with a dropout of 0
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+                for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+                    self._count(part.untyped_storage())
         self.peak = max(self.peak, self.current)
         return out
 
@@ -94,7 +98,7 @@ class _LiveBytes(TorchDispatchMode):
 
 @functools.cache
 def activations(
-    model_path: str, head: Head, adapter: str | None, dtype: torch.dtype, checkpointing: bool, shape: PassShape
+    model_path: str, head: Head, setup: Setup, dtype: torch.dtype, checkpointing: bool, shape: PassShape
 ) -> Activations:
     """Peaks of the model at `model_path` in a pass of this shape, with as many layers as its config has.
 
@@ -105,25 +109,26 @@ def activations(
     try:
         (few, embeddings), (more, _) = (
             _training_peaks(
-                *_fake_model(_with_layers(model_path, count), head, adapter, dtype, checkpointing), head, shape
+                *_fake_model(_with_layers(model_path, count, setup), head, setup, dtype, checkpointing), head, shape
             )
             for count in TRACED
         )
     except (RuntimeError, KeyError):
-        if adapter is None:
+        if setup.adapter is None:
             raise
         raise UserError(
-            f"--adapter {adapter}: the plan cannot trace its passes without weights; plan with --adapter lora, which "
-            "needs about as much memory, and leave --zero-stage auto out"
+            f"--adapter {setup.adapter}: the plan cannot trace its passes without weights; plan with --adapter lora, "
+            "which needs about as much memory, and leave --zero-stage auto out"
         ) from None
-    layers = sizes.size(model_path, head, sizes.Setup(adapter)).layers
-    return Activations(few + (more - few) * (layers - TRACED[0]), embeddings, inference(model_path, head, dtype, shape))
+    layers = sizes.size(model_path, head, setup).layers
+    unwrapped = inference(model_path, head, dtype, shape, Setup(ids=setup.ids))
+    return Activations(few + (more - few) * (layers - TRACED[0]), embeddings, unwrapped)
 
 
 @functools.cache
-def inference(model_path: str, head: Head, dtype: torch.dtype, shape: PassShape) -> int:
+def inference(model_path: str, head: Head, dtype: torch.dtype, shape: PassShape, setup: Setup = WHOLE) -> int:
     """Peak bytes beside the weights in a forward pass without gradients; every layer has the same peak."""
-    model, mode = _fake_model(_with_layers(model_path, TRACED[-1]), head, None, dtype, False)
+    model, mode = _fake_model(_with_layers(model_path, TRACED[-1], setup), head, setup, dtype, False)
     with mode, torch.no_grad():
         ids = _input_ids(shape)
         with _LiveBytes(iter([*model.parameters(), *model.buffers(), ids])) as live:
@@ -131,9 +136,9 @@ def inference(model_path: str, head: Head, dtype: torch.dtype, shape: PassShape)
         return live.peak
 
 
-def _with_layers(model_path: str, count: int) -> Any:
+def _with_layers(model_path: str, count: int, setup: Setup = WHOLE) -> Any:
     """The model's config with its first `count` layers only."""
-    config = copy.deepcopy(sizes.resized_config(model_path))
+    config = copy.deepcopy(sizes.resized_config(model_path, setup))
     text = config.get_text_config()
     for name in ("layer_types", "attention_layers"):
         if isinstance(getattr(text, name, None), list):
@@ -144,14 +149,17 @@ def _with_layers(model_path: str, count: int) -> Any:
 
 
 def _fake_model(
-    config: Any, head: Head, adapter: str | None, dtype: torch.dtype, checkpointing: bool
+    config: Any, head: Head, setup: Setup, dtype: torch.dtype, checkpointing: bool
 ) -> tuple[nn.Module, FakeTensorMode]:
     """(model of fake tensors, with adapters and gradient checkpointing as in training; the mode of these tensors)."""
     with torch.device("meta"):
-        model = sizes.build(config, head, adapter).to(dtype).train()
+        model = sizes.build(config, head, setup).to(dtype).train()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         _replace_tensors(model)
+    for layer in model.modules():
+        if hasattr(layer, "shira_weight"):
+            vars(layer)["get_delta_weight"] = functools.partial(_dense_update, layer)
     if checkpointing:
         _checkpoint(model)
     return model, mode
@@ -161,7 +169,9 @@ def _input_ids(shape: PassShape) -> Tensor:
     return torch.zeros(shape.rows, shape.tokens, dtype=torch.long)
 
 
-def _training_peaks(model: nn.Module, mode: FakeTensorMode, head: Head, shape: PassShape) -> tuple[int, int]:
+def _training_peaks(
+    model: nn.Module, mode: AbstractContextManager[Any], head: Head, shape: PassShape
+) -> tuple[int, int]:
     """(peak until the first gradient of the layers, peak after their last one) of forward and backward, in bytes."""
     with mode:
         ids = _input_ids(shape)
@@ -185,9 +195,17 @@ def _replace_tensors(model: nn.Module) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
+def _dense_update(layer: Any, adapter: str) -> Tensor:
+    """In place of SHiRA's sparse update, which fake tensors cannot be: [outputs, inputs] without a storage."""
+    update: Tensor = layer.shira_weight[adapter].sum().expand(layer.out_features, layer.in_features)
+    return update
+
+
 def _gradient_hooks(model: nn.Module, live: _LiveBytes, peaks: dict[str, int]) -> Iterator[Any]:
     """Hooks that exclude gradients from the count, and record the peak before and after those of the layers."""
     layers = sizes.layers_of(model)
+    if not any(weight.requires_grad for weight in layers.parameters()):
+        yield from _output_hooks(layers, live, peaks)
     layer_weights = {id(weight) for weight in layers.parameters()}
     remaining = {id(weight) for weight in layers.parameters() if weight.requires_grad}
 
@@ -204,6 +222,22 @@ def _gradient_hooks(model: nn.Module, live: _LiveBytes, peaks: dict[str, int]) -
     for weight in model.parameters():
         if weight.requires_grad:
             yield weight.register_post_accumulate_grad_hook(record)
+
+
+def _output_hooks(layers: nn.ModuleList, live: _LiveBytes, peaks: dict[str, int]) -> Iterator[Any]:
+    """The same where no layer has trained weights: at the outputs of the last and of the first layer."""
+
+    def on_gradient(layer: nn.Module, name: str) -> Any:
+        def record(_: Tensor) -> None:
+            peaks[name] = live.reset_peak()
+
+        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+            (output[0] if isinstance(output, tuple) else output).register_hook(record)
+
+        return layer.register_forward_hook(hook)
+
+    yield on_gradient(layers[-1], "head")
+    yield on_gradient(layers[0], "layers")
 
 
 def _outputs(model: Any, head: Head, ids: Tensor, shape: PassShape) -> Tensor:

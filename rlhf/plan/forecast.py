@@ -33,6 +33,8 @@ class ModelSpec:
     """rows of a forward pass without gradients, where that is not the stage's micro-batch"""
     on_trunk: bool = False
     """whether it is an adapter on the base model of the stage's first model"""
+    ids: tuple[int, int] | None = None
+    """(ids of the tokenizer before tokens are added, ids after it)"""
 
     @property
     def trained(self) -> bool:
@@ -41,7 +43,7 @@ class ModelSpec:
     def size(self) -> Size:
         """Of the whole model, which computes."""
         optim = self.options.optim if isinstance(self.options, EngineOptions) else "adamw"
-        setup = Setup(self.adapter, not self.trained, self.options.quantize or "none", optim)
+        setup = Setup(self.adapter, not self.trained, self.options.quantize or "none", optim, self.ids)
         return size(self.model_path, self.head, setup)
 
     def stored(self) -> Size:
@@ -218,7 +220,7 @@ def _forecast_model(workload: Workload, spec: ModelSpec, layout: RankLayout) -> 
         checkpointing = spec.options.gradient_checkpointing
         shape = replace(shape, entropy=workload.shape.entropy and spec.head == "lm")
         activations = activation_peaks.activations(
-            spec.model_path, spec.head, spec.adapter, workload.dtype, checkpointing, shape
+            spec.model_path, spec.head, Setup(spec.adapter, ids=spec.ids), workload.dtype, checkpointing, shape
         )
     else:
         rows = min(spec.inference_rows, step_rows) or shape.rows
@@ -251,7 +253,7 @@ def _moments(
             f"{model.spec.role}: evaluate", resident + model.memory.gathered + Bytes(model.activations.inference)
         )
         return
-    yield from _rollout_moments(workload, models, resident, memory)
+    yield from _rollout_moments(workload, models, resident, memory, layout)
 
 
 def _training_moments(model: ModelForecast, resident: Bytes, b: int, layout: RankLayout) -> Iterator[Moment]:
@@ -270,9 +272,12 @@ def _training_moments(model: ModelForecast, resident: Bytes, b: int, layout: Ran
 
 
 def _rollout_moments(
-    workload: Workload, models: tuple[ModelForecast, ...], resident: Bytes, memory: float
+    workload: Workload, models: tuple[ModelForecast, ...], resident: Bytes, memory: float, layout: RankLayout
 ) -> Iterator[Moment]:
     """Sampling and scoring. The reference computes while the actor's weights are gathered.
+
+    On a CPU, sampling has a second copy of the linear layers, in the order of oneDNN, unless layers are compiled
+    (rlhf/generation/_decoding.py).
 
     memory: bytes of a device
     """
@@ -282,7 +287,9 @@ def _rollout_moments(
     # The logits of one token of each row: in the compute dtype, and three fp32 tensors for its softmax.
     rows = actor.cache / max(1, workload.b * actor.size.cache * (rollout.prompt + rollout.response))
     sampling = rows * actor.size.vocabulary * (workload.b + 3 * MASTER) + actor.cache / actor.size.layers
-    generating = actor.cache + sampling + rollout.share * memory
+    sorts = layout.on_cpu and not rollout.share and not getattr(actor.spec.options, "torch_compile", False)
+    ordered = workload.b * actor.spec.size().linear if sorts else 0
+    generating = actor.cache + sampling + ordered + rollout.share * memory
     yield Moment("actor: generate", resident + actor.memory.gathered + Bytes(generating))
     for model in models:
         of_actor = actor.memory.gathered if model.spec.role in ("actor", "reference") else Bytes()

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from rlhf.config.options import Optim, Quantize
 from rlhf.engine.optimizers import outer_weights, state_numbers
 from rlhf.errors import UserError
 from rlhf.hub import short_names
-from rlhf.models import load
+from rlhf.models import load, new_rows
 from rlhf.models.head import ScoreHead
 from rlhf.models.quantized import BITS, quantizable
 from rlhf.models.scalar import hidden_width
@@ -24,6 +25,9 @@ from rlhf.shipped import CONFIGS
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 
+ROWS = 64
+"""outputs in a block of oneDNN's order of a weight: LoRA's first factor of rank 16 takes 4.05 times its size in bf16
+(2.09 in fp32), on a CPU with AVX512-BF16, 2026-11-23"""
 Head = Literal["lm", "scalar"]
 """A language model, or a backbone with one scalar per token."""
 SHAPES = CONFIGS / "shapes"
@@ -39,6 +43,8 @@ class Setup:
     """whether no weight is trained"""
     quantize: Quantize = "none"
     optim: Optim = "adamw"
+    ids: tuple[int, int] | None = None
+    """(ids of the tokenizer before tokens are added, ids after it); beside an adapter the new rows are trained"""
 
 
 WHOLE = Setup()
@@ -68,6 +74,9 @@ class Size:
     bits: float = 0.0
     largest_quantized: int = 0
     """weights in the largest quantised matrix, which is dequantised for its products"""
+    linear: int = 0
+    """numbers in the copies of linear layers that decoding on a CPU has: of all that are not quantised, but for a head
+    that hides ids; whole blocks of ROWS outputs"""
     state: tuple[int, int] | None = None
     """(fp32 numbers, 8-bit codes) in the optimizer's state beside the master weights; None: AdamW's two moments"""
 
@@ -143,11 +152,21 @@ def tokenizer_size(model_path: str) -> int | None:
     return id_count(load_tokenizer(str(path))) if described or saved else None
 
 
-def build(config: PreTrainedConfig, head: Head, adapter: str | None = None) -> nn.Module:
-    """The model of a config with its adapters, on the device of the context."""
+def build(config: PreTrainedConfig, head: Head, setup: Setup = WHOLE) -> nn.Module:
+    """The model of a config with its adapters, on the device of the context.
+
+    Raises: UserError for a scalar model with virtual tokens, which no stage trains.
+    """
     auto: Any = AutoModelForCausalLM if head == "lm" else AutoModel
-    model = auto.from_config(config)
+    model, adapter = auto.from_config(config), setup.adapter
+    if head == "scalar" and adapter is not None and adapters.open_adapter(adapter).save is not None:
+        raise UserError(
+            f"--adapter {adapter}: cannot be merged, but reward models and critics need merged weights; it is for step "
+            "1 alone: name another method, such as lora"
+        )
     wrapped = adapters.wrap(model, adapter)
+    if adapter is not None and setup.ids is not None:
+        new_rows.train(model, range(*setup.ids))
     if head == "lm":
         return wrapped
     return nn.ModuleDict({"backbone": wrapped, "score": ScoreHead(torch.zeros(1, hidden_width(model)))})
@@ -163,10 +182,10 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 @functools.cache
 def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
     """Exact sizes of a model, counted on the meta device from its config."""
-    config, quantize = resized_config(model_path), setup.quantize
+    config, quantize = resized_config(model_path, setup), setup.quantize
     try:
         with torch.device("meta"):
-            model = build(config, head, setup.adapter)
+            model = build(config, head, setup)
     except KeyError as error:  # an activation, a kind of positions
         message = f"model '{model_path}': cannot be built: transformers has no {error}, as in its config"
         raise UserError(message) from None
@@ -176,6 +195,12 @@ def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
     states = [state_numbers(setup.optim, weight.shape, id(weight) in outer) for weight in weights]
     layers = layers_of(model)
     quantized = quantizable(model, setup.adapter is not None) if quantize != "none" else []
+    ids = max(tokenizer_size(model_path) or 0, *(setup.ids or (0,)))
+    rows = config.get_text_config().vocab_size
+    hooked = head == "lm" and 0 < ids < rows  # the head hides ids without a token
+    linear = [m for m in model.modules() if type(m) is nn.Linear and not (hooked and len(m.weight) == rows)]
+    if quantized:
+        linear = [m for m in linear if m.weight.requires_grad or len(m.weight) == rows]
     return Size(
         total=sum(counts),
         trained=sum(trained),
@@ -188,16 +213,17 @@ def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
         quantized=sum(quantized),
         bits=BITS.get(quantize, 0.0),
         largest_quantized=max(quantized, default=0),
+        linear=sum(math.ceil(len(layer.weight) / ROWS) * ROWS * layer.weight.shape[1] for layer in linear),
         state=(sum(numbers for numbers, _ in states), sum(codes for _, codes in states)),
     )
 
 
 @functools.cache
-def resized_config(model_path: str) -> PreTrainedConfig:
+def resized_config(model_path: str, setup: Setup = WHOLE) -> PreTrainedConfig:
     """The config with a vocabulary of at least the tokenizer's size, as when the model is loaded."""
     config, bundled = copy.deepcopy(read_config(model_path)), tokenizer_size(model_path)
     text = config.get_text_config()
-    text.vocab_size = max(text.vocab_size, bundled or 0)
+    text.vocab_size = max(text.vocab_size, bundled or 0, max(setup.ids or (0,)))
     return config
 
 

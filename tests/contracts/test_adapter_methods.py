@@ -1,5 +1,6 @@
 """Every method of rlhf/adapters, and every variant of LoRA: what wrapping, training, merging and saving must keep."""
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,9 @@ from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
-from rlhf.plan.activations import PassShape, activations
+from rlhf.plan import activations
+from rlhf.plan.activations import PassShape
+from rlhf.plan.sizes import Setup, build
 from rlhf.training.checks import check_engine
 from step2_reward.__main__ import main as reward_main
 from tests.contracts.test_adapters import disturbed, greatest, logprobs
@@ -288,11 +291,26 @@ def test_the_plan_has_its_size_without_weights(method: str) -> None:
     assert shapes[0] == shapes[1]
 
 
-def test_the_plan_refuses_a_method_that_it_cannot_trace() -> None:
-    shape = PassShape(2, 12, 10)
-    for spec in ("lokr", "shira,r=2", "prompt_tuning"):
-        with pytest.raises(UserError, match="plan with --adapter lora"):
-            activations("demo-llama", "lm", spec, torch.float32, False, shape)
+TRACED = ["lora,r=4", "loha", "lokr", "shira,r=2", "trainable_tokens,token_indices=[5,9]", *VIRTUAL]
+
+
+@pytest.mark.parametrize("spec", TRACED)
+def test_the_plan_counts_what_a_real_pass_keeps(spec: str) -> None:
+    """Within the 8 % that a plan may be off: its pass without data computes attention by another kernel."""
+    shape, setup = PassShape(4, 48, 40), Setup(spec)
+    config = activations._with_layers("demo-llama", 2)
+    model, mode = activations._fake_model(config, "lm", setup, torch.float32, False)
+    planned = activations._training_peaks(model, mode, "lm", shape)
+    real = activations._training_peaks(build(config, "lm", setup).train(), contextlib.nullcontext(), "lm", shape)
+    assert planned == pytest.approx(real, rel=0.08)
+
+
+def test_the_plan_refuses_what_it_cannot_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "_training_peaks", lambda *_: {}["head"])
+    with pytest.raises(UserError, match="plan with --adapter lora"):
+        activations.activations("demo-llama", "lm", Setup("lora,r=3"), torch.float32, False, PassShape(2, 12, 10))
+    with pytest.raises(UserError, match="--adapter p_tuning: cannot be merged, but reward models and critics need"):
+        activations.activations("demo-llama", "scalar", Setup("p_tuning"), torch.float32, False, PassShape(2, 12, 10))
 
 
 def test_butterflies_are_not_silently_one_factor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rlhf.models import new_rows
 from rlhf.models.load import load_backbone, load_causal_lm
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
-from step1_sft import vocabulary
+from step1_sft import plan, vocabulary
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING
 from tests.support import tiny
@@ -117,6 +117,10 @@ def test_beside_an_adapter_only_the_new_rows_train(folder: Path, name: str) -> N
     plain = load_causal_lm(str(folder / name), torch.float32, id_count(after), new_tokens=pieces)
     model = adapters.wrap(copy.deepcopy(plain), "lora,r=2")
     new_rows.train(model, pieces)
+    config = SFTConfig(model=str(folder / name), adapter="lora,r=2", add_tokens=str(folder / "list.txt"), dtype="fp32")
+    planned = plan.workload(config, "cpu", {}).models[0].size()
+    counts = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
+    assert planned.total == sum(n for n, _ in counts) and planned.trained == sum(n for n, trains in counts if trains)
     ids = torch.tensor([[5, max(pieces), 7, min(pieces)]])
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rlhf import adapters
 from rlhf.config.options import EngineOptions, FrozenOptions
-from rlhf.errors import UserError
 from rlhf.plan import activations, cost, machine, sizes, zero
 from rlhf.plan.activations import PassShape
 from rlhf.plan.devices import Device
@@ -19,7 +17,7 @@ from rlhf.plan.forecast import forecast
 from rlhf.plan.machine import Machine
 from rlhf.plan.options import PlanOptions, number_of_bytes
 from rlhf.plan.report import report
-from rlhf.plan.sizes import Setup, Size
+from rlhf.plan.sizes import WHOLE, Setup, Size
 from rlhf.plan.zero import Bytes, RankLayout
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
@@ -42,43 +40,6 @@ def saved(family: str, folder: Path, **changes: Any) -> str:
     return str(folder / family)
 
 
-# --- counts
-
-
-@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
-def test_weights_are_those_of_the_real_model(family: str, tmp_path: Path) -> None:
-    model_path, lm, backbone = saved(family, tmp_path), tiny.causal_lm(family), tiny.backbone(family)
-    width = getattr(backbone.config, "word_embed_proj_dim", tiny.WIDTH)
-    result = sizes.size(model_path, "lm")
-    assert result.total == result.trained == sum(p.numel() for p in lm.parameters())
-    assert result.layers == 2 and result.vocabulary == tiny.VOCAB
-    assert sizes.size(model_path, "scalar").total == sum(p.numel() for p in backbone.parameters()) + width
-    assert sizes.size(model_path, "lm", Setup(frozen=True)).trained == 0
-
-
-def test_an_adapter_trains_few_weights(model_path: str) -> None:
-    wrapped = adapters.wrap(tiny.causal_lm(), "lora,r=2")
-    result = sizes.size(model_path, "lm", Setup("lora,r=2"))
-    assert result.total == sum(p.numel() for p in wrapped.parameters())
-    assert result.trained == sum(p.numel() for p in wrapped.parameters() if p.requires_grad) < result.total / 5
-
-
-def test_cache_size_is_that_of_generation(model_path: str) -> None:
-    lm = tiny.causal_lm()
-    cache = lm(torch.zeros(3, 7, dtype=torch.long), use_cache=True).past_key_values
-    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-    assert sizes.size(model_path, "lm").cache * 3 * 7 == numbers
-
-
-def test_unknown_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=r"no-such-model.*config\.json, or a \.yaml file with"):
-        sizes.size("nobody/no-such-model", "lm")
-    (tmp_path / "a.yaml").write_text("model: {model_type: llama}")
-    with pytest.raises(UserError, match="expected a 'model' mapping with 'model_type' and 'vocab_size'"):
-        sizes.size(str(tmp_path / "a.yaml"), "lm")
-
-
 # --- activations
 
 
@@ -97,7 +58,7 @@ def test_backward_memory_is_saved_activations_and_head_gradients(model_path: str
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = lm(torch.zeros(4, 32, dtype=torch.long), use_cache=False, logits_to_keep=20).logits
         logprobs = logits.float().log_softmax(-1)[..., 0]
-    result = activations.activations(model_path, "lm", None, dtype, False, PassShape(4, 32, 20))
+    result = activations.activations(model_path, "lm", WHOLE, dtype, False, PassShape(4, 32, 20))
     of_logits = 4 * 4 * 20 * tiny.VOCAB
     assert logprobs.requires_grad
     assert sum(saved.values()) - of_logits < result.head < sum(saved.values()) + 8 * of_logits
@@ -106,17 +67,17 @@ def test_backward_memory_is_saved_activations_and_head_gradients(model_path: str
 
 def test_more_layers_are_extrapolated_from_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_path, shape = saved("llama", tmp_path, num_hidden_layers=5), PassShape(2, 16, 8, entropy=True)
-    few = activations.activations(model_path, "lm", None, torch.float32, False, shape)
+    few = activations.activations(model_path, "lm", WHOLE, torch.float32, False, shape)
     monkeypatch.setattr(activations, "TRACED", (4, 5))
     activations.activations.cache_clear()
-    assert activations.activations(model_path, "lm", None, torch.float32, False, shape) == few
+    assert activations.activations(model_path, "lm", WHOLE, torch.float32, False, shape) == few
     activations.activations.cache_clear()
 
 
 def test_checkpointing_and_adapters_need_less_memory(model_path: str) -> None:
     def head(adapter: str | None, checkpointing: bool) -> int:
         shape = PassShape(4, 64, 1)
-        return activations.activations(model_path, "lm", adapter, torch.float32, checkpointing, shape).head
+        return activations.activations(model_path, "lm", Setup(adapter), torch.float32, checkpointing, shape).head
 
     assert head(None, True) < head(None, False)
     assert head("lora", True) < head("lora", False)
@@ -346,23 +307,6 @@ def test_a_plan_notes_the_cost_of_ranked_lists(model_path: str) -> None:
     text = report(forecast(reward_plan.workload(config, "cpu", {}), machine.describe_machine(PlanOptions(), 1)))
     assert "4 micro-batches of 2 x 16 tokens" in text
     assert "one pair per batch element is assumed; a ranked list of K responses has K (K - 1) / 2 pairs" in text
-
-
-def test_quantised_weights_have_their_bits(tmp_path: Path) -> None:
-    """Of a Llama with 2 layers of width 64: 4 products of 64 x 64, two of them half as wide, and 3 of 64 x 128."""
-    path = saved("llama", tmp_path, hidden_size=64, intermediate_size=128)
-    matrices = 2 * (64 * 64 * 3 + 3 * 64 * 128)
-    whole, four, eight = (sizes.size(path, "lm", Setup("lora,r=2", quantize=kind)) for kind in ("none", "nf4", "int8"))
-    assert (four.quantized, eight.quantized, whole.quantized) == (matrices, matrices, 0)
-    assert sizes.size(path, "scalar", Setup(frozen=True, quantize="nf4")).quantized == matrices
-    saved_bits = whole.weight_bytes(2) - four.weight_bytes(2)
-    assert saved_bits == pytest.approx(matrices * (16 - 4 - 8 / 64 - 32 / 256 / 64) / 8)
-    assert whole.weight_bytes(2) - eight.weight_bytes(2) == matrices
-    options = EngineOptions(adapter="lora,r=2", quantize="nf4", dtype="bf16")
-    memory = zero.model_memory(four, options, 2, RankLayout())
-    assert memory.weights.device == four.weight_bytes(2)
-    assert memory.gathered.device == 2 * 64 * 128  # the largest matrix in bf16, while it multiplies
-    assert zero.frozen_memory(four, FrozenOptions(zero_stage=0), 2, 1).weights.device == four.weight_bytes(2)
 
 
 def test_a_shared_trunk_is_one_base_model_and_four_adapters(model_path: str) -> None:
