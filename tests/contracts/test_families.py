@@ -20,9 +20,10 @@ from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.maths import losses
 from rlhf.models import packing
-from rlhf.models.load import load_causal_lm, require_generating
+from rlhf.models.load import load_causal_lm, load_config, require_generating
 from rlhf.models.policy import Policy
-from rlhf.models.scalar import new_scalar_model, scores
+from rlhf.models.scalar import new_head, new_scalar_model, scores
+from rlhf.models.trunk import PolicyRole, ScalarRole, Trunk
 from rlhf.shipped import CONFIGS
 from rlhf.types import Sequences
 from tests.support import families, tiny
@@ -105,6 +106,31 @@ def test_a_family_runs_in_all_stages(family: str, tmp_path: Path) -> None:
     assert policy.step([rollout], lambda each: (-(policy(each.sequences)[0].sum()) / 18, {}))["grad_norm"] > 0
 
 
+SHARED_QUICK = {"gpt_oss", "bloom", "gpt2", "deepseek_v3"}
+"""experts, hooks, transposed layers, latent attention; the others share a trunk in make test-long"""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in SHARED_QUICK else pytest.mark.long) for name in families.ALL]
+)
+def test_roles_on_one_trunk_do_not_see_each_other(family: str, tmp_path: Path) -> None:
+    """A policy computes what plain transformers does, also after a pass of a reward model whose adapter is trained."""
+    assert table()[family]["shares"]
+    path = saved(family, tmp_path)
+    expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(path), ROWS)
+    trunk = Trunk(load_causal_lm(path, torch.float32, tiny.VOCAB))
+    for role in ("policy", "reward"):
+        trunk.create(role, adapters.peft_options("lora,r=2", load_config(path)))
+    policy = PolicyRole(trunk, "policy")
+    reward = ScalarRole(trunk, "reward", new_head(trunk.backbone, torch.float32, 0), trained=True)
+    with torch.no_grad():
+        first, before = policy(ROWS)[0], reward(ROWS)
+        for weight in reward.parameters():
+            weight += 0.1
+        assert not torch.equal(reward(ROWS), before)
+        assert (first - expected).abs().max() < 1e-5 and torch.equal(policy(ROWS)[0], first)
+
+
 WITHOUT_CLASSIFIER = {"granite", "cohere", "cohere2", "olmo2", "olmoe", "gpt_bigcode", "ernie4_5"}
 
 
@@ -118,8 +144,11 @@ def test_a_recurrent_model_is_refused_in_one_line(family: str, tmp_path: Path) -
 def table() -> dict[str, dict[str, bool]]:
     """The table of docs/models.md: by model type, what is marked."""
     text = PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (\w+) \| (\w+) \| (\w+|\?) \|$", text, re.MULTILINE)
-    return {name: {"trains": trains == "yes", "packs": packs == "yes"} for name, trains, packs, _ in rows}
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\w+) \| (\w+) \| (\w+|\?) \| (\w+) \|$", text, re.MULTILINE)
+    return {
+        name: {"trains": trains == "yes", "packs": packs == "yes", "shares": shares == "yes"}
+        for name, trains, packs, _, shares in rows
+    }
 
 
 def test_the_table_names_every_family() -> None:
