@@ -52,6 +52,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     from rlhf import adapters
     from rlhf.distributed import collectives
     from rlhf.engine.training import Engine, compute_dtype, shards_of
+    from rlhf.models.load import Loading
     from rlhf.models.scalar import new_scalar_model
     from step2_reward import stage
     from step2_reward.config import RewardConfig
@@ -61,7 +62,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         pipe.mark_baseline()
         tokenizer, data = stage.REWARD_MODELLING.open_data(config, config.model)
         dtype = compute_dtype(config, collectives.local_device())
-        model = new_scalar_model(config.model, dtype, len(tokenizer), config.seed, shards_of(config))
+        model = new_scalar_model(config.model, dtype, len(tokenizer), Loading(config.seed, shards_of(config)))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         reward = Engine(model, config, config, sft.UNLIMITED)
         pair_scores = stage.scoring(reward, data.train, config, tokenizer.pad_token_id)

@@ -96,13 +96,13 @@ class Trainer:
         import torch
 
         from rlhf.engine.training import Engine, shards_of
-        from rlhf.models.load import load_causal_lm
+        from rlhf.models.load import Loading, load_causal_lm
         from rlhf.models.policy import Policy
         from step1_sft.config import SFTConfig
 
         self.config = SFTConfig(model=model, zero_stage=stage, dtype=dtype, micro_batch_size=64)  # type: ignore[arg-type]
         torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
-        self.lm = load_causal_lm(model, torch_dtype, VOCABULARY, SEED, shards_of(self.config))
+        self.lm = load_causal_lm(model, torch_dtype, VOCABULARY, Loading(SEED, shards_of(self.config)))
         self.policy = Engine(Policy(self.lm), self.config, self.config, 10**6)
 
     def step(self, rows: list[Any]) -> None:

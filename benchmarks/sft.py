@@ -69,7 +69,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     from rlhf import adapters
     from rlhf.distributed import collectives
     from rlhf.engine.training import Engine, compute_dtype, shards_of
-    from rlhf.models.load import load_causal_lm
+    from rlhf.models.load import Loading, load_causal_lm
     from rlhf.models.policy import Policy
     from step1_sft import stage
     from step1_sft.config import SFTConfig
@@ -79,7 +79,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         pipe.mark_baseline()
         tokenizer, data = stage.FINE_TUNING.open_data(config, config.model)
         dtype = compute_dtype(config, collectives.local_device())
-        lm = load_causal_lm(config.model, dtype, len(tokenizer), config.seed, shards_of(config))
+        lm = load_causal_lm(config.model, dtype, len(tokenizer), Loading(config.seed, shards_of(config)))
         policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, UNLIMITED)
         pipe.ready()
         # The warm-up is one step, whose tokens do not count.

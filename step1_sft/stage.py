@@ -25,7 +25,7 @@ from rlhf.engine.training import Engine, compute_dtype, shards_of
 from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
 from rlhf.models import adapter_files, new_rows, sequence_parallel
-from rlhf.models.load import load_causal_lm, set_dropout
+from rlhf.models.load import Loading, load_causal_lm, set_dropout
 from rlhf.models.policy import Policy
 from rlhf.storage import manifests
 from rlhf.supervised.runner import Supervised
@@ -122,8 +122,8 @@ class FineTuning:
         self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
         dtype = compute_dtype(config, collectives.local_device())
         new_tokens = new_vocabulary(config, model_path, tokenizer, data)
-        shards, kind = shards_of(config), config.quantize
-        lm = load_causal_lm(model_path, dtype, id_count(tokenizer), config.seed, shards, kind, new_tokens)
+        loading = Loading(config.seed, shards_of(config), config.quantize, new_tokens)
+        lm = load_causal_lm(model_path, dtype, id_count(tokenizer), loading)
         if config.dropout:
             set_dropout(lm, config.dropout, model_path)
         adapters.wrap(lm, config.adapter)

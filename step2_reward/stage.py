@@ -18,7 +18,7 @@ from rlhf.engine.adapter_export import save_scalar_adapter
 from rlhf.engine.export import save_scalar
 from rlhf.engine.training import Engine, compute_dtype, shards_of
 from rlhf.models import adapter_files, sequence_parallel
-from rlhf.models.load import load_causal_lm, set_dropout
+from rlhf.models.load import Loading, load_causal_lm, set_dropout
 from rlhf.models.policy import ActorCritic
 from rlhf.models.scalar import (
     ScalarModel,
@@ -88,7 +88,7 @@ def scoring(
 
 def new_model(config: RewardConfig, path: str, dtype: torch.dtype, tokenizer_size: int) -> ScalarModel | ActorCritic:
     """The model with a new score head, and with its language-model head too if that is trained."""
-    arguments = (path, dtype, tokenizer_size, config.seed, shards_of(config), config.quantize)
+    arguments = (path, dtype, tokenizer_size, Loading(config.seed, shards_of(config), config.quantize))
     model = None if config.sft_coef else new_scalar_model(*arguments)
     trunk = load_causal_lm(*arguments) if model is None else model.backbone
     if config.dropout:

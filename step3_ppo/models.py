@@ -14,7 +14,7 @@ from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine, compute_dtype
 from rlhf.generation import Backend
 from rlhf.models.cpu import compiling
-from rlhf.models.load import load_causal_lm
+from rlhf.models.load import Loading, load_causal_lm
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_head, new_scalar_model
 from rlhf.text.encoder import id_count
@@ -107,8 +107,8 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Models:
 
 def _policy(config: Step3Config, context: rewards.Context, vocabulary: int, has_critic: bool) -> Policy:
     options = config.actor.over(config)
-    shards, kind = training.shards_of(options), options.quantize
-    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, config.seed, shards, kind)
+    loading = Loading(config.seed, training.shards_of(options), options.quantize)
+    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, loading)
     adapters.wrap(lm, config.adapter)
     return ActorCritic(lm, new_head(lm, context.dtype, config.seed)) if has_critic else Policy(lm)
 
@@ -122,7 +122,7 @@ def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -
     if config.adapter is not None:
         return adapters.open_adapter(config.adapter)
     shards = frozen.shards_of(config.reference.beside(config.actor.over(config)), context.dtype)
-    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, config.seed, shards)
+    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, Loading(config.seed, shards))
     return _frozen(config, context, Policy(lm))
 
 
@@ -132,11 +132,11 @@ def _frozen(config: Step3Config, context: rewards.Context, policy: Policy) -> Fr
 
 def _value_model(config: Step3Config, context: rewards.Context, vocabulary: int) -> ScalarModel:
     options = config.critic.over(config)
-    shards, kind = training.shards_of(options), options.quantize
+    loading = Loading(config.seed, training.shards_of(options), options.quantize)
     if config.critic_model == POLICY:
-        model = new_scalar_model(str(config.actor_model), context.dtype, vocabulary, config.seed, shards, kind)
+        model = new_scalar_model(str(config.actor_model), context.dtype, vocabulary, loading)
     else:
-        model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, shards, kind)
+        model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, loading)
     model.backbone = adapters.wrap(model.backbone, config.adapter)
     return model
 

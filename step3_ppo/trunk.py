@@ -13,7 +13,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
 from rlhf.models.adapter_files import base_of, read_options, same_method
 from rlhf.models.head import ScoreHead
-from rlhf.models.load import load_causal_lm, load_config
+from rlhf.models.load import Loading, load_causal_lm, load_config
 from rlhf.models.scalar import new_head, read_head
 from rlhf.models.trunk import ActorCriticRole, PolicyRole, ScalarRole, Trunk
 from rlhf.training.checks import check_trunk
@@ -42,7 +42,7 @@ def open_roles(config: Step3Config, dtype: torch.dtype, vocabulary: int, has_cri
     scores with the reward model of the run
     """
     start = str(config.actor_model)
-    trunk = Trunk(load_causal_lm(base_of(start), dtype, vocabulary, config.seed, quantize=config.quantize))
+    trunk = Trunk(load_causal_lm(base_of(start), dtype, vocabulary, Loading(config.seed, quantize=config.quantize)))
     _start_as_policy(trunk, ACTOR, config)
     if is_adapter(Path(start)):
         trunk.load(REFERENCE, start)

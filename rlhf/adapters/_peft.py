@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from peft import PeftConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf.config import Config as Base
 from rlhf.config.options import EngineOptions
 from rlhf.distributed.zero3 import gather_weights, library_support
 from rlhf.errors import UserError
-from rlhf.models.adapter_files import method_name, tuner_layers
+from rlhf.models.adapter_files import merged_weights, method_name, tuner_layers
 
 
 class Targets(Base):
@@ -80,38 +79,13 @@ class PeftAdapter:
     def merged_layer(self, layer: Any) -> dict[str, Tensor]:
         """The merged weights of one layer by their names in it, on the CPU, in the dtype of the layer's own weights."""
         dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
-        with _precise_copies(layer):
-            layer.merge()
-            merged = {
-                name: weight.detach().to("cpu", dtypes[name], copy=True)
-                for name, weight in layer.get_base_layer().named_parameters()
-            }
-            layer.merged_adapters.clear()  # the copies in fp32 are dropped
-        return merged
+        return {name: value.to("cpu", dtypes[name]) for name, value in merged_weights(layer).items()}
 
 
 def refuse_compiler(options: EngineOptions, method: str) -> None:
     """Raises: UserError for the option --torch-compile."""
     if options.torch_compile:
         raise UserError(f"adapter {method}: got --torch-compile, which has been tested with lora only; leave it out")
-
-
-@contextlib.contextmanager
-def _precise_copies(layer: nn.Module) -> Iterator[None]:
-    """Inside, the weights of a layer are copies in at least fp32; afterwards they are the same memory as before."""
-    weights = [(weight, weight.data) for weight in layer.parameters()]
-    for weight, data in weights:
-        weight.data = precise(data).clone()
-    try:
-        yield
-    finally:
-        for weight, data in weights:
-            weight.data = data
-
-
-def precise(weight: Tensor) -> Tensor:
-    """The weight in fp32, or fp64 if it is in that."""
-    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _own_name(name: str) -> str:

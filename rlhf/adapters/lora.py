@@ -10,10 +10,10 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.adapters._peft import PeftAdapter, Targets, precise, refuse_compiler
+from rlhf.adapters._peft import PeftAdapter, Targets, refuse_compiler
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
-from rlhf.models.adapter_files import tuner_layers
+from rlhf.models.adapter_files import precise, tuner_layers
 
 LEARNING_RATE = 2e-4
 """of GPT-2 and GPT-3 in the paper (tables 11 and 12); peft's method_comparison has 1e-4 (0.478 on Llama-3.2-3B)"""

@@ -18,7 +18,7 @@ from rlhf.errors import UserError
 from rlhf.generation import Backend, open_backend
 from rlhf.hub.short_names import resolve
 from rlhf.maths.uniforms import uniforms
-from rlhf.models.load import context_length, load_causal_lm, load_config
+from rlhf.models.load import Loading, context_length, load_causal_lm, load_config
 from rlhf.models.policy import Policy
 from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.encoder import id_count
@@ -71,7 +71,7 @@ class GenerationSetup:
     def load(self, model_path: str) -> Policy:
         """The policy, frozen, on the device. Raises: UserError if there is no such model."""
         q = self.prompts
-        model = load_causal_lm(model_path, self.dtype, id_count(q.tokenizer), q.options.seed)
+        model = load_causal_lm(model_path, self.dtype, id_count(q.tokenizer), Loading(q.options.seed))
         return Policy(model).to(self.device).requires_grad_(False)
 
     def backend(self) -> Backend:

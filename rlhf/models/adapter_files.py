@@ -142,16 +142,33 @@ def merge(model: PreTrainedModel, path: str) -> None:
     name = "merged"
     load(model, name, path)
     for layer_name, layer in tuner_layers(model):
-        weights = list(layer.parameters())
-        dtypes = [weight.dtype for weight in weights]
-        for weight in weights:
-            weight.data = weight.data.float()
-        layer.merge()
-        for weight, dtype in zip(weights, dtypes, strict=True):
-            weight.data = weight.data.to(dtype)
-        model.set_submodule(layer_name, layer.get_base_layer())
+        base = layer.get_base_layer()
+        for weight_name, value in merged_weights(layer).items():
+            base.get_parameter(weight_name).data.copy_(value)
+        model.set_submodule(layer_name, base)
     del model.peft_config
     model.requires_grad_(True)  # peft has frozen it
+
+
+def merged_weights(layer: Any) -> dict[str, Tensor]:
+    """The weights of a layer with its adapter merged into them, in at least fp32, by their names in the base layer. The
+    layer itself stays as it was."""
+    before = [(weight, weight.data) for weight in layer.parameters()]
+    for weight, data in before:
+        weight.data = precise(data).clone()
+    try:
+        layer.merge()
+        merged = {name: weight.data for name, weight in layer.get_base_layer().named_parameters()}
+        layer.merged_adapters.clear()
+    finally:
+        for weight, data in before:
+            weight.data = data
+    return merged
+
+
+def precise(weight: Tensor) -> Tensor:
+    """The weight in fp32, or fp64 if it is in that."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def options_of(model: PreTrainedModel, name: str) -> "PeftConfig":

@@ -6,8 +6,8 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -179,25 +179,33 @@ def _refuse_other_tokenizer(path: str, rows: int, tokenizer_size: int) -> None:
         )
 
 
-def load_causal_lm(
-    path: str,
-    dtype: torch.dtype,
-    tokenizer_size: int,
-    seed: int = 0,
-    shards: Shards | None = None,
-    quantize: Quantize = "none",
-    new_tokens: Mapping[int, list[int]] = MappingProxyType({}),
-) -> PreTrainedModel:
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How a model is loaded."""
+
+    seed: int = 0
+    """of the weights of a new model, which a YAML file describes"""
+    shards: Shards | None = None
+    """with them each rank has only its shard of the weights, and all ranks load together"""
+    quantize: Quantize = "none"
+    """bits of the matrices of the layers"""
+    new_tokens: Mapping[int, list[int]] = field(default_factory=dict)
+    """new ids, each with ids of which the mean is its row"""
+
+
+WHOLE = Loading()
+"""Whole weights in the compute dtype."""
+
+
+def load_causal_lm(path: str, dtype: torch.dtype, tokenizer_size: int, loading: Loading = WHOLE) -> PreTrainedModel:
     """A causal language model in `dtype`, in eval mode, that gives no probability to ids the tokenizer does not have.
 
     Its embeddings are at least `tokenizer_size` rows; new rows are the mean of the others, so that a new token is
     never likelier than an average one (drawn at random it can outweigh the whole vocabulary: GPT-2's logits are
     about -30). Rows beyond the tokenizer, which many models have, get logit -inf.
-    With `shards` each rank has only its shard of the weights, and all ranks call this together. With `quantize` the
-    matrices of the layers have few bits. The row of a new token is the mean of the rows of its `new_tokens`, ids.
     Raises: UserError for missing, unexpected or misshapen weights, or a weight that is not finite.
     """
-    model = _load(AutoModelForCausalLM, path, dtype, tokenizer_size, seed, shards, quantize, new_tokens)
+    model = _load(AutoModelForCausalLM, path, dtype, tokenizer_size, loading)
     head = model.get_output_embeddings()
     if full_shape(head.weight)[0] > tokenizer_size:
         head.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
@@ -218,35 +226,19 @@ def count_ids(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def load_backbone(
-    path: str,
-    dtype: torch.dtype,
-    tokenizer_size: int,
-    seed: int = 0,
-    shards: Shards | None = None,
-    quantize: Quantize = "none",
-) -> PreTrainedModel:
+def load_backbone(path: str, dtype: torch.dtype, tokenizer_size: int, loading: Loading = WHOLE) -> PreTrainedModel:
     """The same model without its language-model head: ids to hidden states."""
-    return _load(AutoModel, path, dtype, tokenizer_size, seed, shards, quantize, {})
+    return _load(AutoModel, path, dtype, tokenizer_size, loading)
 
 
-def _load(
-    auto: Any,
-    path: str,
-    dtype: torch.dtype,
-    tokenizer_size: int,
-    seed: int,
-    shards: Shards | None,
-    quantize: Quantize,
-    new_tokens: Mapping[int, list[int]],
-) -> PreTrainedModel:
-    config = load_config(path)
-    source = resolve(path)
+def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading: Loading) -> PreTrainedModel:
+    config, source = load_config(path), resolve(path)
+    shards, quantize, new_tokens = loading.shards, loading.quantize, loading.new_tokens
     if is_adapter(Path(source)):
         if shards is not None or quantize != "none":
             other = "under ZeRO-3" if shards is not None else f"for --quantize {quantize}"
             raise UserError(f"model '{path}': got an adapter, expected whole weights {other}; {EXPORT}")
-        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, seed, None, "none", new_tokens)
+        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, loading)
         adapter_files.merge(model, source)
         for name in OWN_VALUES:
             setattr(model.config, name, getattr(config, name, None))
@@ -257,7 +249,7 @@ def _load(
         # Whole on every rank even if it is sharded later: a new model has the same weights under any ZeRO stage.
         shards = None
         with torch.random.fork_rng():
-            torch.manual_seed(seed)
+            torch.manual_seed(loading.seed)
             model = auto.from_config(config).to(dtype)
     else:
         # Loading into shards does not report missing or misshapen weights, so a model without storage is loaded first.

@@ -10,15 +10,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.config.options import Quantize
-from rlhf.distributed.zero3 import Shards
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.maths import ops
 from rlhf.models import packing
 from rlhf.models.adapter_files import HEAD_IN_FILE
 from rlhf.models.head import ScoreHead
-from rlhf.models.load import explain_load_errors, load_backbone, load_config
+from rlhf.models.load import WHOLE, Loading, explain_load_errors, load_backbone, load_config
 from rlhf.models.traits import attends_to_all, has_argument
 from rlhf.text.tokenizer import require_hub
 from rlhf.types import JoinedPairs, Pairs, Sequences, length_groups, to_device
@@ -127,17 +125,10 @@ def state_values(scalars: Tensor, prompt_length: int) -> Tensor:
     return scalars[:, prompt_length - 1 : -1]
 
 
-def new_scalar_model(
-    path: str,
-    dtype: torch.dtype,
-    tokenizer_size: int,
-    seed: int,
-    shards: Shards | None = None,
-    quantize: Quantize = "none",
-) -> ScalarModel:
-    """A language model's backbone with a new head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020)."""
-    backbone = load_backbone(path, dtype, tokenizer_size, seed, shards, quantize)
-    return ScalarModel(backbone, new_head(backbone, dtype, seed)).eval()
+def new_scalar_model(path: str, dtype: torch.dtype, tokenizer_size: int, loading: Loading = WHOLE) -> ScalarModel:
+    """A language model's backbone with a new head, N(0, 1/sqrt(d + 1)) (Stiennon et al. 2020), of the same seed."""
+    backbone = load_backbone(path, dtype, tokenizer_size, loading)
+    return ScalarModel(backbone, new_head(backbone, dtype, loading.seed)).eval()
 
 
 def new_head(backbone: PreTrainedModel, dtype: torch.dtype, seed: int) -> ScoreHead:
@@ -152,19 +143,13 @@ def hidden_width(backbone: PreTrainedModel) -> int:
     return getattr(config, "word_embed_proj_dim", None) or config.hidden_size
 
 
-def load_scalar_model(
-    path: str,
-    dtype: torch.dtype,
-    tokenizer_size: int,
-    shards: Shards | None = None,
-    quantize: Quantize = "none",
-) -> ScalarModel:
+def load_scalar_model(path: str, dtype: torch.dtype, tokenizer_size: int, loading: Loading = WHOLE) -> ScalarModel:
     """A trained reward model or critic: ours, or any one-label sequence classifier with a `score` head.
 
     Raises: UserError if the head is absent (a language model, say) or does not give one number.
     """
     weight = read_head(resolve(path))
-    backbone = load_backbone(path, dtype, tokenizer_size, shards=shards, quantize=quantize)
+    backbone = load_backbone(path, dtype, tokenizer_size, loading)
     width = hidden_width(backbone)
     if weight.shape[1] != width:
         raise UserError(f"reward model '{path}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}")

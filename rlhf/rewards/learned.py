@@ -11,7 +11,7 @@ from rlhf.engine import frozen
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
-from rlhf.models.load import context_length, load_config
+from rlhf.models.load import Loading, context_length, load_config
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_statistics, scores
 from rlhf.rewards import Context, Source
 from rlhf.storage.manifests import resolve_model_path
@@ -42,7 +42,8 @@ def build(config: Config, context: Context) -> Source:
     model = context.loaded
     if model is None or config.model:
         shards, kind = frozen.shards_of(context.model_options, context.dtype), context.model_options.quantize or "none"
-        model = load_scalar_model(model_path, context.dtype, id_count(tokenizer), shards, kind)
+        loading = Loading(shards=shards, quantize=kind)
+        model = load_scalar_model(model_path, context.dtype, id_count(tokenizer), loading)
     same_tokenizer = same_ids(tokenizer, context.tokenizer)
     statistics = score_statistics(model_path) if config.normalize else None
     limit = context_length(model.backbone.config)

@@ -24,7 +24,7 @@ from rlhf.errors import UserError
 from rlhf.maths import losses
 from rlhf.models.adapter_files import tuner_layers
 from rlhf.models.head import ScoreHead
-from rlhf.models.load import load_causal_lm
+from rlhf.models.load import Loading, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.plan import activations
@@ -187,7 +187,7 @@ def test_training_resume_saving_and_shards(method: str, base: str, tmp_path: Pat
         with pytest.raises(UserError, match="zero-stage 3"):
             check_engine(EngineOptions(zero_stage=3, adapter=method))
         shards = None
-    lm = load_causal_lm(base, torch.float32, tiny.VOCAB, shards=shards)
+    lm = load_causal_lm(base, torch.float32, tiny.VOCAB, Loading(shards=shards))
     options = EngineOptions(dtype="fp32", zero_stage=3, gather_whole=False, gradient_checkpointing=True)
     sharded = Engine(Policy(wrapped(method, lm)), options, OPTIMIZER, 3)
     respond(sharded)  # before the first pass of the engine
@@ -214,7 +214,7 @@ def test_a_reward_model_is_saved_and_scores_the_same(method: str, tmp_path: Path
 def test_virtual_tokens_are_those_of_peft_and_train_alone(method: str, base: str, tmp_path: Path) -> None:
     spec = f"{method},num_virtual_tokens=5"
     options = EngineOptions(dtype="fp32", zero_stage=3, gradient_checkpointing=method != "prefix_tuning")
-    lm = load_causal_lm(base, torch.float32, tiny.VOCAB, shards=Shards(torch.float32, None))
+    lm = load_causal_lm(base, torch.float32, tiny.VOCAB, Loading(shards=Shards(torch.float32, None)))
     torch.manual_seed(0)
     engine = Engine(Policy(adapters.wrap(lm, spec)), options, OPTIMIZER, 3)
     nlls = train(engine, 2)

@@ -85,7 +85,7 @@ def test_a_family_runs_in_all_stages(family: str, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert (plain_logprobs(plain, ROWS) - logprobs).abs().max() < 1e-5
     # Step 2.
-    reward = new_scalar_model(path, torch.float32, tiny.VOCAB, 0)
+    reward = new_scalar_model(path, torch.float32, tiny.VOCAB)
     adapters.wrap(reward.backbone, OPTIONS.adapter)
     engine, means = trained(reward, lambda engine, rows: (-scores(engine(rows), rows.mask).mean(), {}))
     assert means[1] < means[0]

@@ -30,7 +30,7 @@ from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.models.adapter_files import reason_against_sharing
 from rlhf.models.head import ScoreHead
-from rlhf.models.load import load_backbone, load_causal_lm
+from rlhf.models.load import Loading, load_backbone, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.quantized import quantized_layers
 from rlhf.models.scalar import ScalarModel, load_scalar_model
@@ -110,7 +110,7 @@ def config(folders: Folders, out: Path, **changes: Any) -> Any:
 def scalar_of_peft(folders: Folders) -> ScalarModel:
     """The reward model as plain peft loads it."""
     whole: Any = AutoModelForSequenceClassification.from_pretrained(folders.base, num_labels=1)
-    backbone = load_backbone(folders.base, torch.float32, tiny.VOCAB, quantize=folders.quantize)
+    backbone = load_backbone(folders.base, torch.float32, tiny.VOCAB, Loading(quantize=folders.quantize))
     setattr(whole, whole.base_model_prefix, backbone)
     loaded: Any = PeftModel.from_pretrained(whole, folders.reward, is_trainable=True)
     head = loaded.base_model.model.score.modules_to_save["default"].weight
@@ -118,7 +118,7 @@ def scalar_of_peft(folders: Folders) -> ScalarModel:
 
 
 def policy_of_peft(folders: Folders) -> Policy:
-    lm = load_causal_lm(folders.base, torch.float32, tiny.VOCAB, quantize=folders.quantize)
+    lm = load_causal_lm(folders.base, torch.float32, tiny.VOCAB, Loading(quantize=folders.quantize))
     PeftModel.from_pretrained(lm, folders.policy, is_trainable=True)
     return Policy(lm)
 

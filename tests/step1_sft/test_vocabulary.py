@@ -16,7 +16,7 @@ from rlhf import adapters
 from rlhf.engine.export import full_state
 from rlhf.errors import UserError
 from rlhf.models import new_rows
-from rlhf.models.load import load_backbone, load_causal_lm
+from rlhf.models.load import Loading, load_backbone, load_causal_lm
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 from step1_sft import plan, vocabulary
@@ -95,7 +95,7 @@ def test_a_new_row_is_the_mean_of_the_rows_of_its_pieces(folder: Path, name: str
     pieces = vocabulary.pieces(before, after)
     assert sorted(pieces) == list(range(len(before), len(after))) and len(after) > 1.1 * len(before)
     start = AutoModelForCausalLM.from_pretrained(folder / name)
-    model = load_causal_lm(str(folder / name), torch.float32, id_count(after), new_tokens=pieces)
+    model = load_causal_lm(str(folder / name), torch.float32, id_count(after), Loading(new_tokens=pieces))
     for layer, old in (
         (model.get_input_embeddings(), start.get_input_embeddings()),
         (model.get_output_embeddings(), start.get_output_embeddings()),
@@ -114,7 +114,7 @@ def test_beside_an_adapter_only_the_new_rows_train(folder: Path, name: str) -> N
     before = load_tokenizer(str(folder / name))
     after = vocabulary.with_list(before, str(folder / "list.txt"), "--add-tokens")
     pieces = vocabulary.pieces(before, after)
-    plain = load_causal_lm(str(folder / name), torch.float32, id_count(after), new_tokens=pieces)
+    plain = load_causal_lm(str(folder / name), torch.float32, id_count(after), Loading(new_tokens=pieces))
     model = adapters.wrap(copy.deepcopy(plain), "lora,r=2")
     new_rows.train(model, pieces)
     config = SFTConfig(model=str(folder / name), adapter="lora,r=2", add_tokens=str(folder / "list.txt"), dtype="fp32")

@@ -196,7 +196,7 @@ def test_an_adapter_that_steps_1_and_2_train_is_in_the_weights_they_save(tmp_pat
     sft.run(SFTConfig(**options, **places))
     reward.run(RewardConfig(**options, **places))
     tokenizer, _ = sft.open_data(SFTConfig(**SMALL), "demo-llama")
-    start = load_causal_lm("demo-llama", torch.float32, id_count(tokenizer), 0).state_dict()
+    start = load_causal_lm("demo-llama", torch.float32, id_count(tokenizer)).state_dict()
     for name in ("step1_sft", "step2_reward"):
         saved = load_file(tmp_path / name / "model/model.safetensors")
         moved = {weight for weight in saved.keys() & start.keys() if not torch.equal(saved[weight], start[weight])}

@@ -27,7 +27,7 @@ from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.frozen import shards_of as frozen_shards_of
 from rlhf.engine.training import Engine, shards_of
 from rlhf.models.head import ScoreHead
-from rlhf.models.load import load_causal_lm
+from rlhf.models.load import Loading, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.training import stage_process
@@ -81,7 +81,7 @@ def make(folder: Path) -> None:
 def policy(place: Path, kind: str, adapter: str | None = None) -> Engine:
     options = EngineOptions(dtype="fp32", **KINDS[kind])
     shards = None if kind == "whole" else shards_of(options)
-    lm = load_causal_lm(str(place), torch.float32, tiny.VOCAB + ADDED, shards=shards)
+    lm = load_causal_lm(str(place), torch.float32, tiny.VOCAB + ADDED, Loading(shards=shards))
     torch.manual_seed(0)  # of the adapter's first weights
     return Engine(Policy(adapters.wrap(lm, adapter)), options, OPTIMIZER, STEPS)
 
@@ -113,7 +113,7 @@ def scores(folder: Path, kind: str) -> list[list[float]]:
     again in equally many, to see that nothing is left over."""
     options = FrozenOptions(**FROZEN[kind])
     shards = frozen_shards_of(options, torch.float32)
-    model = load_scalar_model(str(folder / "reward"), torch.float32, tiny.VOCAB, shards)
+    model = load_scalar_model(str(folder / "reward"), torch.float32, tiny.VOCAB, Loading(0, shards))
     engine = FrozenEngine(model, options, torch.float32)
     heard: list[float] = []
     for parts in (1 + 2 * collectives.rank(), 2, 3 - 2 * collectives.rank()):
@@ -168,7 +168,7 @@ def memory(folder: Path) -> dict[str, Any]:
     for kind in ("layers", "sharded", "whole"):
         options = FrozenOptions(**FROZEN[kind])
         shards = frozen_shards_of(options, torch.bfloat16)
-        load = partial(load_causal_lm, str(folder / "deep"), torch.bfloat16, tiny.VOCAB, shards=shards)
+        load = partial(load_causal_lm, str(folder / "deep"), torch.bfloat16, tiny.VOCAB, Loading(shards=shards))
         loading, lm = peak(load)
         engine = FrozenEngine(Policy(lm), options, torch.bfloat16)
 

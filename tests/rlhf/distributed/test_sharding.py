@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf.distributed.zero3 import Shards, gather_weights, is_sharded
 from rlhf.errors import UserError
-from rlhf.models.load import load_causal_lm
+from rlhf.models.load import Loading, load_causal_lm
 from tests.support import forked_ranks, tiny
 from tests.support.choice import includes_long, marked_long
 from tests.support.engine_runs import EPS, ROUNDING, apart
@@ -111,7 +111,8 @@ def test_every_family_is_read_in_parts(family: str, tmp_path: Path, alone: Shard
     """Experts that a file has one by one, tied weights, buffers: all as in a whole load."""
     tiny.causal_lm(family).save_pretrained(tmp_path)
     whole_one, parted = (
-        load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB + ADDED, shards=shards) for shards in (None, alone)
+        load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB + ADDED, Loading(shards=shards))
+        for shards in (None, alone)
     )
     assert {len(weight) for weight in parted.parameters() if not is_sharded(weight)} == {tiny.VOCAB + ADDED}
     with gather_weights(list(parted.parameters())):
@@ -137,13 +138,16 @@ def test_what_a_whole_load_refuses_a_load_in_parts_refuses_too(
     place = spoiled(tmp_path, change)
     for shards in (None, alone):
         with pytest.raises(UserError, match=re.escape(said)):
-            load_causal_lm(place, torch.float32, tiny.VOCAB, shards=shards)
+            load_causal_lm(place, torch.float32, tiny.VOCAB, Loading(shards=shards))
 
 
 def test_loading_in_parts_draws_no_random_numbers_and_leaves_later_models_whole(tmp_path: Path, alone: Shards) -> None:
     place = spoiled(tmp_path, lambda weights: None)
     before = torch.random.get_rng_state()
-    assert sum(p.numel() for p in load_causal_lm(place, torch.float32, tiny.VOCAB, shards=alone).parameters()) == 0
+    assert (
+        sum(p.numel() for p in load_causal_lm(place, torch.float32, tiny.VOCAB, Loading(shards=alone)).parameters())
+        == 0
+    )
     assert torch.equal(torch.random.get_rng_state(), before)
     later = load_causal_lm(place, torch.float32, tiny.VOCAB)
     assert sum(p.numel() for p in later.parameters()) > 0

@@ -238,7 +238,7 @@ def test_nothing_random_is_left_in_any_config(tmp_path: Path, family: str) -> No
     policy = Policy(load_causal_lm(*given))
     with torch.no_grad():
         logprobs = [policy.train(training)(ROWS)[0] for training in (True, True, False)]
-        scalar = new_scalar_model(*given, seed=0)
+        scalar = new_scalar_model(*given)
         scalars = [scalar.train(training)(ROWS) for training in (True, True, False)]
     for first, *others in (logprobs, scalars):
         assert all(torch.equal(first, other) for other in others)
@@ -262,9 +262,7 @@ def test_new_tokens_get_average_rows_and_the_old_stay(tmp_path: Path, family: st
     # Jensen: an average logit never outweighs the average token.
     assert (new[..., tiny.VOCAB :].exp() <= old.exp().mean(-1, keepdim=True) * (1 + 1e-5)).all()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert (
-        new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB + 2, 0).backbone.config.vocab_size == tiny.VOCAB + 2
-    )
+    assert new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB + 2).backbone.config.vocab_size == tiny.VOCAB + 2
 
 
 @pytest.mark.usefixtures("vllm")

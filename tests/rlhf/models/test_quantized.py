@@ -23,7 +23,7 @@ from rlhf.errors import UserError
 from rlhf.maths import losses
 from rlhf.models import quantized
 from rlhf.models.head import ScoreHead
-from rlhf.models.load import load_backbone, load_causal_lm
+from rlhf.models.load import Loading, load_backbone, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.training.checks import check_engine
@@ -82,7 +82,7 @@ def test_passes_and_gradients_are_those_of_the_dequantised_weights(
     saved: Path, kind: Any, family: str, dtype: torch.dtype
 ) -> None:
     """Also after a pass in eval mode without gradients, in which bitsandbytes repacks weights on some CPUs."""
-    model = tiny.unpacked(load_causal_lm(str(saved / family), dtype, tiny.VOCAB, quantize=kind))
+    model = tiny.unpacked(load_causal_lm(str(saved / family), dtype, tiny.VOCAB, Loading(quantize=kind)))
     expected = tiny.unpacked(plain(model, str(saved / family)))
     assert len(quantized.quantized_layers(model)) == (14 if family == "llama" else 8)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_passes_and_gradients_are_those_of_the_dequantised_weights(
 @needs_package
 def test_nf4_takes_the_nearest_of_the_sixteen_values_in_each_block(saved: Path) -> None:
     """Blocks of 64 weights have one scale, itself rounded: the values divided by it are those of the table."""
-    model = load_causal_lm(str(saved / "llama"), torch.float32, tiny.VOCAB, quantize="nf4")
+    model = load_causal_lm(str(saved / "llama"), torch.float32, tiny.VOCAB, Loading(quantize="nf4"))
     name = "model.layers.0.mlp.up_proj"
     blocks = tiny.causal_lm("llama", **WIDE["llama"]).get_submodule(name).weight.detach().view(-1, 64)
     values = quantized.dequantized_weight(model.get_submodule(name)).view(-1, 64)
@@ -132,7 +132,7 @@ def train(engine: Engine, steps: int = 3) -> list[float]:
 def test_an_adapter_trains_over_them_and_merges_into_dequantised_weights(
     saved: Path, kind: Any, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lm = load_causal_lm(str(saved / family), torch.float32, tiny.VOCAB, quantize=kind)
+    lm = load_causal_lm(str(saved / family), torch.float32, tiny.VOCAB, Loading(quantize=kind))
     before = copy.deepcopy(dict(lm.named_parameters()))
     engine = engine_of(Policy(adapters.wrap(lm, LORA)), quantize=kind, gradient_checkpointing=family == "gpt2")
     with engine.inference() as policy:
@@ -157,7 +157,7 @@ def test_an_adapter_trains_over_them_and_merges_into_dequantised_weights(
 def test_below_fp32_the_adapter_has_the_dtype_of_the_model_and_the_head_stays_exact(
     saved: Path, tmp_path: Path
 ) -> None:
-    backbone = load_backbone(str(saved / "llama"), torch.bfloat16, tiny.VOCAB, quantize="nf4")
+    backbone = load_backbone(str(saved / "llama"), torch.bfloat16, tiny.VOCAB, Loading(quantize="nf4"))
     head = ScoreHead(torch.linspace(-1, 1, 64)[None] / 3, torch.bfloat16)
     engine = engine_of(ScalarModel(adapters.wrap(backbone, LORA), head), dtype="bf16")
     trained = {weight.dtype for weight in engine.module.parameters() if weight.requires_grad}
@@ -166,7 +166,9 @@ def test_below_fp32_the_adapter_has_the_dtype_of_the_model_and_the_head_stays_ex
     engine.step([ROWS], lambda rows: (engine(rows)[rows.mask].mean(), {}))
     save_scalar(engine, LORA, tiny.tokenizer(), tmp_path)
     whole = load_scalar_model(str(tmp_path), torch.bfloat16, tiny.VOCAB)
-    again = load_scalar_model(str(tmp_path), torch.bfloat16, tiny.VOCAB, quantize="int8")  # as a frozen reward model
+    again = load_scalar_model(
+        str(tmp_path), torch.bfloat16, tiny.VOCAB, Loading(quantize="int8")
+    )  # as a frozen reward model
     assert torch.equal(again.score.exact, engine.module.score.exact) and torch.equal(
         whole.score.exact, again.score.exact
     )
@@ -204,6 +206,6 @@ def test_without_the_package_the_error_has_the_command(monkeypatch: pytest.Monke
 def test_a_new_model_and_on_a_cpu_rows_of_incomplete_blocks_are_refused(tmp_path: Path) -> None:
     tiny.causal_lm("llama").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="q_proj has rows of 32 weights, expected a multiple of 64 on a CPU"):
-        load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB, quantize="nf4")
+        load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB, Loading(quantize="nf4"))
     with pytest.raises(UserError, match="a new one has random weights"):
-        load_causal_lm("configs/models/demo-llama.yaml", torch.float32, 300, quantize="nf4")
+        load_causal_lm("configs/models/demo-llama.yaml", torch.float32, 300, Loading(quantize="nf4"))

@@ -20,6 +20,7 @@ from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.maths.losses import pairwise_logistic
 from rlhf.models.head import ScoreHead
+from rlhf.models.load import Loading
 from rlhf.models.scalar import (
     HEAD,
     ScalarModel,
@@ -190,7 +191,7 @@ def test_the_head_of_a_bf16_model_stays_fp32_in_its_file(stage: Any, tmp_path: P
 def test_a_new_one_has_the_language_model_s_backbone(tmp_path: Path, family: str) -> None:
     lm = tiny.causal_lm(family)
     lm.save_pretrained(tmp_path)
-    model = new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB, seed=0)
+    model = new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB)
     with torch.no_grad():
         states = lm(input_ids=ROWS.ids, output_hidden_states=True).hidden_states[-1]
         ours = model.backbone(input_ids=ROWS.ids).last_hidden_state
@@ -204,7 +205,9 @@ def test_a_new_head_is_small_noise_of_its_seed(tmp_path: Path) -> None:
     """N(0, 1 / sqrt(d + 1)): with d = 4096 the standard deviation is known to 1 / sqrt(2 d), about 1 %."""
     tiny.causal_lm("opt", word_embed_proj_dim=4096).save_pretrained(tmp_path)
     before = torch.get_rng_state()
-    weights = [new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB, seed).score.weight for seed in (0, 0, 1)]
+    weights = [
+        new_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB, Loading(seed)).score.weight for seed in (0, 0, 1)
+    ]
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     assert weights[0].std().item() * math.sqrt(4097) == pytest.approx(1.0, abs=0.05)
