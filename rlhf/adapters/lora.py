@@ -25,7 +25,7 @@ REFUSED = {
     "eva": "EVA computes its start from activations on training data, which an adapter does not get",
     "corda": "CorDA computes its start from activations on training data, which an adapter does not get",
     "lora_ga": "LoRA-GA computes its start from gradients on training data, which an adapter does not get",
-    "loftq": "LoftQ corrects the error of a base quantised to 4 bits; the weights here are not quantised at the start",
+    "loftq": "LoftQ computes its start from the weights before they are quantised, which an adapter does not get",
 }
 
 
