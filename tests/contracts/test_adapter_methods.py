@@ -291,10 +291,12 @@ def test_the_plan_has_its_size_without_weights(method: str) -> None:
     assert shapes[0] == shapes[1]
 
 
-TRACED = ["lora,r=4", "loha", "lokr", "shira,r=2", "trainable_tokens,token_indices=[5,9]", *VIRTUAL]
+TRACED = ["lokr", "shira,r=2", "trainable_tokens,token_indices=[5,9]", "prefix_tuning"]
+"""a random number beside a dropout, sparse weights, no trained weights in layers, trained keys and values"""
+ALSO_TRACED = [pytest.param(spec, marks=pytest.mark.long) for spec in ("lora,r=4", "loha", "p_tuning", "prompt_tuning")]
 
 
-@pytest.mark.parametrize("spec", TRACED)
+@pytest.mark.parametrize("spec", [*TRACED, *ALSO_TRACED])
 def test_the_plan_counts_what_a_real_pass_keeps(spec: str) -> None:
     """Within the 8 % that a plan may be off: its pass without data computes attention by another kernel."""
     shape, setup = PassShape(4, 48, 40), Setup(spec)

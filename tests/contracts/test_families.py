@@ -106,8 +106,8 @@ def test_a_family_runs_in_all_stages(family: str, tmp_path: Path) -> None:
     assert policy.step([rollout], lambda each: (-(policy(each.sequences)[0].sum()) / 18, {}))["grad_norm"] > 0
 
 
-SHARED_QUICK = {"gpt_oss", "bloom", "gpt2", "deepseek_v3"}
-"""experts, hooks, transposed layers, latent attention; the others share a trunk in make test-long"""
+SHARED_QUICK = {"gpt_oss", "bloom"}
+"""experts; no rotary positions. The others share a trunk in make test-long, and three in test_trunk.py"""
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rlhf.plan.options import PlanOptions
 from rlhf.plan.sizes import Setup
 from rlhf.plan.zero import RankLayout
 from step3_ppo import plan as ppo_plan
-from step3_ppo.algorithms.ppo import Config as PPO
+from step3_ppo.algorithms.grpo import Config as GRPO
 from tests.support import tiny
 
 
@@ -72,12 +72,14 @@ def test_sampling_on_a_cpu_has_a_second_copy_of_the_linear_layers(model_path: st
     whole = [module.weight.requires_grad or len(module.weight) == tiny.VOCAB for module in ordered]  # LoRA, the head
     assert quantized.linear == sum(n for n, is_whole in zip(blocks, whole, strict=True) if is_whole)
     starts = {"actor_model": model_path, "reward_model": model_path}
+    rules: Any = {"algorithm": "grpo", "num_generations": 4, "reward": ("length,target=8",), "dtype": "fp32",
+                  "adapter": "lora,r=2"}  # fmt: skip
     on_cpu = machine.describe_machine(PlanOptions(device="cpu", devices=1), 1)
     generating = [
         {m.name: m.bytes.total for m in forecast(ppo_plan.workload(options, "cpu", starts), on_cpu).moments}[
             "actor: generate"
         ]
-        for options in (PPO(adapter="lora,r=2", dtype="fp32", torch_compile=compiled) for compiled in (False, True))
+        for options in (GRPO(**rules, torch_compile=compiled) for compiled in (False, True))
     ]
     assert generating[0] - generating[1] == 4 * counts.linear
 
