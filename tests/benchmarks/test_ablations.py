@@ -1,0 +1,162 @@
+"""The world of stories, and the arithmetic of ablations and of over-optimisation beside oracles; nothing is trained."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import ablations, cells, overoptimisation, stories
+from benchmarks.cells import Cell, Variant
+from rlhf.errors import UserError
+from tests.support import tiny
+
+HELD_OUT = {"eval_judge_before": 0.0, "eval_judge": 0.5, "eval_kl": 2.0, "eval_distinct_2": 0.5}
+
+
+def cell(variant: str, seed: int, kl: list[float], score: list[float]) -> Cell:
+    return Cell(variant, seed, tuple(kl), tuple(score), tuple(score), HELD_OUT, 1.0)
+
+
+def lines(variant: str, slopes: list[float], intercept: float = 0.1) -> list[Cell]:
+    """A run for each slope, seeds 0, 1, ..., whose points lie on a line."""
+    kl = [0.0, 0.5, 1.0, 2.0, 2.5, 3.0]
+    return [cell(variant, seed, kl, [intercept + slope * x for x in kl]) for seed, slope in enumerate(slopes)]
+
+
+def test_differences_are_paired_by_seed_at_equal_kl() -> None:
+    default, other = lines("default", [0.1, 0.2, 0.3]), lines("other", [0.15, 0.3, 0.45])
+    found = ablations.compare(default, [other[2], other[0], other[1]], 2.0, 0.5)  # the order does not matter
+    assert found.seeds == 3 and found.score == pytest.approx(0.1 + 2 * 0.3) and found.difference is not None
+    assert found.difference.mean == pytest.approx(0.2)  # of 0.1, 0.2, 0.3, whose standard deviation is 0.1
+    half = (found.difference.high - found.difference.low) / 2
+    assert half == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=0.01)  # t of 2 degrees of freedom, from a table
+    assert found.verdict == "equal"
+    assert ablations.compare(default, lines("best", [0.3, 0.4, 0.5]), 2.0, 0.5).verdict == "higher"
+    assert ablations.compare(default, lines("worst", [0.0, 0.1, 0.2]), 2.0, 0.5).verdict == "lower"
+
+
+def test_a_kl_that_a_run_did_not_reach_is_not_extrapolated() -> None:
+    short = cell("short", 0, [0.0, 0.5, 1.0], [0.0, 0.5, 1.0])
+    assert ablations.score_at(short, 1.0, 0.5) == pytest.approx(1.0) and ablations.score_at(short, 2.0, 0.5) is None
+    found = ablations.compare(lines("default", [0.1, 0.2]), [short], 2.0, 0.5)
+    assert (found.seeds, found.difference, found.verdict) == (0, None, "not reached")
+
+
+def test_report(tmp_path: Path) -> None:
+    options = ablations.Options(results=str(tmp_path), name="a", kl=(1.0, 2.0))
+    (tmp_path / "a.md").write_text("# Page\n\n| an older table |\n|---|\n\nText.\n")
+    ablations.report([*lines("default", [0.1, 0.2, 0.3]), *lines("better", [0.3, 0.4, 0.5])], options)
+    table = (tmp_path / "a.md").read_text()
+    assert "| default | 0.300 [3] | 0.500 [3] | 0.600 | 2.50 | 0.50 | 1 |" in table
+    assert "| better | **+0.200 ± 0.000 [3]** | **+0.400 ± 0.000 [3]** |" in table
+    assert table.startswith("# Page\n\n| variant") and table.endswith(" |\n\nText.\n") and "older" not in table
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 7
+    if (tmp_path / "a.svg").is_file():  # with matplotlib
+        drawn = {text.text for text in ElementTree.parse(tmp_path / "a.svg").findall(".//{*}text")}
+        assert {"default", "better"} <= drawn
+
+
+def test_variants_share_the_models_that_they_do_not_change(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("ppo:\n  judge: vader\n")
+    file = tmp_path / "variants.yaml"
+    file.write_text("default:\nlam 1: --ppo.lam 1\ncentred: --reward.centering 0.01 --ppo.kl-coef 0.1\n")
+    variants = {variant.name: variant for variant in cells.read_variants(str(file))}
+    assert list(variants) == ["default", "lam 1", "centred"]
+    assert variants["centred"].words_but("ppo") == ("--reward.centering", "0.01")
+    options = cells.CellOptions(recipe=str(recipe), output_dir=str(tmp_path))
+    sft, reward = zip(*(cells.model_directories(options, each, 0) for each in variants.values()), strict=True)
+    assert len(set(sft)) == 1 and reward[0] == reward[1] != reward[2]
+    before = {cells.cell_file(options, each, seed) for each in variants.values() for seed in (0, 1)}
+    recipe.write_text("ppo:\n  judge: vader\n  lam: 1\n")
+    after = {cells.cell_file(options, each, seed) for each in variants.values() for seed in (0, 1)}
+    assert len(before) == len(after) == 6 and not before & after, "a changed recipe makes new cells"
+    file.write_text("wrong: lam 1\n")
+    with pytest.raises(UserError, match="wrong: got 'lam', expected options"):
+        cells.read_variants(str(file))
+
+
+def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(tmp_path: Path) -> None:
+    stage = tmp_path / "step3_ppo"
+    stage.mkdir()
+    (stage / "manifest.json").write_text(json.dumps({"metrics": HELD_OUT}))
+    row = {"score": 2.0, "score_std": 1.0, "score_learned": 2.0, "score_vader": 0.25, "score_length_correlation": 0.5}
+    rows = [{"kind": "eval"}, {"kind": "train", "skipped_iteration": 1.0}]
+    rows += [{"kind": "train", "kl": kl, **row, "score_learned_std": 1.0, "score_vader_std": 1.0} for kl in (0.0, 1.5)]
+    (stage / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = cells.read_run("default", 3, stage, 20.0)
+    assert found == Cell("default", 3, (0.0, 1.5), (0.25, 0.25), (2.0, 2.0), HELD_OUT, 20.0)
+    options, variant = cells.CellOptions(output_dir=str(tmp_path), seeds=1), Variant("default", ())
+    cells.write_cell(cells.cell_file(options, variant, 0), found)
+    assert cells.run_grid(options, [variant]) == [found]
+
+
+def test_best_of_n_is_the_mean_over_all_subsets() -> None:
+    generator = torch.Generator().manual_seed(0)
+    proxy, gold = (torch.rand(3, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    for n in (1, 2, 4, 6):
+        subsets = list(itertools.combinations(range(6), n))
+        best = [[max(subset, key=lambda i, row=row: row[i]) for subset in subsets] for row in proxy.tolist()]  # type: ignore[misc]
+        by_hand = [
+            np.mean([scores[row][i] for row, chosen in enumerate(best) for i in chosen])
+            for scores in (gold.tolist(), proxy.tolist())
+        ]
+        assert overoptimisation.best_of_n(proxy, gold, n) == pytest.approx(by_hand, rel=1e-12)
+    u = (np.arange(100_000) + 0.5) / 100_000  # the best of n uniform numbers has the density n u^(n - 1)
+    density = 5 * u**4
+    assert overoptimisation.best_of_n_kl(5) == pytest.approx((density * np.log(density)).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_a_law_is_recovered_with_its_peak(logarithmic: bool) -> None:
+    law = overoptimisation.Law(logarithmic, 0.5, 0.2)
+    d = np.linspace(0, 6, 2001)
+    gain = np.concatenate([[0.0], law.gain(d[1:])])
+    found = overoptimisation.fit(d, gain, logarithmic)
+    assert (found.alpha, found.beta, found.r2) == pytest.approx((0.5, 0.2, 1.0))
+    assert found.peak == pytest.approx((d[gain.argmax()], gain.max()), abs=6 / 2000)
+
+
+def test_agreement_counts_pairs_of_different_true_scores() -> None:
+    gold = torch.tensor([[0.0, 1.0, 0.5, 1.0], [0.0, 1.0, 2.0, 0.0]])
+    proxy = torch.tensor([[3.0, 2.0, 4.0, 1.0], [1.0, 2.0, 0.0, 1.0]])  # pairs of columns 0 and 2, 1 and 3
+    assert overoptimisation.agreement(proxy, gold) == pytest.approx(2 / 3)
+
+
+def test_a_reader_prefers_by_bradley_terry() -> None:
+    draws = (np.arange(10_000) + 0.5) / 10_000
+    share = np.mean([stories.prefers_first(0.5, 0.0, 4.0, draw) for draw in draws])
+    assert share == pytest.approx(1 / (1 + math.exp(-2.0)), abs=1e-4)
+
+
+def test_sentences() -> None:
+    text = ' Lily. She said "no!" and ran. The end.'
+    assert stories.whole_sentences(text, 1) == " Lily."
+    assert stories.whole_sentences(text, 2) == ' Lily. She said "no!"'
+    assert stories.whole_sentences(text, 9) is None and stories.whole_sentences(" a\n b.", 1) is None
+    assert stories.openings(["a b c", "a  b d", "a", "b a"], 2) == ["a b", "b a"]
+
+
+def test_the_world_is_the_same_for_one_seed(tmp_path: Path) -> None:
+    words = [f"{word}{mark}" for word in ("love", "happy", "sad", "tree", "hate", "fine") for mark in ("", ".", "!")]
+    words += [f"word{i}" for i in range(tiny.VOCAB - 4 - len(words))]
+    tiny.causal_lm().save_pretrained(tmp_path)
+    tiny.tokenizer(words).save_pretrained(tmp_path)
+    sizes = {"stories": 40, "sft": 8, "prompts": 8, "opening_words": 2, "response_words": 1, "response_tokens": 24}
+    options = stories.Options(model=str(tmp_path), **sizes)
+    threads = torch.get_num_threads()
+    world = stories.make(options)
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert stories.make(options) == world
+    finally:
+        torch.set_num_threads(threads)
+    assert stories.make(options.model_copy(update={"seed": 1})) != world
+    prompts = [{row["prompt"] for row in rows} for rows in world.values()]
+    assert all(prompts) and not prompts[0] & prompts[1] and not prompts[2] & (prompts[0] | prompts[1])
+    assert all(row["chosen"] != row["rejected"] for row in world["pairs"])
