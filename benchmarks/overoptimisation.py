@@ -52,15 +52,15 @@ class Options(CellOptions):
 
     pairs: tuple[int, ...] = Field((100, 350, 1400), min_length=1)
     """pairs that the reward models learn from, the same number of steps: few pairs are read several times"""
-    seeds: int = Field(4, ge=2)
+    seeds: int = Field(3, ge=2)
     """seeds 0, 1, ... of models, rows and sampling"""
     best_of: int = Field(128, ge=2)
     """largest n; each prompt gets as many responses of the SFT policy"""
     prompts: int = Field(64, ge=1)
     """prompts of best-of-n"""
-    episodes: int = Field(1280, ge=1)
+    episodes: int = Field(1024, ge=1)
     """responses of PPO"""
-    ppo: str = "--ppo.kl-coef 0"
+    ppo: str = "--ppo.kl-coef 0 --ppo.learning-rate 1e-3"
     """options of PPO, as of train.py"""
     output_dir: str = "runs/overoptimisation"
     """directory of models and finished parts"""
