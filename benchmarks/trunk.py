@@ -145,7 +145,9 @@ def work(contender: str, folder: Path, options: Options) -> None:
         models = replace(models, backend=backend)
         seconds = []
         start = time.perf_counter()
-        for _ in stage.train(models, prompts, Schedule(len(prompts), config, 0), config):
+        for metrics in stage.train(models, prompts, Schedule(len(prompts), config, 0), config):
+            if "skipped_iteration" in metrics:
+                raise SystemExit(f"{contender}: an iteration was skipped, so its memory and seconds say nothing")
             seconds.append(time.perf_counter() - start)
             start = time.perf_counter()
     result = {"measured": _memory("VmHWM") - round(PROGRAM), "seconds": round(min(seconds[1:] or seconds), 2)}
@@ -163,12 +165,14 @@ def _copies(models: Any, config: Any, folder: Path) -> Any:
     from rlhf.models.load import load_causal_lm
     from rlhf.models.policy import Policy
     from rlhf.models.scalar import load_scalar_model
+    from rlhf.text.encoder import id_count
     from step3_ppo.rollout import Reference
 
     dtype = models.context.dtype
-    lm = load_causal_lm(str(folder / "base"), dtype, 0)
+    ids = id_count(models.scorer.tokenizer)
+    lm = load_causal_lm(str(folder / "base"), dtype, ids)
     reference = FrozenEngine(Policy(adapters.wrap(lm, ADAPTER)), FrozenOptions(zero_stage=0), dtype)
-    scalar = load_scalar_model(str(folder / "reward"), torch.bfloat16, 0)
+    scalar = load_scalar_model(str(folder / "reward"), torch.bfloat16, ids)
     adapters.wrap(scalar.backbone, ADAPTER)
     sources = rewards.open_sources(config.reward, replace(models.context, loaded=scalar))
     return replace(models, scorer=replace(models.scorer, reference=Reference(reference), sources=sources))
