@@ -4,7 +4,6 @@ The choice depends on options, model, data and machine only: a run that is resum
 is compiled unasked: it was not measured there.
 """
 
-import torch
 from transformers import PretrainedConfig
 
 from rlhf import console
@@ -37,20 +36,23 @@ def choose_compiler(options: E, stage: str, model_path: str, tokens: float) -> E
     if options.torch_compile is not None:
         return options
     chosen = options.model_copy(update={"torch_compile": True})
-    if not _repays(chosen, load_config(model_path), tokens):
+    if not _repays(chosen, model_path, tokens):
         return options
     console.say(f"{stage}: layers are compiled, which repays its start in a run this long (--no-torch-compile: off)")
     return chosen
 
 
-def _repays(options: E, model: PretrainedConfig, tokens: float) -> bool:
+def _repays(options: E, model_path: str, tokens: float) -> bool:
     """Whether the layers can be compiled, and the time that this saves is at least twice START_S."""
     device = collectives.local_device()
-    if device.type != "cpu" or model.model_type not in FAMILIES:
+    if device.type != "cpu":
+        return False
+    model = load_config(model_path)
+    if model.model_type not in FAMILIES:
         return False
     ranks = collectives.world_size()
     machine = describe_machine(PlanOptions(device="cpu", devices=ranks), ranks)
-    flops = ranks * machine.flops(DTYPES[compute_dtype(options, torch.device("cpu"))])
+    flops = ranks * machine.flops(DTYPES[compute_dtype(options, device)])
     if SAVED * 6 * weights(model) * tokens / flops < 2 * START_S:
         return False
     try:

@@ -30,12 +30,12 @@ def lines(variant: str, slopes: list[float], intercept: float = 0.1) -> list[Cel
 
 def test_differences_are_paired_by_seed_at_equal_kl() -> None:
     default, other = lines("default", [0.1, 0.2, 0.3]), lines("other", [0.15, 0.3, 0.45])
-    found = ablations.compare(default, [other[2], other[0], other[1]], 2.0, 0.5)  # the order does not matter
-    assert found.seeds == 3 and found.score == pytest.approx(0.1 + 2 * 0.3) and found.difference is not None
-    assert found.difference.mean == pytest.approx(0.2)  # of 0.1, 0.2, 0.3, whose standard deviation is 0.1
-    half = (found.difference.high - found.difference.low) / 2
+    result = ablations.compare(default, [other[2], other[0], other[1]], 2.0, 0.5)  # the order does not matter
+    assert result.seeds == 3 and result.score == pytest.approx(0.1 + 2 * 0.3) and result.difference is not None
+    assert result.difference.mean == pytest.approx(0.2)  # of 0.1, 0.2, 0.3, whose standard deviation is 0.1
+    half = (result.difference.high - result.difference.low) / 2
     assert half == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=0.01)  # t of 2 degrees of freedom, from a table
-    assert found.verdict == "equal"
+    assert result.verdict == "equal"
     assert ablations.compare(default, lines("best", [0.3, 0.4, 0.5]), 2.0, 0.5).verdict == "higher"
     assert ablations.compare(default, lines("worst", [0.0, 0.1, 0.2]), 2.0, 0.5).verdict == "lower"
 
@@ -43,8 +43,8 @@ def test_differences_are_paired_by_seed_at_equal_kl() -> None:
 def test_a_kl_that_a_run_did_not_reach_is_not_extrapolated() -> None:
     short = cell("short", 0, [0.0, 0.5, 1.0], [0.0, 0.5, 1.0])
     assert ablations.score_at(short, 1.0, 0.5) == pytest.approx(1.0) and ablations.score_at(short, 2.0, 0.5) is None
-    found = ablations.compare(lines("default", [0.1, 0.2]), [short], 2.0, 0.5)
-    assert (found.seeds, found.difference, found.verdict) == (0, None, "not reached")
+    result = ablations.compare(lines("default", [0.1, 0.2]), [short], 2.0, 0.5)
+    assert (result.seeds, result.difference, result.verdict) == (0, None, "not reached")
 
 
 def test_report(tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(tmp_path: 
     rows = [{"kind": "eval"}, {"kind": "train", "skipped_iteration": 1.0}]
     rows += [{"kind": "train", "kl": kl, **row, "score_learned_std": 1.0, "score_vader_std": 1.0} for kl in (0.0, 1.5)]
     (stage / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = cells.read_run("default", 3, stage, 20.0)
-    assert found == Cell("default", 3, (0.0, 1.5), (0.25, 0.25), (2.0, 2.0), HELD_OUT, 20.0)
+    result = cells.read_run("default", 3, stage, 20.0)
+    assert result == Cell("default", 3, (0.0, 1.5), (0.25, 0.25), (2.0, 2.0), HELD_OUT, 20.0)
     options, variant = cells.CellOptions(output_dir=str(tmp_path), seeds=1), Variant("default", ())
-    cells.write_cell(cells.cell_file(options, variant, 0), found)
-    assert cells.run_grid(options, [variant]) == [found]
+    cells.write_cell(cells.cell_file(options, variant, 0), result)
+    assert cells.run_grid(options, [variant]) == [result]
 
 
 def test_best_of_n_is_the_mean_over_all_subsets() -> None:
@@ -117,9 +117,9 @@ def test_a_law_is_recovered_with_its_peak(logarithmic: bool) -> None:
     law = overoptimisation.Law(logarithmic, 0.5, 0.2)
     d = np.linspace(0, 6, 2001)
     gain = np.concatenate([[0.0], law.gain(d[1:])])
-    found = overoptimisation.fit(d, gain, logarithmic)
-    assert (found.alpha, found.beta, found.r2) == pytest.approx((0.5, 0.2, 1.0))
-    assert found.peak == pytest.approx((d[gain.argmax()], gain.max()), abs=6 / 2000)
+    result = overoptimisation.fit(d, gain, logarithmic)
+    assert (result.alpha, result.beta, result.r2) == pytest.approx((0.5, 0.2, 1.0))
+    assert result.peak == pytest.approx((d[gain.argmax()], gain.max()), abs=6 / 2000)
 
 
 def test_agreement_counts_pairs_of_different_true_scores() -> None:

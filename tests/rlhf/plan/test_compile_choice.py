@@ -30,7 +30,7 @@ FLOPS = 1e9
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a Llama, on a machine with FLOPS operations a second and a C++ compiler."""
     core = replace(machine.CORE, flops=FLOPS, flops_fp32=FLOPS)
     monkeypatch.setattr(
@@ -41,22 +41,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path)
 
 
-def tokens_that_repay(place: str) -> float:
+def tokens_that_repay(model_path: str) -> float:
     """Forward and backward passes take 6 operations a weight and token; what is saved is twice the start."""
-    return 2 * START_S / SAVED * FLOPS / (6 * weights(load_config(place)))
+    return 2 * START_S / SAVED * FLOPS / (6 * weights(load_config(model_path)))
 
 
-def chosen(place: str, tokens: float, **changes: Any) -> bool | None:
-    return choose_compiler(EngineOptions(**{"dtype": "fp32", **changes}), "a stage", place, tokens).torch_compile
+def chosen(model_path: str, tokens: float, **changes: Any) -> bool | None:
+    return choose_compiler(EngineOptions(**{"dtype": "fp32", **changes}), "a stage", model_path, tokens).torch_compile
 
 
-def test_a_run_that_is_long_enough_is_compiled(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    enough = tokens_that_repay(place)
-    assert chosen(place, 0.99 * enough) is None and not capsys.readouterr().out
-    assert chosen(place, 1.01 * enough) is True
+def test_a_run_that_is_long_enough_is_compiled(model_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    enough = tokens_that_repay(model_path)
+    assert chosen(model_path, 0.99 * enough) is None and not capsys.readouterr().out
+    assert chosen(model_path, 1.01 * enough) is True
     assert capsys.readouterr().out.startswith("a stage: layers are compiled, ")
-    assert chosen(place, 1e99, torch_compile=False) is False
-    assert chosen(place, 0, torch_compile=True) is True
+    assert chosen(model_path, 1e99, torch_compile=False) is False
+    assert chosen(model_path, 0, torch_compile=True) is True
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_a_run_that_is_long_enough_is_compiled(place: str, capsys: pytest.Captur
     ],
     ids=str,
 )  # fmt: skip
-def test_what_refuses_the_compiler_runs_without_it(place: str, changes: dict[str, Any]) -> None:
-    assert chosen(place, 1e99, **changes) is None
+def test_what_refuses_the_compiler_runs_without_it(model_path: str, changes: dict[str, Any]) -> None:
+    assert chosen(model_path, 1e99, **changes) is None
 
 
-def test_neither_on_gpus_nor_for_models_that_were_not_measured(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_on_gpus_nor_for_unmeasured_models(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_choice, "FAMILIES", FAMILIES - {"llama"})
-    assert chosen(place, 1e99) is None
+    assert chosen(model_path, 1e99) is None
     monkeypatch.undo()
     monkeypatch.setattr(collectives, "local_device", lambda: torch.device("cuda"))
-    assert chosen(place, 1e99) is None
+    assert chosen(model_path, 1e99) is None
 
 
 def test_the_families_are_those_of_the_page() -> None:
@@ -100,8 +100,8 @@ def test_both_kinds_of_stages_choose(tmp_path: Path, models: Path, monkeypatch: 
     asked: list[Any] = []
     compiled: list[Any] = []
 
-    def always(options: Any, *given: Any) -> Any:
-        asked.append(given)
+    def always(options: Any, *arguments: Any) -> Any:
+        asked.append(arguments)
         return options.model_copy(update={"torch_compile": True})
 
     for module in ("rlhf.supervised.runner", "step3_ppo.stage"):
