@@ -51,7 +51,8 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml"""
     reward_models: tuple[str, ...] = ()
     """several reward models, each trained on pairs of its own: NAME=PATH; of helpful=PATH safe=PATH the safe one
-    decides where its score is low (Llama 2), else --ppo.reward-combine combines them"""
+    decides where its score is low (Llama 2); those of one PATH are an ensemble (`uncertain`); else
+    --ppo.reward-combine combines them"""
     deployment_type: Literal["auto", "single_gpu", "single_node", "multi_node"] = "auto"
     """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU;
     multi_node: the same on every host of --hostfile; under torchrun, deepspeed, accelerate or srun: the processes that

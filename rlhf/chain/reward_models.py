@@ -1,7 +1,7 @@
 """`--reward-models NAME=PATH ...`: several reward models in one chain, each trained on its own pairs.
 
 Llama 2 (arXiv 2307.09288, section 3.2.2) trains one for helpfulness and one for safety, and combines their scores by a
-rule (rlhf.rewards.Sources).
+rule (rlhf.rewards.Sources). Models of the same pairs are an ensemble (Coste et al. 2023, arXiv 2310.02743).
 """
 
 from collections.abc import Callable
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf import plugins
-from rlhf.chain.options import ONE_RUN_ONLY, command_line_options, refuse_options
+from rlhf.chain.options import ONE_RUN_ONLY, refuse_options
 from rlhf.chain.stages import STAGES
 from rlhf.config import parser
+from rlhf.config.origins import command_line_options, trees_of
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ def named_data(chain: Any) -> dict[str, str]:
 def sources(named: dict[str, str], models: Callable[[str], str]) -> list[str]:
     """The score sources of step 3: the safety model first, which decides where its score is low."""
     return [f"learned,model={models(name)}" for name in sorted(named, key=lambda name: name != SAFE)]
+
+
+def combination(named: dict[str, str]) -> list[str]:
+    """The option of step 3 that says how the models named so are combined by default."""
+    if set(named) == {SAFE, OTHER}:
+        return ["--ppo.reward-combine", "safety"]
+    return ["--ppo.reward-combine", "uncertain"] if len(set(named.values())) == 1 else []
 
 
 def scoring_of(run: Path) -> "Scoring | None":
@@ -70,6 +78,7 @@ def train(chain: Any, argv: list[str], run: Callable[[list[str]], int]) -> int:
     """Fine-tuning, one reward model after the other in OUT/reward-NAME, and step 3 with all of them.
 
     run: runs the chain with a command line
+    Model k has the seed of step 2 plus k: another head and another order of the pairs, of which the same are held out.
     The critic starts from `helpful`, else from the first model that is not `safe`.
     """
     from rlhf.storage import disk, manifests  # imported here because it imports torch
@@ -81,12 +90,14 @@ def train(chain: Any, argv: list[str], run: Callable[[list[str]], int]) -> int:
     disk.write_text(folder / CHAIN, parser.tree_to_yaml(tree))
     base = ["--config", str(folder / CHAIN)]
     run([*base, "--steps", "1"])
-    for name, path in named.items():
-        run([*base, "--steps", "2", "--output-dir", str(folder / f"reward-{name}"), "--data-path", path])
+    for number, (name, path) in enumerate(named.items()):
+        own = ["--output-dir", str(folder / f"reward-{name}"), "--data-path", path]
+        run([*base, "--steps", "2", *own, "--reward.seed", str(chain.reward.seed + number)])
     models = {name: str(folder / f"reward-{name}" / STAGES[2].name) for name in named}
     others = [name for name in named if name != SAFE]
     critic = models[OTHER if OTHER in named else others[0]]
     words = ["--ppo.reward", *sources(named, models.__getitem__), "--ppo.reward-model", critic]
-    if set(named) == {SAFE, OTHER} and "ppo.reward_combine" not in command_line_options(argv):
-        words += ["--ppo.reward-combine", "safety"]
+    in_files = any("reward_combine" in (tree.get("ppo") or {}) for tree in trees_of(argv, parser.NO_OVERLAY))
+    if not in_files and "ppo.reward_combine" not in command_line_options(argv):
+        words += combination(named)
     return run([*base, "--steps", "3", *words])

@@ -1,5 +1,6 @@
 """`--reward-models`: two reward models in one chain, each on its own pairs, and step 3 by the rule of Llama 2."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ import torch
 
 from rlhf import rewards
 from rlhf.chain import chat, command, reward_models
+from rlhf.chain.options import chain_config
 from rlhf.chat.options import ChatOptions, check_chat
 from rlhf.chat.session import open_session
+from rlhf.config import parser
 from rlhf.rewards import Scoring
 from tests.support import programs, stages_here
 
@@ -70,6 +73,30 @@ def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any, mo
     context = rewards.Context(session.models.tokenizer, torch.device("cpu"), torch.float32, "", 1)
     safe, helpful = (rewards.open_source(spec, context)(samples).item() for spec in moved)
     assert measures.score == (safe if torch.tensor(safe).sigmoid() < 0.15 else helpful)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "in_file", "combination"),
+    [
+        (("a=p.jsonl", "b=p.jsonl", "c=p.jsonl"), "", ["uncertain"]),
+        (("a=p.jsonl", "b=p.jsonl"), "ppo: {reward_combine: min}", []),
+        (("a=p.jsonl", "b=q.jsonl"), "", []),
+        (("helpful=p.jsonl", "safe=p.jsonl"), "", ["safety"]),
+    ],
+)
+def test_each_model_has_a_seed_of_its_own(
+    pairs: tuple[str, ...], in_file: str, combination: list[str], tmp_path: Path
+) -> None:
+    """Equal seeds would train equal members of an ensemble, which never disagree."""
+    (tmp_path / "options.yaml").write_text(in_file or "{}")
+    argv = ["--config", str(tmp_path / "options.yaml"), "--output-dir", str(tmp_path / "run")]
+    argv += ["--reward-models", *pairs, "--seed", "7"]
+    chain = command.resolve(parser.parse(chain_config(argv), argv, "train.py", ""), argv)
+    calls: list[list[str]] = []
+    reward_models.train(chain, argv, lambda words: calls.append(words) or 0)
+    after = [dict(zip(words[::2], words[1::2], strict=False)) for words in calls[1:-1]]
+    assert [each["--reward.seed"] for each in after] == [str(7 + k) for k in range(len(pairs))]
+    assert [word for name, word in itertools.pairwise(calls[-1]) if name == "--ppo.reward-combine"] == combination
 
 
 @pytest.mark.parametrize(
