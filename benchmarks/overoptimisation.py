@@ -41,6 +41,7 @@ from benchmarks.cells import (
 )
 from rlhf import errors
 from rlhf.config import parser
+from rlhf.maths import best_of_n
 from rlhf.maths.intervals import Interval, mean_interval
 
 WINDOW = 3
@@ -115,26 +116,6 @@ def fit(d: np.ndarray, gain: np.ndarray, logarithmic: bool) -> Law:
     return Law(logarithmic, float(alpha), float(beta), float(1 - residual.var() / gain.var()))
 
 
-def best_of_n(proxy: Tensor, gold: Tensor, n: int) -> tuple[float, float]:
-    """(mean gold, mean proxy) of the response with the highest proxy score among n, over all subsets of n responses.
-
-        sum_i C(i - 1, n - 1) / C(K, n) gold_(i),   i = 1, ..., K in the order of the proxy scores
-    (WebGPT, arXiv 2112.09332, appendix I: unbiased). proxy, gold [P, K]: scores of K responses to each of P prompts.
-    """
-    k = proxy.shape[1]
-    logs = [math.lgamma(m + 1) for m in range(k + 1)]
-    total = logs[k] - logs[n] - logs[k - n]
-    weights = [0.0 if i < n else math.exp(logs[i - 1] - logs[n - 1] - logs[i - n] - total) for i in range(1, k + 1)]
-    order = proxy.argsort(1)
-    row = torch.tensor(weights, dtype=torch.float64)
-    return tuple((scores.double().gather(1, order) @ row).mean().item() for scores in (gold, proxy))  # type: ignore[return-value]
-
-
-def best_of_n_kl(n: int) -> float:
-    """KL of best-of-n to the policy that is sampled, nats."""
-    return math.log(n) - (n - 1) / n
-
-
 def variants(options: Options) -> list[Variant]:
     """PPO from the reward model of each size."""
 
@@ -194,8 +175,8 @@ def best_of_n_points(options: Options, seed: int) -> tuple[list[Points], float, 
     points, agreements = [], {}
     for pairs in options.pairs:
         proxy = torch.tensor(stored[str(pairs)], dtype=torch.float64).reshape(gold.shape)
-        means = np.array([best_of_n(proxy, gold, n) for n in ns])
-        kl = np.array([best_of_n_kl(n) for n in ns])
+        means = np.array([[best_of_n.expected_score(proxy, of, n).mean().item() for of in (gold, proxy)] for n in ns])
+        kl = np.array([best_of_n.kl(n) for n in ns])
         gain = means[:, 0] - gold.mean().item()
         points.append(Points("best of n", pairs, seed, kl, gain, means[:, 1] - proxy.mean().item()))
         agreements[pairs] = agreement(proxy, gold)

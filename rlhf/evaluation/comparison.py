@@ -57,11 +57,14 @@ class Responses:
     """-log ref(y|x), nats per response, at the sampling temperature"""
     lengths: Tensor
     ended: Tensor
+    selector: Tensor | None = None
+    """scores by the source of --select-by"""
 
 
 def check(options: EvaluateConfig) -> Comparison:
     """Check the options before any model is loaded. Raises: UserError."""
-    check_reward_spec(str(options.reward))
+    for spec in _score_sources(options):
+        check_reward_spec(spec)
     prompts = read_prompts(str(options.prompts))
     if len(prompts) < 2:
         raise UserError(f"--prompts {options.prompts}: got {len(prompts)} prompts, expected two or more")
@@ -70,6 +73,11 @@ def check(options: EvaluateConfig) -> Comparison:
     prompt_set = encode_prompts(prompts, [reference, *policies.values()], options, options.samples)
     _require_output(options)
     return Comparison(options, policies, reference, prompt_set)
+
+
+def _score_sources(options: EvaluateConfig) -> list[str]:
+    """The judge, and the source that selects if there is one."""
+    return [str(options.reward), *([] if options.select_by is None else [options.select_by])]
 
 
 def _require_output(options: EvaluateConfig) -> None:
@@ -98,9 +106,10 @@ def measure_all(comparison: Comparison) -> dict[str, Responses]:
     Raises: UserError for a model or a score source that fails; NonFiniteError.
     """
     setup = generation_setup(comparison.prompts)
-    source = setup.source(str(comparison.options.reward), comparison.options.micro_batch_size)
+    options = comparison.options
+    sources = [setup.source(spec, options.micro_batch_size) for spec in _score_sources(options)]
     reference = setup.load(comparison.reference)
-    measurement = _Measurement(comparison, setup, reference, source)
+    measurement = _Measurement(comparison, setup, reference, sources)
     responses = {}
     total = len(comparison.policies) * -(-len(comparison.prompts.rows) // collectives.world_size())
     with console.bar("responses", total) as bar:
@@ -121,7 +130,7 @@ class _Measurement:
     comparison: Comparison
     setup: GenerationSetup
     reference: Policy
-    source: rewards.Source
+    sources: list[rewards.Source]
 
 
 def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.Bar) -> Responses:
@@ -136,7 +145,8 @@ def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.
         if not torch.isfinite(kl).all():
             row = int((~torch.isfinite(kl)).nonzero()[0])
             raise NonFiniteError(f"policy {name}: log-probs are not finite at prompt {samples.prompts[row][-60:]!r}")
-        numbers = (measurement.source(samples), kl, -ref_logprobs.sum(1), rollout.lengths, rollout.ended)
+        score, *selector = (source(samples) for source in measurement.sources)
+        numbers = (score, kl, -ref_logprobs.sum(1), rollout.lengths, rollout.ended, *selector)
         columns = torch.stack([value.double().cpu() for value in numbers], dim=1)
         batches.append((list(samples.responses), rollout.response_tokens(), columns))
         bar.advance(len(rollout))

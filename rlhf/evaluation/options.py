@@ -14,6 +14,9 @@ class EvaluateConfig(PromptFileOptions):
     """policy to which KL and perplexity are measured; by default the baseline"""
     samples: int = Field(2, ge=2)
     """responses of each policy to each prompt; at least 2, as the win rate compares independent samples"""
+    select_by: str | None = None
+    """another score source, such as learned,model=DIR: how high --reward is for the response that it selects among n;
+    gives a curve over n up to --samples"""
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """seed of the sampling; every policy uses the same random numbers"""
     micro_batch_size: int = Field(8, ge=1)

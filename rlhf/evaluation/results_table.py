@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
+from rlhf.evaluation.best_of_n import Selection, selections
 from rlhf.evaluation.comparison import RESULTS, Comparison, Responses
 from rlhf.maths.intervals import Interval, mean_interval, pair_differences, pair_wins, win_rate_interval
 from rlhf.maths.length_control import length_controlled_win_rate
@@ -145,6 +146,23 @@ def tables(results: list[PolicyResult]) -> list[Table]:
     ]
 
 
+def selection_tables(selected: Sequence[Selection], source: str | None) -> list[Table]:
+    """Best-of-n by the source of --select-by; no table without one."""
+    columns = ("policy", "n", "KL", "score", "gain", "share of the judge's own choice")
+    rows: list[tuple[str, ...]] = [
+        (
+            s.policy,
+            str(s.n),
+            f"{s.kl:.2f}",
+            _with_half_width(s.score),
+            _with_half_width(s.gain),
+            "-" if s.share is None else f"{s.share:.2f}",
+        )
+        for s in selected
+    ]
+    return [(f"the response that {source} selects among n", columns, rows)] if rows else []
+
+
 def _with_half_width(interval: Interval) -> str:
     return f"{interval.mean:.4g} ± {(interval.high - interval.low) / 2:.2g}"
 
@@ -165,7 +183,13 @@ def _markdown_cell(text: str) -> str:
 def report_results(comparison: Comparison, responses: dict[str, Responses]) -> None:
     """Print the tables and a few responses; write all results if there is an output directory."""
     results = policy_results(responses)
-    result_tables = tables(results)
+    selected = [
+        each
+        for name, r in responses.items()
+        if r.selector is not None
+        for each in selections(name, r.selector, r.scores)
+    ]
+    result_tables = tables(results) + selection_tables(selected, comparison.options.select_by)
     for title, columns, rows in result_tables:
         console.show_table(title, columns, rows)
     console.say(NOTE)
@@ -177,7 +201,8 @@ def report_results(comparison: Comparison, responses: dict[str, Responses]) -> N
     ]
     console.show_table(f"the first of {k} responses, and its score", ("prompt", *responses), rows)
     if comparison.options.output is not None and collectives.is_main():
-        _write(Path(comparison.options.output), comparison, responses, results, markdown(result_tables))
+        output = Path(comparison.options.output)
+        _write(output, comparison, responses, results, selected, markdown(result_tables))
 
 
 def prompt_texts(comparison: Comparison) -> list[str]:
@@ -187,7 +212,12 @@ def prompt_texts(comparison: Comparison) -> list[str]:
 
 
 def _write(
-    output: Path, comparison: Comparison, responses: dict[str, Responses], results: list[PolicyResult], page: str
+    output: Path,
+    comparison: Comparison,
+    responses: dict[str, Responses],
+    results: list[PolicyResult],
+    selected: list[Selection],
+    page: str,
 ) -> None:
     """Write all files, results.json last: if it exists, the other files are complete.
 
@@ -198,6 +228,7 @@ def _write(
             json_value(asdict(s)) | {"path": model_path, "manifest_sha256": manifests.manifest_digest(model_path)}
             for s, model_path in zip(results, comparison.policies.values(), strict=True)
         ],
+        "best_of_n": [json_value(asdict(each)) for each in selected],
         "reference": comparison.reference,
         "prompts": len(comparison.prompts.rows) // comparison.options.samples,
         "prompts_sha256": hashlib.sha256(Path(str(comparison.options.prompts)).read_bytes()).hexdigest(),
@@ -228,6 +259,7 @@ def sample_rows(comparison: Comparison, responses: dict[str, Responses]) -> list
                     "kl": r.kl[n, k].item(),
                     "length": int(r.lengths[n, k]),
                     "ended": bool(r.ended[n, k]),
+                    **({} if r.selector is None else {"selector": r.selector[n, k].item()}),
                 }
                 for name, r in responses.items()
             }

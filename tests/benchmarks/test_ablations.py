@@ -1,6 +1,5 @@
 """The world of stories, and the arithmetic of ablations and of over-optimisation beside oracles; nothing is trained."""
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -94,22 +93,6 @@ def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(tmp_path: 
     options, variant = cells.CellOptions(output_dir=str(tmp_path), seeds=1), Variant("default", ())
     cells.write_cell(cells.cell_file(options, variant, 0), result)
     assert cells.run_grid(options, [variant]) == [result]
-
-
-def test_best_of_n_is_the_mean_over_all_subsets() -> None:
-    generator = torch.Generator().manual_seed(0)
-    proxy, gold = (torch.rand(3, 6, generator=generator, dtype=torch.float64) for _ in range(2))
-    for n in (1, 2, 4, 6):
-        subsets = list(itertools.combinations(range(6), n))
-        best = [[max(subset, key=lambda i, row=row: row[i]) for subset in subsets] for row in proxy.tolist()]  # type: ignore[misc]
-        by_hand = [
-            np.mean([scores[row][i] for row, chosen in enumerate(best) for i in chosen])
-            for scores in (gold.tolist(), proxy.tolist())
-        ]
-        assert overoptimisation.best_of_n(proxy, gold, n) == pytest.approx(by_hand, rel=1e-12)
-    u = (np.arange(100_000) + 0.5) / 100_000  # the best of n uniform numbers has the density n u^(n - 1)
-    density = 5 * u**4
-    assert overoptimisation.best_of_n_kl(5) == pytest.approx((density * np.log(density)).mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])

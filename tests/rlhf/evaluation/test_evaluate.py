@@ -161,12 +161,30 @@ def test_a_copy_of_the_reference_under_another_name_has_no_kl(
         assert policy["win_rate"] is None or policy["win_rate"]["mean"] == 0.5
 
 
+def require_selection(curve: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """Of three responses: the judge's score of the shortest, and the share of the gain of the best."""
+    assert [(each["n"], each["policy"]) for each in curve] == [(n, p) for p in rows[0]["responses"] for n in (2, 3)]
+    for whole in curve[1::2]:
+        responses = [row["responses"][whole["policy"]] for row in rows]
+        prompts = [responses[i : i + 3] for i in range(0, len(responses), 3)]
+        shortest = [max((r["selector"], k, r["score"]) for k, r in enumerate(each))[2] for each in prompts]
+        assert [r["selector"] for r in responses] == [-float(r["length"]) for r in responses]
+        score, mean = sum(shortest) / len(shortest), sum(r["score"] for r in responses) / len(responses)
+        best = sum(max(r["score"] for r in each) for each in prompts) / len(prompts)
+        assert whole["score"]["mean"] == pytest.approx(score)
+        assert whole["gain"]["mean"] == pytest.approx(score - mean, abs=1e-9)
+        assert whole["share"] == pytest.approx((score - mean) / (best - mean), abs=1e-9)
+        assert whole["kl"] == pytest.approx(math.log(3) - 2 / 3)
+
+
 def test_the_files_agree_with_each_other(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
     paths = [str(world / name) for name in ("base", "even", "more")]
     out = tmp_path / "out"
-    code, printed, error = run("--policies", *paths, "--samples", "3", "--output", str(out), *options)
+    selecting = ("--samples", "3", "--select-by", "length,target=0,penalty=1")
+    code, printed, error = run("--policies", *paths, *selecting, "--output", str(out), *options)
     assert (code, error) == (0, "")
     result, rows = results(out), samples(out)
+    require_selection(result["best_of_n"], rows)
     assert len(rows) == 12 * 3 and result["prompts"] == 12
     assert [policy["policy"] for policy in result["policies"]] == paths
     for path, policy in zip(paths, result["policies"], strict=True):
@@ -181,7 +199,7 @@ def test_the_files_agree_with_each_other(run: Run, world: Path, options: list[st
     assert abs(base["kl"]["mean"]) < 1e-5 < even["kl"]["low"] < more["kl"]["mean"]
     assert more["gain"]["low"] > 0 and more["win_rate"]["low"] > 0.5
     page = (out / "results.md").read_text()
-    assert page.count("\n| ") == 2 * (1 + 1 + 3) + 1 + 1 + 2
+    assert page.count("\n| ") == 2 * (1 + 1 + 3) + 1 + 1 + 2 + 1 + 1 + 2 * 3
     assert all(f"| {policy['score']['mean']:.4g} ±" in page for policy in result["policies"])
     assert "score against KL" in page and "score against KL" in printed
 
