@@ -37,6 +37,9 @@ METHODS = {
     "LoRA, PiSSA": "lora,init_lora_weights=pissa",
     "LoRA, OLoRA": "lora,init_lora_weights=olora",
     "LoRA, orthogonal": "lora,init_lora_weights=orthogonal",
+    "LoRA, EVA": "lora,init_lora_weights=eva",
+    "LoRA over nf4": "lora",
+    "LoRA over nf4, LoftQ": "lora,init_lora_weights=loftq",
     "(IA)^3": "ia3",
     "LN tuning": "ln_tuning",
     "BitFit": "bitfit",
@@ -54,6 +57,8 @@ METHODS = {
     "trainable tokens": f"trainable_tokens,token_indices={list(range(4, 64))}".replace(" ", ""),
 }
 """by name, with options that the demo's layers of 64 inputs allow"""
+QUANTIZED = "over nf4"
+"""in the name of a method that is measured with --quantize nf4 in the demo"""
 LAYERS = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
 ROWS = (4, 128)
 """rows and tokens of a pass"""
@@ -131,6 +136,8 @@ def demo(name: str, rate: float, options: Options) -> dict[str, float]:
         learning_rate = rate * (adapters.open_adapter(spec).learning_rate or adapters.FULL_RATE)
         argv += ["--adapter", spec, "--ppo.learning-rate", str(learning_rate)]
         argv += ["--ppo.critic-learning-rate", str(2 * learning_rate)]
+    if QUANTIZED in name:
+        argv += ["--quantize", "nf4"]
     config = resolve(parser.parse(chain_config(argv), argv, "benchmarks.adapters", ""), argv).ppo
     folder.mkdir(parents=True, exist_ok=True)
     start = time.process_time()

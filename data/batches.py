@@ -54,6 +54,19 @@ def prompt_batch(items: Sequence[Prompt], pad_id: int) -> Prompts:
     return Prompts(ids=ids, mask=mask, rows=tuple(item.row for item in items))
 
 
+def sample_rows(items: Sequence[Demonstration | Preference | Prompt], seed: int, tokens: int) -> list[list[int]]:
+    """Ids of random items, of pairs the chosen side, with `tokens` tokens in total, or fewer if there are no more."""
+    rows: list[list[int]] = []
+    for index in np.random.default_rng(seed).permutation(len(items)).tolist():
+        item = items[index]
+        ids = item.chosen if isinstance(item, Preference) else item.ids
+        rows.append(list(ids[:tokens]))
+        tokens -= len(rows[-1])
+        if tokens == 0:
+            break
+    return rows
+
+
 def padding_share(micros: Sequence[Sequences | JoinedPairs]) -> float:
     """The share of padding among the tokens that a model computes."""
     real = sum(int(micro.mask.sum()) for micro in micros)

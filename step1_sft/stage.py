@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, padding_share, sft_batch
+from data.batches import Batches, padding_share, sample_rows, sft_batch
 from data.build.encode import Demonstration
 from data.build.pack import CROSS_TEXT_ATTENTION
 from data.dataset import PhaseData, PromptDataset, Recipe
@@ -126,7 +126,7 @@ class FineTuning:
         lm = load_causal_lm(model_path, dtype, id_count(tokenizer), loading)
         if config.dropout:
             set_dropout(lm, config.dropout, model_path)
-        adapters.wrap(lm, config.adapter)
+        adapters.wrap(lm, config.adapter, sample_rows(data.train, config.seed, adapters.START_TOKENS))
         if config.adapter is not None and new_tokens:
             new_rows.train(lm, new_tokens)
         model = sequence_parallel.policy(lm, config.sequence_parallel_size)

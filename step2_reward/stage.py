@@ -3,13 +3,13 @@
 loss = -1/N sum log sigmoid(r(x, chosen) - r(x, rejected)), over the N pairs of a batch
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, counted_rows, padding_share, pair_batch
+from data.batches import Batches, counted_rows, padding_share, pair_batch, sample_rows
 from data.build.encode import Preference
 from data.dataset import PhaseData, PromptDataset, Recipe
 from rlhf import adapters, console
@@ -86,14 +86,19 @@ def scoring(
     return score_separately
 
 
-def new_model(config: RewardConfig, path: str, dtype: torch.dtype, tokenizer_size: int) -> ScalarModel | ActorCritic:
-    """The model with a new score head, and with its language-model head too if that is trained."""
+def new_model(
+    config: RewardConfig, path: str, dtype: torch.dtype, tokenizer_size: int, rows: Sequence[Sequence[int]] = ()
+) -> ScalarModel | ActorCritic:
+    """The model with a new score head, and with its language-model head too if that is trained.
+
+    rows: training rows, as of `adapters.wrap`
+    """
     arguments = (path, dtype, tokenizer_size, Loading(config.seed, shards_of(config), config.quantize))
     model = None if config.sft_coef else new_scalar_model(*arguments)
     trunk = load_causal_lm(*arguments) if model is None else model.backbone
     if config.dropout:
         set_dropout(trunk, config.dropout, path)
-    adapters.wrap(trunk, config.adapter)
+    adapters.wrap(trunk, config.adapter, rows)
     if model is None:
         return ActorCritic(trunk, new_head(trunk, dtype, config.seed))
     return sequence_parallel.scalar_model(model, config.sequence_parallel_size)
@@ -121,7 +126,8 @@ class RewardModelling:
     ) -> None:
         self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
         dtype = compute_dtype(config, collectives.local_device())
-        model = new_model(config, model_path, dtype, id_count(tokenizer))
+        rows = sample_rows(data.train, config.seed, adapters.START_TOKENS)
+        model = new_model(config, model_path, dtype, id_count(tokenizer), rows)
         self.engine: Engine = Engine(model, config, config, total_steps)
         self._pair_scores = scoring(self.engine, data.train, config, tokenizer.pad_token_id)
         self.before: Metrics = {}

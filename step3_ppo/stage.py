@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from data.batches import sample_rows
 from data.build.encode import Prompt
 from data.dataset import PromptDataset
 from rlhf import adapters, console, rewards
@@ -230,7 +231,7 @@ def run(config: Step3Config) -> None:
     config = choose_compiler(config, STAGE.name, str(config.actor_model), computed_tokens(config, prompts))
     with open_run(STAGE, user_config, stage_status, input_paths(user_config)) as stage:
         status(f"{STAGE.name}: loading the models")
-        models = set_up(config, tokenizer)
+        models = set_up(config, tokenizer, sample_rows(prompts, config.seed, adapters.START_TOKENS))
         if config.adapter is not None:
             console.say(f"{STAGE.name}: {adapters.describe_rates(config)}")
         if models.critic is not None:

@@ -1,8 +1,8 @@
-"""LoRA: low-rank updates of frozen weights (arXiv 2106.09685), by peft; rsLoRA, DoRA, PiSSA, OLoRA are options."""
+"""LoRA: low-rank updates of frozen weights (arXiv 2106.09685), by peft; variants and initialisations are options."""
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peft import LoraConfig
@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf.adapters import _starts
 from rlhf.adapters._peft import PeftAdapter, Targets, refuse_compiler
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
@@ -22,11 +23,10 @@ PISSA_LEARNING_RATE = 2e-5
 START = "start"
 """the frozen second adapter of an initialisation that takes the update's start out of the weights"""
 REFUSED = {
-    "eva": "EVA computes its start from activations on training data, which an adapter does not get",
-    "corda": "CorDA computes its start from activations on training data, which an adapter does not get",
-    "lora_ga": "LoRA-GA computes its start from gradients on training data, which an adapter does not get",
-    "loftq": "LoftQ computes its start from the weights before they are quantised, which an adapter does not get",
+    "corda": "CorDA takes its start out of the weights by a covariance of as many rows as columns for each layer",
+    "lora_ga": "LoRA-GA computes its start from gradients of all weights, for which an adapter has no room",
 }
+EXPECTED = "expected default, gaussian, orthogonal, eva, loftq, pissa, pissa_niter_N or olora"
 
 
 class Config(Targets):
@@ -39,22 +39,24 @@ class Config(Targets):
     use_dora: bool = False
     """also train the norm of each row of the weight (DoRA, arXiv 2402.09353)"""
     init_lora_weights: str = "default"
-    """start of the update: default (B = 0), gaussian, orthogonal; pissa (the largest singular values, arXiv 2404.02948;
-    pissa_niter_4: by fast SVD) and olora (a QR decomposition, arXiv 2406.01775) take their start out of the weights"""
+    """start of the update: default (B = 0), gaussian, orthogonal; eva (directions of the inputs on training rows, arXiv
+    2410.07170); loftq (the error of --quantize, arXiv 2310.08659); pissa (the largest singular values, arXiv
+    2404.02948; pissa_niter_4: by fast SVD) and olora (a QR decomposition, arXiv 2406.01775), which take their start out
+    of the weights"""
 
     @field_validator("init_lora_weights")
     @classmethod
     def _known(cls, value: str) -> str:
         if value in REFUSED:
-            raise ValueError(f"{REFUSED[value]}; expected default, gaussian, orthogonal, pissa, pissa_niter_N or olora")
-        if not re.fullmatch(r"default|gaussian|orthogonal|pissa(_niter_\d+)?|olora", value):
-            raise ValueError("expected default, gaussian, orthogonal, pissa, pissa_niter_N or olora")
+            raise ValueError(f"{REFUSED[value]}; {EXPECTED}")
+        if not re.fullmatch(r"default|gaussian|orthogonal|eva|loftq|pissa(_niter_\d+)?|olora", value):
+            raise ValueError(EXPECTED)
         return value
 
     @model_validator(mode="after")
     def _possible(self) -> "Config":
-        if self.use_dora and self.init_lora_weights.startswith(("pissa", "olora")):
-            raise ValueError("use_dora: excludes init_lora_weights pissa and olora, because both change the weights")
+        if self.use_dora and self.init_lora_weights.startswith(("pissa", "olora", "loftq")):
+            raise ValueError("use_dora: excludes init_lora_weights pissa, olora and loftq, which start with an update")
         return self
 
 
@@ -69,31 +71,54 @@ def build(config: Config) -> "LoRA":
         bias="none",
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        init_lora_weights=True if start == "default" else start,  # type: ignore[arg-type]  # pissa_niter_N is a pattern
+        # pissa_niter_N is a pattern; EVA and LoftQ are ours
+        init_lora_weights=True if start in ("default", "eva", "loftq") else start,  # type: ignore[arg-type]
     )
-    return LoRA(options, PISSA_LEARNING_RATE if start.startswith("pissa") else LEARNING_RATE)
+    return LoRA(options, PISSA_LEARNING_RATE if start.startswith("pissa") else LEARNING_RATE, start)
 
 
 class LoRA(PeftAdapter):
-    """The adapter of any `LoraConfig` of peft."""
+    """The adapter of any `LoraConfig` of peft, and two initialisations of our own."""
 
-    def __init__(self, options: LoraConfig, learning_rate: float = LEARNING_RATE) -> None:
+    def __init__(self, options: LoraConfig, learning_rate: float = LEARNING_RATE, start: str = "default") -> None:
         super().__init__(options, learning_rate)
-        self._moves_weights = str(options.init_lora_weights).startswith(("pissa", "olora"))
+        self._start = start
+        self._starts_moved = start.startswith(("pissa", "olora", "loftq"))
 
     def check(self, options: EngineOptions) -> None:
-        """Raises: UserError for the compiler with a variant, with which it has not been tested."""
-        if self._moves_weights or getattr(self._options, "use_dora", False):
-            refuse_compiler(options, "lora with use_dora, pissa or olora")
+        """Raises: UserError for the compiler with a variant, with which it has not been tested, and for what a start
+        cannot be computed with."""
+        if self._starts_moved or getattr(self._options, "use_dora", False):
+            refuse_compiler(options, "lora with use_dora, pissa, olora or loftq")
+        start = f"adapter lora: init_lora_weights {self._start}"
+        if self._start == "loftq" and options.quantize == "none":
+            raise UserError(f"{start}: corrects the error of quantised weights; add --quantize nf4, or leave it out")
+        if self._start == "eva" and options.zero_stage == 3:
+            raise UserError(f"{start}: got --zero-stage 3, expected 0, 1 or 2: its pass needs whole weights")
+        if self._start in ("eva", "loftq") and options.share_trunk:
+            raise UserError(f"{start}: excludes --share-trunk, whose adapters have a start that needs no more than r")
 
     def wrap(self, model: PreTrainedModel) -> None:
         super().wrap(model)
-        if not self._moves_weights:
+        if not self._starts_moved:
             return
         options: Any = self._options
         plain = LoraConfig(r=options.r, lora_alpha=options.lora_alpha, use_rslora=options.use_rslora)
-        for name, layer in tuner_layers(model):  # W is now W - s B A, which alone is not the model before wrapping
+        for _, layer in tuner_layers(model):  # the layer at its start is not the layer before wrapping
             layer.update_layer(START, options.r, lora_alpha=options.lora_alpha, config=plain)
+        self._keep_start(model)
+
+    def set_start(self, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> None:
+        """Compute the start of EVA and LoftQ."""
+        if self._start == "eva":
+            _starts.set_eva(model, rows)
+        if self._start == "loftq":
+            _starts.set_loftq(model)
+            self._keep_start(model)
+
+    def _keep_start(self, model: PreTrainedModel) -> None:
+        """Copy the update into the frozen second adapter, which is the reference."""
+        for name, layer in tuner_layers(model):
             for factor in (layer.lora_A, layer.lora_B):
                 trained, start = factor["default"].weight, factor[START].weight
                 if trained.shape != start.shape:
@@ -103,7 +128,7 @@ class LoRA(PeftAdapter):
 
     @contextlib.contextmanager
     def disabled(self, model: PreTrainedModel) -> Iterator[None]:
-        if not self._moves_weights:
+        if not self._starts_moved:
             with super().disabled(model):
                 yield
             return
