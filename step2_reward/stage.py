@@ -152,4 +152,4 @@ class RewardModelling:
             save_scalar(self.engine, self._config.adapter, self._tokenizer, folder, scores)
 
 
-REWARD_MODELLING = Supervised(STAGE, workload, recipe, RewardModelling, "a reward model")
+REWARD_MODELLING = Supervised(STAGE, workload, recipe, RewardModelling)

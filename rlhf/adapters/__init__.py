@@ -42,9 +42,10 @@ class Adapter(Protocol):
     set_start: Callable[[PreTrainedModel, Sequence[Sequence[int]]], None] | None = None
     """of a method whose first weights depend on more than the model: `set_start(model, rows)` sets them in the wrapped
     model from its files or from training rows (token ids, the same on all ranks)"""
-    save: Callable[[PreTrainedModel, Path], None] | None = None
-    """of a method that cannot merge: `save(model, directory)` writes its own weights as a PEFT adapter. All ranks call
-    it; `merged` is not called, and stages that need merged weights refuse the method before training"""
+    save: Callable[[PreTrainedModel, Path, Tensor | None], None] | None = None
+    """of a method that cannot merge: `save(model, directory, head)` writes its own weights as a PEFT adapter, and the
+    head [1, d] of a scalar model. All ranks call it; `merged` is not called, and stages that need merged weights refuse
+    the method before training"""
 
     def wrap(self, model: PreTrainedModel) -> None:
         """Freeze the weights of `model` and add modules with trainable weights of its dtype and device. The model

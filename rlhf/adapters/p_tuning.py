@@ -1,5 +1,5 @@
-"""P-tuning: embeddings before every row, computed by a learned MLP (arXiv 2103.10385), by peft. Step 1 only: it cannot
-be merged."""
+"""P-tuning: embeddings before every row, computed by a learned MLP (arXiv 2103.10385), by peft. It cannot be
+merged."""
 
 from peft import PromptEncoderConfig
 from pydantic import Field

@@ -1,5 +1,5 @@
-"""Prefix tuning: learned keys and values before every row, in all layers (arXiv 2101.00190), by peft. Step 1 only: it
-cannot be merged."""
+"""Prefix tuning: learned keys and values before every row, in all layers (arXiv 2101.00190), by peft. It cannot be
+merged."""
 
 from peft import PrefixTuningConfig
 from pydantic import Field

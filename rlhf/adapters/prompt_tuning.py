@@ -1,4 +1,4 @@
-"""Prompt tuning: learned embeddings before every row (arXiv 2104.08691), by peft. Step 1 only: it cannot be merged."""
+"""Prompt tuning: learned embeddings before every row (arXiv 2104.08691), by peft. It cannot be merged."""
 
 from peft import PromptTuningConfig
 from pydantic import Field

@@ -41,7 +41,7 @@ def save_policy(
     assert isinstance(policy, Policy)
     save_alone = None if adapter is None else adapters.open_adapter(adapter).save
     if save_alone is not None:
-        save_alone(policy.lm, directory)
+        save_alone(policy.lm, directory, None)
         if collectives.is_main():
             save_left_padded(tokenizer, directory)
         collectives.barrier()
@@ -83,15 +83,23 @@ def save_scalar(
     `AutoModelForSequenceClassification(num_labels=1)` reads.
 
     The head is fp32 in the file, whatever the other weights are. Its pad token is not EOS, because that class pools at
-    the last token that is not padding. `scores` is written to its config.
+    the last token that is not padding. `scores` is written to its config. An adapter that cannot merge writes
+    itself and the head instead.
     """
     model = engine.module.critic() if isinstance(engine.module, ActorCritic) else engine.module
     assert isinstance(model, ScalarModel)
     backbone = model.backbone
     prefix = backbone.base_model_prefix
-    state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
     with gather_weights([model.score.weight]):
         head = model.score.exact.detach().to("cpu")
+    save_alone = None if adapter is None else adapters.open_adapter(adapter).save
+    if save_alone is not None:
+        save_alone(backbone, directory, head)
+        if collectives.is_main():
+            save_scalar_config(model, tokenizer, directory, scores)
+        collectives.barrier()
+        return
+    state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
     if collectives.is_main():
         state[HEAD] = head
         save_scalar_config(model, tokenizer, directory, scores)

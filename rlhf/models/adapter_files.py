@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 """before the names of weights in the file: peft's own modules"""
 HEAD_IN_FILE = f"{PREFIX}score.weight"
+HEAD_BESIDE_TOKENS = "base_model.score.weight"
+"""the same in the file of virtual tokens, for which peft changes no module"""
 ONLY = "default"
 """the name of an adapter that is alone on its model, which peft chooses"""
 SHARING = ("LORA",)
@@ -107,7 +109,7 @@ def load(model: PreTrainedModel, name: str, path: str) -> None:
 
     inject(model, name, read_options(path))
     own_prefix = f"{PREFIX}{_inner_prefix(model)}"
-    state = {key: value for key, value in _read(path).items() if key != HEAD_IN_FILE}
+    state = {key: value for key, value in read_weights(path).items() if key != HEAD_IN_FILE}
     named = {key.removeprefix(own_prefix): value for key, value in state.items()}
     expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     wrong = sorted({*expected} ^ {*named}) or [key for key in named if named[key].shape != expected[key].shape]
@@ -127,7 +129,8 @@ def _inner_prefix(model: PreTrainedModel) -> str:
     return f"{model.base_model_prefix}." if model.base_model is model else ""
 
 
-def _read(path: str) -> dict[str, Tensor]:
+def read_weights(path: str) -> dict[str, Tensor]:
+    """The weights in the directory of an adapter, by their names in the file."""
     return load_file(Path(path) / ADAPTER_WEIGHTS)
 
 

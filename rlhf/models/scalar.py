@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.maths import ops
-from rlhf.models import packing
-from rlhf.models.adapter_files import HEAD_IN_FILE
+from rlhf.models import adapter_files, packing, virtual_tokens
+from rlhf.models.adapter_files import HEAD_BESIDE_TOKENS, HEAD_IN_FILE
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import WHOLE, Loading, explain_load_errors, load_backbone, load_config
 from rlhf.models.traits import attends_to_all, has_argument
@@ -99,7 +99,8 @@ def can_join(model: ScalarModel, pairs: Pairs) -> bool:
     ignore. A window that only few tokens exceed makes a smaller difference; most configs declare their window.
     pairs: the longest pairs, because a window has an effect in long rows only
     """
-    if not model.joins or not has_argument(model.backbone, "position_ids") or not attends_to_all(model.backbone.config):
+    own_rows = not model.joins or virtual_tokens.on(model.backbone)
+    if own_rows or not has_argument(model.backbone, "position_ids") or not attends_to_all(model.backbone.config):
         return False
     rows, (expected, _) = pairs.joined(), score_separately(model, pairs)
     mistakes = [replace(rows, branch=torch.zeros_like(rows.branch)), replace(rows, positions=rows.positions.flip(1))]
@@ -148,8 +149,13 @@ def load_scalar_model(path: str, dtype: torch.dtype, tokenizer_size: int, loadin
 
     Raises: UserError if the head is absent (a language model, say) or does not give one number.
     """
-    weight = read_head(resolve(path))
-    backbone = load_backbone(path, dtype, tokenizer_size, loading)
+    source = resolve(path)
+    weight, tokens = read_head(source), virtual_tokens.are_in(source)
+    if tokens and loading.shards is not None:
+        raise UserError(f"model '{path}': virtual tokens, which are not sharded; expected another --zero-stage than 3")
+    backbone = load_backbone(adapter_files.whole_base(source) if tokens else path, dtype, tokenizer_size, loading)
+    if tokens:
+        virtual_tokens.load(backbone, source)
     width = hidden_width(backbone)
     if weight.shape[1] != width:
         raise UserError(f"reward model '{path}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}")
@@ -187,7 +193,7 @@ def _weight_files(path: str) -> list[Path]:
 
 def _head_in(file: Path) -> Tensor | None:
     with safe_open(file, framework="pt") as tensors:
-        name = next((name for name in (HEAD, HEAD_IN_FILE) if name in tensors.keys()), None)  # noqa: SIM118  (no mapping)
+        name = next((name for name in (HEAD, HEAD_IN_FILE, HEAD_BESIDE_TOKENS) if name in tensors.keys()), None)  # noqa: SIM118  (no mapping)
         return None if name is None else tensors.get_tensor(name)
 
 

@@ -153,17 +153,9 @@ def tokenizer_size(model_path: str) -> int | None:
 
 
 def build(config: PreTrainedConfig, head: Head, setup: Setup = WHOLE) -> nn.Module:
-    """The model of a config with its adapters, on the device of the context.
-
-    Raises: UserError for a scalar model with virtual tokens, which no stage trains.
-    """
+    """The model of a config with its adapters, on the device of the context."""
     auto: Any = AutoModelForCausalLM if head == "lm" else AutoModel
     model, adapter = auto.from_config(config), setup.adapter
-    if head == "scalar" and adapter is not None and adapters.open_adapter(adapter).save is not None:
-        raise UserError(
-            f"--adapter {adapter}: cannot be merged, but reward models and critics need merged weights; it is for step "
-            "1 alone: name another method, such as lora"
-        )
     wrapped = adapters.wrap(model, adapter)
     if adapter is not None and setup.ids is not None:
         new_rows.train(model, range(*setup.ids))

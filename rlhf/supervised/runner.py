@@ -79,8 +79,6 @@ class Supervised(Generic[C]):
     """which rows to read, and which of their tokens to learn"""
     load: Callable[[C, str, PreTrainedTokenizerBase, PhaseData[Any], int], Learner]
     """(options, path of the model, tokenizer, data, number of optimizer steps)"""
-    merged_for: str | None = None
-    """what needs weights with the adapter merged; None = nothing"""
     tokenizer: Callable[[C, str], PreTrainedTokenizerBase] = lambda _, model_path: load_tokenizer(resolve(model_path))
     """(options, path of the model): its tokenizer, before it gets a template"""
     files: Callable[[C], dict[str, str]] = lambda _: {}
@@ -109,7 +107,7 @@ class Supervised(Generic[C]):
         Raises: UserError.
         """
         check_trackers(config.report_to)
-        check_engine(config, self.merged_for, ranks)
+        check_engine(config, ranks=ranks)
         ranks = shares(config, ranks)
         if config.batch_tokens is None:
             check_ranks(config.batch_size, ranks)

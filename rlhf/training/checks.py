@@ -37,10 +37,16 @@ def check_engine(options: EngineOptions, merged_for: str | None = None, ranks: i
     adapter = adapters.open_adapter(options.adapter)
     if adapter.check is not None:
         adapter.check(options)
-    if adapter.save is not None and merged_for is not None:
+    if merged_for is not None:
+        require_merging(options.adapter, merged_for)
+
+
+def require_merging(spec: str | None, merged_for: str) -> None:
+    """Raises: UserError for an adapter that has no merged form. merged_for: what needs it"""
+    if spec is not None and adapters.open_adapter(spec).save is not None:
         raise UserError(
-            f"--adapter {options.adapter}: cannot be merged, but {merged_for} needs merged weights; it is for step 1 "
-            "alone: name another method, such as lora"
+            f"--adapter {spec}: cannot be merged, but {merged_for} needs merged weights; it is for steps 1 and 2: name "
+            "another method, such as lora"
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import PeftModel
 from peft.utils.incremental_pca import IncrementalPCA
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -214,45 +213,6 @@ def test_a_reward_model_is_saved_and_scores_the_same(method: str, tmp_path: Path
         assert greatest((loaded(ROWS) - scalar(ROWS))[ROWS.mask]) < tiny.ORDERS * tiny.WIDTH
 
 
-@pytest.mark.parametrize("method", VIRTUAL)
-def test_virtual_tokens_are_those_of_peft_and_train_alone(method: str, base: str, tmp_path: Path) -> None:
-    spec = f"{method},num_virtual_tokens=5"
-    options = EngineOptions(dtype="fp32", zero_stage=3, gradient_checkpointing=method != "prefix_tuning")
-    lm = load_causal_lm(base, torch.float32, tiny.VOCAB, Loading(shards=Shards(torch.float32, None)))
-    torch.manual_seed(0)
-    engine = Engine(Policy(adapters.wrap(lm, spec)), options, OPTIMIZER, 3)
-    nlls = train(engine, 2)
-    assert nlls[1] < nlls[0]
-    save_policy(engine, spec, tiny.tokenizer(), tmp_path)
-    plain = start()
-    with engine.inference() as policy:
-        trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
-        assert trained and all("prompt_encoder" in name for name in trained)
-        moved = logprobs(policy, ROWS)
-        with adapters.open_adapter(spec).disabled(policy.lm):
-            assert torch.equal(logprobs(policy, ROWS), logprobs(Policy(plain), ROWS))
-    loaded = PeftModel.from_pretrained(start(), tmp_path).eval()
-    with torch.no_grad():
-        scores = loaded(input_ids=ROWS.ids, attention_mask=ROWS.mask.long()).logits[:, -ROWS.ids.shape[1] :]
-    expected = scores[:, :-1].log_softmax(-1).gather(2, ROWS.ids[:, 1:, None]).squeeze(2)
-    assert greatest((moved[:, 1:] - expected)[ROWS.loss_mask[:, 1:]]) < 1e-5
-    assert greatest(moved - logprobs(Policy(plain), ROWS)) > 1e-2
-    tensors, numbers = [(name, value.clone()) for name, value in engine.tensors()], engine.state_dict()
-    third = train(engine, 1)
-    resumed = Engine(Policy(adapters.wrap(start(), spec)), EngineOptions(dtype="fp32", zero_stage=0), OPTIMIZER, 3)
-    resumed.load_state_dict(numbers)
-    resumed.load_tensors(tensors)
-    assert train(resumed, 1) == pytest.approx(third, abs=1e-6)
-    with pytest.raises(UserError, match=f"--adapter {method}: cannot be merged, but a reward model needs"):
-        check_engine(EngineOptions(adapter=method), "a reward model")
-    with pytest.raises(UserError, match=f"adapter {method}: excludes --torch-compile"):
-        check_engine(EngineOptions(adapter=method, sequence_parallel_size=2))
-    with pytest.raises(UserError, match="virtual tokens, which cannot be merged"):
-        load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB)
-    with pytest.raises(UserError, match="cannot generate"):
-        respond(resumed)
-
-
 def test_a_method_has_its_own_learning_rates_unless_the_user_sets_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,8 +275,6 @@ def test_the_plan_refuses_what_it_cannot_trace(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(activations, "_training_peaks", lambda *_: {}["head"])
     with pytest.raises(UserError, match="plan with --adapter lora"):
         activations.activations("demo-llama", "lm", Setup("lora,r=3"), torch.float32, False, PassShape(2, 12, 10))
-    with pytest.raises(UserError, match="--adapter p_tuning: cannot be merged, but reward models and critics need"):
-        activations.activations("demo-llama", "scalar", Setup("p_tuning"), torch.float32, False, PassShape(2, 12, 10))
 
 
 def test_butterflies_are_not_silently_one_factor(monkeypatch: pytest.MonkeyPatch) -> None:

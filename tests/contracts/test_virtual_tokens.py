@@ -1,0 +1,112 @@
+"""Methods that put learned tokens before every row, of a policy and of a reward model: peft computes the same."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForSequenceClassification, PeftModel
+
+from rlhf import adapters
+from rlhf.config.options import EngineOptions
+from rlhf.distributed.zero3 import Shards
+from rlhf.engine.export import save_policy, save_scalar
+from rlhf.engine.training import Engine
+from rlhf.errors import UserError
+from rlhf.models.head import ScoreHead
+from rlhf.models.load import Loading, load_backbone, load_causal_lm
+from rlhf.models.policy import Policy
+from rlhf.models.scalar import ScalarModel, can_join, load_scalar_model
+from rlhf.training.checks import check_engine
+from rlhf.types import Pairs
+from tests.contracts.test_adapter_methods import IDS, OPTIMIZER, ROWS, VIRTUAL, respond, start, train
+from tests.contracts.test_adapters import greatest, logprobs
+from tests.support import tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("base")
+    start().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("method", VIRTUAL)
+def test_virtual_tokens_are_those_of_peft_and_train_alone(method: str, base: str, tmp_path: Path) -> None:
+    spec = f"{method},num_virtual_tokens=5"
+    options = EngineOptions(dtype="fp32", zero_stage=3, gradient_checkpointing=method != "prefix_tuning")
+    lm = load_causal_lm(base, torch.float32, tiny.VOCAB, Loading(shards=Shards(torch.float32, None)))
+    torch.manual_seed(0)
+    engine = Engine(Policy(adapters.wrap(lm, spec)), options, OPTIMIZER, 3)
+    nlls = train(engine, 2)
+    assert nlls[1] < nlls[0]
+    save_policy(engine, spec, tiny.tokenizer(), tmp_path)
+    plain = start()
+    with engine.inference() as policy:
+        trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+        assert trained and all("prompt_encoder" in name for name in trained)
+        moved = logprobs(policy, ROWS)
+        with adapters.open_adapter(spec).disabled(policy.lm):
+            assert torch.equal(logprobs(policy, ROWS), logprobs(Policy(plain), ROWS))
+    loaded = PeftModel.from_pretrained(start(), tmp_path).eval()
+    with torch.no_grad():
+        scores = loaded(input_ids=ROWS.ids, attention_mask=ROWS.mask.long()).logits[:, -ROWS.ids.shape[1] :]
+    expected = scores[:, :-1].log_softmax(-1).gather(2, ROWS.ids[:, 1:, None]).squeeze(2)
+    assert greatest((moved[:, 1:] - expected)[ROWS.loss_mask[:, 1:]]) < 1e-5
+    assert greatest(moved - logprobs(Policy(plain), ROWS)) > 1e-2
+    tensors, numbers = [(name, value.clone()) for name, value in engine.tensors()], engine.state_dict()
+    third = train(engine, 1)
+    resumed = Engine(Policy(adapters.wrap(start(), spec)), EngineOptions(dtype="fp32", zero_stage=0), OPTIMIZER, 3)
+    resumed.load_state_dict(numbers)
+    resumed.load_tensors(tensors)
+    assert train(resumed, 1) == pytest.approx(third, abs=1e-6)
+    with pytest.raises(UserError, match=f"--adapter {method}: cannot be merged, but generation needs"):
+        check_engine(EngineOptions(adapter=method), "generation")
+    with pytest.raises(UserError, match=f"adapter {method}: excludes --torch-compile"):
+        check_engine(EngineOptions(adapter=method, sequence_parallel_size=2))
+    with pytest.raises(UserError, match="virtual tokens, which cannot be merged"):
+        load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB)
+    with pytest.raises(UserError, match="cannot generate"):
+        respond(resumed)
+
+
+@pytest.mark.parametrize("method", VIRTUAL)
+def test_a_reward_model_with_virtual_tokens_scores_the_same_in_peft(method: str, base: str, tmp_path: Path) -> None:
+    def engine_of(stage: int) -> Engine:
+        backbone = load_backbone(base, torch.float32, tiny.VOCAB)
+        torch.manual_seed(0)
+        model = ScalarModel(
+            adapters.wrap(backbone, f"{method},num_virtual_tokens=5"),
+            ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]),
+        )
+        return Engine(model, EngineOptions(dtype="fp32", zero_stage=stage), OPTIMIZER, 3)
+
+    def step(engine: Engine) -> float:
+        return engine.step([ROWS[:2], ROWS[2:]], lambda rows: (engine(rows)[rows.mask].mean(), {}))["loss"]
+
+    engine, sharded = engine_of(0), engine_of(3)
+    assert [step(sharded), step(sharded)] == pytest.approx([step(engine), step(engine)], rel=tiny.ORDERS)
+    names = {name for name, weight in engine.module.named_parameters() if weight.requires_grad}
+    assert "score.weight" in names and all("prompt_encoder" in name for name in names - {"score.weight"})
+    save_scalar(engine, method, tiny.tokenizer(), tmp_path)
+    loaded = load_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB)
+    with engine.inference() as scalar, torch.no_grad():
+        scores = scalar(ROWS)
+        assert torch.equal(loaded(ROWS), scores)
+        assert not can_join(scalar, Pairs(ROWS, ROWS))
+    in_peft = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1).eval()
+    with torch.no_grad():  # one row at a time: transformers reads padding if a model has embeddings as input
+        expected = [in_peft(input_ids=(ids := torch.tensor([row])), attention_mask=ids * 0 + 1).logits for row in IDS]
+    last = scores.gather(1, ROWS.mask.sum(1, keepdim=True) - 1)
+    assert greatest(torch.cat(expected) - last) < tiny.ORDERS * tiny.WIDTH
+    tensors, numbers = [(name, value.clone()) for name, value in engine.tensors()], engine.state_dict()
+    third, resumed = step(engine), engine_of(0)
+    resumed.load_state_dict(numbers)
+    resumed.load_tensors(tensors)
+    assert step(resumed) == third
