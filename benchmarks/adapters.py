@@ -54,6 +54,9 @@ METHODS = {
     "MiSS": "miss",
     "C3A": "c3a",
     "FourierFT": "fourierft",
+    "prompt tuning": "prompt_tuning",
+    "p-tuning": "p_tuning",
+    "prefix tuning": "prefix_tuning",
     "trainable tokens": f"trainable_tokens,token_indices={list(range(4, 64))}".replace(" ", ""),
 }
 """by name, with options that the demo's layers of 64 inputs allow"""

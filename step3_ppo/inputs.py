@@ -25,7 +25,7 @@ from rlhf.rewards import learned
 from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
-from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps
+from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps, require_start
 from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms, critic
 from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
@@ -111,6 +111,7 @@ def check(
         require_decoder(path)
         if name == "actor_model":
             require_generating(path)
+            require_start(path)
         # Whether the context of a reward model is long enough depends on its own tokenizer (_check_lengths).
         check_start(path, config.chat_template, 0 if name == "reward_model" else tokens, config.convert_template)
         if name != "reward_model":
@@ -168,7 +169,7 @@ def _check_engines(config: Step3Config, ranks: int) -> None:
     quantized.require_possible_frozen(config.reward_models.beside(config.critic.over(config)), "reward_models")
     for name, own in {"actor": config.actor, "critic": config.critic}.items():
         try:
-            check_engine(own.over(config), "generation", ranks)
+            check_engine(own.over(config), ranks)
         except UserError as error:
             shared = own == OwnEngineOptions()
             raise UserError(f"{error}" if shared else f"{name}: {error}") from None

@@ -8,7 +8,6 @@ from rlhf.hub.untrusted import is_adapter
 from rlhf.plan.activations import PassShape
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on
 from rlhf.plan.sizes import tokenizer_size
-from rlhf.training.checks import require_merging
 from step3_ppo import algorithms, critic
 from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
 
@@ -22,9 +21,7 @@ def workload(config: Step3Config, device: str, model_paths: dict[str, str]) -> W
     """Prompts of `max_prompt_length` and responses of `response_length` tokens.
 
     model_paths: paths of the models that the config leaves to earlier stages: `actor_model`, `reward_model`
-    Raises: UserError for an adapter with which the stage cannot sample.
     """
-    require_merging(config.adapter, "generation")
     tokens, predicted = config.max_prompt_length + config.response_length, config.response_length
     if config.ptx_coef:  # whole dialogues come between the responses
         tokens, predicted = max(tokens, config.max_length), max(predicted, config.max_length - 1)

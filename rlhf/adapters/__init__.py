@@ -103,6 +103,14 @@ def wrap(model: PreTrainedModel, spec: str | None, rows: Sequence[Sequence[int]]
     return model
 
 
+def require_merging(spec: str, merged_for: str) -> None:
+    """Raises: UserError for an adapter that has no merged form. merged_for: what needs it"""
+    if open_adapter(spec).save is not None:
+        raise UserError(
+            f"--adapter {spec}: cannot be merged, but {merged_for} needs merged weights; name another method, as lora"
+        )
+
+
 def own_rates(options: EngineOptions) -> dict[str, float]:
     """The default learning rates of a stage for the adapter in its options, by option; empty if it has none."""
     rate = None if options.adapter is None else open_adapter(options.adapter).learning_rate

@@ -39,12 +39,15 @@ def merge(path: str, out: Path) -> None:
     from rlhf.models.load import load_causal_lm, load_config
     from rlhf.models.policy import Policy
     from rlhf.models.scalar import ScoreStatistics, load_scalar_model
+    from rlhf.models.virtual_tokens import are_in
     from rlhf.storage import disk
     from rlhf.text.encoder import id_count
     from rlhf.text.tokenizer import load_tokenizer
 
     if not is_adapter(Path(path)):
         raise UserError(f"{path}: got no adapter, expected that of a run with --share-trunk; other models are whole")
+    if are_in(path):
+        raise UserError(f"{path}: got virtual tokens, which have no merged form, expected another adapter")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--merge {out}: it exists, expected a new directory; remove it, or name another")
     tokenizer, config = load_tokenizer(path), load_config(path)

@@ -41,7 +41,8 @@ def save_policy(
     assert isinstance(policy, Policy)
     save_alone = None if adapter is None else adapters.open_adapter(adapter).save
     if save_alone is not None:
-        save_alone(policy.lm, directory, None)
+        with average.inside(policy) if average is not None else contextlib.nullcontext():
+            save_alone(policy.lm, directory, None)
         if collectives.is_main():
             save_left_padded(tokenizer, directory)
         collectives.barrier()

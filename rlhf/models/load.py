@@ -22,7 +22,7 @@ from rlhf.distributed.zero3 import Shards, full_shape, gather_weights
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import LOAD_ERRORS, is_adapter, reason, refuse_adapter, refuse_model, refuse_whole_numbers
-from rlhf.models import adapter_files, new_rows, packing, quantized
+from rlhf.models import adapter_files, new_rows, packing, quantized, virtual_tokens
 from rlhf.models.cpu import attention
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
@@ -235,11 +235,14 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
     config, source = load_config(path), resolve(path)
     shards, quantize, new_tokens = loading.shards, loading.quantize, loading.new_tokens
     if is_adapter(Path(source)):
-        if shards is not None or quantize != "none":
+        virtual = virtual_tokens.are_in(source)
+        if virtual and shards is not None:
+            raise UserError(f"model '{path}': virtual tokens, which are not sharded; expected --zero-stage 0, 1 or 2")
+        if shards is not None or (quantize != "none" and not virtual):
             other = "under ZeRO-3" if shards is not None else f"for --quantize {quantize}"
             raise UserError(f"model '{path}': got an adapter, expected whole weights {other}; {EXPORT}")
         model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, loading)
-        adapter_files.merge(model, source)
+        virtual_tokens.load(model, source) if virtual else adapter_files.merge(model, source)
         for name in OWN_VALUES:
             setattr(model.config, name, getattr(config, name, None))
         return model

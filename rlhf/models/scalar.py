@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.maths import ops
-from rlhf.models import adapter_files, packing, virtual_tokens
+from rlhf.models import packing, virtual_tokens
 from rlhf.models.adapter_files import HEAD_BESIDE_TOKENS, HEAD_IN_FILE
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import WHOLE, Loading, explain_load_errors, load_backbone, load_config
@@ -149,13 +149,8 @@ def load_scalar_model(path: str, dtype: torch.dtype, tokenizer_size: int, loadin
 
     Raises: UserError if the head is absent (a language model, say) or does not give one number.
     """
-    source = resolve(path)
-    weight, tokens = read_head(source), virtual_tokens.are_in(source)
-    if tokens and loading.shards is not None:
-        raise UserError(f"model '{path}': virtual tokens, which are not sharded; expected another --zero-stage than 3")
-    backbone = load_backbone(adapter_files.whole_base(source) if tokens else path, dtype, tokenizer_size, loading)
-    if tokens:
-        virtual_tokens.load(backbone, source)
+    weight = read_head(resolve(path))
+    backbone = load_backbone(path, dtype, tokenizer_size, loading)
     width = hidden_width(backbone)
     if weight.shape[1] != width:
         raise UserError(f"reward model '{path}': {HEAD} has {weight.shape[1]} columns, expected the backbone's {width}")

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rlhf.errors import UserError
 from rlhf.hub.untrusted import ADAPTER, is_adapter, read_mappings
 from rlhf.models import adapter_files, packing
+from rlhf.models.traits import attends_to_all
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel  # importing it takes more than a second
@@ -24,30 +25,60 @@ IN_CACHE = "PREFIX_TUNING"
 
 
 class Tokens:
-    """The hooks of a backbone, whose input is `input_ids` of right-padded rows alone."""
+    """The hooks of a backbone. Its input is `input_ids` of right-padded rows alone; or, to sample, what `generate` of
+    transformers passes: a key-value cache, and of the tokens in it and after it a mask [B, S] and positions [B, S]."""
 
     def __init__(self, wrapper: "PeftModel") -> None:
         self.wrapper, self.enabled = wrapper, True
         self._in_cache = wrapper.active_peft_config.peft_type == IN_CACHE
+        self.count: int = wrapper.active_peft_config.num_virtual_tokens
 
     def add(self, backbone: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Put the tokens before the rows, or their keys and values into the cache."""
         if not self.enabled:
             return None
-        if any(named.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values")):
-            raise UserError("an adapter of virtual tokens is for training and log-probs; it cannot generate")
         ids = arguments[0] if arguments else named.pop("input_ids")  # GPT-2 has it by position
-        prompt = self.wrapper.get_prompt(batch_size=len(ids))
+        cache, begins = named.get("past_key_values"), True
+        if cache is None and any(named.get(name) is not None for name in ("attention_mask", "position_ids")):
+            raise UserError("a model with virtual tokens got rows with a mask or positions, expected right-padded ids")
+        if cache is not None:
+            if not attends_to_all(backbone.config):
+                raise UserError(
+                    f"model type '{backbone.config.model_type}': its attention has a window, which would count padding "
+                    "after virtual tokens; expected another adapter to sample with"
+                )
+            begins = cache.get_seq_length() == 0
+            named = self._shifted(named, begins and not self._in_cache)
+        if not begins:
+            return (), {**named, "input_ids": ids}
+        prompt: Any = self.wrapper.get_prompt(batch_size=len(ids))
         if self._in_cache:
-            return (), {**named, "input_ids": ids, "past_key_values": prompt}
+            if cache is None:
+                return (), {**named, "input_ids": ids, "past_key_values": prompt}
+            for number, layer in enumerate(prompt.layers):
+                cache.update(layer.keys, layer.values, number)
+            return (), {**named, "input_ids": ids}
         embeddings = backbone.get_input_embeddings()(ids)
         rows = torch.cat([prompt.to(embeddings.dtype), embeddings], dim=1)
         return (), {**named, "input_ids": None, "inputs_embeds": rows}
 
-    def remove(self, backbone: Any, arguments: tuple[Any, ...], output: Any) -> Any:
-        """Drop the states of the tokens."""
-        if self.enabled and not self._in_cache:
-            output.last_hidden_state = output.last_hidden_state[:, self.wrapper.active_peft_config.num_virtual_tokens :]
+    def _shifted(self, named: dict[str, Any], with_positions: bool) -> dict[str, Any]:
+        """The arguments of a pass with a cache, in which the tokens come before the rows, and before their padding.
+
+        with_positions: the pass has the tokens themselves
+        """
+        mask, positions = named["attention_mask"], named.get("position_ids")
+        named = {**named, "attention_mask": torch.cat([mask.new_ones(len(mask), self.count), mask], dim=1)}
+        if positions is not None:
+            first = torch.arange(self.count, device=mask.device).expand(len(mask), -1)
+            shifted = positions + self.count
+            named["position_ids"] = torch.cat([first, shifted], dim=1) if with_positions else shifted
+        return named
+
+    def remove(self, backbone: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+        """Drop the states of the tokens, from a pass that has them."""
+        if self.enabled and named.get("inputs_embeds") is not None:
+            output.last_hidden_state = output.last_hidden_state[:, self.count :]
         return output
 
 
@@ -69,7 +100,7 @@ def attach(model: PreTrainedModel, options: "PeftConfig") -> Tokens:
         setattr(module, HOLDER, tokens)
         setattr(module, packing.FLAG, False)
     inner.register_forward_pre_hook(tokens.add, with_kwargs=True)
-    inner.register_forward_hook(tokens.remove)
+    inner.register_forward_hook(tokens.remove, with_kwargs=True)
     return tokens
 
 

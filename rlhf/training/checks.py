@@ -11,7 +11,7 @@ from rlhf.engine.training import compute_dtype, require_possible
 from rlhf.errors import UserError
 from rlhf.hub import short_names
 from rlhf.hub.untrusted import is_adapter
-from rlhf.models import quantized
+from rlhf.models import quantized, virtual_tokens
 from rlhf.models.adapter_files import base_of, reason_against_sharing
 from rlhf.models.load import load_config, require_context, require_vocabulary
 from rlhf.storage import manifests
@@ -20,8 +20,8 @@ from rlhf.text.templates import template_name
 from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_tokenizer
 
 
-def check_engine(options: EngineOptions, merged_for: str | None = None, ranks: int = 1) -> None:
-    """merged_for: what needs weights with the adapter merged; None = nothing. ranks: number of processes
+def check_engine(options: EngineOptions, ranks: int = 1) -> None:
+    """ranks: number of processes
 
     Raises: UserError for options that exclude each other on this device, or a mistake in the adapter's options.
     """
@@ -37,16 +37,15 @@ def check_engine(options: EngineOptions, merged_for: str | None = None, ranks: i
     adapter = adapters.open_adapter(options.adapter)
     if adapter.check is not None:
         adapter.check(options)
-    if merged_for is not None:
-        require_merging(options.adapter, merged_for)
 
 
-def require_merging(spec: str | None, merged_for: str) -> None:
-    """Raises: UserError for an adapter that has no merged form. merged_for: what needs it"""
-    if spec is not None and adapters.open_adapter(spec).save is not None:
+def require_start(path: str) -> None:
+    """Raises: UserError for a model that no stage can train further."""
+    source = short_names.resolve(path)
+    if virtual_tokens.are_in(source):
         raise UserError(
-            f"--adapter {spec}: cannot be merged, but {merged_for} needs merged weights; it is for steps 1 and 2: name "
-            "another method, such as lora"
+            f"model '{path}': virtual tokens, which no stage trains further; expected whole weights, such as those of "
+            f"its base model '{base_of(source)}'"
         )
 
 

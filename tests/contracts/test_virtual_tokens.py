@@ -7,8 +7,8 @@ import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification, PeftModel
 
-from rlhf import adapters
-from rlhf.config.options import EngineOptions
+from rlhf import adapters, plugins
+from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.distributed.zero3 import Shards
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.training import Engine
@@ -17,10 +17,10 @@ from rlhf.models.head import ScoreHead
 from rlhf.models.load import Loading, load_backbone, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, can_join, load_scalar_model
-from rlhf.training.checks import check_engine
+from rlhf.training.checks import check_engine, require_start
 from rlhf.types import Pairs
-from tests.contracts.test_adapter_methods import IDS, OPTIMIZER, ROWS, VIRTUAL, respond, start, train
-from tests.contracts.test_adapters import greatest, logprobs
+from tests.contracts.test_adapter_methods import IDS, OPTIMIZER, ROWS, VIRTUAL, start, train
+from tests.contracts.test_adapters import disturbed, greatest, logprobs
 from tests.support import tiny
 
 
@@ -66,14 +66,33 @@ def test_virtual_tokens_are_those_of_peft_and_train_alone(method: str, base: str
     resumed.load_state_dict(numbers)
     resumed.load_tensors(tensors)
     assert train(resumed, 1) == pytest.approx(third, abs=1e-6)
-    with pytest.raises(UserError, match=f"--adapter {method}: cannot be merged, but generation needs"):
-        check_engine(EngineOptions(adapter=method), "generation")
     with pytest.raises(UserError, match=f"adapter {method}: excludes --torch-compile"):
         check_engine(EngineOptions(adapter=method, sequence_parallel_size=2))
-    with pytest.raises(UserError, match="virtual tokens, which cannot be merged"):
-        load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB)
-    with pytest.raises(UserError, match="cannot generate"):
-        respond(resumed)
+    saved = load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB)
+    assert greatest(logprobs(Policy(saved), ROWS) - moved) < 1e-5
+    with pytest.raises(UserError, match="virtual tokens, which no stage trains further"):
+        require_start(str(tmp_path))
+    with pytest.raises(UserError, match="cannot be merged, but rollout backend 'vllm' needs"):
+        adapters.require_merging(spec, "rollout backend 'vllm'")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom"])
+@pytest.mark.parametrize("method", VIRTUAL)
+def test_a_policy_samples_with_virtual_tokens(method: str, family: str) -> None:
+    """The log-probs of sampling, from a cache and left-padded rows, are those of whole right-padded rows."""
+    torch.manual_seed(0)
+    sizes = {"word_embed_proj_dim": tiny.WIDTH} if family == "opt" else {}
+    lm = adapters.wrap(tiny.causal_lm(family, **sizes), f"{method},num_virtual_tokens=5")
+    disturbed(lm)
+    prompts = tiny.prompts([3, 7, 5, 3])
+    backend = plugins.build("rlhf.generation", {"name": "loop", "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD})
+    uniforms = torch.rand(4, 12, generator=torch.Generator().manual_seed(0))
+    rollout = backend(lm, prompts, SamplingOptions(response_length=12), uniforms)
+    whole = logprobs(Policy(lm), rollout.sequences)[:, prompts.ids.shape[1] :]
+    assert greatest((whole - rollout.sampled_logprobs)[rollout.mask]) < 1e-5
+    with adapters.open_adapter(method).disabled(lm):
+        off = logprobs(Policy(lm), rollout.sequences)[:, prompts.ids.shape[1] :]
+    assert greatest((off - rollout.sampled_logprobs)[rollout.mask]) > 1e-2
 
 
 @pytest.mark.parametrize("method", VIRTUAL)
