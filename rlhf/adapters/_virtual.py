@@ -36,6 +36,11 @@ class VirtualTokens:
         """Raises: UserError for options of which the backbone's forward pass is not transformers' own."""
         if options.torch_compile or options.sequence_parallel_size > 1:
             raise UserError(f"adapter {self._method}: excludes --torch-compile and --sequence-parallel-size")
+        if options.zero_stage == 3 and not options.gather_whole:
+            raise UserError(
+                f"adapter {self._method}: excludes --no-gather-whole, with which every pass gathers the same weights: "
+                "only the first pass of sampling has the tokens"
+            )
         if options.gradient_checkpointing and self._in_cache:
             raise UserError(f"adapter {self._method}: excludes --gradient-checkpointing, which has no key-value cache")
 

@@ -66,6 +66,8 @@ def test_virtual_tokens_are_those_of_peft_and_train_alone(method: str, base: str
     resumed.load_state_dict(numbers)
     resumed.load_tensors(tensors)
     assert train(resumed, 1) == pytest.approx(third, abs=1e-6)
+    with pytest.raises(UserError, match=f"adapter {method}: excludes --no-gather-whole"):
+        check_engine(EngineOptions(adapter=method, zero_stage=3, gather_whole=False))
     with pytest.raises(UserError, match=f"adapter {method}: excludes --torch-compile"):
         check_engine(EngineOptions(adapter=method, sequence_parallel_size=2))
     saved = load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB)
