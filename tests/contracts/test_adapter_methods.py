@@ -65,7 +65,7 @@ ROUNDED = {"pissa", "olora", "orthogonal", "hra"}
 WHOLE = {"loha", "eva"}
 """methods that need whole weights before training, and are refused under ZeRO-3"""
 
-QUICK = {"lora", "dora", "eva", "pissa", "boft", "ia3", "ln_tuning", "loha", "trainable_tokens"}
+QUICK = {"lora", "dora", "pissa", "boft", "ia3", "ln_tuning", "loha", "trainable_tokens"}
 """methods that train in `make test`: one of each kind of parameters"""
 
 each = pytest.mark.parametrize("method", METHODS)

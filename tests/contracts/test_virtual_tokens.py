@@ -22,6 +22,7 @@ from rlhf.types import Pairs
 from tests.contracts.test_adapter_methods import IDS, OPTIMIZER, ROWS, VIRTUAL, start, train
 from tests.contracts.test_adapters import disturbed, greatest, logprobs
 from tests.support import tiny
+from tests.support.choice import marked_long
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,7 +79,7 @@ def test_virtual_tokens_are_those_of_peft_and_train_alone(method: str, base: str
         adapters.require_merging(spec, "rollout backend 'vllm'")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom"])
+@pytest.mark.parametrize("family", [marked_long(name, {"llama", "gpt2"}) for name in ("llama", "gpt2", "opt", "bloom")])
 @pytest.mark.parametrize("method", VIRTUAL)
 def test_a_policy_samples_with_virtual_tokens(method: str, family: str) -> None:
     """The log-probs of sampling, from a cache and left-padded rows, are those of whole right-padded rows."""
