@@ -1,13 +1,14 @@
 """`python -m benchmarks.overoptimisation`: how a policy overfits its reward model, after Gao et al. 2023 (2210.10760).
 
-Reward models learn from few and from many pairs of one world. Best-of-n sampling and PPO without a KL penalty maximise
-each of them, and the judge of the world gives the true (gold) score. With d = sqrt(KL to the SFT policy), the gain in
-gold score is, by their equation 1,
+Reward models learn from few and from many pairs, which a gold reward model has labelled (benchmarks.gold_model).
+Best-of-n sampling and PPO without a KL penalty maximise each of them, and the gold model gives the true score. With
+d = sqrt(KL to the SFT policy), the gain in true score is, by their equation 1,
 
     best of n:  d (alpha - beta d),        KL = ln n - (n - 1) / n
     RL:         d (alpha - beta ln d)
 
-Both are linear in alpha and beta, which least squares fits to each seed. Intervals: Student's t over the seeds. Writes
+Both are linear in alpha and beta, which least squares fits to each seed. With the reward model of the middle size, PPO
+also runs with the means against over-optimisation (REMEDIES). Intervals: Student's t over the seeds. Writes
 overoptimisation.csv (every point), the table in overoptimisation.md, and overoptimisation.svg. What is finished is not
 repeated.
 """
@@ -15,6 +16,7 @@ repeated.
 import csv
 import json
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from benchmarks import gold_model
 from benchmarks.ablations import write_table
 from benchmarks.cells import (
     Cell,
@@ -44,18 +47,21 @@ from rlhf.config import parser
 from rlhf.maths import best_of_n
 from rlhf.maths.intervals import Interval, mean_interval
 
-WINDOW = 3
+WINDOW = 2
 """iterations of PPO whose mean is one point"""
+BEST_OF_N = "best of n"
+REMEDIES = {"KL penalty": "--ppo.kl-coef 0.1", "PAR": "--ppo.reference-responses 4"}
+"""options of PPO that may move the peak, by their names"""
 
 
 class Options(CellOptions):
     """Sizes of the reward models' data, of best-of-n and of PPO."""
 
-    pairs: tuple[int, ...] = Field((100, 350, 1400), min_length=1)
+    pairs: tuple[int, ...] = Field((100, 400, 1400), min_length=1)
     """pairs that the reward models learn from, the same number of steps: few pairs are read several times"""
     seeds: int = Field(3, ge=2)
     """seeds 0, 1, ... of models, rows and sampling"""
-    best_of: int = Field(128, ge=2)
+    best_of: int = Field(256, ge=2)
     """largest n; each prompt gets as many responses of the SFT policy"""
     prompts: int = Field(64, ge=1)
     """prompts of best-of-n"""
@@ -63,6 +69,10 @@ class Options(CellOptions):
     """responses of PPO"""
     ppo: str = "--ppo.kl-coef 0 --ppo.learning-rate 1e-3"
     """options of PPO, as of train.py"""
+    epochs: int = Field(2, ge=1)
+    """passes of the reward models over the most pairs; all train for as many steps"""
+    gold: str = "build/gold"
+    """directory of the gold reward model, which is trained if it does not exist"""
     output_dir: str = "runs/overoptimisation"
     """directory of models and finished parts"""
     results: str = "docs/results"
@@ -74,7 +84,7 @@ class Points:
     """Of one seed and reward model: where each policy is. All [N]."""
 
     method: str
-    """best of n, or PPO"""
+    """best of n, PPO, or PPO with the name of a remedy"""
     pairs: int
     seed: int
     kl: np.ndarray
@@ -116,15 +126,24 @@ def fit(d: np.ndarray, gain: np.ndarray, logarithmic: bool) -> Law:
     return Law(logarithmic, float(alpha), float(beta), float(1 - residual.var() / gain.var()))
 
 
-def variants(options: Options) -> list[Variant]:
-    """PPO from the reward model of each size."""
+def variants(options: Options) -> dict[Variant, tuple[str, int]]:
+    """The method and the pairs of each PPO: from the reward model of each size, and with the remedies."""
 
-    def words(pairs: int) -> str:
-        passes = math.ceil(max(options.pairs) / pairs)
+    def words(pairs: int, remedy: str = "") -> tuple[str, ...]:
+        passes = options.epochs * math.ceil(max(options.pairs) / pairs)
         rows = f"--reward.max-train-rows {pairs} --reward.num-train-epochs {passes}"
-        return f"{rows} {options.ppo} --ppo.total-episodes {options.episodes}"
+        return tuple(f"{rows} {options.ppo} --ppo.total-episodes {options.episodes} {remedy}".split())
 
-    return [Variant(f"{pairs} pairs", tuple(words(pairs).split())) for pairs in options.pairs]
+    middle = sorted(options.pairs)[len(options.pairs) // 2]
+    found = {Variant(f"{pairs} pairs", words(pairs)): ("PPO", pairs) for pairs in options.pairs}
+    for name, remedy in REMEDIES.items():
+        found[Variant(f"{middle} pairs, {name}", words(middle, remedy))] = f"PPO, {name}", middle
+    return found
+
+
+def reward_variants(options: Options) -> list[Variant]:
+    """One variant for each size."""
+    return list(variants(options))[: len(options.pairs)]
 
 
 def sample_file(options: Options, seed: int) -> Path:
@@ -140,7 +159,7 @@ def sample(options: Options, seed: int) -> None:
     from rlhf.text.tokenizer import Template
 
     ppo = resolve_chain(options.words).ppo
-    directories = [model_directories(options, variant, seed) for variant in variants(options)]
+    directories = [model_directories(options, variant, seed) for variant in reward_variants(options)]
     policy_path = str(directories[0][0] / "model")
     prompts = [row for _, row in read_prompts(ppo.ppo_only_data_path[0])[: options.prompts]]
     rows = tuple(row for row in prompts for _ in range(options.best_of))
@@ -178,7 +197,7 @@ def best_of_n_points(options: Options, seed: int) -> tuple[list[Points], float, 
         means = np.array([[best_of_n.expected_score(proxy, of, n).mean().item() for of in (gold, proxy)] for n in ns])
         kl = np.array([best_of_n.kl(n) for n in ns])
         gain = means[:, 0] - gold.mean().item()
-        points.append(Points("best of n", pairs, seed, kl, gain, means[:, 1] - proxy.mean().item()))
+        points.append(Points(BEST_OF_N, pairs, seed, kl, gain, means[:, 1] - proxy.mean().item()))
         agreements[pairs] = agreement(proxy, gold)
     return points, gold.mean().item(), agreements
 
@@ -194,19 +213,24 @@ def agreement(proxy: Tensor, gold: Tensor) -> float:
     return (signs[0] == signs[1])[different].double().mean().item()
 
 
-def ppo_points(cell: Cell, pairs: int, start: float) -> Points:
+def ppo_points(cell: Cell, method: str, pairs: int, start: float) -> Points:
     """Means of WINDOW iterations of a run. start: true score of the SFT policy."""
     count = len(cell.kl) // WINDOW * WINDOW
     kl, gold, proxy = (
         np.array(values[:count]).reshape(-1, WINDOW).mean(1) for values in (cell.kl, cell.score, cell.reward)
     )
-    return Points("PPO", pairs, cell.seed, kl.clip(0), gold - start, proxy - cell.reward[0])
+    return Points(method, pairs, cell.seed, kl.clip(0), gold - start, proxy - cell.reward[0])
+
+
+def methods() -> list[str]:
+    """In the order of the table."""
+    return [BEST_OF_N, "PPO", *(f"PPO, {name}" for name in REMEDIES)]
 
 
 def laws(points: Sequence[Points], method: str, pairs: int) -> list[Law]:
     """The fit of each seed."""
     own = [p for p in points if (p.method, p.pairs) == (method, pairs)]
-    return [fit(np.sqrt(p.kl), p.gold, method == "PPO") for p in own]
+    return [fit(np.sqrt(p.kl), p.gold, method != BEST_OF_N) for p in own]
 
 
 def interval(values: Sequence[float]) -> Interval:
@@ -220,7 +244,7 @@ def table(points: Sequence[Points], agreements: Mapping[int, Sequence[float]], o
         "| gain at the end | end KL |",
         "|---" * 10 + "|",
     ]
-    for method in ("best of n", "PPO"):
+    for method in methods():
         for pairs in options.pairs:
             fits = laws(points, method, pairs)
             if not fits:
@@ -259,19 +283,22 @@ def draw(path: Path, points: Sequence[Points], options: Options) -> None:
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}  # text as text, the same bytes each time
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(13, 4.8), layout="constrained")
-    forms = {"best of n": "d (alpha - beta d)", "PPO": "d (alpha - beta ln d)"}
-    for axes, (method, form) in zip(panels, forms.items(), strict=True):
-        for pairs in options.pairs:
+    figure, panels = pyplot.subplots(1, 3, figsize=(17, 4.8), layout="constrained")
+    middle = sorted(options.pairs)[len(options.pairs) // 2]
+    sizes = [(f"{pairs} pairs", pairs) for pairs in options.pairs]
+    lines = [[(label, BEST_OF_N, pairs) for label, pairs in sizes], [(label, "PPO", pairs) for label, pairs in sizes]]
+    lines.append([(method, method, middle) for method in methods()[1:]])
+    titles = ("best of n: d (alpha - beta d)", "PPO: d (alpha - beta ln d)", f"PPO from {middle} pairs")
+    for axes, parts, title in zip(panels, lines, titles, strict=True):
+        for label, method, pairs in parts:
             own, fits = [p for p in points if (p.method, p.pairs) == (method, pairs)], laws(points, method, pairs)
             if not own:
                 continue
             d, gain = (np.concatenate(values) for values in ([np.sqrt(p.kl) for p in own], [p.gold for p in own]))
             (line,) = axes.plot(d, gain, ".", alpha=0.35)
             grid = np.linspace(0.02, d.max(), 100)
-            fitted = np.mean([law.gain(grid) for law in fits], axis=0)
-            axes.plot(grid, fitted, color=line.get_color(), label=f"{pairs} pairs")
-        axes.set(xlabel="d = sqrt(KL to the SFT policy, nats)", ylabel="gain in true score", title=f"{method}: {form}")
+            axes.plot(grid, np.mean([law.gain(grid) for law in fits], axis=0), color=line.get_color(), label=label)
+        axes.set(xlabel="d = sqrt(KL to the SFT policy, nats)", ylabel="gain in true score", title=title)
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, metadata={"Date": None})
@@ -293,8 +320,10 @@ def report(points: Sequence[Points], agreements: Mapping[int, Sequence[float]], 
 def main() -> int:
     """Exit code 1 if a run failed."""
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.overoptimisation", "Over-optimisation.")
-    grid = [(variant, seed) for seed in range(options.seeds) for variant in variants(options)]
-    run_models(options, grid)
+    gold_model.prepare(options, Path(options.gold))
+    words = shlex.join(gold_model.judge_words(Path(options.gold)))
+    options = options.model_copy(update={"options": f"{options.options} {words}"})
+    run_models(options, [(variant, seed) for seed in range(options.seeds) for variant in reward_variants(options)])
     logs = Path(options.output_dir).absolute() / "logs"
     jobs = [
         Job(f"best of n, seed {seed}", partial(sample, options, seed), logs / f"sample-{seed}.log")
@@ -302,20 +331,24 @@ def main() -> int:
         if not sample_file(options, seed).is_file()
     ]
     failed: list[Any] = run_jobs(jobs, options.processes)
-    cells = run_grid(options, variants(options))
+    cells = run_grid(options, list(variants(options)))
+    points, agreements = collect(options, cells)
+    report(points, agreements, options)
+    return 1 if failed or len(cells) < len(variants(options)) * options.seeds else 0
+
+
+def collect(options: Options, cells: Sequence[Cell]) -> tuple[list[Points], dict[int, list[float]]]:
+    """(all points of the seeds whose responses are scored; each seed's agreement with the judge, by size)."""
+    by_name = {variant.name: method for variant, method in variants(options).items()}
     points: list[Points] = []
     agreements: dict[int, list[float]] = {pairs: [] for pairs in options.pairs}
-    sizes = {variant.name: pairs for variant, pairs in zip(variants(options), options.pairs, strict=True)}
     for seed in range(options.seeds):
-        if not sample_file(options, seed).is_file():
-            continue
-        own, start, shares = best_of_n_points(options, seed)
-        points += own
-        for pairs, share in shares.items():
-            agreements[pairs].append(share)
-        points += [ppo_points(cell, sizes[cell.variant], start) for cell in cells if cell.seed == seed]
-    report(points, agreements, options)
-    return 1 if failed or len(cells) < len(grid) else 0
+        if sample_file(options, seed).is_file():
+            own, start, shares = best_of_n_points(options, seed)
+            points += own + [ppo_points(cell, *by_name[cell.variant], start) for cell in cells if cell.seed == seed]
+            for pairs, share in shares.items():
+                agreements[pairs].append(share)
+    return points, agreements
 
 
 if __name__ == "__main__":

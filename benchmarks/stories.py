@@ -169,14 +169,18 @@ def make(options: Options) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def main() -> int:
-    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.stories", "Data of the world of stories.")
+def write(options: Options) -> None:
+    """Write the files, one line printed for each."""
     directory = Path(options.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     for name, rows in make(options).items():
         path = directory / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"{path}: {len(rows)} rows")
+
+
+def main() -> int:
+    write(parser.parse(Options, sys.argv[1:], "python -m benchmarks.stories", "Data of the world of stories."))
     return 0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import ablations, cells, overoptimisation, stories
+from benchmarks import ablations, cells, gold_model, overoptimisation, stories
 from benchmarks.cells import Cell, Variant
 from rlhf.errors import UserError
 from tests.support import tiny
@@ -115,6 +115,24 @@ def test_a_reader_prefers_by_bradley_terry() -> None:
     draws = (np.arange(10_000) + 0.5) / 10_000
     share = np.mean([stories.prefers_first(0.5, 0.0, 4.0, draw) for draw in draws])
     assert share == pytest.approx(1 / (1 + math.exp(-2.0)), abs=1e-4)
+
+
+def test_the_gold_model_labels_without_noise() -> None:
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 3
+    labelled = gold_model.in_order(rows, torch.tensor([[2.0, 1.0], [1.0, 2.0], [-1.0, -3.0]]))
+    assert [row["chosen"] for row in labelled] == ["a", "b", "a"]
+    assert [row["rejected"] for row in labelled] == ["b", "a", "b"]
+
+
+def test_reward_models_of_all_sizes_train_for_as_many_steps_and_remedies_share_the_middle_one() -> None:
+    options = overoptimisation.Options(pairs=(100, 400, 1400), epochs=2)
+    variants = overoptimisation.variants(options)
+    assert list(variants.values()) == [
+        ("PPO", 100), ("PPO", 400), ("PPO", 1400), ("PPO, KL penalty", 400), ("PPO, PAR", 400),
+    ]  # fmt: skip
+    rows = [variant.words_but("sft", "ppo") for variant in variants]
+    assert [int(words[1]) * int(words[3]) for words in rows[:3]] == [2800, 3200, 2800]
+    assert rows[3] == rows[4] == rows[1]
 
 
 def test_sentences() -> None:
