@@ -55,12 +55,14 @@ class FrozenEngine:
             ):
                 yield
             return
+        if not self._options.offload:  # it is on the device
+            yield
+            return
         self.module.to(self.device)
         try:
             yield
         finally:
-            if self._options.offload:
-                self.module.to("cpu")
+            self.module.to("cpu")
 
 
 def shards_of(options: FrozenOptions, dtype: torch.dtype) -> Shards | None:

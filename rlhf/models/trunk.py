@@ -6,7 +6,7 @@ stays active until a pass of another role begins. So the backward pass of a role
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,6 +44,7 @@ class Trunk:
 
     def _added(self) -> None:
         self._layers = [layer for _, layer in adapter_files.tuner_layers(self.lm)]
+        self.lm.eval()  # peft's new modules are in training mode
         self.active = ""
 
     def activate(self, role: str) -> None:
@@ -75,12 +76,24 @@ class Role(nn.Module):
         """Bind the model to its role. trained: whether the weights of the role require gradients"""
         self.trunk, self.role = trunk, role
         every = {id(weight) for _, weight in super().named_parameters()}
-        self._own = every - {id(weight) for weight in trunk.lm.parameters()} | trunk.weights_of(role)
+        own = every - {id(weight) for weight in trunk.lm.parameters()} | trunk.weights_of(role)
+        self._own = [(name, weight) for name, weight in super().named_parameters() if id(weight) in own]
         self.requires_grad_(trained)
 
-    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights of the role, by their names in the whole model."""
-        return ((name, w) for name, w in super().named_parameters(*args, **options) if id(w) in self._own)
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights of the role, by their names in the whole model. The role itself has none without `recurse`."""
+        before = f"{prefix}." if prefix else ""
+        return ((before + name, weight) for name, weight in self._own if recurse)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the trunk, which all roles share. If it has that mode, its modules are not visited: with four
+        adapters on each layer of a model of 135M that takes 40 ms."""
+        self.training = mode
+        if self.trunk.lm.training != mode:
+            self.trunk.lm.train(mode)
+        return self
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """The pass of the model with the adapter of the role."""

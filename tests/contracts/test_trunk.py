@@ -199,13 +199,21 @@ def test_one_base_computes_what_four_copies_do(
 
 
 @LLAMA
-def test_the_policy_starts_as_its_reference_and_the_others_never_move(folders: Folders, tmp_path: Path) -> None:
-    """Not even the first iteration's first step has a ratio other than 1, and only two of the four adapters train."""
+def test_the_policy_starts_as_its_reference_and_the_others_never_move(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the first iteration's first step has a ratio other than 1, and only two of the four adapters train. The
+    modules are visited once to set them to training mode."""
     options = config(folders, tmp_path)
     models = step3_models.set_up(options, tiny.tokenizer())
     lm = models.actor.module.lm
     before = {name: weight.detach().clone() for name, weight in lm.named_parameters()}
+    modes: list[bool] = []
+    own_train = lm.train
+    monkeypatch.setattr(lm, "train", lambda mode=True: (modes.append(mode), own_train(mode)))
+    assert not any(module.training for module in lm.modules())
     first = next(iterations(models, options))
+    assert modes == [True] and all(module.training for module in lm.modules())
     assert first["kl"] == 0 and first["first_approx_kl"] == 0
     changed = {name for name, weight in lm.named_parameters() if not torch.equal(weight, before[name])}
     trained = {name for name in before if {"policy", "critic"} & {*name.split(".")}}

@@ -146,12 +146,16 @@ def round_like_eager() -> None:
     settings.emulate_precision_casts = True
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers: modules that transformers never splits over devices."""
-    names = {
-        name for part in model.modules() if isinstance(part, PreTrainedModel) for name in part._no_split_modules or ()
-    }
-    return [part for part in model.modules() if type(part).__name__ in names]
+def _layers(model: nn.Module, names: frozenset[str] = frozenset()) -> list[nn.Module]:
+    """The layers: the outermost modules that transformers never splits over devices; `names`: of their classes.
+
+    Their own modules, thousands with several adapters, are not visited.
+    """
+    if isinstance(model, PreTrainedModel):
+        names |= frozenset(model._no_split_modules or ())
+    if type(model).__name__ in names:
+        return [model]
+    return list(dict.fromkeys(layer for child in model.children() for layer in _layers(child, names)))
 
 
 @contextlib.contextmanager
