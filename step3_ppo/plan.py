@@ -39,7 +39,7 @@ def workload(config: Step3Config, device: str, model_paths: dict[str, str]) -> W
         dtype_on(config, device),
         config.batch_size,
         config.micro_batch_size,
-        PassShape(config.micro_batch_size, tokens, predicted, entropy=True),
+        PassShape(config.micro_batch_size, tokens, predicted, "trained" if config.entropy_coef else "watched"),
         config.keep,
         rollout,
         averages=int(config.ema_decay is not None),

@@ -80,6 +80,11 @@ CACHED = 2**22
 """logits that are processed together on a CPU, as many as its cache holds; on other devices 16 times as many"""
 
 
+def logits_at_once(device_type: str) -> int:
+    """How many logits are converted to fp32 together on a kind of device."""
+    return CACHED * (1 if device_type == "cpu" else 16)
+
+
 class _LogprobsAndEntropy(torch.autograd.Function):
     """With z = logits / temperature and p = softmax(z): log p_i = z_i - log sum_v exp z_v, whose gradient is
     (1[v = i] - p_v) / temperature, and H = -sum_v p_v log p_v."""
@@ -119,7 +124,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 def _row_blocks(logits: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of rows: logits [n, V] and their ids [n], over all leading dimensions."""
     size = logits.shape[-1]
-    rows = max(1, CACHED * (1 if logits.device.type == "cpu" else 16) // size)
+    rows = max(1, logits_at_once(logits.device.type) // size)
     return zip(logits.reshape(-1, size).split(rows), ids.reshape(-1).split(rows), strict=True)
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhf.errors import UserError
 from rlhf.maths import ops
+from rlhf.models.policy import Entropy
 from rlhf.plan import sizes
 from rlhf.plan.sizes import WHOLE, Head, Setup
 
@@ -34,8 +35,8 @@ class PassShape:
     """in one row"""
     predicted: int
     """tokens of a row that go through the language-model head"""
-    entropy: bool = False
-    """whether the policy's entropy is computed too"""
+    entropy: Entropy = "none"
+    """whether the policy's entropy is computed too, and has a gradient"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,13 @@ class _LiveBytes(TorchDispatchMode):
         """The peak since the last call; a new one starts from what is allocated now."""
         peak, self.peak = self.peak, self.current
         return peak
+
+
+def more_on_gpu(logits: int) -> int:
+    """Bytes by which the softmax on a GPU exceeds the traced one, which is that of a CPU: more logits are in fp32
+    together, in three tensors (`ops.logprobs_and_entropy`). logits: number of a pass"""
+    on_gpu, on_cpu = (min(logits, ops.logits_at_once(kind)) for kind in ("cuda", "cpu"))
+    return 3 * 4 * (on_gpu - on_cpu)
 
 
 @functools.cache
@@ -246,11 +254,11 @@ def _outputs(model: Any, head: Head, ids: Tensor, shape: PassShape) -> Tensor:
         hidden = model["backbone"](input_ids=ids, use_cache=False).last_hidden_state
         return model["score"](hidden).squeeze(-1)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=shape.predicted).logits
-    logprobs = ops.token_logprobs(logits, ids[:, -shape.predicted :])
-    if shape.entropy:
-        with torch.no_grad():
-            ops.entropy(logits)
-    return logprobs
+    predicted = ids[:, -shape.predicted :]
+    if shape.entropy == "watched":
+        return ops.logprobs_and_entropy(logits, predicted)[0]
+    logprobs = ops.token_logprobs(logits, predicted)
+    return logprobs + ops.entropy(logits) if shape.entropy == "trained" else logprobs
 
 
 def _checkpoint(model: nn.Module) -> None:

@@ -218,14 +218,16 @@ def _forecast_model(workload: Workload, spec: ModelSpec, layout: RankLayout) -> 
     shape = replace(workload.shape, rows=min(workload.micro_batch, step_rows) * sides)
     if isinstance(spec.options, EngineOptions):
         checkpointing = spec.options.gradient_checkpointing
-        shape = replace(shape, entropy=workload.shape.entropy and spec.head == "lm")
         activations = activation_peaks.activations(
             spec.model_path, spec.head, Setup(spec.adapter, ids=spec.ids), workload.dtype, checkpointing, shape
         )
     else:
         rows = min(spec.inference_rows, step_rows) or shape.rows
-        shape = replace(shape, rows=rows, entropy=False)
+        shape = replace(shape, rows=rows, entropy="none")
         activations = Activations(0, 0, activation_peaks.inference(spec.model_path, spec.head, workload.dtype, shape))
+    if spec.head == "lm" and not layout.on_cpu:
+        more = activation_peaks.more_on_gpu(shape.rows * shape.predicted * model_size.vocabulary)
+        activations = replace(activations, head=activations.head + more, inference=activations.inference + more)
     cache = 0.0
     if workload.rollout and not workload.rollout.share and spec.role == "actor":
         r = workload.rollout

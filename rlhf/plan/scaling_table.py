@@ -48,7 +48,7 @@ def ppo(model: str, options: EngineOptions) -> Workload:
         ModelSpec("critic", SCALAR, "scalar", options),
         ModelSpec("reward model", SCALAR, "scalar", frozen, inference_rows=ROLLOUT_ROWS),
     )
-    shape = PassShape(MICRO, LENGTH, RESPONSE, entropy=True)
+    shape = PassShape(MICRO, LENGTH, RESPONSE, entropy="watched")
     rollout = RolloutWork(ROLLOUT_ROWS, PROMPT, RESPONSE, epochs=1, minibatches=1)
     return Workload("PPO", models, torch.bfloat16, BATCH, MICRO, shape, 2, rollout)
 

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rlhf.config.options import EngineOptions, FrozenOptions
+from rlhf.maths import ops
 from rlhf.plan import activations, cost, machine, sizes, zero
 from rlhf.plan.activations import PassShape
 from rlhf.plan.devices import Device
@@ -65,8 +66,25 @@ def test_backward_memory_is_saved_activations_and_head_gradients(model_path: str
     assert result.inference < result.head
 
 
+def test_log_probs_and_entropy_copy_no_logits(tmp_path: Path) -> None:
+    """Logits and their gradient in bf16, and blocks in fp32: of z, log p and p in the forward pass."""
+    model_path, rows, predicted, vocabulary = saved("llama", tmp_path, vocab_size=2**16), 4, 64, 2**16
+    shapes = {name: PassShape(rows, predicted, predicted, name) for name in ("none", "watched", "trained")}
+    none, watched, trained = (
+        activations.activations(model_path, "lm", WHOLE, torch.bfloat16, False, shape).head for shape in shapes.values()
+    )
+    logits = rows * predicted * vocabulary
+    layers = activations.activations(model_path, "scalar", WHOLE, torch.bfloat16, False, shapes["none"]).head
+    in_bf16, block = 2 * 2 * logits, 4 * ops.logits_at_once("cpu")
+    head = 2 * tiny.config_of("llama").hidden_size * vocabulary  # the gradient of its weight
+    for peak in (none, watched):
+        assert in_bf16 <= peak <= in_bf16 + 3 * block + head + layers
+    assert trained - watched > 2 * 4 * logits  # its log-softmax and its product are whole, and in fp32
+    assert activations.more_on_gpu(logits) == 3 * 4 * (logits - ops.logits_at_once("cpu"))
+
+
 def test_more_layers_are_extrapolated_from_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_path, shape = saved("llama", tmp_path, num_hidden_layers=5), PassShape(2, 16, 8, entropy=True)
+    model_path, shape = saved("llama", tmp_path, num_hidden_layers=5), PassShape(2, 16, 8, entropy="watched")
     few = activations.activations(model_path, "lm", WHOLE, torch.float32, False, shape)
     monkeypatch.setattr(activations, "TRACED", (4, 5))
     activations.activations.cache_clear()
