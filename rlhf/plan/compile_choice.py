@@ -23,9 +23,11 @@ SAVED = 0.28
 """share of the time that compiled layers save on CPUs: 1 - 1 / 1.4 (docs/results.md)"""
 FAMILIES = frozenset({
     "opt", "gpt2", "gpt_neo", "gptj", "llama", "qwen2", "qwen3", "bloom", "gpt_neox", "mistral", "mixtral", "gemma2",
-    "falcon", "mpt", "gpt_bigcode", "qwen3_moe", "gemma", "gemma3_text",
+    "falcon", "mpt", "gpt_bigcode", "qwen3_moe", "gemma", "gemma3_text", "phi", "phi3", "glm", "glm4", "stablelm",
+    "cohere", "cohere2", "olmo2", "olmoe", "smollm3", "granite", "starcoder2", "nemotron", "ernie4_5", "exaone4",
+    "seed_oss", "helium", "gpt_oss", "deepseek_v2", "deepseek_v3",
 })  # fmt: skip
-"""types of models whose compiled layers tests compare with eager ones (docs/models.md)"""
+"""types of models whose compiled layers tests compare with eager ones (tests/rlhf/models/cpu/test_compiling.py)"""
 
 
 def choose_compiler(options: E, stage: str, model_path: str, tokens: float) -> E:

@@ -144,7 +144,7 @@ def test_a_recurrent_model_is_refused_in_one_line(family: str, tmp_path: Path) -
 def table() -> dict[str, dict[str, bool]]:
     """The table of docs/models.md: by model type, what is marked."""
     text = PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (\w+) \| (\w+) \| (\w+|\?) \| (\w+) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\w+) \| (\w+) \| (\w+) \| (\w+) \|$", text, re.MULTILINE)
     return {
         name: {"trains": trains == "yes", "packs": packs == "yes", "shares": shares == "yes"}
         for name, trains, packs, _, shares in rows

@@ -24,7 +24,8 @@ from rlhf.generation._cache import MaskedStaticLayer
 from rlhf.models.cpu import compiling, kernels
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
-from tests.support import tiny
+from rlhf.plan.compile_choice import FAMILIES
+from tests.support import families, tiny
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
@@ -37,13 +38,22 @@ def saved(tmp_path: Path) -> Iterator[str]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("compiler", ["traced", pytest.param("c++", marks=[pytest.mark.long, needs_compiler])])
+@pytest.mark.parametrize(
+    ("family", "compiler"),
+    [
+        ("llama", "traced"),
+        pytest.param("llama", "c++", marks=[pytest.mark.long, needs_compiler]),
+        *(pytest.param(name, "traced", marks=pytest.mark.long) for name in sorted(FAMILIES - {"llama"})),
+    ],
+)
 def test_training_scoring_and_sampling_are_those_of_the_same_model(
-    saved: str, compiler: str, request: pytest.FixtureRequest
+    family: str, saved: str, compiler: str, request: pytest.FixtureRequest
 ) -> None:
-    """C++ of such layers, in bf16: test_kernels.py."""
+    """Of every family that is compiled. C++ of such layers, in bf16: test_kernels.py."""
     if compiler == "traced":
         request.getfixturevalue("traced")
+    if family != "llama":
+        tiny.causal_lm(family, std=0.05, **families.ALL[family]).save_pretrained(saved)
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
     found = []
     for compiled in (False, True):
@@ -51,6 +61,7 @@ def test_training_scoring_and_sampling_are_those_of_the_same_model(
         options = EngineOptions(dtype="fp32", torch_compile=compiled)
         engine = Engine(Policy(lm), options, OptimizerOptions(learning_rate=1e-3, lr_scheduler_type="constant"), 10)
         losses: list[float] = []
+        frames = [compiled_frames()]
         for step in range(4):
             rows = tiny.sequences([9, 5 + step, 14, 3], prompts=[2, 1, 3, 1], seed=step)
 
@@ -58,16 +69,22 @@ def test_training_scoring_and_sampling_are_those_of_the_same_model(
                 return -engine(given)[0].mean(), {}  # noqa: B023  (called at once)
 
             losses.append(engine.step([rows[:2], rows[2:]], loss)["loss"])
+            frames.append(compiled_frames())
         with engine.inference() as policy:
             scored = policy(tiny.sequences([12, 20], prompts=[1, 1], seed=9))[0]
             made = backend(policy.lm, tiny.prompts([3, 9]), SamplingOptions(response_length=12), None)
-        found.append((losses, scored, made.response_ids, torch._dynamo.utils.counters["frames"]["ok"]))
-    (plain, expected, tokens, before), (losses, scored, sampled, after) = found
+        found.append((losses, scored, made.response_ids, [*frames, compiled_frames()]))
+    (plain, expected, tokens, _), (losses, scored, sampled, (before, first, *later, after)) = found
     assert losses == pytest.approx(plain, abs=1e-5) and losses[-1] != losses[0]
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
     assert torch.equal(sampled, tokens)
-    # Five pieces of a layer, with gradients and without: none for another layer, another length or a longer cache.
-    assert after - before == 10
+    # Pieces of a layer, with gradients and without: none for another layer, another length or a longer cache.
+    assert before < first == later[-1] < after
+    assert family != "llama" or after - before == 10
+
+
+def compiled_frames() -> int:
+    return int(torch._dynamo.utils.counters["frames"]["ok"])
 
 
 def graphs() -> int:
