@@ -17,14 +17,18 @@ def workload(config: SFTConfig, device: str, model_paths: dict[str, str]) -> Wor
     model_paths: paths of the models of earlier stages; this stage has no earlier stage
     """
     path = model_paths.get("model", config.model)
-    ids = _ids(path, config.add_tokens, config.extend_tokenizer)
-    model = ModelSpec("policy", path, "lm", config, config.adapter, ids=ids)
+    model = ModelSpec("policy", path, "lm", config, config.adapter, ids=added_ids(config, path))
     return supervised_workload(STAGE.name, config, device, model, sides=1, predicted=config.max_length - 1)
+
+
+def added_ids(config: SFTConfig, path: str) -> tuple[int, int] | None:
+    """(ids of the tokenizer of the model at `path`, ids with the tokens that the options add); None if they add
+    none."""
+    return _ids(path, config.add_tokens, config.extend_tokenizer)
 
 
 @functools.cache
 def _ids(path: str, added: str | None, extended: str | None) -> tuple[int, int] | None:
-    """(ids of the tokenizer before tokens are added, ids after it); None if none are."""
     if added is None and extended is None:
         return None
     config = SFTConfig(model=path, add_tokens=added, extend_tokenizer=extended)

@@ -1,8 +1,9 @@
 """The workload of reward-model training, for a plan."""
 
+from collections.abc import Mapping
 from typing import Literal
 
-from rlhf.plan.forecast import ModelSpec, Workload
+from rlhf.plan.forecast import ModelSpec, Workload, extended_ids
 from rlhf.supervised.workload import supervised_workload
 from step2_reward.config import STAGE, RewardConfig
 
@@ -13,12 +14,18 @@ RANKED = (
 """A plan reads no data, so it does not know how many responses a ranked list has."""
 
 
-def workload(config: RewardConfig, device: str, model_paths: dict[str, str]) -> Workload:
-    """Pairs whose sides have `max_length` tokens. model_paths: paths of the models of earlier stages
+def workload(
+    config: RewardConfig, device: str, model_paths: dict[str, str], ids: Mapping[str, int] | None = None
+) -> Workload:
+    """Pairs whose sides have `max_length` tokens.
+
+    model_paths: paths of the models of earlier stages
+    ids: numbers of ids of the tokenizers that earlier stages extend, by option of the chain
 
     With sft_coef, the tokens of one of the two sides pass through the head of the language model.
     """
     kind: Literal["lm", "scalar"] = "lm" if config.sft_coef else "scalar"
-    model = ModelSpec("reward model", model_paths.get("model", config.model), kind, config, config.adapter)
+    path, extended = model_paths.get("model", config.model), extended_ids(ids, "reward_model")
+    model = ModelSpec("reward model", path, kind, config, config.adapter, ids=extended)
     predicted = config.max_length // 2 if config.sft_coef else 0
     return supervised_workload(STAGE.name, config, device, model, sides=2, predicted=predicted, note=RANKED)

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from rlhf import generation, plugins, rewards
 from rlhf.hub.untrusted import is_adapter
 from rlhf.plan.activations import PassShape
-from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on
+from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on, extended_ids
 from rlhf.plan.sizes import tokenizer_size
 from step3_ppo import algorithms, critic
 from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
@@ -17,10 +18,13 @@ def needs_critic(config: Step3Config) -> bool:
     return algorithms.load(config).value_loss is not None
 
 
-def workload(config: Step3Config, device: str, model_paths: dict[str, str]) -> Workload:
+def workload(
+    config: Step3Config, device: str, model_paths: dict[str, str], ids: Mapping[str, int] | None = None
+) -> Workload:
     """Prompts of `max_prompt_length` and responses of `response_length` tokens.
 
     model_paths: paths of the models that the config leaves to earlier stages: `actor_model`, `reward_model`
+    ids: numbers of ids of the tokenizers that earlier stages extend, by the same options
     """
     tokens, predicted = config.max_prompt_length + config.response_length, config.response_length
     if config.ptx_coef:  # whole dialogues come between the responses
@@ -35,7 +39,7 @@ def workload(config: Step3Config, device: str, model_paths: dict[str, str]) -> W
     )
     return Workload(
         STAGE.name,
-        tuple(_models(config, model_paths)),
+        tuple(_models(config, model_paths, ids)),
         dtype_on(config, device),
         config.batch_size,
         config.micro_batch_size,
@@ -55,35 +59,49 @@ def earlier_models(output_dir: str, planned: Mapping[str, str]) -> dict[str, str
     return {**planned, **{name: str(model) for name, model in trained.items() if (model / "config.json").is_file()}}
 
 
-def _critic_start(config: Step3Config, actor: str, reward_model: str) -> str:
-    """The path of the model whose backbone the critic has. Without their tokenizers on this machine, a reward model is
-    expected to have the actor's."""
+class _Start(NamedTuple):
+    """A model that this stage starts from."""
+
+    path: str
+    ids: tuple[int, int] | None = None
+    """as of `ModelSpec`"""
+
+
+def _critic_start(config: Step3Config, actor: _Start, reward_model: _Start) -> _Start:
+    """The model whose backbone the critic has. Without their tokenizers on this machine, a reward model is expected to
+    have the actor's, but for ids that step 1 adds."""
     option = config.critic_model
-    path = reward_model if option in (None, REWARD) else str(option)
-    if option is None and tokenizer_size(actor) is not None and tokenizer_size(path) is not None:
-        option = critic.choose(None, config.model_copy(update={"actor_model": actor, "critic_model": path}))
-    return actor if option == POLICY else path
+    start = reward_model if option in (None, REWARD) else _Start(str(option))
+    if option is None and actor.ids != reward_model.ids:
+        option = POLICY
+    elif option is None and tokenizer_size(actor.path) is not None and tokenizer_size(start.path) is not None:
+        paths = {"actor_model": actor.path, "critic_model": start.path}
+        option = critic.choose(None, config.model_copy(update=paths))
+    return actor if option == POLICY else start
 
 
-def _models(config: Step3Config, model_paths: dict[str, str]) -> Iterator[ModelSpec]:
+def _models(config: Step3Config, model_paths: dict[str, str], ids: Mapping[str, int] | None) -> Iterator[ModelSpec]:
+    def start_of(option: str, own: str | None) -> _Start:
+        return _Start(own) if own else _Start(model_paths[option], extended_ids(ids, option))
+
     actor, critic_options = config.actor.over(config), config.critic.over(config)
-    start = config.actor_model or model_paths["actor_model"]
-    yield ModelSpec("actor", start, "lm", actor, config.adapter)
+    start = start_of("actor_model", config.actor_model)
+    yield ModelSpec("actor", start.path, "lm", actor, config.adapter, ids=start.ids)
     trunk = config.share_trunk
     adapter = config.adapter if trunk else None
-    if config.adapter is None or (trunk and (config.actor_model is None or is_adapter(Path(start)))):
-        yield ModelSpec("reference", start, "lm", config.reference.beside(actor), adapter, on_trunk=trunk)
-    reward_model = config.reward_model or model_paths["reward_model"]
+    if config.adapter is None or (trunk and (config.actor_model is None or is_adapter(Path(start.path)))):
+        reference = config.reference.beside(actor)
+        yield ModelSpec("reference", start.path, "lm", reference, adapter, on_trunk=trunk, ids=start.ids)
+    reward_model = start_of("reward_model", config.reward_model)
     if needs_critic(config) and config.critic_model != SHARED:
-        critic_start = _critic_start(config, start, reward_model)
-        yield ModelSpec("critic", critic_start, "scalar", critic_options, config.adapter, on_trunk=trunk)
+        path, extended = _critic_start(config, start, reward_model)
+        yield ModelSpec("critic", path, "scalar", critic_options, config.adapter, on_trunk=trunk, ids=extended)
     judge = [] if config.judge is None else [config.judge]
     for spec in [*(rewards.split_weight(spec)[1] for spec in config.reward), *judge]:
         name, source_options = plugins.parse_spec(spec)
         if name == "learned":
             options = config.reward_models.beside(critic_options)
             own = source_options.get("model")
-            path, shares = own or reward_model, trunk and not own
-            yield ModelSpec(
-                "reward model", path, "scalar", options, adapter if shares else None, config.rollout_batch_size, shares
-            )
+            (path, extended), shares = _Start(own) if own else reward_model, trunk and not own
+            own_adapter, rows = adapter if shares else None, config.rollout_batch_size
+            yield ModelSpec("reward model", path, "scalar", options, own_adapter, rows, shares, extended)

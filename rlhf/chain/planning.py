@@ -2,36 +2,52 @@
 
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rlhf import console
 from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS, changed
-from rlhf.chain.stages import load
+from rlhf.chain.stages import STAGES, load
 from rlhf.chain.steps import chosen_steps
 from rlhf.config import foreign_settings, parser
 from rlhf.plan.choose import as_flags
-from rlhf.plan.command import format_plans, plan_stages, resolve_zero_stage
+from rlhf.plan.command import WorkloadOf, format_plans, plan_stages, resolve_zero_stage
+from rlhf.plan.forecast import Workload
 from rlhf.plan.machine import NODE
 from rlhf.plan.options import PlanOptions
-from step3_ppo.plan import earlier_models
+from rlhf.storage.manifests import planned_start
+from step1_sft import plan as sft_plan
+from step2_reward import plan as reward_plan
+from step3_ppo import plan as ppo_plan
 
 
-def _workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
+def workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
     """(options and workload function of each chosen stage, options of the plan, models that step 3 starts from)"""
     plan_options = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
     if chain.reward_models:
         named = reward_models.named_data(chain)
         both = tuple(reward_models.sources(named, lambda _: chain.reward.model))
         chain = chain.model_copy(update={"ppo": chain.ppo.model_copy(update={"reward": both})})
-    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), load(step).workload) for step in chosen_steps(chain)}
-    planned = {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
-    return stages, plan_options, earlier_models(chain.output_dir, planned)
+    steps, planned = chosen_steps(chain), {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
+    functions: dict[int, WorkloadOf] = {step: load(step).workload for step in steps}
+    if 1 in steps:  # later stages start from what it saves
+        extended, from_step_1 = sft_plan.added_ids(chain.sft, chain.sft.model), ["actor_model"]
+        if planned_start(chain.reward.model, chain.output_dir, {STAGES[1].name: chain.sft.model}):
+            planned |= {"reward_model": chain.sft.model, "model": chain.sft.model}  # both stages start from it
+            from_step_1.append("reward_model")
+        if extended is not None:
+            ids = dict.fromkeys(from_step_1, extended[1])
+            later: dict[int, Callable[..., Workload]] = {2: reward_plan.workload, 3: ppo_plan.workload}
+            functions |= {step: partial(later[step], ids=ids) for step in steps if step in later}
+    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), functions[step]) for step in steps}
+    return stages, plan_options, ppo_plan.earlier_models(chain.output_dir, planned)
 
 
 def forecast(chain: Any, processes: int) -> str:
     """The text of `--plan`: memory, time and disk of every stage, and the command of the fastest setting that fits."""
-    stages, plan_options, model_paths = _workloads(chain)
+    stages, plan_options, model_paths = workloads(chain)
     plans = plan_stages(stages, plan_options, processes, model_paths)
     proposals = {section: plan.proposal for section, plan in zip(stages, plans, strict=True)}
     if None in proposals.values():
@@ -81,7 +97,7 @@ def _without_plan(argv: list[str]) -> list[str]:
 
 def resolve_zero_stages(chain: Any, processes: int) -> Any:
     """Replace `--zero-stage auto` by the fastest setting that fits, and print it. Raises: UserError if none fits."""
-    stages, plan_options, model_paths = _workloads(chain)
+    stages, plan_options, model_paths = workloads(chain)
     for section, (options, workload) in stages.items():
         resolved, line = resolve_zero_stage(options, workload, plan_options, processes, model_paths)
         print(line, end="\n" if line else "", flush=True)

@@ -1,7 +1,7 @@
 """One stage: its models, the moments at which its processes use memory, and the largest of them."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +34,7 @@ class ModelSpec:
     on_trunk: bool = False
     """whether it is an adapter on the base model of the stage's first model"""
     ids: tuple[int, int] | None = None
-    """(ids of the tokenizer before tokens are added, ids after it)"""
+    """(ids of the tokenizer before this stage adds tokens, ids after it)"""
 
     @property
     def trained(self) -> bool:
@@ -185,6 +185,15 @@ def _as_adapter(spec: ModelSpec) -> bool:
     return isinstance(spec.options, EngineOptions) and spec.options.share_trunk
 
 
+def extended_ids(ids: Mapping[str, int] | None, option: str) -> tuple[int, int] | None:
+    """`ModelSpec.ids` of the model of this option, which starts with a tokenizer that an earlier stage has extended.
+
+    ids: numbers of ids of such tokenizers, by option
+    """
+    count = (ids or {}).get(option)
+    return None if count is None else (count, count)
+
+
 def micro_batches(workload: Workload, ranks: int) -> int:
     """Number of forward and backward passes in an optimizer step on one device."""
     minibatches = workload.rollout.minibatches if workload.rollout else 1
@@ -224,7 +233,9 @@ def _forecast_model(workload: Workload, spec: ModelSpec, layout: RankLayout) -> 
     else:
         rows = min(spec.inference_rows, step_rows) or shape.rows
         shape = replace(shape, rows=rows, entropy="none")
-        activations = Activations(0, 0, activation_peaks.inference(spec.model_path, spec.head, workload.dtype, shape))
+        setup = Setup(ids=spec.ids)
+        inference = activation_peaks.inference(spec.model_path, spec.head, workload.dtype, shape, setup)
+        activations = Activations(0, 0, inference)
     if spec.head == "lm" and not layout.on_cpu:
         more = activation_peaks.more_on_gpu(shape.rows * shape.predicted * model_size.vocabulary)
         activations = replace(activations, head=activations.head + more, inference=activations.inference + more)

@@ -44,7 +44,7 @@ class Setup:
     quantize: Quantize = "none"
     optim: Optim = "adamw"
     ids: tuple[int, int] | None = None
-    """(ids of the tokenizer before tokens are added, ids after it); beside an adapter the new rows are trained"""
+    """(ids of the tokenizer before this stage adds tokens, ids after it); beside an adapter the new rows are trained"""
 
 
 WHOLE = Setup()
@@ -157,7 +157,7 @@ def build(config: PreTrainedConfig, head: Head, setup: Setup = WHOLE) -> nn.Modu
     auto: Any = AutoModelForCausalLM if head == "lm" else AutoModel
     model, adapter = auto.from_config(config), setup.adapter
     wrapped = adapters.wrap(model, adapter)
-    if adapter is not None and setup.ids is not None:
+    if adapter is not None and setup.ids is not None and setup.ids[0] < setup.ids[1]:
         new_rows.train(model, range(*setup.ids))
     if head == "lm":
         return wrapped

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf import adapters
+from rlhf.chain import command, planning
+from rlhf.config import parser
 from rlhf.engine.export import full_state
 from rlhf.errors import UserError
 from rlhf.models import new_rows
@@ -163,3 +165,31 @@ def test_a_stage_trains_them_and_what_it_saves_is_whole(
         load_backbone(model, torch.float32, id_count(load_tokenizer(model))).get_input_embeddings().num_embeddings
         == rows
     )
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_the_plan_of_later_steps_has_the_new_rows(folder: Path, name: str, tmp_path: Path) -> None:
+    """By hand: "千里", "学而" and "足下" are new, and the model has three rows without a token, so one row to add."""
+    (folder / "four.txt").write_text("千里\n学而\n足下\n千里之行\n")
+    model, output = str(folder / name), str(tmp_path)
+    words = ["--actor-model", model, "--output-dir", output, "--sft.add-tokens", str(folder / "four.txt"),
+             "--ppo.algorithm", "ppo", "--ppo.reward", "learned", "--steps", "1", "2", "3"]  # fmt: skip
+
+    def totals(reward_model: str) -> dict[str, int]:
+        argv = [*words, "--reward-model", reward_model]
+        chain = command.resolve(parser.parse(command.chain_config(argv), argv, "train.py", ""), argv)
+        stages, _, paths = planning.workloads(chain)
+        planned = [workload(options, "cpu", paths) for options, workload in stages.values()]
+        return {spec.role: spec.size().total for each in planned for spec in each.models}
+
+    alone = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(model).parameters())
+    matrices = 1 if name == "tied" else 2
+    extended = alone + matrices * tiny.WIDTH
+    own_head = 0 if name == "tied" else 303 * tiny.WIDTH  # a scalar model has one output in its place
+    scalar = alone - own_head + tiny.WIDTH
+    found = totals(model)
+    assert found == {
+        "policy": extended, "actor": extended, "reference": extended, "reward model": scalar,
+        "critic": scalar + tiny.WIDTH,  # it reads the actor's ids, so it starts from the actor
+    }  # fmt: skip
+    assert totals(f"{output}/step1_sft/model") == found | {"reward model": scalar + tiny.WIDTH}
