@@ -26,7 +26,7 @@ def _on_a_file_system(path: str) -> str:
 
 OutputDir = Annotated[str, AfterValidator(_on_a_file_system)]
 Quantize = Literal["none", "nf4", "fp4", "int8"]
-Optim = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
+Optim = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
 
 
 class RunOptions(Config):
@@ -115,7 +115,8 @@ class EngineOptions(Config):
     needed (--plan shows it)"""
     optim: Optim = "adamw"
     """optimizer, named as in transformers: adamw; adamw_8bit (bitsandbytes, extra quantize), adafactor and muon have
-    less state, and need whole weights: one process, or several with ZeRO 0 in fp32 (docs/scaling.md)"""
+    less state, and need whole weights: one process, or several with ZeRO 0 in fp32; paged_adamw_8bit: as adamw_8bit on
+    a CUDA GPU, whose full memory sends the state to CPU memory (docs/scaling.md)"""
     offload_optimizer: bool = False
     """keep optimizer state in CPU memory"""
     offload_param: bool = False

@@ -7,6 +7,7 @@ on blocks of it. ZeRO 1 to 3 have flat shards, which are none of these.
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ LEAST_8BIT = 4096
 """weights of a tensor below which bitsandbytes does not use 8 bits"""
 BLOCK = 256
 """weights that share a scale in 8 bits"""
+IN_8_BITS = ("adamw_8bit", "paged_adamw_8bit")
+"""of bitsandbytes"""
 CODES = ("qmap1", "qmap2")
 """in the state of bitsandbytes, the values of the 256 codes: constants"""
 
@@ -48,7 +51,7 @@ def is_special(kind: Optim, shape: Iterable[int], outer: bool) -> bool:
             return True
         case "muon":
             return len(sizes) == 2 and not outer
-        case "adamw_8bit":
+        case "adamw_8bit" | "paged_adamw_8bit":
             return math.prod(sizes) >= LEAST_8BIT and not outer
 
 
@@ -61,7 +64,7 @@ def state_numbers(kind: Optim, shape: Iterable[int], outer: bool) -> tuple[int, 
     match kind:
         case "muon":
             return count, 0
-        case "adamw_8bit":
+        case "adamw_8bit" | "paged_adamw_8bit":
             return 2 * math.ceil(count / BLOCK), 2 * count
     factored = len(sizes) > 1
     return (count // sizes[-1] + count // sizes[-2] if factored else count), 0
@@ -83,11 +86,18 @@ def require_whole(options: EngineOptions, b: int, ranks: int) -> None:
         )
 
 
-def require_installed(options: EngineOptions) -> None:
-    """Raises: UserError without the package of the optimizer."""
-    if options.optim == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+def require_usable(options: EngineOptions, device: torch.device) -> None:
+    """Raises: UserError without the package of the optimizer, or on a device for which the package does not have it."""
+    if options.optim not in IN_8_BITS:
+        return
+    if options.optim == "paged_adamw_8bit" and device.type != "cuda":
         raise UserError(
-            "--optim adamw_8bit: the package bitsandbytes is not installed; pip install 'rlhf-pipeline[quantize]'"
+            f"--optim paged_adamw_8bit: got the device {device.type}, expected a CUDA GPU, whose driver moves "
+            "the pages; use --optim adamw_8bit"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"--optim {options.optim}: the package bitsandbytes is not installed; pip install 'rlhf-pipeline[quantize]'"
         )
 
 
@@ -190,11 +200,11 @@ def _adafactor(weight: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Op
     return Adafactor([weight], lr=group["lr"], **own)
 
 
-def _adamw_8bit(weight: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+def _adamw_8bit(weight: nn.Parameter, group: Mapping[str, Any], paged: bool = False) -> torch.optim.Optimizer:
     from bitsandbytes.optim import AdamW  # an extra
 
     own = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    optimizer: torch.optim.Optimizer = AdamW([weight], **own, optim_bits=8)
+    optimizer: torch.optim.Optimizer = AdamW([weight], **own, optim_bits=8, is_paged=paged)
     return optimizer
 
 
@@ -202,4 +212,5 @@ _CLASSES: dict[str, Callable[[nn.Parameter, Mapping[str, Any]], torch.optim.Opti
     "muon": _muon,
     "adafactor": _adafactor,
     "adamw_8bit": _adamw_8bit,
+    "paged_adamw_8bit": partial(_adamw_8bit, paged=True),
 }

@@ -27,7 +27,7 @@ def check_engine(options: EngineOptions, ranks: int = 1) -> None:
     """
     device = collectives.local_device()
     require_possible(options, device)
-    optimizers.require_installed(options)
+    optimizers.require_usable(options, device)
     optimizers.require_whole(options, compute_dtype(options, device).itemsize, ranks)
     quantized.require_possible(options)
     if options.share_trunk:

@@ -153,3 +153,34 @@ def test_without_the_package_the_error_has_the_command(monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'rlhf-pipeline\[quantize\]'"):
         check_engine(EngineOptions(optim="adamw_8bit", dtype="fp32"))
+
+
+def test_paged_state_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes warns on a CPU and pages nothing."""
+    options = EngineOptions(optim="paged_adamw_8bit", dtype="fp32")
+    expected = "--optim paged_adamw_8bit: got the device cpu, expected a CUDA GPU, .*; use --optim adamw_8bit$"
+    with pytest.raises(UserError, match=expected) as refused:
+        check_engine(options)
+    assert "\n" not in str(refused.value)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"paged_adamw_8bit: .*pip install 'rlhf-pipeline\[quantize\]'"):
+        optimizers.require_usable(options, torch.device("cuda"))
+
+
+@needs_package
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_paged_steps_are_those_without_pages() -> None:
+    """To the bit; state of 100,000 numbers and more is paged."""
+    found = []
+    for kind in ("adamw_8bit", "paged_adamw_8bit"):
+        model = nn.Linear(512, 512, bias=False).cuda()
+        nn.init.eye_(model.weight)
+        own = build(model, kind, OPTIONS, {}, plain=True)  # type: ignore[arg-type]
+        assert isinstance(own, LibraryOptimizer)
+        for step in range(3):
+            model.weight.grad = torch.randn(512, 512, generator=torch.Generator().manual_seed(step)).cuda()
+            own.step()
+        paged = [getattr(x, "is_paged", False) for x in own.moments(model.weight).values()]
+        assert any(paged) == (kind == "paged_adamw_8bit")
+        found.append([model.weight.detach().cpu(), *(x.cpu() for x in own.moments(model.weight).values())])
+    assert all(map(torch.equal, *found))
