@@ -62,8 +62,9 @@ def test_a_chain_resolves_and_names_its_models_and_data(path: Path) -> None:
     tree = resolved("--config", str(path))
     assert tree == composed(path)
     given = read_yaml(path)
-    assert {"actor_model", "reward_model", "data_path", "output_dir"} <= set(given)
-    assert tree["sft"]["model"] == given["actor_model"] and tree["reward"]["model"] == given["reward_model"]
+    assert {"actor_model", "data_path", "output_dir"} <= set(given)
+    reward_model = given["actor_model" if given.get("share_trunk") else "reward_model"]
+    assert tree["sft"]["model"] == given["actor_model"] and tree["reward"]["model"] == reward_model
     for section in ("sft", "reward", "ppo"):
         for name in ("data_path", "output_dir", "max_length"):
             assert tree[section][name] == given.get(section, {}).get(name, tree[name])

@@ -1,5 +1,6 @@
 """Devices, the fastest setting that fits, `--zero-stage auto`, and the command that a plan proposes."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
 from rlhf.plan import choose, cost, sizes
 from rlhf.plan.devices import DEVICES, SLOW_BF16, Device, device_of_driver, device_of_kind
-from rlhf.plan.forecast import Workload, forecast
+from rlhf.plan.forecast import Forecast, Workload, forecast
 from rlhf.plan.machine import Machine, describe_machine
 from rlhf.plan.options import PlanOptions
 from step1_sft import plan as sft_plan
@@ -24,13 +25,26 @@ from step3_ppo.algorithms.ppo import Config as PPO
 from tests.support import tiny
 
 ALL_RECIPES = (Path(train.__file__).parents[2] / "configs/recipes").glob("*.yaml")
-QUICK = "opt-"
+QUICK = ("opt-1.3b-2x3090", "opt-1.3b-8xa100", "opt-1.3b-a100")
 """recipes that the suite checks; the others are for make test-long"""
+PAGE = Path(train.__file__).parents[2] / "docs/models.md"
+CARDS = {"24gb": 24e9, "80gb": 80e9, "8x80gb": 80e9}
 RECIPES = [
-    pytest.param(path, marks=() if path.stem.startswith(QUICK) else pytest.mark.long)
+    pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.long)
     for path in sorted(ALL_RECIPES)
-    if not path.stem.endswith("-cpu")
+    if not path.stem.endswith("-cpu") and path.stem not in CARDS
 ]
+ROWS = re.findall(
+    r"^\| `(\S+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", PAGE.read_text().split("its reward model")[1], re.M
+)
+PLANNED = [
+    pytest.param(recipe, model, numbers, reward_model.strip("`"),
+                 marks=() if (recipe, model) == ("24gb", "llama-3.2-1b") else pytest.mark.long)
+    for model, *columns, reward_model in ROWS
+    for recipe, numbers in zip(CARDS, columns, strict=True)
+    if numbers
+]  # fmt: skip
+"""the table of recipes: (recipe, model, GB of three steps, reward model of 8x80gb)"""
 
 
 @pytest.fixture(scope="module")
@@ -242,14 +256,37 @@ def test_several_devices_are_started_by_the_proposed_command(model_path: str, mo
         assert f"{deployment}" in text.split("that fits:\n")[1].split("\n")[0]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.stem))
-def test_a_recipe_fits_the_card_that_it_names(path: Path) -> None:
-    chain = resolved("--config", str(path))
-    machine = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
-    target = describe_machine(machine, 1)
+def plans_of(*words: str) -> list[Forecast]:
+    """Of the three steps, on the machine that the recipe names."""
+    chain = resolved(*words)
+    target = describe_machine(PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields}), 1)
     assert chain.device is not None and target.count == chain.devices
     assert (chain.deployment_type == "single_node") == (target.count > 1)
     starts = {"actor_model": chain.actor_model, "reward_model": chain.reward_model}
-    for step, section in SECTIONS.items():
-        plan = forecast(load(step).workload(getattr(chain, section), target.device.kind, starts), target)
-        assert plan.fits, f"{section}: {plan.shortfall}"
+    return [
+        forecast(load(step).workload(getattr(chain, section), target.device.kind, starts), target)
+        for step, section in SECTIONS.items()
+    ]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.stem))
+def test_a_recipe_fits_the_card_that_it_names(path: Path) -> None:
+    for plan in plans_of("--config", str(path)):
+        assert plan.fits, f"{plan.workload.stage}: {plan.shortfall}"
+
+
+@pytest.mark.parametrize(("recipe", "model", "numbers", "reward_model"), PLANNED)
+def test_a_model_takes_the_memory_of_the_table(recipe: str, model: str, numbers: str, reward_model: str) -> None:
+    words = ["--config", f"{PAGE.parents[1]}/configs/recipes/{recipe}.yaml", "--actor-model", model]
+    words += ["--quantize", "nf4"] if "nf4" in numbers else []
+    words += ["--reward-model", reward_model] if recipe == "8x80gb" else []
+    plans = plans_of(*words)
+    assert all(plan.fits and plan.machine.memory <= CARDS[recipe] for plan in plans)
+    assert numbers.split(" (")[0] == ", ".join(f"{plan.peak / 1e9:.1f}" for plan in plans)
+
+
+def test_the_table_of_recipes_has_models_of_each_family_and_size() -> None:
+    assert all(all(columns[:2]) for _, *columns, _ in ROWS)
+    assert {sizes.read_config(model).model_type for model, *_ in ROWS} >= {
+        "qwen3", "llama", "gemma3_text", "smollm3", "glm4", "opt",
+    }  # fmt: skip
