@@ -5,7 +5,6 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from rlhf.config import Config
-from rlhf.maths import credit as crediting
 from step3_ppo.config import Step3Config
 
 
@@ -48,6 +47,8 @@ class KLController:
         """`kl`: mean over the `episodes` responses of an iteration of the KL summed over a response, nats."""
         o = self._options
         if o is not None and o.kl_target is not None:
+            from rlhf.maths import credit as crediting  # imported here because it imports torch, and --help needs none
+
             self.coef = crediting.adapt_kl_coef(self.coef, kl, o.kl_target, episodes, o.kl_horizon)
 
     def state_dict(self) -> dict[str, float]:

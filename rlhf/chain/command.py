@@ -21,6 +21,7 @@ from rlhf.chain.options import (
     SHORT_HELP,
     chain_config,
     changed,
+    help_config,
     overlay,
     require_agreement,
     resolve,
@@ -172,10 +173,11 @@ def run_chain(ranks: Any = None) -> int:
     streams.ignore_broken_streams(report=not shown and not TEXTS & {*argv})
     argv = [word for word in argv if word not in shown]
     console.loading(program.removeprefix("python "), argv, bool(shown))
-    options, about = chain_config(argv), (__doc__ or "").split("\n")[0]
+    about = (__doc__ or "").split("\n")[0]
     if {"--help", "-h"} & {*argv}:
-        print(short_help(options, program, about, SHORT_HELP))
+        print(short_help(help_config(argv), program, about, SHORT_HELP))
         return 0
+    options = chain_config(argv)
     settings = overlay(argv, over=int(argv != typed))
     chain = resolve(parser.parse(options, argv, program, about, settings), argv, settings)
     require_agreement(argv, chain)

@@ -17,6 +17,7 @@ from rlhf.plan.options import PlanOptions
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import Step3Config
+from step3_ppo.kl import KLOptions
 
 SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 """sections of options, by step"""
@@ -85,6 +86,14 @@ def chain_config(argv: list[str]) -> type[ChainConfig]:
         options(algorithm=algorithm), description="step 3, PPO; an option that is not set here is as at the top"
     )
     return create_model("ChainConfig", __base__=ChainConfig, ppo=(options, described))
+
+
+def help_config(argv: list[str]) -> type[ChainConfig]:
+    """A class with the options of SHORT_HELP as `chain_config` has them. For the default algorithm it imports no torch:
+    those options are of every algorithm with a KL penalty."""
+    if parser.peek(argv, "ppo.algorithm", "ppo") != "ppo":
+        return chain_config(argv)
+    return create_model("ChainConfig", __base__=ChainConfig, ppo=(KLOptions, KLOptions()))
 
 
 def shared_options(section: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from rlhf import plugins
 from rlhf.chain import command as train
 from rlhf.chain.options import SHORT_HELP, changed
 from rlhf.config import parser, read_yaml
-from rlhf.config.short_help import STAGE_GROUPS
+from rlhf.config.short_help import STAGE_GROUPS, short_help
 from rlhf.errors import UserError
 from rlhf.models.load import load_config
 from rlhf.text.tokenizer import load_tokenizer
@@ -206,6 +206,8 @@ def test_the_short_help_fits_a_page_and_has_the_defaults_of_no_file(
     said = capsys.readouterr().out
     assert said.count("\n  --") == sum(map(len, SHORT_HELP.values())) < 45 and said.count("\n") < 110
     assert "--help-all" in said and max(map(len, said.splitlines())) <= 100
+    first, full = "models and data:", short_help(train.chain_config([]), "", "", SHORT_HELP)
+    assert said[said.index(first) :].strip() == full[full.index(first) :].strip(), "of the class without torch"
     lines = " ".join(said.split())
     assert "peak learning rate of AdamW (default: 2e-05)" in lines and "0.003" not in lines
     monkeypatch.setattr("sys.argv", ["train.py", "--help-all"])
