@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.optimization import Adafactor
 
 from rlhf.config.options import EngineOptions, Optim, OptimizerOptions, effective_stage
 from rlhf.engine.adamw import MasterAdamW, rate_groups
@@ -196,6 +195,8 @@ def _muon(weight: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Optimiz
 
 def _adafactor(weight: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Optimizer:
     """With the rates of the schedule, as transformers' `--optim adafactor`."""
+    from transformers.optimization import Adafactor  # imports PEFT and bitsandbytes, for seconds, in every stage
+
     own: Any = {"scale_parameter": False, "relative_step": False, "weight_decay": group["weight_decay"]}
     return Adafactor([weight], lr=group["lr"], **own)
 

@@ -209,6 +209,14 @@ def test_the_source_of_torch_free_modules(module: str) -> None:
                 waiting.append(name)
 
 
+def test_stages_start_without_peft() -> None:
+    """It takes two CPU seconds with bitsandbytes, and transformers' optimizers import both."""
+    slow = ("peft", "bitsandbytes", "transformers.optimization", "transformers.trainer")
+    for module, path in MODULES.items():
+        if room(module) != "rlhf.adapters":
+            assert not [name for name in imported_at_once(path) if name.startswith(slow)], module
+
+
 def test_neither_torch_free_modules_nor_help_import_torch() -> None:
     help_page = "import train; sys.argv = ['train.py', '--help']; train.main()"
     program = f"import sys, {', '.join(TORCH_FREE)}; {help_page}; sys.exit('torch' in sys.modules)"
