@@ -1,7 +1,6 @@
 """Methods of peft that put learned tokens before every row, or learned keys and values into every layer.
 
-There is no merged form: steps 1 and 2 save the tokens as a PEFT adapter, and step 3 refuses the methods for models
-that it trains.
+There is no merged form: a stage saves the tokens as a PEFT adapter, from which no stage trains further.
 """
 
 import contextlib
