@@ -14,6 +14,7 @@ from rlhf.config.origins import command_line_options, set_options, trees_of
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.plan.options import PlanOptions
+from rlhf.training.stage_process import fast_imports
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import Step3Config
@@ -78,7 +79,8 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
 
 def chain_config(argv: list[str]) -> type[ChainConfig]:
     """ChainConfig with the options of the chosen algorithm as its `ppo` section."""
-    from step3_ppo import algorithms  # imported here because it imports torch
+    with fast_imports():
+        from step3_ppo import algorithms  # imported here because it imports torch
 
     algorithm = parser.peek(argv, "ppo.algorithm", "ppo")
     options = algorithms.options(algorithm)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf.distributed.addresses import LOOPBACK, interface_of
 from rlhf.errors import UserError
-from rlhf.launch import rank_variables
+from rlhf.launch import forks, rank_variables
 from rlhf.launch.hosts import Deployment
 from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ExitStatus, GroupWatch, Ranks, Signals
 from rlhf.shipped import ROOT
@@ -28,6 +28,8 @@ LAUNCHER_GRACE = "RLHF_GRACE_S"
 def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitStatus:
     """Run `python -m module` in `target` processes of this machine, to their end; rlhf.launch.team runs several hosts.
 
+    One process may be a fork of this one, which spares it the imports.
+
     Returns the exit code of the first rank that failed, else 0; below 0 it is a signal, to this process or to a rank.
     rlhf.launch.supervisor.GroupWatch documents how signals and failures end all ranks. No process outlives this call.
     """
@@ -38,8 +40,13 @@ def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitS
     with Signals() as signals, _rendezvous(processes) as rendezvous, Ranks() as ranks:
         for rank in range(processes):
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **rendezvous} if rendezvous else {}
-            if not signals.waiting():
-                ranks.start(rank, command, rank_environment(processes, grace_s) | variables | devices)
+            environment = rank_environment(processes, grace_s) | variables | devices
+            if signals.waiting():
+                continue
+            if processes == 1 and forks.possible():
+                ranks.add(rank, forks.Fork(module, argv, environment))
+            else:
+                ranks.start(rank, command, environment)
         return GroupWatch(ranks, signals, grace_s).wait()
 
 

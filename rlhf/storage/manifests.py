@@ -139,6 +139,7 @@ def locked(directory: Path) -> Iterator[None]:
     except OSError as error:
         reason = f"cannot be written ({error.strerror})"
         raise UserError(f"{directory / LOCK}: {reason}; make it writable, or choose another --output-dir") from None
+    os.register_at_fork(after_in_child=file.close)  # a child that lives longer would keep the lock
     with file:
         try:
             yield

@@ -66,7 +66,8 @@ class Fault:
         return called
 
     def happen(self) -> None:
-        if os.environ.get("RANK", "0") != self.rank:
+        here = stage()
+        if not here.startswith("step") or self.stage not in ("", here) or os.environ.get("RANK", "0") != self.rank:
             return
         self.count += 1
         if self.nth not in ("*", str(self.count)):
@@ -131,11 +132,10 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def stage() -> str:
-    """What this process runs with -m."""
+    """What this process runs as `python -m`: the program of its start, or that of the fork that it is."""
     words = sys.orig_argv
-    return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    return words[words.index("-m") + 1] if "-m" in words[:-1] else Path(sys.argv[0]).parent.name
 
 
-if os.environ.get("FAULT") and stage().startswith("step"):
-    asked = [Fault(text) for text in os.environ["FAULT"].split(",")]
-    sys.meta_path.insert(0, Finder([fault for fault in asked if fault.stage in ("", stage())]))
+if os.environ.get("FAULT"):
+    sys.meta_path.insert(0, Finder([Fault(text) for text in os.environ["FAULT"].split(",")]))
