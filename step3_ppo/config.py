@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
-from rlhf.config import Config
+from rlhf import console, plugins
+from rlhf.config import Config, parser
 from rlhf.config.declaration import Curve, Declaration, Frontier, ModelWords, Phase, ReportParts, Result
 from rlhf.config.options import (
     EngineOptions,
@@ -249,6 +250,16 @@ class Step3Config(
     as for the actor"""
     reward_models: FrozenOptions = FrozenOptions()
     """engine options of learned reward models and judges; an option that is not set here is as for the critic"""
+
+    @classmethod
+    def adopt(cls, values: dict[str, Any], source: object) -> dict[str, Any]:
+        """The values of a file that is for another algorithm, without what only that one accepts; a line names it."""
+        other = plugins.find(f"{__package__}.algorithms", str(values.get("algorithm", "ppo"))).Config
+        foreign = parser.refused(cls, values) - parser.refused(other, values)
+        if foreign:
+            names = ", ".join(f"{name} {values[name]}" for name in values if name in foreign)
+            console.status(f"{source}: left out, because the algorithm that was chosen refuses it: {names}")
+        return {name: value for name, value in values.items() if name not in foreign}
 
     @field_validator("reward", mode="before")
     @classmethod

@@ -25,7 +25,7 @@ from rlhf.chain.options import (
     resolve,
 )
 from rlhf.chain.stages import STAGES
-from rlhf.config import Config, foreign_settings, parser
+from rlhf.config import Config, foreign_settings, parser, read_yaml
 from rlhf.config.options import MAX_SEED
 from rlhf.config.short_help import short_help
 from rlhf.errors import UserError
@@ -118,7 +118,7 @@ def _check(chain: Any) -> None:
 def _require_same_labels(chain: Any, folder: Path) -> None:
     """Raises: UserError if earlier pairs in the directory were labelled in another way."""
     path = folder / OPTIONS
-    saved = parser.read_yaml(path) if path.is_file() and list(folder.glob("pairs-*.jsonl")) else {}
+    saved = read_yaml(path) if path.is_file() and list(folder.glob("pairs-*.jsonl")) else {}
     for name in ("prompts", "label", "tie"):
         value = chain.model_dump(mode="json")[name]
         if name in saved and saved[name] != value:

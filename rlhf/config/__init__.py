@@ -10,13 +10,13 @@ from rlhf.config.parser import (
     option_names,
     parse,
     peek,
-    read_yaml,
     split_config_files,
     suggest,
     suggest_options,
     to_yaml,
     validate,
 )
+from rlhf.config.yaml_files import read_yaml
 
 __all__ = [
     "Config",

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf.config import foreign_options
 from rlhf.config.secrets import refuse_secrets
+from rlhf.config.yaml_files import is_utf8, read_yaml
 from rlhf.errors import UserError
-from rlhf.shipped import config_file
 
 
 class Config(BaseModel):
@@ -34,6 +34,16 @@ class Config(BaseModel):
     """options for the length of a stage: a run resumes with another value, with a note; a finished one is extended"""
     NOTED: ClassVar[frozenset[str]] = frozenset()
     """other options: an interrupted run resumes with another value, with a note"""
+
+    @classmethod
+    def adopt(cls, values: dict[str, Any], source: object) -> dict[str, Any]:
+        """The plain values of a file, without those that a section leaves out."""
+        adopted = dict(values)
+        for name, field in cls.model_fields.items():
+            section = field.annotation
+            if isinstance(section, type) and issubclass(section, Config) and isinstance(values.get(name), dict):
+                adopted[name] = section.adopt(values[name], source)
+        return adopted
 
     @classmethod
     def declared(cls, kind: Literal["FREE", "TOTALS", "NOTED"]) -> frozenset[str]:
@@ -75,6 +85,15 @@ def validate(cls: type[C], values: dict[str, Any], source: str) -> C:
     if mistakes:
         raise UserError(f"{source}: " + "; ".join(mistakes))
     return cls.model_validate(values)
+
+
+def refused(cls: type[Config], values: dict[str, Any]) -> set[str]:
+    """The options among plain values that `cls` does not have, or whose value it refuses."""
+    try:
+        cls.model_validate(values)
+    except ValidationError as error:
+        return {str(e["loc"][0]) for e in error.errors() if e["loc"]}
+    return set()
 
 
 Cure = Callable[[type["Config"], list[str]], str]
@@ -149,73 +168,6 @@ def merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
 
 
 PRINT_OPTIONS = {"--print-config", "--changed"}
-MAX_VALUES = 100_000
-"""maximum number of values in one YAML file, with every alias expanded"""
-
-
-class _Loader(yaml.SafeLoader):
-    """Loads plain values only. A key that comes twice is an error; YAML would silently use the last one."""
-
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        if node is not None and _values(node, {}) > MAX_VALUES:
-            problem = f"with its aliases expanded it has more than {MAX_VALUES} values"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return node
-
-    def construct_scalar(self, node: Any) -> Any:
-        text = super().construct_scalar(node)
-        if "\0" in str(text) or not _is_utf8(str(text)):
-            problem = f"got {text[:40]!a}, expected text that a file or a path can have"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return text
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        names: set[str] = set()
-        for key, _ in node.value:
-            name = str(key.value).replace("-", "_")
-            if name in names:
-                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' comes twice", problem_mark=key.start_mark)
-            names.add(name)
-        return super().construct_mapping(node, deep)
-
-
-def _values(node: Any, counts: dict[int, float]) -> float:
-    """The number of values of a node with every alias expanded; infinite for a node that contains itself."""
-    if id(node) not in counts:
-        counts[id(node)] = float("inf")
-        children = node.value if isinstance(node, yaml.CollectionNode) else ()
-        flat = itertools.chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children
-        counts[id(node)] = 1 + sum(_values(child, counts) for child in flat)
-    return counts[id(node)]
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """One YAML mapping. Keys may be written with hyphens.
-
-    Raises: UserError with the path, and the line of a syntax mistake.
-    """
-    try:
-        values = yaml.load(config_file(path).read_text(encoding="utf-8"), _Loader) or {}
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read ({error.strerror}); expected a YAML file") from None
-    except RecursionError:
-        raise UserError(f"{path}: not valid YAML: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid UTF-8, or a month 13
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise UserError(f"{path}{line}: not valid YAML: {problem}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: got a {type(values).__name__}, expected a mapping of options")
-    return _underscored(values)
-
-
-def _underscored(values: dict[Any, Any]) -> dict[str, Any]:
-    return {
-        str(key).replace("-", "_"): _underscored(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-    }
 
 
 class Overlay(NamedTuple):
@@ -243,7 +195,7 @@ def compose(cls: type[C], files: Sequence[str | Path], overlay: Overlay = NO_OVE
     values: dict[str, Any] = {}
     composed: list[tuple[str | Path, dict[str, Any]]] = []
     for path, tree in trees(files, overlay):
-        values = merge(values, tree)
+        values = cls.adopt(merge(values, tree), path)
         composed.append((path, values))
     mistakes = _mistakes(cls, values, _foreign_or_similar_key)
     for path, values_so_far in composed if mistakes else ():
@@ -260,7 +212,7 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises: UserError if no file follows, or a word is not valid UTF-8, in which options are written to files.
     """
     for word in argv:
-        if not _is_utf8(word):
+        if not is_utf8(word):
             raise UserError(f"{word!a}: got bytes that are not UTF-8, expected an option or a path in UTF-8")
     files: list[str] = []
     arguments: list[str] = []
@@ -277,14 +229,6 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             in_files = False
             arguments.append(word)
     return files, arguments
-
-
-def _is_utf8(word: str) -> bool:
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def peek(argv: Sequence[str], option: str, default: str) -> str:

@@ -4,10 +4,10 @@ Llama 2 did so before PPO (arXiv 2307.09288, section 3.2.3), RAFT instead of it 
 the best of earlier iterations; here each iteration learns from its own responses alone.
 """
 
-from typing import Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from rlhf.maths import credit as crediting
@@ -24,14 +24,12 @@ class Config(Step3Config):
     num_ppo_epochs: int = Field(1, ge=1)
     """passes over an iteration's chosen responses"""
 
-    @model_validator(mode="after")
-    def _refuse_score_scaling(self) -> Self:
-        if self.use_score_scaling or self.score_clip is not None or self.reference_responses:
-            raise ValueError(
-                "use_score_scaling, score_clip, reference_responses: expected none of them; only the order of the "
-                "scores of one prompt matters here"
-            )
-        return self
+    @field_validator("use_score_scaling", "score_clip", "reference_responses")
+    @classmethod
+    def _refuse_score_scaling(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("expected no change of scores; only the order of the scores of one prompt matters here")
+        return value
 
 
 class BestOfN:

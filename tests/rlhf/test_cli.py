@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import cli
-from rlhf.config import parser
+from rlhf.config import yaml_files
 from rlhf.errors import UserError
 from tests.support import programs
 from tests.support.programs import Run
@@ -66,7 +66,7 @@ def test_an_option_of_the_user_that_names_a_shipped_file(tmp_path: Path, monkeyp
     """A path under configs/ is the shipped file in any directory, unless there is one."""
     monkeypatch.chdir(tmp_path)
     lora = "configs/overlays/lora.yaml"
-    assert parser.read_yaml(lora) == parser.read_yaml(cli.ROOT / lora)
+    assert yaml_files.read_yaml(lora) == yaml_files.read_yaml(cli.ROOT / lora)
     (tmp_path / lora).parent.mkdir(parents=True)
     (tmp_path / lora).write_text("seed: 3")
-    assert parser.read_yaml(lora) == {"seed": 3}
+    assert yaml_files.read_yaml(lora) == {"seed": 3}

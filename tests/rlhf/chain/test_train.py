@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf import console, errors
 from rlhf.chain import command as train
-from rlhf.config import parser
+from rlhf.config import yaml_files
 from rlhf.launch import launcher
 from rlhf.storage import manifests
 from tests.support.programs import STATUS, without_status
@@ -68,7 +68,7 @@ def again(
         def stage(module: str, words: list[str], target: Any) -> int:
             started.append(module)
             if copied_from is not None:
-                directory = Path(parser.read_yaml(words[1])["output_dir"])
+                directory = Path(yaml_files.read_yaml(words[1])["output_dir"])
                 shutil.copytree(copied_from / module, directory / module)
             return 0
 
