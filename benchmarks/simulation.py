@@ -7,7 +7,7 @@ efficiency is the time of computation over the total time.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import outcome
@@ -54,7 +54,12 @@ def table() -> str:
     """A Markdown table. The two numbers of a cell are for the two links."""
     columns = (f"SFT, {STRONG_ROWS} rows a step", f"SFT, {WEAK_ROWS} rows a device", "PPO, 16 responses a device")
     head = ["devices", *(f"{name}, ZeRO {stage}" for name in columns for stage in STAGES)]
-    body = [" | ".join(cells) for cells in (head, ["---"] * len(head), *lines())]
+    return markdown(head, lines())
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    body = [" | ".join(cells) for cells in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {line} |" for line in body)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import memory, scaling, simulation
+from benchmarks import memory, published, scaling, simulation
 from rlhf.chain import command as train
 from rlhf.chain.options import ChainConfig
 from rlhf.config.options import EngineOptions
@@ -97,6 +97,19 @@ def test_the_page_has_the_scaling_tables() -> None:
     scaling_result = simulation.result("scaling")
     assert scaling.table(scaling_result) in PAGE and simulation.table() in PAGE
     assert [rank["sent_over_formula"] for rank in scaling_result["ranks"]] == pytest.approx([1] * 4, abs=1e-3)
+
+
+def test_the_page_has_the_published_times() -> None:
+    for table in published.tables():
+        assert table in PAGE
+
+
+def test_more_devices_divide_the_published_work_and_add_what_they_send() -> None:
+    """By hand: a device sends (n - 1) / n of the bytes over 300 GB/s in a node and 25 GB/s beyond it."""
+    eight, many = (published.sending_hours("opt-13b", count) for count in (8, 64))
+    assert many / eight == pytest.approx((63 / 64) / (7 / 8) * 300e9 / 25e9)
+    shown = next(cells for cells in published.scaled() if cells[0] == "opt-13b")
+    assert float(shown[2]) == pytest.approx((9 - eight) / 8 + many, rel=0.005)
 
 
 def test_measured_runs_have_the_recorded_prediction(tmp_path: Path) -> None:
