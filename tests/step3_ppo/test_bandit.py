@@ -20,16 +20,18 @@ ACTIONS = 8
 KL_COEF = 0.5
 STEPS = 300
 BATCH = 512
-GROUP = 64
-"""A group's mean that counts the response itself makes its advantages 1 / GROUP too small (GRPO)."""
+LEARNING_RATE = 0.1
+LIMIT = 0.006
+"""of the total variation; over six seeds the largest was 0.004 (GRPO), and 0.002 of the others"""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"num_ppo_epochs": 2},
     "a2c": {},
     "reinforce": {"num_ppo_epochs": 2},
-    "rloo": {"num_ppo_epochs": 2, "num_generations": GROUP},
-    # With the group's deviation under the score, the weight of the KL is another: that has no Boltzmann optimum.
-    "grpo": {"num_ppo_epochs": 1, "num_generations": GROUP, "scale_rewards": False},
+    "rloo": {"num_ppo_epochs": 2, "num_generations": 64},
+    # With the group's deviation under the score, the weight of the KL is another: that has no Boltzmann optimum. The
+    # group's mean counts the response itself, so that advantages are one part in num_generations too small.
+    "grpo": {"num_ppo_epochs": 1, "num_generations": BATCH, "scale_rewards": False},
 }
 
 
@@ -72,7 +74,7 @@ def logprobs_of(table: Tensor, ids: Tensor) -> Tensor:
 def train(algorithm: Any, scores: Tensor, ref_logits: Tensor, draw: torch.Generator) -> Tensor:
     """The algorithm with a learned baseline for its critic, from the reference policy on: [V] probabilities."""
     logits, baseline = ref_logits.clone().requires_grad_(), torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.Adam([logits, baseline], lr=0.05)
+    optimizer = torch.optim.Adam([logits, baseline], lr=LEARNING_RATE)
     iterations = STEPS // algorithm.config.num_ppo_epochs
     annealed = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=iterations)
     for _ in range(iterations):
@@ -106,4 +108,4 @@ def test_an_algorithm_reaches_the_boltzmann_optimum(name: str, seed: int) -> Non
     assert total_variation(ref_logits.softmax(0), best) > 0.2 and float(best.max()) < 0.95
     module = plugins.find("step3_ppo.algorithms", name)
     algorithm = algorithms.load(module.Config(algorithm=name, kl_coef=KL_COEF, **OPTIONS[name]))
-    assert total_variation(train(algorithm, scores, ref_logits, draw), best) < 0.02
+    assert total_variation(train(algorithm, scores, ref_logits, draw), best) < LIMIT
