@@ -62,6 +62,8 @@ class Variant:
 
     name: str
     words: tuple[str, ...]
+    members: tuple["Variant", ...] = ()
+    """variants whose reward models score the responses beside its own; trained before (run_models)"""
 
     def words_but(self, *sections: str) -> tuple[str, ...]:
         """The words without the options of these sections: sft, reward, ppo."""
@@ -158,10 +160,11 @@ def run_cell(options: CellOptions, variant: Variant, seed: int) -> None:
     ppo = resolve_chain([*options.words, *seeds, *variant.words]).ppo
     if ppo.judge is None:
         raise UserError(f"{options.recipe}: got no judge, expected one such as ppo.judge vader")
+    members = (f"learned,model={model_directories(options, member, seed)[1]}" for member in variant.members)
     changes = {
         "actor_model": ppo.actor_model or str(sft),
         "reward_model": ppo.reward_model or str(reward),
-        "reward": (*ppo.reward, f"0*{ppo.judge}"),
+        "reward": (*ppo.reward, *members, f"0*{ppo.judge}"),
     }
     stage.run(ppo.model_copy(update=changes))
     write_cell(path, read_run(variant.name, seed, directory / "step3_ppo", time.process_time() - start))

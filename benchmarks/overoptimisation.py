@@ -8,17 +8,16 @@ d = sqrt(KL to the SFT policy), the gain in true score is, by their equation 1,
     RL:         d (alpha - beta ln d)
 
 Both are linear in alpha and beta, which least squares fits to each seed. With the reward model of the middle size, PPO
-also runs with the means against over-optimisation (REMEDIES). Intervals: Student's t over the seeds. Writes
-overoptimisation.csv (every point), the table in overoptimisation.md, and overoptimisation.svg. What is finished is not
-repeated.
+also runs with the means against over-optimisation (REMEDIES), and both methods maximise ensembles of it: models of the
+same pairs and other seeds. Intervals: Student's t over the seeds. Writes overoptimisation.csv (every point), the table
+in overoptimisation.md, and overoptimisation.svg. What is finished is not repeated.
 """
 
-import csv
 import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from pydantic import Field
 from torch import Tensor
 
 from benchmarks import gold_model
-from benchmarks.ablations import write_table
 from benchmarks.cells import (
     Cell,
     CellOptions,
@@ -42,16 +40,39 @@ from benchmarks.cells import (
     run_jobs,
     run_models,
 )
+from benchmarks.overoptimisation_report import BEST_OF_N, PPO, Points, report
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.maths import best_of_n
-from rlhf.maths.intervals import Interval, mean_interval
 
 WINDOW = 2
 """iterations of PPO whose mean is one point"""
-BEST_OF_N = "best of n"
 REMEDIES = {"KL penalty": "--ppo.kl-coef 0.1", "PAR": "--ppo.reference-responses 4"}
 """options of PPO that may move the peak, by their names"""
+UNCERTAINTY = 0.5
+"""weight of the members' variance"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ensemble:
+    """A rule that makes one score of those of K reward models (Coste et al. 2023, 2310.02743)."""
+
+    score: Callable[[Tensor], Tensor]
+    """[K, ...] to [...]"""
+    ppo: str
+    """the same, as options of train.py"""
+
+
+ENSEMBLES = {
+    "ensemble's mean": Ensemble(
+        lambda scores: scores.mean(0), "--ppo.reward-combine uncertain --ppo.uncertainty-coef 0"
+    ),
+    "mean less variance": Ensemble(
+        lambda scores: scores.mean(0) - UNCERTAINTY * scores.var(0, correction=0),
+        f"--ppo.reward-combine uncertain --ppo.uncertainty-coef {UNCERTAINTY}",
+    ),
+    "ensemble's worst": Ensemble(lambda scores: scores.amin(0), "--ppo.reward-combine min"),
+}
 
 
 class Options(CellOptions):
@@ -69,6 +90,8 @@ class Options(CellOptions):
     """responses of PPO"""
     ppo: str = "--ppo.kl-coef 0 --ppo.learning-rate 1e-3"
     """options of PPO, as of train.py"""
+    members: int = Field(4, ge=2)
+    """reward models of an ensemble"""
     epochs: int = Field(2, ge=1)
     """passes of the reward models over the most pairs; all train for as many steps"""
     gold: str = "build/gold"
@@ -78,72 +101,44 @@ class Options(CellOptions):
     results: str = "docs/results"
     """directory of the report"""
 
-
-@dataclass(frozen=True, slots=True)
-class Points:
-    """Of one seed and reward model: where each policy is. All [N]."""
-
-    method: str
-    """best of n, PPO, or PPO with the name of a remedy"""
-    pairs: int
-    seed: int
-    kl: np.ndarray
-    """nats per response"""
-    gold: np.ndarray
-    """gain in true score over the SFT policy"""
-    proxy: np.ndarray
-    """the reward model's score"""
-
-
-@dataclass(frozen=True, slots=True)
-class Law:
-    """gain(d) = d (alpha - beta f(d)), f(d) = d for best of n and ln d for RL."""
-
-    logarithmic: bool
-    alpha: float
-    beta: float
-    r2: float = math.nan
-    """share of the variance of the gains that it explains"""
-
-    def gain(self, d: np.ndarray) -> np.ndarray:
-        return d * (self.alpha - self.beta * (np.log(d) if self.logarithmic else d))
-
     @property
-    def peak(self) -> tuple[float, float]:
-        """(d, gain) of the maximum; infinite without over-optimisation, which is beta <= 0."""
-        if self.beta <= 0:
-            return math.inf, math.inf
-        d = math.exp(self.alpha / self.beta - 1) if self.logarithmic else self.alpha / (2 * self.beta)
-        return d, float(self.gain(np.array(d)))
+    def middle(self) -> int:
+        """The size of the reward models with remedies and in ensembles."""
+        return sorted(self.pairs)[len(self.pairs) // 2]
 
 
-def fit(d: np.ndarray, gain: np.ndarray, logarithmic: bool) -> Law:
-    """Least squares over the points with d > 0."""
-    d, gain = d[d > 0], gain[d > 0]
-    design = np.stack([d, -d * (np.log(d) if logarithmic else d)], axis=1)
-    (alpha, beta), *_ = np.linalg.lstsq(design, gain, rcond=None)
-    residual = gain - design @ np.array([alpha, beta])
-    return Law(logarithmic, float(alpha), float(beta), float(1 - residual.var() / gain.var()))
-
-
-def variants(options: Options) -> dict[Variant, tuple[str, int]]:
-    """The method and the pairs of each PPO: from the reward model of each size, and with the remedies."""
-
-    def words(pairs: int, remedy: str = "") -> tuple[str, ...]:
-        passes = options.epochs * math.ceil(max(options.pairs) / pairs)
-        rows = f"--reward.max-train-rows {pairs} --reward.num-train-epochs {passes}"
-        return tuple(f"{rows} {options.ppo} --ppo.total-episodes {options.episodes} {remedy}".split())
-
-    middle = sorted(options.pairs)[len(options.pairs) // 2]
-    found = {Variant(f"{pairs} pairs", words(pairs)): ("PPO", pairs) for pairs in options.pairs}
-    for name, remedy in REMEDIES.items():
-        found[Variant(f"{middle} pairs, {name}", words(middle, remedy))] = f"PPO, {name}", middle
-    return found
+def reward_words(options: Options, pairs: int) -> tuple[str, ...]:
+    """The options of a reward model that learns from so many pairs."""
+    passes = options.epochs * math.ceil(max(options.pairs) / pairs)
+    return "--reward.max-train-rows", str(pairs), "--reward.num-train-epochs", str(passes)
 
 
 def reward_variants(options: Options) -> list[Variant]:
-    """One variant for each size."""
-    return list(variants(options))[: len(options.pairs)]
+    """One for each size."""
+    return [Variant(f"{pairs} pairs", reward_words(options, pairs)) for pairs in options.pairs]
+
+
+def member_variants(options: Options) -> tuple[Variant, ...]:
+    """The members of an ensemble beside the reward model of the middle size."""
+    words = reward_words(options, options.middle)
+    return tuple(Variant(f"member {k}", (*words, "--reward.seed", f"{k}000")) for k in range(1, options.members))
+
+
+def variants(options: Options) -> dict[Variant, tuple[str, int]]:
+    """The method and the pairs of each PPO: a reward model of each size, the remedies, the ensembles."""
+    ppo = f"{options.ppo} --ppo.total-episodes {options.episodes}"
+    found = {
+        Variant(reward.name, (*reward.words, *ppo.split())): (PPO, pairs)
+        for reward, pairs in zip(reward_variants(options), options.pairs, strict=True)
+    }
+    middle, members = options.middle, member_variants(options)
+    words = reward_words(options, middle)
+    for name, remedy in REMEDIES.items():
+        found[Variant(f"{middle} pairs, {name}", (*words, *ppo.split(), *remedy.split()))] = f"{PPO}, {name}", middle
+    for name, rule in ENSEMBLES.items():
+        variant = Variant(f"{middle} pairs, {name}", (*words, *ppo.split(), *rule.ppo.split()), members)
+        found[variant] = f"{PPO}, {name}", middle
+    return found
 
 
 def sample_file(options: Options, seed: int) -> Path:
@@ -159,7 +154,8 @@ def sample(options: Options, seed: int) -> None:
     from rlhf.text.tokenizer import Template
 
     ppo = resolve_chain(options.words).ppo
-    directories = [model_directories(options, variant, seed) for variant in reward_variants(options)]
+    proxies = {variant.name: variant for variant in (*reward_variants(options), *member_variants(options))}
+    directories = [model_directories(options, variant, seed) for variant in proxies.values()]
     policy_path = str(directories[0][0] / "model")
     prompts = [row for _, row in read_prompts(ppo.ppo_only_data_path[0])[: options.prompts]]
     rows = tuple(row for row in prompts for _ in range(options.best_of))
@@ -180,26 +176,36 @@ def sample(options: Options, seed: int) -> None:
         samples = rewards.as_samples(backend(policy.lm, batch, settings, uniforms), tokenizer)
         for column, source in zip(scores, sources, strict=True):
             column += source(samples).tolist()
-    result = {"gold": scores[0]} | dict(zip(map(str, options.pairs), scores[1:], strict=True))
+    result = dict(zip(["gold", *proxies], scores, strict=True))
     path = sample_file(options, seed)
     path.with_suffix(".tmp").write_text(json.dumps(result), encoding="utf-8")
     path.with_suffix(".tmp").replace(path)
 
 
-def best_of_n_points(options: Options, seed: int) -> tuple[list[Points], float, dict[int, float]]:
-    """(points of each reward model, mean true score of the SFT policy, agreement of each model with the judge)."""
-    stored = json.loads(sample_file(options, seed).read_text(encoding="utf-8"))
-    gold = torch.tensor(stored.pop("gold"), dtype=torch.float64).reshape(options.prompts, options.best_of)
+def proxy_scores(stored: Mapping[str, Tensor], options: Options) -> dict[tuple[str, int], Tensor]:
+    """The scores that best-of-n selects by, for each method and size. stored: `sample_file`, by reward model."""
+    found = {(BEST_OF_N, pairs): stored[f"{pairs} pairs"] for pairs in options.pairs}
+    names = [f"{options.middle} pairs", *(member.name for member in member_variants(options))]
+    members = torch.stack([stored[name] for name in names])
+    return found | {(f"{BEST_OF_N}, {name}", options.middle): rule.score(members) for name, rule in ENSEMBLES.items()}
+
+
+def best_of_n_points(options: Options, seed: int) -> tuple[list[Points], float]:
+    """(points of each method and size, mean true score of the SFT policy)."""
+    shape = options.prompts, options.best_of
+    stored = {
+        name: torch.tensor(scores, dtype=torch.float64).reshape(shape)
+        for name, scores in json.loads(sample_file(options, seed).read_text(encoding="utf-8")).items()
+    }
+    gold = stored["gold"]
     ns = [2**power for power in range(1, int(math.log2(options.best_of)) + 1)]
-    points, agreements = [], {}
-    for pairs in options.pairs:
-        proxy = torch.tensor(stored[str(pairs)], dtype=torch.float64).reshape(gold.shape)
+    kl = np.array([best_of_n.kl(n) for n in ns])
+    points = []
+    for (method, pairs), proxy in proxy_scores(stored, options).items():
         means = np.array([[best_of_n.expected_score(proxy, of, n).mean().item() for of in (gold, proxy)] for n in ns])
-        kl = np.array([best_of_n.kl(n) for n in ns])
-        gain = means[:, 0] - gold.mean().item()
-        points.append(Points(BEST_OF_N, pairs, seed, kl, gain, means[:, 1] - proxy.mean().item()))
-        agreements[pairs] = agreement(proxy, gold)
-    return points, gold.mean().item(), agreements
+        gains = means - [gold.mean().item(), proxy.mean().item()]
+        points.append(Points(method, pairs, seed, kl, gains[:, 0], gains[:, 1], agreement(proxy, gold)))
+    return points, gold.mean().item()
 
 
 def agreement(proxy: Tensor, gold: Tensor) -> float:
@@ -213,108 +219,15 @@ def agreement(proxy: Tensor, gold: Tensor) -> float:
     return (signs[0] == signs[1])[different].double().mean().item()
 
 
-def ppo_points(cell: Cell, method: str, pairs: int, start: float) -> Points:
-    """Means of WINDOW iterations of a run. start: true score of the SFT policy."""
+def ppo_points(cell: Cell, method: str, selected: Sequence[Points], pairs: int, start: float) -> Points:
+    """Means of WINDOW iterations of a run. selected: best-of-n of its seed; start: true score of the SFT policy."""
+    same_score = f"{BEST_OF_N}{method.removeprefix(PPO)}" if method.removeprefix(f"{PPO}, ") in ENSEMBLES else BEST_OF_N
+    [share] = [p.agreement for p in selected if (p.method, p.pairs) == (same_score, pairs)]
     count = len(cell.kl) // WINDOW * WINDOW
     kl, gold, proxy = (
         np.array(values[:count]).reshape(-1, WINDOW).mean(1) for values in (cell.kl, cell.score, cell.reward)
     )
-    return Points(method, pairs, cell.seed, kl.clip(0), gold - start, proxy - cell.reward[0])
-
-
-def methods() -> list[str]:
-    """In the order of the table."""
-    return [BEST_OF_N, "PPO", *(f"PPO, {name}" for name in REMEDIES)]
-
-
-def laws(points: Sequence[Points], method: str, pairs: int) -> list[Law]:
-    """The fit of each seed."""
-    own = [p for p in points if (p.method, p.pairs) == (method, pairs)]
-    return [fit(np.sqrt(p.kl), p.gold, method != BEST_OF_N) for p in own]
-
-
-def interval(values: Sequence[float]) -> Interval:
-    return mean_interval(torch.tensor(values, dtype=torch.float64))
-
-
-def table(points: Sequence[Points], agreements: Mapping[int, Sequence[float]], options: Options) -> list[str]:
-    """Markdown: a row for each method and size."""
-    lines = [
-        "| method | pairs | agreement with the judge | alpha | beta | R² | largest gain measured | at KL "
-        "| gain at the end | end KL |",
-        "|---" * 10 + "|",
-    ]
-    for method in methods():
-        for pairs in options.pairs:
-            fits = laws(points, method, pairs)
-            if not fits:
-                continue
-            own = [p for p in points if (p.method, p.pairs) == (method, pairs)]
-            alpha, beta = (_text(interval([getattr(law, name) for law in fits])) for name in ("alpha", "beta"))
-            best = [(p.gold.max(), p.kl[p.gold.argmax()], p.gold[-1], p.kl[-1]) for p in own]
-            columns = list(zip(*best, strict=True))
-            r2 = np.mean([law.r2 for law in fits])
-            lines.append(
-                f"| {method} | {pairs} | {np.mean(agreements[pairs]):.3f} | {alpha} | {beta} | {r2:.2f} "
-                f"| {_text(interval(columns[0]))} | {np.mean(columns[1]):.1f} "
-                f"| {_text(interval(columns[2]))} | {np.mean(columns[3]):.1f} |"
-            )
-    return lines
-
-
-def _text(i: Interval) -> str:
-    return f"{i.mean:.3f} ± {(i.high - i.low) / 2:.3f}"
-
-
-def write_csv(path: Path, points: Sequence[Points]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["method", "pairs", "seed", "kl", "gold_gain", "proxy_gain"])
-        for p in points:
-            for row in zip(p.kl, p.gold, p.proxy, strict=True):
-                writer.writerow([p.method, p.pairs, p.seed, *(f"{value:.5g}" for value in row)])
-
-
-def draw(path: Path, points: Sequence[Points], options: Options) -> None:
-    """Gain in true score against sqrt(KL), and the mean of the seeds' laws. Raises: ModuleNotFoundError."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}  # text as text, the same bytes each time
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 3, figsize=(17, 4.8), layout="constrained")
-    middle = sorted(options.pairs)[len(options.pairs) // 2]
-    sizes = [(f"{pairs} pairs", pairs) for pairs in options.pairs]
-    lines = [[(label, BEST_OF_N, pairs) for label, pairs in sizes], [(label, "PPO", pairs) for label, pairs in sizes]]
-    lines.append([(method, method, middle) for method in methods()[1:]])
-    titles = ("best of n: d (alpha - beta d)", "PPO: d (alpha - beta ln d)", f"PPO from {middle} pairs")
-    for axes, parts, title in zip(panels, lines, titles, strict=True):
-        for label, method, pairs in parts:
-            own, fits = [p for p in points if (p.method, p.pairs) == (method, pairs)], laws(points, method, pairs)
-            if not own:
-                continue
-            d, gain = (np.concatenate(values) for values in ([np.sqrt(p.kl) for p in own], [p.gold for p in own]))
-            (line,) = axes.plot(d, gain, ".", alpha=0.35)
-            grid = np.linspace(0.02, d.max(), 100)
-            axes.plot(grid, np.mean([law.gain(grid) for law in fits], axis=0), color=line.get_color(), label=label)
-        axes.set(xlabel="d = sqrt(KL to the SFT policy, nats)", ylabel="gain in true score", title=title)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-
-
-def report(points: Sequence[Points], agreements: Mapping[int, Sequence[float]], options: Options) -> None:
-    """Write overoptimisation.csv, the table of the page overoptimisation.md, and overoptimisation.svg."""
-    results = Path(options.results)
-    results.mkdir(parents=True, exist_ok=True)
-    write_csv(results / "overoptimisation.csv", points)
-    write_table(results / "overoptimisation.md", table(points, agreements, options))
-    try:
-        draw(results / "overoptimisation.svg", points, options)
-    except ModuleNotFoundError as error:
-        print(f"no picture: {error}; pip install matplotlib")
+    return Points(method, pairs, cell.seed, kl.clip(0), gold - start, proxy - cell.reward[0], share)
 
 
 def main() -> int:
@@ -323,7 +236,8 @@ def main() -> int:
     gold_model.prepare(options, Path(options.gold))
     words = shlex.join(gold_model.judge_words(Path(options.gold)))
     options = options.model_copy(update={"options": f"{options.options} {words}"})
-    run_models(options, [(variant, seed) for seed in range(options.seeds) for variant in reward_variants(options)])
+    proxies = (*reward_variants(options), *member_variants(options))
+    run_models(options, [(variant, seed) for seed in range(options.seeds) for variant in proxies])
     logs = Path(options.output_dir).absolute() / "logs"
     jobs = [
         Job(f"best of n, seed {seed}", partial(sample, options, seed), logs / f"sample-{seed}.log")
@@ -332,23 +246,22 @@ def main() -> int:
     ]
     failed: list[Any] = run_jobs(jobs, options.processes)
     cells = run_grid(options, list(variants(options)))
-    points, agreements = collect(options, cells)
-    report(points, agreements, options)
+    report(collect(options, cells), options.middle, Path(options.results))
     return 1 if failed or len(cells) < len(variants(options)) * options.seeds else 0
 
 
-def collect(options: Options, cells: Sequence[Cell]) -> tuple[list[Points], dict[int, list[float]]]:
-    """(all points of the seeds whose responses are scored; each seed's agreement with the judge, by size)."""
+def collect(options: Options, cells: Sequence[Cell]) -> list[Points]:
+    """All points of the seeds whose responses are scored."""
     by_name = {variant.name: method for variant, method in variants(options).items()}
     points: list[Points] = []
-    agreements: dict[int, list[float]] = {pairs: [] for pairs in options.pairs}
     for seed in range(options.seeds):
         if sample_file(options, seed).is_file():
-            own, start, shares = best_of_n_points(options, seed)
-            points += own + [ppo_points(cell, *by_name[cell.variant], start) for cell in cells if cell.seed == seed]
-            for pairs, share in shares.items():
-                agreements[pairs].append(share)
-    return points, agreements
+            selected, start = best_of_n_points(options, seed)
+            points += selected
+            for cell in (cell for cell in cells if cell.seed == seed):
+                method, pairs = by_name[cell.variant]
+                points.append(ppo_points(cell, method, selected, pairs, start))
+    return points
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import ablations, cells, gold_model, overoptimisation, stories
+from benchmarks import ablations, cells, gold_model, overoptimisation, overoptimisation_report, stories
 from benchmarks.cells import Cell, Variant
+from rlhf import rewards
 from rlhf.errors import UserError
 from tests.support import tiny
 
@@ -97,10 +99,10 @@ def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(tmp_path: 
 
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_a_law_is_recovered_with_its_peak(logarithmic: bool) -> None:
-    law = overoptimisation.Law(logarithmic, 0.5, 0.2)
+    law = overoptimisation_report.Law(logarithmic, 0.5, 0.2)
     d = np.linspace(0, 6, 2001)
     gain = np.concatenate([[0.0], law.gain(d[1:])])
-    result = overoptimisation.fit(d, gain, logarithmic)
+    result = overoptimisation_report.fit(d, gain, logarithmic)
     assert (result.alpha, result.beta, result.r2) == pytest.approx((0.5, 0.2, 1.0))
     assert result.peak == pytest.approx((d[gain.argmax()], gain.max()), abs=6 / 2000)
 
@@ -129,10 +131,51 @@ def test_reward_models_of_all_sizes_train_for_as_many_steps_and_remedies_share_t
     variants = overoptimisation.variants(options)
     assert list(variants.values()) == [
         ("PPO", 100), ("PPO", 400), ("PPO", 1400), ("PPO, KL penalty", 400), ("PPO, PAR", 400),
+        *((f"PPO, {name}", 400) for name in overoptimisation.ENSEMBLES),
     ]  # fmt: skip
     rows = [variant.words_but("sft", "ppo") for variant in variants]
     assert [int(words[1]) * int(words[3]) for words in rows[:3]] == [2800, 3200, 2800]
-    assert rows[3] == rows[4] == rows[1]
+    assert all(each == rows[1] for each in rows[3:])
+
+
+def test_members_of_an_ensemble_learn_from_the_same_pairs_with_other_seeds() -> None:
+    options = overoptimisation.Options(pairs=(100, 400, 1400), members=3)
+    own, members = overoptimisation.reward_variants(options)[1], overoptimisation.member_variants(options)
+    paths = {cells.model_directories(options, each, 0)[1] for each in (own, *members)}
+    assert len(paths) == 3 and all(member.words[:4] == own.words for member in members)
+    seeds = [cells.resolve_chain([*options.words, "--seed", "7", *member.words]).reward for member in members]
+    assert [(each.seed, each.data_seed) for each in seeds] == [(1000, 0), (2000, 0)]
+    ppo = [variant for variant in overoptimisation.variants(options) if variant.members]
+    assert len(ppo) == len(overoptimisation.ENSEMBLES) and all(each.members == members for each in ppo)
+
+
+def test_an_ensemble_scores_by_its_rule_in_best_of_n_as_in_step_3() -> None:
+    scores = torch.tensor([[1.0, 4.0], [3.0, 0.0], [2.0, 2.0]])
+    for rule in overoptimisation.ENSEMBLES.values():
+        ppo = cells.resolve_chain(shlex.split(f"--ppo.reward a b c {rule.ppo}")).ppo
+        named = zip("abc", scores, strict=True)
+        sources = tuple(rewards.WeightedSource(name, 1.0, lambda _, each=each: each) for name, each in named)
+        combined = rewards.Sources(sources, ppo.reward_combine, uncertainty_coef=ppo.uncertainty_coef)
+        assert combined(None)[0].tolist() == pytest.approx(rule.score(scores).tolist())
+
+
+def test_laws_of_a_report_are_fitted_by_method_and_size(tmp_path: Path) -> None:
+    d = np.linspace(0.2, 3, 8)
+    points = [
+        overoptimisation_report.Points(
+            method, pairs, seed, d**2, overoptimisation_report.Law(method == "PPO", alpha, 0.2).gain(d), d, 0.6
+        )
+        for seed in (0, 1)
+        for method, pairs, alpha in (("best of n", 100, 0.5), ("best of n, worst", 100, 0.7), ("PPO", 100, 0.9))
+    ]
+    overoptimisation_report.report(points, 100, tmp_path)
+    table = (tmp_path / "overoptimisation.md").read_text().splitlines()
+    assert [line.split(" | ")[:4] for line in table[2:]] == [
+        ["| best of n", "100", "0.600", "0.500 ± 0.000"],
+        ["| best of n, worst", "100", "0.600", "0.700 ± 0.000"],
+        ["| PPO", "100", "0.600", "0.900 ± 0.000"],
+    ]
+    assert len((tmp_path / "overoptimisation.csv").read_text().splitlines()) == 1 + 6 * len(d)
 
 
 def test_sentences() -> None:
