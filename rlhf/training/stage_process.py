@@ -31,6 +31,8 @@ from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ORDERLY, REQUEUE, USER_ERR
 
 C = TypeVar("C", bound=RunOptions)
 
+SPINS = "10000"
+"""rounds that a waiting thread of libgomp spins before it sleeps; libgomp's default is 300,000"""
 PATIENCE_S = 5.0
 """a rank with no error of its own waits this long for the launcher to end it, so that it prints nothing"""
 
@@ -79,7 +81,9 @@ def refuse_silent_end(stage: str) -> Iterator[None]:
 @contextlib.contextmanager
 def fast_imports() -> Iterator[None]:
     """Inside, libraries are imported: threads that start are theirs, and no garbage is collected, because collections
-    find nothing then and take a fifth of the CPU time (1.0 of 5.2 s, 2026-11-23)."""
+    find nothing then and take a fifth of the CPU time (1.0 of 5.2 s, 2026-11-23). torch's threads will sleep after a
+    shorter wait than by default, which is longer than a time slice of a core that another program also uses."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -3,11 +3,13 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.config.options import RunOptions
 from rlhf.errors import UserError
@@ -111,6 +113,23 @@ def test_no_garbage_is_collected_while_libraries_are_imported() -> None:
             assert gc.isenabled() == enabled
         finally:
             gc.enable()
+
+
+LIBGOMP = next((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"), None)
+
+
+@pytest.mark.skipif(LIBGOMP is None, reason="this build of torch has no libgomp")
+@pytest.mark.parametrize("chosen", [None, "77"])
+def test_waiting_threads_sleep_soon(chosen: str | None) -> None:
+    """libgomp itself says with which settings it was loaded."""
+    program = (
+        "import ctypes\nfrom rlhf.training.stage_process import fast_imports\n"
+        f"with fast_imports():\n    ctypes.CDLL({str(LIBGOMP)!r})"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"} | ({"GOMP_SPINCOUNT": chosen} if chosen else {})
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0 and f"GOMP_SPINCOUNT = '{chosen or stage_process.SPINS}'" in done.stderr
 
 
 def test_torchrun_shows_the_mistake_first_and_last(tmp_path: Path) -> None:
