@@ -164,6 +164,8 @@ class Pairs(TensorRecord):
     gap_gradient: Tensor | None = None
     """[B] float, derivative of a loss of the whole step by the score of the chosen side minus that of the rejected one;
     None = 0"""
+    ratings: Tensor | None = None
+    """[B, 2, K] float, ratings of the chosen and the rejected side by K attributes; NaN where there is none"""
 
     @property
     def length_gaps(self) -> Tensor:

@@ -21,6 +21,7 @@ STAGE = Declaration(
             Curve("Accuracy", ("accuracy", "eval_accuracy"), (0.5, "guessing")),
             Curve("Margin", ("margin", "eval_margin"), (0.0, "")),
             Curve("Language-model loss", ("nll",)),
+            Curve("Error of the ratings", ("rating_error",), (1.0, "their mean")),
             Curve("Correlation of score and length", ("length_correlation",), (0.0, "")),
             Curve("Gradient norm", ("grad_norm",)),
             Curve("Learning rate", ("learning_rate",)),
@@ -63,6 +64,11 @@ class RewardConfig(SupervisedOptions):
     sft_coef: float = Field(0.0, ge=0)
     """weight of the language-model loss on the chosen responses, through the model's own head (GRM), which is not
     saved; above 0 both sides of a pair are computed in full"""
+    attributes: tuple[str, ...] = ()
+    """ratings that a second head learns beside the score, by their names in the data's attribute_ratings
+    (HelpSteer has helpfulness, correctness, coherence, complexity, verbosity); the head is not saved"""
+    attribute_coef: float = Field(0.1, gt=0)
+    """weight of the squared error of the ratings, in units of their variance, with attributes"""
     length_coef: float = Field(0.0, ge=0)
     """weight of the squared correlation of score and length within the pairs of a step, which keeps scores from
     following length; above 0 each pair is scored twice"""
@@ -70,9 +76,12 @@ class RewardConfig(SupervisedOptions):
     """metric of the evaluations of eval_every; the model with its best value is the result, not the last model"""
 
     @model_validator(mode="after")
-    def _language_model_is_whole(self) -> Self:
+    def _two_heads_are_whole(self) -> Self:
+        second = "sft_coef" if self.sft_coef else "attributes" if self.attributes else None
         splits = [name for name in ("tensor_parallel_size", "sequence_parallel_size") if getattr(self, name) > 1]
         splits += ["share_trunk"] if self.share_trunk else []
-        if self.sft_coef and splits:
-            raise ValueError(f"sft_coef: expected no {splits[0]}, which does not support two heads on one model")
+        if second and splits:
+            raise ValueError(f"{second}: expected no {splits[0]}, which does not support two heads on one model")
+        if self.sft_coef and self.attributes:
+            raise ValueError("sft_coef: expected no attributes, which have the place of the second head")
         return self

@@ -38,8 +38,12 @@ class PairLoss:
         config, device = self._config, self._reward.device
         margin, weight = (None if x is None else to_device(x, device) for x in (pairs.margin, pairs.weight))
         rows: Sequence[Sequences | JoinedPairs]
-        nll = None
-        if config.sft_coef:
+        nll = error = None
+        if config.attributes:
+            assert pairs.ratings is not None
+            side_scores, rows, predicted = score_and_rate(self._reward, pairs)
+            error = losses.rating_error(predicted, to_device(pairs.ratings, device), weight, self._count)
+        elif config.sft_coef:
             side_scores, rows, logprobs = score_and_predict(self._reward, pairs)
             mask = to_device(rows[0].loss_mask[: len(pairs)], device)
             nll = losses.chosen_nll(logprobs, mask, weight, self._count)
@@ -53,6 +57,9 @@ class PairLoss:
         if nll is not None:
             value = value + config.sft_coef * nll
             metrics["nll"] = nll.detach()
+        if error is not None:
+            value = value + config.attribute_coef * error
+            metrics["rating_error"] = error.detach()
         if pairs.gap_gradient is not None and weight is not None:
             share = weight.sum() / self._count
             gradient = to_device(pairs.gap_gradient, device)
@@ -84,6 +91,19 @@ def score_and_predict(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]
 def score_beside_head(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:
     """The scores alone of an `ActorCritic`."""
     return score_and_predict(model, pairs)[:2]
+
+
+def score_and_rate(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences], Tensor]:
+    """Scores of the chosen and the rejected sides, [B, 2], the rows that the model computed, and the predicted ratings
+    of both sides, [B, 2, K]. model: a `RatedModel`, or its engine."""
+    sides = pairs.stacked().trimmed()
+    scalars, ratings = model(sides)
+    return scores(scalars, sides.mask).view(2, -1).T, [sides], torch.stack(ratings.chunk(2), 1)
+
+
+def score_beside_ratings(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:
+    """The scores alone of a `RatedModel`."""
+    return score_and_rate(model, pairs)[:2]
 
 
 def with_length_gradient(

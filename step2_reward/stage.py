@@ -4,6 +4,7 @@ loss = -1/N sum log sigmoid(r(x, chosen) - r(x, rejected)), over the N pairs of 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from rlhf.models import adapter_files, sequence_parallel
 from rlhf.models.load import Loading, load_causal_lm, set_dropout
 from rlhf.models.policy import ActorCritic
 from rlhf.models.scalar import (
+    RatedModel,
     ScalarModel,
     ScoreStatistics,
     can_join,
@@ -34,8 +36,9 @@ from rlhf.text.encoder import id_count
 from rlhf.types import Metrics, length_groups
 from step2_reward.config import STAGE, RewardConfig
 from step2_reward.heldout import PairScores, evaluate, require_converged
-from step2_reward.loss import PairLoss, score_beside_head, with_length_gradient
+from step2_reward.loss import PairLoss, score_beside_head, score_beside_ratings, with_length_gradient
 from step2_reward.plan import workload
+from step2_reward.ratings import RatingScale, rating_scale
 
 
 def train(
@@ -45,15 +48,19 @@ def train(
     config: RewardConfig,
     pad_id: int,
     pair_scores: PairScores = score_separately,
+    scale: RatingScale | None = None,
 ) -> Iterator[Metrics]:
     """The algorithm: one optimizer step a batch on the logistic loss of each pair's score difference.
 
     The pairs of K ranked responses are one batch element: together they have the weight of one pair.
+    scale: of the ratings, with attributes
     """
     lengths, weight_of = torch.from_numpy(dataset.row_lengths.max(1)), dataset.weights
     for indices in batches.until_epoch(config.num_train_epochs):
         weights = weight_of[indices] * counted_rows(indices)
-        batch = pair_batch([dataset[i] for i in indices], pad_id, weights)
+        batch = pair_batch([dataset[i] for i in indices], pad_id, weights, config.attributes)
+        if scale is not None and batch.ratings is not None:
+            batch = replace(batch, ratings=scale(batch.ratings))
         count = collectives.sum_over_ranks(torch.tensor(weights.sum()))
         groups = length_groups(lengths[indices], config.micro_batch_size)
         correlation = 0.0
@@ -72,8 +79,8 @@ def scoring(
 ) -> PairScores:
     """Score each pair in one row if that saves tokens and a test on the longest pairs shows that the model can do
     it."""
-    if config.sft_coef:
-        return score_beside_head
+    if config.sft_coef or config.attributes:
+        return score_beside_head if config.sft_coef else score_beside_ratings
     tokens = dataset.row_lengths
     if tokens.shape[1] == 2:
         return score_separately
@@ -101,6 +108,8 @@ def new_model(
     adapters.wrap(trunk, config.adapter, rows)
     if model is None:
         return ActorCritic(trunk, new_head(trunk, dtype, config.seed))
+    if config.attributes:
+        return RatedModel(trunk, model.score, len(config.attributes), dtype)
     return sequence_parallel.scalar_model(model, config.sequence_parallel_size)
 
 
@@ -125,6 +134,7 @@ class RewardModelling:
         total_steps: int,
     ) -> None:
         self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
+        self._scale = rating_scale(data.train, config.attributes) if config.attributes else None
         dtype = compute_dtype(config, collectives.local_device())
         rows = sample_rows(data.train, config.seed, adapters.START_TOKENS)
         model = new_model(config, model_path, dtype, id_count(tokenizer), rows)
@@ -134,7 +144,8 @@ class RewardModelling:
 
     def train(self, batches: Batches) -> Iterator[Metrics]:
         pad_id = self._tokenizer.pad_token_id
-        return train(self.engine, self._data.train, batches, self._config, pad_id, self._pair_scores)
+        data = self._data.train
+        return train(self.engine, data, batches, self._config, pad_id, self._pair_scores, self._scale)
 
     def evaluate(self) -> Metrics:
         pad_id = self._tokenizer.pad_token_id

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from data.config import DataOptions
+from data.read.columns import ATTRIBUTE_RATINGS
 from data.read.records import Phase, Unusable
 from rlhf.text.tokenizer import Template
 from rlhf.text.truncate import FittedPrompt, Ids, fit_prompt, min_prompt_length
@@ -48,6 +49,8 @@ class Preference:
     """how much better the chosen side is: the row's column `margin`"""
     subset: str = ""
     """the group of pairs that it is evaluated with: the row's column `subset`"""
+    ratings: tuple[tuple[str, float, float], ...] = ()
+    """(attribute, of the chosen side, of the rejected side): the row's column `attribute_ratings`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,9 @@ class RowEncoder:
         margin = float(margin) if isinstance(margin, int | float) else None
         subset = row.columns.get("subset")
         subset = str(subset) if isinstance(subset, str | int) else ""
-        return Preference((*fitted.ids, *chosen), (*fitted.ids, *rejected), len(fitted.ids), margin, subset), cut
+        ratings = tuple((name, *map(float, both)) for name, both in (row.columns.get(ATTRIBUTE_RATINGS) or {}).items())
+        sides = (*fitted.ids, *chosen), (*fitted.ids, *rejected)
+        return Preference(*sides, len(fitted.ids), margin, subset, ratings), cut
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         for row, ids in zip(rows, self._prompt_ids(rows), strict=True):

@@ -18,6 +18,7 @@ from data.build.mixture import Origin, origins_of_other_phases
 from data.build.owners import PromptOwners, unusable_reason
 from data.build.split import PHASES, group_digest, share_of_points, text_digest
 from data.config import DataOptions
+from data.read.columns import ATTRIBUTE_RATINGS
 from data.read.records import Phase
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
@@ -309,7 +310,7 @@ class RowWriter:
             self._texts = []
 
 
-PAIR_COLUMNS = ("margin", "subset")
+PAIR_COLUMNS = ("margin", "subset", ATTRIBUTE_RATINGS)
 """columns that a pair keeps"""
 
 

@@ -1,6 +1,7 @@
 """Items in memory-mapped Arrow files: unpadded ids, in the smallest integer type that holds the vocabulary."""
 
 import gc
+import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -34,6 +35,7 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
             "rejected": ids,
             "margin": datasets.Value("float32"),
             "subset": datasets.Value("string"),
+            "ratings": datasets.Value("string"),
             "shorter": datasets.Value("int32"),
         },
         "ppo": {"ids": ids, "row": datasets.Value("string")},
@@ -63,7 +65,16 @@ def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -
 
 EMPTY_COLUMNS: dict[Phase, dict[str, Any]] = {
     "sft": {"ids": [], "spans": [], "length": 0},
-    "reward": {"prompt": [], "chosen": [], "rejected": [], "margin": None, "subset": "", "length": 0, "shorter": 0},
+    "reward": {
+        "prompt": [],
+        "chosen": [],
+        "rejected": [],
+        "margin": None,
+        "subset": "",
+        "ratings": "",
+        "length": 0,
+        "shorter": 0,
+    },
     "ppo": {"ids": [], "row": "", "length": 0},
 }
 
@@ -80,6 +91,7 @@ def _phase_columns(item: Item, text: str, cut: Truncation) -> dict[str, Any]:
         "rejected": item.rejected[start:],
         "margin": item.margin,
         "subset": item.subset,
+        "ratings": json.dumps(item.ratings) if item.ratings else "",
         "length": max(len(item.chosen), len(item.rejected)),
         "shorter": min(len(item.chosen), len(item.rejected)),
     }
@@ -94,7 +106,8 @@ def to_item(phase: Phase, columns: dict[str, Any]) -> Item:
         return Prompt(tuple(columns["ids"]), row_from_json(columns["row"]))
     prompt = columns["prompt"]
     sides = (*prompt, *columns["chosen"]), (*prompt, *columns["rejected"])
-    return Preference(*sides, len(prompt), columns["margin"], columns["subset"])
+    ratings = tuple(map(tuple, json.loads(columns["ratings"]))) if columns["ratings"] else ()
+    return Preference(*sides, len(prompt), columns["margin"], columns["subset"], ratings)
 
 
 class EncodeBatch:

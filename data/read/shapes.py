@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from data.read.columns import as_prompt, first_user_text, read_number
+from data.read.columns import ATTRIBUTE_RATINGS, as_prompt, first_user_text, read_attribute_ratings, read_number
 from data.read.dialogues import (
     join_prompt,
     read_dialogue,
@@ -33,7 +33,7 @@ LABELS = {"true": True, "1": True, True: True, "false": False, "0": False, False
 PAIR, SINGLE, NO_RESPONSE = 2, 1, 0
 """how many responses a record of a shape has; a ranked list counts as a pair"""
 SIDES = ("chosen", "rejected")
-NAMED = ("margin", "subset")
+NAMED = ("margin", "subset", ATTRIBUTE_RATINGS)
 """columns of a pair with a meaning of their own"""
 
 
@@ -116,7 +116,7 @@ def _read_pair(
     before, chosen, rejected = _read_sides(record, location, columns)
     prompt = join_prompt(record, prompt_column, before, location)
     chosen, rejected = (strip_speaker(record, prompt_column, response) for response in (chosen, rejected))
-    return Row(prompt, chosen, rejected, first_user_text(prompt), _read_margin(extra, location))
+    return Row(prompt, chosen, rejected, first_user_text(prompt), _read_pair_columns(extra, location))
 
 
 def _is_several(value: object) -> bool:
@@ -135,7 +135,7 @@ def _read_sides_of_several(
         texts = (read_response(elements, name, location)[1] for name in elements)
         responses += [(strip_speaker(record, prompt_column, text), rating) for text in texts]
     prompt = read_prompt(record, prompt_column, location)
-    return Ranked(prompt, tuple(responses), first_user_text(prompt), _read_margin(extra, location))
+    return Ranked(prompt, tuple(responses), first_user_text(prompt), _read_pair_columns(extra, location))
 
 
 def _read_pair_without_prompt(record: Record, location: str, extra: dict[str, Any]) -> Row:
@@ -154,7 +154,7 @@ def _read_pair_without_prompt(record: Record, location: str, extra: dict[str, An
             )
         prompt = with_system_message(record, (Message("user", beginning),), location)
         chosen, rejected = chosen[len(beginning) :], rejected[len(beginning) :]
-    return Row(prompt, chosen, rejected, first_user_text(prompt), _read_margin(extra, location))
+    return Row(prompt, chosen, rejected, first_user_text(prompt), _read_pair_columns(extra, location))
 
 
 def _names_another_prompt(record: Record, extra: dict[str, Any]) -> bool:
@@ -189,8 +189,10 @@ def _read_voted(record: Record, location: str, extra: dict[str, Any]) -> Row | R
     return _read_pair("prompt", record, location, extra, columns if vote == "a" else columns[::-1])
 
 
-def _read_margin(extra: dict[str, Any], location: str) -> dict[str, Any]:
-    """The columns of a pair, with the margin as a number. CSV has it as text, which is empty if there is no margin."""
+def _read_pair_columns(extra: dict[str, Any], location: str) -> dict[str, Any]:
+    """The columns of a pair, with its numbers as numbers. CSV has a margin as text, which is empty if there is none."""
+    if ATTRIBUTE_RATINGS in extra:
+        extra = extra | {ATTRIBUTE_RATINGS: read_attribute_ratings(extra, location)}
     margin = extra.get("margin")
     if margin in (None, ""):
         return extra

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+from data.read.columns import ATTRIBUTE_RATINGS
 from data.read.paths import HubDataset, RecordReader, TableConfig
 from data.read.records import Phase, Record, Skipped, Unusable, column_names
 from rlhf.errors import UserError
@@ -24,6 +25,8 @@ class Ranked:
     responses: tuple[tuple[str, float], ...]
     group: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
+    attributes: tuple[Mapping[str, float], ...] = ()
+    """the ratings of each response by attribute, if the source has them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ def ranked_rows(ranked: Ranked, phase: Phase, ranking: str) -> Iterator[Row | Sk
 
     ranking: distinguishes this ranked list from all others of the source; several pairs get it as `Row.ranking`.
     """
-    order = sorted(ranked.responses, key=lambda response: -response[1])
+    numbers = sorted(range(len(ranked.responses)), key=lambda i: -ranked.responses[i][1])
+    order = [ranked.responses[i] for i in numbers]
     if phase == "ppo":
         yield Row(ranked.prompt, None, None, ranked.group, ranked.columns)
     elif not order:
@@ -76,12 +80,20 @@ def ranked_rows(ranked: Ranked, phase: Phase, ranking: str) -> Iterator[Row | Sk
     elif phase == "sft":
         yield Row(ranked.prompt, order[0][0], None, ranked.group, ranked.columns)
     else:
-        candidates = combinations(order, 2)
-        pairs = [(better, worse) for (better, high), (worse, low) in candidates if high > low]
+        candidates = combinations(numbers, 2)
+        pairs = [(i, j) for i, j in candidates if ranked.responses[i][1] > ranked.responses[j][1]]
         if not pairs:
             yield Skipped("tie" if len(order) > 1 else "only one response")
-        for chosen, rejected in pairs:
-            yield Row(ranked.prompt, chosen, rejected, ranked.group, ranked.columns, ranking if len(pairs) > 1 else "")
+        for i, j in pairs:
+            chosen, rejected = ranked.responses[i][0], ranked.responses[j][0]
+            columns = ranked.columns | (_attribute_ratings(ranked, i, j) if ranked.attributes else {})
+            yield Row(ranked.prompt, chosen, rejected, ranked.group, columns, ranking if len(pairs) > 1 else "")
+
+
+def _attribute_ratings(ranked: Ranked, chosen: int, rejected: int) -> dict[str, Any]:
+    """The column `attribute_ratings` of a pair, with the attributes that both responses have."""
+    first, second = ranked.attributes[chosen], ranked.attributes[rejected]
+    return {ATTRIBUTE_RATINGS: {name: [first[name], second[name]] for name in first if name in second}}
 
 
 def _labelled_row(item: Labelled, phase: Phase) -> Iterator[Row | Skipped]:

@@ -1,15 +1,15 @@
 """Responses rated 0 to 4 on five attributes: nvidia/HelpSteer (arXiv 2311.09528), HelpSteer2 (arXiv 2406.08673).
 
 Consecutive rows with the same prompt are its responses, ranked by `attribute`. The best is the demonstration; each pair
-of different rating is a preference. Splits: train, validation. The pairs of HelpSteer2, in its directory preference,
-are read by the source helpsteer2_preference.
+of different rating is a preference, whose column `attribute_ratings` has all five ratings. Splits: train, validation.
+The pairs of HelpSteer2, in its directory preference, are read by the source helpsteer2_preference.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from data.read.columns import as_prompt, first_user_text, merge_turns, read_number
 from data.read.paths import TableConfig, open_path
@@ -42,11 +42,11 @@ def parse(record: Record, location: str, attribute: Attribute) -> Ranked:
             f"{location}: preference_strength: got pairs, expected ratings; write helpsteer2_preference:PATH"
         )
     prompt = as_prompt(parse_turns(read_text(record, "prompt", location)))
-    return Ranked(
-        prompt,
-        ((read_text(record, "response", location), read_number(record, attribute, location)),),
-        first_user_text(prompt),
-    )
+    response, rating = read_text(record, "response", location), read_number(record, attribute, location)
+    attributes = {
+        name: read_number(record, name, location) for name in get_args(Attribute) if record.get(name) is not None
+    }
+    return Ranked(prompt, ((response, rating),), first_user_text(prompt), attributes=(attributes,))
 
 
 def parse_turns(text: str) -> tuple[Message, ...]:
@@ -67,7 +67,8 @@ def _merge_by_prompt(items: Iterable[Ranked | Skipped]) -> Iterator[Ranked | Ski
         if isinstance(item, Skipped):
             yield item
         elif ranked and ranked.prompt == item.prompt:
-            ranked = replace(ranked, responses=ranked.responses + item.responses)
+            attributes = ranked.attributes + item.attributes
+            ranked = replace(ranked, responses=ranked.responses + item.responses, attributes=attributes)
         else:
             if ranked:
                 yield ranked

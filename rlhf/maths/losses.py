@@ -80,6 +80,20 @@ def chosen_nll(logprobs: Tensor, mask: Tensor, weight: Tensor | None, count: Cou
     return (row_means if weight is None else weight * row_means).sum() / count
 
 
+def rating_error(predicted: Tensor, ratings: Tensor, weight: Tensor | None, count: Count) -> Tensor:
+    """The squared error of predicted ratings: the mean over pairs of the mean over their ratings.
+
+        sum_b weight * [mean over sides and attributes of (predicted - rating)^2] / count
+
+    predicted, ratings [B, 2, K]; a rating that is NaN is none, and a pair without any has the error 0. weight [B] and
+    count as of `pairwise_logistic`. Regression of attributes: HelpSteer2 (Wang et al. 2024, arXiv 2406.08673).
+    """
+    known = ~ratings.isnan()
+    squares = zero_off_mask((at_least_fp32(predicted) - ratings.nan_to_num()).square(), known)
+    means = squares.flatten(1).sum(1) / known.flatten(1).sum(1).clamp(min=1)
+    return (means if weight is None else weight * means).sum() / count
+
+
 def gap_moments(gaps: Tensor, length_gaps: Tensor, weight: Tensor) -> Tensor:
     """The sums over B pairs of weight * (gap * length_gap, gap^2, length_gap^2), float64 [3]; all arguments [B].
 

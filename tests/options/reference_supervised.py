@@ -139,18 +139,25 @@ def steps_of(o: dict[str, Any], rows: int, steps: list[Any]) -> int:
     return len(steps) if o["batch_tokens"] else rows // o["batch_size"] * o["num_train_epochs"]
 
 
-Pair = tuple[Ids, Ids, int, float]
-"""chosen, rejected, tokens of the prompt, margin"""
+Ratings = tuple[tuple[str, tuple[float, float]], ...]
+Pair = tuple[Ids, Ids, int, float, Ratings]
+"""chosen, rejected, tokens of the prompt, margin, ratings"""
 
 
 def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held_out: Sequence[Pair]) -> None:
     """loss = mean of -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2, and more terms."""
-    margins = {(chosen, rejected): margin for chosen, rejected, _, margin in train}
-    prompts = {(chosen, rejected): prompt for chosen, rejected, prompt, _ in train}
-    sizes = {(c, r): (max(len(c), len(r)), min(len(c), len(r)), len(c) + len(r) - prompt) for c, r, prompt, _ in train}
+    margins = {(chosen, rejected): margin for chosen, rejected, _, margin, _ in train}
+    prompts = {(chosen, rejected): prompt for chosen, rejected, prompt, _, _ in train}
+    sizes = {
+        (c, r): (max(len(c), len(r)), min(len(c), len(r)), len(c) + len(r) - prompt) for c, r, prompt, _, _ in train
+    }
     steps = rows_of_steps(o, run.observed, sizes)
     start = reference.with_new_head(reference.load(o["model"]), o["seed"])
     total = steps_of(o, len(train), steps)
+    ratings = standard_ratings(o["attributes"], train)
+    if o["attributes"]:
+        head = torch.zeros(len(o["attributes"]), start.shapes["score.weight"][1])
+        start = Network({**start.weights(), "attributes.weight": head})
     reward = Trainer(start, o, o["learning_rate"], total)
 
     def scores(network: Network, rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -183,6 +190,11 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
                 each = [-row[prompts[pair] : len(pair[0])].mean() for row, pair in zip(logprobs, rows, strict=True)]
                 metrics["nll"] = torch.stack(each).mean()
                 value = value + o["sft_coef"] * metrics["nll"]
+            if o["attributes"]:
+                metrics["rating_error"] = torch.stack(
+                    [squared_error(network, row, ratings[row]) for row in rows]
+                ).mean()
+                value = value + o["attribute_coef"] * metrics["rating_error"]
             if o["length_coef"]:
                 lengths = torch.tensor([float(len(c) - len(r)) for c, r in rows], dtype=torch.float64)
                 metrics["length_correlation"] = torch.nn.functional.cosine_similarity(gap, lengths, 0)
@@ -192,3 +204,23 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
         run.step(reward.take_step(loss) | watch.after(number))
     assert watch.is_over or len(steps) == total
     watch.end(run, "reward", {})
+
+
+def standard_ratings(attributes: Sequence[str], train: Sequence[Pair]) -> dict[Any, list[list[float | None]]]:
+    """The ratings of each pair, [attribute][side], less the mean of all and in their standard deviations."""
+    of = {(chosen, rejected): dict(ratings) for chosen, rejected, _, _, ratings in train}
+    known = {name: [x for ratings in of.values() for x in ratings.get(name, ())] for name in attributes}
+    mean = {name: sum(known[name]) / len(known[name]) for name in attributes}
+    std = {name: math.sqrt(sum((x - mean[name]) ** 2 for x in known[name]) / len(known[name])) for name in attributes}
+    return {
+        row: [[(x - mean[name]) / std[name] for x in ratings[name]] for name in attributes if name in ratings]
+        for row, ratings in of.items()
+    }
+
+
+def squared_error(network: Network, row: tuple[Ids, Ids], ratings: list[list[float | None]]) -> Tensor:
+    """The mean over sides and attributes; 0 for a pair without ratings."""
+    if not ratings:
+        return torch.zeros((), dtype=torch.float64)
+    predicted = network.at_ends(row, "attributes.weight").T
+    return (predicted - torch.tensor(ratings, dtype=torch.float64)).square().mean()

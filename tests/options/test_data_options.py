@@ -46,7 +46,8 @@ def opened(stage: str, config: Any) -> tuple[list[Any], list[Any]]:
 def plain(item: Any) -> tuple[Any, ...]:
     if isinstance(item, Preference):
         assert item.margin is not None
-        return item.chosen, item.rejected, item.prompt_length, round(item.margin, 5)  # kept in fp32
+        ratings = tuple((name, (chosen, rejected)) for name, chosen, rejected in item.ratings)
+        return item.chosen, item.rejected, item.prompt_length, round(item.margin, 5), ratings  # kept in fp32
     assert isinstance(item, Demonstration | Prompt)
     return (item.ids,)
 

@@ -55,6 +55,7 @@ ASK = 'Row((Message("user", "w5"),), "w6", "w7"'
 TYPES = "expected text, numbers, lists and mappings with names that are text"
 ROLES = "expected system, user or assistant"
 HALF = "got half a surrogate pair at character"
+RATINGS = 'expected numbers by attribute, as {"helpfulness": [4, 1]}'
 BROKEN = (
     ('yield {"prompt": "x"}', 'got {"prompt": "x"}, expected rlhf.types.Row'),
     ("yield", "got null, expected rlhf.types.Row"),
@@ -74,6 +75,7 @@ BROKEN = (
     (f'yield {ASK}, columns={{"a": {{3: 4}}}})', f"columns.a: got the name 3; {TYPES}"),
     (f'a = {{}}; a["a"] = a; yield {ASK}, columns=a)', f"columns: nested too deeply; {TYPES}"),
     (f'yield {ASK}, columns={{"margin": float("nan")}})', "columns: margin: got NaN, expected a number"),
+    (f'yield {ASK}, columns={{"attribute_ratings": 3}})', f"columns: attribute_ratings: got 3, {RATINGS}"),
     ("yield Skipped(3)", "reason: got 3, expected text"),
 )  # fmt: skip
 

@@ -256,6 +256,7 @@ def test_sound_records_of_no_use(record: dict[str, Any], message: str) -> None:
         parse(record, "f:1")
 
 
+PAIR = {"prompt": "q", "chosen": "x", "rejected": "y"}
 MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, "got the columns none; expected one of: prompt/"),
     ({"prompt": "q", "chosen": "x", "rejected": None}, "rejected: got null, expected text"),
@@ -284,6 +285,9 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "much"}, 'margin: got "much", expected a number'),
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "inf"}, "margin: got Infinity, expected a number"),
     ({"chosen": [ASK, ONE], "rejected": [ASK, TWO], "margin": [1]}, "margin: got [1], expected a number"),
+    ({**PAIR, "attribute_ratings": [1, 2]}, 'attribute_ratings: got [1, 2], expected numbers by attribute'),
+    ({**PAIR, "attribute_ratings": {"a": 1}}, "attribute_ratings.a: got 1, expected two numbers: of the chosen"),
+    ({**PAIR, "attribute_ratings": {"a": [1, "2"]}}, 'attribute_ratings.a: got "2", expected a number'),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "yes"}, 'preference: got "yes", expected a'),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": 1}, "preference: got 1, expected text"),
     ({"prompt": "q", "response_a": "x", "response_b": None, "preference": "a"}, "response_b: got null, expected text"),

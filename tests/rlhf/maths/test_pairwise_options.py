@@ -103,3 +103,17 @@ def test_the_correlation_of_score_and_length_within_pairs() -> None:
     for nothing in ((0 * gaps, length_gaps), (gaps, 0 * length_gaps)):
         rho, gradient = found(*nothing)
         assert rho == 0 and not gradient.any()
+
+
+def test_the_error_of_ratings_is_a_mean_over_pairs_of_means_over_ratings() -> None:
+    none = math.nan
+    ratings = torch.tensor(
+        [[[1.0, none], [3.0, 2.0]], [[none, none]] * 2, [[0.0, 0.0], [0.0, none]]], dtype=torch.float64
+    )
+    predicted = torch.full_like(ratings, 1.0).requires_grad_()
+    weight = column(1.0, 1.0, 0.5)
+    error = losses.rating_error(predicted, ratings, weight, 3)
+    assert error.item() == pytest.approx(((0 + 4 + 1) / 3 + 0 + 0.5 * (1 + 1 + 1) / 3) / 3, rel=1e-12)
+    (slope,) = torch.autograd.grad(error, predicted)
+    assert slope.isfinite().all() and not slope[ratings.isnan()].any()
+    assert slope[0, 1].tolist() == pytest.approx([2 * (1 - 3) / 3 / 3, 2 * (1 - 2) / 3 / 3], rel=1e-12)
