@@ -119,6 +119,13 @@ def test_a_reader_prefers_by_bradley_terry() -> None:
     assert share == pytest.approx(1 / (1 + math.exp(-2.0)), abs=1e-4)
 
 
+def test_a_reader_rates_by_the_true_score_on_average() -> None:
+    draws = (np.arange(10_000) + 0.5) / 10_000
+    for score, mean in ((0.0, 2.0), (0.25, 2.5), (-0.25, 1.5)):
+        assert np.mean([stories.rating(score, draw) for draw in draws]) == pytest.approx(mean, abs=1e-3)
+    assert {stories.rating(score, draw) for score in (-1.0, 0.0, 1.0) for draw in draws} == {0, 1, 2, 3, 4}
+
+
 def test_the_gold_model_labels_without_noise() -> None:
     rows = [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 3
     labelled = gold_model.in_order(rows, torch.tensor([[2.0, 1.0], [1.0, 2.0], [-1.0, -3.0]]))
@@ -204,3 +211,6 @@ def test_the_world_is_the_same_for_one_seed(tmp_path: Path) -> None:
     prompts = [{row["prompt"] for row in rows} for rows in world.values()]
     assert all(prompts) and not prompts[0] & prompts[1] and not prompts[2] & (prompts[0] | prompts[1])
     assert all(row["chosen"] != row["rejected"] for row in world["pairs"])
+    for row in world["pairs"]:
+        for side, rating in zip(("chosen", "rejected"), row["attribute_ratings"]["kindness"], strict=True):
+            assert abs(rating - 2 - 2 * stories.vader()(row[side])) <= 2
