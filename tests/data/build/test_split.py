@@ -1,5 +1,8 @@
 """Shares, order and proportions, by content alone."""
 
+import random
+import re
+
 import numpy as np
 import pytest
 
@@ -22,6 +25,14 @@ from rlhf.types import Message, Row
 def test_near_duplicates_are_one_group(text: str) -> None:
     assert normalise(text) == "what is a fox"
     assert group_of(Row((Message("user", text),))) == "what is a fox"
+
+
+def test_ascii_texts_have_the_words_of_the_regular_expression() -> None:
+    draw = random.Random(0)
+    texts = ["".join(map(chr, draw.choices(range(128), k=draw.randrange(12)))) for _ in range(3000)]
+    for text in [*texts, *map(chr, range(128))]:
+        lower = text.casefold()
+        assert normalise(text) == " ".join(re.findall(r"\w+", lower) or lower.split())
 
 
 def test_different_texts_stay_apart() -> None:
