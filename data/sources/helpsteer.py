@@ -5,6 +5,7 @@ of different rating is a preference, whose column `attribute_ratings` has all fi
 The pairs of HelpSteer2, in its directory preference, are read by the source helpsteer2_preference.
 """
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -43,9 +44,10 @@ def parse(record: Record, location: str, attribute: Attribute) -> Ranked:
         )
     prompt = as_prompt(parse_turns(read_text(record, "prompt", location)))
     response, rating = read_text(record, "response", location), read_number(record, attribute, location)
-    attributes = {
-        name: read_number(record, name, location) for name in get_args(Attribute) if record.get(name) is not None
-    }
+    attributes: dict[str, float] = {}
+    for name in get_args(Attribute):
+        with contextlib.suppress(UserError):  # only the rating that ranks is required
+            attributes[name] = read_number(record, name, location)
     return Ranked(prompt, ((response, rating),), first_user_text(prompt), attributes=(attributes,))
 
 
