@@ -79,8 +79,10 @@ def scoring(
 ) -> PairScores:
     """Score each pair in one row if that saves tokens and a test on the longest pairs shows that the model can do
     it."""
-    if config.sft_coef or config.attributes:
-        return score_beside_head if config.sft_coef else score_beside_ratings
+    if config.sft_coef:
+        return score_beside_head
+    if config.attributes:
+        return score_beside_ratings
     tokens = dataset.row_lengths
     if tokens.shape[1] == 2:
         return score_separately

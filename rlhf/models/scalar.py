@@ -79,16 +79,12 @@ class RatedModel(ScalarModel):
         self.attributes = ScoreHead(torch.zeros(attributes, hidden_width(backbone)), dtype)
 
     def forward(self, rows: Sequences) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # a second result
-        """The scalar at every token, as of `ScalarModel`, and the ratings of each row, fp32 [B, K].
-
-        Every weight has a gradient, perhaps 0, in every backward pass, as ZeRO requires.
-        """
+        """The scalar at every token, as of `ScalarModel`, and the ratings of each row, fp32 [B, K]."""
         inputs = packing.model_inputs(self.backbone, rows.ids, rows.mask)
         hidden = self._hidden(inputs)
         scalars = _placed(self.score(hidden).flatten(), inputs.states)
         ends = to_device(inputs.states.gather(1, ops.last_index(rows.mask)[:, None]).squeeze(1), hidden.device)
-        ratings = self.attributes(hidden[ends])
-        return ops.zero_off_mask(scalars, to_device(rows.mask, scalars.device)) + 0.0 * ratings.sum(), ratings
+        return ops.zero_off_mask(scalars, to_device(rows.mask, scalars.device)), self.attributes(hidden[ends])
 
 
 def _placed(values: Tensor, states: Tensor) -> Tensor:
