@@ -136,6 +136,10 @@ class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
     """weight of the policy's entropy, nats per token, which the actor also maximises"""
     vf_coef: float = Field(0.1, ge=0)
     """weight of the critic's loss beside the policy's, with critic_model shared"""
+    rescore: bool = True
+    """compute the policy's log-probs of a rollout again before the update; off: the KL to the reference is of the
+    log-probs of sampling, and the old log-probs are those of the update's own forward pass, which saves one of four
+    scoring passes. Needs one optimizer step an iteration"""
 
 
 class IterationOptions(SharedOptimizerOptions):
@@ -265,6 +269,20 @@ class Step3Config(
     @classmethod
     def _as_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _without_rescoring_the_policy_is_the_sampler(self) -> Self:
+        if self.rescore:
+            return self
+        if self.num_ppo_epochs * self.num_mini_batches > 1:
+            raise ValueError(
+                "rescore off: expected num_ppo_epochs 1 and num_mini_batches 1; later steps have another policy"
+            )
+        if self.critic_model == SHARED:
+            raise ValueError("rescore off: expected no critic_model shared, whose values come from the same pass")
+        if plugins.parse_spec(self.rollout_backend)[0] != "loop":
+            raise ValueError(f"rescore off: expected rollout_backend loop, got {self.rollout_backend}, another sampler")
+        return self
 
     @model_validator(mode="after")
     def _keep_best_needs_evaluation(self) -> Self:

@@ -60,7 +60,7 @@ class Models:
 
 def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]] = ()) -> Models:
     """Load every model and build the engines. rows: training rows, as of `adapters.wrap`"""
-    if config.torch_compile:
+    if config.torch_compile and config.rescore:
         compiling.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
     context = reward_context(config, tokenizer)
     algorithm, ids = algorithms.load(config), id_count(tokenizer)
@@ -88,6 +88,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequen
         config,
         config.micro_batch_size,
         config.missing_eos_penalty,
+        config.rescore,
     )
     ptx_rows = open_ptx(config, tokenizer)
     if ptx_rows is not None:

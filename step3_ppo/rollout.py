@@ -57,6 +57,8 @@ class Scorer:
     sampling: SamplingOptions
     micro_batch_size: int
     missing_eos_penalty: float | None
+    rescore: bool = True
+    """whether a pass of its own computes the old log-probs"""
 
 
 def prompts_and_uniforms(
@@ -103,7 +105,8 @@ def score(rollout: SampledRollout, actor: Engine[Any], critic: Engine[Any] | Non
     """The rollout with scores, old and reference log-probs, and the critic's values, on the CPU.
 
     Old log-probs are those of the training forward, not of sampling: in bf16 the two differ (std 5e-2),
-    and the first ratio of PPO must be 1. If the critic is the actor's engine, one pass gives both.
+    and the first ratio of PPO must be 1. Without `rescore` they are those of sampling, until the update has its own.
+    If the critic is the actor's engine, one pass gives both.
     """
 
     def logprobs(policy: Policy) -> Callable[[Sequences, int], Tensor]:
@@ -113,12 +116,13 @@ def score(rollout: SampledRollout, actor: Engine[Any], critic: Engine[Any] | Non
         log_p, _, scalars = policy(sequences, scorer.sampling.temperature)
         return torch.stack([log_p[:, prompt:], state_values(scalars, prompt)])
 
-    values = None
-    with actor.inference() as policy:
-        if critic is actor:
-            old, values = per_token(rollout, logprobs_and_values, scorer.micro_batch_size)
-        else:
-            old = per_token(rollout, logprobs(policy), scorer.micro_batch_size)
+    old, values = rollout.sampled_logprobs, None
+    if scorer.rescore:
+        with actor.inference() as policy:
+            if critic is actor:
+                old, values = per_token(rollout, logprobs_and_values, scorer.micro_batch_size)
+            else:
+                old = per_token(rollout, logprobs(policy), scorer.micro_batch_size)
     with scorer.reference.of(actor) as reference:
         ref = per_token(rollout, logprobs(reference), scorer.micro_batch_size)
     if critic is not None and critic is not actor:

@@ -95,6 +95,8 @@ def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, co
         disagreement = models.scorer.sources.disagreement(rollout.source_scores)
         metrics = rollout_metrics(scaled, source_scores, config.score_clip, disagreement)
         metrics |= credit_metrics(scaled, credit)
+        if not config.rescore:
+            del metrics["sampling_mismatch"]  # the update measures it
         metrics["kl_coef"] = models.kl.coef
         models.kl.observe(metrics["kl"], config.batch_size)
         clock.lap("record")
@@ -190,7 +192,7 @@ def evaluate(
         range(collectives.data_rank(), min(len(evaluation), config.eval_samples), collectives.data_world_size())
     )
     sampled = sample(models, evaluation, rows, config, number=HELD_OUT)
-    rollout = score(sampled, models.actor, None, replace(models.scorer, missing_eos_penalty=None))
+    rollout = score(sampled, models.actor, None, replace(models.scorer, missing_eos_penalty=None, rescore=True))
     return gather_evaluation(rollout, judge, models.scorer.tokenizer, scores_by_source(models.scorer, rollout))
 
 

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,8 +56,13 @@ class StepLosses:
         mode, prompt = "trained" if config.entropy_coef else "watched", micro.rollout.prompt_ids.shape[1]
         logprobs, entropies, *scalars = actor(micro.rollout.sequences, config.temperature, entropy=mode)
         micro = micro.to(logprobs.device)
-        rollout = micro.rollout
-        loss, metrics = algorithm.policy_loss(logprobs[:, prompt:], rollout, micro.credit, self.count)
+        rollout, logprobs = micro.rollout, logprobs[:, prompt:]
+        if not config.rescore:  # this is the first step since the policy sampled
+            rollout = replace(rollout, logprobs=logprobs.detach())
+        loss, metrics = algorithm.policy_loss(logprobs, rollout, micro.credit, self.count)
+        if not config.rescore:
+            mismatch = (rollout.logprobs - rollout.sampled_logprobs).abs()
+            metrics["sampling_mismatch"] = ops.masked_mean(mismatch, rollout.mask, self.count)
         entropy = ops.masked_mean(entropies[:, prompt:], rollout.mask, self.count)
         loss, metrics = loss - config.entropy_coef * entropy, {**metrics, "entropy": entropy.detach()}
         if self.learners.critic is not actor:

@@ -1,9 +1,9 @@
 """Parts that several algorithms share: KL in the reward, clipping around the rollout's policy, whitening."""
 
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlhf.distributed import collectives
@@ -49,6 +49,12 @@ class ClippedConfig(Step3Config):
     tis_cap: float | None = Field(None, gt=0)
     """weigh each token in the policy's loss by the ratio of its probability in the trainer to that in the sampler, at
     most tis_cap (truncated importance sampling): corrects for a rollout backend whose log-probs differ; none: off"""
+
+    @model_validator(mode="after")
+    def _ratios_to_the_sampler_need_both(self) -> Self:
+        if self.tis_cap is not None and not self.rescore:
+            raise ValueError("tis_cap: expected rescore, which computes the log-probs of the trainer")
+        return self
 
 
 def rewards_of(rollout: ScoredRollout, config: KLRewardConfig, kl_coef: float) -> Tensor:

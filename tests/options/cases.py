@@ -149,6 +149,7 @@ STEP3: Table = {
     "total_episodes": [24],
     "num_mini_batches": [alone(2)],
     "num_ppo_epochs": [3],
+    "rescore": [alone(False, num_ppo_epochs=1)],
     "response_length": [9],
     "temperature": [1.7],
     "rollout_batch_size": [2],

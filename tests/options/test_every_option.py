@@ -34,8 +34,8 @@ TESTED_ELSEWHERE = {
 HELD = {"dtype", "adapter", "quantize", "rollout_backend", "share_trunk", "optim"}
 """how numbers and models are held, and plug-ins: tests/rlhf/engine, tests/contracts"""
 REPORTED = {"export_rollouts"}
-SPEED_ALONE = {"micro_batch_size", "rollout_batch_size"}
-"""options that change no number: their runs are as predicted of any value"""
+SPEED_ALONE = {"micro_batch_size", "rollout_batch_size", "rescore"}
+"""options that change no number in fp32: their runs are as predicted of any value"""
 SEEDS_OF_ORDER = {("step1_sft", "seed")}
 """another seed is another order of the rows, which is taken from the run: test_another_seed_is_another_order"""
 

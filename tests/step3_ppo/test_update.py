@@ -312,6 +312,38 @@ def test_an_update_that_sees_another_policy_shows_in_the_first_kl() -> None:
     assert first_kl(dropout=0.1) > 1e-3
 
 
+def test_without_rescoring_the_update_has_its_own_old_logprobs() -> None:
+    """The sampler's log-probs are 0.25 nats off. The KL is theirs; the ratio is 1, as after a pass that scores."""
+    one_step = {"num_ppo_epochs": 1, "num_mini_batches": 1}
+    quick, thorough = players("ppo", rescore=False, **one_step), players("ppo", **one_step)
+    sampled = quick.sample(twice_each())
+    sampled = replace(sampled, sampled_logprobs=sampled.sampled_logprobs - 0.25 * sampled.mask)
+    rollout = quick.score(sampled)
+    assert torch.equal(rollout.logprobs, sampled.sampled_logprobs)
+    metrics = quick.update(rollout)
+    assert metrics["first_approx_kl"] == 0.0 and metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["sampling_mismatch"] == pytest.approx(0.25, abs=1e-5)
+    thorough.update(thorough.score(sampled), thorough.algorithm.credit(rollout))
+    expected = thorough.weights()
+    for name, weight in quick.weights().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_ppo_epochs": 2}, "num_ppo_epochs 1 and num_mini_batches 1"),
+        ({"num_mini_batches": 2}, "num_ppo_epochs 1 and num_mini_batches 1"),
+        ({"critic_model": "shared"}, "no critic_model shared"),
+        ({"rollout_backend": "vllm,memory_share=0.3"}, "rollout_backend loop, got vllm"),
+        ({"tis_cap": 2.0}, "tis_cap: expected rescore"),
+    ],
+)
+def test_what_needs_rescoring_is_refused_without_it(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of("ppo", **{"num_ppo_epochs": 1, "num_mini_batches": 1, "rescore": False} | changes)
+
+
 def test_the_average_follows_every_step_that_was_applied() -> None:
     game = players("ppo", num_mini_batches=2, num_ppo_epochs=2, max_bad_steps=9)
     moves: list[int] = []

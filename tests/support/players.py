@@ -142,6 +142,7 @@ def players(algorithm: str, **changes: Any) -> Players:
             config,
             config.micro_batch_size,
             config.missing_eos_penalty,
+            config.rescore,
         ),
     )
 
