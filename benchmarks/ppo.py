@@ -28,7 +28,8 @@ from rlhf import errors
 from rlhf.config import parser
 
 PEER = "TRL"
-TARGETS = {(PEER, "all"): (1.4, 2.0)}
+TARGETS = {(PEER, "all"): (3.0, 4.0)}
+LORA_TARGETS = {(PEER, "all"): (2.0, 3.0)}
 PARTS = ("generate", "score", "update", "record")
 NO_TOKEN = -1
 """an id that no token has: no response ends early"""
@@ -53,6 +54,10 @@ class Options(harness.Options):
     """dtype of both sides: bf16 or fp32"""
     torch_compile: bool = True
     """ours: compile the layers, before the measurement"""
+    rescore: bool = True
+    """ours: as of step 3"""
+    lora: int | None = Field(None, ge=1)
+    """rank of LoRA on all linear layers of actor and critic, alpha twice the rank; none: all weights are trained"""
 
 
 def settings(options: Options, folder: Path) -> dict[str, Any]:
@@ -60,11 +65,19 @@ def settings(options: Options, folder: Path) -> dict[str, Any]:
     scalar = inputs.scalar_model(options, folder)
     stage_options = {
         name: getattr(options, name)
-        for name in ("batch_size", "micro_batch_size", "response_length", "max_prompt_length", "dtype", "torch_compile")
+        for name in (
+            "batch_size",
+            "micro_batch_size",
+            "response_length",
+            "max_prompt_length",
+            "dtype",
+            "torch_compile",
+            "rescore",
+        )
     }
     stage_options |= {"actor_model": options.model, "reward_model": scalar, "critic_model": scalar}
     stage_options |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "total_episodes": UNLIMITED * options.batch_size}
-    stage_options |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    stage_options |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "adapter": sft.adapter(options.lora)}
     count = options.batch_size * (options.repeats + 1)
     stage, data = inputs.first_rows(options, "ppo", count, folder, **stage_options)
     from step3_ppo.schedule import Schedule
@@ -78,7 +91,7 @@ def settings(options: Options, folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "dtype": options.dtype,
         "prompts": [[list(data.train[i].ids) for i in indices] for indices in order],
-        **{name: getattr(options, name) for name in ("batch_size", "response_length")},
+        **{name: getattr(options, name) for name in ("batch_size", "response_length", "lora")},
     }
 
 
@@ -149,15 +162,24 @@ def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
     """(PPOTrainer, tokenizer). All computation is in the dtype of the weights; a batch is one device batch."""
     import torch
     from datasets import Dataset
+    from peft import inject_adapter_in_model
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     dtype = torch.bfloat16 if s["dtype"] == "bf16" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(s["scalar"], padding_side="left")
-    policy, reference = (AutoModelForCausalLM.from_pretrained(s["model"], dtype=dtype) for _ in range(2))
+    # With an adapter the reference is the policy with its adapter off, on both sides.
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(s["model"], dtype=dtype) if needed else None
+        for needed in (True, s["lora"] is None)
+    )
     value, reward = (
         AutoModelForSequenceClassification.from_pretrained(s["scalar"], dtype=dtype, num_labels=1) for _ in range(2)
     )
+    if s["lora"] is not None:  # the trainer wraps the policy only
+        inject_adapter_in_model(sft.peft_config(s["lora"], "SEQ_CLS"), value)
+        for name, weight in value.named_parameters():
+            weight.requires_grad_("lora_" in name or name == "score.weight")
     rows = Dataset.from_list([{"input_ids": ids} for part in s["prompts"] for ids in part])
     arguments = PPOConfig(
         output_dir=f"{s['folder']}/trl",
@@ -181,7 +203,7 @@ def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
     )
     trainer = PPOTrainer(
         args=arguments, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
-        value_model=value, train_dataset=rows, eval_dataset=rows,
+        value_model=value, train_dataset=rows, eval_dataset=rows, peft_config=sft.peft_config(s["lora"], "CAUSAL_LM"),
     )  # fmt: skip
     return trainer, tokenizer
 
@@ -222,11 +244,11 @@ def measure(options: Options) -> dict[str, Any]:
         with harness.start_contenders("benchmarks.ppo", envs, config, options.threads, folder) as contenders:
             rows = harness.alternate(contenders, options.repeats)
             return outcome.results(
-                "ppo", options, contenders, rows, "episodes",
+                "ppo" if options.lora is None else "ppo_lora", options, contenders, rows, "episodes",
                 peer=f"TRL {peers.PPO}",
                 set={"prompt_tokens_of_iterations": [sum(map(len, each)) for each in config["prompts"]]},
                 seconds_of_parts=part_seconds(rows),
-                ratios=outcome.ratios(rows, "episodes", TARGETS),
+                ratios=outcome.ratios(rows, "episodes", TARGETS if options.lora is None else LORA_TARGETS),
                 shares=shares(rows, options, config["prompts"]),
                 limits=outcome.limits(rows),
             )  # fmt: skip

@@ -24,7 +24,7 @@ from rlhf import errors
 from rlhf.config import parser
 
 PEER = "TRL"
-TARGETS = {(PEER, "all"): (4.0, 7.0)}
+TARGETS = {(PEER, "all"): (5.0, 6.5)}
 
 
 class Options(sft.Options):
@@ -44,7 +44,7 @@ def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
     rows = [{"chosen_ids": list(item.chosen), "rejected_ids": list(item.rejected)} for item in dataset.train]
     contender_settings = {"stage": stage, "model": options.model, "rows": rows, "folder": str(folder)}
     contender_settings |= {"scalar": inputs.scalar_model(options, folder)}
-    return {**contender_settings, "batch_size": options.batch_size, "dtype": options.dtype}, dataset
+    return {**contender_settings, **{name: getattr(options, name) for name in ("batch_size", "dtype", "lora")}}, dataset
 
 
 def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
@@ -91,6 +91,7 @@ def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         args=RewardConfig(**sft.trainer_arguments(settings, bf16), max_length=512),
         train_dataset=Dataset.from_list(settings["rows"]),
         processing_class=AutoTokenizer.from_pretrained(path),
+        peft_config=sft.peft_config(settings["lora"], "SEQ_CLS"),
     )
     sft.run_paced(trainer, pipe, -(-len(trainer.train_dataset) // settings["batch_size"]), "pairs")
 
@@ -120,7 +121,7 @@ def measure(options: Options) -> dict[str, Any]:
             rows = harness.alternate(contenders, options.repeats)
             flop, sides = needed_flop(options, dataset), dataset.train.sides
             return outcome.results(
-                "reward", options, contenders, rows, "pairs",
+                "reward" if options.lora is None else "reward_lora", options, contenders, rows, "pairs",
                 peer=f"TRL {peers.REWARD}",
                 set={
                     "pairs": len(dataset.train),

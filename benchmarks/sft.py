@@ -8,7 +8,7 @@ DeepSpeed, and groups rows by length (here within this small set, a tenth of the
 weights and moments in bf16 under autocast, uses rows in the given order, and computes entropy and token accuracy.
 Packed, TRL fills rows of 512 tokens (best fit decreasing) and flattens a batch into one row, whose dialogues sdpa
 separates by a mask. A step then has as many such rows as hold 8 dialogues, rounded. Ours compiles the layers before the
-measurement.
+measurement. With --lora R both sides train the same adapter.
 """
 
 import itertools
@@ -27,7 +27,8 @@ from rlhf import errors
 from rlhf.config import parser
 
 PADDED, PACKED = "TRL padded", "TRL packed"
-TARGETS = {(PADDED, "all"): (3.0, 5.0), (PACKED, "all"): (2.5, 5.0)}
+TARGETS = {(PADDED, "all"): (5.0, 6.0), (PACKED, "all"): (4.7, 5.5)}
+LORA_TARGETS = dict.fromkeys(TARGETS, (3.0, 5.0))
 LEAST_SHARE, AIM_SHARE = 0.55, 0.65
 LEARNING_RATE = 1e-5
 UNLIMITED = 10**6
@@ -47,13 +48,30 @@ class Options(harness.Options):
     """dtype of both sides: bf16 or fp32"""
     torch_compile: bool = True
     """ours: compile the layers, before the measurement"""
+    lora: int | None = Field(None, ge=1)
+    """rank of LoRA on all linear layers, alpha twice the rank; none: all weights are trained"""
 
 
 def stage_options(options: Options) -> dict[str, Any]:
     """Options of step 1 or 2, without those of the data."""
     names = ("model", "batch_size", "micro_batch_size", "dtype", "torch_compile")
     config = {key: getattr(options, key) for key in names}
+    config["adapter"] = adapter(options.lora)
     return {**config, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "learning_rate": LEARNING_RATE}
+
+
+def adapter(rank: int | None) -> str | None:
+    """Our option `adapter` for LoRA of this rank."""
+    return None if rank is None else f"lora,r={rank},lora_alpha={2 * rank}"
+
+
+def peft_config(rank: int | None, task: str) -> Any:
+    """The same adapter for TRL. task: CAUSAL_LM or SEQ_CLS"""
+    from peft import LoraConfig
+
+    return None if rank is None else LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type=task
+    )  # fmt: skip
 
 
 def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
@@ -61,7 +79,7 @@ def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
     stage, data = inputs.first_rows(options, "sft", options.rows, folder, **stage_options(options))
     rows = inputs.demonstrations(data.train)
     contender_settings = {"stage": stage, "model": options.model, "rows": rows, "folder": str(folder)}
-    return {**contender_settings, "batch_size": options.batch_size, "dtype": options.dtype}, data
+    return {**contender_settings, **{name: getattr(options, name) for name in ("batch_size", "dtype", "lora")}}, data
 
 
 def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
@@ -139,6 +157,7 @@ def trl(settings: dict[str, Any], pipe: WorkerPipe, packing: bool = False) -> No
         args=arguments,
         train_dataset=Dataset.from_list(settings["rows"]),
         processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+        peft_config=peft_config(settings["lora"], "CAUSAL_LM"),
     )
     if packing:
         packs = len(trainer.train_dataset)
@@ -241,14 +260,14 @@ def measure(options: Options) -> dict[str, Any]:
             rows = harness.alternate(contenders, options.repeats)
             flop = needed_flop(options, data)
             return outcome.results(
-                "sft", options, contenders, rows, "tokens",
+                "sft" if options.lora is None else "sft_lora", options, contenders, rows, "tokens",
                 peer=f"TRL {peers.SFT}",
                 set={
                     "dialogues": len(data.train),
                     "tokens": int(data.train.lengths.sum()),
                     "needed_gflop": flop / 1e9,
                 },
-                ratios=outcome.ratios(rows, "tokens", TARGETS),
+                ratios=outcome.ratios(rows, "tokens", TARGETS if options.lora is None else LORA_TARGETS),
                 shares=shares(rows, flop, options.dtype),
                 limits=outcome.limits(rows),
             )  # fmt: skip
