@@ -21,6 +21,7 @@ STAGE = Declaration(
             Curve("Accuracy", ("accuracy", "eval_accuracy"), (0.5, "guessing")),
             Curve("Margin", ("margin", "eval_margin"), (0.0, "")),
             Curve("Language-model loss", ("nll",)),
+            Curve("Loss at every token", ("token_loss",), (0.693147, "guessing")),
             Curve("Error of the ratings", ("rating_error",), (1.0, "their mean")),
             Curve("Correlation of score and length", ("length_correlation",), (0.0, "")),
             Curve("Gradient norm", ("grad_norm",)),
@@ -69,6 +70,10 @@ class RewardConfig(SupervisedOptions):
     (HelpSteer has helpfulness, correctness, coherence, complexity, verbosity); the head is not saved"""
     attribute_coef: float = Field(0.1, gt=0)
     """weight of the squared error of the ratings, in units of their variance, with attributes"""
+    token_coef: float = Field(0.0, ge=0)
+    """weight of the same loss between the t-th tokens of both responses, for every t (DeepSpeed-Chat): the score at a
+    token then predicts that of the whole response, from which a critic starts; above 0 both sides of a pair are
+    computed in full"""
     length_coef: float = Field(0.0, ge=0)
     """weight of the squared correlation of score and length within the pairs of a step, which keeps scores from
     following length; above 0 each pair is scored twice"""
@@ -84,4 +89,6 @@ class RewardConfig(SupervisedOptions):
             raise ValueError(f"{second}: expected no {splits[0]}, which does not support two heads on one model")
         if self.sft_coef and self.attributes:
             raise ValueError("sft_coef: expected no attributes, which have the place of the second head")
+        if self.token_coef and second:
+            raise ValueError(f"token_coef: expected no {second}, whose model has another head beside the score")
         return self

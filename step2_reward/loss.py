@@ -38,7 +38,7 @@ class PairLoss:
         config, device = self._config, self._reward.device
         margin, weight = (None if x is None else to_device(x, device) for x in (pairs.margin, pairs.weight))
         rows: Sequence[Sequences | JoinedPairs]
-        nll = error = None
+        nll = error = token_loss = None
         if config.attributes:
             assert pairs.ratings is not None
             side_scores, rows, predicted = score_and_rate(self._reward, pairs)
@@ -47,6 +47,13 @@ class PairLoss:
             side_scores, rows, logprobs = score_and_predict(self._reward, pairs)
             mask = to_device(rows[0].loss_mask[: len(pairs)], device)
             nll = losses.chosen_nll(logprobs, mask, weight, self._count)
+        elif config.token_coef:
+            side_scores, rows, scalars = score_every_token(self._reward, pairs)
+            mask = to_device(differing(pairs), device)
+            chosen, rejected = (side[:, : mask.shape[1]] for side in scalars.chunk(2))
+            token_loss = losses.token_logistic(
+                chosen, rejected, mask, weight, self._count, config.centering, config.label_smoothing
+            )
         else:
             side_scores, rows = self._pair_scores(self._reward, pairs)
         self.rows.extend(rows)
@@ -60,6 +67,9 @@ class PairLoss:
         if error is not None:
             value = value + config.attribute_coef * error
             metrics["rating_error"] = error.detach()
+        if token_loss is not None:
+            value = value + config.token_coef * token_loss
+            metrics["token_loss"] = token_loss.detach()
         if pairs.gap_gradient is not None and weight is not None:
             share = weight.sum() / self._count
             gradient = to_device(pairs.gap_gradient, device)
@@ -73,6 +83,24 @@ class PairLoss:
         return sum(
             int(rows.loss_mask.sum()) for rows in self.rows if isinstance(rows, Sequences) and self._config.sft_coef
         )
+
+
+def score_every_token(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences], Tensor]:
+    """Scores of the chosen and the rejected sides, [B, 2], the rows that the model computed, and the scalars at all
+    their tokens, [2 B, S], the chosen sides first. model: a `ScalarModel`, or its engine."""
+    sides = pairs.stacked().trimmed()
+    scalars = model(sides)
+    return scores(scalars, sides.mask).view(2, -1).T, [sides], scalars
+
+
+def differing(pairs: Pairs) -> Tensor:
+    """The columns in which both responses have a token, from the first one on that differs; bool [B, S] of the shorter
+    side's S. The prompt is the same on both sides, so the t-th tokens of both responses are in one column."""
+    width = min(pairs.chosen.ids.shape[1], pairs.rejected.ids.shape[1])
+    chosen, rejected = pairs.chosen, pairs.rejected
+    both = (chosen.loss_mask & chosen.mask)[:, :width] & (rejected.loss_mask & rejected.mask)[:, :width]
+    different = both & (chosen.ids[:, :width] != rejected.ids[:, :width])
+    return both & (different.long().cumsum(1) > 0)
 
 
 def score_and_predict(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences], Tensor]:

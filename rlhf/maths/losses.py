@@ -67,6 +67,34 @@ def pairwise_logistic(
     }
 
 
+def token_logistic(
+    chosen: Tensor,
+    rejected: Tensor,
+    mask: Tensor,
+    weight: Tensor | None,
+    count: Count,
+    centering: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The pairwise loss between the t-th tokens of both responses of B pairs, for every t: the mean over pairs of the
+    mean over tokens.
+
+        x_t = r_c,t - r_r,t
+        loss_t = -(1 - e) log sigmoid(x_t) - e log sigmoid(-x_t) + centering * (r_c,t + r_r,t)^2
+        sum_b weight * [mean over mask of loss_t] / count
+
+    chosen, rejected: the scalars at the tokens, [B, S]. mask [B, S]: where both responses have a token and have already
+    differed; a pair without such a token has the loss 0. weight [B], count, centering and label_smoothing e as of
+    `pairwise_logistic`. The loss of DeepSpeed-Chat's reward model, which averages over the tokens of the longer side.
+    """
+    chosen, rejected = (zero_off_mask(at_least_fp32(x), mask) for x in (chosen, rejected))
+    gap = chosen - rejected
+    losses = label_smoothing * gap - F.logsigmoid(gap)  # log sigmoid(x) - log sigmoid(-x) = x
+    losses = losses + centering * (chosen + rejected).square()
+    means = zero_off_mask(losses, mask).sum(1) / mask.sum(1).clamp(min=1)
+    return (means if weight is None else weight * means).sum() / count
+
+
 def chosen_nll(logprobs: Tensor, mask: Tensor, weight: Tensor | None, count: Count) -> Tensor:
     """The language-model loss of B chosen responses: the mean over pairs of the mean over tokens of -logprobs.
 

@@ -211,7 +211,7 @@ TABLES: dict[str, Table] = {
     | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
     "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss")
     | {"centering": [0.5], "batch_tokens": [80], "label_smoothing": [0.3]}
-    | {"sft_coef": [alone(0.6)], "length_coef": [alone(0.8)]}
+    | {"sft_coef": [alone(0.6)], "length_coef": [alone(0.8)], "token_coef": [alone(0.7)]}
     | {"attributes": [alone(("long",)), alone(("kind", "long"))], "attribute_coef": [alone(0.7, attributes=("kind",))]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
     | {"kl_estimator": ["k1"], "cliprange_value": [0.04], "dual_clip": [2.2]},
@@ -225,15 +225,15 @@ TABLES: dict[str, Table] = {
 
 
 def cases() -> list[Case]:
-    made = []
+    result = []
     for name, table in TABLES.items():
         stage, algorithm = ("step3_ppo", name) if name in ALGORITHMS else (name, "")
         for option, values in table.items():
             for value in values:
                 by_itself = isinstance(value, Alone)
                 value, context = (value.value, value.context) if by_itself else (value, {})
-                made.append(Case(stage, option, value, context, algorithm, by_itself))
-    return made
+                result.append(Case(stage, option, value, context, algorithm, by_itself))
+    return result
 
 
 @dataclass(frozen=True)
@@ -261,14 +261,14 @@ class Bundle:
 
 def bundles() -> list[Bundle]:
     """All cases in few runs, AT_ONCE options in each at most. What is predicted of a run depends on all its options."""
-    made: list[list[Case]] = []
+    groups: list[list[Case]] = []
     for case in cases():
-        bundle = next((bundle for bundle in made if fits(case, bundle)), None)
+        bundle = next((bundle for bundle in groups if fits(case, bundle)), None)
         if bundle is None:
-            made.append([case])
+            groups.append([case])
         else:
             bundle.append(case)
-    return [Bundle(tuple(bundle)) for bundle in made]
+    return [Bundle(tuple(bundle)) for bundle in groups]
 
 
 JOINT = {
@@ -281,14 +281,14 @@ JOINT = {
 def on_two_ranks() -> list[Bundle]:
     """Every run that several options share, the first of each algorithm, and one for each of JOINT. Left out are
     schedules of the learning rate, and options of single rows: ranks exchange nothing for them."""
-    made: list[Bundle] = []
+    chosen: list[Bundle] = []
     for bundle in bundles():
         first = bundle.cases[0]
-        seen = {(other.stage, other.cases[0].option) for other in made}
-        joint = first.option in JOINT and (first.stage, first.option) not in seen
-        if not first.alone or joint or bundle.algorithm not in {other.algorithm for other in made}:
-            made.append(bundle)
-    return made
+        covered = {(other.stage, other.cases[0].option) for other in chosen}
+        joint = first.option in JOINT and (first.stage, first.option) not in covered
+        if not first.alone or joint or bundle.algorithm not in {other.algorithm for other in chosen}:
+            chosen.append(bundle)
+    return chosen
 
 
 def sharded() -> list[Bundle]:

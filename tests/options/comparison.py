@@ -25,6 +25,7 @@ MARKS = (
     "value_loss",
     "ptx_nll",
     "nll",
+    "token_loss",
     "length_correlation",
 )
 """metrics that a step has only if something was done in it"""

@@ -89,8 +89,8 @@ def credit(o: dict[str, Any], scored: Scored, kl_coef: float) -> tuple[list[Row]
     rows = rewards(o, scored, kl_coef)
     if name == "rloo":
         totals = [sum(row) for row in rows]
-        others = [sum(totals[j] for j in rows if j != i) / (group - 1) for i, rows in enumerate(groups)]
-        advantages = on_tokens([t - x for t, x in zip(totals, others, strict=True)], scored.old)
+        baselines = [sum(totals[j] for j in rows if j != i) / (group - 1) for i, rows in enumerate(groups)]
+        advantages = on_tokens([t - x for t, x in zip(totals, baselines, strict=True)], scored.old)
         return (white(advantages) if o["whiten_advantages"] else advantages), on_tokens(totals, scored.old)
     if name == "reinforce":
         returns = [[sum(o["gamma"] ** i * r for i, r in enumerate(row[t:])) for t in range(len(row))] for row in rows]

@@ -233,8 +233,8 @@ class Reinforcement:
         rows = [i for i in indices[::group] for _ in range(copies)]
         pairs = self.sampled(REFERENCE, self.prompts, rows, self.reference)
         of_reference = self.scored(pairs, self.o["missing_eos_penalty"])[0].scores
-        others = [of_reference[j * copies : (j + 1) * copies] for j in range(len(scores) // group)]
-        return [sum(1 / (1 + math.exp(x - s)) for x in others[i // group]) / copies for i, s in enumerate(scores)]
+        groups = [of_reference[j * copies : (j + 1) * copies] for j in range(len(scores) // group)]
+        return [sum(1 / (1 + math.exp(x - s)) for x in groups[i // group]) / copies for i, s in enumerate(scores)]
 
     def options_at(self, iteration: int) -> dict[str, Any]:
         """While only the critic learns: lambda 1, and no clip."""

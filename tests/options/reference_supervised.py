@@ -185,6 +185,10 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
             value = (1 - o["label_smoothing"]) * right + o["label_smoothing"] * swapped
             value = (value + o["centering"] * (chosen + rejected) ** 2).mean()
             metrics = {"accuracy": (gap > 0).double().mean(), "margin": gap.mean()}
+            if o["token_coef"]:
+                each = [token_losses(o, network, row, prompts[row]) for row in rows]
+                metrics["token_loss"] = torch.stack(each).mean()
+                value = value + o["token_coef"] * metrics["token_loss"]
             if o["sft_coef"]:
                 logprobs, _ = network.logprobs([chosen for chosen, _ in rows])
                 each = [-row[prompts[pair] : len(pair[0])].mean() for row, pair in zip(logprobs, rows, strict=True)]
@@ -204,6 +208,17 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
         run.step(reward.take_step(loss) | watch.after(number))
     assert watch.is_over or len(steps) == total
     watch.end(run, "reward", {})
+
+
+def token_losses(o: dict[str, Any], network: Network, row: tuple[Any, Any], prompt: int) -> Tensor:
+    """The mean loss over the pairs of tokens from the first one that differs to the end of the shorter response."""
+    sides, end = list(map(list, row)), min(map(len, row))
+    first = next((t for t in range(prompt, end) if sides[0][t] != sides[1][t]), end)
+    chosen, rejected = network.scalars(sides)[:, first:end]
+    gaps = chosen - rejected
+    right, swapped = torch.log1p(torch.exp(-gaps)), torch.log1p(torch.exp(gaps))
+    each = (1 - o["label_smoothing"]) * right + o["label_smoothing"] * swapped
+    return (each + o["centering"] * (chosen + rejected) ** 2).sum() / max(1, end - first)
 
 
 def standard_ratings(attributes: Sequence[str], train: Sequence[Pair]) -> dict[Any, list[list[float | None]]]:

@@ -112,13 +112,13 @@ def not_held_out(train: Sequence[Row], held_out: Sequence[Row], o: dict[str, Any
 def items(rows: Sequence[Row], o: dict[str, Any], phase: str) -> list[tuple[Any, ...]]:
     """What a phase makes of rows, those that are too long left out: (ids,), (chosen, rejected, prompt length, margin,
     ratings) or (prompt,)."""
-    made: list[tuple[Any, ...]] = []
+    result: list[tuple[Any, ...]] = []
     for row in rows:
         prompt, responses = fitted_in_phase(row, o, phase)
         if prompt is None:
             continue
         sides = [(*prompt, *response) for response in responses]
-        made.append(
+        result.append(
             {"sft": (*sides,), "reward": (*sides, len(prompt), row.margin, row.ratings), "ppo": (prompt,)}[phase]
         )
-    return made
+    return result

@@ -89,12 +89,12 @@ def test_skip_bad_rows(stage: str, folder: Path) -> None:
     whole = (folder / "pairs.jsonl").read_text(encoding="utf-8")
     broken = folder / "broken.jsonl"
     broken.write_text(whole + '{"prompt": 5, "chosen": "w1", "rejected": "w2"}\n{"prompt": 5}\n[3]\n')
-    place = (str(broken),)
-    assert opened(stage, config_of(folder, stage, data_path=place, skip_bad_rows=3)) == opened(
+    paths = (str(broken),)
+    assert opened(stage, config_of(folder, stage, data_path=paths, skip_bad_rows=3)) == opened(
         stage, config_of(folder, stage)
     )
     with pytest.raises(UserError, match="3 "):
-        opened(stage, config_of(folder, stage, data_path=place, skip_bad_rows=2))
+        opened(stage, config_of(folder, stage, data_path=paths, skip_bad_rows=2))
 
 
 def test_max_length_of_step_3(folder: Path) -> None:

@@ -43,15 +43,15 @@ SEEDS_OF_ORDER = {("step1_sft", "seed")}
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Callable[[Bundle], Observed]:
     """`run(bundle)` in this process: once, and as predicted."""
-    made: dict[str, Observed] = {}
+    results: dict[str, Observed] = {}
 
     def once(bundle: Bundle) -> Observed:
-        if str(bundle) not in made:
+        if str(bundle) not in results:
             config = config_of(folder, bundle)
             observed = harness.run(bundle.stage, config)
             require_predicted(config, Comparison(observed))
-            made[str(bundle)] = observed
-        return made[str(bundle)]
+            results[str(bundle)] = observed
+        return results[str(bundle)]
 
     return once
 
@@ -68,8 +68,8 @@ def test_every_option_has_a_case() -> None:
     exempt = exempt | TEXT_AND_PLACES | TESTED_ELSEWHERE | HELD | REPORTED
     of_all = set.intersection(*map(fields, ALGORITHMS))
     for name, table in cases.TABLES.items():
-        asked = fields(name) - exempt - (of_all if name in ALGORITHMS[1:] else set())
-        assert asked <= set(table), f"{name}: no case for {', '.join(sorted(asked - set(table)))}"
+        required = fields(name) - exempt - (of_all if name in ALGORITHMS[1:] else set())
+        assert required <= set(table), f"{name}: no case for {', '.join(sorted(required - set(table)))}"
         assert set(table) <= fields(name), f"{name}: no options {', '.join(sorted(set(table) - fields(name)))}"
     assert exempt <= set.union(*map(fields, cases.TABLES))
 

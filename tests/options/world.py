@@ -59,19 +59,19 @@ def weights(seed: int, scalar: bool) -> dict[str, Tensor]:
     def normal(*shape: int, scale: float = 0.4, mean: float = 0.0) -> Tensor:
         return mean + scale * torch.randn(*shape, generator=draw)
 
-    made = {"wte.weight": normal(VOCABULARY, WIDTH, scale=0.7), "wpe.weight": normal(64, WIDTH, scale=0.3)}
+    state = {"wte.weight": normal(VOCABULARY, WIDTH, scale=0.7), "wpe.weight": normal(64, WIDTH, scale=0.3)}
     for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
-        made |= {f"{norm}.weight": normal(WIDTH, scale=0.1, mean=1.0), f"{norm}.bias": normal(WIDTH, scale=0.1)}
+        state |= {f"{norm}.weight": normal(WIDTH, scale=0.1, mean=1.0), f"{norm}.bias": normal(WIDTH, scale=0.1)}
     for name, size, out in (
         ("attn.c_attn", WIDTH, 3 * WIDTH),
         ("attn.c_proj", WIDTH, WIDTH),
         ("mlp.c_fc", WIDTH, 4 * WIDTH),
         ("mlp.c_proj", 4 * WIDTH, WIDTH),
     ):
-        made |= {f"h.0.{name}.weight": normal(size, out), f"h.0.{name}.bias": normal(out, scale=0.1)}
-    made["wte.weight"][tiny.EOS] *= END
-    made = {f"transformer.{name}": weight for name, weight in made.items()}
-    return made | ({"score.weight": normal(1, WIDTH)} if scalar else {})
+        state |= {f"h.0.{name}.weight": normal(size, out), f"h.0.{name}.bias": normal(out, scale=0.1)}
+    state["wte.weight"][tiny.EOS] *= END
+    state = {f"transformer.{name}": weight for name, weight in state.items()}
+    return state | ({"score.weight": normal(1, WIDTH)} if scalar else {})
 
 
 def write_rows(folder: Path) -> None:
@@ -91,7 +91,7 @@ def write_rows(folder: Path) -> None:
         pair |= {"margin": round(draw.uniform(0.1, 2), 2)}
         ratings = {"kind": [i % 5, i % 3], "long": [7 + i % 4, 30]}
         pairs.append(pair | ({"attribute_ratings": ratings} if i % 4 else {}))
-    others = [{"prompt": f"w{i} w{i} w{i} {words(1, 3)}", "response": words(2, 5)} for i in range(12)]
+    same_words = [{"prompt": f"w{i} w{i} w{i} {words(1, 3)}", "response": words(2, 5)} for i in range(12)]
     texts = [{"text": words(8, 14)} for _ in range(40)]
-    for name, rows in {"pairs": pairs, "other": others, "texts": texts}.items():
+    for name, rows in {"pairs": pairs, "other": same_words, "texts": texts}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
