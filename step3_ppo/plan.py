@@ -36,6 +36,7 @@ def workload(
         config.num_ppo_epochs,
         config.num_mini_batches,
         generation.options(config.rollout_backend, eos_token_id=0, pad_token_id=0).device_share(),
+        config.rescore,
     )
     return Workload(
         STAGE.name,

@@ -84,7 +84,8 @@ def cost(workload: Workload, machine: Machine) -> Cost:
         generate = _generation(workload, machine, rows)
         # The actor computes log-probs too; without a reference beside it, it is also its own one, its adapter off.
         alone = all(spec.role != "reference" for spec in workload.models)
-        scoring = [*workload.models, *(spec for spec in trained if spec.role == "actor" and alone)]
+        scoring = [spec for spec in workload.models if workload.rollout.rescores or spec.role != "actor"]
+        scoring += [spec for spec in trained if spec.role == "actor" and alone]
         score = (
             sum(forward_flops(spec.size(), rows, tokens, _head_columns(spec, predicted)) for spec in scoring) / flops
         )

@@ -69,6 +69,8 @@ class RolloutWork:
     """optimizer steps in an epoch"""
     share: float = 0.0
     """share of a device's memory that a generation backend reserves for itself; 0: the actor generates"""
+    rescores: bool = True
+    """whether a pass of the actor computes the log-probs of a rollout"""
 
 
 @dataclass(frozen=True, slots=True)
