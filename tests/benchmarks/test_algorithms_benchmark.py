@@ -25,20 +25,20 @@ ROWS = [
 ]
 
 
-def finished(directory: Path, **found: float) -> Path:
-    """A run's directory as step 3 leaves it, with other numbers for `found`."""
+def finished(directory: Path, **metrics: float) -> Path:
+    """A run's directory as step 3 leaves it, with other numbers for `metrics`."""
     stage = directory / "step3_ppo"
     stage.mkdir(parents=True)
-    (stage / "manifest.json").write_text(json.dumps({"metrics": FOUND | found}))
+    (stage / "manifest.json").write_text(json.dumps({"metrics": FOUND | metrics}))
     (stage / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return stage
 
 
 def test_a_run_is_read_by_hand(tmp_path: Path) -> None:
-    found = algorithms.read("rloo", 3, finished(tmp_path))
-    assert (found.algorithm, found.seed, found.gain, found.gain_ci95) == ("rloo", 3, 0.5, 0.125)
-    assert (found.first_ratio_std, found.first_approx_kl, found.seconds) == (4e-7, 3e-7, 3.5)
-    assert found.improved
+    result = algorithms.read("rloo", 3, finished(tmp_path))
+    assert (result.algorithm, result.seed, result.gain, result.gain_ci95) == ("rloo", 3, 0.5, 0.125)
+    assert (result.first_ratio_std, result.first_approx_kl, result.seconds) == (4e-7, 3e-7, 3.5)
+    assert result.improved
     assert not algorithms.read("rloo", 3, finished(tmp_path / "wide", eval_judge_gain_ci95=0.5)).improved
 
 

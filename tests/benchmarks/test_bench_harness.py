@@ -44,9 +44,9 @@ def test_contenders_take_turns_and_end(tmp_path: Path) -> None:
     for each in both.values():
         each.close()
         assert each._process.returncode == 0
-    made = outcome.summary(both["peer"], rows["peer"], "tokens")
-    assert made["tokens_per_s"]["a"]["each"] == [25.0, 25.0] and made["peak_mb"] > 0
-    assert made["peak_over_imports_mb"] < made["peak_mb"]
+    summary = outcome.summary(both["peer"], rows["peer"], "tokens")
+    assert summary["tokens_per_s"]["a"]["each"] == [25.0, 25.0] and summary["peak_mb"] > 0
+    assert summary["peak_over_imports_mb"] < summary["peak_mb"]
 
 
 def test_a_contender_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def rows_of(seconds: dict[str, list[float]]) -> harness.Rows:
 
 def test_ratios_are_taken_pair_by_pair() -> None:
     rows = rows_of({OURS: [1.0, 2.0, 1.0], "peer": [4.0, 4.0, 3.0], MACHINE: [1.0, 1.0, 1.0]})
-    found = outcome.ratios(rows, "tokens", {("peer", "all"): (2.5, 5.0)})
-    assert found == {
+    ratios = outcome.ratios(rows, "tokens", {("peer", "all"): (2.5, 5.0)})
+    assert ratios == {
         "tokens a second, ours / peer": {
             "median": 3.0, "min": 2.0, "max": 4.0, "each": [4.0, 2.0, 3.0], "at_least": 2.5, "aim": 5.0,
         }
@@ -83,10 +83,10 @@ def result(ratio: float, share: float) -> dict[str, Any]:
 
 
 def test_the_table_says_what_is_met() -> None:
-    said = outcome.table(result(2.5, 0.5))
-    assert "| r | 2.5 (2.5 to 2.5) | 2.0 | 3.0 | met |" in said
-    assert "| s | 0.5 (0.5 to 0.5) |  |  |  |" in said
-    assert "| peak memory over imports, ours / peer | 1.2 | at most 1 | | not met |" in said
+    table = outcome.table(result(2.5, 0.5))
+    assert "| r | 2.5 (2.5 to 2.5) | 2.0 | 3.0 | met |" in table
+    assert "| s | 0.5 (0.5 to 0.5) |  |  |  |" in table
+    assert "| peak memory over imports, ours / peer | 1.2 | at most 1 | | not met |" in table
 
 
 def test_only_a_ratio_that_fell_is_a_regression(tmp_path: Path) -> None:

@@ -42,11 +42,11 @@ def test_a_wide_local_line_is_least_squares_with_its_textbook_error() -> None:
 def test_only_kls_that_both_reached_are_compared() -> None:
     ours = curve([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
     other = curve([1, 2, 3, 4, 5, 6], [0.5, 1.5, 2.5, 3.5, 4.5, 5.5])
-    places = frontier.compare(ours, other, count=4)
-    assert [p.kl for p in places] == pytest.approx([1, 2, 3, 4])
-    assert [p.gain for p in places] == pytest.approx([0.5] * 4)
-    assert "at least as high at every KL compared" in frontier.statement(places) and "4 higher" in frontier.statement(
-        places
+    points = frontier.compare(ours, other, count=4)
+    assert [p.kl for p in points] == pytest.approx([1, 2, 3, 4])
+    assert [p.gain for p in points] == pytest.approx([0.5] * 4)
+    assert "at least as high at every KL compared" in frontier.statement(points) and "4 higher" in frontier.statement(
+        points
     )
     assert "lower at 4 of the 4" in frontier.statement(frontier.compare(other, ours, count=4))
     assert frontier.compare(curve([0, 1], [0, 0]), curve([2, 3], [0, 0])) == []
@@ -54,9 +54,9 @@ def test_only_kls_that_both_reached_are_compared() -> None:
 
 
 def test_a_difference_within_its_interval_is_called_equal() -> None:
-    place = FrontierPoint(1.0, (0.5, 0.03), (0.54, 0.04))
-    assert (place.gain, place.gain_ci95) == (pytest.approx(-0.04), pytest.approx(0.05))
-    assert place.verdict == "equal within the interval"
+    point = FrontierPoint(1.0, (0.5, 0.03), (0.54, 0.04))
+    assert (point.gain, point.gain_ci95) == (pytest.approx(-0.04), pytest.approx(0.05))
+    assert point.verdict == "equal within the interval"
     assert FrontierPoint(1.0, (0.4, 0.03), (0.5, 0.04)).verdict == "lower"
     assert FrontierPoint(1.0, (0.4, float("nan")), (0.5, 0.04)).verdict == "compared by too few points"
 
@@ -97,9 +97,9 @@ def test_report_writes_every_iteration(folders: dict[tuple[str, int], Path], tmp
     assert [float(row["true_score"]) for row in rows] == [0.1, 0.5, 0.9, 0.1, 0.4, 0.6]
     second = {"iteration": "2", "true_score_se": "0.1", "kl": "1.0", "response_length": "5.0", "ended": "0.5"}
     assert second.items() <= rows[1].items() and rows[1]["seconds"] == "11.0"
-    said = capsys.readouterr().out
-    assert "| ours | 1 | 3 | 0.500 |" in said and "## True score at the same KL" in said
-    assert (tmp_path / "results" / "small.md").read_text() in said
+    printed = capsys.readouterr().out
+    assert "| ours | 1 | 3 | 0.500 |" in printed and "## True score at the same KL" in printed
+    assert (tmp_path / "results" / "small.md").read_text() in printed
 
 
 def test_other_prompts_are_noticed(folders: dict[tuple[str, int], Path]) -> None:
@@ -136,8 +136,8 @@ def test_base_is_steps_1_and_2_of_the_recipe() -> None:
 def test_trl_is_left_out_with_a_line(tmp_path: Path, capsys: Any) -> None:
     options = ppo_quality.Options(output_dir=str(tmp_path), trl_python=str(tmp_path / "none"))
     ppo_quality.run_trl(options, 0)
-    said = capsys.readouterr().out
-    assert said.startswith("trl: left out: no interpreter at") and "trl==1.12.0" in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("trl: left out: no interpreter at") and "trl==1.12.0" in printed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -171,5 +171,5 @@ def test_what_trl_samples_is_taken_down_without_padding() -> None:
 
 
 def test_trl_gets_left_padded_prompts() -> None:
-    made = batches([[[5, 6], [7]], [[8]]], pad=0)
-    assert [part["input_ids"].tolist() for part in made] == [[[5, 6], [0, 7]], [[8]]]
+    result = batches([[[5, 6], [7]], [[8]]], pad=0)
+    assert [part["input_ids"].tolist() for part in result] == [[[5, 6], [0, 7]], [[8]]]

@@ -70,16 +70,16 @@ def shp(question: str, good: str, bad: str) -> list[Record]:
 
 
 def webgpt(question: str, good: str, bad: str) -> list[Record]:
-    asked = {"dataset": "made", "id": "q1", "full_text": question}
+    prompt = {"dataset": "made", "id": "q1", "full_text": question}
     quotes = {"title": ["A page"], "extract": ["Its words."]}
     one = {"quotes_0": quotes, "answer_0": f"{bad} [1]", "score_0": -0.5}
-    return [{"question": asked, **one, "quotes_1": quotes, "answer_1": f"{good} [2, 3]", "score_1": 0.5}]
+    return [{"question": prompt, **one, "quotes_1": quotes, "answer_1": f"{good} [2, 3]", "score_1": 0.5}]
 
 
 def helpsteer(question: str, good: str, bad: str) -> list[Record]:
-    others = {"correctness": 2, "coherence": 4, "complexity": 1, "verbosity": 1}
+    ratings = {"correctness": 2, "coherence": 4, "complexity": 1, "verbosity": 1}
     return [
-        {"prompt": question, "response": response, "helpfulness": helpfulness, **others}
+        {"prompt": question, "response": response, "helpfulness": helpfulness, **ratings}
         for response, helpfulness in ((bad, 1), (good, 4))
     ]
 

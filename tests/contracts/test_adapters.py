@@ -70,11 +70,11 @@ def reward_engine(adapter: str, stage: int) -> Engine:
 
 def train(engine: Engine, steps: int = 3) -> list[float]:
     count = ROWS.loss_mask.sum()
-    said = []
+    nll = []
     for _ in range(steps):
         micros = [ROWS[:2], ROWS[2:]]
-        said.append(engine.step(micros, lambda rows: losses.token_nll(engine(rows)[0], rows.loss_mask, count))["loss"])
-    return said
+        nll.append(engine.step(micros, lambda rows: losses.token_nll(engine(rows)[0], rows.loss_mask, count))["loss"])
+    return nll
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
@@ -131,8 +131,8 @@ def test_with_the_adapter_off_it_is_the_reference(adapter: str, family: str) -> 
     expected = logprobs(Policy(tiny.causal_lm(family)))
     actor = Policy(disturbed(adapters.wrap(tiny.causal_lm(family), adapter)))
     changed = logprobs(actor)
-    held: Any = FrozenEngine(actor, FrozenOptions(), torch.float32)
-    with Reference(adapters.open_adapter(adapter)).of(held) as reference:
+    frozen: Any = FrozenEngine(actor, FrozenOptions(), torch.float32)
+    with Reference(adapters.open_adapter(adapter)).of(frozen) as reference:
         assert torch.equal(logprobs(reference), expected)
     assert torch.equal(logprobs(actor), changed) and greatest(changed - expected) > 1e-2
 
@@ -143,8 +143,8 @@ def test_an_engine_trains_the_adapter_and_nothing_else(adapter: str, stage: int)
     engine = policy_engine(adapter, zero_stage=stage)
     before = weights(engine)
     trained = {name for name, weight in engine.module.named_parameters() if weight.requires_grad}
-    said = train(engine)
-    assert said[2] < said[0]
+    nll = train(engine)
+    assert nll[2] < nll[0]
     after = weights(engine)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and changed <= trained
@@ -154,13 +154,13 @@ def test_an_engine_trains_the_adapter_and_nothing_else(adapter: str, stage: int)
 
 @each
 def test_the_zero_stage_and_checkpointing_change_no_loss(adapter: str) -> None:
-    def said(**options: Any) -> list[float]:
+    def losses_with(**options: Any) -> list[float]:
         torch.manual_seed(0)  # of the adapter's first weights
         return train(policy_engine(adapter, **options))
 
-    expected = said()
+    expected = losses_with()
     for options in ({"zero_stage": 3}, {"gradient_checkpointing": True}):
-        assert said(**options) == pytest.approx(expected, abs=1e-6), options
+        assert losses_with(**options) == pytest.approx(expected, abs=1e-6), options
 
 
 @each

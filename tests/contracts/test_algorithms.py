@@ -99,15 +99,15 @@ def test_what_stands_off_the_mask_changes_no_bit(name: str, fill: float) -> None
     expected, credit = algorithm.credit(clean), algorithm.credit(dirty)
     assert torch.equal(credit.advantages, expected.advantages) and torch.equal(credit.returns, expected.returns)
     garbage = Credit(*(x.masked_fill(~dirty.mask, fill) for x in (credit.advantages, credit.returns)))
-    found = losses_and_gradients(algorithm, dirty, garbage, fill)
-    assert all(map(torch.equal, found, losses_and_gradients(algorithm, clean, expected)))
+    results = losses_and_gradients(algorithm, dirty, garbage, fill)
+    assert all(map(torch.equal, results, losses_and_gradients(algorithm, clean, expected)))
 
 
 @each
 def test_gradient_flows_on_the_mask_alone(name: str) -> None:
     algorithm, r = built(name), rollout()
-    found = losses_and_gradients(algorithm, r, algorithm.credit(r))
-    for gradient in found[len(found) // 2 :]:
+    results = losses_and_gradients(algorithm, r, algorithm.credit(r))
+    for gradient in results[len(results) // 2 :]:
         assert gradient.count_nonzero() > 0 and torch.isfinite(gradient).all()
         assert not gradient[~r.mask].any()
 
@@ -178,8 +178,8 @@ def test_one_token_in_all_is_no_trouble(name: str) -> None:
     algorithm = built(name)
     one = rollout(lengths=torch.tensor([0, 1, 0, 0, 0, 0, 0, 0]))
     credit = algorithm.credit(one)
-    found = [credit.advantages, credit.returns, *losses_and_gradients(algorithm, one, credit)]
-    assert all(torch.isfinite(x).all() for x in found)
+    results = [credit.advantages, credit.returns, *losses_and_gradients(algorithm, one, credit)]
+    assert all(torch.isfinite(x).all() for x in results)
     assert not credit.advantages[~one.mask].any()
 
 

@@ -76,8 +76,8 @@ def require_well_formed(rollout: SampledRollout, prompts: Prompts) -> None:
     for b in range(len(rollout)):
         length = int(mask[b].sum())
         assert length >= 1 and mask[b, :length].all()
-        found = (ids[b, :length] == tiny.EOS).nonzero().flatten().tolist()
-        assert found == ([length - 1] if rollout.ended[b] else [])
+        end_positions = (ids[b, :length] == tiny.EOS).nonzero().flatten().tolist()
+        assert end_positions == ([length - 1] if rollout.ended[b] else [])
         assert rollout.ended[b] or length == SAMPLING.response_length
         assert (ids[b, length:] == tiny.PAD).all() and not rollout.sampled_logprobs[b, length:].any()
     assert (rollout.sampled_logprobs[mask] < 0).all()
@@ -227,11 +227,11 @@ def test_rows_that_end_early_change_no_other(backend: str, family: str) -> None:
     """Ten rows, most of which end soon and are dropped, sample what each samples alone."""
     model = leaning_to(tiny.EOS, 3.0, family)
     prompts = tiny.prompts([3, 9, 8, 5, 5, 1, 7, 2, 4, 6])
-    given = draws(3, 10)
-    together = built(backend)(model, prompts, SAMPLING, given)
+    uniform_draws = draws(3, 10)
+    together = built(backend)(model, prompts, SAMPLING, uniform_draws)
     assert len(set(together.lengths.tolist())) > 2
     for b in range(10):
-        alone = built(backend)(model, prompts[b : b + 1], SAMPLING, given[b : b + 1])
+        alone = built(backend)(model, prompts[b : b + 1], SAMPLING, uniform_draws[b : b + 1])
         assert alone.response_tokens() == together[b : b + 1].response_tokens()
 
 
@@ -242,15 +242,15 @@ def test_prompts_are_read_in_groups_of_few_tokens(
     """At most 16 tokens at once, padding too: a prompt of 9, of 8 and 5, of 4, 3 and 3; equal ones once. A cache is
     filled from padded rows, or from packed ones."""
     monkeypatch.setattr(loop, "TOGETHER", 16)
-    model, asked = leaning_to(tiny.EOS, -2.0), []
+    model, sizes = leaning_to(tiny.EOS, -2.0), []
     if packs:
         attention.install(model)
         packing.detect_support(model, unsharded=True)
     assert packing.packs(model) == packs
-    model.register_forward_pre_hook(lambda _, __, options: asked.append(options["input_ids"].numel()), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, __, options: sizes.append(options["input_ids"].numel()), with_kwargs=True)
     prompts = tiny.prompts([3, 9, 8, 5, 4, 3])[torch.tensor([4, 2, 1, 0, 3, 5, 2, 0])]
     rollout = sampled("loop", model, prompts)
-    assert asked[:4] == [*read, 8]
+    assert sizes[:4] == [*read, 8]
     plain = leaning_to(tiny.EOS, -2.0)
     assert float((rollout.sampled_logprobs - rescored(plain, rollout)).abs().max()) < 1e-5
 

@@ -61,11 +61,11 @@ def test_logprobs_are_the_negative_cross_entropy_of_the_plain_model(family: str)
     got = logprobs(Policy(model), ROWS)
     with torch.no_grad():
         for b, length in enumerate(ROWS.lengths.tolist()):
-            ids, kept = ROWS.ids[b : b + 1, :length], ROWS.loss_mask[b : b + 1, :length]
-            output = model(input_ids=ids, labels=ids.masked_fill(~kept, -100))
-            assert got[b].sum() / kept.sum() == pytest.approx(-output.loss.item(), abs=1e-5)
+            ids, loss_mask = ROWS.ids[b : b + 1, :length], ROWS.loss_mask[b : b + 1, :length]
+            output = model(input_ids=ids, labels=ids.masked_fill(~loss_mask, -100))
+            assert got[b].sum() / loss_mask.sum() == pytest.approx(-output.loss.item(), abs=1e-5)
             each = -F.cross_entropy(output.logits[0, :-1].double(), ids[0, 1:], reduction="none")
-            assert greatest(got[b, 1:length] - each * kept[0, 1:]) < 1e-5
+            assert greatest(got[b, 1:length] - each * loss_mask[0, 1:]) < 1e-5
 
 
 def gradients(policy: Policy, rows: Sequences) -> dict[str, Tensor]:
@@ -97,13 +97,13 @@ def test_temperature_divides_the_logits(family: str) -> None:
     rows = ROWS[1:2]
     with torch.no_grad():
         exact = (model(input_ids=rows.ids).logits.double() / 0.7).log_softmax(-1)
-        given = [Policy(model)(rows, 0.7, entropy=kind) for kind in ("none", "watched", "trained")]
-    kept = rows.loss_mask[:, 1:]
+        outputs = [Policy(model)(rows, 0.7, entropy=kind) for kind in ("none", "watched", "trained")]
+    mask = rows.loss_mask[:, 1:]
     expected = exact[:, :-1].gather(-1, rows.ids[:, 1:, None]).squeeze(-1)
-    for got, entropy in given:
-        assert greatest((got[:, 1:] - expected)[kept]) < 1e-5
-        assert entropy is None or greatest((entropy[:, 1:] + (exact.exp() * exact).sum(-1)[:, :-1])[kept]) < 1e-5
-    assert [entropy is None for _, entropy in given] == [True, False, False]
+    for got, entropy in outputs:
+        assert greatest((got[:, 1:] - expected)[mask]) < 1e-5
+        assert entropy is None or greatest((entropy[:, 1:] + (exact.exp() * exact).sum(-1)[:, :-1])[mask]) < 1e-5
+    assert [entropy is None for _, entropy in outputs] == [True, False, False]
 
 
 @families

@@ -176,7 +176,7 @@ def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("def score(p, r): return [1, 2]", "got [2] scores, expected [3]"),
         ("def score(p, r): return []", "got [0] scores, expected [3]"),
@@ -198,10 +198,10 @@ def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
         ("score = iter", "got a function without a signature"),
     ],
 )
-def test_mistakes_of_a_function_are_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_mistakes_of_a_function_are_one_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         score_by(tmp_path, text)
-    assert said in str(caught.value) and "mine.py" in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "mine.py" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_score_that_is_not_finite_names_its_prompt_and_response(tmp_path: Path) -> None:

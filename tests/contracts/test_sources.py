@@ -54,20 +54,20 @@ def name_of(key: str) -> str:
     return key.partition("/")[0]
 
 
-def opened(key: str, place: str) -> Any:
+def opened(key: str, path: str) -> Any:
     """A DataSource, which may have a fingerprint."""
-    return build(FOLDER, name_of(key) + EXAMPLES[key].options, place)
+    return build(FOLDER, name_of(key) + EXAMPLES[key].options, path)
 
 
-def location_of(key: str, place: str) -> str:
-    return f"{name_of(key)}{EXAMPLES[key].options}:{place}"
+def location_of(key: str, path: str) -> str:
+    return f"{name_of(key)}{EXAMPLES[key].options}:{path}"
 
 
 def all_rows(source: DataSource) -> Iterator[tuple[Phase, Row]]:
     return ((phase, row) for phase in PHASES for row in source.rows(phase) if isinstance(row, Row))
 
 
-def made(key: str, *texts: str) -> list[dict[str, Any]]:
+def example_records(key: str, *texts: str) -> list[dict[str, Any]]:
     make = EXAMPLES[key].make
     assert make
     return make(*texts)
@@ -80,8 +80,8 @@ def read(key: str, folder: Path, records: list[dict[str, Any]]) -> dict[Phase, l
 
 def texts_of(items: list[Row | Skipped]) -> set[str]:
     rows = [item for item in items if isinstance(item, Row)]
-    said = {message.content for row in rows for message in row.prompt}
-    return said | {text for row in rows for text in (row.response, row.rejected) if text is not None}
+    prompt_texts = {message.content for row in rows for message in row.prompt}
+    return prompt_texts | {text for row in rows for text in (row.response, row.rejected) if text is not None}
 
 
 def test_every_source_has_an_example() -> None:
@@ -138,31 +138,31 @@ def expect(got: dict[Phase, list[Row | Skipped]], question: str, good: str, bad:
 
 
 def test_the_texts_are_those_of_the_record(table: str, tmp_path: Path) -> None:
-    expect(read(table, tmp_path, made(table, QUESTION, GOOD, BAD)), QUESTION, GOOD, BAD)
+    expect(read(table, tmp_path, example_records(table, QUESTION, GOOD, BAD)), QUESTION, GOOD, BAD)
 
 
 def test_odd_letters_and_long_texts_go_through(table: str, tmp_path: Path) -> None:
     long = "word " * 200_000
     for texts in ((f"q {ODD} q", f"g {ODD} g", f"b {ODD} b"), (long + "q", long + "g", long + "b")):
-        expect(read(table, tmp_path, made(table, *texts)), *texts)
+        expect(read(table, tmp_path, example_records(table, *texts)), *texts)
 
 
 def test_rows_are_the_same_every_time(key: str, tmp_path: Path) -> None:
-    place = place_of(EXAMPLES[key], tmp_path)
-    source = opened(key, place)
+    path = place_of(EXAMPLES[key], tmp_path)
+    source = opened(key, path)
     first = list(all_rows(source))
     assert list(all_rows(source)) == first
-    assert list(all_rows(opened(key, place))) == first
+    assert list(all_rows(opened(key, path))) == first
 
 
 def test_the_fingerprint_changes_with_the_records(key: str, tmp_path: Path) -> None:
-    place = place_of(EXAMPLES[key], tmp_path)
-    source, same = opened(key, place), opened(key, place)
+    path = place_of(EXAMPLES[key], tmp_path)
+    source, same = opened(key, path), opened(key, path)
     before = {phase: source.fingerprint(phase) for phase in PHASES}
     assert before == {phase: same.fingerprint(phase) for phase in PHASES}
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes().replace(b"5", b"6"))
-    other = build(FOLDER, "demo,rows=201", "") if key == "demo" else opened(key, place)
+    other = build(FOLDER, "demo,rows=201", "") if key == "demo" else opened(key, path)
     assert all(other.fingerprint(phase) != before[phase] for phase in PHASES)
 
 
@@ -178,7 +178,7 @@ def test_no_prompt_and_no_group_is_in_two_splits(key: str, tmp_path: Path) -> No
                 # One response may answer many prompts; where it stands alone it is what must not be seen before.
                 if text and (prompt or not text.startswith("prompt")) and not (prompt and text.startswith("response")):
                     shares.setdefault(text, set()).add(share_of(row, options))
-        assert all(len(found) == 1 for found in shares.values())
+        assert all(len(phases) == 1 for phases in shares.values())
 
 
 def test_every_phase_opens(key: str, tmp_path: Path) -> None:
@@ -191,30 +191,30 @@ def test_every_phase_opens(key: str, tmp_path: Path) -> None:
     tokenizer = prepare_tokenizer(load_tokenizer(str(tmp_path / "model/model.yaml")), "plain")
     for phase in EXAMPLES[key].phases:
         options = DataOptions(data_path=(location,), eval_fraction=0.3, data_cache=str(tmp_path / "cache"))
-        found = open_datasets(options, Recipe(phase), tokenizer)
-        assert len(found.train) > 0
-        assert len(found.evaluation) > 0
+        datasets = open_datasets(options, Recipe(phase), tokenizer)
+        assert len(datasets.train) > 0
+        assert len(datasets.evaluation) > 0
 
 
 def test_a_spoiled_column_is_told_by_line_and_name(table: str, tmp_path: Path) -> None:
     texts = (QUESTION, GOOD, BAD)
-    sound = set.union(*(texts_of(items) for items in read(table, tmp_path, made(table, *texts)).values()))
+    sound = set.union(*(texts_of(items) for items in read(table, tmp_path, example_records(table, *texts)).values()))
     needed = [variant for variant in variants(EXAMPLES[table], *texts) if variant.needed]
     assert len(needed) >= 10
     for variant in needed:
         for phase, items in read(table, tmp_path, variant.records).items():
-            said = f"{phase}: {variant.what}: {items}"
-            assert texts_of(items) <= sound, said
+            context = f"{phase}: {variant.what}: {items}"
+            assert texts_of(items) <= sound, context
             if variant.reason:
-                assert Skipped(variant.reason) in items, said
+                assert Skipped(variant.reason) in items, context
                 continue
             bad = [item.reason for item in items if isinstance(item, Skipped) and item.bad]
-            assert len(bad) == 1, said
+            assert len(bad) == 1, context
             assert bad[0].startswith(f"{tmp_path / 'x.jsonl'}:{variant.line}: "), bad
             assert variant.column in bad[0].removeprefix(str(tmp_path)), bad
             assert "\n" not in bad[0]
             assert len(bad[0]) < 400
-            assert len(items) == 1 or len(variant.records) > 1, said
+            assert len(items) == 1 or len(variant.records) > 1, context
 
 
 def test_a_column_that_nobody_needs_may_hold_anything(table: str, tmp_path: Path) -> None:
@@ -227,17 +227,17 @@ def test_a_column_that_nobody_needs_may_hold_anything(table: str, tmp_path: Path
 def test_empty_and_marker_texts_are_rows_or_told(table: str, tmp_path: Path) -> None:
     for empty in ("", " ", "\n\nHuman:", "\n\nAssistant:", "USER:", "<", "<p>", "[1]", "<extra_id_1>"):
         for texts in ((empty, GOOD, BAD), (QUESTION, empty, BAD), (QUESTION, GOOD, empty), (empty, empty, empty)):
-            for items in read(table, tmp_path, made(table, *texts)).values():
+            for items in read(table, tmp_path, example_records(table, *texts)).values():
                 assert items
                 assert all(isinstance(item, Row | Skipped) for item in items)
 
 
 def test_a_missing_place_is_told_without_waiting(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s to try again"))
-    for place in ("absent/folder/x.jsonl", "./absent", "no-such-owner/no-such-name"):
+    for path in ("absent/folder/x.jsonl", "./absent", "no-such-owner/no-such-name"):
         with pytest.raises(UserError) as error:
-            list(opened(key, place).rows("sft"))
-        assert place in str(error.value)
+            list(opened(key, path).rows("sft"))
+        assert path in str(error.value)
         assert "\n" not in str(error.value)
 
 
@@ -260,12 +260,12 @@ def test_the_schema_fixtures_give_rows(fixture: str) -> None:
         items = list(source.rows(phase))
         assert not [item for item in items if isinstance(item, Skipped) and item.bad]
         rows = [item for item in items if isinstance(item, Row)]
-        found: dict[Phase, list[Any]] = {
+        values: dict[Phase, list[Any]] = {
             "sft": [row.response for row in rows],
             "reward": [row.rejected for row in rows],
             "ppo": [row.prompt for row in rows],
         }
-        assert any(found[phase]) == (phase in phases)
+        assert any(values[phase]) == (phase in phases)
 
 
 def test_the_demo_model_knows_every_word_of_the_demo() -> None:

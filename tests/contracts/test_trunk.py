@@ -322,10 +322,10 @@ def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_pa
         ({"actor": OwnEngineOptions(gradient_checkpointing=True)}, none, "actor.gradient_checkpointing: got its own"),
         ({**starts, "actor_model": "demo.yaml"}, starts, "has new weights, which nobody would train"),
     ]
-    for changes, made, message in wrong:
+    for changes, starts_of_models, message in wrong:
         changed = right.model_copy(update=changes)
         with pytest.raises(UserError, match=message) as refused:
-            check_roles(changed, changed, made)
+            check_roles(changed, changed, starts_of_models)
         assert "\n" not in str(refused.value)
 
 

@@ -114,9 +114,9 @@ def test_a_budget_of_tokens(ranks: int) -> None:
     assert [next(begun.until_epoch(2)) for _ in range(2)] == shares[0][:2]
     assert {len(batches) for batches in shares} == {begun.steps(2)}  # from the first epoch on, wherever it stands
     batches = [list(chain(*parts)) for parts in zip(*shares, strict=True)]
-    seen = np.bincount(list(chain(*batches)), minlength=len(LENGTHS))
-    assert set(seen) <= {1, 2}  # twice in two epochs, but for fewer rows than ranks at the end of each
-    assert (seen == 1).sum() <= 2 * (ranks - 1)
+    counts = np.bincount(list(chain(*batches)), minlength=len(LENGTHS))
+    assert set(counts) <= {1, 2}  # twice in two epochs, but for fewer rows than ranks at the end of each
+    assert (counts == 1).sum() <= 2 * (ranks - 1)
     for b, batch in enumerate(batches):
         assert LENGTHS[batch].sum() <= 4096 + (ranks - 1) * LENGTHS.max()
         assert len({len(shares[rank][b]) for rank in range(ranks)}) == 1
@@ -203,8 +203,8 @@ def test_a_position_is_resumed_exactly_with_any_number_of_ranks(before: int, aft
         if before == after:
             assert rest == [batches[stop:] for batches in whole]
         else:
-            seen = [row for batches in (*first, *rest) for batch in batches for row in batch]
-            counts = np.bincount(seen, minlength=200)
+            row_ids = [row for batches in (*first, *rest) for batch in batches for row in batch]
+            counts = np.bincount(row_ids, minlength=200)
             assert counts.max() <= 2
             assert (counts == 2).sum() >= 200 - 2 * (after + before)
             assert more or (counts == 2).all()

@@ -137,8 +137,8 @@ def test_the_phases_and_evaluation_share_no_prompt(tmp_path: Path, plain: PreTra
     assert held_out[0] == held_out[1] == held_out[2]
     assert len(held_out[0]) == 30  # the first rows are of as many prompts as can be
     for phase in PHASES:
-        others = set.union(*(train[other] for other in PHASES if other != phase), held_out[0])
-        assert not train[phase] & others
+        other_prompts = set.union(*(train[other] for other in PHASES if other != phase), held_out[0])
+        assert not train[phase] & other_prompts
 
 
 # --- items

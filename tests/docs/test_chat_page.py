@@ -163,5 +163,5 @@ def test_the_client_of_the_page(
 
 def test_the_page_names_existing_options() -> None:
     known = {*parser.option_names(ChatOptions), *parser.option_names(ServeOptions)}
-    others = {"model", "data-path", "reward-only-data-path", "output-dir", "prompts"}  # of rlhf reward and rlhf pairs
-    assert set(re.findall(r"--([a-z][a-z-]*)", PAGE)) <= known | others
+    foreign = {"model", "data-path", "reward-only-data-path", "output-dir", "prompts"}  # of rlhf reward and rlhf pairs
+    assert set(re.findall(r"--([a-z][a-z-]*)", PAGE)) <= known | foreign

@@ -89,10 +89,10 @@ def test_a_preview(
 ) -> None:
     monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
     assert errors.run_as_user(preview.main) == 0, capsys.readouterr().err
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     named = re.search(r"--phases ((?:sft|reward|ppo| )+)", command)
     for phase in named[1].split() if named else ["sft"]:
-        assert re.search(rf"\b{phase}\b", said.out), said.err
+        assert re.search(rf"\b{phase}\b", captured.out), captured.err
 
 
 @pytest.mark.parametrize("command", [line for line in commands() if "data.preview" not in line])

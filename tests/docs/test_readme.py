@@ -48,9 +48,9 @@ def commands() -> list[str]:
     """Every line of code that starts as a command does, with what a backslash continues."""
     pages = [*READMES, ROOT / "docs/online_preferences.md"]
     lines = [line for path in pages for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()]
-    found = [line.strip().removeprefix("$ ").split("  #")[0] for line in lines if not line.startswith(("|", "#"))]
-    found = [re.sub(r"^([A-Z0-9_]+=\S+ )+(?=python)", "", line) for line in found]  # variables before the command
-    return sorted({line for line in found if re.match(r"(python|torchrun|make) [\w-]", line)})
+    code = [line.strip().removeprefix("$ ").split("  #")[0] for line in lines if not line.startswith(("|", "#"))]
+    code = [re.sub(r"^([A-Z0-9_]+=\S+ )+(?=python)", "", line) for line in code]  # variables before the command
+    return sorted({line for line in code if re.match(r"(python|torchrun|make) [\w-]", line)})
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_there_is_something_to_test() -> None:
-    said = "\n".join(commands())
+    text = "\n".join(commands())
     for word in (
         "make demo",
         "make install",
@@ -73,8 +73,8 @@ def test_there_is_something_to_test() -> None:
         "-m data.preview",
         "-m rlhf evaluate",
     ):
-        assert word in said
-    assert all(f"-m {stage}" in said for stage in MAINS)
+        assert word in text
+    assert all(f"-m {stage}" in text for stage in MAINS)
 
 
 def test_readme_is_skimmed_in_two_minutes() -> None:

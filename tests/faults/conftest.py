@@ -13,11 +13,11 @@ from tests.faults import harness
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> harness.Whole:
     """`whole(processes, step)`: the directory of a chain that nothing interrupted, finished up to that step."""
-    place = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("whole")
 
     @cache
     def of(processes: int, step: int) -> Path:
-        out = place / f"of-{processes}"
+        out = folder / f"of-{processes}"
         if step > 1:
             of(processes, step - 1)
         harness.run(out, harness.chain(out, "--steps", str(step), processes=processes)).require(0)
@@ -28,8 +28,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> harness.Whole:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A line for each test that passed, into the file that RLHF_FAULTS_REPORT names; tests.faults.table reads it."""
-    place = os.environ.get("RLHF_FAULTS_REPORT")
-    if place and report.when == "call" and report.passed:
+    report_path = os.environ.get("RLHF_FAULTS_REPORT")
+    if report_path and report.when == "call" and report.passed:
         line = json.dumps({"test": report.nodeid, "seconds": round(report.duration, 1), **dict(report.user_properties)})
-        with Path(place).open("a", encoding="utf-8") as file:
+        with Path(report_path).open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -125,7 +125,7 @@ class Running:
         deadline = end + GONE_S
         while processes(self.id) and time.time() < deadline:
             time.sleep(0.05)
-        times = [float(found) for found in re.findall(r"^fault \S+ at (\S+)$", self.said(), re.MULTILINE)]
+        times = [float(stamp) for stamp in re.findall(r"^fault \S+ at (\S+)$", self.said(), re.MULTILINE)]
         return Ended(code, self.said(), end - self._start, end - max(times, default=end), self.out)
 
 
@@ -156,12 +156,12 @@ def run(out: Path, command: Sequence[str], fault: str = "", limit_s: float = LIM
 
 def processes(mark: str) -> dict[int, str]:
     """Command lines by id, of processes of the run `mark` that are no zombies."""
-    found = {}
+    command_lines = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-    return found
+                command_lines[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+    return command_lines
 
 
 def world(folder: Path) -> Path:
@@ -208,8 +208,8 @@ def last_step(out: Path, step: int) -> int:
 
 def saved_steps(out: Path, step: int) -> list[int]:
     """Those of the checkpoints that have a manifest."""
-    found = (out / STAGES[step] / "checkpoints").glob("step-*/manifest.json")
-    return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+    manifests = (out / STAGES[step] / "checkpoints").glob("step-*/manifest.json")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in manifests)
 
 
 def assert_same(out: Path, whole: Path, *steps: int) -> None:
@@ -232,10 +232,10 @@ def assert_same(out: Path, whole: Path, *steps: int) -> None:
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
-    found, expected = load_file(one), load_file(other)
-    assert set(found) == set(expected)
+    tensors, expected = load_file(one), load_file(other)
+    assert set(tensors) == set(expected)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), f"{one}: {name} is {(found[name] - tensor).abs().max()} away"
+        assert torch.equal(tensors[name], tensor), f"{one}: {name} is {(tensors[name] - tensor).abs().max()} away"
 
 
 def files(stage: Path) -> list[str]:
@@ -248,8 +248,8 @@ def lines(path: Path) -> list[Any]:
 
 
 def manifest(stage: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((stage / "manifest.json").read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads((stage / "manifest.json").read_text(encoding="utf-8"))
+    return content
 
 
 def without_times(row: Any) -> Any:

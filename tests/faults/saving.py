@@ -25,7 +25,7 @@ class Weights:
     """Tensors full of the number of the step, each rank writing every second one."""
 
     def __init__(self, rank: int = 0) -> None:
-        self.rank, self.step, self.seen = rank, 0, [0.0]
+        self.rank, self.step, self.loaded_values = rank, 0, [0.0]
 
     def size(self) -> int:
         return 8 * ROWS * 4
@@ -35,9 +35,9 @@ class Weights:
             yield str(i), torch.full((ROWS,), float(self.step))
 
     def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
-        found = dict(saved)
-        assert len(found) == 8
-        self.seen = torch.stack(list(found.values())).unique().tolist()
+        tensors = dict(saved)
+        assert len(tensors) == 8
+        self.loaded_values = torch.stack(list(tensors.values())).unique().tolist()
 
     def state_dict(self) -> Any:
         return {"step": self.step}
@@ -90,13 +90,13 @@ def _forked(folder: Path, rank: int) -> int:
 def require_usable(folder: Path) -> None:
     """The newest checkpoint is whole and of one step, and saving goes on beside what was left behind."""
     stage = folder / "stage"
-    found = checkpoints.newest(stage)
-    assert found is not None
-    assert found.step == max(int(path.name[5:]) for path in (stage / checkpoints.CHECKPOINTS).glob("step-*"))
+    checkpoint = checkpoints.newest(stage)
+    assert checkpoint is not None
+    assert checkpoint.step == max(int(path.name[5:]) for path in (stage / checkpoints.CHECKPOINTS).glob("step-*"))
     weights = Weights()
-    weights.load_state_dict(disk.read_json(found.folder / checkpoints.STATE)["weights"])
-    weights.load_tensors(found._tensors("weights"))
-    assert weights.seen == [float(found.step)] and weights.step == found.step
+    weights.load_state_dict(disk.read_json(checkpoint.folder / checkpoints.STATE)["weights"])
+    weights.load_tensors(checkpoint._tensors("weights"))
+    assert weights.loaded_values == [float(checkpoint.step)] and weights.step == checkpoint.step
     checkpoints.sweep(stage)
     assert not list((stage / checkpoints.CHECKPOINTS).glob(".tmp-*"))
-    assert checkpoints.save(stage, found.step + 1, state_of(weights), STAGE, keep=2) is None
+    assert checkpoints.save(stage, checkpoint.step + 1, state_of(weights), STAGE, keep=2) is None

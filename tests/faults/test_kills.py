@@ -65,8 +65,8 @@ def test_killed_while_it_saves(
     command = harness.chain(out, "--steps", "1", processes=processes)
     ended = harness.run(out, command, fault).require(SIGKILL)
     assert harness.saved_steps(out, 1) == saved
-    kept = f"after step {saved[-1]}" if saved else "without a checkpoint"
-    assert kept in ended.last_line
+    expected_words = f"after step {saved[-1]}" if saved else "without a checkpoint"
+    assert expected_words in ended.last_line
     again = harness.run(out, harness.printed_command(ended)).require(0)
     assert (f"resumes after step {saved[-1]}" in again.said) if saved else ("resumes" not in again.said)
     harness.assert_same(out, whole(processes, 1), 1)

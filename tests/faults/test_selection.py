@@ -27,10 +27,10 @@ def test_killed_and_asked_to_end_and_it_is_the_same(whole: Path, tmp_path: Path)
     assert killed.code == 137 and killed.after < harness.PROMPT_S
     for word in ("step1_sft did not finish", "at step 3", "rank 0: SIGKILL", "after step 2"):
         assert word in killed.last_line
-    asked = harness.run(out, harness.printed_command(killed), "step:0:4:parent-sigterm")
-    asked.require(143, "resumes after step 2")
-    assert "SIGTERM" in asked.last_line and harness.saved_steps(out, 1)[-1] == harness.last_step(out, 1) == 6
-    harness.run(out, harness.printed_command(asked)).require(0, "resumes after step 6")
+    terminated = harness.run(out, harness.printed_command(killed), "step:0:4:parent-sigterm")
+    terminated.require(143, "resumes after step 2")
+    assert "SIGTERM" in terminated.last_line and harness.saved_steps(out, 1)[-1] == harness.last_step(out, 1) == 6
+    harness.run(out, harness.printed_command(terminated)).require(0, "resumes after step 6")
     harness.assert_same(out, whole, 1)
 
 

@@ -127,10 +127,10 @@ def test_a_chain_that_tokenises_ends_whole(number: int, to_all: bool, code: int,
         until(lambda: len(alive(str(tmp_path))) == 3, harness.LIMIT_S)
         slow = time.monotonic() - start
         (os.killpg if to_all else os.kill)(started.pid, number)
-        _, said = started.communicate(timeout=max(harness.PROMPT_S, slow))  # on any machine the end is no slower
+        _, stderr = started.communicate(timeout=max(harness.PROMPT_S, slow))  # on any machine the end is no slower
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
-    assert started.returncode == code and "Traceback" not in said
-    assert said.endswith("interrupted\n") == (number == signal.SIGINT)
+    assert started.returncode == code and "Traceback" not in stderr
+    assert stderr.endswith("interrupted\n") == (number == signal.SIGINT)
     until(lambda: not alive(str(tmp_path)), harness.GONE_S)

@@ -34,8 +34,8 @@ def nothing_left(hosts: World) -> None:
 
 
 def manifest(out: Path, stage: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads((out / stage / "manifest.json").read_text(encoding="utf-8"))
-    return found
+    content: dict[str, object] = json.loads((out / stage / "manifest.json").read_text(encoding="utf-8"))
+    return content
 
 
 def test_the_demo(hosts: World, tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def rank_on(host: Machine) -> int:
         with suppress(OSError):
             if os.readlink(folder / "ns" / "net") == network:
                 lines[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-    [found] = [pid for pid, line in lines.items() if " -m step1_sft " in line]
-    return found
+    [process_id] = [pid for pid, line in lines.items() if " -m step1_sft " in line]
+    return process_id
 
 
 LONGER = ["--steps", "1", "--sft.num-train-epochs", "60", "--save-every", "4", "--max-restarts", "1"]
@@ -80,12 +80,12 @@ def test_a_rank_killed_on_the_other_host_and_then_a_signal(hosts: World, tmp_pat
         now = steps_of(out)
         until(lambda: steps_of(out) > now + 2 or process.poll() is not None, 500)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=120)
-    assert process.returncode == 143, said
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 143, stderr
     # on a busy machine, rank 0 may be in a step that is longer than the launcher waits, which the line then says too
     restart = r"step1_sft: rank 1 on beta: SIGKILL \(often: the machine is out of memory\);.* restart 1 of 1\n"
-    assert re.search(restart, said), said
-    command_line, last = said.strip().splitlines()[-2:]
+    assert re.search(restart, stderr), stderr
+    command_line, last = stderr.strip().splitlines()[-2:]
     assert last.startswith("step1_sft did not finish: SIGTERM, at step ") and "resumes after" in last
     assert command_line.startswith("to resume: ") and command_line.endswith(" ".join(LONGER))
     nothing_left(hosts)
@@ -155,14 +155,14 @@ def on(
 
 
 def torchrun(rank: int, timeout_s: int = 300) -> list[str]:
-    place = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "10.203.77.1", "--master-port", "29531"]
-    return ["-m", "torch.distributed.run", *place, "--rdzv-conf", f"timeout={timeout_s}"]
+    rendezvous = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "10.203.77.1", "--master-port", "29531"]
+    return ["-m", "torch.distributed.run", *rendezvous, "--rdzv-conf", f"timeout={timeout_s}"]
 
 
 def test_the_chain_under_torchrun_on_each_host(hosts: World, tmp_path: Path) -> None:
     with on(hosts.alpha, tmp_path, *torchrun(0)) as one, on(hosts.beta, tmp_path, *torchrun(1)) as two:
-        said = [process.communicate(timeout=300) for process in (one, two)]
-    assert [one.returncode, two.returncode] == [0, 0], said
+        outputs = [process.communicate(timeout=300) for process in (one, two)]
+    assert [one.returncode, two.returncode] == [0, 0], outputs
     assert manifest(tmp_path, "step1_sft")["world_size"] == 2
     nothing_left(hosts)
 
@@ -190,8 +190,8 @@ def srun(rank: int, **environment: str) -> dict[str, str]:
 
 def test_the_chain_under_srun(hosts: World, tmp_path: Path) -> None:
     with on(hosts.alpha, tmp_path, **srun(0)) as one, on(hosts.beta, tmp_path, **srun(1)) as two:
-        said = [process.communicate(timeout=300)[1] for process in (one, two)]
-    assert [one.returncode, two.returncode] == [0, 0], said
+        outputs = [process.communicate(timeout=300)[1] for process in (one, two)]
+    assert [one.returncode, two.returncode] == [0, 0], outputs
     assert manifest(tmp_path, "step1_sft")["world_size"] == 2
 
 
@@ -205,6 +205,6 @@ def test_the_chain_under_srun(hosts: World, tmp_path: Path) -> None:
 def test_srun_with_a_task_missing(hosts: World, tmp_path: Path, rank: int, message: str) -> None:
     host = (hosts.alpha, hosts.beta)[rank]
     with on(host, tmp_path, timeout_s=5, **srun(rank, RLHF_RENDEZVOUS_TIMEOUT_S="5")) as process:
-        _, said = process.communicate(timeout=200)
-    assert process.returncode == 2 and f"error: {message}" in said
+        _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 2 and f"error: {message}" in stderr
     nothing_left(hosts)

@@ -53,9 +53,9 @@ class Machine:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.address = name, ADDRESSES[name]
-        others = "".join(f"{a} {n}\n" for n, a in ADDRESSES.items() if n != name)
+        other_hosts = "".join(f"{a} {n}\n" for n, a in ADDRESSES.items() if n != name)
         hosts = folder / f"hosts-{name}"
-        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{other_hosts}")
         setup = (
             f"hostname {name} && mount --bind {hosts} /etc/hosts && mount -t tmpfs tmpfs /dev/shm && ip link set lo up"
             " && echo up && exec sleep 3600"
@@ -105,13 +105,13 @@ class World:
     def processes(self) -> list[str]:
         """Command lines of all that runs on the two hosts, but what makes them hosts."""
         networks = {os.readlink(f"/proc/{host.pid}/ns/net") for host in (self.alpha, self.beta)}
-        found = []
+        command_lines = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 line = (folder / "cmdline").read_text().replace("\0", " ").strip()  # a zombie's is empty
                 if os.readlink(folder / "ns" / "net") in networks and not line.startswith("sleep 3600"):
-                    found.append(line)
-        return [line for line in found if line]
+                    command_lines.append(line)
+        return [line for line in command_lines if line]
 
     def run(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """A process on alpha, followed to its end."""

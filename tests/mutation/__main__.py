@@ -45,8 +45,8 @@ class Equivalent:
 
     def is_of(self, mutant: Mutant) -> bool:
         """Whether `mutant` is one of these."""
-        place = (self.file, self.function) == (mutant.file, mutant.function)
-        return place and self.line in (None, mutant.line) and self.becomes in (None, mutant.becomes)
+        same_function = (self.file, self.function) == (mutant.file, mutant.function)
+        return same_function and self.line in (None, mutant.line) and self.becomes in (None, mutant.becomes)
 
 
 def owners() -> dict[str, list[str]]:

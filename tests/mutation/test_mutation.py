@@ -37,12 +37,12 @@ EDITS = [
 
 def test_the_mutants_of_a_function(tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text(SOURCE, encoding="utf-8")
-    made = list(mutants(tmp_path, "file.py"))
+    results = list(mutants(tmp_path, "file.py"))
     for edit in EDITS:
-        assert [mutant for mutant in made if edit in mutant.becomes], edit
-    assert len(made) == len(EDITS), "\n".join(mutant.becomes for mutant in made)
-    assert {mutant.function for mutant in made} == {"", "kl"}
-    for mutant in made:
+        assert [mutant for mutant in results if edit in mutant.becomes], edit
+    assert len(results) == len(EDITS), "\n".join(mutant.becomes for mutant in results)
+    assert {mutant.function for mutant in results} == {"", "kl"}
+    for mutant in results:
         assert mutant.line in SOURCE and mutant.becomes in mutant.source
         compile(mutant.source, "file.py", "exec")
 
@@ -52,9 +52,9 @@ def test_what_another_device_runs_is_left_alone(tmp_path: Path) -> None:
         'def size(x):\n    if x.device.type == "cuda":\n        return 99\n    return 2 if x.type == "cpu" else 88\n'
     )
     (tmp_path / "file.py").write_text(source, encoding="utf-8")
-    made = [mutant.source for mutant in mutants(tmp_path, "file.py")]
-    assert made and all("99" in mutant and "88" in mutant for mutant in made)
-    assert any("return 3 if" in mutant for mutant in made)
+    sources = [mutant.source for mutant in mutants(tmp_path, "file.py")]
+    assert sources and all("99" in mutant and "88" in mutant for mutant in sources)
+    assert any("return 3 if" in mutant for mutant in sources)
 
 
 def test_the_tables_name_files_and_mutants_that_there_are() -> None:

@@ -26,11 +26,11 @@ def test_the_usage_names_every_verb(words: tuple[str, ...], rlhf: Run) -> None:
 
 
 def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
-    said = "error: rlhf rewad: no such verb (did you mean 'reward'?); have train, plan, sft, reward, ppo, rounds, "
+    message = "error: rlhf rewad: no such verb (did you mean 'reward'?); have train, plan, sft, reward, ppo, rounds, "
     assert rlhf("rewad", "--seed", "1") == (
         2,
         "",
-        said + "preview, report, evaluate, evaluate-reward, pairs, chat, serve, average, export, push\n",
+        message + "preview, report, evaluate, evaluate-reward, pairs, chat, serve, average, export, push\n",
     )
 
 

@@ -136,7 +136,7 @@ def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("def score(:", "SyntaxError: invalid syntax ({name}, line 1)"),
         ("import json\nimport nope_zzz\n", "{path}:2: in <module>: ModuleNotFoundError: No module named 'nope_zzz'"),
@@ -144,10 +144,10 @@ def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
         ("import sys\nsys.exit(0)\n", "{path}:2: in <module>: SystemExit: 0"),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_one_line(tmp_path: Path, source: str, said: str) -> None:
+def test_a_file_that_cannot_be_imported_is_one_line(tmp_path: Path, source: str, message: str) -> None:
     file = tmp_path / "reward.py"
     file.write_text(source)
     with pytest.raises(UserError) as caught:
         plugins.load_file(str(file))
-    assert str(caught.value) == f"{file}: cannot be imported: " + said.format(path=file, name=file.name)
+    assert str(caught.value) == f"{file}: cannot be imported: " + message.format(path=file, name=file.name)
     assert caught.value.__cause__ is not None and str(file) not in sys.modules

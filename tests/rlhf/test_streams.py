@@ -17,7 +17,7 @@ CONTINUES = "its further output is dropped, and the run continues\n"
 
 
 @pytest.mark.parametrize(
-    ("program", "shell", "code", "told"),
+    ("program", "shell", "code", "stderr"),
     [
         (TEXT, "| head -n 1 > /dev/null", 0, ""),
         (TEXT, "> /dev/full", 2, "error: stdout: No space left on device; the output is incomplete\n"),
@@ -28,12 +28,12 @@ CONTINUES = "its further output is dropped, and the run continues\n"
         (RUN, "2>&1 > /dev/full | head -n 0 > /dev/null", 0, ""),
     ],
 )
-def test_a_text_ends_and_a_run_goes_on(program: str, shell: str, code: int, told: str, tmp_path: Path) -> None:
+def test_a_text_ends_and_a_run_goes_on(program: str, shell: str, code: int, stderr: str, tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(program.replace("%r", repr(str(tmp_path / "end"))))
     command = f"set -o pipefail; {sys.executable} {file} {shell}"
     ended = subprocess.run(["bash", "-c", command], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (code, told)
+    assert (ended.returncode, ended.stderr) == (code, stderr)
     assert program is TEXT or (tmp_path / "end").read_text() == "done\n"
 
 

@@ -139,25 +139,25 @@ def imports(path: Path) -> list[tuple[int, str]]:
 
 def imported_at_once(path: Path) -> list[str]:
     """What importing the module imports: module level, class bodies and conditions, but not `if TYPE_CHECKING`."""
-    found: list[str] = []
+    names: list[str] = []
     waiting: list[ast.AST] = [*tree(path).body]
     while waiting:
         node = waiting.pop()
-        found += imported(node, path)
+        names += imported(node, path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         waiting += ast.iter_child_nodes(node)
     # `import a.b` runs a/__init__.py first.
-    return [".".join(name.split(".")[:n]) for name in found for n in range(1, name.count(".") + 2)]
+    return [".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 2)]
 
 
 def room(module: str) -> str | None:
     """The room of a module, None if it is not the project's."""
-    found = [name for name in ROOMS if module == name or module.startswith(f"{name}.")]
-    assert found or module.split(".")[0] not in PACKAGES or module == "rlhf", f"{module} has no room: see ROOMS"
-    return max(found, key=len, default=None)
+    rooms = [name for name in ROOMS if module == name or module.startswith(f"{name}.")]
+    assert rooms or module.split(".")[0] not in PACKAGES or module == "rlhf", f"{module} has no room: see ROOMS"
+    return max(rooms, key=len, default=None)
 
 
 # --- who may import whom
@@ -332,8 +332,8 @@ def project_texts() -> list[Path]:
 
 @each(project_texts())
 def test_no_path_of_one_machine(path: Path) -> None:
-    found = re.search(r"(?<![\w.>)}/])/(?:work|root|home|Users|farm)/", path.read_text(encoding="utf-8"))
-    assert found is None, f"{shown(path)}: {found}"
+    match = re.search(r"(?<![\w.>)}/])/(?:work|root|home|Users|farm)/", path.read_text(encoding="utf-8"))
+    assert match is None, f"{shown(path)}: {match}"
 
 
 def makes_a_constant(call: ast.Call) -> bool:

@@ -41,8 +41,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("devices")
     done = forked.python("-m", "tests.support.device_runs", str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads((folder / "runs.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((folder / "runs.json").read_text())
+    return content
 
 
 def waits_of(run: list[tuple[str, int]]) -> dict[str, int]:

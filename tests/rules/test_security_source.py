@@ -41,15 +41,15 @@ def tree(path: Path) -> ast.Module:
 
 def aliases(module: ast.Module) -> dict[str, str]:
     """Whole names by the names that a module's imports give them: `np` is numpy, `loads` may be pickle.loads."""
-    found = {}
+    names = {}
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
-            found |= {
+            names |= {
                 a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
             }
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def whole_name(node: ast.expr, known: dict[str, str]) -> str:
@@ -86,16 +86,16 @@ def dangers(module: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def of_call(node: ast.Call, name: str, loaders: set[str]) -> Iterator[str]:
-    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     for key, bad in KEYWORDS.items():
-        if key in given and isinstance(given[key], ast.Constant) and given[key].value is bad:  # type: ignore[attr-defined]
+        if key in keywords and isinstance(keywords[key], ast.Constant) and keywords[key].value is bad:  # type: ignore[attr-defined]
             yield f"{key}={bad}"
     if name == "torch.load" and not (
-        isinstance(found := given.get("weights_only"), ast.Constant) and found.value is True
+        isinstance(weights_only := keywords.get("weights_only"), ast.Constant) and weights_only.value is True
     ):
         yield "torch.load without weights_only=True"
     if name == "yaml.load":
-        loader = node.args[1] if len(node.args) > 1 else given.get("Loader")
+        loader = node.args[1] if len(node.args) > 1 else keywords.get("Loader")
         if loader is None or ast.unparse(loader) not in loaders:
             yield "yaml.load without a safe loader"
     if re.fullmatch(r"jinja2\..*(Environment|Template|from_string)", name):
@@ -165,8 +165,8 @@ def test_what_is_no_danger(source: str) -> None:
 
 def test_the_product_does_nothing_of_it() -> None:
     for path in PRODUCT:
-        found = [(line, what) for line, what in dangers(tree(path)) if what not in MEANT.get(shown(path), ())]
-        assert not found, f"{shown(path)}: {found}"
+        violations = [(line, what) for line, what in dangers(tree(path)) if what not in MEANT.get(shown(path), ())]
+        assert not violations, f"{shown(path)}: {violations}"
 
 
 def test_nor_do_tests_and_benchmarks() -> None:
@@ -175,8 +175,8 @@ def test_nor_do_tests_and_benchmarks() -> None:
     every = {f"{address!r}, which is every interface" for address in EVERY_INTERFACE}  # where that is looked for
     for path in OTHERS:
         programs = {"exec", "compile", "__import__"} if "tests" in path.parts else set()  # of their own making
-        found = [(line, what) for line, what in dangers(tree(path)) if what not in programs | own | every]
-        assert not found, f"{shown(path)}: {found}"
+        violations = [(line, what) for line, what in dangers(tree(path)) if what not in programs | own | every]
+        assert not violations, f"{shown(path)}: {violations}"
 
 
 def test_pages_escape_all_values_and_render_templates_of_the_package_only() -> None:

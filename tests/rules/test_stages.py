@@ -19,8 +19,8 @@ def fields(paths: list[Path], names: str = "") -> set[str]:
     """The fields of all classes whose names end so."""
     classes = [node for path in paths for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
     body = [field for node in classes if re.search(names, node.name) for field in node.body]
-    found = [field.target for field in body if isinstance(field, ast.AnnAssign)]
-    return {field.id for field in found if isinstance(field, ast.Name)}
+    targets = [field.target for field in body if isinstance(field, ast.AnnAssign)]
+    return {field.id for field in targets if isinstance(field, ast.Name)}
 
 
 @cache
@@ -54,7 +54,7 @@ def test_rlhf_knows_no_stage() -> None:
     below = [path for path in PRODUCT if (room(module_name(path)) or "").startswith("rlhf.")]
     for path in below:
         if room(module_name(path)) not in KNOW_STAGES and shown(path) not in KNOW_STAGES:
-            found = [
+            violations = [
                 f"{shown(path)}:{line}: {word}" for line, word in words_of_stages(path.read_text(encoding="utf-8"))
             ]
-            assert not found, f"{found}: a stage declares it (rlhf/config/declaration.py)"
+            assert not violations, f"{violations}: a stage declares it (rlhf/config/declaration.py)"

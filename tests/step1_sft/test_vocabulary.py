@@ -32,20 +32,20 @@ CHINESE = ["千里之行始于足下", "学而不思则罔思而不学则殆", "
 
 def bpe(texts: list[str], size: int) -> Tokenizer:
     """Byte-level BPE: every text has ids."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(texts, trainer)
-    return made
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An English model with tied weights and one with a head of its own, a Chinese tokenizer and corpus, and a list."""
-    made = tmp_path_factory.mktemp("vocabulary")
+    path = tmp_path_factory.mktemp("vocabulary")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe(ENGLISH, 300), eos_token="</s>")
     for name, tied in (("tied", True), ("untied", False)):
         changes = {
@@ -54,13 +54,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "eos_token_id": 0,
             "pad_token_id": None,
         }
-        tiny.causal_lm("llama", **changes).save_pretrained(made / name)  # three rows have no token
-        tokenizer.save_pretrained(made / name)
-    bpe(CHINESE * 4, 400).save(str(made / "chinese.json"))
+        tiny.causal_lm("llama", **changes).save_pretrained(path / name)  # three rows have no token
+        tokenizer.save_pretrained(path / name)
+    bpe(CHINESE * 4, 400).save(str(path / "chinese.json"))
     texts = ({"text": "".join(three)} for three in itertools.product(CHINESE, repeat=3))
-    (made / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
-    (made / "list.txt").write_text("千里\n学而\n</s>\nthe\n足下\n")
-    return made
+    (path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    (path / "list.txt").write_text("千里\n学而\n</s>\nthe\n足下\n")
+    return path
 
 
 def with_both(before: Any, folder: Path) -> Any:
@@ -187,9 +187,9 @@ def test_the_plan_of_later_steps_has_the_new_rows(folder: Path, name: str, tmp_p
     extended = alone + matrices * tiny.WIDTH
     own_head = 0 if name == "tied" else 303 * tiny.WIDTH  # a scalar model has one output in its place
     scalar = alone - own_head + tiny.WIDTH
-    found = totals(model)
-    assert found == {
+    parameters = totals(model)
+    assert parameters == {
         "policy": extended, "actor": extended, "reference": extended, "reward model": scalar,
         "critic": scalar + tiny.WIDTH,  # it reads the actor's ids, so it starts from the actor
     }  # fmt: skip
-    assert totals(f"{output}/step1_sft/model") == found | {"reward model": scalar + tiny.WIDTH}
+    assert totals(f"{output}/step1_sft/model") == parameters | {"reward model": scalar + tiny.WIDTH}

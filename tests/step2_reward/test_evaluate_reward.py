@@ -40,7 +40,7 @@ PAIRS: list[dict[str, Any]] = [
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two reward models that differ in their heads, and one with another tokenizer."""
     folder = tmp_path_factory.mktemp("models")
-    made = {}
+    paths = {}
     for seed, name in enumerate(("one", "two", "foreign")):
         model = tiny.backbone()
         model.save_pretrained(folder / name)
@@ -50,8 +50,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / name / "model.safetensors").unlink()
         disk.save_tensors(state, folder / name / "model.safetensors", {"format": "pt"})
         tiny.tokenizer(reverse=name == "foreign").save_pretrained(folder / name)
-        made[name] = folder / name
-    return made
+        paths[name] = folder / name
+    return paths
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +96,9 @@ def test_the_numbers_of_files_are_those_of_scores_row_by_row(run: Run, models: d
     names = [str(models[name]) for name in ("one", "two")]
     files = [str(tmp_path / f"{name}.jsonl") for name in ("pairs", "lists")]
     out = tmp_path / "out"
-    code, said, errors = run(*names, "--data-path", *files, "--dtype", "fp32", "--output", str(out))
+    code, output, errors = run(*names, "--data-path", *files, "--dtype", "fp32", "--output", str(out))
     assert (code, errors) == (0, "")
-    assert "accuracy by subset" in said and "pairs that two models order alike" in said
+    assert "accuracy by subset" in output and "pairs that two models order alike" in output
     results = json.loads((out / "results.json").read_text())
     assert [(one["model"], one["source"]) for one in results["sources"]] == [(m, f) for m in names for f in files]
     gaps: dict[str, list[torch.Tensor]] = {}
@@ -108,19 +108,19 @@ def test_the_numbers_of_files_are_those_of_scores_row_by_row(run: Run, models: d
             gap = torch.tensor([score(model, p, b) - score(model, p, w) for _, p, b, w in compared])
             elements = torch.tensor([number for number, *_ in compared])
             lengths = torch.tensor([len(b.split()) - len(w.split()) for _, _, b, w in compared])
-            [found] = [one for one in results["sources"] if (one["model"], one["source"]) == (model, source)]
-            assert found["whole"]["pairs"] == len(gap) == (6 if rows is LISTS else 12)
-            assert found["whole"]["accuracy"]["mean"] == pytest.approx(preferences.accuracy(gap, elements).mean)
+            [result] = [one for one in results["sources"] if (one["model"], one["source"]) == (model, source)]
+            assert result["whole"]["pairs"] == len(gap) == (6 if rows is LISTS else 12)
+            assert result["whole"]["accuracy"]["mean"] == pytest.approx(preferences.accuracy(gap, elements).mean)
             loss = preferences.by_element(torch.log1p(torch.exp(-gap)), elements).mean().item()
-            assert found["loss"] == pytest.approx(loss, abs=EPS)
+            assert result["loss"] == pytest.approx(loss, abs=EPS)
             rule = preferences.length_rule(gap, lengths, elements)
-            assert (found["longer"], found["length_rule"]) == pytest.approx((rule.longer, rule.best))
-            assert found["length_correlation"] == pytest.approx(rule.correlation, abs=1e-3)
-            assert [each["pairs"] for each in found["by_length"]] == [
+            assert (result["longer"], result["length_rule"]) == pytest.approx((rule.longer, rule.best))
+            assert result["length_correlation"] == pytest.approx(rule.correlation, abs=1e-3)
+            assert [each["pairs"] for each in result["by_length"]] == [
                 each.pairs for each in preferences.accuracy_by_length(gap, lengths, elements)
             ]
             best_of_4 = None if rows is PAIRS else [bool((gap[elements == n] > 0).all()) for n in (0, 1)]
-            assert (found["whole"]["lists"] or {}).get("mean") == (best_of_4 and sum(best_of_4) / 2)
+            assert (result["whole"]["lists"] or {}).get("mean") == (best_of_4 and sum(best_of_4) / 2)
             gaps.setdefault(model, []).append(gap)
     whole = {one["model"]: one for one in results["all"]}
     for model in names:
@@ -164,8 +164,8 @@ def test_the_effect_of_white_space_by_hand() -> None:
     change = Reformatted(torch.tensor([1, 2]), changed, after)
     lengths = torch.tensor([[1, 2]] * 3)
     scored = SourceScores("m", "d", scores, lengths, torch.arange(3), (), {"space": change}, {})
-    [found] = pair_results(scored).formatting.values()
-    assert (found.pairs, found.shift, found.reordered) == (2, pytest.approx(5.5 / 3 / 2), 0.5)
+    [effect] = pair_results(scored).formatting.values()
+    assert (effect.pairs, effect.shift, effect.reordered) == (2, pytest.approx(5.5 / 3 / 2), 0.5)
 
 
 def test_mistakes_of_the_user(run: Run, models: dict[str, Path], tmp_path: Path) -> None:

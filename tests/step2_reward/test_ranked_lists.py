@@ -58,7 +58,7 @@ def test_each_prompt_weighs_the_same_as_equation_1_says(
 
     plain_step = Engine.step
     monkeypatch.setattr(Engine, "step", step)
-    found = reward_runs.run(tmp_path, pair_scores, micro_batch_size=micro, num_train_epochs=2)
+    result = reward_runs.run(tmp_path, pair_scores, micro_batch_size=micro, num_train_epochs=2)
     assert max(sizes) == min(micro, sum(PAIRS))
     assert [len(list(comparisons(record))) for record in records()] == PAIRS
     model = reward_runs.scalar_model().double()
@@ -78,18 +78,18 @@ def test_each_prompt_weighs_the_same_as_equation_1_says(
     loss = torch.stack(losses).mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     norm = torch.stack([g.norm() for g in gradients if g is not None]).norm()
-    metrics, _second_epoch = found["metrics"]
+    metrics, _second_epoch = result["metrics"]
     assert metrics["loss"] == pytest.approx(loss.item(), abs=EPS)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=EPS)
     assert metrics["accuracy"] == pytest.approx(sum(accuracies) / len(accuracies), abs=EPS)
     assert metrics["margin"] == pytest.approx(sum(margins) / len(margins), abs=EPS)
-    assert found["before"].pop("eval_ece") == pytest.approx(calibration_error(torch.tensor(sides)), abs=EPS)
-    assert found["before"] == pytest.approx(
+    assert result["before"].pop("eval_ece") == pytest.approx(calibration_error(torch.tensor(sides)), abs=EPS)
+    assert result["before"] == pytest.approx(
         {
             "eval_length_rule": sum(longer) / len(longer),
             **{
-                f"eval_accuracy_if_{name}": sum(w * right for w, right in found) / sum(w for w, _ in found)
-                for name, found in by_length.items()
+                f"eval_accuracy_if_{name}": sum(w * right for w, right in weighted) / sum(w for w, _ in weighted)
+                for name, weighted in by_length.items()
             },
             "eval_accuracy": metrics["accuracy"],
             "eval_loss": torch.stack(plain).mean().item(),
@@ -128,8 +128,8 @@ def test_each_option_of_batches_arrives(tmp_path: Path) -> None:
 
     plain = dealt()
     assert [len({dataset.elements[row] for row in batch}) for batch in plain] == [4, 4, 4]  # type: ignore[index]
-    others: list[dict[str, Any]] = [{"seed": 3}, {"batch_size": 6}, {"batch_tokens": 400}, {"group_by_length": False}]
-    for option in (*others, {"ranks": (0, 2)}, {"ranks": (1, 2)}):
+    changes: list[dict[str, Any]] = [{"seed": 3}, {"batch_size": 6}, {"batch_tokens": 400}, {"group_by_length": False}]
+    for option in (*changes, {"ranks": (0, 2)}, {"ranks": (1, 2)}):
         assert dealt(**option) != plain, option
     assert dealt(group_by_length=False, batch_tokens=400) == dealt(batch_tokens=400)
 
@@ -174,5 +174,5 @@ def test_a_source_of_ones_own_says_what_is_one_list(tmp_path: Path) -> None:
     for rankings, weights in ((["a", "", "a", "b", "a"], [1 / 3] * 3 + [1.0] * 2), (["", "", "", "b", "b"], [0.5] * 2)):
         (tmp_path / "rankings.json").write_text(json.dumps(rankings))
         config = reward_runs.config_of(tmp_path, data_path=(f"{tmp_path}/mine.py:{tmp_path}/rankings.json",))
-        found = reward_runs.rows_of(config)
-        assert sorted(found.weights.tolist()) == pytest.approx(weights + [1.0] * (5 - len(weights)))
+        rows = reward_runs.rows_of(config)
+        assert sorted(rows.weights.tolist()) == pytest.approx(weights + [1.0] * (5 - len(weights)))

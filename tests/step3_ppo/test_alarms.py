@@ -39,12 +39,12 @@ def iterations(game: Players, count: int) -> Iterator[Metrics]:
 
 def alarms(steps: Iterable[Metrics]) -> dict[str, int]:
     """The iteration at which each warning of a run was first said."""
-    said: dict[str, int] = {}
+    first_steps: dict[str, int] = {}
     watch = Watch(Limits())
     for step, metrics in enumerate(steps, start=1):
         for notice in watch.check(step, metrics):
-            said.setdefault(notice.name, step)
-    return said
+            first_steps.setdefault(notice.name, step)
+    return first_steps
 
 
 def scored_by(game: Players, score: Callable[[Samples], Tensor]) -> Players:
@@ -78,20 +78,20 @@ def test_target_kl_ends_the_passes_of_an_iteration(target_kl: float | None, step
     ],
 )
 def test_a_kl_above_the_limit_for_long_ends_the_run(kls: list[float], in_a_row: int, ended_at: int | None) -> None:
-    seen: list[float] = []
+    recorded: list[float] = []
 
     def run() -> None:
         for metrics in KLGuard(10.0, in_a_row).guarded({"kl": float(kl)} for kl in kls):
-            seen.append(metrics["kl"])
+            recorded.append(metrics["kl"])
 
     if ended_at is None:
         run()
-        assert seen == kls
+        assert recorded == kls
         return
     times = rf" for {in_a_row} iterations" if in_a_row > 1 else ""
     with pytest.raises(RunawayError, match=rf"^iteration {ended_at}: kl is .*above --abort-kl 10{times}; lower"):
         run()
-    assert seen == kls[:ended_at]  # the iteration that ended it was recorded
+    assert recorded == kls[:ended_at]  # the iteration that ended it was recorded
 
 
 def test_an_iteration_that_was_left_out_counts_for_nothing() -> None:
@@ -107,15 +107,15 @@ def test_without_a_limit_nothing_ends() -> None:
 def test_a_run_that_explodes_is_warned_of_and_ended_and_its_best_policy_stays() -> None:
     fast = {"num_mini_batches": 1, "micro_batch_size": 8}
     game = players("ppo", learning_rate=0.3, critic_learning_rate=0.3, kl_coef=0.0, **fast)
-    kept: list[dict[str, Tensor]] = []
-    best = Best("eval_score", None, lambda: kept.append(game.weights()))
+    saved_weights: list[dict[str, Tensor]] = []
+    best = Best("eval_score", None, lambda: saved_weights.append(game.weights()))
     looks = iter(range(0, -99, -1))  # the first look is the best
     steps = with_evaluations(
         iterations(game, 12), EvaluationSchedule(1, 12), lambda _: {"eval_score": float(next(looks))}, best
     )
     with pytest.raises(RunawayError, match="--abort-kl 10 for 2 iterations; lower --learning-rate"):
         alarms(KLGuard(10.0, 2).guarded(steps))
-    assert len(kept) == 1 and all(torch.isfinite(weight).all() for weight in kept[0].values())
+    assert len(saved_weights) == 1 and all(torch.isfinite(weight).all() for weight in saved_weights[0].values())
     calm = players("ppo", learning_rate=1e-4, critic_learning_rate=1e-4, **fast)
     assert len(list(KLGuard(10.0, 2).guarded(iterations(calm, 4)))) == 4
 
@@ -166,8 +166,8 @@ def test_dropout_in_the_policy_trips_the_first_ratio(dropout: float) -> None:
     game.actor.module.lm.model.norm.register_forward_hook(
         lambda norm, inputs, states: nn.functional.dropout(states, dropout, norm.training)
     )
-    said = alarms(iterations(game, 1))
-    assert said.get("first_ratio") == (1 if dropout else None)
+    warned = alarms(iterations(game, 1))
+    assert warned.get("first_ratio") == (1 if dropout else None)
 
 
 # --- rewards that are hacked, policies that collapse
@@ -177,8 +177,8 @@ def test_a_reward_for_length_is_hacked_and_told() -> None:
     options = {"learning_rate": 1e-2, "critic_learning_rate": 1e-2, "kl_coef": 0.0, "response_length": 32}
     game = scored_by(players("ppo", **options, num_mini_batches=1, micro_batch_size=8), length)
     rows = list(iterations(game, 5))
-    said = alarms(rows)
-    assert said["score_follows_length"] == Limits().in_a_row
+    warned = alarms(rows)
+    assert warned["score_follows_length"] == Limits().in_a_row
     assert rows[-1]["response_length"] > 2 * rows[0]["response_length"]  # and it works
 
 
@@ -189,21 +189,21 @@ def entropies(kl_coef: float) -> list[Metrics]:
     algorithm = ppo.build(ppo.Config(algorithm="ppo", kl_coef=kl_coef))
     logits, baseline = ref_logits.clone().requires_grad_(), torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.Adam([logits, baseline], lr=0.05)
-    found = []
+    metrics = []
     for _ in range(200):
         with torch.no_grad():
             rollout = sampled(logits, ref_logits, baseline, scores, draw)
             credit = algorithm.credit(rollout)
-            found.append({"entropy": ops.entropy(logits[None, None]).item()})
+            metrics.append({"entropy": ops.entropy(logits[None, None]).item()})
         count = rollout.mask.sum()
         loss, _ = algorithm.policy_loss(logprobs_of(logits, rollout.response_ids), rollout, credit, count)
         optimizer.zero_grad()
         (loss + algorithm.value_loss(baseline.expand(BATCH, 1), rollout, credit, count)[0]).backward()
         optimizer.step()
-    return found
+    return metrics
 
 
 def test_a_policy_without_kl_collapses_and_is_told() -> None:
-    free, held = entropies(kl_coef=0.0), entropies(kl_coef=0.5)
+    free, penalized = entropies(kl_coef=0.0), entropies(kl_coef=0.5)
     assert alarms(free).keys() == {"entropy_collapse"} and alarms(free)["entropy_collapse"] > 10
-    assert free[-1]["entropy"] < 0.1 < 0.5 < held[-1]["entropy"] and alarms(held) == {}
+    assert free[-1]["entropy"] < 0.1 < 0.5 < penalized[-1]["entropy"] and alarms(penalized) == {}

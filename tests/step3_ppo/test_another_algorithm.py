@@ -37,11 +37,11 @@ def test_only_what_the_algorithm_refuses_is_left_out(
     assert type(options) is algorithms.options(algorithm)
     tuned = {name: value for name, value in read_yaml(STORIES)["ppo"].items() if name not in {*left_out, *own}}
     assert {name: getattr(options, name) for name in (*tuned, *own)} == tuned | own
-    said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert [line.partition("refuses it: ")[2] for line in said] == [
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert [line.partition("refuses it: ")[2] for line in warnings] == [
         f"{name} {value}" for name, value in left_out.items()
     ]
-    assert all(str(STORIES) in line for line in said)
+    assert all(str(STORIES) in line for line in warnings)
 
 
 @pytest.mark.parametrize("algorithm", NAMES)

@@ -50,11 +50,11 @@ def one_token(ids: Tensor, scores: Tensor, logprobs: Tensor) -> ScoredRollout:
 
 def best_of(law: Tensor, scores: Tensor, group: int) -> Tensor:
     """The law of the best of K draws: F(y)^K - F(y-)^K, shared among arms of one score as the law has them. [V]"""
-    found = torch.zeros_like(law)
+    result = torch.zeros_like(law)
     for i in range(len(law)):
         upto, below, same = (law[at].sum() for at in (scores <= scores[i], scores < scores[i], scores == scores[i]))
-        found[i] = (upto**group - below**group) * law[i] / same
-    return found
+        result[i] = (upto**group - below**group) * law[i] / same
+    return result
 
 
 LAW = torch.tensor([0.4, 0.1, 0.25, 0.2, 0.05], dtype=torch.float64)
@@ -220,14 +220,14 @@ def test_the_data_layer_reads_the_same_rows_back(tmp_path: Path) -> None:
     rollout = scored(PROMPTS, scores)
     for iteration in (1, 2):
         append_chosen(file, iteration, rollout, Samples(("",) * 5, RESPONSES, rollout))
-    found = list(open_origin(str(file)).rows("sft"))
+    rows = list(open_origin(str(file)).rows("sft"))
     expected = [
         Row(prompt, response, None, "", {"score": score, "iteration": iteration})
         for iteration in (1, 2)
         for prompt, response, score in zip(PROMPTS, RESPONSES, scores, strict=True)
     ]
-    assert all(isinstance(row, Row) for row in found)
-    assert [replace(row, group="") for row in found] == expected  # type: ignore[type-var]
+    assert all(isinstance(row, Row) for row in rows)
+    assert [replace(row, group="") for row in rows] == expected  # type: ignore[type-var]
     assert json.loads(file.read_text(encoding="utf-8").split("\n")[0])["prompt"] == "why?"
 
 
@@ -253,5 +253,5 @@ def test_rank_0_writes_the_rows_of_all_ranks(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(collectives, "gather_objects", lambda value: [value, *gathered])
     write(0)
     rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
-    said = [(row["response"], row["score"], row["iteration"]) for row in rows]
-    assert said == [("a of 0", 0.0, 7), ("b of 0", 10.0, 7), ("a of 1", 1.0, 7), ("b of 1", 11.0, 7)]
+    written = [(row["response"], row["score"], row["iteration"]) for row in rows]
+    assert written == [("a of 0", 0.0, 7), ("b of 0", 10.0, 7), ("a of 1", 1.0, 7), ("b of 1", 11.0, 7)]

@@ -33,23 +33,23 @@ each = pytest.mark.parametrize("name", OPTIONS)
 
 
 def algorithm(name: str, **changes: Any) -> Any:
-    made = built(name, **{**OPTIONS[name], **changes})
-    made.kl_coef = KL_COEF
-    return made
+    instance = built(name, **{**OPTIONS[name], **changes})
+    instance.kl_coef = KL_COEF
+    return instance
 
 
 def table(x: Tensor | None, mask: Tensor) -> Table:
     """The numbers on the mask, a list for each response."""
     assert x is not None
-    return [row[kept].tolist() for row, kept in zip(x.detach().double(), mask, strict=True)]
+    return [row[mask_row].tolist() for row, mask_row in zip(x.detach().double(), mask, strict=True)]
 
 
 def rewards(r: ScoredRollout) -> Table:
     old, ref = table(r.logprobs, r.mask), table(r.ref_logprobs, r.mask)
-    found = [[-KL_COEF * (p - q) for p, q in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)]
-    for row, score in zip(found, r.scores.double().tolist(), strict=True):
+    per_token = [[-KL_COEF * (p - q) for p, q in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)]
+    for row, score in zip(per_token, r.scores.double().tolist(), strict=True):
         row[-1] += score
-    return found
+    return per_token
 
 
 def gae(r: ScoredRollout, gamma: float, lam: float) -> tuple[Table, Table]:
@@ -86,8 +86,8 @@ def credit_by_hand(name: str, r: ScoredRollout) -> tuple[Table, Table]:
     groups = [list(range(i - i % GROUP, i - i % GROUP + GROUP)) for i in range(len(r))]
     if name == "rloo":
         totals = [sum(row) for row in rewards(r)]
-        others = [sum(totals[j] for j in group if j != i) / (GROUP - 1) for i, group in enumerate(groups)]
-        return on_tokens([t - o for t, o in zip(totals, others, strict=True)], r), on_tokens(totals, r)
+        baselines = [sum(totals[j] for j in group if j != i) / (GROUP - 1) for i, group in enumerate(groups)]
+        return on_tokens([t - o for t, o in zip(totals, baselines, strict=True)], r), on_tokens(totals, r)
     means = [sum(scores[j] for j in group) / GROUP for group in groups]
     stds = [math.sqrt(sum((scores[j] - m) ** 2 for j in g) / (GROUP - 1)) for g, m in zip(groups, means, strict=True)]
     centred = [(s - m) / (std + 1e-4) for s, m, std in zip(scores, means, stds, strict=True)]
@@ -97,8 +97,8 @@ def credit_by_hand(name: str, r: ScoredRollout) -> tuple[Table, Table]:
 @each
 def test_credit(name: str) -> None:
     r = rollout()
-    found = algorithm(name).credit(r)
-    for values, expected in zip((found.advantages, found.returns), credit_by_hand(name, r), strict=True):
+    credit = algorithm(name).credit(r)
+    for values, expected in zip((credit.advantages, credit.returns), credit_by_hand(name, r), strict=True):
         for row, other in zip(table(values, r.mask), expected, strict=True):
             assert row == pytest.approx(other, abs=1e-5)
 
@@ -153,8 +153,8 @@ def test_policy_loss(name: str) -> None:
     rows = zip(*(table(x, r.mask) for x in (logprobs, r.logprobs, r.ref_logprobs, credit.advantages)), strict=True)
     tokens = [policy_loss_of_a_token(name, *token) for row in rows for token in zip(*row, strict=True)]
     # A part of a step: `count` is that of the whole.
-    found, metrics = player.policy_loss(logprobs, r, credit, torch.tensor(100))
-    assert found.item() == pytest.approx(sum(tokens) / 100, abs=1e-5)
+    loss, metrics = player.policy_loss(logprobs, r, credit, torch.tensor(100))
+    assert loss.item() == pytest.approx(sum(tokens) / 100, abs=1e-5)
     if name == "grpo":
         apart = (logprobs - r.ref_logprobs)[r.mask].double()
         assert metrics["kl_loss"].item() == pytest.approx(apart.square().sum().item() / 200, abs=1e-5)
@@ -173,8 +173,8 @@ def test_how_tokens_and_responses_weigh(name: str, aggregation: str) -> None:
         tokens = [policy_loss_of_a_token(name, *token) for token in zip(*response, strict=True)]
         total += sum(tokens) / (10 if aggregation == "constant" else max(1, len(tokens)))
     for count in (24, 100):
-        found, _ = player.policy_loss(logprobs, r, credit, torch.tensor(count).double())
-        assert found.item() == pytest.approx(total / 4, abs=1e-5)
+        loss, _ = player.policy_loss(logprobs, r, credit, torch.tensor(count).double())
+        assert loss.item() == pytest.approx(total / 4, abs=1e-5)
 
 
 def test_tokens_that_the_sampler_chose_too_often_weigh_less() -> None:
@@ -237,8 +237,8 @@ def test_value_loss(name: str) -> None:
     for new, old, target in (token for row in rows for token in zip(*row, strict=True)):
         near = min(max(new, old - 0.3), old + 0.3) if name == "ppo" else new
         total += 0.5 * max((new - target) ** 2, (near - target) ** 2)
-    found, _ = player.value_loss(values, r, credit, torch.tensor(100))
-    assert found.item() == pytest.approx(total / 100, abs=1e-5)
+    loss, _ = player.value_loss(values, r, credit, torch.tensor(100))
+    assert loss.item() == pytest.approx(total / 100, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce"])
@@ -252,11 +252,11 @@ def test_whitening_is_over_all_ranks(name: str) -> None:
         with mock.patch.object(_common.ops, "whiten", lambda x, *_: x):
             return ops.moments(player.credit(r[share]).advantages, r.mask[share])
 
-    for mine, others in (shares, shares[::-1]):
-        elsewhere = raw(others)
+    for mine, theirs in (shares, shares[::-1]):
+        elsewhere = raw(theirs)
         with mock.patch.object(collectives, "sum_over_ranks", lambda here, elsewhere=elsewhere: here + elsewhere):
-            found = player.credit(r[mine]).advantages
-        torch.testing.assert_close(found, whole[mine], rtol=0, atol=1e-5)
+            advantages = player.credit(r[mine]).advantages
+        torch.testing.assert_close(advantages, whole[mine], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["tis_cap", "cliprange", "cliprange_high", "cliprange_value", "dual_clip"])

@@ -229,12 +229,12 @@ def test_tokens_after_the_end_change_no_bit_of_loss_or_gradient() -> None:
         with torch.enable_grad():
             logprobs = policy(rollout.sequences)[0][:, prompt:]
             values = critic(rollout.sequences)[:, prompt - 1 : -1]
-            found = [
+            both_losses = [
                 game.algorithm.policy_loss(logprobs, rollout, credit, count)[0],
                 game.algorithm.value_loss(values, rollout, credit, count)[0],
             ]
             weights = [w for model in (policy, critic) for w in model.parameters()]
-            return [loss.detach() for loss in found] + list(torch.autograd.grad(sum(found), weights))
+            return [loss.detach() for loss in both_losses] + list(torch.autograd.grad(sum(both_losses), weights))
 
     assert all(map(torch.equal, gradients(garbage=False), gradients(garbage=True)))
 
@@ -258,11 +258,11 @@ class Overflowing:
     """An engine that leaves out the steps of these numbers."""
 
     def __init__(self, left_out: set[int]) -> None:
-        self.left_out, self.asked = left_out, 0
+        self.left_out, self.calls = left_out, 0
 
     def step(self, *_: Any) -> dict[str, float]:
-        self.asked += 1
-        return {"loss": 0.0, "skipped": float(self.asked in self.left_out)}
+        self.calls += 1
+        return {"loss": 0.0, "skipped": float(self.calls in self.left_out)}
 
 
 def test_a_minibatch_that_overflows_in_the_actor_is_left_out_for_the_critic() -> None:
@@ -272,7 +272,7 @@ def test_a_minibatch_that_overflows_in_the_actor_is_left_out_for_the_critic() ->
     played: Any = replace(game, actor=actor, critic=critic)
     metrics = played.update(rollout, game.algorithm.credit(rollout))
     assert metrics["optimizer_steps"] == 4.0
-    assert (actor.asked, critic.asked) == (4, 2)
+    assert (actor.calls, critic.calls) == (4, 2)
     assert metrics["skipped_steps"] == 3.0  # two of both, one of the critic alone
 
 
@@ -280,7 +280,7 @@ def test_a_minibatch_that_overflows_in_the_actor_is_left_out_for_the_critic() ->
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "ranks", "parts", "said"),
+    ("batch_size", "ranks", "parts", "message"),
     [
         (64, 3, 1, r"--batch-size 64: expected a multiple of 3 \(3 processes\); try 63"),
         (64, 1, 3, r"--batch-size 64: expected a multiple of 3 \(1 processes x --num-mini-batches 3\); try 63"),
@@ -292,12 +292,12 @@ def test_a_minibatch_that_overflows_in_the_actor_is_left_out_for_the_critic() ->
     ],
 )
 def test_batches_that_do_not_divide_are_refused_with_their_numbers(
-    batch_size: int, ranks: int, parts: int, said: str
+    batch_size: int, ranks: int, parts: int, message: str
 ) -> None:
-    if not said:
+    if not message:
         checks.check_ranks(batch_size, ranks, "batch_size", parts, "num_mini_batches")
         return
-    with pytest.raises(UserError, match=f"^{said}"):
+    with pytest.raises(UserError, match=f"^{message}"):
         checks.check_ranks(batch_size, ranks, "batch_size", parts, "num_mini_batches")
 
 

@@ -26,8 +26,8 @@ from tests.support.demo import SMALL
 
 def options(out: Path, **changes: Any) -> rloo.Config:
     """Of a policy that is drawn, without a learned reward."""
-    made = {"actor_model": "demo-llama", "reward": ("length,target=5",), "output_dir": str(out), "response_length": 16}
-    return rloo.Config(**{**SMALL, **made, "algorithm": "rloo", **changes})
+    base = {"actor_model": "demo-llama", "reward": ("length,target=5",), "output_dir": str(out), "response_length": 16}
+    return rloo.Config(**{**SMALL, **base, "algorithm": "rloo", **changes})
 
 
 def each_stage(out: Path) -> list[tuple[str, Any, Any]]:
@@ -85,9 +85,9 @@ def test_a_reference_drawn_from_a_config_is_the_actor_as_it_was_drawn(tmp_path: 
         config = options(tmp_path, seed=seed)
         tokenizer, _ = ppo.check(config)
         with tiny.one_rank():
-            made = set_up(config, tokenizer)
-            assert isinstance(made.scorer.reference.source, FrozenEngine)
-            with made.actor.inference() as actor, made.scorer.reference.source.inference() as reference:
+            game = set_up(config, tokenizer)
+            assert isinstance(game.scorer.reference.source, FrozenEngine)
+            with game.actor.inference() as actor, game.scorer.reference.source.inference() as reference:
                 own, other = actor.state_dict(), reference.state_dict()
                 assert own and all(torch.equal(weight, other[name]) for name, weight in own.items())
                 drawn.append(actor.lm.get_output_embeddings().weight.clone())

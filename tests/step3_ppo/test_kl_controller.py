@@ -23,12 +23,12 @@ def respond(coef: float, kl: float) -> float:
 @pytest.mark.parametrize("target", [1.5, 6.0])
 def test_the_target_is_reached_and_held(start: float, target: float) -> None:
     control = KLController(Config(kl_coef=start, kl_target=target, kl_horizon=1000, batch_size=256))
-    kl, seen = 0.0, []
+    kl, history = 0.0, []
     for _ in range(400):
         kl = respond(control.coef, kl)
         control.observe(kl, 256)
-        seen.append(kl)
-    assert seen[-100:] == pytest.approx([target] * 100, rel=0.05)
+        history.append(kl)
+    assert history[-100:] == pytest.approx([target] * 100, rel=0.05)
     assert control.coef == pytest.approx(0.6 / target, rel=0.05)
 
 
@@ -39,7 +39,7 @@ def test_without_a_target_nothing_moves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             {"kl_target": 1.0, "kl_horizon": 10, "batch_size": 64},
@@ -48,8 +48,8 @@ def test_without_a_target_nothing_moves() -> None:
         ({"kl_target": 1.0, "kl_coef": 0.0}, "kl_coef 0: expected more than 0"),
     ],
 )
-def test_what_could_not_steer_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_what_could_not_steer_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         validate(Config, options, "x")
 
 

@@ -52,9 +52,9 @@ def test_nothing_is_learned_from_a_bad_score(capsys: pytest.CaptureFixture[str])
     before = game.weights()
     assert next(steps) == {"skipped_iteration": 1.0}
     assert equal(before, game.weights())
-    said = capsys.readouterr().out
-    assert "warning, iteration 2: score is nan, score of mine is nan (training rows " in said
-    assert "skipped, nothing was learned from it (1 of 5 in a row)" in said
+    output = capsys.readouterr().out
+    assert "warning, iteration 2: score is nan, score of mine is nan (training rows " in output
+    assert "skipped, nothing was learned from it (1 of 5 in a row)" in output
     assert "policy_loss" in next(steps) and not equal(before, game.weights())
 
 
@@ -86,9 +86,9 @@ def test_enough_in_a_row_end_the_run_and_keep_the_batch(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"iteration 4: score is nan, .*, 2 times in a row;") as caught:
         next(steps)
     save_batch(tmp_path, caught.value, tiny.tokenizer())
-    said = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))
+    report = json.loads((tmp_path / "rank-0.json").read_text(encoding="utf-8"))
     tensors = load_file(tmp_path / "rank-0.safetensors")
-    assert said["message"] == str(caught.value) and len(said["rows"]) == 1 and len(said["texts"]) == 8
+    assert report["message"] == str(caught.value) and len(report["rows"]) == 1 and len(report["texts"]) == 8
     assert torch.isnan(tensors["scores"]).tolist() == [i == 3 for i in range(8)]
     assert tensors["response_ids"].shape == tensors["mask"].shape
 
@@ -123,8 +123,8 @@ def test_logits_of_nan_are_found_after_sampling() -> None:
     """Sampling goes on with any token, on every rank alike, and the log-prob tells."""
     game = players("ppo")
     game.actor.module.lm.model.norm.register_forward_hook(lambda norm, inputs, states: states * torch.nan)
-    found = nonfinite(scored(game), {})
-    assert found["sampled_logprobs is nan"] == found["logprobs is nan"] == [0, 1, 2, 3]
+    bad_rows = nonfinite(scored(game), {})
+    assert bad_rows["sampled_logprobs is nan"] == bad_rows["logprobs is nan"] == [0, 1, 2, 3]
 
 
 def test_an_algorithm_that_selects_names_the_rows_it_learned_from(

@@ -28,7 +28,7 @@ from step3_ppo.heldout import (
 from tests.support import tiny
 
 
-def seen(scores: list[float], judged: list[float] | None, words: str) -> Evaluation:
+def evaluation_of(scores: list[float], judged: list[float] | None, words: str) -> Evaluation:
     count = len(scores)
     return Evaluation(
         prompts=tuple(f"p{i}" for i in range(count)),
@@ -61,22 +61,22 @@ def test_a_look_has_the_responses_of_all_ranks_in_the_order_of_their_prompts(mon
 
     other = iter(of_rank(1))
     monkeypatch.setattr(heldout.collectives, "gather_shares", lambda mine: [mine, next(other)])
-    found = gather_evaluation(whole[torch.arange(0, 5, 2)], judge, tokenizer, {})
+    gathered = gather_evaluation(whole[torch.arange(0, 5, 2)], judge, tokenizer, {})
     monkeypatch.undo()
     alone = gather_evaluation(whole, judge, tokenizer, {})
-    assert found.prompts == alone.prompts and found.questions == alone.questions
-    assert found.responses == alone.responses == ("w5", "w6", "w7", "w8", "w9")
+    assert gathered.prompts == alone.prompts and gathered.questions == alone.questions
+    assert gathered.responses == alone.responses == ("w5", "w6", "w7", "w8", "w9")
     for name in ("scores", "judge_scores", "kl", "ref_nll", "lengths", "ended"):
-        assert torch.equal(getattr(found, name), getattr(alone, name)), name
-    assert found.scores.tolist() == [50.0, 60.0, 70.0, 80.0, 90.0] and found.distinct_2 == alone.distinct_2
+        assert torch.equal(getattr(gathered, name), getattr(alone, name)), name
+    assert gathered.scores.tolist() == [50.0, 60.0, 70.0, 80.0, 90.0] and gathered.distinct_2 == alone.distinct_2
 
 
 def test_the_table_shows_what_users_say_and_no_template(capsys: pytest.CaptureFixture[str]) -> None:
-    found = gather_evaluation(scored([5, 6, 7]), None, tiny.tokenizer(), {})
-    assert found.prompts[0].startswith("<s>") and last_question([]) == ""
-    show_samples(found, found, 2)
+    evaluation = gather_evaluation(scored([5, 6, 7]), None, tiny.tokenizer(), {})
+    assert evaluation.prompts[0].startswith("<s>") and last_question([]) == ""
+    show_samples(evaluation, evaluation, 2)
     printed = capsys.readouterr().out
-    assert [question in printed for question in found.questions] == [True, True, False]
+    assert [question in printed for question in evaluation.questions] == [True, True, False]
     assert "<s>" not in printed
 
 
@@ -98,24 +98,24 @@ def test_rounding_makes_no_kl_negative() -> None:
     rollout = scored([5, 6, 7, 8])
     here = rollout.mask.float() * torch.tensor([1.0, 0.0])
     logs = {name: here * of[drawn][:, None] for name, of in (("sampled_logprobs", sampler), ("logprobs", second))}
-    found = gather_evaluation(
+    evaluation = gather_evaluation(
         replace(rollout, **logs, ref_logprobs=logs["sampled_logprobs"]), None, tiny.tokenizer(), {}
     )
-    assert found.kl.tolist() == [0.0] * 4
+    assert evaluation.kl.tolist() == [0.0] * 4
     assert (logs["logprobs"] - logs["sampled_logprobs"]).sum(1).mean() < -0.005  # what was reported
-    floor = replace(found, kl=torch.tensor([0.01, 0.03, 0.02, 0.02]))
-    assert compare(floor, found)["eval_kl_floor"] == pytest.approx(0.02)
+    floor = replace(evaluation, kl=torch.tensor([0.01, 0.03, 0.02, 0.02]))
+    assert compare(floor, evaluation)["eval_kl_floor"] == pytest.approx(0.02)
 
 
 def test_several_sources_each_have_their_number() -> None:
-    one = seen([1.0, 2.0], None, "a")
+    one = evaluation_of([1.0, 2.0], None, "a")
     before, after = (replace(one, by_source={"mine": torch.tensor(x)}) for x in ([0.0, 1.0], [3.0, 4.0]))
-    found = compare(before, after)
-    assert (found["eval_score_mine_before"], found["eval_score_mine"]) == (0.5, 3.5)
+    metrics = compare(before, after)
+    assert (metrics["eval_score_mine_before"], metrics["eval_score_mine"]) == (0.5, 3.5)
 
 
 def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
-    before, after = seen([1.0, 2.0], [0.0, 0.5], "old"), seen([3.0, 4.0], [1.0, 1.5], "né\u2028w")
+    before, after = evaluation_of([1.0, 2.0], [0.0, 0.5], "old"), evaluation_of([3.0, 4.0], [1.0, 1.5], "né\u2028w")
     for iteration in (5, 10):
         write_samples(tmp_path / "samples.jsonl", iteration, before, after)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
@@ -131,9 +131,9 @@ def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
 def test_the_final_numbers_by_hand() -> None:
     """s = 1.29099 of 1, 2, 3, 4, and t of three degrees of freedom is 3.18245."""
     half = pytest.approx(3.18245 * 1.29099 / 2, rel=0.01)
-    before = seen([1.0, 1.0, 1.0, 2.0], [0.5, 1.0, 0.0, 2.0], "a")
+    before = evaluation_of([1.0, 1.0, 1.0, 2.0], [0.5, 1.0, 0.0, 2.0], "a")
     after = replace(
-        seen([1.0, 2.0, 3.0, 4.0], [1.5, 3.0, 3.0, 6.0], "b"),
+        evaluation_of([1.0, 2.0, 3.0, 4.0], [1.5, 3.0, 3.0, 6.0], "b"),
         kl=torch.tensor([4.0, 1.0, 2.0, 3.0]),
         ref_nll=torch.tensor([1.0, 2.0, 3.0, 6.0]),
         lengths=torch.tensor([2.0, 2.0, 2.0, 10.0]),
@@ -148,9 +148,9 @@ def test_the_final_numbers_by_hand() -> None:
     }  # fmt: skip
     gain = pytest.approx(3.18245 * 1.29099 / 2, rel=0.01)  # of 1, 2, 3, 4
     judged = {"eval_judge_before": 0.875, "eval_judge": 3.375, "eval_judge_gain_ci95": gain}
-    found = compare(before, after)
-    assert found.pop("eval_judge_ci95") == pytest.approx(3.18245 * 1.887459 / 2, rel=0.01)
-    assert found == {**numbers, **judged}
+    metrics = compare(before, after)
+    assert metrics.pop("eval_judge_ci95") == pytest.approx(3.18245 * 1.887459 / 2, rel=0.01)
+    assert metrics == {**numbers, **judged}
     for unjudged in ((replace(before, judge_scores=None), after), (before, replace(after, judge_scores=None))):
         assert compare(*unjudged) == numbers
     start = at_start(after)
@@ -160,46 +160,50 @@ def test_the_final_numbers_by_hand() -> None:
     far = 1000 + torch.rand(999, generator=torch.Generator().manual_seed(0))  # a mean in fp32 is off by some 1e-5
     exact = mean_interval(far)
     assert heldout._ci95(far) == pytest.approx((exact.high - exact.low) / 2, rel=1e-9)
-    one = seen([1.0], None, "a")
+    one = evaluation_of([1.0], None, "a")
     assert math.isnan(compare(one, one)["eval_score_ci95"])
 
 
 def test_a_policy_that_has_collapsed_is_said() -> None:
     """Below a tenth of the distinct pairs of tokens that it had."""
-    before = replace(seen([1.0], None, "a"), kl=torch.tensor([50.0]))
+    before = replace(evaluation_of([1.0], None, "a"), kl=torch.tensor([50.0]))
     assert collapse(before, replace(before, distinct_2=0.05)) is None
-    said = collapse(before, replace(before, distinct_2=0.0499))
-    assert said is not None and "eval_distinct_2 was 0.5, now 0.0499; eval_kl 50" in said and "--kl-coef" in said
+    message = collapse(before, replace(before, distinct_2=0.0499))
+    assert (
+        message is not None and "eval_distinct_2 was 0.5, now 0.0499; eval_kl 50" in message and "--kl-coef" in message
+    )
 
 
 def test_a_policy_that_has_not_moved_is_said() -> None:
     """Two of three responses are as before: the policy has moved. All of them are: it has not."""
-    before = replace(seen([1.0, 2.0, 3.0], None, "a"), responses=("a", "b", "c"))
+    before = replace(evaluation_of([1.0, 2.0, 3.0], None, "a"), responses=("a", "b", "c"))
     moved = replace(before, responses=("a", "b", "d"))
     assert unmoved(before, moved) is None and compare(before, moved)["eval_changed"] == pytest.approx(1 / 3)
-    said = unmoved(before, before)
-    assert said is not None and "all 3 held-out responses" in said and compare(before, before)["eval_changed"] == 0.0
+    message = unmoved(before, before)
+    assert (
+        message is not None and "all 3 held-out responses" in message and compare(before, before)["eval_changed"] == 0.0
+    )
 
 
 def test_the_first_number_that_is_not_finite_is_named() -> None:
-    good = replace(seen([1.0, 2.0, 3.0], None, "a"), prompts=("p0", "p" * 99 + "\n", "p2"))
+    good = replace(evaluation_of([1.0, 2.0, 3.0], None, "a"), prompts=("p0", "p" * 99 + "\n", "p2"))
     bad = torch.tensor([1.0, math.nan, math.inf])
     assert nonfinite_scores(good) is None and nonfinite_scores(replace(good, judge_scores=good.scores)) is None
     words = f"is not a finite number for 2 of 3 held-out responses, the first to prompt {'p' * 59 + chr(10)!r};"
-    for name, found in {
+    for name, evaluation in {
         "score": replace(good, scores=bad),
         "judge": replace(good, judge_scores=bad),
         "mine": replace(good, by_source={"other": good.scores, "mine": bad}),
     }.items():
-        said = nonfinite_scores(found)
-        assert said is not None and said.startswith(f"{name} {words}")
+        message = nonfinite_scores(evaluation)
+        assert message is not None and message.startswith(f"{name} {words}")
 
 
 def test_each_of_several_sources_is_in_a_look() -> None:
     rollout = scored([5, 6])
     scores = {"one": torch.tensor([1.0, 2.0]), "other": torch.tensor([3.0, 4.0])}
-    found = gather_evaluation(rollout, None, tiny.tokenizer(), scores).by_source
-    assert {name: values.tolist() for name, values in found.items()} == {"one": [1.0, 2.0], "other": [3.0, 4.0]}
+    by_source = gather_evaluation(rollout, None, tiny.tokenizer(), scores).by_source
+    assert {name: values.tolist() for name, values in by_source.items()} == {"one": [1.0, 2.0], "other": [3.0, 4.0]}
     assert gather_evaluation(rollout, None, tiny.tokenizer(), {"one": scores["one"]}).by_source == {}
 
 

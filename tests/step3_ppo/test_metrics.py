@@ -90,7 +90,7 @@ def all_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:
 
 
 def test_numbers_worked_by_hand() -> None:
-    found = rollout_metrics(by_hand(), score_clip=4.0)
+    metrics = rollout_metrics(by_hand(), score_clip=4.0)
     expected = {
         "score": 1.0,
         "score_std": math.sqrt((0 + 9 + 9) / 3),
@@ -110,26 +110,26 @@ def test_numbers_worked_by_hand() -> None:
         "distinct_1": 5 / 12,
         "distinct_2": 5 / 9,  # 56 65 (56); 57; 99 (99 99 99) 92
     }
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert metrics == pytest.approx(expected, rel=1e-12)
 
 
 def test_credit_worked_by_hand() -> None:
     advantages = torch.where(MASK, torch.tensor([[3.0], [0.0], [-2.0]]), 0.0)
     returns = torch.where(MASK, torch.tensor([[2.5], [0.5], [-0.5]]), 0.0)
-    found = credit_metrics(by_hand(), Credit(advantages, returns))
+    metrics = credit_metrics(by_hand(), Credit(advantages, returns))
     # 4, 2 and 6 tokens; values are 0.5 everywhere, so the critic explains nothing.
     variance = (4 * 2.5**2 + 2 * 0.5**2 + 6 * 0.5**2) / 12 - (8 / 12) ** 2
-    assert found["advantage_mean"] == pytest.approx(0.0)
-    assert found["advantage_std"] == pytest.approx(math.sqrt((4 * 9 + 6 * 4) / 12))
-    assert found["return_mean"] == pytest.approx(8 / 12)
-    assert found["return_std"] == pytest.approx(math.sqrt(variance))
-    assert found["raw_advantage_mean"] == pytest.approx(8 / 12 - 0.5)
-    assert found["raw_advantage_std"] == pytest.approx(found["return_std"])
-    assert (found["value_mean"], found["value_std"]) == (0.5, 0.0)
-    assert found["explained_variance"] == pytest.approx(0.0)
+    assert metrics["advantage_mean"] == pytest.approx(0.0)
+    assert metrics["advantage_std"] == pytest.approx(math.sqrt((4 * 9 + 6 * 4) / 12))
+    assert metrics["return_mean"] == pytest.approx(8 / 12)
+    assert metrics["return_std"] == pytest.approx(math.sqrt(variance))
+    assert metrics["raw_advantage_mean"] == pytest.approx(8 / 12 - 0.5)
+    assert metrics["raw_advantage_std"] == pytest.approx(metrics["return_std"])
+    assert (metrics["value_mean"], metrics["value_std"]) == (0.5, 0.0)
+    assert metrics["explained_variance"] == pytest.approx(0.0)
     # Off by 1/6 in the mean, the critic is worse than the mean return.
-    assert found["critic_error"] == pytest.approx(1 + (8 / 12 - 0.5) ** 2 / variance)
-    assert found["advantage_peak"] == pytest.approx(9 / (4 * 9 + 6 * 4))
+    assert metrics["critic_error"] == pytest.approx(1 + (8 / 12 - 0.5) ** 2 / variance)
+    assert metrics["advantage_peak"] == pytest.approx(9 / (4 * 9 + 6 * 4))
 
 
 def test_a_critic_that_knows_every_return_explains_all() -> None:
@@ -143,26 +143,26 @@ def test_a_critic_that_knows_every_return_explains_all() -> None:
 
 def test_without_a_critic_nothing_is_said_of_one() -> None:
     rollout = drawn(1, 9, 7)
-    found = credit_metrics(replace(rollout, values=None), credited(rollout))
-    assert set(found) == {"advantage_mean", "advantage_std", "advantage_peak", "return_mean", "return_std"}
+    metrics = credit_metrics(replace(rollout, values=None), credited(rollout))
+    assert set(metrics) == {"advantage_mean", "advantage_std", "advantage_peak", "return_mean", "return_std"}
 
 
 def test_raw_advantages_are_those_before_whitening() -> None:
     rollout = drawn(2, 9, 7)
     raw = credited(rollout)
     white = ops.whiten(raw.advantages, rollout.mask, *ops.mean_var(ops.moments(raw.advantages, rollout.mask)))
-    found = credit_metrics(rollout, Credit(white, raw.returns))
-    kept = raw.advantages[rollout.mask].double()
-    assert found["raw_advantage_mean"] == pytest.approx(kept.mean().item(), abs=1e-6)
-    assert found["raw_advantage_std"] == pytest.approx(kept.std(correction=0).item(), rel=1e-5)
-    assert found["advantage_mean"] == pytest.approx(0.0, abs=1e-6)
-    assert found["advantage_std"] == pytest.approx(1.0, rel=1e-5)
+    metrics = credit_metrics(rollout, Credit(white, raw.returns))
+    on_mask = raw.advantages[rollout.mask].double()
+    assert metrics["raw_advantage_mean"] == pytest.approx(on_mask.mean().item(), abs=1e-6)
+    assert metrics["raw_advantage_std"] == pytest.approx(on_mask.std(correction=0).item(), rel=1e-5)
+    assert metrics["advantage_mean"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["advantage_std"] == pytest.approx(1.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_against_plain_python(seed: int) -> None:
     rollout = drawn(seed, 23, 12)
-    found = rollout_metrics(rollout, {"half": rollout.scores / 2})
+    metrics = rollout_metrics(rollout, {"half": rollout.scores / 2})
     responses, lengths = rollout.response_tokens(), rollout.lengths.double()
 
     def grams(ids: list[int], n: int) -> list[tuple[int, ...]]:
@@ -170,15 +170,15 @@ def test_against_plain_python(seed: int) -> None:
 
     for n in (1, 2):
         everything = [gram for ids in responses for gram in grams(ids, n)]
-        assert found[f"distinct_{n}"] == pytest.approx(len(set(everything)) / len(everything))
+        assert metrics[f"distinct_{n}"] == pytest.approx(len(set(everything)) / len(everything))
     fours = [grams(ids, 4) for ids in responses]
     repeats = sum(len(each) - len(set(each)) for each in fours)
-    assert found["repeated_4_grams"] == pytest.approx(repeats / sum(map(len, fours)))
+    assert metrics["repeated_4_grams"] == pytest.approx(repeats / sum(map(len, fours)))
     correlation = torch.corrcoef(torch.stack([rollout.scores.double(), lengths]))[0, 1].item()
-    assert found["score_length_correlation"] == pytest.approx(correlation)
-    assert found["score_std"] == pytest.approx(rollout.scores.double().std(correction=0).item())
-    assert found["score_half"] == pytest.approx(found["score"] / 2)
-    assert found["score_half_std"] == pytest.approx(found["score_std"] / 2)
+    assert metrics["score_length_correlation"] == pytest.approx(correlation)
+    assert metrics["score_std"] == pytest.approx(rollout.scores.double().std(correction=0).item())
+    assert metrics["score_half"] == pytest.approx(metrics["score"] / 2)
+    assert metrics["score_half_std"] == pytest.approx(metrics["score_std"] / 2)
 
 
 @pytest.mark.parametrize("garbage", [0.0, math.nan, math.inf, -1e30])
@@ -213,9 +213,9 @@ def on_two_ranks(work: Callable[[int], Metrics], monkeypatch: pytest.MonkeyPatch
     def gather(value: Any) -> list[Any]:
         brought[here.rank] = value
         meet.wait()
-        found = list(brought)
+        values = list(brought)
         meet.wait()
-        return found
+        return values
 
     def rank(number: int) -> Metrics:
         here.rank = number
@@ -249,8 +249,8 @@ def test_two_ranks_say_what_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_vary_has_no_correlation() -> None:
     rollout = replace(by_hand(), scores=torch.full((3,), 0.1))
-    found = rollout_metrics(rollout)
-    assert found["score_std"] == 0.0 and math.isnan(found["score_length_correlation"])
+    metrics = rollout_metrics(rollout)
+    assert metrics["score_std"] == 0.0 and math.isnan(metrics["score_length_correlation"])
     zeros = torch.zeros(3, 6)
     flat = credit_metrics(replace(rollout, values=zeros), Credit(zeros, zeros))
     assert flat["advantage_std"] == 0.0 and math.isnan(flat["explained_variance"])
@@ -258,18 +258,18 @@ def test_what_does_not_vary_has_no_correlation() -> None:
 
 def test_one_response_of_one_token() -> None:
     one = drawn(5, 1, 1)
-    found = all_metrics(one, credited(one))
-    assert (found["response_length"], found["repeated_4_grams"], found["distinct_2"]) == (1.0, 0.0, 0.0)
-    assert found["distinct_1"] == 1.0 and found["advantage_std"] == 0.0
+    metrics = all_metrics(one, credited(one))
+    assert (metrics["response_length"], metrics["repeated_4_grams"], metrics["distinct_2"]) == (1.0, 0.0, 0.0)
+    assert metrics["distinct_1"] == 1.0 and metrics["advantage_std"] == 0.0
 
 
 def test_an_empty_response_counts_as_a_response_without_tokens() -> None:
     rollout = by_hand()
     mask = MASK.clone()
     mask[1] = False
-    found = all_metrics(replace(rollout, mask=mask), Credit(torch.ones(3, 6), torch.ones(3, 6)))
-    assert found["response_length"] == pytest.approx(10 / 3) and found["advantage_std"] == 0.0
-    assert math.isfinite(found["kl"]) and math.isfinite(found["sampling_mismatch"])
+    metrics = all_metrics(replace(rollout, mask=mask), Credit(torch.ones(3, 6), torch.ones(3, 6)))
+    assert metrics["response_length"] == pytest.approx(10 / 3) and metrics["advantage_std"] == 0.0
+    assert math.isfinite(metrics["kl"]) and math.isfinite(metrics["sampling_mismatch"])
 
 
 def test_large_scores_keep_their_spread() -> None:
@@ -278,9 +278,9 @@ def test_large_scores_keep_their_spread() -> None:
 
 
 def test_speed_is_of_the_whole_iteration() -> None:
-    found = speed(1200.0, {"generate": 3.0, "score": 1.0, "update": 2.0})
-    assert found["tokens_per_second"] == 200.0 and found["seconds_iteration"] == 6.0
-    assert found["seconds_score"] == 1.0
+    metrics = speed(1200.0, {"generate": 3.0, "score": 1.0, "update": 2.0})
+    assert metrics["tokens_per_second"] == 200.0 and metrics["seconds_iteration"] == 6.0
+    assert metrics["seconds_score"] == 1.0
 
 
 # --- the page
@@ -316,8 +316,8 @@ def test_the_page_has_every_number_that_the_stages_write(tmp_path: Path) -> None
         unlisted = {name for name in names - listed if not name.removeprefix("eval_").startswith("score_")}
         assert not unlisted, f"{file.parent.name}: {sorted(unlisted)} not in docs/metrics.md"
     rollout = drawn(6, 4, 4)
-    made = set(all_metrics(rollout, credited(rollout))) | set(speed(1.0, {"generate": 1.0, "score": 1.0}))
-    assert made - {"score_half", "score_half_std"} <= listed
+    written = set(all_metrics(rollout, credited(rollout))) | set(speed(1.0, {"generate": 1.0, "score": 1.0}))
+    assert written - {"score_half", "score_half_std"} <= listed
 
 
 def test_options_of_the_page_are_there() -> None:

@@ -77,18 +77,18 @@ def test_the_gradients_add_up() -> None:
 
     def gradient(coef: float, advantage: float) -> Tensor:
         game = players("rloo", **ONE_STEP, ptx_coef=coef, ptx_batch_size=4, zero_stage=0, max_grad_norm=0.0)
-        found: list[Tensor] = []
+        gradients: list[Tensor] = []
         inner = game.actor._engine.optimizer
         step = inner.step
 
         def spy(*args: Any, **options: Any) -> Any:
             grads = [p.grad.flatten() for p in game.actor.module.parameters() if p.grad is not None]
-            found.append(torch.cat(grads).clone())
+            gradients.append(torch.cat(grads).clone())
             return step(*args, **options)
 
         inner.step = spy
         learn(game, stream(game, demonstrations(4)) if coef else None, advantage)
-        return found[0]
+        return gradients[0]
 
     both, policy, tuning = gradient(0.3, 1.0), gradient(0.0, 1.0), gradient(1.0, 0.0)
     torch.testing.assert_close(both, policy + 0.3 * tuning, rtol=0, atol=1e-6)
@@ -112,16 +112,16 @@ def test_batches_go_on_through_epochs() -> None:
     game = players("rloo", ptx_coef=1.0, ptx_batch_size=4)
     rows = demonstrations(10)
     ptx = stream(game, rows)
-    seen = [
-        tuple(ids[kept].tolist())
+    learned = [
+        tuple(ids[mask].tolist())
         for _ in range(5)
         for part in ptx.micro_batches()
-        for ids, kept in zip(part.ids, part.mask, strict=True)
+        for ids, mask in zip(part.ids, part.mask, strict=True)
     ]
     loss, metrics = ptx.loss(game.actor, ptx.micro_batches()[0])
     assert loss.requires_grad and not metrics["ptx_nll"].requires_grad
-    assert len(seen) == 20 and set(seen) <= {row.ids for row in rows}
-    assert len(set(seen[:8])) == 8 and len(set(seen[8:16])) == 8  # no row twice in an epoch
+    assert len(learned) == 20 and set(learned) <= {row.ids for row in rows}
+    assert len(set(learned[:8])) == 8 and len(set(learned[8:16])) == 8  # no row twice in an epoch
 
 
 def test_settings_in_vain_are_refused() -> None:
@@ -143,32 +143,32 @@ def write(path: Path, numbers: range) -> str:
 def test_it_learns_no_prompt_that_is_held_out_or_of_another_stage(tmp_path: Path, held_out: str) -> None:
     """Of the run's own file: what fine-tuning had. Of another one: what no other stage has, and no evaluation."""
     tokenizer = prepare_tokenizer(tiny.tokenizer(), "plain")
-    own, held = write(tmp_path / "own.jsonl", range(300, 420)), write(tmp_path / "held.jsonl", range(50, 90))
-    given: dict[str, Any] = {
+    own, heldout = write(tmp_path / "own.jsonl", range(300, 420)), write(tmp_path / "held.jsonl", range(50, 90))
+    arguments: dict[str, Any] = {
         "data_path": (write(tmp_path / "run.jsonl", range(300)),),
         "ppo_only_data_path": (write(tmp_path / "ppo.jsonl", range(400, 500)),),
-        "eval_data_path": () if held_out == "by a share" else (held,),
+        "eval_data_path": () if held_out == "by a share" else (heldout,),
         "eval_fraction": 0.2,
         "ptx_coef": 0.1,
         "ptx_data_path": (f"{tmp_path}/run.jsonl", own),
     }
-    config = Step3Config(**given)
+    config = Step3Config(**arguments)
 
     def prompts(items: Any, length: int) -> set[str]:
         return {tokenizer.decode(item.ids[1 : 1 + length]) for item in items}
 
     def share(number: int) -> str:
         row = Row((Message("user", f"w{4 + number // 90} w{4 + number % 90}"),))
-        return "evaluation" if given["eval_data_path"] and number in range(50, 90) else share_of(row, config)
+        return "evaluation" if arguments["eval_data_path"] and number in range(50, 90) else share_of(row, config)
 
     expected = [i for i in range(300) if share(i) == "sft"] + [i for i in range(300, 400) if share(i) != "evaluation"]
     mixed = open_ptx(config, tokenizer)
     assert mixed is not None
     assert prompts(mixed, 2) == {f"w{4 + i // 90} w{4 + i % 90}" for i in expected} and len(mixed) == len(expected)
     assert sum(mixed.dropped.values()) == 420 - len(expected)
-    said = describe_ptx(config, mixed)
-    assert all(f"{count} {reason}" in said for reason, count in mixed.dropped.items()) and "held out" in said
-    assert "stream" not in said and CROSS_TEXT_ATTENTION not in said
+    text = describe_ptx(config, mixed)
+    assert all(f"{count} {reason}" in text for reason, count in mixed.dropped.items()) and "held out" in text
+    assert "stream" not in text and CROSS_TEXT_ATTENTION not in text
     assert CROSS_TEXT_ATTENTION in describe_ptx(config.model_copy(update={"ptx_objective": "text"}), mixed)
     ppo = open_datasets(config, Recipe("ppo"), tokenizer)
     assert len(ppo.evaluation) > 30
@@ -186,9 +186,9 @@ def test_a_stream_that_it_cannot_look_through_is_told(tmp_path: Path) -> None:
 
 
 def test_a_stream_has_no_end_to_learn(tmp_path: Path) -> None:
-    place = f"files,streaming=true:{write(tmp_path / 'stream.jsonl', range(50))}"
-    config = Step3Config(data_path=(str(tmp_path / "stream.jsonl"),), ptx_coef=0.1, ptx_data_path=(place,))
-    with pytest.raises(UserError, match=f"--ptx-data-path {place}: got a stream, .*; remove streaming=true"):
+    location = f"files,streaming=true:{write(tmp_path / 'stream.jsonl', range(50))}"
+    config = Step3Config(data_path=(str(tmp_path / "stream.jsonl"),), ptx_coef=0.1, ptx_data_path=(location,))
+    with pytest.raises(UserError, match=f"--ptx-data-path {location}: got a stream, .*; remove streaming=true"):
         open_ptx(config, prepare_tokenizer(tiny.tokenizer(), "plain"))
 
 
@@ -201,13 +201,13 @@ def test_the_entropy_has_the_gradient_of_its_formula() -> None:
     _, entropy = policy(rows, 0.7, entropy="trained")
     assert entropy is not None
     entropy.sum().backward()
-    found = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
     p = (policy.lm(input_ids=rows.ids, attention_mask=rows.mask.long()).logits / 0.7).softmax(-1)[:, :-1]
     plain = -(p * p.log()).sum(-1)
     plain[rows.loss_mask[:, 1:]].sum().backward()
     for name, parameter in policy.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
 
 
 def test_an_entropy_that_is_only_watched_has_no_gradient() -> None:
@@ -220,8 +220,8 @@ def test_an_entropy_that_is_only_watched_has_no_gradient() -> None:
 
 def entropy_of(game: Players, rollout: ScoredRollout) -> float:
     with game.actor.inference() as policy:
-        found = policy(rollout.sequences, entropy="watched")[1]
-    return float(found[rollout.sequences.loss_mask].mean())
+        entropies = policy(rollout.sequences, entropy="watched")[1]
+    return float(entropies[rollout.sequences.loss_mask].mean())
 
 
 @pytest.mark.parametrize(("coef", "sign"), [(0.5, 1), (0.0, 0)])

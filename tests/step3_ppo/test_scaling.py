@@ -28,8 +28,8 @@ def test_scores_over_the_deviation_of_all_so_far(centred: bool) -> None:
 
 def test_a_far_mean_and_a_small_deviation_do_not_cancel() -> None:
     scores = 1e4 + BATCHES[0].double() / 100
-    found = ScoreScaling(Step3Config(use_score_scaling=True, use_score_norm=True))(scores)
-    torch.testing.assert_close(found, (scores - scores.mean()) / scores.std(correction=0), rtol=1e-4, atol=1e-4)
+    scaled = ScoreScaling(Step3Config(use_score_scaling=True, use_score_norm=True))(scores)
+    torch.testing.assert_close(scaled, (scores - scores.mean()) / scores.std(correction=0), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [3.0, 0.1, 0.7, 3.3333, -1e4])
@@ -55,10 +55,10 @@ def test_the_algorithm_sees_scores_as_they_are_scaled(options: dict[str, Any]) -
         with mock.patch.object(game.algorithm, "credit", wraps=game.algorithm.credit) as credit:
             (metrics,) = on_course(scored_by(game, count_of_words))
         (rollout,) = credit.call_args.args
-        scaled, given = rollout.scores, rollout.source_scores[:, 0]
-        assert not torch.equal(given, scaled) and torch.equal(scaled, ScoreScaling(game.config)(given))
+        scaled, raw = rollout.scores, rollout.source_scores[:, 0]
+        assert not torch.equal(raw, scaled) and torch.equal(scaled, ScoreScaling(game.config)(raw))
     assert metrics["score"] == pytest.approx(scaled.double().mean().item())
-    assert metrics["score_mine"] == pytest.approx(given.double().mean().item())
+    assert metrics["score_mine"] == pytest.approx(raw.double().mean().item())
 
 
 def test_the_state_goes_through_json() -> None:
@@ -88,11 +88,11 @@ def test_a_reference_on_the_trunk_answers_alike_while_the_policy_learns() -> Non
             metrics = list(on_course(scored_by(game, count_of_words)))
 
     def responses(number: int) -> dict[str, list[list[int]]]:
-        found: dict[str, list[list[int]]] = {}
+        by_prompt: dict[str, list[list[int]]] = {}
         for each in (sampled[number], sampled[number + 2]):
             for row, tokens in zip(each.rows, each.response_tokens(), strict=True):
-                found.setdefault(row.prompt[0].content, []).append(tokens)
-        return found
+                by_prompt.setdefault(row.prompt[0].content, []).append(tokens)
+        return by_prompt
 
     assert len(sampled) == 8 and responses(1) == responses(5) and responses(0) != responses(4)
     assert all(0 < each["score"] < 1 for each in metrics) and all(map(len, responses(1).values()))

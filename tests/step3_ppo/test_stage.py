@@ -47,8 +47,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def options(models: Path, out: Path, algorithm: str = "ppo", **changes: Any) -> Any:
-    places = {"actor_model": str(models / "step1_sft"), "reward_model": str(models / "step2_reward")}
-    changed = {**SMALL, **SHORT, **places, "algorithm": algorithm, "output_dir": str(out), **changes}
+    paths = {"actor_model": str(models / "step1_sft"), "reward_model": str(models / "step2_reward")}
+    changed = {**SMALL, **SHORT, **paths, "algorithm": algorithm, "output_dir": str(out), **changes}
     return plugins.find("step3_ppo.algorithms", algorithm).Config(**changed)
 
 
@@ -71,24 +71,24 @@ def test_a_run_that_diverges_is_said_so_and_exports_nothing(
     high = {"learning_rate": 50.0, "num_train_epochs": 2, "max_train_rows": 96}
     with pytest.raises(SystemExit) as leaving:
         run(options_of(**SMALL, **high, model="demo-llama", output_dir=str(tmp_path)))
-    said = capsys.readouterr()
-    last = said.err.strip().splitlines()[-1]
+    captured = capsys.readouterr()
+    last = captured.err.strip().splitlines()[-1]
     [folder] = tmp_path.iterdir()
-    assert leaving.value.code == NON_FINITE and "warning, step 2: loss_spike" in said.out
+    assert leaving.value.code == NON_FINITE and "warning, step 2: loss_spike" in captured.out
     assert last.startswith(f"error: {folder.name}: the run has diverged: {number} ")
     assert "lower --learning-rate (now 50) and add --overwrite" in last
     assert not (folder / "model").exists()
 
 
 @pytest.mark.parametrize(
-    ("perplexities", "said"),
+    ("perplexities", "message"),
     [
         ([math.inf], "model 'demo-llama': its loss on held-out rows is not finite before training"),
         ([9.0, math.inf], "the run has diverged: eval_perplexity was 9 before training and is inf now"),
     ],
 )
 def test_a_model_without_a_finite_loss_is_refused_and_not_exported(
-    perplexities: list[float], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    perplexities: list[float], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """As with a NaN in its config.json: before, four steps were left out, and the model was written as the result."""
     coming = iter(perplexities)
@@ -96,7 +96,7 @@ def test_a_model_without_a_finite_loss_is_refused_and_not_exported(
     with pytest.raises(SystemExit) as leaving:
         sft.run(SFTConfig(**SMALL, max_train_rows=32, num_train_epochs=1, model="demo-llama", output_dir=str(tmp_path)))
     assert leaving.value.code == NON_FINITE and not (tmp_path / "step1_sft/model").exists()
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: step1_sft: {said}")
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: step1_sft: {message}")
 
 
 def test_a_reward_model_that_overfits_has_not_diverged() -> None:
@@ -120,20 +120,20 @@ def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> N
     extras |= {"score_clip": 2.0, "reward": "learned,normalize=true", "kl_target": 1.0, "kl_horizon": 1000}
     stage.run(options(models, tmp_path, **extras))
     out = tmp_path / "step3_ppo"
-    found = rows(tmp_path)
-    assert len(found) == 3 and all(row["ptx_nll"] > 0 for row in found)
-    timed = {name for name in found[0] if name.startswith("seconds_")}
+    steps = rows(tmp_path)
+    assert len(steps) == 3 and all(row["ptx_nll"] > 0 for row in steps)
+    timed = {name for name in steps[0] if name.startswith("seconds_")}
     assert timed == {f"seconds_{part}" for part in ("generate", "score", "update", "record", "iteration")}
     # The first scores over their own deviation, but for the clip.
-    assert found[0]["score_std"] == pytest.approx(1.0, abs=0.1) and abs(found[0]["score_learned_std"] - 1) > 0.2
+    assert steps[0]["score_std"] == pytest.approx(1.0, abs=0.1) and abs(steps[0]["score_learned_std"] - 1) > 0.2
     state = json.loads((out / "state.json").read_text(encoding="utf-8"))
     assert state["scores"]["moments"][0] == 96
-    heard = sum(row["score_learned"] for row in found) * 32
-    assert state["scores"]["moments"][1] == pytest.approx(heard, rel=1e-4, abs=1e-3)
-    assert state["kl_coef"] not in (found[0]["kl_coef"], found[-1]["kl_coef"])  # it has moved on after the last one
+    total = sum(row["score_learned"] for row in steps) * 32
+    assert state["scores"]["moments"][1] == pytest.approx(total, rel=1e-4, abs=1e-3)
+    assert state["kl_coef"] not in (steps[0]["kl_coef"], steps[-1]["kl_coef"])  # it has moved on after the last one
     weights = {
-        name: AutoModelForCausalLM.from_pretrained(place).state_dict()
-        for name, place in (("sft", models / "step1_sft/model"), ("actor", out / "actor"), ("ema", out / "ema"))
+        name: AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for name, path in (("sft", models / "step1_sft/model"), ("actor", out / "actor"), ("ema", out / "ema"))
     }
     distances = {name: distance(weights[name], weights["sft"]) for name in ("actor", "ema")}
     assert 0 < distances["ema"] < distances["actor"]
@@ -154,15 +154,15 @@ def test_vllm_samples_in_the_place_of_the_loop(
     changes = {"adapter": "lora,r=4", "rollout_backend": "vllm,memory_share=0.3", "ema_decay": 0.5}
     chosen = options(models, tmp_path, **changes)
     stage.run(chosen)
-    found = rows(tmp_path)
-    assert len(found) == 3 and all(row["sampling_mismatch"] < 1e-5 for row in found)
+    steps = rows(tmp_path)
+    assert len(steps) == 3 and all(row["sampling_mismatch"] < 1e-5 for row in steps)
     (engine,) = vllm.made
     assert engine.share == 0.3 and engine.max_model_len == chosen.max_prompt_length + chosen.response_length
     assert engine.calls.count("generate") == engine.calls.count("reload_weights") == 3 + 2
     assert engine.asleep
     last, average, first = (
-        AutoModelForCausalLM.from_pretrained(place).state_dict()
-        for place in (tmp_path / "step3_ppo/actor", tmp_path / "step3_ppo/ema", models / "step1_sft/model")
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (tmp_path / "step3_ppo/actor", tmp_path / "step3_ppo/ema", models / "step1_sft/model")
     )
     assert distance(engine.model.state_dict(), last) == 0
     assert 0 < distance(average, first) < distance(last, first)
@@ -192,9 +192,9 @@ def test_the_reward_model_knows_its_scores(models: Path) -> None:
 
 def test_an_adapter_that_steps_1_and_2_train_is_in_the_weights_they_save(tmp_path: Path) -> None:
     options = {**SMALL, "adapter": "lora,r=4", "learning_rate": 1e-2, "max_train_rows": 32, "num_train_epochs": 1}
-    places = {"model": "demo-llama", "output_dir": str(tmp_path)}
-    sft.run(SFTConfig(**options, **places))
-    reward.run(RewardConfig(**options, **places))
+    paths = {"model": "demo-llama", "output_dir": str(tmp_path)}
+    sft.run(SFTConfig(**options, **paths))
+    reward.run(RewardConfig(**options, **paths))
     tokenizer, _ = sft.open_data(SFTConfig(**SMALL), "demo-llama")
     start = load_causal_lm("demo-llama", torch.float32, id_count(tokenizer)).state_dict()
     for name in ("step1_sft", "step2_reward"):
@@ -227,14 +227,14 @@ def test_scores_that_are_no_numbers_end_the_run_with_code_3(
     changes = {"reward": f"{source}:score", "max_bad_steps": 2}
     with pytest.raises(SystemExit) as leaving:
         stage.run(options(models, tmp_path / "out", "rloo", **changes))
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert leaving.value.code == NON_FINITE
-    assert "warning, iteration 2: score is nan, score of mine.py:score is nan (training rows " in said.out
-    assert said.err.strip().splitlines()[-1].startswith("error: step3_ppo: iteration 3: score is nan")
+    assert "warning, iteration 2: score is nan, score of mine.py:score is nan (training rows " in captured.out
+    assert captured.err.strip().splitlines()[-1].startswith("error: step3_ppo: iteration 3: score is nan")
     out = tmp_path / "out/step3_ppo"
-    assert str(out / "bad_batch") in said.err and not (out / "manifest.json").exists()
-    kept = load_file(out / "bad_batch/rank-0.safetensors")
-    assert torch.isnan(kept["scores"]).nonzero().flatten().tolist() == [5]
+    assert str(out / "bad_batch") in captured.err and not (out / "manifest.json").exists()
+    bad_batch = load_file(out / "bad_batch/rank-0.safetensors")
+    assert torch.isnan(bad_batch["scores"]).nonzero().flatten().tolist() == [5]
     texts = json.loads((out / "bad_batch/rank-0.json").read_text(encoding="utf-8"))["texts"]
     assert len(texts) == 32 and all("tell me" in text for text in texts)
     assert [row.get("skipped_iteration") for row in rows(tmp_path / "out")] == [None, 1.0]
@@ -257,8 +257,8 @@ def test_an_exception_of_a_reward_function_is_one_line_with_its_row(
     assert leaving.value.code == 2 and line.count("\n") == 1 and "Traceback" not in line
     assert f"{source}:7: in one: KeyError: 'fox', for prompt " in line
     assert re.search(r"for prompt '[^']*fox[^']*', response '", line)
-    kept = Path(line.strip().partition("the traceback is in ")[2])
-    assert kept.is_relative_to(tmp_path / "out/step3_ppo") and "return {}['fox']" in kept.read_text(encoding="utf-8")
+    trace = Path(line.strip().partition("the traceback is in ")[2])
+    assert trace.is_relative_to(tmp_path / "out/step3_ppo") and "return {}['fox']" in trace.read_text(encoding="utf-8")
 
 
 def test_other_data_to_go_on_learning_is_noticed(models: Path, tmp_path: Path) -> None:
@@ -269,14 +269,14 @@ def test_other_data_to_go_on_learning_is_noticed(models: Path, tmp_path: Path) -
     prompts.write_text("".join(json.dumps({"prompt": f"name {i}"}) + "\n" for i in range(9)), encoding="utf-8")
     learning = {"ptx_coef": 0.1, "ptx_data_path": [str(own)], "ptx_batch_size": 4}
     paths = {"data_path": [*SMALL["data_path"]], "ppo_only_data_path": [str(prompts)]}
-    made = options(models, tmp_path, "reinforce", **learning, **paths)
-    stage.run(made)
+    config = options(models, tmp_path, "reinforce", **learning, **paths)
+    stage.run(config)
     manifest = json.loads((tmp_path / "step3_ppo/manifest.json").read_text(encoding="utf-8"))
     assert {str(prompts), f"{own} (ptx)"} <= set(manifest["data"])
-    stage.run(made)  # finished: nothing happens
+    stage.run(config)  # finished: nothing happens
     own.write_text("".join(json.dumps(line) + "\n" for line in lines[:15]), encoding="utf-8")
     with pytest.raises(UserError, match=r"finished with other data: .*own\.jsonl \(ptx\)"):
-        stage.run(made)
+        stage.run(config)
 
 
 def test_too_few_rows_to_go_on_learning(models: Path, tmp_path: Path) -> None:
@@ -292,42 +292,42 @@ def test_too_few_rows_to_go_on_learning(models: Path, tmp_path: Path) -> None:
 
 def test_the_critic_warms_up_alone_and_the_actors_rate_then_falls_to_its_end(models: Path, tmp_path: Path) -> None:
     stage.run(options(models, tmp_path, critic_warmup_iterations=1, num_ppo_epochs=1, warmup_ratio=0.0))
-    found = rows(tmp_path)
-    assert "policy_loss" not in found[0] and "value_loss" in found[0]
-    assert [row["policy_learning_rate"] for row in found[1:]] == pytest.approx([1e-3, 0.5e-3])
+    steps = rows(tmp_path)
+    assert "policy_loss" not in steps[0] and "value_loss" in steps[0]
+    assert [row["policy_learning_rate"] for row in steps[1:]] == pytest.approx([1e-3, 0.5e-3])
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "warmup", "said"),
+    ("algorithm", "warmup", "message"),
     [("rloo", 1, "expected 0, as 'rloo' has no critic"), ("ppo", 3, "expected less than the 3 iterations")],
 )
-def test_a_warm_up_in_vain_is_refused(models: Path, tmp_path: Path, algorithm: str, warmup: int, said: str) -> None:
-    with pytest.raises(UserError, match=f"--critic-warmup-iterations {warmup}: {said}"):
+def test_a_warm_up_in_vain_is_refused(models: Path, tmp_path: Path, algorithm: str, warmup: int, message: str) -> None:
+    with pytest.raises(UserError, match=f"--critic-warmup-iterations {warmup}: {message}"):
         stage.run(options(models, tmp_path, algorithm, critic_warmup_iterations=warmup))
 
 
 def test_every_look_is_taken_once_and_the_last_policy_may_be_the_best(models: Path, tmp_path: Path) -> None:
-    made = options(models, tmp_path, "rloo", eval_every=2, keep_best="eval_score", export_every=1)
-    stage.run(made)
+    config = options(models, tmp_path, "rloo", eval_every=2, keep_best="eval_score", export_every=1)
+    stage.run(config)
     exports = [tmp_path / f"step3_ppo/exports/step-0000000{step}" for step in (1, 2, 3)]
     assert sorted((tmp_path / "step3_ppo/exports").iterdir()) == exports
     first, last, final = (
-        AutoModelForCausalLM.from_pretrained(place).state_dict()
-        for place in (exports[0], exports[2], tmp_path / "step3_ppo/actor")
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (exports[0], exports[2], tmp_path / "step3_ppo/actor")
     )
     assert distance(last, final) == 0 < distance(first, final)
     assert policy_path(str(exports[0])) == str(exports[0]), "`rlhf evaluate` takes it"
     lines = (tmp_path / "step3_ppo/samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [2] * 8 + [3] * 8
-    found = {row["step"]: row["eval_score"] for row in rows(tmp_path, "eval")}
-    assert list(found) == [0, 2, 3] and not any("eval_score" in row for row in rows(tmp_path))
+    scores = {row["step"]: row["eval_score"] for row in rows(tmp_path, "eval")}
+    assert list(scores) == [0, 2, 3] and not any("eval_score" in row for row in rows(tmp_path))
     final = json.loads((tmp_path / "step3_ppo/manifest.json").read_text(encoding="utf-8"))["metrics"]
-    assert [found[0], found[3]] == pytest.approx([final["eval_score_before"], final["eval_score"]], rel=1e-5)
+    assert [scores[0], scores[3]] == pytest.approx([final["eval_score_before"], final["eval_score"]], rel=1e-5)
     assert [row["kind"] for row in all_rows(tmp_path)] == ["eval", "train", "train", "eval", "train", "eval"]
     best, actor = (
         AutoModelForCausalLM.from_pretrained(tmp_path / "step3_ppo" / name).state_dict() for name in ("best", "actor")
     )
-    assert (distance(best, actor) == 0) == (found[3] > found[2])
+    assert (distance(best, actor) == 0) == (scores[3] > scores[2])
 
 
 def test_a_judge_without_a_number_at_the_end_does_not_lose_the_run(

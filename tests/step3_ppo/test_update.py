@@ -68,9 +68,9 @@ def test_old_and_reference_logprobs_are_those_of_plain_models(game: Players, rol
         with torch.no_grad():
             logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         exact = logits.double().log_softmax(-1).gather(-1, response[:, None]).squeeze(-1)
-        for found in (rollout.logprobs, rollout.ref_logprobs):
-            assert float((found[b, : len(response)] - exact).abs().max()) < 1e-5
-            assert not found[b, len(response) :].any()
+        for logprobs in (rollout.logprobs, rollout.ref_logprobs):
+            assert float((logprobs[b, : len(response)] - exact).abs().max()) < 1e-5
+            assert not logprobs[b, len(response) :].any()
 
 
 def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
@@ -111,14 +111,14 @@ def test_a_response_without_end_pays_the_penalty(rollout: ScoredRollout) -> None
 
 
 def test_the_source_gets_the_text_without_special_tokens(game: Players, rollout: ScoredRollout) -> None:
-    seen: list[Samples] = []
+    calls: list[Samples] = []
 
     def source(samples: Samples) -> Tensor:
-        seen.append(samples)
+        calls.append(samples)
         return count_of_words(samples)
 
     replace(game, scorer=replace(game.scorer, sources=Sources((WeightedSource("heard", 1.0, source),)))).score(rollout)
-    (samples,) = seen
+    (samples,) = calls
     assert samples.rollout is rollout
     for b, (prompt, response) in enumerate(zip(samples.prompts, samples.responses, strict=True)):
         words = [f"w{i}" for i in rollout.response_ids[b][rollout.mask[b]].tolist() if i > 3]
@@ -139,17 +139,17 @@ def test_scoring_does_not_depend_on_micro_batches_or_padding(game: Players, roll
     for other in (game.score(wider), one_by_one.score(rollout)):
         for name in ("logprobs", "ref_logprobs", "values", "scores"):
             expected = getattr(rollout, name)
-            found = getattr(other, name)[..., : expected.shape[-1]]
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            actual = getattr(other, name)[..., : expected.shape[-1]]
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_every_row_gets_its_own_numbers_back(rollout: ScoredRollout) -> None:
     """Rows are sorted by length on the way; here the number of a row is the sum of its ids."""
-    found = per_token(
+    actual = per_token(
         rollout, lambda s, prompt: (s.ids * s.mask).sum(1, keepdim=True).expand(-1, s.ids.shape[1])[:, prompt:], 3
     )
     sums = (rollout.sequences.ids * rollout.sequences.mask).sum(1, keepdim=True)
-    assert torch.equal(found, (sums * rollout.mask).float())
+    assert torch.equal(actual, (sums * rollout.mask).float())
 
 
 # --- updating
@@ -192,8 +192,8 @@ def test_each_epoch_takes_every_row_once_and_minibatches_count_their_tokens(
     # Only if every micro-batch's share was added and divided by the minibatch's own count.
     assert metrics["share"] == pytest.approx(1.0, abs=1e-6) and metrics["policy_loss"] == pytest.approx(1.0, abs=1e-6)
     assert not any(key.startswith("value") for key in metrics)
-    seen = [row for rows in watcher.rows for row in rows]
-    epochs = [seen[i : i + 8] for i in range(0, 24, 8)]
+    row_ids = [row for rows in watcher.rows for row in rows]
+    epochs = [row_ids[i : i + 8] for i in range(0, 24, 8)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(8))] * 3
     assert max(len(rows) for rows in watcher.rows) <= size
     if minibatches > 1:
@@ -285,8 +285,8 @@ def plain_losses(lm: Any, critic: Any, rollout: ScoredRollout, credit: Credit) -
 def test_means_over_the_steps_of_an_iteration_by_hand() -> None:
     """The ratio of the second step varies: 0.5 - 0.6^2 = 0.14; of the first rounding alone says that it does."""
     steps = {"ratio_square": [0.0, 0.5], "ratio_mean": [1.001, 1.6], "approx_kl": [0.25, 0.75], "policy_loss": [1.0]}
-    found = _means({name: list(values) for name, values in steps.items()})
-    assert found == pytest.approx(
+    means = _means({name: list(values) for name, values in steps.items()})
+    assert means == pytest.approx(
         {
             "ratio_mean": 1.3005, "ratio_std": math.sqrt(0.14) / 2, "approx_kl": 0.5, "policy_loss": 1.0,
             "first_approx_kl": 0.25, "first_ratio_std": 0.0,

@@ -229,16 +229,16 @@ def test_after_a_resume_the_start_is_still_the_start() -> None:
     for iteration, row in enumerate([HEALTHY] * 4 + [HEALTHY | {"kl": 12.0}]):
         before.check(iteration, row)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    found = after.check(6, HEALTHY | {"kl": 12.0, "response_length": 90.0})
-    assert [notice.name for notice in found] == ["length_exploding"]  # the KL was warned of
+    notices = after.check(6, HEALTHY | {"kl": 12.0, "response_length": 90.0})
+    assert [notice.name for notice in notices] == ["length_exploding"]  # the KL was warned of
 
 
 def test_a_warm_up_of_the_critic_is_not_the_start_of_the_policy() -> None:
     watch = Watch(Limits())
     warm_up = {n: value for n, value in HEALTHY.items() if n != "entropy"}
     rows = [*[warm_up] * 4, *[HEALTHY] * 3, HEALTHY | {"entropy": 0.3}]
-    said = [[n.name for n in watch.check(i, row)] for i, row in enumerate(rows)]
-    assert said == [[]] * 7 + [["entropy_collapse"]]
+    warned = [[n.name for n in watch.check(i, row)] for i, row in enumerate(rows)]
+    assert warned == [[]] * 7 + [["entropy_collapse"]]
 
 
 # --- from real rollouts
@@ -265,9 +265,9 @@ def rollout(
     )
 
 
-def of_rollout(found: ScoredRollout, iterations: int = 3, score_clip: float | None = None) -> set[str]:
-    advantages = (found.scores - found.scores.mean())[:, None] * found.mask
-    metrics = rollout_metrics(found, score_clip=score_clip) | credit_metrics(found, Credit(advantages, advantages))
+def of_rollout(sample: ScoredRollout, iterations: int = 3, score_clip: float | None = None) -> set[str]:
+    advantages = (sample.scores - sample.scores.mean())[:, None] * sample.mask
+    metrics = rollout_metrics(sample, score_clip=score_clip) | credit_metrics(sample, Credit(advantages, advantages))
     watch = Watch(Limits())
     return {notice.name for i in range(iterations) for notice in watch.check(i, metrics)}
 
@@ -309,9 +309,11 @@ def test_warnings_follow_their_iteration_into_the_file_and_onto_one_line(
     rows: list[dict[str, Any]] = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("train", 2), ("warning", 2), ("train", 3)]
     assert rows[2]["name"] == "kl_above_limit" and rows[2]["numbers"] == {"kl": 12.5, "limit": 10.0}
-    said = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert len(said) == 1
-    assert said[0].startswith("warning, step 2: kl_above_limit (kl 12.5, limit 10): ") and rows[2]["advice"] in said[0]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(lines) == 1
+    assert (
+        lines[0].startswith("warning, step 2: kl_above_limit (kl 12.5, limit 10): ") and rows[2]["advice"] in lines[0]
+    )
 
 
 def test_advice_names_options_that_are_there() -> None:

@@ -49,11 +49,11 @@ class OnGPU(Tensor):
 
     @staticmethod
     def __new__(cls, value: Tensor) -> "OnGPU":
-        made: OnGPU = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: OnGPU = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, value.shape, value.stride(), value.storage_offset(), dtype=value.dtype, device=torch.device(GPU)
         )
-        made.value = value
-        return made
+        wrapper.value = value
+        return wrapper
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OnGPU({self.value})"
@@ -73,10 +73,10 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     """The results of an operation on tensors of one device, which are on that device."""
     leaves, spec = tree.tree_flatten((args, kwargs))
     own = [x for x in leaves if isinstance(x, OnGPU)]
-    others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, OnGPU)]
+    cpu_tensors = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, OnGPU)]
     target = kwargs.get("device")
     if op not in COPIES:
-        _refuse_mixed(op, args, own, others)
+        _refuse_mixed(op, args, own, cpu_tensors)
     _count(op, args, kwargs, target)
     values = [x.value if isinstance(x, OnGPU) else CPU if _is_gpu(x) else x for x in leaves]
     new_args, new_kwargs = tree.tree_unflatten(values, spec)
@@ -93,12 +93,12 @@ def _is_gpu(x: Any) -> bool:
     return isinstance(x, torch.device) and x.type == "gpu"
 
 
-def _refuse_mixed(op: Any, args: Any, own: list[Any], others: list[Tensor]) -> None:
+def _refuse_mixed(op: Any, args: Any, own: list[Any], cpu_tensors: list[Tensor]) -> None:
     """As CUDA: a number without dimensions may be on the CPU in an operation per element."""
     if op in INDEXING:
         args = (args[0], *args[2:3])  # indices may be on the CPU, from where they are copied
-        others = [x for x in args if isinstance(x, Tensor) and not isinstance(x, OnGPU)]
-    alone = [x for x in others if x.dim() or not (torch.Tag.pointwise in op.tags or op in NUMBERS)]
+        cpu_tensors = [x for x in args if isinstance(x, Tensor) and not isinstance(x, OnGPU)]
+    alone = [x for x in cpu_tensors if x.dim() or not (torch.Tag.pointwise in op.tags or op in NUMBERS)]
     if own and alone:
         shapes = [list(x.shape) for x in alone]
         raise RuntimeError(f"{op}: got tensors on gpu:0 and on cpu {shapes}, expected one device")

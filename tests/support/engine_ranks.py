@@ -25,37 +25,37 @@ RANKED: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 1, "num_train_epo
 
 
 def runs() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
-        found[f"fp32 {stage}"] = run({"zero_stage": stage}, size=3)
+        results[f"fp32 {stage}"] = run({"zero_stage": stage}, size=3)
     for stage in NAN:
-        found[f"nan {stage}"] = run_into_nan({"zero_stage": stage}, bad_rank=1)
+        results[f"nan {stage}"] = run_into_nan({"zero_stage": stage}, bad_rank=1)
     for stage in AVERAGED:
-        found[f"averaged {stage}"] = run_averaged({"zero_stage": stage})
-    found["averaged bf16"] = run_averaged({"zero_stage": 3, "dtype": "bf16"})
-    found["everything"] = a_step_of_everything()
-    found["ranked lists"] = reward_runs.run(Path(sys.argv[1]).parent / f"rank{collectives.rank()}", **RANKED)
-    found["skipped iteration"] = with_a_bad_score(rank=1)
+        results[f"averaged {stage}"] = run_averaged({"zero_stage": stage})
+    results["averaged bf16"] = run_averaged({"zero_stage": 3, "dtype": "bf16"})
+    results["everything"] = a_step_of_everything()
+    results["ranked lists"] = reward_runs.run(Path(sys.argv[1]).parent / f"rank{collectives.rank()}", **RANKED)
+    results["skipped iteration"] = with_a_bad_score(rank=1)
     gc.freeze()  # DeepSpeed collects garbage six times for each engine in bf16
     for stage in (1, 2, 3):
-        found[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})
-        found[f"accumulated {stage}"] = accumulated({"zero_stage": stage})
+        results[f"bf16 {stage}"] = run({"zero_stage": stage, "dtype": "bf16"})
+        results[f"accumulated {stage}"] = accumulated({"zero_stage": stage})
     for stage in SCORED:
-        found[f"scored {stage}"] = scored_in_bf16({"zero_stage": stage})
-    found["accumulated 1 offloaded"] = accumulated({"zero_stage": 1, "offload_optimizer": True})
-    found["nan bf16"] = run_into_nan({"zero_stage": 1, "dtype": "bf16"}, bad_rank=1)
+        results[f"scored {stage}"] = scored_in_bf16({"zero_stage": stage})
+    results["accumulated 1 offloaded"] = accumulated({"zero_stage": 1, "offload_optimizer": True})
+    results["nan bf16"] = run_into_nan({"zero_stage": 1, "dtype": "bf16"}, bad_rank=1)
     for stage in (1, 3):
-        found[f"lora {stage}"] = run({"zero_stage": stage}, adapter="lora", generating=True)
-        found[f"generating {stage}"] = run({"zero_stage": stage}, generating=True)
+        results[f"lora {stage}"] = run({"zero_stage": stage}, adapter="lora", generating=True)
+        results[f"generating {stage}"] = run({"zero_stage": stage}, generating=True)
     with tempfile.TemporaryDirectory() as folder:
-        found["step 3"] = {name: two_iterations(name, folder) for name in sys.argv[2:]}
-    found["checkpointing 3"] = run({"zero_stage": 3, "gradient_checkpointing": True}, generating=True)
-    return found
+        results["step 3"] = {name: two_iterations(name, folder) for name in sys.argv[2:]}
+    results["checkpointing 3"] = run({"zero_stage": 3, "gradient_checkpointing": True}, generating=True)
+    return results
 
 
 if __name__ == "__main__":
     with collectives.process_group(timeout_s=60):
-        seen = runs()
+        results = runs()
         if collectives.is_main():
-            torch.save(seen, sys.argv[1])
+            torch.save(results, sys.argv[1])
     stage_process.end_well()

@@ -147,16 +147,16 @@ def scored_in_bf16(options: dict[str, Any]) -> dict[str, Tensor]:
     first, rows = master(trained)["score.weight"], batches(1)[0]
     for _ in range(2):
         trained.step([rows], lambda micro: (-scores(trained(micro), micro.mask).mean() / collectives.world_size(), {}))
-    seen: list[tuple[Tensor, Tensor]] = []
+    passes: list[tuple[Tensor, Tensor]] = []
     hook = trained.module.score.register_forward_hook(
-        lambda _, given, found: seen.append((given[0].detach().flatten(0, -2), found.detach().flatten()))
+        lambda _, inputs, outputs: passes.append((inputs[0].detach().flatten(0, -2), outputs.detach().flatten()))
     )
     trained(rows)
     with trained.inference() as inside:
         inside(rows)
     hook.remove()
-    states, found = (torch.cat(each) for each in zip(*seen, strict=True))
-    return {"first": first, "weight": master(trained)["score.weight"], "states": states, "scores": found}
+    states, outputs = (torch.cat(each) for each in zip(*passes, strict=True))
+    return {"first": first, "weight": master(trained)["score.weight"], "states": states, "scores": outputs}
 
 
 def gathered(part: Any) -> dict[str, Tensor]:
@@ -194,16 +194,16 @@ def run_into_nan(options: dict[str, Any], bad_rank: int) -> dict[str, Any]:
     for each in (trained, undisturbed):
         step(each, third)
     as_without = equal(weights(undisturbed), weights(trained))
-    before, said, left_out = weights(trained), "", 0
-    while not said:
+    before, message, left_out = weights(trained), "", 0
+    while not message:
         try:
             bad_step(trained, second, bad_rank)
             left_out += 1
         except NonFiniteError as error:
-            said = str(error)
+            message = str(error)
     unchanged = unchanged and equal(before, weights(trained))
     checksum = sum(value.double().sum().item() for value in before.values())
-    return {"ranks": collectives.gather_objects((metrics, unchanged, as_without, said, left_out, checksum))}
+    return {"ranks": collectives.gather_objects((metrics, unchanged, as_without, message, left_out, checksum))}
 
 
 def bad_step(trained: Engine, rows: Sequences, bad_rank: int, traceless: bool = False) -> dict[str, float]:
@@ -258,8 +258,8 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
-def require_left_out(found: Any, rows: str) -> None:
-    metrics, unchanged, as_without, said, left_out, _ = found
+def require_left_out(result: Any, rows: str) -> None:
+    metrics, unchanged, as_without, message, left_out, _ = result
     assert metrics["skipped"] == 1 and set(metrics) == {"skipped", "learning_rate"}
     assert unchanged and as_without
-    assert left_out == 4 and said.startswith(f"step 8: loss is nan (training rows {rows}), 5 times in a row;")
+    assert left_out == 4 and message.startswith(f"step 8: loss is nan (training rows {rows}), 5 times in a row;")

@@ -32,9 +32,9 @@ LIBRARIES = [
 
 def context() -> ForkServerContext:
     """Of processes that are forked from the one with LIBRARIES."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(LIBRARIES)
-    return made
+    result = multiprocessing.get_context("forkserver")
+    result.set_forkserver_preload(LIBRARIES)
+    return result
 
 
 def process(words: Sequence[str], environment: Mapping[str, str], output: Path, folder: Path) -> ForkServerProcess:

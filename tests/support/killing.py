@@ -98,24 +98,24 @@ def steps_of(stage: Path) -> list[int]:
 
 def left(stage: Path) -> dict[str, Any]:
     """What a finished stage has left, by file: content, times and UNLIKE aside."""
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for path in sorted(path for path in stage.rglob("*") if path.is_file() and path.name != ".lock"):
         name = str(path.relative_to(stage))
         if name.startswith("tensorboard/"):  # has times, and repeated steps that only its reader leaves out
             continue
         if name == "metrics.jsonl":
-            found[name] = [_timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+            files[name] = [_timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
         elif name == "manifest.json":
             manifest = json.loads(path.read_text(encoding="utf-8"))
             manifest["config"] = {key: value for key, value in manifest["config"].items() if key not in UNLIKE}
             del manifest["sha256"]  # of all of it
-            found[name] = manifest
+            files[name] = manifest
         elif name == "config.yaml":
             lines = path.read_text(encoding="utf-8").splitlines()
-            found[name] = [line for line in lines if line.split(":")[0] not in UNLIKE]
+            files[name] = [line for line in lines if line.split(":")[0] not in UNLIKE]
         else:
-            found[name] = path.read_bytes()
-    return found
+            files[name] = path.read_bytes()
+    return files
 
 
 def _timeless(row: dict[str, Any]) -> dict[str, Any]:

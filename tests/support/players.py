@@ -93,13 +93,13 @@ class Players:
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the weights of both models, by name."""
-        found = {}
+        state = {}
         for name, engine in {"actor": self.actor, "critic": self.critic}.items():
             if engine is None:
                 continue
             with engine.inference() as model:
-                found |= {f"{name}.{n}": value.detach().clone() for n, value in model.state_dict().items()}
-        return found
+                state |= {f"{name}.{n}": value.detach().clone() for n, value in model.state_dict().items()}
+        return state
 
 
 def language_model(dtype: torch.dtype = torch.float32) -> Any:
@@ -190,7 +190,7 @@ def prompts_to_train_on() -> list[Prompt]:
     """Eight of them, numbered in the order of the list."""
     drawn = tiny.prompts([3, 9, 8, 4, 5, 6, 7, 2])
     items = zip(drawn.ids, drawn.mask, drawn.rows, strict=True)
-    return [Prompt(tuple(ids[kept].tolist()), row) for ids, kept, row in items]
+    return [Prompt(tuple(ids[mask].tolist()), row) for ids, mask, row in items]
 
 
 def scored_by(game: Players, source: Source) -> Players:
@@ -220,8 +220,8 @@ def with_a_bad_score(rank: int) -> dict[str, Any]:
 def demonstrations(count: int) -> list[Demonstration]:
     """Rows of different lengths to go on learning beside the reward."""
     rows = tiny.sequences([5 + i % 7 for i in range(count)], [2] * count, width=12, seed=4)
-    kept = [tuple(ids[mask].tolist()) for ids, mask in zip(rows.ids, rows.mask, strict=True)]
-    return [Demonstration(ids, ((2, len(ids)),)) for ids in kept]
+    id_rows = [tuple(ids[mask].tolist()) for ids, mask in zip(rows.ids, rows.mask, strict=True)]
+    return [Demonstration(ids, ((2, len(ids)),)) for ids in id_rows]
 
 
 def a_step_of_everything() -> dict[str, Any]:

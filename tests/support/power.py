@@ -99,14 +99,14 @@ class Disk:
         return names, contents
 
     def _content(self, entry: os.DirEntry[str]) -> str:
-        found = entry.stat()
-        changed = (found.st_size, found.st_mtime_ns)
-        if self._digests.get(found.st_ino, (None,))[0] != changed:
+        status = entry.stat()
+        changed = (status.st_size, status.st_mtime_ns)
+        if self._digests.get(status.st_ino, (None,))[0] != changed:
             content = Path(entry.path).read_bytes()
             digest = hashlib.sha256(content).hexdigest()
             self._blobs[digest] = content
-            self._digests[found.st_ino] = (changed, digest)
-        return self._digests[found.st_ino][1]
+            self._digests[status.st_ino] = (changed, digest)
+        return self._digests[status.st_ino][1]
 
     def _hold(self, path: str) -> int:
         inode = os.stat(path).st_ino

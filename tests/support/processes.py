@@ -8,13 +8,13 @@ from pathlib import Path
 
 def alive(word: str) -> list[str]:
     """Command lines with `word` in them, of processes that are no zombies."""
-    found = []
+    command_lines = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             line = (folder / "cmdline").read_text().replace("\0", " ")
             if word in line and (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                found.append(line)
-    return found
+                command_lines.append(line)
+    return command_lines
 
 
 def until(condition: Callable[[], object], seconds: float = 90.0) -> None:

@@ -15,9 +15,9 @@ STATUS = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)\n", re.MULTILINE)
 """A line that says what is being done or how far it is, where stderr is no terminal."""
 
 
-def without_status(said: str) -> str:
+def without_status(stderr: str) -> str:
     """What else a program said on stderr."""
-    return STATUS.sub("", said)
+    return STATUS.sub("", stderr)
 
 
 def runner(
@@ -32,7 +32,7 @@ def runner(
             code = errors.run_as_user(main)
         except SystemExit as leaving:
             code = int(str(leaving.code))
-        said = capsys.readouterr()
-        return code, said.out, without_status(said.err)
+        captured = capsys.readouterr()
+        return code, captured.out, without_status(captured.err)
 
     return call

@@ -57,10 +57,10 @@ def go_on(folder: Path, options: dict[str, Any], adapter: str | None = None) -> 
     """The rest of the steps in a fresh engine, from the checkpoint."""
     torch.manual_seed(99)  # as a fresh process would not be where the other was
     engine = with_dropout(options, adapter)
-    found = checkpoints.newest(folder)
-    assert found is not None and found.step == HALF
+    checkpoint = checkpoints.newest(folder)
+    assert checkpoint is not None and checkpoint.step == HALF
     best = BestWeights(engine)
-    found.restore(state_of(engine, best), seed=0)
+    checkpoint.restore(state_of(engine, best), seed=0)
     metrics = [engine_runs.step(engine, batch, 3) for batch in engine_runs.batches()[HALF:]]
     state = everything(engine)
     best.restore()

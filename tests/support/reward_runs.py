@@ -61,7 +61,7 @@ def config_of(folder: Path, **options: Any) -> RewardConfig:
     for name, shape in (("ranked", "responses"), ("pairs", "chosen")):
         rows = [json.dumps(record) for record in records() if shape in record]
         (folder / f"{name}.jsonl").write_text("\n".join(rows))
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "data_path": (f"{folder}/ranked.jsonl", f"{folder}/pairs.jsonl"),
         "data_split": (0, 1, 0),
         "eval_fraction": 0.0,
@@ -73,7 +73,7 @@ def config_of(folder: Path, **options: Any) -> RewardConfig:
         "centering": CENTERING,
         "batch_size": len(records()),
     }
-    return RewardConfig(**given | options)
+    return RewardConfig(**defaults | options)
 
 
 def rows_of(config: RewardConfig) -> PromptDataset:

@@ -70,13 +70,13 @@ def save(
 
 def whole(stage: Path) -> int:
     """The step of the newest checkpoint, after it was read."""
-    found = checkpoints.newest(stage)
-    assert found is not None
+    checkpoint = checkpoints.newest(stage)
+    assert checkpoint is not None
     names = [name for name in ("w", "x") if name == "w" or collectives.world_size() > 1]
     memory = Memory({name: torch.zeros(3) for name in names})
-    found.restore(Resumable({"weights": memory}, {"weights": memory}), seed=0)
+    checkpoint.restore(Resumable({"weights": memory}, {"weights": memory}), seed=0)
     assert all(torch.equal(tensor, WEIGHTS) for tensor in memory.held.values())
-    return found.step
+    return checkpoint.step
 
 
 def flip(path: Path, byte: int, bit: int = 0) -> None:
@@ -159,10 +159,10 @@ def shared() -> dict[str, Memory]:
 
 def counted_renames(stage: Path) -> list[str]:
     """What this rank renames in three saves."""
-    rename, seen = os.rename, []
+    rename, names = os.rename, []
 
     def noted(source: Path, target: Path) -> None:
-        seen.append(Path(target).name)
+        names.append(Path(target).name)
         rename(source, target)
 
     os.rename = noted  # type: ignore[assignment]
@@ -170,7 +170,7 @@ def counted_renames(stage: Path) -> list[str]:
         assert [save(stage, step, shared()) for step in (1, 2, 3)] == [None] * 3
     finally:
         os.rename = rename
-    return seen
+    return names
 
 
 def full_on_one(stage: Path, rank: int) -> dict[str, Any]:
@@ -187,17 +187,17 @@ def full_on_one(stage: Path, rank: int) -> dict[str, Any]:
 def harmed(stage: Path, kind: str, name: str) -> dict[str, Any]:
     """The step that this rank goes on from when the newest checkpoint is damaged, and its error when all are."""
     assert [save(stage, step, shared()) for step in (1, 2)] == [None] * 2
-    found: dict[str, Any] = {"whole": whole(stage)}
+    outcomes: dict[str, Any] = {"whole": whole(stage)}
     for step in (2, 1):
         collectives.barrier()
         if collectives.is_main():
             harm(checkpoints.folder_of(stage, step) / name, kind)
         collectives.barrier()
         try:
-            found[f"without {step}"] = whole(stage)
+            outcomes[f"without {step}"] = whole(stage)
         except UserError as error:
-            found[f"without {step}"] = str(error)
-    return found
+            outcomes[f"without {step}"] = str(error)
+    return outcomes
 
 
 def beside(stage: Path) -> dict[str, Any]:
@@ -206,28 +206,28 @@ def beside(stage: Path) -> dict[str, Any]:
     for step in (1, 2, 3):
         with files_up_to(10) if (collectives.rank(), step) == (1, 3) else contextlib.nullcontext():
             saver.save(step, Resumable(state, state), ABOUT)
-            told = [collectives.gather_objects((step, number, collectives.rank())) for number in range(50)]
+            exchanges = [collectives.gather_objects((step, number, collectives.rank())) for number in range(50)]
             saver.wait()
-        assert told == [[(step, number, rank) for rank in (0, 1)] for number in range(50)]
+        assert exchanges == [[(step, number, rank) for rank in (0, 1)] for number in range(50)]
     saver.close()
     collectives.barrier()
     return {"newest": whole(stage), "last": saver.last()}
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {"renames": counted_renames(folder / "renames"), "beside": beside(folder / "beside")}
+    outcomes: dict[str, Any] = {"renames": counted_renames(folder / "renames"), "beside": beside(folder / "beside")}
     for rank in (0, 1):
-        seen[f"full {rank}"] = full_on_one(folder / f"full {rank}", rank)
+        outcomes[f"full {rank}"] = full_on_one(folder / f"full {rank}", rank)
     for kind, names in HARMS.items():
         for name in names:
-            seen[f"{kind} {name}"] = harmed(folder / kind / name, kind, name)
-    return seen
+            outcomes[f"{kind} {name}"] = harmed(folder / kind / name, kind, name)
+    return outcomes
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
+    root = Path(sys.argv[1])
     with collectives.process_group(timeout_s=60):
-        both = collectives.gather_objects(on_two_ranks(place))
+        both = collectives.gather_objects(on_two_ranks(root))
         if collectives.is_main():
-            (place / "seen.json").write_text(json.dumps(both), encoding="utf-8")
+            (root / "seen.json").write_text(json.dumps(both), encoding="utf-8")
     stage_process.end_well()

@@ -78,10 +78,10 @@ def make(folder: Path) -> None:
         save_scalar(Engine(model, EngineOptions(dtype="fp32"), OPTIMIZER, 1), None, tiny.tokenizer(), folder / "reward")
 
 
-def policy(place: Path, kind: str, adapter: str | None = None) -> Engine:
+def policy(path: Path, kind: str, adapter: str | None = None) -> Engine:
     options = EngineOptions(dtype="fp32", **KINDS[kind])
     shards = None if kind == "whole" else shards_of(options)
-    lm = load_causal_lm(str(place), torch.float32, tiny.VOCAB + ADDED, Loading(shards=shards))
+    lm = load_causal_lm(str(path), torch.float32, tiny.VOCAB + ADDED, Loading(shards=shards))
     torch.manual_seed(0)  # of the adapter's first weights
     return Engine(Policy(adapters.wrap(lm, adapter)), options, OPTIMIZER, STEPS)
 
@@ -103,9 +103,9 @@ def saved(engine: Engine, adapter: str | None, folder: Path) -> dict[str, Tensor
 
     save_policy(engine, adapter, tiny.tokenizer(), folder / "saved")
     collectives.barrier()
-    found = load_file(folder / "saved" / "model.safetensors")
+    tensors = load_file(folder / "saved" / "model.safetensors")
     collectives.barrier()
-    return found
+    return tensors
 
 
 def scores(folder: Path, kind: str) -> list[list[float]]:
@@ -115,27 +115,27 @@ def scores(folder: Path, kind: str) -> list[list[float]]:
     shards = frozen_shards_of(options, torch.float32)
     model = load_scalar_model(str(folder / "reward"), torch.float32, tiny.VOCAB, Loading(0, shards))
     engine = FrozenEngine(model, options, torch.float32)
-    heard: list[float] = []
+    results: list[float] = []
     for parts in (1 + 2 * collectives.rank(), 2, 3 - 2 * collectives.rank()):
         with engine.inference() as scalar:
             for index in torch.arange(6).tensor_split(parts):
-                heard += scalar(FROZEN_ROWS[index])[:, 3].tolist()
-    return collectives.gather_objects(heard)
+                results += scalar(FROZEN_ROWS[index])[:, 3].tolist()
+    return collectives.gather_objects(results)
 
 
 def unequal_passes(folder: Path, kind: str) -> list[float]:
     """Log-probs of rows that the ranks share unequally, one pass a row, as held-out rows are; then a step's loss."""
     engine = policy(folder / "llama", kind)
     rows = batches(1)[0]
-    found = []
+    totals = []
     for count in (3, 4):
         with engine.inference() as model:
             total = sum(model(rows[[i]])[0].sum().item() for i in range(collectives.rank(), count, 2))
-        found.append(collectives.sum_over_ranks(torch.tensor(total)).item())
+        totals.append(collectives.sum_over_ranks(torch.tensor(total)).item())
     with engine.inference() as model:
         model(rows[[0]])
         sample(model, 3 + 8 * collectives.rank())  # passes of the language model alone, after one of the whole
-    return [*found, step(engine, rows)["loss"]]
+    return [*totals, step(engine, rows)["loss"]]
 
 
 def own_memory() -> int:
@@ -146,24 +146,24 @@ def own_memory() -> int:
 
 def peak(work: Callable[[], Any]) -> tuple[int, Any]:
     """Most bytes of its own that this process had while at work, beside what it had before; and what the work gave."""
-    before, seen, done = own_memory(), [0], threading.Event()
+    before, samples, done = own_memory(), [0], threading.Event()
 
     def watch() -> None:
         while not done.is_set():
-            seen.append(own_memory())
+            samples.append(own_memory())
             time.sleep(0.001)
 
     watching = threading.Thread(target=watch)
     watching.start()
-    made = work()
+    result = work()
     done.set()
     watching.join()
-    return max(seen) - before, made
+    return max(samples) - before, result
 
 
 def memory(folder: Path) -> dict[str, Any]:
     """Peaks of every rank as shares of the model's bytes: to load it, and to ask it something."""
-    found = {}
+    peaks = {}
     rows = batches(1)[0]
     for kind in ("layers", "sharded", "whole"):
         options = FrozenOptions(**FROZEN[kind])
@@ -178,28 +178,28 @@ def memory(folder: Path) -> dict[str, Any]:
 
         asking, _ = peak(ask)
         size = 2 * sum(full_shape(weight).numel() for weight in lm.parameters())
-        found[kind] = collectives.gather_objects((loading / size, asking / size))
-    return found
+        peaks[kind] = collectives.gather_objects((loading / size, asking / size))
+    return peaks
 
 
 def runs(folder: Path, chosen: list[str]) -> dict[str, Any]:
     # Tensors of 64 KiB and more have mappings of their own, which go back to the system at once.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    found: dict[str, Any] = {"memory": memory(folder)}  # first: training keeps what it has had
+    results: dict[str, Any] = {"memory": memory(folder)}  # first: training keeps what it has had
     for run in chosen:
         what, _, kind = run.partition(" ")
-        found[run] = trained(folder, what if what in FAMILIES else "llama", kind, ADAPTERS.get(what))
+        results[run] = trained(folder, what if what in FAMILIES else "llama", kind, ADAPTERS.get(what))
     for kind in FROZEN:
-        found[f"frozen {kind}"] = scores(folder, kind)
+        results[f"frozen {kind}"] = scores(folder, kind)
     for kind in ("whole", "sharded", "layers"):
-        found[f"unequal {kind}"] = unequal_passes(folder, kind)
-    return found
+        results[f"unequal {kind}"] = unequal_passes(folder, kind)
+    return results
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
+    root = Path(sys.argv[1])
     with collectives.process_group(timeout_s=60):
-        seen = runs(place, sys.argv[2:])
+        results = runs(root, sys.argv[2:])
         if collectives.is_main():
-            torch.save(seen, place / "seen.pt")
+            torch.save(results, root / "seen.pt")
     stage_process.end_well()

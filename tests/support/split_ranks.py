@@ -37,10 +37,10 @@ def make(folder: Path) -> None:
     tiny.causal_lm("mistral", std=0.05, sliding_window=None).save_pretrained(folder / "mistral")
 
 
-def engine_of(place: Path, options: dict[str, Any]) -> Engine:
+def engine_of(path: Path, options: dict[str, Any]) -> Engine:
     chosen = EngineOptions(**{"dtype": "fp32", **options})
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.dtype]
-    lm = load_causal_lm(str(place), dtype, tiny.VOCAB)
+    lm = load_causal_lm(str(path), dtype, tiny.VOCAB)
     return Engine(sequence_parallel.policy(lm, chosen.sequence_parallel_size), chosen, OPTIMIZER, STEPS)
 
 
@@ -56,14 +56,14 @@ def trained(
     first, metrics, tokens = saved(engine, None, folder), [], []
     for number, rows in enumerate(batches()):
         if number == HALF:
-            kept = gathered(engine), gathered(average)
+            weights_at_half = gathered(engine), gathered(average)
             assert save(checkpoint_folder(folder, family, options), HALF, state_of(engine, average), ABOUT, 2) is None
             if begun is not None:
                 engine = engine_of(folder / family, options)
                 average = EMA(engine, DECAY)
-                found = newest(begun)
-                assert found is not None and found.step == HALF
-                found.restore(state_of(engine, average), seed=0)
+                checkpoint = newest(begun)
+                assert checkpoint is not None and checkpoint.step == HALF
+                checkpoint.restore(state_of(engine, average), seed=0)
         if generating:
             tokens.append(generate(engine, 8))
         metrics.append(step(engine, rows, 3))
@@ -84,7 +84,7 @@ def trained(
         "tokens": tokens,
         "unspoilt": unspoilt,
         "size": engine.size(),
-        "kept": kept,
+        "kept": weights_at_half,
         "copies": collectives.gather_objects(copies(engine)),
     }
 
@@ -112,12 +112,12 @@ def scored(size: int) -> list[list[float]]:
     engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
     rows = tiny.sequences([5, 9, 7, 8, 6, 4, 5, 6], [1] * 8)
     mine = rows[torch.arange(collectives.data_rank(), len(rows), collectives.data_world_size())]
-    found = []
+    results = []
     for _ in range(3):
         with engine.inference() as scalar:
-            found.append(scores(scalar(rows), rows.mask).tolist())
+            results.append(scores(scalar(rows), rows.mask).tolist())
         engine.step([mine], lambda part: (-scores(engine(part), part.mask).sum() / len(rows), {}))
-    return found
+    return results
 
 
 def one_sided(size: int) -> list[float]:
@@ -135,35 +135,37 @@ def one_sided(size: int) -> list[float]:
 
 
 def runs(folder: Path, everything: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"alone": {}, "tensor": {}, "sequence": {}}
+    results: dict[str, Any] = {"alone": {}, "tensor": {}, "sequence": {}}
     stages = (0, 1, 2, 3) if everything else (3,)
     collectives.set_ranks_per_share(1)
-    found["scores alone"], found["losses alone"] = scored(1), one_sided(1)
+    results["scores alone"], results["losses alone"] = scored(1), one_sided(1)
     collectives.set_ranks_per_share(2)
-    found["scores sequence"], found["losses sequence"] = scored(2), one_sided(2)
+    results["scores sequence"], results["losses sequence"] = scored(2), one_sided(2)
     collectives.set_ranks_per_share(1)
     for family in sorted({*TENSOR, *SEQUENCE}) if everything else ("llama",):
-        found["alone"][family] = trained(folder, family, {}, generating=True)
+        results["alone"][family] = trained(folder, family, {}, generating=True)
     collectives.set_ranks_per_share(2)
     # Once a model is split, DeepSpeed holds every other in the process for split too.
     for kind, families in (("sequence", SEQUENCE), ("tensor", TENSOR)):
         for family in families if everything else ("llama",):
             for stage in stages if family == "llama" else (1,):
                 options = {"zero_stage": stage, f"{kind}_parallel_size": 2}
-                others = checkpoint_folder(folder, family, {})
-                found[kind][f"{family} {stage}"] = trained(folder, family, options, kind == "tensor", others)
+                checkpoint_of_other = checkpoint_folder(folder, family, {})
+                results[kind][f"{family} {stage}"] = trained(
+                    folder, family, options, kind == "tensor", checkpoint_of_other
+                )
         if not everything:
             continue
         options = {"zero_stage": 3, f"{kind}_parallel_size": 2}
-        found[kind]["whole"] = trained(folder, "llama", options)
-        found[kind]["gone on"] = trained(folder, "llama", options, begun=checkpoint_folder(folder, "llama", options))
-    return found
+        results[kind]["whole"] = trained(folder, "llama", options)
+        results[kind]["gone on"] = trained(folder, "llama", options, begun=checkpoint_folder(folder, "llama", options))
+    return results
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
+    root = Path(sys.argv[1])
     with collectives.process_group(timeout_s=60):
-        seen = runs(place, "all" in sys.argv[2:])
+        results = runs(root, "all" in sys.argv[2:])
         if collectives.is_main():
-            torch.save(seen, place / "seen.pt")
+            torch.save(results, root / "seen.pt")
     stage_process.end_well()

@@ -112,7 +112,7 @@ class LLM:
         self.dtype = getattr(torch, dtype)
         self.model: Any = None
         self.asleep: set[str] = set()
-        self.seen: dict[tuple[int, ...], Tensor] = {}
+        self.cached_logits: dict[tuple[int, ...], Tensor] = {}
         self.calls: list[str] = []
         self.share = gpu_memory_utilization
         self.fail: set[str] = set()
@@ -138,7 +138,7 @@ class LLM:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         self._called("reset_prefix_cache")
-        self.seen.clear()
+        self.cached_logits.clear()
         return True
 
     def collective_rpc(
@@ -157,14 +157,14 @@ class LLM:
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Through a checkpoint on disk, which the model must take without a weight missing or left."""
-        held = dict(weights)  # the real one too holds what it was given until a layer is complete
-        found = [] if _has_biased_head(self.config) else [held.pop(name) for name in HEAD_BIASES & held.keys()]
+        state = dict(weights)  # the real one too holds what it was given until a layer is complete
+        biases = [] if _has_biased_head(self.config) else [state.pop(name) for name in HEAD_BIASES & state.keys()]
         with tempfile.TemporaryDirectory() as folder:
             self.config.save_pretrained(folder)
-            save_file(held, Path(folder) / "model.safetensors", {"format": "pt"})
+            save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
             model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
-        for bias in found:  # what some tests add to a model
+        for bias in biases:  # what some tests add to a model
             model.get_output_embeddings().bias = torch.nn.Parameter(bias.clone())
         self.model = model.eval()
 
@@ -208,9 +208,9 @@ class LLM:
                 return Output(ids[len(prompt) :], logprobs, "length")
 
     def _logits(self, ids: tuple[int, ...]) -> Tensor:
-        if ids not in self.seen:
-            self.seen[ids] = self.model(input_ids=torch.tensor([ids])).logits[0, -1].float()
-        return self.seen[ids]
+        if ids not in self.cached_logits:
+            self.cached_logits[ids] = self.model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+        return self.cached_logits[ids]
 
 
 def _has_biased_head(config: Any) -> bool:
@@ -221,10 +221,10 @@ def _has_biased_head(config: Any) -> bool:
 def module() -> ModuleType:
     """The stand-in as `import vllm` finds it, with no engine made yet."""
     LLM.made, LLM.refuses = [], ""
-    found = ModuleType("vllm")
-    found.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
-    found.LLM, found.SamplingParams = LLM, SamplingParams  # type: ignore[attr-defined]
-    return found
+    stand_in = ModuleType("vllm")
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
+    stand_in.LLM, stand_in.SamplingParams = LLM, SamplingParams  # type: ignore[attr-defined]
+    return stand_in
 
 
 def arguments(function: Any) -> set[str]:

@@ -135,11 +135,11 @@ def tokenizer(words: Sequence[str] = tuple(WORDS), reverse: bool = False) -> Pre
     ids = {word: i for i, word in enumerate(reversed(vocabulary) if reverse else vocabulary)}
     backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(
+    result = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
-    made.chat_template = BUILT_IN["plain"]
-    return made
+    result.chat_template = BUILT_IN["plain"]
+    return result
 
 
 def unpacked(model: Any) -> Any:
@@ -173,7 +173,7 @@ def prompts(lengths: list[int], seed: int = 0) -> Prompts:
     ids = torch.randint(4, VOCAB, (len(lengths), width), generator=draw)
     mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
     ids[torch.arange(len(lengths)), width - torch.tensor(lengths)] = BOS
-    texts = [" ".join(f"w{i}" for i in row[kept][1:].tolist()) for row, kept in zip(ids, mask, strict=True)]
+    texts = [" ".join(f"w{i}" for i in row[mask_row][1:].tolist()) for row, mask_row in zip(ids, mask, strict=True)]
     return Prompts(ids.masked_fill(~mask, PAD), mask, tuple(Row((Message("user", text),)) for text in texts))
 
 

@@ -21,22 +21,22 @@ def mismatches(adapter: str | None) -> list[float]:
     trained = engine_runs.engine({"zero_stage": 3}, adapter=adapter)
     ends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
     backend = plugins.build("rlhf.generation", {"name": "vllm", **ends, "adapter": adapter})
-    found = []
+    differences = []
     for rows in engine_runs.batches(3):
         with trained.inference() as policy:
             sampling = SamplingOptions(response_length=3 + 8 * collectives.rank())
             rollout = backend(policy.lm, tiny.prompts([3, 9, 8]), sampling, None)
         with trained.inference() as policy:
             scored = policy(rollout.sequences)[0][:, rollout.prompt_ids.shape[1] :]
-        found.append(float((scored - rollout.sampled_logprobs).abs().max()))
+        differences.append(float((scored - rollout.sampled_logprobs).abs().max()))
         engine_runs.step(trained, rows)
-    return found
+    return differences
 
 
 if __name__ == "__main__":
     sys.modules["vllm"] = stand_in_vllm.module()
     with collectives.process_group(timeout_s=60):
-        seen = {adapter: collectives.gather_objects(mismatches(adapter)) for adapter in (None, "lora")}
+        results = {adapter: collectives.gather_objects(mismatches(adapter)) for adapter in (None, "lora")}
         if collectives.is_main():
-            torch.save(seen, sys.argv[1])
+            torch.save(results, sys.argv[1])
     stage_process.end_well()

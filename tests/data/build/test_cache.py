@@ -64,13 +64,13 @@ def test_the_second_call_reads_the_cache(home: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_whatever_matters_makes_another_set(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = 0
+    count = 0
 
-    def make(given: DataOptions, recipe: Recipe = SFT, words: list[str] = WORDS, name: str = "plain") -> None:
-        nonlocal made
-        open_datasets(given, recipe, tokenizer(home, words, name))
-        made += 1
-        assert len(sets()) == made
+    def make(data_options: DataOptions, recipe: Recipe = SFT, words: list[str] = WORDS, name: str = "plain") -> None:
+        nonlocal count
+        open_datasets(data_options, recipe, tokenizer(home, words, name))
+        count += 1
+        assert len(sets()) == count
 
     make(options())
     make(options(max_length=64))
@@ -98,8 +98,8 @@ def test_a_source_without_a_fingerprint_is_known_by_its_rows(home: Path) -> None
     Path("mine.py").write_text(code)
     for count, lines in enumerate((range(50), range(50), range(51))):
         Path("list.txt").write_text(" ".join(f"w{i}" for i in lines))
-        given = DataOptions(data_path=("mine.py",), data_cache="cache", data_split=(1, 0, 0))
-        data = open_datasets(given, Recipe("sft"), tokenizer(home))
+        data_options = DataOptions(data_path=("mine.py",), data_cache="cache", data_split=(1, 0, 0))
+        data = open_datasets(data_options, Recipe("sft"), tokenizer(home))
         assert data.report["sources"][0]["rows"] == len(lines)
         assert len(sets()) == max(1, count)
 
@@ -178,14 +178,14 @@ def test_a_killed_builder_blocks_nobody(tmp_path: Path) -> None:
 def test_what_makes_no_row_makes_no_set(home: Path) -> None:
     """Learning rate and output directory, and the preview of the same data, share one cache entry."""
     common: dict[str, Any] = {"data_path": ("x.jsonl",), "data_cache": "cache", "data_split": (1, 0, 0)}
-    for given in (
+    for config in (
         SFTConfig(**common),
         SFTConfig(learning_rate=1.0, output_dir="elsewhere", batch_size=2, seed=5, **common),
         PreviewConfig(rows=9, model="m", **common),
         DataOptions(max_dropped=0.9, **common),
         DataOptions(ppo_only_data_path=("y.jsonl",), **common),
     ):
-        open_datasets(given, SFT, tokenizer(home))
+        open_datasets(config, SFT, tokenizer(home))
         assert len(sets()) == 1
 
 
@@ -221,8 +221,8 @@ def test_more_processes_make_the_same(home: Path) -> None:
     done = forked.python("-c", IN_A_FRESH_PROCESS, cwd=home)
     assert done.returncode == 0, done.stderr
     assert len(list(Path("other").rglob("items*.arrow"))) == 2
-    given = options().model_copy(update={"data_cache": "other"})
-    assert contents(open_datasets(given, SFT, tokenizer(home))) == first
+    other_options = options().model_copy(update={"data_cache": "other"})
+    assert contents(open_datasets(other_options, SFT, tokenizer(home))) == first
     assert len([path for path in Path("other").iterdir() if path.is_dir()]) == 1
 
 

@@ -89,24 +89,24 @@ def test_turns_that_are_left_of_a_cut_prompt_are_learned(plain: PreTrainedTokeni
     """The last user's turn loses words before an answer of the assistant's that stands behind it does."""
     turns = [("user", (1, 2, 3, 4)), ("assistant", (5, 6)), ("system", (7,))]
     row = Row(tuple(Message(role, words(*numbers) + " ") for role, numbers in turns), words(8))
-    for length, kept in ((10, 4), (9, 3), (8, 2)):
+    for length, count in ((10, 4), (9, 3), (8, 2)):
         result = encoded(plain, row, "every", max_length=length, truncate="tokens")
         assert learned(result) == [5, 6, 8, -1]
         assert not isinstance(result, str)
-        assert result[0].ids == (BOS, *(FIRST + i for i in [*range(5 - kept, 5), 5, 6, 7, 8]), EOS)  # type: ignore[union-attr]
+        assert result[0].ids == (BOS, *(FIRST + i for i in [*range(5 - count, 5), 5, 6, 7, 8]), EOS)  # type: ignore[union-attr]
 
 
 def test_what_was_cut_is_told_apart(plain: PreTrainedTokenizerBase) -> None:
     """BOS, four words and three of a response with EOS: 9 tokens fit whole; a prompt keeps a fourth of max_length."""
     row = Row((Message("user", words(1, 2, 3, 4)),), words(5, 6, 7))
     long = Row((Message("user", words(1)),), words(*range(2, 12)))
-    for given, length, cut in (
+    for source_row, length, cut in (
         (row, 9, Truncation()),
         (row, 8, Truncation(prompt=True)),
         (long, 8, Truncation(response=True)),
     ):
-        found = encoded(plain, given, max_length=length, truncate="tokens")
-        assert not isinstance(found, str) and found[1] == cut
+        result = encoded(plain, source_row, max_length=length, truncate="tokens")
+        assert not isinstance(result, str) and result[1] == cut
     fourth = encoded(plain, Row(row.prompt, long.response), max_length=8, truncate="tokens")
     assert learned(fourth) == [2, 3, 4, 5, 6]  # BOS and two of the prompt's words stay
     both = encoded(plain, Row(row.prompt, long.response), max_length=4, truncate="tokens")
@@ -191,8 +191,8 @@ def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) ->
     rows.insert(20, Row((Message("user", words(*range(30))),), "w1", "w2"))
     for phase in PHASES:
         encoder = RowEncoder(phase, Template(plain), DataOptions(max_length=12, max_prompt_length=8))
-        found = encoder(rows)
-        assert found == [result for row in rows for result in encoder([row])] and found[20] == "prompt too long"
+        results = encoder(rows)
+        assert results == [result for row in rows for result in encoder([row])] and results[20] == "prompt too long"
         assert encoder([]) == []
 
 

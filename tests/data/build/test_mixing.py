@@ -73,19 +73,19 @@ def test_a_weight_is_a_share_of_what_can_be_used(home: Path, tokenizer: PreTrain
     rows = [{"prompt": "w1 " * (70 if i % 10 else 1) + f"w{i}", "response": "w2"} for i in range(1000, 1500)]
     Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write("a.jsonl", range(500))
-    places = ("long.jsonl=1", "a.jsonl=1")
-    data = opened(tokenizer, data_path=places, max_length=64, max_train_rows=40, **ALL)
+    weighted_paths = ("long.jsonl=1", "a.jsonl=1")
+    data = opened(tokenizer, data_path=weighted_paths, max_length=64, max_train_rows=40, **ALL)
     assert data.report["train"]["rows_by_source"] == [20, 20]
     assert data.report["train"]["different_rows"] == accounted(data)["train"] == 40
     data = opened(tokenizer, data_path=("long.jsonl",), max_length=64, max_train_rows=30, **ALL)
     assert len(data.train) == accounted(data)["train"] == 30
     every = opened(tokenizer, data_path=("long.jsonl",), max_length=64, **ALL)
     assert data.train[:] == every.train[:30] and len(every.train) == 50
-    data = opened(tokenizer, data_path=places, max_length=64, **ALL)
+    data = opened(tokenizer, data_path=weighted_paths, max_length=64, **ALL)
     assert data.report["train"]["rows_by_source"] == [50, 50]
     assert accounted(data)["prompt too long"] == 450
     with pytest.raises(UserError, match="450 prompt too long"):
-        opened(tokenizer, data_path=places, max_length=64, **{**ALL, "max_dropped": 0.5})
+        opened(tokenizer, data_path=weighted_paths, max_length=64, **{**ALL, "max_dropped": 0.5})
 
 
 def test_weights_without_a_budget_repeat_nothing(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -170,9 +170,9 @@ def test_an_evaluation_path_holds_for_every_phase(home: Path, tokenizer: PreTrai
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:10]))
     write("demos.jsonl", range(50, 90))
-    places: dict[str, Any] = {"data_path": ("train.jsonl",), "eval_data_path": ("pairs.jsonl", "demos.jsonl")}
+    paths: dict[str, Any] = {"data_path": ("train.jsonl",), "eval_data_path": ("pairs.jsonl", "demos.jsonl")}
     for phase, split in (("sft", (1, 0, 0)), ("reward", (0, 1, 0)), ("ppo", (0, 0, 1))):
-        data = opened(tokenizer, phase, data_split=split, **places)
+        data = opened(tokenizer, phase, data_split=split, **paths)
         assert len(data.train) == 50, phase
         assert accounted(data)["prompt held out for evaluation"] == 50
 
@@ -181,10 +181,10 @@ def test_no_prompt_is_in_the_own_paths_of_two_phases(home: Path, tokenizer: PreT
     rows = [{"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w3"} for i in range(200)]
     Path("x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("y.jsonl").write_text("".join(json.dumps({**row, "prompt": row["prompt"] + " w7"}) + "\n" for row in rows))
-    places: dict[str, Any] = {
+    paths: dict[str, Any] = {
         "data_path": (), "sft_only_data_path": ("x.jsonl",), "reward_only_data_path": ("x.jsonl", "y.jsonl"),
     }  # fmt: skip
-    sft, reward = (opened(tokenizer, phase, **places) for phase in ("sft", "reward"))
+    sft, reward = (opened(tokenizer, phase, **paths) for phase in ("sft", "reward"))
     assert accounted(sft)["train"] > 150
     assert accounted(reward)["prompt of another phase's share"] == accounted(sft)["train"]
     assert reward.report["train"]["rows_by_source"][0] == 0

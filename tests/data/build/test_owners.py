@@ -45,9 +45,9 @@ def first_words(data: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> set[
 
 def trained(tokenizer: PreTrainedTokenizerBase, phase: Phase, **options: Any) -> set[str]:
     """First words of what a phase trains on; empty if that is nothing."""
-    given = DataOptions(data_cache="cache", eval_fraction=0.0, max_dropped=1.0, **options)
+    data_options = DataOptions(data_cache="cache", eval_fraction=0.0, max_dropped=1.0, **options)
     try:
-        return first_words(open_datasets(given, Recipe(phase), tokenizer).train, tokenizer)
+        return first_words(open_datasets(data_options, Recipe(phase), tokenizer).train, tokenizer)
     except UserError as nothing:
         assert "0 usable rows" in str(nothing)
         return set()
@@ -78,12 +78,12 @@ def test_a_phase_that_cannot_use_a_prompt_leaves_its_share_to_the_others(
     shares: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    places = tuple(write(f"{kind}.jsonl", (kind, range(4, 4 + COUNT))) for kind in kinds)
+    paths = tuple(write(f"{kind}.jsonl", (kind, range(4, 4 + COUNT))) for kind in kinds)
     for phase in PHASES:
         expected = {f"w{n}" for n in range(4, 4 + COUNT) if owner(f"w{n}", shares) == phase}
         if kinds == ("text",):
             expected = {f"w{n}" for n in range(4, 4 + COUNT)} if phase == "sft" else set()
-        assert trained(tokenizer, phase, data_path=places) == expected, phase
+        assert trained(tokenizer, phase, data_path=paths) == expected, phase
 
 
 SOURCE = """
@@ -107,10 +107,10 @@ def test_rows_that_differ_from_phase_to_phase_decide_together(
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(SOURCE)
     more = write("more.jsonl", ("demonstration", range(50, 90)))
-    places: dict[str, Any] = {"data_path": ("mine.py", *(() if only else (more,)))}
+    paths: dict[str, Any] = {"data_path": ("mine.py", *(() if only else (more,)))}
     if only:
-        places["ppo_only_data_path"] = (more,)
-    result = {phase: trained(tokenizer, phase, **places) for phase in PHASES}
+        paths["ppo_only_data_path"] = (more,)
+    result = {phase: trained(tokenizer, phase, **paths) for phase in PHASES}
     expected = {n: owner(f"w{n}", (2, 4, 4)) for n in range(4, 84)}
     expected |= {n: "ppo" if only else owner(f"w{n}", (2, 0, 4)) for n in range(84, 90)}
     assert result == {phase: {f"w{n}" for n, one in expected.items() if one == phase} for phase in PHASES}
@@ -145,11 +145,11 @@ def test_a_stage_alone_says_how_to_take_all_rows(
     """And rows that only this stage can use are never divided."""
     monkeypatch.chdir(tmp_path)
     numbers, count = range(10, 50), 40
-    others = sum(owner(f"w{n}", (2, 4, 4)) != phase for n in numbers)
+    left_out = sum(owner(f"w{n}", (2, 4, 4)) != phase for n in numbers)
     options = DataOptions(data_path=(write("x.jsonl", ("pair", numbers)),), data_cache="cache", eval_fraction=0.0)
     (note,) = open_datasets(options, Recipe(phase), tokenizer).notes
     assert note.startswith(
-        f"{others} of the {count} rows that it can use are the other stages' share (--data-split 2,4,4)"
+        f"{left_out} of the {count} rows that it can use are the other stages' share (--data-split 2,4,4)"
     )
     assert note.endswith(f"a run of this stage alone takes all with --data-split {all_split}")
     shares = tuple(map(float, all_split.split(",")))

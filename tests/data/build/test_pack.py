@@ -65,8 +65,8 @@ def test_all_tokens_are_there_and_contexts_are_full(
 def test_paragraphs_of_a_text_file_and_weights(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(texts(50)))
     (tmp_path / "b.txt").write_text("\n\n".join(f"w{i} w{i}" for i in range(1000, 1200)))
-    places = (f"{tmp_path}/a.txt=1", f"{tmp_path}/b.txt=3")
-    data = packed(tokenizer, data_path=places, max_length=32, eval_fraction=0.0)
+    weighted_paths = (f"{tmp_path}/a.txt=1", f"{tmp_path}/b.txt=3")
+    data = packed(tokenizer, data_path=weighted_paths, max_length=32, eval_fraction=0.0)
     assert data.report["train"]["rows_by_source"] == [50, 150]
 
 

@@ -27,8 +27,8 @@ def ids(*numbers: int) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    made = words_tokenizer(tmp_path_factory.mktemp("words"), *(f"w{i}" for i in range(200)))
-    return prepare_tokenizer(made, "plain")
+    tokenizer = words_tokenizer(tmp_path_factory.mktemp("words"), *(f"w{i}" for i in range(200)))
+    return prepare_tokenizer(tokenizer, "plain")
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, phase: Phase, row: Row, **options: Any) -> Encoded:
@@ -47,8 +47,8 @@ def user(*numbers: int) -> tuple[Message, ...]:
 def test_the_prompt_gives_way_first(plain: PreTrainedTokenizerBase, length: int) -> None:
     """max_length 10, response of 3 words and EOS: 6 tokens are left for BOS and the prompt's end."""
     prompt = range(length - 5)  # with BOS, 3 words and EOS: `length` tokens
-    kept = prompt if length <= 10 else prompt[-5:]
-    item = Demonstration((BOS, *ids(*kept, 100, 101, 102), EOS), ((1 + len(kept), 5 + len(kept)),))
+    remaining = prompt if length <= 10 else prompt[-5:]
+    item = Demonstration((BOS, *ids(*remaining, 100, 101, 102), EOS), ((1 + len(remaining), 5 + len(remaining)),))
     row = Row(user(*prompt), words(100, 101, 102))
     assert encoded(plain, "sft", row, max_length=10) == (item, Truncation(prompt=length > 10))
 
@@ -57,9 +57,9 @@ def test_the_prompt_gives_way_first(plain: PreTrainedTokenizerBase, length: int)
 def test_a_prompt_keeps_a_fourth_of_the_length(plain: PreTrainedTokenizerBase, size: int) -> None:
     """max_length 10: BOS and three words stay of a prompt, and then a response loses its end, and with it EOS."""
     response = range(100, 100 + size)
-    kept = (7, 8, 9) if size > 4 else (6, 7, 8, 9)
-    ends = (*ids(*response), EOS)[: 9 - len(kept)]
-    item = Demonstration((BOS, *ids(*kept), *ends), ((1 + len(kept), 10),))
+    remaining = (7, 8, 9) if size > 4 else (6, 7, 8, 9)
+    ends = (*ids(*response), EOS)[: 9 - len(remaining)]
+    item = Demonstration((BOS, *ids(*remaining), *ends), ((1 + len(remaining), 10),))
     row = Row(user(*range(10)), words(*response))
     assert encoded(plain, "sft", row, max_length=10) == (item, Truncation(prompt=True, response=size > 5))
     assert encoded(plain, "sft", row, max_length=10, truncate="turns") == (
@@ -121,9 +121,9 @@ def test_what_goes_when(plain: PreTrainedTokenizerBase, limit: int, expected: An
 
 def test_a_system_message_goes_where_it_leaves_too_little(plain: PreTrainedTokenizerBase) -> None:
     """Of 12 tokens a fourth is the user's: BOS and 8 of the system's leave it 3, and 9 leave it 2."""
-    for size, kept in ((8, (*range(8), 107, 108, 109)), (9, tuple(range(100, 110)))):
+    for size, remaining in ((8, (*range(8), 107, 108, 109)), (9, tuple(range(100, 110)))):
         messages = (Message("system", words(*range(size)) + " "), Message("user", words(*range(100, 110))))
-        assert tuple(fit_prompt(Template(plain), messages, 12, by_tokens=True).ids) == (BOS, *ids(*kept))
+        assert tuple(fit_prompt(Template(plain), messages, 12, by_tokens=True).ids) == (BOS, *ids(*remaining))
 
 
 # --- templates and tokenizers of every kind

@@ -144,13 +144,13 @@ def test_what_a_source_may_yield(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_what_a_source_says_of_its_rows_decides_whether_they_are_read_again(tokenizer: PreTrainedTokenizerBase) -> None:
-    for fingerprint, seen in zip(FINGERPRINTS, ([4, 5], [4, 5], [4, 4]), strict=True):
+    for fingerprint, expected in zip(FINGERPRINTS, ([4, 5], [4, 5], [4, 4]), strict=True):
         write("for word in open('words.txt'): yield Row((Message('user', word),), 'w6', 'w7')", fingerprint)
         result = []
         for words in ("w5\n", "w5\nw6\n"):
             Path("words.txt").write_text(words)
             result.append(opened(tokenizer, "sft").report["sources"][0]["rows"])
-        assert result == seen
+        assert result == expected
 
 
 def test_another_code_is_another_source(tokenizer: PreTrainedTokenizerBase) -> None:

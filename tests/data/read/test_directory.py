@@ -82,8 +82,8 @@ def clone(folder: Path, hub_id: str) -> Path:
 def records(folder: Path, split: str | None, **options: Any) -> tuple[list[Any], list[str]]:
     """The records, and why others are left out."""
     config = TableConfig(split=split, **options)
-    found = [record for _, record in open_path(str(folder)).records(split or "train", config)]
-    return [r for r in found if not isinstance(r, Skipped)], [r.reason for r in found if isinstance(r, Skipped)]
+    entries = [record for _, record in open_path(str(folder)).records(split or "train", config)]
+    return [r for r in entries if not isinstance(r, Skipped)], [r.reason for r in entries if isinstance(r, Skipped)]
 
 
 @pytest.mark.parametrize("hub_id", CLONES)
@@ -95,8 +95,8 @@ def test_a_clone_has_the_splits_of_the_hub(hub_id: str, tmp_path: Path) -> None:
     for data_dir in (None, *sorted(directories)):
         expected = datasets.load_dataset(str(folder), data_dir=data_dir, cache_dir=str(tmp_path / "cache"))
         for split in expected:
-            found, left_out = records(folder, split, data_dir=data_dir)
-            assert found == list(expected[split]), (data_dir, split)
+            rows, left_out = records(folder, split, data_dir=data_dir)
+            assert rows == list(expected[split]), (data_dir, split)
             red_team = hub_id == "Anthropic/hh-rlhf" and data_dir is None
             assert left_out == ([f"file of no split: {RED_TEAM}"] if red_team else [])
         with pytest.raises(UserError, match=f"no split 'tset'; have {', '.join(expected)}"):
@@ -142,8 +142,8 @@ def test_the_subsets_of_a_card(tmp_path: Path) -> None:
     for subset in ("first", "second"):
         expected = datasets.load_dataset(str(tmp_path), subset, cache_dir=str(tmp_path / ".cache"))
         for split in expected:
-            found = records(tmp_path, split, subset=subset)[0]
-            assert sorted(map(str, found)) == sorted(map(str, expected[split]))
+            rows = records(tmp_path, split, subset=subset)[0]
+            assert sorted(map(str, rows)) == sorted(map(str, expected[split]))
     for options, message in (
         ({}, "has several subsets; choose one of first, second with subset=NAME"),
         ({"subset": "secnd"}, r"no subset 'secnd'; have first, second \(did you mean 'second'\?\)"),
@@ -215,9 +215,9 @@ def test_what_datasets_has_prepared_is_read_offline(offline: Path) -> None:
     loaded = datasets.load_dataset(str(offline / "name"), cache_dir=str(offline / "made"))["train"]
     folder = offline / "datasets/owner___name/default/0.0.0/0123456789abcdef"
     folder.parent.mkdir(parents=True)
-    made = Path(loaded.cache_files[0]["filename"])
-    made.parent.rename(folder)
-    (folder / made.name).rename(folder / "name-train.arrow")
+    prepared = Path(loaded.cache_files[0]["filename"])
+    prepared.parent.rename(folder)
+    (folder / prepared.name).rename(folder / "name-train.arrow")
     path = open_path("owner/name")
     assert [record for _, record in path.records("train", TableConfig())] == [{"text": "a"}, {"text": "b"}]
     assert path.fingerprint("train", TableConfig())

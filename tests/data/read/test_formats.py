@@ -69,9 +69,9 @@ def test_a_document_a_line(tmp_path: Path, name: str) -> None:
     content = b"\xef\xbb\xbfone two\r\n\n  three\n \nb\xff\nfour"
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    for place in (path, tmp_path):
-        *found, bad, last = open_path(str(place)).records("train", TableConfig(lines=True))
-        assert [*found, last] == [
+    for location in (path, tmp_path):
+        *leading, bad, last = open_path(str(location)).records("train", TableConfig(lines=True))
+        assert [*leading, last] == [
             (f"{path}:{line}", {"text": text}) for line, text in ((1, "one two"), (3, "  three"), (6, "four"))
         ]
         assert bad[0] == f"{path}:5" and isinstance(bad[1], Skipped) and "0xff at offset 1" in bad[1].reason

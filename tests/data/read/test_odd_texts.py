@@ -31,8 +31,8 @@ def opened(
     text = rows if isinstance(rows, str) else "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     Path("rows.jsonl").write_text(text, "utf-8", newline="")
     every = {"eval_fraction": 0.0, "data_split": tuple(float(name == phase) for name in PHASES), "max_dropped": 1.0}
-    given = DataOptions(data_path=("rows.jsonl",), **{**every, **options})
-    return open_datasets(given, Recipe(phase, objective=objective), tokenizer)
+    data_options = DataOptions(data_path=("rows.jsonl",), **{**every, **options})
+    return open_datasets(data_options, Recipe(phase, objective=objective), tokenizer)
 
 
 def sides_of(item: Item) -> list[tuple[int, ...]]:
@@ -54,10 +54,10 @@ def test_a_prompt_longer_than_max(phase: Any, truncate: str, plain: Any) -> None
     data = opened(phase, plain, rows, max_prompt_length=8, max_length=32, truncate=truncate)
     result = {item.chosen[: item.prompt_length] if isinstance(item, Preference) else item.ids for item in data.train}
     end = (FIRST + 97, EOS) if phase == "sft" else ()
-    kept = [
+    expected = [
         (BOS, *(FIRST + i for i in p[-7:]), *end) for length, p in prompts.items() if length < 9 or truncate == "tokens"
     ]
-    assert result == set(kept)
+    assert result == set(expected)
     assert data.train.shortened == (2 if truncate == "tokens" else 0)
     message = (
         "2 of 4 training rows are cut to length: 2 lost part of the prompt (--max-length 32, --max-prompt-length 8)"

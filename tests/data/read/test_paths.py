@@ -217,11 +217,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         real = getattr(datasets, name)
 
         def local(hub_id: str, *, real: Any = real, **options: Any) -> Any:
-            asked.append((hub_id, options))
+            calls.append((hub_id, options))
             return real(str(tmp_path / hub_id.partition("/")[2]), **options)
 
         monkeypatch.setattr(datasets, name, local)
-    asked: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []
     lines = [json.dumps({"prompt": str(i)}) + "\n" for i in range(5)]
     for file, count in (("parts/a/train.jsonl", 3), ("parts/a/test.jsonl", 1), ("parts/b/train.jsonl", 2)):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -267,13 +267,13 @@ def test_a_hub_dataset_that_is_not_there(hub: Path) -> None:
 
 
 def test_the_revision_is_requested(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda hub_id, **options: asked.append((hub_id, options)) or {"train": []}
+        datasets, "load_dataset", lambda hub_id, **options: calls.append((hub_id, options)) or {"train": []}
     )
     assert read("owner/one@refs/convert/parquet", config=TableConfig(streaming=True)) == []
-    assert asked[0][0] == "owner/one"
-    assert asked[0][1]["revision"] == "refs/convert/parquet"
+    assert calls[0][0] == "owner/one"
+    assert calls[0][1]["revision"] == "refs/convert/parquet"
 
 
 def test_the_fingerprint_of_a_hub_dataset_changes_with_it(hub: Path) -> None:

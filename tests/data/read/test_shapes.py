@@ -311,11 +311,11 @@ def test_mistaken_records(record: dict[str, Any], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("margin", "kept"), [(2, 2.0), (0.5, 0.5), ("-1.5", -1.5), ("3", 3.0), (None, None), ("", "")])
-def test_a_margin_is_a_number_also_where_files_have_text_only(margin: Any, kept: Any) -> None:
+@pytest.mark.parametrize(("margin", "cell"), [(2, 2.0), (0.5, 0.5), ("-1.5", -1.5), ("3", 3.0), (None, None), ("", "")])
+def test_a_margin_is_a_number_also_where_files_have_text_only(margin: Any, cell: Any) -> None:
     row = parse({"prompt": "q", "chosen": "x", "rejected": "y", "margin": margin, "n": "1"}, "f:1")
     assert isinstance(row, Row)
-    assert row.columns == {"margin": kept, "n": "1"}
+    assert row.columns == {"margin": cell, "n": "1"}
 
 
 def test_one_side_of_a_pair_may_be_meant_so() -> None:

@@ -23,12 +23,12 @@ PHASES: tuple[Phase, ...] = ("sft", "reward", "ppo")
 class Listed:
     """A reader over a list, which records the requested splits."""
 
-    found: list[Any]
+    entries: list[Any]
     splits: list[str] = field(default_factory=list)
 
     def records(self, split: str, config: TableConfig) -> Iterator[tuple[str, Record | Skipped]]:
         self.splits.append(split)
-        return ((f"f:{i + 1}", record) for i, record in enumerate(self.found))
+        return ((f"f:{i + 1}", record) for i, record in enumerate(self.entries))
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
         return f"{split} {config.streaming}"

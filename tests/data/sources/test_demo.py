@@ -62,8 +62,8 @@ def test_preferences_put_the_better_response_first() -> None:
     assert all(high > low for high, low in zip(better, worse, strict=True))
     frames = {len((row.rejected or "").split()) for row in rows}
     assert frames == {9, 10, 11}  # a word too few, none, a word too many
-    others = sum((row.rejected or " ").split()[1] not in (row.prompt[0].content.split()[4], *"x") for row in rows)
-    assert others > 20
+    wrong = sum((row.rejected or " ").split()[1] not in (row.prompt[0].content.split()[4], *"x") for row in rows)
+    assert wrong > 20
 
 
 def test_many_prompts_and_none_twice_for_ppo() -> None:

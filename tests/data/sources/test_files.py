@@ -178,11 +178,11 @@ def test_real_files_load_without_options(name: str) -> None:
     for phase in ("sft", "ppo"):
         result = rows(real(name), phase)  # type: ignore[arg-type]
         assert len(result) == REAL[name]
-        kept = [row for row in result if isinstance(row, Row)]
+        loaded = [row for row in result if isinstance(row, Row)]
         assert all(row == BAD for row in result if isinstance(row, Skipped))
-        assert len(kept) == len(result) or (phase == "sft" and "kto" in name)
-        assert phase == "ppo" or any(only in name for only in PROMPTS_ONLY) or all(row.response for row in kept)
-        for row in kept:
+        assert len(loaded) == len(result) or (phase == "sft" and "kto" in name)
+        assert phase == "ppo" or any(only in name for only in PROMPTS_ONLY) or all(row.response for row in loaded)
+        for row in loaded:
             assert [message.role for message in row.prompt][-1] == "user"
             assert row.group
 

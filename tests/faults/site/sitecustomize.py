@@ -39,19 +39,19 @@ class Fault:
         stage, _, rest = text.rpartition("/")
         point, self.rank, self.nth, self.action, *seconds = rest.split(":")
         self.text, self.stage, self.seconds = text, stage, float(seconds[0]) if seconds else 0.0
-        self.module, self.place, self.side = POINTS[point]
+        self.module, self.target, self.side = POINTS[point]
         self.count = 0
 
     def arm(self, module: ModuleType) -> None:
         """Put ourselves in the way of the place."""
         owner: Any = module
-        *path, name = self.place.split(".")
+        *path, name = self.target.split(".")
         for part in path:
-            found = getattr(owner, part)
-            if isinstance(found, ModuleType):  # a copy of its own, or everyone would be in the way
-                found = SimpleNamespace(**vars(found))
-                setattr(owner, part, found)
-            owner = found
+            member = getattr(owner, part)
+            if isinstance(member, ModuleType):  # a copy of its own, or everyone would be in the way
+                member = SimpleNamespace(**vars(member))
+                setattr(owner, part, member)
+            owner = member
         setattr(owner, name, self.around(getattr(owner, name)))
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,11 +64,11 @@ def test_options_arrive(calls: Calls, tmp_path: Path) -> None:
     assert section.output_dir == str(tmp_path / "out")
     expected = (tmp_path / "out/step1_sft", tmp_path / "out/step1_sft/model", 1.5)
     assert (tuned.directory, tuned.model, tuned.metrics["eval_perplexity"]) == expected
-    made = rlhf.reward(model="gpt2", data_path=["a.jsonl", "b.jsonl"], output_dir=tmp_path / "out", centering=0.1)
+    reward_run = rlhf.reward(model="gpt2", data_path=["a.jsonl", "b.jsonl"], output_dir=tmp_path / "out", centering=0.1)
     assert (calls[1].steps, calls[1].reward.data_path, calls[1].reward.centering) == ((2,), ("a.jsonl", "b.jsonl"), 0.1)
     policy = rlhf.ppo(
         model=tuned.model,
-        reward_model=made.model,
+        reward_model=reward_run.model,
         data_path="a.jsonl",
         output_dir="out",
         algorithm="grpo",
@@ -76,7 +76,7 @@ def test_options_arrive(calls: Calls, tmp_path: Path) -> None:
         critic={"zero_stage": 3},
     )
     ppo = calls[2].ppo
-    assert (ppo.algorithm, ppo.actor_model, ppo.reward_model) == ("grpo", str(tuned.model), str(made.model))
+    assert (ppo.algorithm, ppo.actor_model, ppo.reward_model) == ("grpo", str(tuned.model), str(reward_run.model))
     assert ppo.reward == ("learned", f"{Path(__file__).absolute()}:score") and ppo.critic.zero_stage == 3
     assert policy.model == tmp_path / "out/step3_ppo/actor"
 

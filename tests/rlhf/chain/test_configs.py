@@ -46,10 +46,10 @@ def composed(*files: Path) -> dict[str, Any]:
 
 
 def leaves(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    found = {}
+    values = {}
     for name, value in tree.items():
-        found |= leaves(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
-    return found
+        values |= leaves(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
+    return values
 
 
 def test_every_file_is_of_a_known_kind() -> None:
@@ -61,13 +61,13 @@ def test_every_file_is_of_a_known_kind() -> None:
 def test_a_chain_resolves_and_names_its_models_and_data(path: Path) -> None:
     tree = resolved("--config", str(path))
     assert tree == composed(path)
-    given = read_yaml(path)
-    assert {"actor_model", "data_path", "output_dir"} <= set(given)
-    reward_model = given["actor_model" if given.get("share_trunk") else "reward_model"]
-    assert tree["sft"]["model"] == given["actor_model"] and tree["reward"]["model"] == reward_model
+    settings = read_yaml(path)
+    assert {"actor_model", "data_path", "output_dir"} <= set(settings)
+    reward_model = settings["actor_model" if settings.get("share_trunk") else "reward_model"]
+    assert tree["sft"]["model"] == settings["actor_model"] and tree["reward"]["model"] == reward_model
     for section in ("sft", "reward", "ppo"):
         for name in ("data_path", "output_dir", "max_length"):
-            assert tree[section][name] == given.get(section, {}).get(name, tree[name])
+            assert tree[section][name] == settings.get(section, {}).get(name, tree[name])
     assert tree["ppo"]["max_prompt_length"] + tree["ppo"]["response_length"] <= tree["ppo"]["max_length"]
     assert tree["ppo"]["batch_size"] % tree["ppo"]["num_mini_batches"] == 0
 
@@ -87,13 +87,13 @@ def test_an_overlay_changes_what_it_names_and_no_more(base: Path, overlay: Path)
 @pytest.mark.parametrize("file", ALGORITHMS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("base", BASES, ids=lambda path: path.stem)
 def test_an_algorithms_file_takes_ppos_place_and_leaves_the_rest_of_the_chain(base: Path, file: Path) -> None:
-    given, named = leaves(read_yaml(base)), leaves(read_yaml(file))
+    settings, named = leaves(read_yaml(base)), leaves(read_yaml(file))
     tree = composed(base, file)
     after = leaves(tree)
     assert tree["ppo"]["algorithm"] == file.stem and all(name.startswith("ppo.") for name in named)
     assert {name: after[name] for name in named} == named
-    assert {name: after[name] for name in given if name not in named} == {
-        name: value for name, value in given.items() if name not in named
+    assert {name: after[name] for name in settings if name not in named} == {
+        name: value for name, value in settings.items() if name not in named
     }
     options = plugins.find("step3_ppo.algorithms", file.stem).Config(**tree["ppo"])
     assert options.batch_size % (options.num_generations * options.num_mini_batches) == 0
@@ -187,10 +187,10 @@ def test_a_stage_has_a_short_help(
     main = importlib.import_module(f"{stage}.__main__")
     monkeypatch.setattr("sys.argv", [stage, "--help"])
     assert main.main() == 0
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     listed = [*main.STAGE.help_groups.values(), *STAGE_GROUPS.values()]
-    assert said.count("\n  --") == sum(map(len, listed)) < 30 and "--help-all" in said
-    assert f"usage: python -m {stage} " in said and max(map(len, said.splitlines())) <= 100
+    assert text.count("\n  --") == sum(map(len, listed)) < 30 and "--help-all" in text
+    assert f"usage: python -m {stage} " in text and max(map(len, text.splitlines())) <= 100
 
 
 def test_a_section_has_no_directory_of_its_own() -> None:
@@ -203,15 +203,15 @@ def test_the_short_help_fits_a_page_and_has_the_defaults_of_no_file(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--help"])
     train.main()
-    said = capsys.readouterr().out
-    assert said.count("\n  --") == sum(map(len, SHORT_HELP.values())) < 45 and said.count("\n") < 110
-    assert "--help-all" in said and max(map(len, said.splitlines())) <= 100
+    text = capsys.readouterr().out
+    assert text.count("\n  --") == sum(map(len, SHORT_HELP.values())) < 45 and text.count("\n") < 110
+    assert "--help-all" in text and max(map(len, text.splitlines())) <= 100
     first, full = "models and data:", short_help(train.chain_config([]), "", "", SHORT_HELP)
-    assert said[said.index(first) :].strip() == full[full.index(first) :].strip(), "of the class without torch"
-    lines = " ".join(said.split())
+    assert text[text.index(first) :].strip() == full[full.index(first) :].strip(), "of the class without torch"
+    lines = " ".join(text.split())
     assert "peak learning rate of AdamW (default: 2e-05)" in lines and "0.003" not in lines
     monkeypatch.setattr("sys.argv", ["train.py", "--help-all"])
     with pytest.raises(SystemExit):
         train.main()
-    said = capsys.readouterr().out
-    assert all(f"--{option}" in said for option in parser.option_names(train.chain_config([]))) and "0.003" not in said
+    text = capsys.readouterr().out
+    assert all(f"--{option}" in text for option in parser.option_names(train.chain_config([]))) and "0.003" not in text

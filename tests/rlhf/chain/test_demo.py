@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", [name for name in algorithms.Options().algorithms if name != "ppo"])
 def test_every_other_algorithm_improves_the_true_score(algorithm: str, models: Path, tmp_path: Path) -> None:
-    found = algorithms.run(algorithm, 1, models, tmp_path)
-    assert found.gain - found.gain_ci95 > 0
-    assert 0 < found.kl < 6
-    assert max(found.first_ratio_std, found.first_approx_kl) < algorithms.RATIO_LIMIT
+    result = algorithms.run(algorithm, 1, models, tmp_path)
+    assert result.gain - result.gain_ci95 > 0
+    assert 0 < result.kl < 6
+    assert max(result.first_ratio_std, result.first_approx_kl) < algorithms.RATIO_LIMIT

@@ -55,10 +55,10 @@ def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
             code = errors.run_as_user(main)
         except SystemExit as leaving:
             code = int(str(leaving.code))
-        said = capsys.readouterr()
-        assert (code, said.out) == (2, ""), said
-        line = without_status(said.err)
-        assert line.startswith("error: ") and line.count("\n") == 1, said.err
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (2, ""), captured
+        line = without_status(captured.err)
+        assert line.startswith("error: ") and line.count("\n") == 1, captured.err
         assert time.process_time() - start < LIMIT_S
         assert sorted(tmp_path.rglob("*")) == before, "something was left behind"
         return line
@@ -144,32 +144,32 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
 def test_the_chain_refuses_before_anything_starts(case: str, mistake: Callable[..., str]) -> None:
     argv, parts = CHAIN[case]
     argv = argv if "--data-path" in argv else [*argv, "--data-path", "demo,rows=2000"]  # fewer than the demo has
-    said = mistake(train.main, *(word.replace("DEMO", str(train.DEMO)) for word in argv))
+    message = mistake(train.main, *(word.replace("DEMO", str(train.DEMO)) for word in argv))
     for part in parts:
-        assert part in said
+        assert part in message
 
 
 def test_a_mistake_in_a_file_names_the_file(mistake: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("ppo: {kl_cof: 1}")
-    said = mistake(train.main, "--config", "bad.yaml")
-    assert "bad.yaml: no option 'ppo.kl_cof' (did you mean 'kl_coef'?)" in said
+    message = mistake(train.main, "--config", "bad.yaml")
+    assert "bad.yaml: no option 'ppo.kl_cof' (did you mean 'kl_coef'?)" in message
 
 
-@pytest.mark.parametrize("place", ["file", "file/below"])
+@pytest.mark.parametrize("path", ["file", "file/below"])
 @pytest.mark.parametrize("main", [train.main, sft.main], ids=["train", "step1_sft"])
 def test_a_directory_that_cannot_be_made(
-    main: Callable[[], Any], place: str, mistake: Callable[..., str], tmp_path: Path
+    main: Callable[[], Any], path: str, mistake: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert f"--output-dir {place}: cannot write there" in mistake(main, out=place)
+    assert f"--output-dir {path}: cannot write there" in mistake(main, out=path)
 
 
 @pytest.mark.parametrize("main", [train.main, sft.main], ids=["train", "step1_sft"])
 def test_a_directory_that_is_none(main: Callable[[], Any], mistake: Callable[..., str]) -> None:
     """Before, `s3://bucket/run` became the local directory s3:/bucket/run, and the empty word the root."""
     for out in ("s3://bucket/run", "gs://x"):
-        said = mistake(main, out=out)
-        assert "--output-dir: expected a directory on a disk or a mounted" in said and f"got '{out}'" in said
+        message = mistake(main, out=out)
+        assert "--output-dir: expected a directory on a disk or a mounted" in message and f"got '{out}'" in message
     with pytest.raises(errors.UserError, match="--output-dir: expected a directory, got ''"):
         parser.parse(options.RunOptions, ["--output-dir="], "", "")
     assert "File name too long" in mistake(main, out="x" * 256)
@@ -215,9 +215,9 @@ def test_data_without_what_a_stage_needs(
 ) -> None:
     rows = [row | {"prompt": f"a{i}"} if "prompt" in row else row for i in range(2000)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    said = mistake(train.main, "--data-path", f"{source}data.jsonl")
+    message = mistake(train.main, "--data-path", f"{source}data.jsonl")
     for part in parts:
-        assert part in said
+        assert part in message
 
 
 @pytest.fixture(params=["refuses", "is silent"])
@@ -247,8 +247,8 @@ def dead_hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_hub_does_not_answer(
     main: Callable[[], Any], argv: list[str], name: str, mistake: Callable[..., str], dead_hub: None
 ) -> None:
-    said = mistake(main, *argv)
-    assert name in said and "hub" in said and "local path" in said
+    message = mistake(main, *argv)
+    assert name in message and "hub" in message and "local path" in message
 
 
 # --- stages alone
@@ -277,9 +277,9 @@ def test_the_hub_does_not_answer(
 def test_a_stage_alone_refuses_too(
     main: Callable[[], Any], argv: list[str], parts: list[str], mistake: Callable[..., str]
 ) -> None:
-    said = mistake(main, *argv)
+    message = mistake(main, *argv)
     for part in parts:
-        assert part in said
+        assert part in message
 
 
 def test_an_unfinished_or_damaged_stage_is_no_input(mistake: Callable[..., str], tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_an_unfinished_or_damaged_stage_is_no_input(mistake: Callable[..., str],
     save_file({"w": torch.zeros(3)}, stage / "model" / "model.safetensors")
     (stage / "config.yaml").write_text("seed: 0")
     (stage / "metrics.jsonl").write_text("")
-    for place in ("earlier/step1_sft", "earlier/step1_sft/model"):
-        assert "earlier/step1_sft: unfinished stage" in mistake(reward.main, "--model", place, *DEMO)
+    for path in ("earlier/step1_sft", "earlier/step1_sft/model"):
+        assert "earlier/step1_sft: unfinished stage" in mistake(reward.main, "--model", path, *DEMO)
     assert "unfinished stage" in mistake(train.main, "--actor-model", "earlier/step1_sft", *DEMO)
     content = {"stage": "step1_sft", "inputs": {}, "models": ["model"], "metrics": {}, "config": {}}
     files = manifests.file_digests(stage, ["model"])
@@ -297,8 +297,8 @@ def test_an_unfinished_or_damaged_stage_is_no_input(mistake: Callable[..., str],
     save_file({"w": torch.ones(3)}, stage / "model" / "model.safetensors")
     critic = ["--reward-model", "demo-llama"]
     for main, argv in ((reward.main, ["--model"]), (ppo.main, [*critic, "--actor-model"])):
-        said = mistake(main, *argv, "earlier/step1_sft", *DEMO)
-        assert "model.safetensors: damaged, its content differs" in said
+        message = mistake(main, *argv, "earlier/step1_sft", *DEMO)
+        assert "model.safetensors: damaged, its content differs" in message
 
 
 def test_a_tracker_that_is_not_installed(mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,8 @@ def test_a_chain_killed_in_every_stage_goes_on_to_the_same_bytes(
 ) -> None:
     (here / "whole").mkdir()
     with contextlib.chdir(here / "whole"):
-        code, said, _ = chain()
-        assert code == 0 and re.findall(r"started (\w+)", said) == list(CHAIN)
+        code, output, _ = chain()
+        assert code == 0 and re.findall(r"started (\w+)", output) == list(CHAIN)
         whole = {stage: left(Path("out") / stage) for stage in CHAIN}
     in_process = launcher.run
     dying(monkeypatch, chain, "train", 2)
@@ -79,23 +79,23 @@ def test_a_chain_killed_in_every_stage_goes_on_to_the_same_bytes(
     assert killing.steps_of(Path("out/step2_reward")) == [1, 2] and not Path("out/step3_ppo").exists()
     dying(monkeypatch, chain, "train", 2)  # step 2 goes on at 3, so that this is step 3's
     assert killing.steps_of(Path("out/step3_ppo")) == [1]
-    code, said, _ = chain()
+    code, output, _ = chain()
     assert code == 0
     started = ["step1_sft", "step1_sft", "step2_reward", "step2_reward", "step3_ppo", "step3_ppo"]  # killed, and again
-    assert re.findall(r"started (\w+)", said) == started
+    assert re.findall(r"started (\w+)", output) == started
     for stage in CHAIN:
         require_same(left(Path("out") / stage), whole[stage])
     before = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")}
-    code, said, _ = chain()
-    assert code == 0 and "started" not in said
-    assert [line for line in said.splitlines() if "already complete" in line] == [
+    code, output, _ = chain()
+    assert code == 0 and "started" not in output
+    assert [line for line in output.splitlines() if "already complete" in line] == [
         f"{stage}: already complete in out, skipped" for stage in CHAIN
     ]
     assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*")} == before
     assert saving.save(Path("out/step1_sft"), 4) is None  # as left by kills: of the stage at its end, of the chain
     Path("out/.step3_ppo-1234.yaml").touch()
-    code, said, _ = chain()
-    assert code == 0 and "started" not in said and set(Path("out").rglob("*")) == set(before)
+    code, output, _ = chain()
+    assert code == 0 and "started" not in output and set(Path("out").rglob("*")) == set(before)
 
 
 def test_a_second_chain_leaves_the_first_alone(chain: Chain, here: Path) -> None:
@@ -103,28 +103,30 @@ def test_a_second_chain_leaves_the_first_alone(chain: Chain, here: Path) -> None
     (here / "out/config.yaml").write_text("of the first")
     with manifests.locked(here / "out"):
         before = sorted(here.rglob("*"))
-        code, said, error = chain("--seed", "1")
+        code, output, error = chain("--seed", "1")
         assert sorted(here.rglob("*")) == before
-    assert code == 2 and error.startswith(f"error: out: in use by process {os.getpid()} on ") and "started" not in said
+    assert (
+        code == 2 and error.startswith(f"error: out: in use by process {os.getpid()} on ") and "started" not in output
+    )
     assert (here / "out/config.yaml").read_text() == "of the first"
 
 
 def test_step_3_alone_needs_the_stages_before_it(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said at once, and nothing is begun."""
-    code, said, error = chain("--steps", "3")
+    code, output, error = chain("--steps", "3")
     assert code == 2 and "actor_model not found at out/step1_sft; run step1_sft first, or name one" in error
     dying(monkeypatch, lambda: chain("--steps", "1"), "train", 2)
     shutil.copytree("out/step1_sft", "out/step2_reward")  # neither is finished
-    code, said, error = chain("--steps", "3")
+    code, output, error = chain("--steps", "3")
     assert code == 2 and "out/step1_sft: unfinished stage, no manifest.json" in error
     shutil.rmtree("out/step2_reward")
     assert chain("--steps", "1")[0] == 0
-    code, said, error = chain("--steps", "3")
+    code, output, error = chain("--steps", "3")
     assert code == 2 and re.search(
         r"reward_model not found at out/step2_reward; run step2_reward first, or name one with --\S*reward-model", error
     )
-    assert "started" not in said and error.count("\n") == 1 and not Path("out/step3_ppo").exists()
+    assert "started" not in output and error.count("\n") == 1 and not Path("out/step3_ppo").exists()
     shutil.copytree("out/step1_sft", "out/step2_reward")
     (Path("out/step2_reward") / "manifest.json").unlink()  # as one that failed
-    code, said, error = chain("--steps", "3")
-    assert code == 2 and "out/step2_reward: unfinished stage, no manifest.json" in error and "started" not in said
+    code, output, error = chain("--steps", "3")
+    assert code == 2 and "out/step2_reward: unfinished stage, no manifest.json" in error and "started" not in output

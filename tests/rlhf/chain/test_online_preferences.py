@@ -70,9 +70,9 @@ def commands() -> list[str]:
 
 def write_world(folder: Path, seed: int) -> None:
     """Old pairs, all of whole sentences, so that they do not say what else is worth; new prompts; held-out ones."""
-    asked = [subject.prompt for subject in SUBJECTS]
-    random.Random(seed).shuffle(asked)
-    old = set(asked[:700])
+    prompts = [subject.prompt for subject in SUBJECTS]
+    random.Random(seed).shuffle(prompts)
+    old = set(prompts[:700])
     rows = Demo(World(rows=4000, seed=seed, malformed=0.0)).rows("reward")
     known = [
         {"prompt": row.prompt[0].content, "chosen": row.response, "rejected": row.rejected}
@@ -81,8 +81,8 @@ def write_world(folder: Path, seed: int) -> None:
     ]
     new: dict[str, list[dict[str, Any]]] = {
         "old.jsonl": known,
-        "prompts.jsonl": [{"prompt": prompt} for prompt in asked[700:1000]],
-        "held_out.jsonl": [{"prompt": prompt} for prompt in asked[1000:]],
+        "prompts.jsonl": [{"prompt": prompt} for prompt in prompts[700:1000]],
+        "held_out.jsonl": [{"prompt": prompt} for prompt in prompts[1000:]],
     }
     for name, lines in new.items():
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -110,20 +110,20 @@ class Loop:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
 
-def agreement(place: Path, labelled: list[dict[str, Any]]) -> float:
+def agreement(path: Path, labelled: list[dict[str, Any]]) -> float:
     """Share of the pairs of which a reward model scores the chosen side higher."""
-    tokenizer = load_tokenizer(str(place))
-    template, model = Template(tokenizer), load_scalar_model(str(place), torch.float32, len(tokenizer))
+    tokenizer = load_tokenizer(str(path))
+    template, model = Template(tokenizer), load_scalar_model(str(path), torch.float32, len(tokenizer))
     right = 0
     for row in labelled:
         prompt = template.prompt_ids([Message("user", row["prompt"])])
-        found = []
+        side_scores = []
         for side in ("chosen", "rejected"):
             ids = torch.tensor([prompt + template.response_ids(row[side])])
             mask = torch.ones_like(ids, dtype=torch.bool)
             with torch.no_grad():
-                found.append(scores(model(Sequences(ids, mask, mask)), mask).item())
-        right += found[0] > found[1]
+                side_scores.append(scores(model(Sequences(ids, mask, mask)), mask).item())
+        right += side_scores[0] > side_scores[1]
     return right / len(labelled)
 
 
@@ -159,13 +159,13 @@ def play(loop: Loop, seed: int) -> tuple[float, float, float]:
     loop.run(label.replace("prompts.jsonl", "held_out.jsonl").replace("pairs1", "unseen"), "--seed", "7")
     unseen = loop.rows("unseen.jsonl")
     old, new = (agreement(loop.folder / f"runs/round{i}/step2_reward/model", unseen) for i in (0, 1))
-    found = json.loads((loop.folder / "runs/compared/results.json").read_text())["policies"][1]
-    return found["gain"]["mean"], old, new
+    entry = json.loads((loop.folder / "runs/compared/results.json").read_text())["policies"][1]
+    return entry["gain"]["mean"], old, new
 
 
 def judged(loop: Loop, *responses: str) -> list[float]:
-    found: list[float] = plugins.load_file(str(loop.folder / "judge.py")).score([""] * len(responses), responses)
-    return found
+    judge_scores: list[float] = plugins.load_file(str(loop.folder / "judge.py")).score([""] * len(responses), responses)
+    return judge_scores
 
 
 def vote(loop: Loop) -> None:

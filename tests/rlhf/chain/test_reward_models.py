@@ -63,8 +63,8 @@ def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any, mo
     moved = tuple(f"learned,model=moved/two/reward-{name}/step2_reward" for name in ("safe", "helpful"))
     assert reward_models.scoring_of(Path("moved/two")) == Scoring(moved, "safety", 0.15)
     monkeypatch.setattr(sys, "argv", ["rlhf chat", "moved/two", "--dtype", "fp32"])
-    options, _, found = chat.open_run("rlhf chat", "", ChatOptions, check_chat)
-    session = open_session(options, found)
+    options, _, opened = chat.open_run("rlhf chat", "", ChatOptions, check_chat)
+    session = open_session(options, opened)
     session.ask("tell me about the red fox")
     [measures] = session.measure()
     response = session.turn.responses[0] if session.turn else None

@@ -41,10 +41,10 @@ def processes_under(root: int) -> set[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-    found = {root}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    descendants = {root}
+    while more := {child for child, parent in parents.items() if parent in descendants} - descendants:
+        descendants |= more
+    return descendants
 
 
 def listening(processes: set[int]) -> set[str]:
@@ -54,13 +54,13 @@ def listening(processes: set[int]) -> set[str]:
         for number in Path(f"/proc/{process}/fd").glob("*"):
             with suppress(OSError):
                 inodes.add(os.readlink(number))
-    found = set()
+    addresses = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
             cells = line.split()
             if cells[3] == "0A" and f"socket:[{cells[9]}]" in inodes:
-                found.add(address(cells[1].partition(":")[0]))
-    return found
+                addresses.add(address(cells[1].partition(":")[0]))
+    return addresses
 
 
 def address(written: str) -> str:
@@ -70,24 +70,24 @@ def address(written: str) -> str:
     return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
 
 
-def is_loopback(place: str) -> bool:
-    return place.startswith(("127.", "::ffff:127.")) or place == "::1"
+def is_loopback(host: str) -> bool:
+    return host.startswith(("127.", "::ffff:127.")) or host == "::1"
 
 
-@pytest.mark.parametrize("place", ["127.0.0.1", "127.8.9.10", "0.0.0.0", "::1", "::"])
-def test_the_watch_sees_what_listens(place: str) -> None:
-    family = "AF_INET6" if ":" in place else "AF_INET"
-    code = f"import socket, sys; s = socket.create_server(({place!r}, 0), family=socket.{family}); print(1, flush=True)"
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "0.0.0.0", "::1", "::"])
+def test_the_watch_sees_what_listens(host: str) -> None:
+    family = "AF_INET6" if ":" in host else "AF_INET"
+    code = f"import socket, sys; s = socket.create_server(({host!r}, 0), family=socket.{family}); print(1, flush=True)"
     command = [sys.executable, "-c", code + "; sys.stdin.read(); s.close(); print(2, flush=True); sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         assert server.stdin is not None and server.stdout is not None
         if not server.stdout.readline():
-            pytest.skip(f"this machine has no {place}")
-        assert listening(processes_under(server.pid)) == {place}
+            pytest.skip(f"this machine has no {host}")
+        assert listening(processes_under(server.pid)) == {host}
         server.stdin.close()
         assert server.stdout.readline()
         assert not listening({server.pid})
-    assert is_loopback(place) == (place not in ("0.0.0.0", "::"))
+    assert is_loopback(host) == (host not in ("0.0.0.0", "::"))
 
 
 # --- the run
@@ -99,7 +99,7 @@ class Watched:
 
     home: Path
     code: int = -1
-    said: bytes = b""
+    output: bytes = b""
     listened: set[str] = field(default_factory=set)
     commands: set[bytes] = field(default_factory=set)
     most: int = 0
@@ -129,30 +129,30 @@ def config_of(home: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     home = tmp_path_factory.mktemp("home")
-    seen = Watched(home)
+    observed = Watched(home)
     (home / "tmp").mkdir()
-    places = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "RLHF_CACHE": str(home / "cache")}
-    with (home / "tmp" / "said").open("wb") as said:
+    folders = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "RLHF_CACHE": str(home / "cache")}
+    with (home / "tmp" / "said").open("wb") as log:
         command = [sys.executable, "train.py", *config_of(home)]
-        environment = os.environ | SECRETS | POOR_TERMINAL | places
-        chain = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        environment = os.environ | SECRETS | POOR_TERMINAL | folders
+        chain = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             while chain.poll() is None:
                 here = processes_under(chain.pid)
-                seen.most = max(seen.most, len(here))
-                seen.listened |= listening(here)
+                observed.most = max(observed.most, len(here))
+                observed.listened |= listening(here)
                 for process in here:
                     with suppress(OSError):
-                        seen.commands.add(Path(f"/proc/{process}/cmdline").read_bytes())
+                        observed.commands.add(Path(f"/proc/{process}/cmdline").read_bytes())
                 time.sleep(0.5)
         finally:
             chain.kill()
-    seen.code, seen.said = chain.returncode, (home / "tmp" / "said").read_bytes()
-    yield seen
+    observed.code, observed.output = chain.returncode, (home / "tmp" / "said").read_bytes()
+    yield observed
 
 
 def test_the_chain_ran(watched: Watched) -> None:
-    assert watched.code == 0, watched.said.decode(errors="replace")[-3000:]
+    assert watched.code == 0, watched.output.decode(errors="replace")[-3000:]
     assert watched.most >= 3  # the chain itself and two ranks
     assert (watched.home / "out" / "step3_ppo" / "manifest.json").is_file()
 
@@ -177,7 +177,9 @@ def test_no_secret_is_written(watched: Watched) -> None:
 
 def test_a_terminal_that_knows_ascii_only(watched: Watched) -> None:
     """It shows '?' for what it cannot, and the files have it whole."""
-    assert watched.said.isascii() and b"Traceback" not in watched.said and b"UnicodeEncodeError" not in watched.said
-    assert re.search(rb"der Fuchs l\?uft|the fox \? is|\? the fox", watched.said)
+    assert (
+        watched.output.isascii() and b"Traceback" not in watched.output and b"UnicodeEncodeError" not in watched.output
+    )
+    assert re.search(rb"der Fuchs l\?uft|the fox \? is|\? the fox", watched.output)
     samples = (watched.home / "out" / "step3_ppo" / "samples.jsonl").read_text(encoding="utf-8")
     assert "läuft" in samples or "狐" in samples or "🦊" in samples or "“" in samples

@@ -81,15 +81,15 @@ def again(
         monkeypatch.setattr(sys, "argv", ["train.py", *argv])
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *argv])
         code = errors.run_as_user(train.main)
-        said = capsys.readouterr()
-        return code, said.out + without_status(said.err), started
+        captured = capsys.readouterr()
+        return code, captured.out + without_status(captured.err), started
 
     return run
 
 
 def manifest(out: Path, stage: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / stage / "manifest.json").read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads((out / stage / "manifest.json").read_text(encoding="utf-8"))
+    return content
 
 
 def metrics(out: Path, stage: str) -> list[dict[str, Any]]:
@@ -155,12 +155,12 @@ def test_metrics_have_one_line_a_step(out: Path) -> None:
 
 def test_transformers_loads_what_comes_out(out: Path) -> None:
     ids = torch.tensor([[1, 5, 6, 7]])
-    for place in MODELS:
-        auto = AutoModelForCausalLM if place.endswith(("sft/model", "actor")) else AutoModelForSequenceClassification
-        model, info = auto.from_pretrained(out / place, output_loading_info=True)
+    for path in MODELS:
+        auto = AutoModelForCausalLM if path.endswith(("sft/model", "actor")) else AutoModelForSequenceClassification
+        model, info = auto.from_pretrained(out / path, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert torch.isfinite(model(ids).logits).all()
-        tokenizer = AutoTokenizer.from_pretrained(out / place)
+        tokenizer = AutoTokenizer.from_pretrained(out / path)
         assert tokenizer.chat_template and tokenizer.eos_token_id == model.config.eos_token_id
 
 
@@ -177,11 +177,11 @@ def test_each_stage_names_what_it_started_from(out: Path) -> None:
 def test_nothing_is_said_but_our_lines(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, done = finished
     assert without_status(done.stderr) == "", "a log has whole lines, each with its time"
-    said = STATUS.findall(done.stderr)
-    assert said[:2] == ["train.py: loading libraries", "checking options, models and data"]
+    messages = STATUS.findall(done.stderr)
+    assert messages[:2] == ["train.py: loading libraries", "checking options, models and data"]
     for stage in STAGES:
         steps = len([line for line in metrics(out, stage) if line["kind"] == "train"])
-        own = [line.removeprefix(f"{stage}: ") for line in said if line.startswith(stage)]
+        own = [line.removeprefix(f"{stage}: ") for line in messages if line.startswith(stage)]
         assert own[0] == "loading libraries" and own[1] == "reading the data" and own[2].startswith("loading the model")
         assert own[-1].startswith(f"{steps} of {steps} (100 %), ") and own[-1].count("=") == 0
     ours = re.compile(
@@ -199,10 +199,10 @@ def test_nothing_is_said_but_our_lines(finished: tuple[Path, subprocess.Complete
 def test_finished_stages_are_skipped(again: Callable[..., Any], out: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     for argv in (["--output-dir", str(out)], ["--config", f"{out}/config.yaml"]):
-        code, said, started = again(*argv)
+        code, output, started = again(*argv)
         assert (code, started) == (0, [])
         for stage in STAGES:
-            assert f"{stage}: already complete in {out}, skipped" in said
+            assert f"{stage}: already complete in {out}, skipped" in output
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 
@@ -228,8 +228,8 @@ def test_the_saved_options_are_the_resolved_ones(
     ],
 )
 def test_changed_options_are_refused(again: Callable[..., Any], out: Path, argv: list[str], difference: str) -> None:
-    code, said, started = again(*argv, "--output-dir", str(out))
-    assert (code, started) == (2, []) and difference in said and "--overwrite" in said
+    code, output, started = again(*argv, "--output-dir", str(out))
+    assert (code, started) == (2, []) and difference in output and "--overwrite" in output
 
 
 def test_what_changes_no_result_may_change(again: Callable[..., Any], out: Path) -> None:
@@ -256,8 +256,8 @@ def test_overwriting_runs_a_stage_and_those_that_start_from_it(
 
 
 def test_a_finished_stage_is_not_overwritten_with_its_input(again: Callable[..., Any], out: Path) -> None:
-    code, said, started = again("--sft.overwrite", "--output-dir", str(out))
-    assert (code, started) == (2, []) and "step3_ppo" in said and "--overwrite" in said
+    code, output, started = again("--sft.overwrite", "--output-dir", str(out))
+    assert (code, started) == (2, []) and "step3_ppo" in output and "--overwrite" in output
 
 
 def test_a_command_without_config_and_model_takes_the_options_of_the_directory(
@@ -265,10 +265,10 @@ def test_a_command_without_config_and_model_takes_the_options_of_the_directory(
 ) -> None:
     """Whichever steps it names."""
     for steps in ([], ["--steps", "3"], ["--steps", "1", "2", "3"]):
-        code, said, started = again(*steps, "--output-dir", str(out))
-        assert (code, started) == (0, []) and "step3_ppo: already complete" in said
-        code, said, started = again(*steps, "--ppo.kl-coef", "0.7", "--ppo.overwrite", "--output-dir", str(out))
-        assert (code, started) == (0, ["step3_ppo"]) and f"options that are not set: as in {out}/config.yaml" in said
+        code, output, started = again(*steps, "--output-dir", str(out))
+        assert (code, started) == (0, []) and "step3_ppo: already complete" in output
+        code, output, started = again(*steps, "--ppo.kl-coef", "0.7", "--ppo.overwrite", "--output-dir", str(out))
+        assert (code, started) == (0, ["step3_ppo"]) and f"options that are not set: as in {out}/config.yaml" in output
 
 
 NAMED = {1: ("--actor-model", STAGES[0]), 2: ("--reward-model", STAGES[1])}
@@ -281,52 +281,52 @@ def test_every_next_command_that_is_printed_can_be_typed(
     """A stage that is started leaves what the stage of the finished run has left."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(out / STAGES[0] / "model", "base")  # by a relative path
-    given = [word for step in {1, 2} - {*steps} for word in (NAMED[step][0], f"{out}/{NAMED[step][1]}") if 3 in steps]
+    inputs = [word for step in {1, 2} - {*steps} for word in (NAMED[step][0], f"{out}/{NAMED[step][1]}") if 3 in steps]
     models = ["--actor-model", "demo-llama", "--reward-model", "./base"] if 3 not in steps else []
-    command = ["--config", str(train.DEMO), *SMALL, *models, *given, "--steps", *map(str, steps)]
+    command = ["--config", str(train.DEMO), *SMALL, *models, *inputs, "--steps", *map(str, steps)]
     command += ["--output-dir", "a run"]
     ran: list[str] = []
     while command:
-        code, said, started = again(*command, copied_from=out)
-        assert code == 0, said
+        code, output, started = again(*command, copied_from=out)
+        assert code == 0, output
         ran += started
-        command = shlex.split(said.partition("next: python train.py")[2])
+        command = shlex.split(output.partition("next: python train.py")[2])
     whole = {STAGES[step - 1] for step in (steps if 3 in steps else (1, 2, 3))}
-    assert sorted(ran) == sorted(whole) and "The tuned policy is" in said
+    assert sorted(ran) == sorted(whole) and "The tuned policy is" in output
 
 
 def test_a_chain_that_asks_no_reward_model_makes_none(again: Callable[..., Any], out: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
     own = ["--config", str(train.DEMO), *SMALL, "--ppo.reward", f"{tmp_path}/mine.py:score"]
     own += ["--output-dir", str(tmp_path / "new")]
-    code, said, started = again(*own, "--ppo.algorithm", "rloo")
-    assert (code, started) == (0, [STAGES[0], STAGES[2]]) and "step2_reward: skipped" in said
+    code, output, started = again(*own, "--ppo.algorithm", "rloo")
+    assert (code, started) == (0, [STAGES[0], STAGES[2]]) and "step2_reward: skipped" in output
     assert again(*own, "--ppo.algorithm", "rloo", "--steps", "1", "2", "3")[::2] == (0, list(STAGES))
     assert again(*own)[::2] == (0, list(STAGES))  # the critic starts from the reward model
-    code, said, started = again(*own, "--ppo.algorithm", "rloo", "--ppo.actor-model", f"{out}/step1_sft")
-    assert (code, started) == (0, [STAGES[2]]) and "step1_sft: skipped" in said
-    said = again(*own, "--ppo.algorithm", "rloo", "--steps", "1", copied_from=out)[1]
-    assert said.endswith(f"next: python train.py --steps 3 --output-dir {tmp_path}/new\n")
+    code, output, started = again(*own, "--ppo.algorithm", "rloo", "--ppo.actor-model", f"{out}/step1_sft")
+    assert (code, started) == (0, [STAGES[2]]) and "step1_sft: skipped" in output
+    output = again(*own, "--ppo.algorithm", "rloo", "--steps", "1", copied_from=out)[1]
+    assert output.endswith(f"next: python train.py --steps 3 --output-dir {tmp_path}/new\n")
 
 
 def test_a_part_elsewhere_starts_from_named_models(again: Callable[..., Any], out: Path, tmp_path: Path) -> None:
     named = ["--actor-model", f"{out}/step1_sft", "--reward-model", f"{out}/step2_reward/model"]
     other = ["--config", str(train.DEMO), *SMALL, "--steps", "3", "--output-dir", str(tmp_path / "other")]
     assert again(*other, *named)[::2] == (0, ["step3_ppo"])
-    code, said, started = again(*other, *named[:2])
-    assert (code, started) == (2, []) and "reward_model not found" in said and "--reward-model" in said
+    code, output, started = again(*other, *named[:2])
+    assert (code, started) == (2, []) and "reward_model not found" in output and "--reward-model" in output
 
 
 def test_a_named_model_that_is_not_what_the_run_started_from(again: Callable[..., Any], out: Path) -> None:
     here = ["--config", f"{out}/config.yaml", "--steps", "3"]
     assert again(*here, "--actor-model", "demo-llama")[::2] == (0, [])
-    code, said, started = again(*here, "--actor-model", "gpt2")
-    assert (code, started) == (2, []) and "made from 'demo-llama'" in said and "--ppo.actor-model" in said
+    code, output, started = again(*here, "--actor-model", "gpt2")
+    assert (code, started) == (2, []) and "made from 'demo-llama'" in output and "--ppo.actor-model" in output
 
 
 def test_the_reward_model_may_start_from_step_1(again: Callable[..., Any], tmp_path: Path) -> None:
-    place = str(tmp_path / "new")
-    argv = ["--config", str(train.DEMO), *SMALL, "--reward-model", f"{place}/step1_sft", "--output-dir", place]
+    run_path = str(tmp_path / "new")
+    argv = ["--config", str(train.DEMO), *SMALL, "--reward-model", f"{run_path}/step1_sft", "--output-dir", run_path]
     assert again(*argv)[::2] == (0, list(STAGES))
 
 
@@ -336,7 +336,7 @@ def test_a_damaged_stage_is_neither_skipped_nor_used(again: Callable[..., Any], 
     try:
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         for steps in (["1", "2", "3"], ["3", "--ppo.overwrite"]):
-            code, said, started = again("--config", f"{out}/config.yaml", "--steps", *steps)
-            assert (code, started) == (2, []) and "model.safetensors: damaged" in said
+            code, output, started = again("--config", f"{out}/config.yaml", "--steps", *steps)
+            assert (code, started) == (2, []) and "model.safetensors: damaged" in output
     finally:
         file.write_bytes(whole)

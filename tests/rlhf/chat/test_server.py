@@ -49,8 +49,8 @@ def server(models: Models) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Any]:
-    with openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0) as connection:
+        yield connection
 
 
 def expected(models: Models, seed: int, temperature: float = 1.0, length: int = 24) -> Any:

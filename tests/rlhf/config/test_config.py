@@ -173,8 +173,8 @@ def test_config_without_a_file_is_refused(argv: list[str]) -> None:
 
 
 def test_a_word_that_is_no_utf8_is_refused() -> None:
-    said = mistake("--output-dir", "runs/\udcff")  # as Python reads the byte 0xff
-    assert said == r"'runs/\udcff': got bytes that are not UTF-8, expected an option or a path in UTF-8"
+    message = mistake("--output-dir", "runs/\udcff")  # as Python reads the byte 0xff
+    assert message == r"'runs/\udcff': got bytes that are not UTF-8, expected an option or a path in UTF-8"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_no_option_is_near_when_none_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "code", "stderr"),
     [
         ("pass", 0, ""),
         ("return 143", 143, ""),
@@ -276,10 +276,10 @@ def test_no_option_is_near_when_none_is() -> None:
         ("raise KeyboardInterrupt", 130, "interrupted\n"),
     ],
 )
-def test_a_user_sees_one_line_and_an_exit_code(body: str, code: int, said: str) -> None:
+def test_a_user_sees_one_line_and_an_exit_code(body: str, code: int, stderr: str) -> None:
     program = f"import sys\nfrom rlhf import errors\ndef main():\n    {body}\nsys.exit(errors.run_as_user(main))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, done.stderr) == (code, said)
+    assert (done.returncode, done.stderr) == (code, stderr)
 
 
 def test_our_own_mistakes_keep_their_traceback() -> None:

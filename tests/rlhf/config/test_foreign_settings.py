@@ -68,9 +68,9 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
     def call(main: Callable[[], int], *words: str, json_tree: dict[str, Any] | None = None) -> dict[str, Any]:
         Path("ds.json").write_text(json.dumps(CHAT if json_tree is None else json_tree))
-        code, said, mistakes = runner("train.py", main, monkeypatch, capsys)(*words, "--print-config")
+        code, output, mistakes = runner("train.py", main, monkeypatch, capsys)(*words, "--print-config")
         assert (code, mistakes) == (0, "")
-        tree: dict[str, Any] = yaml.safe_load(said)
+        tree: dict[str, Any] = yaml.safe_load(output)
         return tree
 
     return call
@@ -131,8 +131,8 @@ def test_deepspeed_gets_what_only_it_knows(tmp_path: Path) -> None:
 
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], main: Any, *words: str) -> str:
     monkeypatch.setattr(console, "quiet_libraries", lambda: None)
-    code, said, line = runner("train.py", main, monkeypatch, capsys)(*words)
-    assert (code, said) == (2, "") and line.count("\n") == 1, line
+    code, output, line = runner("train.py", main, monkeypatch, capsys)(*words)
+    assert (code, output) == (2, "") and line.count("\n") == 1, line
     return line.removeprefix("error: ").rstrip("\n")
 
 
@@ -200,7 +200,7 @@ def test_a_json_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("json_tree", "environment", "said"),
+    ("json_tree", "environment", "message"),
     [
         ({"train_batch_size": 64}, {}, "train_batch_size 64: here it is 32 (--batch-size 32)"),
         (
@@ -212,14 +212,14 @@ def test_a_json_that_cannot_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_the_size_of_a_step(
-    json_tree: Any, environment: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    json_tree: Any, environment: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 rows on 4 processes are 8 each: 2 micro-batches of 4."""
     (tmp_path / "ds.json").write_text(json.dumps(json_tree))
     options = EngineOptions(deepspeed_config=str(tmp_path / "ds.json"))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(message)):
         check_steps(options, 32, "--batch-size 32", 4, 4)
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 32, "gradient_accumulation_steps": 2}))
     monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", raising=False)
@@ -250,7 +250,7 @@ def test_accelerate_sets_options(printed: Printed, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "accelerate launch --mixed_precision fp8: expected bf16, fp16 or no"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "--dynamo_backend inductor: expected no; use --torch-compile"),
@@ -274,8 +274,8 @@ def test_accelerate_sets_options(printed: Printed, monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_what_accelerate_asks_and_cannot_get(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_what_accelerate_asks_and_cannot_get(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
         accelerate_settings.settings(LAUNCHED | environment)
 
 

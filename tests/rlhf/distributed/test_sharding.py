@@ -23,26 +23,26 @@ EMBEDDINGS = re.compile(r"(embed_tokens|wte|lm_head)\.weight$")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("sharded")
-    make(made)
-    return made
+    path = tmp_path_factory.mktemp("sharded")
+    make(path)
+    return path
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     runs = RUNS if includes_long(request) else QUICK
     forked_ranks.run("tests.support.sharded_ranks", str(folder), *(" ".join(run) for run in runs))
-    found: dict[str, Any] = torch.load(folder / "seen.pt")
-    return found
+    results: dict[str, Any] = torch.load(folder / "seen.pt")
+    return results
 
 
 @pytest.mark.parametrize(("what", "kind"), [marked_long(run, QUICK) for run in RUNS if run[1] != "whole"])
 def test_training_equals_that_of_a_model_loaded_whole(what: str, kind: str, two: dict[str, Any]) -> None:
-    expected, found = two[f"{what} whole"], two[f"{what} {kind}"]
-    assert all(torch.equal(one, other) for one, other in zip(expected["tokens"], found["tokens"], strict=True))
-    for one, other in zip(expected["metrics"], found["metrics"], strict=True):
+    expected, result = two[f"{what} whole"], two[f"{what} {kind}"]
+    assert all(torch.equal(one, other) for one, other in zip(expected["tokens"], result["tokens"], strict=True))
+    for one, other in zip(expected["metrics"], result["metrics"], strict=True):
         assert other == pytest.approx(one, rel=8 * EPS)
-    assert apart(expected["last"], found["last"]) < ROUNDING
+    assert apart(expected["last"], result["last"]) < ROUNDING
     assert apart(expected["last"], expected["first"]) > 1e-3  # something was learned
 
 
@@ -98,12 +98,12 @@ def alone() -> Iterator[Shards]:
         yield Shards(torch.float32, None)
 
 
-def spoiled(place: Path, change: Any) -> str:
-    tiny.causal_lm().save_pretrained(place)
-    weights = load_file(place / "model.safetensors")
+def spoiled(path: Path, change: Any) -> str:
+    tiny.causal_lm().save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
     change(weights)
-    save_file(weights, place / "model.safetensors", {"format": "pt"})
-    return str(place)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return str(path)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -124,7 +124,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda weights: weights.pop(NORM), f"1 weights are missing ({NORM})"),
         (lambda weights: weights.update(extra=torch.zeros(3)), "1 weights are unexpected (extra)"),
@@ -133,21 +133,20 @@ NORM = "model.layers.1.input_layernorm.weight"
     ],
 )
 def test_what_a_whole_load_refuses_a_load_in_parts_refuses_too(
-    change: Any, said: str, tmp_path: Path, alone: Shards
+    change: Any, message: str, tmp_path: Path, alone: Shards
 ) -> None:
-    place = spoiled(tmp_path, change)
+    path = spoiled(tmp_path, change)
     for shards in (None, alone):
-        with pytest.raises(UserError, match=re.escape(said)):
-            load_causal_lm(place, torch.float32, tiny.VOCAB, Loading(shards=shards))
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_causal_lm(path, torch.float32, tiny.VOCAB, Loading(shards=shards))
 
 
 def test_loading_in_parts_draws_no_random_numbers_and_leaves_later_models_whole(tmp_path: Path, alone: Shards) -> None:
-    place = spoiled(tmp_path, lambda weights: None)
+    path = spoiled(tmp_path, lambda weights: None)
     before = torch.random.get_rng_state()
     assert (
-        sum(p.numel() for p in load_causal_lm(place, torch.float32, tiny.VOCAB, Loading(shards=alone)).parameters())
-        == 0
+        sum(p.numel() for p in load_causal_lm(path, torch.float32, tiny.VOCAB, Loading(shards=alone)).parameters()) == 0
     )
     assert torch.equal(torch.random.get_rng_state(), before)
-    later = load_causal_lm(place, torch.float32, tiny.VOCAB)
+    later = load_causal_lm(path, torch.float32, tiny.VOCAB)
     assert sum(p.numel() for p in later.parameters()) > 0

@@ -26,18 +26,18 @@ def spread(mine: list[float], ranks: int, monkeypatch: pytest.MonkeyPatch) -> li
 
     monkeypatch.setattr(collectives, "world_size", lambda: ranks)
     monkeypatch.setattr(stage_run, "_peak_bytes", lambda: 3e9)
-    others = [2.0, -2.0, 5e9]
+    other_rank = [2.0, -2.0, 5e9]
     monkeypatch.setattr(
-        collectives, "max_over_ranks", lambda numbers: [max(pair) for pair in zip(numbers, others, strict=True)]
+        collectives, "max_over_ranks", lambda numbers: [max(pair) for pair in zip(numbers, other_rank, strict=True)]
     )
     return list(Run._with_rank_numbers(run, steps()))
 
 
 def test_the_slowest_and_the_fastest_rank_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = spread([0.5, 3.0, 2.0], 2, monkeypatch)
-    seen = [(row["forward_seconds_fastest"], row["forward_seconds_slowest"]) for row in found]
-    assert [row["peak_memory_gb"] for row in found] == [5.0] * 3, "of the rank that has the most"
-    assert seen == [(0.5, 2.0), (2.0, 3.0), (2.0, 2.0)]
+    rows = spread([0.5, 3.0, 2.0], 2, monkeypatch)
+    extremes = [(row["forward_seconds_fastest"], row["forward_seconds_slowest"]) for row in rows]
+    assert [row["peak_memory_gb"] for row in rows] == [5.0] * 3, "of the rank that has the most"
+    assert extremes == [(0.5, 2.0), (2.0, 3.0), (2.0, 2.0)]
 
 
 def test_one_rank_has_nobody_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:

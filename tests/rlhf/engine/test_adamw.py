@@ -53,11 +53,11 @@ def test_matrices_decay_but_for_those_of_biases() -> None:
         "norm.weight": (3,),
         "q.bias": (3,),
     }
-    given = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    decay = {id(w): group["weight_decay"] for group in decay_groups(given, 0.1) for w in group["params"]}
-    assert [decay[id(weight)] for weight in given.values()] == [0.1, 0.1, 0, 0, 0]
-    assert decay_groups(given, 0.0) == [{"params": list(given.values()), "weight_decay": 0.0}]
-    assert len(decay_groups({"q.bias": given["q.bias"]}, 0.1)) == 1
+    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    decay = {id(w): group["weight_decay"] for group in decay_groups(parameters, 0.1) for w in group["params"]}
+    assert [decay[id(weight)] for weight in parameters.values()] == [0.1, 0.1, 0, 0, 0]
+    assert decay_groups(parameters, 0.0) == [{"params": list(parameters.values()), "weight_decay": 0.0}]
+    assert len(decay_groups({"q.bias": parameters["q.bias"]}, 0.1)) == 1
 
 
 def test_steps_too_small_for_bf16_add_up() -> None:

@@ -27,18 +27,18 @@ IN_BF16 = 2**-8 + ROUNDING
 """and half of the distance of neighbours in bf16 from 1 to 2"""
 
 
-def require_average(found: dict[str, Any], tolerance: float = ROUNDING) -> None:
+def require_average(result: dict[str, Any], tolerance: float = ROUNDING) -> None:
     """average_n = decay^n w_0 + (1 - decay) sum_k decay^(n - k) w_k"""
     shares = [DECAY**STEPS] + [(1 - DECAY) * DECAY ** (STEPS - k) for k in range(1, STEPS + 1)]
     assert sum(shares) == pytest.approx(1.0)
-    assert found["undone"]
-    for name, averaged in found["averaged"].items():
-        if name in found["trace"][0]:
+    assert result["undone"]
+    for name, averaged in result["averaged"].items():
+        if name in result["trace"][0]:
             expected = sum(
-                share * weights[name].double() for share, weights in zip(shares, found["trace"], strict=True)
+                share * weights[name].double() for share, weights in zip(shares, result["trace"], strict=True)
             )
             torch.testing.assert_close(averaged.double(), expected, rtol=0, atol=tolerance, msg=name)
-    assert any((found["averaged"][name] - last).abs().max() > 1e-4 for name, last in found["trace"][-1].items())
+    assert any((result["averaged"][name] - last).abs().max() > 1e-4 for name, last in result["trace"][-1].items())
 
 
 @pytest.mark.parametrize("stage", ALONE)
@@ -47,21 +47,21 @@ def test_closed_form(stage: int) -> None:
 
 
 def test_with_an_adapter_only_its_weights_are_averaged() -> None:
-    found = run_averaged({"zero_stage": 2}, adapter="lora")
-    require_average(found)
-    assert found["state"] and all("lora" in name for name in found["state"])
+    result = run_averaged({"zero_stage": 2}, adapter="lora")
+    require_average(result)
+    assert result["state"] and all("lora" in name for name in result["state"])
 
 
 @pytest.mark.parametrize("stage", ALONE)
 def test_in_bf16_the_average_is_kept_in_fp32(stage: int) -> None:
     """What bf16 could not hold: the average of weights that differ by less than its resolution."""
-    found = run_averaged({"zero_stage": stage, "dtype": "bf16"})
-    require_average(found, tolerance=IN_BF16)
-    for name, kept in found["state"].items():
-        assert kept.dtype == torch.float32
+    result = run_averaged({"zero_stage": stage, "dtype": "bf16"})
+    require_average(result, tolerance=IN_BF16)
+    for name, average in result["state"].items():
+        assert average.dtype == torch.float32
         shares = [DECAY**STEPS] + [(1 - DECAY) * DECAY ** (STEPS - k) for k in range(1, STEPS + 1)]
-        expected = sum(share * weights[name].double() for share, weights in zip(shares, found["trace"], strict=True))
-        torch.testing.assert_close(kept.double(), expected, rtol=0, atol=ROUNDING)
+        expected = sum(share * weights[name].double() for share, weights in zip(shares, result["trace"], strict=True))
+        torch.testing.assert_close(average.double(), expected, rtol=0, atol=ROUNDING)
 
 
 def test_the_average_is_what_is_saved(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_the_average_is_what_is_saved(tmp_path: Path) -> None:
     save_policy(trained, None, tiny.tokenizer(), tmp_path / "last")
     save_policy(trained, None, tiny.tokenizer(), tmp_path / "ema", average)
     saved = {kind: AutoModelForCausalLM.from_pretrained(tmp_path / kind).state_dict() for kind in ("last", "ema")}
-    kept = dict(average.tensors())
+    averaged = dict(average.tensors())
     for name, last in master(trained).items():
         name_there = name.removeprefix("lm.")
-        assert torch.equal(saved["last"][name_there], last) and torch.equal(saved["ema"][name_there], kept[name])
-        assert not torch.equal(last, kept[name])
+        assert torch.equal(saved["last"][name_there], last) and torch.equal(saved["ema"][name_there], averaged[name])
+        assert not torch.equal(last, averaged[name])
 
 
 def test_the_state_comes_back() -> None:

@@ -53,7 +53,7 @@ def plain_loop(dtype: torch.dtype) -> dict[str, Any]:
     matrices = [weight for name, weight in master.named_parameters() if "norm" not in name]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms_of, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.8, 0.9), eps=1e-3)
-    said, norms = [], []
+    nll, norms = [], []
     for rate, rows in zip(RATES, batches(), strict=True):
         logits = model(input_ids=rows.ids, attention_mask=rows.mask.long()).logits[:, :-1].to(master.dtype)
         labels = rows.ids.masked_fill(~rows.loss_mask, -100)[:, 1:]
@@ -67,8 +67,8 @@ def plain_loop(dtype: torch.dtype) -> dict[str, Any]:
             group["lr"] = rate
         optimizer.step()
         model.load_state_dict(master.state_dict())
-        said.append(loss.item())
-    return {"loss": said, "grad_norm": norms, "weights": {f"lm.{n}": w for n, w in model.state_dict().items()}}
+        nll.append(loss.item())
+    return {"loss": nll, "grad_norm": norms, "weights": {f"lm.{n}": w for n, w in model.state_dict().items()}}
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +76,16 @@ def plain() -> dict[str, Any]:
     return plain_loop(torch.float64)
 
 
-def column(found: dict[str, Any], name: str) -> list[float]:
-    return [metrics[name] for metrics in found["metrics"]]
+def column(result: dict[str, Any], name: str) -> list[float]:
+    return [metrics[name] for metrics in result["metrics"]]
 
 
-def require_plain(found: dict[str, Any], plain: dict[str, Any]) -> None:
-    assert column(found, "loss") == pytest.approx(plain["loss"], rel=8 * EPS)
-    assert column(found, "nll") == column(found, "loss")
-    assert column(found, "grad_norm") == pytest.approx(plain["grad_norm"], rel=8 * EPS)
-    assert column(found, "learning_rate") == pytest.approx(RATES, abs=1e-12)
-    assert apart(found["weights"], plain["weights"]) < ROUNDING
+def require_plain(result: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert column(result, "loss") == pytest.approx(plain["loss"], rel=8 * EPS)
+    assert column(result, "nll") == column(result, "loss")
+    assert column(result, "grad_norm") == pytest.approx(plain["grad_norm"], rel=8 * EPS)
+    assert column(result, "learning_rate") == pytest.approx(RATES, abs=1e-12)
+    assert apart(result["weights"], plain["weights"]) < ROUNDING
 
 
 def test_the_oracle_clips_and_learns(plain: dict[str, Any]) -> None:
@@ -131,15 +131,15 @@ def test_an_adapter_learns_the_same_from_activations_that_are_computed_again() -
 
 def test_bf16_is_mixed_precision_with_fp32_master_weights() -> None:
     expected = plain_loop(torch.bfloat16)
-    found = {stage: run({"zero_stage": stage, "dtype": "bf16"}) for stage in engine_runs.ALONE}
+    results = {stage: run({"zero_stage": stage, "dtype": "bf16"}) for stage in engine_runs.ALONE}
     for stage in engine_runs.ALONE:
-        assert column(found[stage], "loss") == pytest.approx(expected["loss"], abs=BF16_LOSS)
-        assert apart(found[stage]["weights"], expected["weights"]) <= BF16_WEIGHT
-        assert {weight.dtype for weight in found[stage]["weights"].values()} == {torch.bfloat16}
+        assert column(results[stage], "loss") == pytest.approx(expected["loss"], abs=BF16_LOSS)
+        assert apart(results[stage]["weights"], expected["weights"]) <= BF16_WEIGHT
+        assert {weight.dtype for weight in results[stage]["weights"].values()} == {torch.bfloat16}
     # ZeRO-3 adds up the norm that clips in another order. That moves a master weight by some 1e-10, so of a million
     # weights less than one lies near enough to the middle of two neighbours in bf16 to be rounded the other way.
-    assert column(found[3], "loss") == column(found[0], "loss")
-    assert apart(found[3]["weights"], found[0]["weights"]) == 0
+    assert column(results[3], "loss") == column(results[0], "loss")
+    assert apart(results[3]["weights"], results[0]["weights"]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +152,9 @@ def test_bf16_gradients_of_micro_batches_add_up_in_fp32(stage: int, offload: boo
     require_sum(engine_runs.accumulated({"zero_stage": stage, "offload_optimizer": offload}), *added_up)
 
 
-def require_sum(found: dict[str, Tensor], exact: dict[str, Tensor], bound: float) -> None:
-    assert set(found) == set(exact)
-    assert engine_runs.norm({name: found[name] - gradient for name, gradient in exact.items()}) < bound
+def require_sum(sums: dict[str, Tensor], exact: dict[str, Tensor], bound: float) -> None:
+    assert set(sums) == set(exact)
+    assert engine_runs.norm({name: sums[name] - gradient for name, gradient in exact.items()}) < bound
 
 
 @alone
@@ -179,8 +179,8 @@ def test_matrices_decay_and_norms_and_biases_do_not(options: dict[str, Any]) -> 
     before = engine_runs.master(trained)
     trained.step(batches(1), lambda micro: (0.0 * trained(micro)[0].sum(), {}))
     for name, weight in engine_runs.master(trained).items():
-        kept = 1 - 0.5 * 0.1 if before[name].dim() > 1 else 1.0
-        torch.testing.assert_close(weight, kept * before[name], rtol=2 * EPS, atol=0, msg=name)
+        factor = 1 - 0.5 * 0.1 if before[name].dim() > 1 else 1.0
+        torch.testing.assert_close(weight, factor * before[name], rtol=2 * EPS, atol=0, msg=name)
     assert any(value.dim() == 1 and value.any() for value in before.values())
 
 
@@ -239,8 +239,8 @@ def test_an_error_inside_inference_leaves_an_engine_that_trains(plain: dict[str,
     engine = engine_runs.engine({"zero_stage": 3})
     with pytest.raises(KeyError), engine.inference():
         raise KeyError
-    said = [step(engine, rows)["loss"] for rows in batches()]
-    assert said == pytest.approx(plain["loss"], abs=1e-6)
+    nll = [step(engine, rows)["loss"] for rows in batches()]
+    assert nll == pytest.approx(plain["loss"], abs=1e-6)
 
 
 # --- two processes: one run for all
@@ -251,8 +251,8 @@ def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     out = tmp_path_factory.mktemp("two") / "runs.pt"
     names = players.PARITY if includes_long(request) else players.QUICK
     forked_ranks.run("tests.support.engine_ranks", str(out), *names)
-    found: dict[str, Any] = torch.load(out)
-    return found
+    results: dict[str, Any] = torch.load(out)
+    return results
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -263,10 +263,10 @@ def test_two_ranks_equal_one(stage: int, two: dict[str, Any], plain: dict[str, A
 def test_two_ranks_in_bf16(two: dict[str, Any]) -> None:
     one = run({"zero_stage": 1, "dtype": "bf16"})
     for stage in (1, 2, 3):
-        found = two[f"bf16 {stage}"]
-        assert column(found, "loss") == pytest.approx(column(one, "loss"), abs=BF16_LOSS)
-        assert apart(found["weights"], one["weights"]) <= BF16_WEIGHT
-        assert column(found, "loss") == column(two["bf16 1"], "loss")
+        result = two[f"bf16 {stage}"]
+        assert column(result, "loss") == pytest.approx(column(one, "loss"), abs=BF16_LOSS)
+        assert apart(result["weights"], one["weights"]) <= BF16_WEIGHT
+        assert column(result, "loss") == column(two["bf16 1"], "loss")
 
 
 @pytest.mark.parametrize("kind", ["1", "2", "3", "1 offloaded"])
@@ -284,14 +284,14 @@ def test_a_score_head_is_in_fp32_on_two_ranks(stage: int, two: dict[str, Any]) -
     require_fp32_scores(two[f"scored {stage}"])
 
 
-def require_fp32_scores(found: dict[str, Tensor]) -> None:
+def require_fp32_scores(result: dict[str, Tensor]) -> None:
     """Weight and product: the fp64 product of the same states and the optimizer's weight, to n eps sum |w_i h_i|."""
-    states, weight = found["states"].double(), found["weight"].double()[0]
-    assert found["states"].dtype == torch.bfloat16
-    assert torch.equal(found["first"], engine_runs.SCORE_HEAD) and not torch.equal(found["weight"], found["first"])
+    states, weight = result["states"].double(), result["weight"].double()[0]
+    assert result["states"].dtype == torch.bfloat16
+    assert torch.equal(result["first"], engine_runs.SCORE_HEAD) and not torch.equal(result["weight"], result["first"])
     bound = len(weight) * EPS * (states.abs() @ weight.abs())
     exact = states @ weight
-    assert ((found["scores"] - exact).abs() <= bound).all()
+    assert ((result["scores"] - exact).abs() <= bound).all()
     assert (exact.to(torch.bfloat16) - exact).abs().max() > 100 * bound.max() < 1 < exact.abs().max() / 10
 
 
@@ -324,18 +324,18 @@ def test_nan_on_one_rank_stops_both_with_equal_weights(kind: int | str, two: dic
 def test_step_3_on_two_ranks_is_that_of_one(name: str, two: dict[str, Any], tmp_path: Path) -> None:
     """A gradient, whose norm is clipped to 1, is off by at most ORDERS, and AdamW by learning rate / epsilon = 1 times
     that in each step."""
-    one, found = players.two_iterations(name, str(tmp_path)), two["step 3"][name]
+    one, result = players.two_iterations(name, str(tmp_path)), two["step 3"][name]
     assert len(one["metrics"]) == 2
     limit = tiny.ORDERS * sum(metrics["optimizer_steps"] for metrics in one["metrics"])
     gaps = [
         abs(metrics[key] - x) / max(1.0, abs(x))
-        for expected, metrics in zip(one["metrics"], found["metrics"], strict=True)
+        for expected, metrics in zip(one["metrics"], result["metrics"], strict=True)
         for key, x in expected.items()
         if not (math.isnan(x) and math.isnan(metrics[key]))
     ]
-    print(f"| {name} | {apart(found['weights'], one['weights']):.1e} | {max(gaps):.1e} | {limit:.1e} |")
-    assert all(set(x) == set(y) for x, y in zip(one["metrics"], found["metrics"], strict=True))
-    assert apart(found["weights"], one["weights"]) < limit and max(gaps) < limit
+    print(f"| {name} | {apart(result['weights'], one['weights']):.1e} | {max(gaps):.1e} | {limit:.1e} |")
+    assert all(set(x) == set(y) for x, y in zip(one["metrics"], result["metrics"], strict=True))
+    assert apart(result["weights"], one["weights"]) < limit and max(gaps) < limit
 
 
 def test_every_step_has_every_number(two: dict[str, Any]) -> None:
@@ -347,11 +347,11 @@ def test_every_step_has_every_number(two: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [*AVERAGED, "bf16"])
 def test_the_average_of_the_weights_on_two_ranks(kind: int | str, two: dict[str, Any]) -> None:
-    found = two[f"averaged {kind}"]
-    require_average(found, tolerance=test_ema.IN_BF16 if kind == "bf16" else test_ema.ROUNDING)
-    assert 0 < len(found["state"]) <= len(found["trace"][0]) / 2 + 1  # each rank keeps its share
+    result = two[f"averaged {kind}"]
+    require_average(result, tolerance=test_ema.IN_BF16 if kind == "bf16" else test_ema.ROUNDING)
+    assert 0 < len(result["state"]) <= len(result["trace"][0]) / 2 + 1  # each rank keeps its share
     if kind != "bf16":
-        assert apart(found["averaged"], engine_runs.run_averaged({"zero_stage": 1})["averaged"]) < ROUNDING
+        assert apart(result["averaged"], engine_runs.run_averaged({"zero_stage": 1})["averaged"]) < ROUNDING
 
 
 def test_a_bad_score_on_one_rank_stops_the_iteration_on_both(two: dict[str, Any]) -> None:
@@ -362,10 +362,10 @@ def test_a_bad_score_on_one_rank_stops_the_iteration_on_both(two: dict[str, Any]
 
 
 def test_ptx_entropy_selection_and_scaling_on_two_ranks(two: dict[str, Any]) -> None:
-    one, found = players.a_step_of_everything(), two["everything"]
-    assert found["metrics"] == pytest.approx(one["metrics"], abs=1e-5)
-    assert found["scaled"] == pytest.approx(one["scaled"], abs=1e-5)
-    assert apart(found["weights"], one["weights"]) < 1e-5
+    one, result = players.a_step_of_everything(), two["everything"]
+    assert result["metrics"] == pytest.approx(one["metrics"], abs=1e-5)
+    assert result["scaled"] == pytest.approx(one["scaled"], abs=1e-5)
+    assert apart(result["weights"], one["weights"]) < 1e-5
 
 
 def test_ranked_lists_on_two_ranks(two: dict[str, Any], tmp_path: Path) -> None:
@@ -373,13 +373,13 @@ def test_ranked_lists_on_two_ranks(two: dict[str, Any], tmp_path: Path) -> None:
     config = reward_runs.config_of(tmp_path, **RANKED)
     whole = batches_for(reward_runs.rows_of(config), config, (0, 1))
     assert any(len(rows) % 2 for rows in whole)
-    one, found = reward_runs.run(tmp_path, **RANKED | {"micro_batch_size": 9}), two["ranked lists"]
-    assert found["before"] == pytest.approx(one["before"], abs=1e-5)
-    for step_of_two, step_of_one in zip(found["metrics"], one["metrics"], strict=True):
+    one, result = reward_runs.run(tmp_path, **RANKED | {"micro_batch_size": 9}), two["ranked lists"]
+    assert result["before"] == pytest.approx(one["before"], abs=1e-5)
+    for step_of_two, step_of_one in zip(result["metrics"], one["metrics"], strict=True):
         computed = {name: step_of_two[name] for name in ("padding", "tokens")}  # with the pair that does not count
         assert step_of_two == pytest.approx(step_of_one | computed, abs=1e-5)
         assert step_of_two["tokens"] >= step_of_one["tokens"]
-    assert apart(found["weights"], one["weights"]) < 1e-5
+    assert apart(result["weights"], one["weights"]) < 1e-5
 
 
 @alone

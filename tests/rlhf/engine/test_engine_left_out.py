@@ -28,9 +28,9 @@ def ranks() -> Iterator[None]:
 @alone
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_loss_of_nan_is_left_out_without_a_trace_and_five_end_the_run(stage: int, dtype: str) -> None:
-    (found,) = engine_runs.run_into_nan({"zero_stage": stage, "dtype": dtype}, bad_rank=0)["ranks"]
+    (result,) = engine_runs.run_into_nan({"zero_stage": stage, "dtype": dtype}, bad_rank=0)["ranks"]
     shortest = batches(2)[1].lengths.argsort(descending=True, stable=True)[6:]
-    require_left_out(found, ", ".join(map(str, sorted(shortest.tolist()))))
+    require_left_out(result, ", ".join(map(str, sorted(shortest.tolist()))))
 
 
 @alone
@@ -67,8 +67,8 @@ def test_fp16_that_overflows_for_ever_ends_the_run(monkeypatch: pytest.MonkeyPat
         logprobs = engine(micro)[0]
         return logprobs.mean() + 0.0 * (logprobs - logprobs).sum().sqrt(), {}
 
-    seen = [engine.step([rows], loss) for _ in range(FP16_SEARCH)]
-    assert all(metrics["skipped"] == 1 and math.isfinite(metrics["loss"]) for metrics in seen)
+    history = [engine.step([rows], loss) for _ in range(FP16_SEARCH)]
+    assert all(metrics["skipped"] == 1 and math.isfinite(metrics["loss"]) for metrics in history)
     with pytest.raises(NonFiniteError, match=rf"step {FP16_SEARCH + 5}: grad_norm is inf, 5 times in a row"):
         for _ in range(9):
             engine.step([rows], loss)
@@ -93,8 +93,8 @@ def test_a_number_without_a_trace_in_the_gradient_is_enough(
     nan = torch.tensor(torch.nan)
     engine.step(parts, lambda micro: (engine(micro)[0].mean(), {"entropy": nan}))
     engine.step(parts, lambda micro: (engine(micro)[0].mean().clamp(nan, nan), {}))
-    said = capsys.readouterr().out
-    assert "entropy is nan" in said and "step 2: loss is nan" in said
+    output = capsys.readouterr().out
+    assert "entropy is nan" in output and "step 2: loss is nan" in output
     assert apart(weights(engine), weights(undisturbed)) == 0
     for each in (engine, undisturbed):
         step(each, second, 3)
@@ -109,9 +109,9 @@ def test_the_search_for_a_loss_scale_raises_nothing_of_its_own() -> None:
         for _ in range(FP16_SEARCH + 9):
             scaler.update_scale(True)
 
-    made = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
-    made |= {"consecutive_hysteresis": False, "raise_error_at_min_scale": True}
-    own, ours = (DynamicLossScaler(**made) for _ in range(2))
+    settings = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
+    settings |= {"consecutive_hysteresis": False, "raise_error_at_min_scale": True}
+    own, ours = (DynamicLossScaler(**settings) for _ in range(2))
     with pytest.raises(Exception, match="minimum"):
         overflow(own)
     _allow_overflows(SimpleNamespace(loss_scaler=ours))

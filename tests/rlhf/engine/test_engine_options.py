@@ -53,23 +53,23 @@ def test_what_goes(device: torch.device, options: dict[str, Any]) -> None:
     require_possible(EngineOptions(**options), device)
 
 
-@pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
-def test_what_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
+def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     here = {name: value.replace("HERE", str(tmp_path)) for name, value in options.items() if name == "offload_nvme"}
     with pytest.raises(UserError) as refusal:
         require_possible(EngineOptions(**options | here), CPU)
-    assert str(refusal.value) == said.replace("HERE", str(tmp_path))
+    assert str(refusal.value) == message.replace("HERE", str(tmp_path))
 
 
 def test_layers_are_compiled_where_no_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr(compiling, "require_compiler", asked.append)
+    devices: list[torch.device] = []
+    monkeypatch.setattr(compiling, "require_compiler", devices.append)
     require_possible(EngineOptions(torch_compile=True, zero_stage=2), GPU)
     for more in ({"zero_stage": 3}, {"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}):
         with pytest.raises(UserError, match="--torch-compile: expected --zero-stage 0, 1 or 2"):
             require_possible(EngineOptions(torch_compile=True, **more), CPU)  # type: ignore[arg-type]
     require_possible(EngineOptions(), CPU)
-    assert asked == [GPU]
+    assert devices == [GPU]
 
 
 @pytest.mark.parametrize(("avx512", "amx"), [(False, False), (True, False), (False, True)])
@@ -98,10 +98,10 @@ def test_an_nvme_folder_needs_asynchronous_reads(there: bool, tmp_path: Path, mo
             require_possible(options, CPU)
         return
     require_possible(options, CPU)
-    told = deepspeed_config(options, OptimizerOptions(), torch.float32, 10)["zero_optimization"]
-    assert told["offload_param"] == told["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path)}
+    settings = deepspeed_config(options, OptimizerOptions(), torch.float32, 10)["zero_optimization"]
+    assert settings["offload_param"] == settings["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path)}
     shards = shards_of(options.model_copy(update={"dtype": "fp32"}))
-    assert shards is not None and shards.offload == told["offload_param"]
+    assert shards is not None and shards.offload == settings["offload_param"]
 
 
 # --- each model its own
@@ -150,7 +150,7 @@ def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--actor.zero-stage", "4"], "zero-stage"),
         (["--reference.zero-stage", "2"], "invalid choice '2' for argument '--reference.zero-stage'"),
@@ -161,8 +161,8 @@ def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
         (["--reference.offload-param"], "no option '--reference.offload-param'"),
     ],
 )
-def test_a_mistake_in_a_section_is_named(argv: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_a_mistake_in_a_section_is_named(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
         parser.parse(PPOConfig, argv, "step3_ppo", "")
 
 

@@ -71,22 +71,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`run(stage, processes, **options)`, each different call once; step 3 starts from what the first two make."""
     folder = tmp_path_factory.mktemp("runs")
     write_rows(folder / "rows.jsonl")
-    made: dict[str, Made] = {}
-    places: dict[str, Path] = {}
+    results: dict[str, Made] = {}
+    folders: dict[str, Path] = {}
 
     def call(stage: str, processes: int = 1, again: bool = False, **options: Any) -> Made:
         key = named(stage, processes, again, options)
-        if key not in made:
+        if key not in results:
             chosen = COMMON | OWN[stage] | {"data_path": [str(folder / "rows.jsonl")]}
             if stage == "step3_ppo":
                 chosen |= {"actor_model": str(start("step1_sft")), "reward_model": str(start("step2_reward"))}
-            out = places[key] = folder / f"{len(made)}"
-            made[key] = start_and_read(stage, processes, out, chosen | {"output_dir": str(out)} | options)
-        return made[key]
+            out = folders[key] = folder / f"{len(results)}"
+            results[key] = start_and_read(stage, processes, out, chosen | {"output_dir": str(out)} | options)
+        return results[key]
 
     def start(stage: str) -> Path:
         call(stage)
-        return places[named(stage, 1, False, {})] / stage
+        return folders[named(stage, 1, False, {})] / stage
 
     def named(*words: Any) -> str:
         return json.dumps(words, sort_keys=True)
@@ -126,22 +126,22 @@ def require_alike(one: Made, other: Made, most: float, mean: float, numbers: flo
     apart = torch.cat([(w.float() - other.weights[name].float()).abs().flatten() for name, w in one.weights.items()])
     gaps = {name: abs(n - other.numbers[name]) / max(1.0, abs(n)) for name, n in one.numbers.items()}
     worst = max(gaps, key=lambda name: gaps[name])
-    said = f"weights {apart.max():.1e}, mean {apart.mean():.1e}; {worst} {gaps[worst]:.1e}"
-    print(said)
+    message = f"weights {apart.max():.1e}, mean {apart.mean():.1e}; {worst} {gaps[worst]:.1e}"
+    print(message)
     limit = 2 * most if numbers is None else numbers
-    assert apart.max() <= most and apart.mean() <= mean, said
-    assert gaps[worst] <= limit and sum(gaps.values()) / len(gaps) <= limit / 10 + 1e-12, said
+    assert apart.max() <= most and apart.mean() <= mean, message
+    assert gaps[worst] <= limit and sum(gaps.values()) / len(gaps) <= limit / 10 + 1e-12, message
 
 
 @pytest.mark.faults
 def test_the_rows_are_unequally_long_and_something_is_learned(run: Run) -> None:
-    made = run("step1_sft")
-    losses = [value for name, value in made.numbers.items() if name.endswith(" loss")]
+    result = run("step1_sft")
+    losses = [value for name, value in result.numbers.items() if name.endswith(" loss")]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.1
 
 
-def losses_of(made: Made) -> Made:
-    return Made(made.weights, {name: value for name, value in made.numbers.items() if name.endswith("loss")})
+def losses_of(result: Made) -> Made:
+    return Made(result.weights, {name: value for name, value in result.numbers.items() if name.endswith("loss")})
 
 
 EACH_ITS_OWN: dict[str, Any] = {
@@ -233,8 +233,8 @@ class TestEveryClass:
 
     @pytest.mark.parametrize("gather_whole", [True, False])
     def test_an_adapter_and_its_reference(self, gather_whole: bool, run: Run) -> None:
-        held = {"zero_stage": 3, "gather_whole": gather_whole, "micro_batch_size": 3}
-        one, other = run("step3_ppo", adapter="lora,r=4"), run("step3_ppo", 2, adapter="lora,r=4", **held)
+        sharding = {"zero_stage": 3, "gather_whole": gather_whole, "micro_batch_size": 3}
+        one, other = run("step3_ppo", adapter="lora,r=4"), run("step3_ppo", 2, adapter="lora,r=4", **sharding)
         require_alike(one, other, 1e-5, 1e-7)
 
 

@@ -171,7 +171,7 @@ def test_paged_state_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_paged_steps_are_those_without_pages() -> None:
     """To the bit; state of 100,000 numbers and more is paged."""
-    found = []
+    states = []
     for kind in ("adamw_8bit", "paged_adamw_8bit"):
         model = nn.Linear(512, 512, bias=False).cuda()
         nn.init.eye_(model.weight)
@@ -182,5 +182,5 @@ def test_paged_steps_are_those_without_pages() -> None:
             own.step()
         paged = [getattr(x, "is_paged", False) for x in own.moments(model.weight).values()]
         assert any(paged) == (kind == "paged_adamw_8bit")
-        found.append([model.weight.detach().cpu(), *(x.cpu() for x in own.moments(model.weight).values())])
-    assert all(map(torch.equal, *found))
+        states.append([model.weight.detach().cpu(), *(x.cpu() for x in own.moments(model.weight).values())])
+    assert all(map(torch.equal, *states))

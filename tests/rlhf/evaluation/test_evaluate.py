@@ -364,8 +364,8 @@ def test_log_probs_that_are_not_finite_end_with_code_3(
 def test_the_page_names_existing_options() -> None:
     page = (Path(__file__).parents[3] / "docs/evaluate.md").read_text(encoding="utf-8")
     options_of_evaluate = set(parser.option_names(evaluate.EvaluateConfig))
-    others = {"ppo", "export-every"}  # of step 3, where policies come from
-    assert set(re.findall(r"--([a-z][a-z-]*)", page)) <= options_of_evaluate | others
+    foreign = {"ppo", "export-every"}  # of step 3, where policies come from
+    assert set(re.findall(r"--([a-z][a-z-]*)", page)) <= options_of_evaluate | foreign
     commands = re.findall(r"^python -m rlhf evaluate (.*)$", page, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:

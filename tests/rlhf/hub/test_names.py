@@ -8,7 +8,7 @@ from rlhf.hub import short_names
 
 
 @pytest.mark.parametrize(
-    ("typed", "place"),
+    ("typed", "hub_id"),
     [
         ("opt-1.3b", "facebook/opt-1.3b"),
         ("opt-350m", "facebook/opt-350m"),
@@ -26,8 +26,8 @@ from rlhf.hub import short_names
         ("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
     ],
 )
-def test_a_short_name_is_a_hub_id(typed: str, place: str) -> None:
-    assert short_names.resolve(typed) == place
+def test_a_short_name_is_a_hub_id(typed: str, hub_id: str) -> None:
+    assert short_names.resolve(typed) == hub_id
 
 
 @pytest.mark.parametrize("name", ["someone/opt-1.3b", "no-such-model", "a/b/c", ""])
@@ -44,8 +44,8 @@ def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_every_name_means_one_place_and_every_preset_is_there() -> None:
     ids = [pattern.format(size) for pattern, sizes in short_names.FAMILIES.items() for size in sizes.split()]
-    short = [place.split("/")[1].lower() for place in ids]
+    short = [hub_id.split("/")[1].lower() for hub_id in ids]
     assert len(set(short)) == len(short), "two models share a short name"
-    assert all(place.count("/") == 1 and not set("{} ") & set(place) for place in ids)
-    assert all(short_names.resolve(name) == place for name, place in zip(short, ids, strict=True))
+    assert all(hub_id.count("/") == 1 and not set("{} ") & set(hub_id) for hub_id in ids)
+    assert all(short_names.resolve(name) == hub_id for name, hub_id in zip(short, ids, strict=True))
     assert short_names.PRESETS and all(path.is_file() for path in short_names.PRESETS.values())

@@ -79,15 +79,15 @@ def ran(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def model_path(tmp_path: Path) -> Path:
     """A good Llama with its tokenizer."""
     tiny.causal_lm("llama").save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def load(place: Path) -> PreTrainedModel:
-    return load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+def load(model_path: Path) -> PreTrainedModel:
+    return load_causal_lm(str(model_path), torch.float32, tiny.VOCAB)
 
 
 @pytest.fixture
@@ -100,12 +100,12 @@ def refused(
     data = ["--data-path", str(tmp_path / "x.jsonl"), "--data-split", "1,0,0", "--max-eval-rows", "4"]
     sizes = ["--batch-size", "4", "--max-length", "32", "--max-prompt-length", "16", "--dtype", "fp32"]
 
-    def call(place: Path) -> str:
-        code, _, said = run("--model", str(place), "--output-dir", str(tmp_path / "out"), *data, *sizes)
+    def call(model_path: Path) -> str:
+        code, _, stderr = run("--model", str(model_path), "--output-dir", str(tmp_path / "out"), *data, *sizes)
         assert not ran.exists(), "the payload ran"
-        assert code == 2, said
-        [line] = [line for line in said.splitlines() if line.startswith("error: ")]
-        assert "Traceback" not in said and str(place) in line
+        assert code == 2, stderr
+        [line] = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        assert "Traceback" not in stderr and str(model_path) in line
         return line
 
     return call
@@ -129,85 +129,87 @@ def test_the_payloads_are_live(kind: str, tmp_path: Path, ran: Path) -> None:
 @pytest.mark.parametrize("kind", payloads.WRITERS)
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
 def test_no_payload_in_a_model_directory_runs(
-    place: Path, ran: Path, kind: str, name: str, refused: Callable[[Path], str]
+    model_path: Path, ran: Path, kind: str, name: str, refused: Callable[[Path], str]
 ) -> None:
-    state = payloads.weights_of(place / "model.safetensors")
-    (place / "model.safetensors").unlink()
-    payloads.WRITERS[kind](place / name, state, ran)
-    said = refused(place)
-    assert f"{name}: " in said
+    state = payloads.weights_of(model_path / "model.safetensors")
+    (model_path / "model.safetensors").unlink()
+    payloads.WRITERS[kind](model_path / name, state, ran)
+    message = refused(model_path)
+    assert f"{name}: " in message
     if name.endswith(".bin"):
-        assert "nothing of it was run" in said and "safetensors" in said and "weights_only" not in said
+        assert "nothing of it was run" in message and "safetensors" in message and "weights_only" not in message
         code = {
             "a zipped pickle": "mkdir",
             "torch's old format": "mkdir",
             "torch's bytes inside a pickle": "from_bytes",
         }
-        assert code.get(kind, "") in said
+        assert code.get(kind, "") in message
 
 
-def test_a_shard_among_good_ones(place: Path, ran: Path, refused: Callable[[Path], str]) -> None:
-    state = payloads.weights_of(place / "model.safetensors")
-    (place / "model.safetensors").unlink()
+def test_a_shard_among_good_ones(model_path: Path, ran: Path, refused: Callable[[Path], str]) -> None:
+    state = payloads.weights_of(model_path / "model.safetensors")
+    (model_path / "model.safetensors").unlink()
     names = sorted(state)
-    torch.save({name: state[name] for name in names[:5]}, place / "pytorch_model-00001-of-00002.bin")
+    torch.save({name: state[name] for name in names[:5]}, model_path / "pytorch_model-00001-of-00002.bin")
     second = "pytorch_model-00002-of-00002.bin"
-    payloads.write_zipped(place / second, {name: state[name] for name in names[5:]}, ran)
+    payloads.write_zipped(model_path / second, {name: state[name] for name in names[5:]}, ran)
     shards = {name: "pytorch_model-00001-of-00002.bin" if name in names[:5] else second for name in names}
-    (place / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    assert f"{second}: this pickle asks for code" in refused(place)
+    (model_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    assert f"{second}: this pickle asks for code" in refused(model_path)
 
 
-def test_safetensors_go_before_pickles(place: Path, ran: Path) -> None:
+def test_safetensors_go_before_pickles(model_path: Path, ran: Path) -> None:
     """Whatever else lies beside good weights, nobody opens it."""
-    before = load(place)
+    before = load(model_path)
     names = ("pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "consolidated.00.pth", "training_args.bin")
     states = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "state.pkl", "flax_model.msgpack", ".metadata")
     for name in (*names, *states):
-        payloads.write_plain(place / name, {}, ran)
-    (place / "custom_generate").mkdir()
+        payloads.write_plain(model_path / name, {}, ran)
+    (model_path / "custom_generate").mkdir()
     for name in ("modeling_llama.py", "custom_generate/generate.py", "__init__.py", "conftest.py"):
-        (place / name).write_text(payloads.evil_module(ran))
-    after = load(place)
-    load_backbone(str(place), torch.float32, tiny.VOCAB)
+        (model_path / name).write_text(payloads.evil_module(ran))
+    after = load(model_path)
+    load_backbone(str(model_path), torch.float32, tiny.VOCAB)
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
     assert not ran.exists()
 
 
 @pytest.mark.parametrize("kind", payloads.WRITERS)
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
-def test_an_adapter_is_no_model(place: Path, ran: Path, kind: str, name: str, refused: Callable[[Path], str]) -> None:
+def test_an_adapter_is_no_model(
+    model_path: Path, ran: Path, kind: str, name: str, refused: Callable[[Path], str]
+) -> None:
     """transformers lays it over the model in silence, and fetches the base model that it names."""
-    payloads.WRITERS[kind](place / name, {}, ran)
+    payloads.WRITERS[kind](model_path / name, {}, ran)
     adapter = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "base_model_name_or_path": "someone/else"}
-    (place / "adapter_config.json").write_text(json.dumps(adapter))
-    assert "got an adapter (adapter_config.json), expected whole weights" in refused(place)
+    (model_path / "adapter_config.json").write_text(json.dumps(adapter))
+    assert "got an adapter (adapter_config.json), expected whole weights" in refused(model_path)
 
 
-def test_an_index_stays_in_its_directory(place: Path, tmp_path: Path, refused: Callable[[Path], str]) -> None:
-    shutil.move(place / "model.safetensors", tmp_path / "outside.safetensors")
+def test_an_index_stays_in_its_directory(model_path: Path, tmp_path: Path, refused: Callable[[Path], str]) -> None:
+    shutil.move(model_path / "model.safetensors", tmp_path / "outside.safetensors")
     for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "..", 3):
         shards = dict.fromkeys(payloads.weights_of(tmp_path / "outside.safetensors"), name)
-        (place / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-        assert f"model.safetensors.index.json names {name!r}" in refused(place)
-    (place / "model.safetensors.index.json").unlink()
-    payloads.edit_json(place / "config.json", transformers_weights="../outside.safetensors")
-    assert "must reference a file inside the model directory" in refused(place)
+        (model_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+        assert f"model.safetensors.index.json names {name!r}" in refused(model_path)
+    (model_path / "model.safetensors.index.json").unlink()
+    payloads.edit_json(model_path / "config.json", transformers_weights="../outside.safetensors")
+    assert "must reference a file inside the model directory" in refused(model_path)
 
 
-def test_a_reward_model_is_read_with_the_same_care(place: Path, ran: Path) -> None:
-    state = {f"model.{name}": weight for name, weight in payloads.weights_of(place / "model.safetensors").items()}
+def test_a_reward_model_is_read_with_the_same_care(model_path: Path, ran: Path) -> None:
+    state = {f"model.{name}": weight for name, weight in payloads.weights_of(model_path / "model.safetensors").items()}
     for kind in payloads.WRITERS:
-        payloads.WRITERS[kind](place / "model.safetensors", state, ran)
+        payloads.WRITERS[kind](model_path / "model.safetensors", state, ran)
         with pytest.raises(UserError, match=r"model\.safetensors: "):
-            load_scalar_model(str(place), torch.float32, tiny.VOCAB)
-    (place / "model.safetensors").unlink()
-    payloads.write_zipped(place / "pytorch_model.bin", state, ran)
+            load_scalar_model(str(model_path), torch.float32, tiny.VOCAB)
+    (model_path / "model.safetensors").unlink()
+    payloads.write_zipped(model_path / "pytorch_model.bin", state, ran)
     with pytest.raises(UserError, match="no trained head"):  # the head is looked for in safetensors only
-        load_scalar_model(str(place), torch.float32, tiny.VOCAB)
-    save_file({"score.weight": torch.ones(1, tiny.WIDTH)}, place / "model-extra.safetensors", {"format": "pt"})
+        load_scalar_model(str(model_path), torch.float32, tiny.VOCAB)
+    save_file({"score.weight": torch.ones(1, tiny.WIDTH)}, model_path / "model-extra.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"pytorch_model\.bin: this pickle asks for code"):
-        load_scalar_model(str(place), torch.float32, tiny.VOCAB)
+        load_scalar_model(str(model_path), torch.float32, tiny.VOCAB)
     assert not ran.exists()
 
 
@@ -217,18 +219,18 @@ def test_a_reward_model_is_read_with_the_same_care(place: Path, ran: Path) -> No
 @pytest.mark.parametrize("where", ["evil.C", "someone/else--evil.C"])
 @pytest.mark.parametrize("known", [True, False])
 def test_an_auto_map_never_runs(
-    place: Path, ran: Path, where: str, known: bool, refused: Callable[[Path], str]
+    model_path: Path, ran: Path, where: str, known: bool, refused: Callable[[Path], str]
 ) -> None:
     """Of an architecture that transformers has itself the map is not looked at; any other is refused."""
-    (place / "evil.py").write_text(payloads.evil_module(ran))
+    (model_path / "evil.py").write_text(payloads.evil_module(ran))
     kinds = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoTokenizer")
-    payloads.edit_json(place / "config.json", auto_map=dict.fromkeys(kinds, where))
+    payloads.edit_json(model_path / "config.json", auto_map=dict.fromkeys(kinds, where))
     if known:
-        load(place)
-        load_tokenizer(str(place))
+        load(model_path)
+        load_tokenizer(str(model_path))
     else:
-        payloads.edit_json(place / "config.json", model_type="evil")
-        assert "custom code" in refused(place)
+        payloads.edit_json(model_path / "config.json", model_type="evil")
+        assert "custom code" in refused(model_path)
     assert not ran.exists()
 
 
@@ -236,16 +238,19 @@ def test_an_auto_map_never_runs(
     "value", ["someone/kernel", "flash|someone/kernel@main:fn", "paged|someone/kernel", {"": "someone/kernel"}]
 )
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-def test_kernels_of_strangers_are_refused(place: Path, key: str, value: Any) -> None:
-    payloads.edit_json(place / "config.json", **{key: value})
+def test_kernels_of_strangers_are_refused(model_path: Path, key: str, value: Any) -> None:
+    payloads.edit_json(model_path / "config.json", **{key: value})
     with pytest.raises(UserError, match=r"config\.json requests code from the hub .*someone/kernel"):
-        load_config(str(place))
+        load_config(str(model_path))
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation_internal", "_experts_implementation_internal"])
-def test_a_kernel_under_another_name_is_not_asked_for(place: Path, key: str) -> None:
-    payloads.edit_json(place / "config.json", **{key: "someone/kernel"})
-    assert "someone/kernel" not in (load(place).config._attn_implementation, load(place).config._experts_implementation)
+def test_a_kernel_under_another_name_is_not_asked_for(model_path: Path, key: str) -> None:
+    payloads.edit_json(model_path / "config.json", **{key: "someone/kernel"})
+    assert "someone/kernel" not in (
+        load(model_path).config._attn_implementation,
+        load(model_path).config._experts_implementation,
+    )
 
 
 # --- tokenizers
@@ -253,34 +258,36 @@ def test_a_kernel_under_another_name_is_not_asked_for(place: Path, key: str) -> 
 
 @pytest.mark.parametrize("where", ["evil.C", "someone/else--evil.C"])
 @pytest.mark.parametrize("kind", [None, "C", "PreTrainedTokenizerFast"])
-def test_code_beside_a_tokenizer_never_runs(place: Path, ran: Path, where: str, kind: str | None) -> None:
+def test_code_beside_a_tokenizer_never_runs(model_path: Path, ran: Path, where: str, kind: str | None) -> None:
     for name in ("evil.py", "tokenization_evil.py", "C.py"):
-        (place / name).write_text(payloads.evil_module(ran))
+        (model_path / name).write_text(payloads.evil_module(ran))
     own = {} if kind is None else {"tokenizer_class": kind}
-    payloads.edit_json(place / "tokenizer_config.json", auto_map={"AutoTokenizer": [where, where]}, **own)
+    payloads.edit_json(model_path / "tokenizer_config.json", auto_map={"AutoTokenizer": [where, where]}, **own)
     if kind == "C":
         with pytest.raises(UserError, match="custom code"):
-            load_tokenizer(str(place))
+            load_tokenizer(str(model_path))
     else:
-        assert load_tokenizer(str(place)).encode("w4 w5") == [4, 5]
+        assert load_tokenizer(str(model_path)).encode("w4 w5") == [4, 5]
     assert not ran.exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 def test_a_pickle_in_place_of_a_tokenizers_file(
-    place: Path, ran: Path, name: str, refused: Callable[[Path], str]
+    model_path: Path, ran: Path, name: str, refused: Callable[[Path], str]
 ) -> None:
-    payloads.write_plain(place / name, {}, ran)
-    assert name in refused(place)
+    payloads.write_plain(model_path / name, {}, ran)
+    assert name in refused(model_path)
 
 
-def test_pickles_in_place_of_a_slow_tokenizers_files(place: Path, ran: Path, refused: Callable[[Path], str]) -> None:
-    (place / "tokenizer.json").unlink()
+def test_pickles_in_place_of_a_slow_tokenizers_files(
+    model_path: Path, ran: Path, refused: Callable[[Path], str]
+) -> None:
+    (model_path / "tokenizer.json").unlink()
     for name in ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "merges.txt", "vocab.pkl"):
-        payloads.write_plain(place / name, {}, ran)
+        payloads.write_plain(model_path / name, {}, ran)
     for kind in ("LlamaTokenizer", "T5Tokenizer", "TransfoXLTokenizer", "BertTokenizer", "RagTokenizer"):
-        payloads.edit_json(place / "tokenizer_config.json", tokenizer_class=kind)
-        refused(place)
+        payloads.edit_json(model_path / "tokenizer_config.json", tokenizer_class=kind)
+        refused(model_path)
 
 
 DOUBLES = "{{% set n = namespace(x={0}) %}}{{% for i in range(60) %}}{{% set n.x = n.x {1} n.x %}}{{% endfor %}}"

@@ -81,8 +81,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL, timeout=120)
     assert done.returncode == 0, done.stderr
     pid, codes = json.loads(done.stdout.splitlines()[-1])
-    seen = {name: json.loads((here / name).read_text()) for name in ("forked", "new")}
-    return {"here": here, "pid": pid, "codes": codes, "out": done.stdout, "err": done.stderr, **seen}
+    processes = {name: json.loads((here / name).read_text()) for name in ("forked", "new")}
+    return {"here": here, "pid": pid, "codes": codes, "out": done.stdout, "err": done.stderr, **processes}
 
 
 @LINUX

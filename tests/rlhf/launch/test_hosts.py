@@ -55,7 +55,7 @@ def test_the_choice_among_hosts(
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "said"),
+    ("text", "options", "message"),
     [
         ("a slots=2\nb 2\n", {}, "bad entry: b 2"),
         ("a slots=0\n", {}, "got no slot"),
@@ -73,8 +73,8 @@ def test_the_choice_among_hosts(
         (ABC, {"launcher": "slurm"}, "--launcher slurm: no program srun on PATH"),
     ],
 )
-def test_a_choice_that_cannot_be(tmp_path: Path, text: str, options: dict[str, Any], said: str) -> None:
-    assert said in refusal(lambda: deployment(tmp_path, text, **options))
+def test_a_choice_that_cannot_be(tmp_path: Path, text: str, options: dict[str, Any], message: str) -> None:
+    assert message in refusal(lambda: deployment(tmp_path, text, **options))
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ def test_where_why_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
 
 def test_nothing_was_done_yet(tmp_path: Path) -> None:
     assert last_step(tmp_path) is None and newest_checkpoint(tmp_path) is None
-    said = failure_summary(tmp_path / "step1_sft", ExitStatus(1, "rank 0: exit code 1"), "X")
-    assert said.endswith(
+    summary = failure_summary(tmp_path / "step1_sft", ExitStatus(1, "rank 0: exit code 1"), "X")
+    assert summary.endswith(
         "\nstep1_sft did not finish: rank 0: exit code 1, before its first step; it starts from scratch, "
         "without a checkpoint"
     )

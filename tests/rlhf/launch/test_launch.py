@@ -65,8 +65,8 @@ def test_a_process_alone_has_no_rank_and_two_have_their_own(
 
 
 def environment_in(path: Path) -> dict[str, str]:
-    found: dict[str, str] = ast.literal_eval(path.read_text())
-    return found
+    environment: dict[str, str] = ast.literal_eval(path.read_text())
+    return environment
 
 
 def test_ranks_meet_and_listen_to_this_machine_only(program: str, tmp_path: Path) -> None:

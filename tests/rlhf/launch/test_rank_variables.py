@@ -21,8 +21,8 @@ def adopted(**environment: str) -> dict[str, str]:
 
 
 def test_a_task_of_a_step_has_its_place() -> None:
-    found = {name: value for name, value in adopted(**STEP).items() if name not in STEP}
-    assert found == {
+    variables = {name: value for name, value in adopted(**STEP).items() if name not in STEP}
+    assert variables == {
         "RANK": "5",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "7",
@@ -64,6 +64,6 @@ def test_a_process_of_deepspeed_or_mpirun() -> None:
     of_deepspeed = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     assert adopted(**of_deepspeed) == of_deepspeed | {"LOCAL_WORLD_SIZE": "2"}
     of_mpirun = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
-    found = adopted(**{f"OMPI_COMM_WORLD_{name}": value for name, value in of_mpirun.items()})
-    ours = {name: value for name, value in found.items() if not name.startswith("OMPI")}
+    variables = adopted(**{f"OMPI_COMM_WORLD_{name}": value for name, value in of_mpirun.items()})
+    ours = {name: value for name, value in variables.items() if not name.startswith("OMPI")}
     assert ours == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

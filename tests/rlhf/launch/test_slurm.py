@@ -42,9 +42,9 @@ def test_the_batch_script(job: dict[str, str], tmp_path: Path, number: int, requ
         assert process.wait(60) == code
     words = (tmp_path / "srun.log").read_text()
     assert words == "--kill-on-bad-exit=0 --unbuffered python train.py --output-dir runs/a b\n"
-    asked = tmp_path / "scontrol.log"
-    assert asked.exists() == (code == 75 and bool(requeue))
-    assert not asked.exists() or asked.read_text() == "requeue 9\n"
+    log = tmp_path / "scontrol.log"
+    assert log.exists() == (code == 75 and bool(requeue))
+    assert not log.exists() or log.read_text() == "requeue 9\n"
 
 
 AT_ONCE = """#!/usr/bin/env python3

@@ -72,9 +72,9 @@ def test_scores_relative_to_the_reference_s(copies: int) -> None:
     torch.testing.assert_close(credit.relative_scores(scores, reference), expected)
     torch.testing.assert_close(credit.relative_scores(scores + 2, reference + 2), expected)
     mixed = torch.tensor([[0.0, far], [0.0, far], [math.inf, 0.0], [math.nan, 0.0]])
-    found = credit.relative_scores(torch.tensor([0.0, far, math.inf, 0.0]), mixed)
-    torch.testing.assert_close(found[:2], torch.tensor([0.375, 0.625]))
-    assert found[2:].isnan().all()
+    result = credit.relative_scores(torch.tensor([0.0, far, math.inf, 0.0]), mixed)
+    torch.testing.assert_close(result[:2], torch.tensor([0.375, 0.625]))
+    assert result[2:].isnan().all()
     assert credit.relative_scores(torch.tensor([200.0, -200.0]), torch.zeros(2, 1)).isfinite().all()
 
 
@@ -234,12 +234,12 @@ def test_group_relative_by_hand() -> None:
 def test_equal_values_that_fp32_cannot_hold_are_equal_to_their_mean(value: float, group: int) -> None:
     """Their mean rounds in fp32; over a deviation of 1e-4 that would be a third of an advantage."""
     values = torch.full((2 * group,), value)
-    for found in (
+    for result in (
         credit.group_relative(values, group, scale=True),
         credit.group_relative(values, group, scale=False),
         credit.leave_one_out(values, group),
     ):
-        assert torch.equal(found, torch.zeros(2 * group)) and found.dtype == torch.float32
+        assert torch.equal(result, torch.zeros(2 * group)) and result.dtype == torch.float32
 
 
 def test_the_number_of_a_response_is_on_all_its_tokens() -> None:

@@ -61,10 +61,10 @@ def test_a_response_is_the_same_alone_and_beside_others() -> None:
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
     model, prompts, sampling = tiny.causal_lm(), tiny.prompts([3, 9, 8]), SamplingOptions(response_length=8)
 
-    def sampled(seed: int, kept: slice = slice(None)) -> list[list[int]]:
+    def sampled(seed: int, selection: slice = slice(None)) -> list[list[int]]:
         torch.rand(3)
         draws = uniforms([(seed, i) for i in range(3)], 8)
-        return backend(model, prompts[kept], sampling, draws[kept]).response_tokens()
+        return backend(model, prompts[selection], sampling, draws[selection]).response_tokens()
 
     assert sampled(0) == sampled(0) != sampled(1)
     assert [row for i in range(3) for row in sampled(0, slice(i, i + 1))] == sampled(0)

@@ -24,26 +24,26 @@ def test_students_t_is_expanded_to_the_fourth_power() -> None:
 
 
 def test_the_interval_of_a_mean_by_hand() -> None:
-    found = mean_interval(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    interval = mean_interval(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
     half = 2.571 * math.sqrt(3.5) / math.sqrt(6)
-    assert found.mean == 3.5
-    assert (found.low, found.high) == pytest.approx((3.5 - half, 3.5 + half), abs=1e-3)
+    assert interval.mean == 3.5
+    assert (interval.low, interval.high) == pytest.approx((3.5 - half, 3.5 + half), abs=1e-3)
 
 
 def test_the_interval_of_a_win_rate_by_hand() -> None:
-    found = win_rate_interval(torch.tensor([1.0, 1.0, 0.5, 0.0]))
+    interval = win_rate_interval(torch.tensor([1.0, 1.0, 0.5, 0.0]))
     values = [1, 1, 0.5, 0, 0, 1]
     center = sum(values) / 6
     half = 2.571 * math.sqrt(sum((v - center) ** 2 for v in values) / 5 / 6)
-    assert found.mean == 0.625
-    assert (found.low, found.high) == pytest.approx((center - half, min(1.0, center + half)), abs=1e-3)
+    assert interval.mean == 0.625
+    assert (interval.low, interval.high) == pytest.approx((center - half, min(1.0, center + half)), abs=1e-3)
 
 
 def test_a_win_rate_never_has_an_interval_without_width_or_its_mean() -> None:
     for wins in ([1.0] * 30, [0.0] * 30, [0.5] * 30, [0.5] * 29 + [1.0], [1.0, 1.0]):
-        found = win_rate_interval(torch.tensor(wins))
-        assert 0 <= found.low <= found.mean <= found.high <= 1
-        assert found.high - found.low > 0.02
+        interval = win_rate_interval(torch.tensor(wins))
+        assert 0 <= interval.low <= interval.mean <= interval.high <= 1
+        assert interval.high - interval.low > 0.02
 
 
 def fractions(kind: str, shape: tuple[int, int], draw: torch.Generator) -> tuple[Tensor, float]:
@@ -70,21 +70,21 @@ def test_a_win_rate_is_a_mean_in_float64() -> None:
 def test_the_win_rates_interval_covers_the_truth_95_times_in_100(kind: str, prompts: int) -> None:
     repetitions = 2000
     wins, truth = fractions(kind, (repetitions, prompts), torch.Generator().manual_seed(prompts))
-    found = [win_rate_interval(row) for row in wins]
-    covered = sum(f.low <= truth <= f.high for f in found) / repetitions
+    intervals = [win_rate_interval(row) for row in wins]
+    covered = sum(f.low <= truth <= f.high for f in intervals) / repetitions
     # three standard errors of 2000 repetitions are 0.015; few prompts may cover more, never less
     assert covered >= 0.935
     assert covered <= 0.965 or prompts < 400
     if prompts == 400:  # and it is no wider than the normal interval of what was drawn
-        width = sum(f.high - f.low for f in found) / repetitions
+        width = sum(f.high - f.low for f in intervals) / repetitions
         assert width == pytest.approx(2 * 1.96 * wins.std(1).mean().item() / 20, rel=0.05)
 
 
 @pytest.mark.parametrize("prompts", [10, 100])
 def test_the_means_interval_covers_the_truth_95_times_in_100(prompts: int) -> None:
     draws = torch.randn((2000, prompts), generator=torch.Generator().manual_seed(1)) * 3 + 7
-    found = [mean_interval(row) for row in draws]
-    assert sum(f.low <= 7 <= f.high for f in found) / 2000 == pytest.approx(0.95, abs=0.015)
+    intervals = [mean_interval(row) for row in draws]
+    assert sum(f.low <= 7 <= f.high for f in intervals) / 2000 == pytest.approx(0.95, abs=0.015)
 
 
 def test_wins_are_counted_over_pairs_of_different_draws() -> None:

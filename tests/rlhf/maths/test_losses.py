@@ -80,8 +80,8 @@ def test_policy_loss_matches_float64(high: float) -> None:
     assert 0 < clipped < COUNT
     for name, expected in {"approx_kl": kl, "clip_fraction": clipped, "ratio_mean": ratios}.items():
         assert float(metrics[name]) == pytest.approx(expected / COUNT, abs=1e-6), name
-    (found,) = torch.autograd.grad(loss, x)
-    torch.testing.assert_close(found.double(), gradient, atol=1e-7, rtol=0)
+    (actual,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(actual.double(), gradient, atol=1e-7, rtol=0)
 
 
 def test_policy_loss_by_hand() -> None:
@@ -145,10 +145,10 @@ def test_value_loss_matches_float64() -> None:
     total, clipped = 0.0, 0
     for b, t in MASK.nonzero().tolist():
         v, o, r = float(x.detach()[b, t]), float(old[b, t]), float(returns[b, t])
-        free, held = (v - r) ** 2, (clamp(v, o - 0.2, o + 0.2) - r) ** 2
+        free, clamped = (v - r) ** 2, (clamp(v, o - 0.2, o + 0.2) - r) ** 2
         # The pessimistic of the two: a step beyond the range earns nothing more.
-        total += 0.5 * (held if held > free else free)
-        clipped += abs(v - o) > 0.2 and held > free
+        total += 0.5 * (clamped if clamped > free else free)
+        clipped += abs(v - o) > 0.2 and clamped > free
     assert float(loss.detach()) == pytest.approx(total / COUNT, rel=1e-6)
     assert 0 < clipped < COUNT
     assert float(metrics["value_clip_fraction"]) == pytest.approx(clipped / COUNT, abs=1e-6)

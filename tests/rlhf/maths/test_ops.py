@@ -21,7 +21,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def test_positions_count_real_tokens() -> None:
-    real = [row[kept].tolist() for row, kept in zip(ops.positions(LEFT_RIGHT), LEFT_RIGHT, strict=True)]
+    real = [row[mask].tolist() for row, mask in zip(ops.positions(LEFT_RIGHT), LEFT_RIGHT, strict=True)]
     assert real == [[0, 1, 2], [0, 1, 2, 3, 4, 5], [0]]
     assert ops.positions(LEFT_RIGHT).dtype == torch.long
     assert int(ops.positions(LEFT_RIGHT).max()) < LEFT_RIGHT.size(1)
@@ -162,11 +162,11 @@ def test_mean_and_biased_variance() -> None:
 
 def test_what_rounding_leaves_is_no_variance() -> None:
     """A share of the mean square, however large that is: 1e-13 is nothing, 1e-8 is not."""
-    for mean_square, share, kept in ((1e4, 1e-13, False), (1e-4, 1e-8, True)):
+    for mean_square, share, significant in ((1e4, 1e-13, False), (1e-4, 1e-8, True)):
         mean = mean_square**0.5
         squares = mean_square * (1 + share)
         variance = float(ops.mean_var(torch.tensor([1.0, mean, squares], dtype=torch.float64))[1])
-        assert variance == pytest.approx(mean_square * share if kept else 0.0, rel=1e-6, abs=0)
+        assert variance == pytest.approx(mean_square * share if significant else 0.0, rel=1e-6, abs=0)
 
 
 def test_moments_of_ranks_add_up() -> None:
@@ -287,9 +287,9 @@ def test_one_pass_gives_log_softmax_its_gradient_and_its_entropy(
     chosen = expected.gather(-1, ids[..., None]).squeeze(-1)
     (wanted,) = torch.autograd.grad((chosen * weights).sum(), logits)
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)):
-        given = logits.detach().to(dtype).requires_grad_()
-        logprobs, entropy = ops.logprobs_and_entropy(given, ids, temperature)
-        (gradient,) = torch.autograd.grad((logprobs * weights.to(logprobs.dtype)).sum(), given)
+        inputs = logits.detach().to(dtype).requires_grad_()
+        logprobs, entropy = ops.logprobs_and_entropy(inputs, ids, temperature)
+        (gradient,) = torch.autograd.grad((logprobs * weights.to(logprobs.dtype)).sum(), inputs)
         assert gradient.dtype == dtype and logprobs.dtype == (torch.float64 if near < 1e-9 else torch.float32)
         assert float((gradient - wanted).abs().max()) < near
         assert float((logprobs - chosen).abs().max()) < max(near, 4 * near * (dtype == torch.bfloat16))
@@ -301,9 +301,9 @@ def test_one_pass_over_logits_that_do_not_lie_row_by_row() -> None:
     logits = torch.randn(4, 3, 11, generator=generator()).transpose(0, 1)
     ids = torch.randint(11, (3, 4), generator=generator(1))
     gradients = []
-    for given in (logits, logits.contiguous()):
-        given = given.detach().requires_grad_()
-        gradients.append(torch.autograd.grad(ops.token_logprobs(given, ids).sum(), given)[0])
+    for inputs in (logits, logits.contiguous()):
+        inputs = inputs.detach().requires_grad_()
+        gradients.append(torch.autograd.grad(ops.token_logprobs(inputs, ids).sum(), inputs)[0])
     # each is p - 1[chosen]: at most 1, after a sum of 11 exponentials
     torch.testing.assert_close(gradients[0], gradients[1], atol=16 * torch.finfo(torch.float32).eps, rtol=0)
 

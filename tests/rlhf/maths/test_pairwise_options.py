@@ -87,21 +87,21 @@ def test_the_correlation_of_score_and_length_within_pairs() -> None:
         weighted = sides * torch.cat([weight, weight]).double().sqrt()
         return (weighted[0] @ weighted[1]) / (weighted[0].norm() * weighted[1].norm())
 
-    def found(gaps: Tensor, length_gaps: Tensor) -> tuple[float, Tensor]:
+    def correlation_of_parts(gaps: Tensor, length_gaps: Tensor) -> tuple[float, Tensor]:
         detached = gaps.detach()
         parts = (losses.gap_moments(detached[p], length_gaps[p], weight[p]) for p in (slice(0, 3), slice(3, 7)))
         return losses.squared_correlation(detached, length_gaps, weight, sum(parts, torch.zeros(3).double()))
 
-    rho, gradient = found(gaps, length_gaps)
+    rho, gradient = correlation_of_parts(gaps, length_gaps)
     expected = correlation(gaps, length_gaps)
     assert rho == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected**2, gaps)[0], rtol=1e-12, atol=1e-15)
     assert (gradient * gaps).sum().item() == pytest.approx(0, abs=1e-14)
     swaps = torch.tensor([1, -1, -1, 1, 1, -1, 1])
-    assert found(swaps * gaps, swaps * length_gaps)[0] == pytest.approx(rho, rel=1e-12)
-    assert found(100 * gaps, length_gaps)[0] == pytest.approx(rho, rel=1e-12)
+    assert correlation_of_parts(swaps * gaps, swaps * length_gaps)[0] == pytest.approx(rho, rel=1e-12)
+    assert correlation_of_parts(100 * gaps, length_gaps)[0] == pytest.approx(rho, rel=1e-12)
     for nothing in ((0 * gaps, length_gaps), (gaps, 0 * length_gaps)):
-        rho, gradient = found(*nothing)
+        rho, gradient = correlation_of_parts(*nothing)
         assert rho == 0 and not gradient.any()
 
 

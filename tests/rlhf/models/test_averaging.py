@@ -64,8 +64,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def test_each_tensor_is_the_mean(run: Run, folders: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "mean"
-    code, said, errors = run(*map(str, folders), "--out", str(out))
-    assert (code, said, errors) == (0, f"wrote {out}: the mean of 3 models\n", "")
+    code, output, errors = run(*map(str, folders), "--out", str(out))
+    assert (code, output, errors) == (0, f"wrote {out}: the mean of 3 models\n", "")
     parts, mean = [tensors(folder) for folder in folders], tensors(out)
     assert mean.keys() == parts[0].keys() and mean["counter"].tolist() == [7]
     for name in mean.keys() - {"counter"}:

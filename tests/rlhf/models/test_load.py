@@ -34,130 +34,132 @@ State = dict[str, Tensor]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def model_path(tmp_path: Path) -> Path:
     """A good Llama."""
     tiny.causal_lm("llama").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def edit_weights(place: Path, change: Callable[[State], Any]) -> None:
-    state = load_file(place / "model.safetensors")
+def edit_weights(model_path: Path, change: Callable[[State], Any]) -> None:
+    state = load_file(model_path / "model.safetensors")
     change(state)
     save_file(
-        {name: value.contiguous() for name, value in state.items()}, place / "model.safetensors", {"format": "pt"}
+        {name: value.contiguous() for name, value in state.items()}, model_path / "model.safetensors", {"format": "pt"}
     )
 
 
-def edit_config(place: Path, **changes: Any) -> None:
-    path = place / "config.json"
+def edit_config(model_path: Path, **changes: Any) -> None:
+    path = model_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def refusal(place: Path, load: Callable[..., Any] = load_causal_lm, size: int = tiny.VOCAB) -> str:
+def refusal(model_path: Path, load: Callable[..., Any] = load_causal_lm, size: int = tiny.VOCAB) -> str:
     with pytest.raises(UserError) as caught:
-        load(str(place), torch.float32, size)
-    assert "\n" not in str(caught.value) and str(place) in str(caught.value)
+        load(str(model_path), torch.float32, size)
+    assert "\n" not in str(caught.value) and str(model_path) in str(caught.value)
     return str(caught.value)
 
 
-def both(place: Path) -> str:
+def both(model_path: Path) -> str:
     """The refusals as a language model and as a backbone, which must agree."""
-    said = refusal(place)
-    assert refusal(place, load_backbone) == said
-    return said
+    message = refusal(model_path)
+    assert refusal(model_path, load_backbone) == message
+    return message
 
 
 # --- weights
 
 
-def test_missing_and_unexpected_weights_are_named(place: Path) -> None:
-    edit_weights(place, lambda state: state.update({"model.norm.wait": state.pop("model.norm.weight")}))
-    assert "1 weights are missing (model.norm.weight); 1 weights are unexpected (model.norm.wait)" in refusal(place)
-    said = refusal(place, load_backbone)
-    assert "missing" in said and "norm.weight" in said and "norm.wait" in said
+def test_missing_and_unexpected_weights_are_named(model_path: Path) -> None:
+    edit_weights(model_path, lambda state: state.update({"model.norm.wait": state.pop("model.norm.weight")}))
+    assert "1 weights are missing (model.norm.weight); 1 weights are unexpected (model.norm.wait)" in refusal(
+        model_path
+    )
+    message = refusal(model_path, load_backbone)
+    assert "missing" in message and "norm.weight" in message and "norm.wait" in message
 
 
-def test_a_layer_too_many_is_refused(place: Path) -> None:
+def test_a_layer_too_many_is_refused(model_path: Path) -> None:
     name = "model.layers.{}.mlp.up_proj.weight"
-    edit_weights(place, lambda state: state.update({name.format(2): state[name.format(1)].clone()}))
-    assert name.format(2) in both(place)
+    edit_weights(model_path, lambda state: state.update({name.format(2): state[name.format(1)].clone()}))
+    assert name.format(2) in both(model_path)
 
 
-def test_a_reward_model_is_no_policy(place: Path) -> None:
-    edit_weights(place, lambda state: state.update({"score.weight": torch.ones(1, tiny.WIDTH)}))
-    assert "score.weight" in refusal(place)
-    load_backbone(str(place), torch.float32, tiny.VOCAB)
+def test_a_reward_model_is_no_policy(model_path: Path) -> None:
+    edit_weights(model_path, lambda state: state.update({"score.weight": torch.ones(1, tiny.WIDTH)}))
+    assert "score.weight" in refusal(model_path)
+    load_backbone(str(model_path), torch.float32, tiny.VOCAB)
 
 
-def test_a_language_model_without_its_head_is_refused(place: Path) -> None:
-    edit_weights(place, lambda state: state.pop("lm_head.weight"))
-    assert "missing (lm_head.weight)" in refusal(place)
+def test_a_language_model_without_its_head_is_refused(model_path: Path) -> None:
+    edit_weights(model_path, lambda state: state.pop("lm_head.weight"))
+    assert "missing (lm_head.weight)" in refusal(model_path)
 
 
-def test_a_weight_of_another_shape_is_refused(place: Path) -> None:
-    edit_weights(place, lambda state: state.update({"model.norm.weight": torch.ones(16)}))
-    assert "1 weights have another shape (model.norm.weight: got [16], expected [32])" in refusal(place)
-    assert "got [16], expected [32]" in refusal(place, load_backbone)
+def test_a_weight_of_another_shape_is_refused(model_path: Path) -> None:
+    edit_weights(model_path, lambda state: state.update({"model.norm.weight": torch.ones(16)}))
+    assert "1 weights have another shape (model.norm.weight: got [16], expected [32])" in refusal(model_path)
+    assert "got [16], expected [32]" in refusal(model_path, load_backbone)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_weights_that_are_no_floating_point_are_refused(place: Path, dtype: torch.dtype, name: str) -> None:
+def test_weights_that_are_no_floating_point_are_refused(model_path: Path, dtype: torch.dtype, name: str) -> None:
     weight = "model.layers.1.mlp.up_proj.weight"
-    edit_weights(place, lambda state: state.update({weight: state[weight].to(dtype)}))
+    edit_weights(model_path, lambda state: state.update({weight: state[weight].to(dtype)}))
     if name.endswith(".bin"):
-        torch.save(load_file(place / "model.safetensors"), place / name)
-        (place / "model.safetensors").unlink()
-    said = both(place)
-    assert f"{name}: weight {weight} holds numbers of type" in said
-    assert "expected floating point" in said
+        torch.save(load_file(model_path / "model.safetensors"), model_path / name)
+        (model_path / "model.safetensors").unlink()
+    message = both(model_path)
+    assert f"{name}: weight {weight} holds numbers of type" in message
+    assert "expected floating point" in message
 
 
 def test_a_tokenizer_of_another_model_is_refused_and_new_rows_are_told(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "its embedding has 97 rows, but its tokenizer 107 ids"
-    assert said in refusal(place, size=107) and said in refusal(place, load_backbone, 107)
-    with pytest.raises(UserError, match=said):
-        require_vocabulary(str(place), 107)
+    message = "its embedding has 97 rows, but its tokenizer 107 ids"
+    assert message in refusal(model_path, size=107) and message in refusal(model_path, load_backbone, 107)
+    with pytest.raises(UserError, match=message):
+        require_vocabulary(str(model_path), 107)
     for size, added in ((98, None), (106, 9)):
-        require_vocabulary(str(place), size)
-        load_causal_lm(str(place), torch.float32, size)
-        told = f"note: model '{place}': {added} rows are added to the 97 of its embedding"
-        assert (told in capsys.readouterr().out) == (added is not None)
+        require_vocabulary(str(model_path), size)
+        load_causal_lm(str(model_path), torch.float32, size)
+        note = f"note: model '{model_path}': {added} rows are added to the 97 of its embedding"
+        assert (note in capsys.readouterr().out) == (added is not None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_one_bad_number_is_refused_and_named(place: Path, value: float) -> None:
+def test_one_bad_number_is_refused_and_named(model_path: Path, value: float) -> None:
     def poison(state: State) -> None:
         state["model.layers.1.mlp.up_proj.weight"][3, 4] = value
 
-    edit_weights(place, poison)
-    assert "layers.1.mlp.up_proj.weight has values that are not finite" in refusal(place)
-    assert "layers.1.mlp.up_proj.weight" in refusal(place, load_backbone)
+    edit_weights(model_path, poison)
+    assert "layers.1.mlp.up_proj.weight has values that are not finite" in refusal(model_path)
+    assert "layers.1.mlp.up_proj.weight" in refusal(model_path, load_backbone)
 
 
-def test_large_finite_weights_are_no_fault(place: Path) -> None:
-    edit_weights(place, lambda state: state["model.norm.weight"].fill_(3e38))
-    load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+def test_large_finite_weights_are_no_fault(model_path: Path) -> None:
+    edit_weights(model_path, lambda state: state["model.norm.weight"].fill_(3e38))
+    load_causal_lm(str(model_path), torch.float32, tiny.VOCAB)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage " * 20])
-def test_a_damaged_file_is_refused(place: Path, content: bytes) -> None:
-    (place / "model.safetensors").write_bytes(content)
-    assert "cannot be loaded" in both(place)
+def test_a_damaged_file_is_refused(model_path: Path, content: bytes) -> None:
+    (model_path / "model.safetensors").write_bytes(content)
+    assert "cannot be loaded" in both(model_path)
 
 
-def test_a_truncated_file_is_refused(place: Path) -> None:
-    file = place / "model.safetensors"
+def test_a_truncated_file_is_refused(model_path: Path) -> None:
+    file = model_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert "cannot be loaded" in both(place)
+    assert "cannot be loaded" in both(model_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_an_absent_file_is_named(place: Path, name: str) -> None:
-    (place / name).unlink()
-    assert name in both(place)
+def test_an_absent_file_is_named(model_path: Path, name: str) -> None:
+    (model_path / name).unlink()
+    assert name in both(model_path)
 
 
 # --- code in a model directory
@@ -173,42 +175,42 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_pickle_may_hold_tensors_but_no_code(place: Path, tmp_path: Path) -> None:
+def test_a_pickle_may_hold_tensors_but_no_code(model_path: Path, tmp_path: Path) -> None:
     """Many older models, OPT among them, have nothing but such a file."""
-    state = load_file(place / "model.safetensors")
-    (place / "model.safetensors").unlink()
-    torch.save(state, place / "pytorch_model.bin")
-    load_causal_lm(str(place), torch.float32, tiny.VOCAB)
-    torch.save({**state, "extra": Payload(tmp_path / "ran")}, place / "pytorch_model.bin")
-    assert "cannot be loaded" in both(place)
+    state = load_file(model_path / "model.safetensors")
+    (model_path / "model.safetensors").unlink()
+    torch.save(state, model_path / "pytorch_model.bin")
+    load_causal_lm(str(model_path), torch.float32, tiny.VOCAB)
+    torch.save({**state, "extra": Payload(tmp_path / "ran")}, model_path / "pytorch_model.bin")
+    assert "cannot be loaded" in both(model_path)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("model_type", ["unheard-of", "llama"])
-def test_code_of_a_model_directory_never_runs(place: Path, tmp_path: Path, model_type: str) -> None:
+def test_code_of_a_model_directory_never_runs(model_path: Path, tmp_path: Path, model_type: str) -> None:
     code = f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: pass\n"
-    (place / "modeling_x.py").write_text(code)
+    (model_path / "modeling_x.py").write_text(code)
     names = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer"), "modeling_x.C")
-    edit_config(place, auto_map=names, model_type=model_type)
+    edit_config(model_path, auto_map=names, model_type=model_type)
     if model_type == "llama":  # transformers has the architecture itself
-        load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+        load_causal_lm(str(model_path), torch.float32, tiny.VOCAB)
     else:
-        assert "custom code" in both(place)
+        assert "custom code" in both(model_path)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-def test_kernels_from_a_hub_are_refused(place: Path, key: str) -> None:
-    edit_config(place, **{key: "someone/kernel"})
-    assert "someone/kernel" in both(place)
+def test_kernels_from_a_hub_are_refused(model_path: Path, key: str) -> None:
+    edit_config(model_path, **{key: "someone/kernel"})
+    assert "someone/kernel" in both(model_path)
 
 
 # --- places
 
 
 def test_a_place_that_is_no_model() -> None:
-    for place in ("some/where/else", "/nothing/here"):
-        assert "no such directory" in refusal(Path(place))
+    for model_path in ("some/where/else", "/nothing/here"):
+        assert "no such directory" in refusal(Path(model_path))
 
 
 def test_an_unknown_architecture_in_a_description(tmp_path: Path) -> None:
@@ -219,11 +221,11 @@ def test_an_unknown_architecture_in_a_description(tmp_path: Path) -> None:
     assert "model_type" in both(path)
 
 
-def test_the_context_must_hold_the_sequences(place: Path) -> None:
-    assert context_length(load_config(str(place))) == context_length(tiny.config_of("gemma3")) == tiny.CONTEXT
-    require_context(str(place), tiny.CONTEXT)
+def test_the_context_must_hold_the_sequences(model_path: Path) -> None:
+    assert context_length(load_config(str(model_path))) == context_length(tiny.config_of("gemma3")) == tiny.CONTEXT
+    require_context(str(model_path), tiny.CONTEXT)
     with pytest.raises(UserError, match="context is 64 tokens, but sequences may have 65"):
-        require_context(str(place), tiny.CONTEXT + 1)
+        require_context(str(model_path), tiny.CONTEXT + 1)
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NESTED])
@@ -234,14 +236,14 @@ def test_nothing_random_is_left_in_any_config(tmp_path: Path, family: str) -> No
     raised, count = re.subn(r'("\w*(?:drop|jitter)\w*": )0\.\d+', r"\g<1>0.3", config.read_text())
     config.write_text(raised)
     assert count
-    given = (str(tmp_path / "model"), torch.float32, tiny.VOCAB)
-    policy = Policy(load_causal_lm(*given))
+    arguments = (str(tmp_path / "model"), torch.float32, tiny.VOCAB)
+    policy = Policy(load_causal_lm(*arguments))
     with torch.no_grad():
         logprobs = [policy.train(training)(ROWS)[0] for training in (True, True, False)]
-        scalar = new_scalar_model(*given)
+        scalar = new_scalar_model(*arguments)
         scalars = [scalar.train(training)(ROWS) for training in (True, True, False)]
-    for first, *others in (logprobs, scalars):
-        assert all(torch.equal(first, other) for other in others)
+    for first, *rest in (logprobs, scalars):
+        assert all(torch.equal(first, other) for other in rest)
     policy.lm.config.save_pretrained(tmp_path / "saved")
     assert "0.3" not in (tmp_path / "saved" / "config.json").read_text()
 
@@ -284,7 +286,7 @@ def test_rows_without_a_token_are_never_sampled_and_have_no_share(tmp_path: Path
         rows = rollout.sequences
         with torch.no_grad():
             got, entropy = Policy(model)(rows, entropy="watched")
-            whole = [plain(input_ids=ids[kept][None]).logits[0] for ids, kept in zip(rows.ids, rows.mask, strict=True)]
+            whole = [plain(input_ids=ids[mask][None]).logits[0] for ids, mask in zip(rows.ids, rows.mask, strict=True)]
         for b, logits in enumerate(whole):
             exact = logits[:-1, :size].double().log_softmax(-1)
             counted = rows.loss_mask[b, rows.mask[b]][1:]
@@ -307,11 +309,11 @@ def test_rows_without_a_token_get_no_gradient(tmp_path: Path) -> None:
     assert torch.isfinite(gradient).all()
 
 
-def test_weights_begin_where_a_line_of_the_cache_does(place: Path) -> None:
-    edit_weights(place, lambda state: None)
-    mapped = load_file(place / "model.safetensors")
+def test_weights_begin_where_a_line_of_the_cache_does(model_path: Path) -> None:
+    edit_weights(model_path, lambda state: None)
+    mapped = load_file(model_path / "model.safetensors")
     assert any(x.data_ptr() % 64 for x in mapped.values()), "they do so in the file: nothing to see"
-    model = load_causal_lm(str(place), torch.float32, tiny.VOCAB)
+    model = load_causal_lm(str(model_path), torch.float32, tiny.VOCAB)
     assert not any(x.data_ptr() % 64 for x in model.parameters())
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, mapped.get(name, weight)), name

@@ -35,20 +35,20 @@ def ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def both_ways(lm: nn.Module, ask: nn.Module, *given: object) -> Iterator[tuple[Tensor, Tensor]]:
+def both_ways(lm: nn.Module, ask: nn.Module, *inputs: object) -> Iterator[tuple[Tensor, Tensor]]:
     """What `ask` gives and its gradient in the weights, padded and then packed."""
     for pack in (False, True):
         if pack:
             packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
-        found = ask(*given)
-        found = found[0] if isinstance(found, tuple) else found
+        output = ask(*inputs)
+        output = output[0] if isinstance(output, tuple) else output
         weights = [w for w in ask.parameters() if w.requires_grad]
-        gradients = torch.autograd.grad(found.square().sum(), weights, allow_unused=True)
-        yield found.detach(), torch.cat([g.flatten() for g in gradients if g is not None])
+        gradients = torch.autograd.grad(output.square().sum(), weights, allow_unused=True)
+        yield output.detach(), torch.cat([g.flatten() for g in gradients if g is not None])
 
 
-def require_near(lm: nn.Module, ask: nn.Module, dtype: torch.dtype, *given: object) -> None:
-    (padded, expected), (packed, gradient) = both_ways(lm, ask, *given)
+def require_near(lm: nn.Module, ask: nn.Module, dtype: torch.dtype, *inputs: object) -> None:
+    (padded, expected), (packed, gradient) = both_ways(lm, ask, *inputs)
     exact = dtype == torch.float32
     assert (packed - padded).abs().max() <= (1e-5 if exact else 0.06)
     assert (gradient.double() - expected.double()).norm() <= (1e-5 if exact else 0.03) * expected.double().norm()
@@ -83,10 +83,10 @@ def test_pairs_in_one_row_keep_their_sides_apart(family: str, dtype: torch.dtype
 def test_each_token_stands_in_one_place_and_padding_in_none() -> None:
     lengths = torch.tensor(LENGTHS)
     for dtype, full in ((torch.float32, 16), (torch.bfloat16, 32)):  # widths are whole vectors of 64 bytes
-        made = packing.Layout(lengths, dtype, lengths.device).padded
-        assert [(count, width) for count, width, _ in made.groups] == [(3, 32), (1, full), (1, full), (1, full)]
-        assert torch.equal(made.tokens[made.slots], torch.arange(int(lengths.sum())))
-        assert int(made.empty.sum()) == 3 * 32 + 3 * full - sum(LENGTHS) and not made.empty[made.slots].any()
+        layout = packing.Layout(lengths, dtype, lengths.device).padded
+        assert [(count, width) for count, width, _ in layout.groups] == [(3, 32), (1, full), (1, full), (1, full)]
+        assert torch.equal(layout.tokens[layout.slots], torch.arange(int(lengths.sum())))
+        assert int(layout.empty.sum()) == 3 * 32 + 3 * full - sum(LENGTHS) and not layout.empty[layout.slots].any()
 
 
 def test_what_our_kernels_for_rows_are_told_of_two_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,20 +101,20 @@ def test_what_our_kernels_for_rows_are_told_of_two_pairs(monkeypatch: pytest.Mon
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
     lm = ready(tiny.causal_lm(), torch.float32)
     packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
-    given = rows()
-    together, _ = Policy(lm)(given)  # type: ignore[arg-type]
+    batch = rows()
+    together, _ = Policy(lm)(batch)  # type: ignore[arg-type]
     for i in range(len(LENGTHS)):
-        alone, _ = Policy(lm)(given[i : i + 1])  # type: ignore[arg-type]
+        alone, _ = Policy(lm)(batch[i : i + 1])  # type: ignore[arg-type]
         torch.testing.assert_close(alone[0], together[i], rtol=0, atol=2e-6)
 
 
 def test_no_padding_is_computed() -> None:
     lm = ready(tiny.causal_lm(), torch.float32)
     packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
-    seen = []
-    lm.get_submodule("model.layers.0.mlp").register_forward_hook(lambda _, __, out: seen.append(tuple(out.shape)))
+    shapes = []
+    lm.get_submodule("model.layers.0.mlp").register_forward_hook(lambda _, __, out: shapes.append(tuple(out.shape)))
     Policy(lm)(rows())  # type: ignore[arg-type]
-    assert seen == [(1, sum(LENGTHS), tiny.WIDTH)]
+    assert shapes == [(1, sum(LENGTHS), tiny.WIDTH)]
 
 
 def test_a_model_that_mixes_neighbours_is_found_out() -> None:
@@ -162,12 +162,12 @@ def test_a_rollout_of_latent_attention(whole: bool) -> None:
 def test_recomputed_activations_know_the_rows_too() -> None:
     lm = ready(tiny.causal_lm(), torch.float32).train()
     packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
-    found = []
+    gradients = []
     for _ in range(2):
         value = Policy(lm)(rows())[0].sum()  # type: ignore[arg-type]
-        found.append(torch.cat([g.flatten() for g in torch.autograd.grad(value, list(lm.parameters()))]))
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(value, list(lm.parameters()))]))
         lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-6)
 
 
 def test_a_model_that_is_read_is_tried(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ def test_an_adapter_trains_over_them_and_merges_into_dequantised_weights(
     engine = engine_of(Policy(adapters.wrap(lm, LORA)), quantize=kind, gradient_checkpointing=family == "gpt2")
     with engine.inference() as policy:
         policy(ROWS)
-    seen = train(engine)
-    assert seen[2] < seen[0]
+    history = train(engine)
+    assert history[2] < history[0]
     after = {name.replace(".base_layer", ""): weight for name, weight in lm.named_parameters()}
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
     save_policy(engine, LORA, tiny.tokenizer(), tmp_path)

@@ -77,10 +77,10 @@ def test_padding_changes_no_gradient(family: str) -> None:
     require_gradients(gradients(tiny.padded(ROWS, 7, 5)), gradients(ROWS))
 
 
-def require_gradients(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+def require_gradients(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
     """All together."""
-    assert [each is None for each in found] == [each is None for each in expected]
-    got, want = (torch.cat([each.flatten() for each in one if each is not None]) for one in (found, expected))
+    assert [each is None for each in actual] == [each is None for each in expected]
+    got, want = (torch.cat([each.flatten() for each in one if each is not None]) for one in (actual, expected))
     assert float((got - want).norm()) < GRADIENT * float(want.norm())
 
 
@@ -217,23 +217,23 @@ def test_a_new_head_is_small_noise_of_its_seed(tmp_path: Path) -> None:
 # --- refused
 
 
-def refusal(place: Path) -> str:
+def refusal(path: Path) -> str:
     with pytest.raises(UserError) as caught:
-        load_scalar_model(str(place), torch.float32, tiny.VOCAB)
-    assert "\n" not in str(caught.value) and str(place) in str(caught.value)
+        load_scalar_model(str(path), torch.float32, tiny.VOCAB)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
     return str(caught.value)
 
 
 def edited(saved: Path, tmp_path: Path, **changes: Tensor | None) -> Path:
     """A copy of the Llama reward model with some weights replaced, or (None) left out."""
-    place = saved / "llama"
+    source = saved / "llama"
     copy = tmp_path / "copy"
     copy.mkdir()
-    for file in place.iterdir():
+    for file in source.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     state = {**load_file(copy / "model.safetensors"), **{name.replace("__", "."): x for name, x in changes.items()}}
-    kept = {name: value for name, value in state.items() if value is not None}
-    save_file(kept, copy / "model.safetensors", {"format": "pt"})
+    weights = {name: value for name, value in state.items() if value is not None}
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
     return copy
 
 
@@ -243,24 +243,24 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
 
 
 def test_several_labels_are_refused(saved: Path, tmp_path: Path) -> None:
-    place = edited(saved, tmp_path, score__weight=torch.ones(3, tiny.WIDTH))
-    assert "3 labels, expected 1" in refusal(place)
+    path = edited(saved, tmp_path, score__weight=torch.ones(3, tiny.WIDTH))
+    assert "3 labels, expected 1" in refusal(path)
 
 
 def test_a_head_of_another_width_is_refused(saved: Path, tmp_path: Path) -> None:
-    place = edited(saved, tmp_path, score__weight=torch.ones(1, 8))
-    assert HEAD in refusal(place) and "8" in refusal(place) and "32" in refusal(place)
+    path = edited(saved, tmp_path, score__weight=torch.ones(1, 8))
+    assert HEAD in refusal(path) and "8" in refusal(path) and "32" in refusal(path)
 
 
 def test_a_head_with_nan_is_refused(saved: Path, tmp_path: Path) -> None:
-    place = edited(saved, tmp_path, score__weight=torch.full((1, tiny.WIDTH), math.nan))
-    assert HEAD in refusal(place) and "not finite" in refusal(place)
+    path = edited(saved, tmp_path, score__weight=torch.full((1, tiny.WIDTH), math.nan))
+    assert HEAD in refusal(path) and "not finite" in refusal(path)
 
 
 def test_a_damaged_file_is_refused(saved: Path, tmp_path: Path) -> None:
-    place = edited(saved, tmp_path)
-    (place / "model.safetensors").write_bytes(b"garbage " * 20)
-    assert "cannot be loaded" in refusal(place)
+    path = edited(saved, tmp_path)
+    (path / "model.safetensors").write_bytes(b"garbage " * 20)
+    assert "cannot be loaded" in refusal(path)
 
 
 def test_a_model_of_the_hub_has_its_head_read_from_the_cache(
@@ -280,8 +280,8 @@ def test_a_model_of_the_hub_has_its_head_read_from_the_cache(
 
 
 def test_a_missing_weight_of_the_backbone_is_refused(saved: Path, tmp_path: Path) -> None:
-    place = edited(saved, tmp_path, model__norm__weight=None)
-    assert "missing" in refusal(place) and "norm.weight" in refusal(place)
+    path = edited(saved, tmp_path, model__norm__weight=None)
+    assert "missing" in refusal(path) and "norm.weight" in refusal(path)
 
 
 # --- pairs in one row
@@ -318,13 +318,13 @@ def test_pairs_in_one_row_have_the_scores_and_gradients_of_two(family: str) -> N
     assert able == (family not in ("bloom", "gpt_neo", "mistral", "gemma2"))
     if not able:
         return
-    found = {}
+    results = {}
     for pair_scores in (score_separately, score_joined):
         scored = pair_scores(model, rows)[0]
         loss, _ = pairwise_logistic(*scored.unbind(1))
-        found[pair_scores] = (scored, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
-    assert float((found[score_joined][0] - found[score_separately][0]).abs().max()) < SCORE
-    require_gradients(found[score_joined][1], found[score_separately][1])
+        results[pair_scores] = (scored, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+    assert float((results[score_joined][0] - results[score_separately][0]).abs().max()) < SCORE
+    require_gradients(results[score_joined][1], results[score_separately][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,26 +27,26 @@ Made = Callable[[bool], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """`made(everything)`: what two ranks saw, each asked once."""
-    seen: dict[bool, dict[str, Any]] = {}
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """`results_of(everything)`: what two ranks saw, each asked once."""
+    results: dict[bool, dict[str, Any]] = {}
 
     def call(everything: bool) -> dict[str, Any]:
-        if everything not in seen:
+        if everything not in results:
             folder = tmp_path_factory.mktemp("split")
             make(folder)
             words = [str(folder), *(["all"] if everything else [])]
             forked_ranks.run("tests.support.split_ranks", *words, timeout_s=900)
-            seen[everything] = torch.load(folder / "seen.pt")
-        return seen[everything]
+            results[everything] = torch.load(folder / "seen.pt")
+        return results[everything]
 
     return call
 
 
-def require_alike(found: dict[str, Any], kind: str, what: str) -> None:
+def require_alike(results: dict[str, Any], kind: str, what: str) -> None:
     """Metrics, responses, checkpoints, saved models and averages; ranks that share went on half way from the checkpoint
     of those that do not."""
-    expected, split = found["alone"][what.split()[0]], found[kind][what]
+    expected, split = results["alone"][what.split()[0]], results[kind][what]
     for one, other in zip(expected["metrics"], split["metrics"], strict=True):
         assert other == pytest.approx(one, abs=2e-6)
     if kind == "tensor":
@@ -62,33 +62,33 @@ def require_alike(found: dict[str, Any], kind: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
-def test_ranks_that_share_train_as_those_that_do_not(kind: str, made: Made) -> None:
-    require_alike(made(False), kind, "llama 3")
+def test_ranks_that_share_train_as_those_that_do_not(kind: str, results_of: Made) -> None:
+    require_alike(results_of(False), kind, "llama 3")
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
-def test_ranks_that_share_go_on_to_the_bit(kind: str, made: Made) -> None:
-    whole, gone_on = (made(True)[kind][name] for name in ("whole", "gone on"))
+def test_ranks_that_share_go_on_to_the_bit(kind: str, results_of: Made) -> None:
+    whole, gone_on = (results_of(True)[kind][name] for name in ("whole", "gone on"))
     assert whole["metrics"] == gone_on["metrics"]
     for name in ("last", "averaged"):
         assert apart(whole[name], gone_on[name]) == 0
 
 
-def test_a_scalar_model_of_shared_rows_is_the_same(made: Made) -> None:
-    found = made(False)
-    for one, other in zip(found["scores alone"], found["scores sequence"], strict=True):
+def test_a_scalar_model_of_shared_rows_is_the_same(results_of: Made) -> None:
+    results = results_of(False)
+    for one, other in zip(results["scores alone"], results["scores sequence"], strict=True):
         assert other == pytest.approx(one, abs=1e-5)
-    assert found["losses sequence"] == pytest.approx(found["losses alone"], abs=1e-6)
-    first, *_, last = (torch.tensor(scores) for scores in found["scores alone"])
+    assert results["losses sequence"] == pytest.approx(results["losses alone"], abs=1e-6)
+    first, *_, last = (torch.tensor(scores) for scores in results["scores alone"])
     assert (last > first).all()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(("kind", "family"), [*(("tensor", f) for f in TENSOR), *(("sequence", f) for f in SEQUENCE)])
-def test_every_family_that_is_let_through(kind: str, family: str, made: Made) -> None:
+def test_every_family_that_is_let_through(kind: str, family: str, results_of: Made) -> None:
     for stage in (0, 1, 2, 3) if family == "llama" else (1,):
-        require_alike(made(True), kind, f"{family} {stage}")
+        require_alike(results_of(True), kind, f"{family} {stage}")
 
 
 # --- one process
@@ -97,15 +97,15 @@ def test_every_family_that_is_let_through(kind: str, family: str, made: Made) ->
 def test_ranks_that_work_alike_have_one_share_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv(collectives.RANKS_PER_SHARE, "2")
-    found = []
+    shares_of_ranks = []
     for rank in range(6):
         monkeypatch.setenv("RANK", str(rank))
-        found.append((collectives.data_rank(), collectives.data_world_size(), collectives.is_share_leader()))
-    assert found == [(rank, 3, first) for rank in range(3) for first in (True, False)]
+        shares_of_ranks.append((collectives.data_rank(), collectives.data_world_size(), collectives.is_share_leader()))
+    assert shares_of_ranks == [(rank, 3, first) for rank in range(3) for first in (True, False)]
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks", "said"),
+    ("options", "ranks", "message"),
     [
         (
             {"tensor_parallel_size": 2, "sequence_parallel_size": 2},
@@ -117,8 +117,8 @@ def test_ranks_that_work_alike_have_one_share_of_the_rows(monkeypatch: pytest.Mo
         ({"sequence_parallel_size": 4}, 2, "--sequence-parallel-size 4: got 2 processes, expected a multiple of 4"),
     ],
 )
-def test_what_does_not_go_together(options: dict[str, Any], ranks: int, said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_what_does_not_go_together(options: dict[str, Any], ranks: int, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
         shares(EngineOptions(**options), ranks)
 
 
@@ -129,7 +129,7 @@ def test_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "options", "said"),
+    ("family", "changes", "options", "message"),
     [
         ("gpt2", {}, {"tensor_parallel_size": 2}, "is a gpt2 (DeepSpeed cannot split its fused queries, keys"),
         ("gpt2", {}, {"tensor_parallel_size": 2}, "keys and values), expected one of gemma2, gpt_neo"),
@@ -149,10 +149,10 @@ def test_shares() -> None:
     ],
 )
 def test_models_that_cannot_be_split(
-    family: str, changes: dict[str, Any], options: dict[str, Any], said: str, tmp_path: Path
+    family: str, changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     tiny.config_of(family, **changes).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(message)):
         check_split(EngineOptions(**options), str(tmp_path))
     check_split(EngineOptions(), str(tmp_path))
 
@@ -165,7 +165,7 @@ def test_models_that_can_be_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"sequence_parallel_size": 2}, "--sequence-parallel-size 2: expected 1 in step 3"),
         (
@@ -175,10 +175,10 @@ def test_models_that_can_be_split(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2, "adapter": "lora"}, "DeepSpeed cannot split adapters"),
     ],
 )
-def test_what_step_3_refuses(options: dict[str, Any], said: str) -> None:
+def test_what_step_3_refuses(options: dict[str, Any], message: str) -> None:
     demo = "configs/models/demo-llama.yaml"
     config = PPOConfig(actor_model=demo, critic_model=demo, reward=("length",), **options)
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(message)):
         check_ppo(config, ranks=2)
 
 

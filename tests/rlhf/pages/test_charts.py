@@ -70,9 +70,9 @@ def test_a_thinned_line_keeps_its_ends_and_extremes() -> None:
     points = [Point(float(i), math.sin(i / 50)) for i in range(5000)]
     points[1234] = Point(1234.0, 9.0)
     points[4321] = Point(4321.0, -9.0)
-    kept = thin(points, 100)
-    assert len(kept) <= 100 and {points[0], points[-1], points[1234], points[4321]} <= {*kept}
-    assert [p.x for p in kept] == sorted(p.x for p in kept)
+    remaining = thin(points, 100)
+    assert len(remaining) <= 100 and {points[0], points[-1], points[1234], points[4321]} <= {*remaining}
+    assert [p.x for p in remaining] == sorted(p.x for p in remaining)
     assert thin(points[:100], 100) == points[:100]
 
 

@@ -97,11 +97,11 @@ def test_weights_are_about_those_of_the_model(path: Path) -> None:
 
 def test_both_kinds_of_stages_choose(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled is what runs; the options of the run stay as the user set them."""
-    asked: list[Any] = []
+    calls: list[Any] = []
     compiled: list[Any] = []
 
     def always(options: Any, *arguments: Any) -> Any:
-        asked.append(arguments)
+        calls.append(arguments)
         return options.model_copy(update={"torch_compile": True})
 
     for module in ("rlhf.supervised.runner", "step3_ppo.stage"):
@@ -109,7 +109,7 @@ def test_both_kinds_of_stages_choose(tmp_path: Path, models: Path, monkeypatch: 
     monkeypatch.setattr(compiling, "compile_layers", compiled.append)
     FINE_TUNING.run(SFTConfig(**SMALL, num_train_epochs=2, model="demo-llama", output_dir=str(tmp_path)))
     stage.run(options(models, tmp_path, num_ppo_epochs=3))
-    (sft, _, sft_tokens), (ppo, _, ppo_tokens) = asked
+    (sft, _, sft_tokens), (ppo, _, ppo_tokens) = calls
     assert (sft, ppo, len(compiled)) == ("step1_sft", "step3_ppo", 1 + 4)
     lines = (tmp_path / "step1_sft/metrics.jsonl").read_text().splitlines()
     trained = sum(line.get("tokens", 0) for line in map(json.loads, lines) if line["kind"] == "train")

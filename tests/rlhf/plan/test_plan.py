@@ -214,13 +214,13 @@ def test_a_real_engine_uses_the_planned_memory(setting: dict[str, Any], model_pa
         engine = engine_runs.engine(setting)
         for rows in engine_runs.batches(2):
             engine_runs.step(engine, rows, size=4)
-        made = [storage.nbytes() for address, storage in storages().items() if address not in before]
+        new_bytes = [storage.nbytes() for address, storage in storages().items() if address not in before]
         del engine
     counts = sizes.size(model_path, "lm", Setup(optim=setting.get("optim", "adamw")))
     planned = zero.model_memory(
         counts, EngineOptions(**setting), b, RankLayout(1, on_cpu=True, micro_batches=2)
     ).resident.total
-    assert sum(made) == pytest.approx(planned, rel=0.03)
+    assert sum(new_bytes) == pytest.approx(planned, rel=0.03)
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
@@ -298,8 +298,8 @@ def test_a_checkpoint_that_is_copied_lies_in_cpu_memory_too(model_path: str) -> 
         (reward_plan, RewardConfig(model=model_path, async_checkpoints=True), scalar),
         (ppo_plan, PPO(async_checkpoints=True), lm + scalar),
     ):
-        found = forecast(module.workload(options, "H100", starts), four_gpus(80e9))  # type: ignore[attr-defined]
-        assert found.host_peak - machine.PROGRAM == 12 * trained / 4, module
+        memory = forecast(module.workload(options, "H100", starts), four_gpus(80e9))  # type: ignore[attr-defined]
+        assert memory.host_peak - machine.PROGRAM == 12 * trained / 4, module
 
 
 def test_forward_flops_by_hand() -> None:

@@ -306,8 +306,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         2,
         "error: rlhf report: no run is named; expected the --output-dir of one or more runs\n",
     )
-    code, _, said = rlhf("report", str(tmp_path / "none"))
-    assert code == 2 and said.startswith(f"error: {tmp_path}/none: no stage has recorded metrics there")
+    code, _, message = rlhf("report", str(tmp_path / "none"))
+    assert code == 2 and message.startswith(f"error: {tmp_path}/none: no stage has recorded metrics there")
 
 
 def test_the_commands_of_the_page_are_accepted() -> None:

@@ -44,7 +44,7 @@ def padded(r: SampledRollout) -> SampledRollout:
 
 
 def reward_model(
-    place: Path, tokenizer: PreTrainedTokenizerFast, family: str = "gpt2", labels: int = 1, **changes: Any
+    path: Path, tokenizer: PreTrainedTokenizerFast, family: str = "gpt2", labels: int = 1, **changes: Any
 ) -> PreTrainedModel:
     """A classifier of one label (or more) as transformers makes and saves it, with `tokenizer` beside it."""
     with torch.random.fork_rng():
@@ -53,20 +53,20 @@ def reward_model(
             tiny.config_of(family, num_labels=labels, **changes)
         ).eval()
         torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(place)
-    tokenizer.save_pretrained(place)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return model
 
 
 def other_tokenizer() -> PreTrainedTokenizerFast:
     """The same words under other ids, and another template."""
-    made = tiny.tokenizer(reverse=True)
-    made.chat_template = "{{ bos_token }}{% for m in messages %}w4 w5 {{ m['content'] }} w6{% endfor %}"
-    return made
+    tokenizer = tiny.tokenizer(reverse=True)
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}w4 w5 {{ m['content'] }} w6{% endfor %}"
+    return tokenizer
 
 
-def context(place: Path, micro_batch_size: int = 2) -> Context:
-    return Context(tiny.tokenizer(), torch.device("cpu"), torch.float32, str(place), micro_batch_size)
+def context(path: Path, micro_batch_size: int = 2) -> Context:
+    return Context(tiny.tokenizer(), torch.device("cpu"), torch.float32, str(path), micro_batch_size)
 
 
 def samples(r: SampledRollout) -> Samples:

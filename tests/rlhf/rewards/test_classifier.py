@@ -22,13 +22,13 @@ from tests.support import tiny
 TEXTS = ("w4 w5 w6", "w9", "w7 w8 w9 w10 w11 w12")
 
 
-def encoder(place: Path, labels: int = 2, **changes: Any) -> PreTrainedModel:
+def encoder(path: Path, labels: int = 2, **changes: Any) -> PreTrainedModel:
     """A tiny BERT of two labels, whose tokenizer wraps a text in special tokens and has no BOS or EOS."""
     tokenizer = tiny.tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A <unk>", special_tokens=[("<s>", 1), ("<unk>", 3)]
     )
-    made = PreTrainedTokenizerFast(
+    wrapping_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>", unk_token="<unk>", cls_token="<s>"
     )
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -37,16 +37,16 @@ def encoder(place: Path, labels: int = 2, **changes: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(config).eval()
-    model.save_pretrained(place)
-    made.save_pretrained(place)
+    model.save_pretrained(path)
+    wrapping_tokenizer.save_pretrained(path)
     return model
 
 
-def said(spec: str, folder: Path, responses: tuple[str, ...] = TEXTS, micro_batch_size: int = 2) -> list[float]:
+def scores_from(spec: str, folder: Path, responses: tuple[str, ...] = TEXTS, micro_batch_size: int = 2) -> list[float]:
     s: Samples = replace(samples(rollout()), responses=responses)
     source = rewards.open_source(f"classifier,model={folder}{spec}", context(folder, micro_batch_size))
-    found: list[float] = source(s).tolist()
-    return found
+    scores: list[float] = source(s).tolist()
+    return scores
 
 
 @torch.no_grad()
@@ -63,15 +63,15 @@ def bert(ids: list[int]) -> list[int]:
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
 def test_log_odds_of_one_of_two(tmp_path: Path, micro_batch_size: int) -> None:
     model = encoder(tmp_path)
-    found = said(",label=1", tmp_path, micro_batch_size=micro_batch_size)
-    for text, score in zip(TEXTS, found, strict=True):
+    scores = scores_from(",label=1", tmp_path, micro_batch_size=micro_batch_size)
+    for text, score in zip(TEXTS, scores, strict=True):
         no, yes = alone(model, text, bert)
         assert score == pytest.approx(yes - no, abs=1e-5)
 
 
 def test_log_odds_of_one_of_three_and_its_logit(tmp_path: Path) -> None:
     model = encoder(tmp_path, labels=3)
-    odds, logits = said(",label=2", tmp_path), said(",label=2,output=logit", tmp_path)
+    odds, logits = scores_from(",label=2", tmp_path), scores_from(",label=2,output=logit", tmp_path)
     for text, score, logit in zip(TEXTS, odds, logits, strict=True):
         z = alone(model, text, bert)
         p = math.exp(z[2]) / sum(map(math.exp, z))
@@ -84,21 +84,21 @@ def test_labels_that_do_not_exclude_each_other_are_their_own_odds(
 ) -> None:
     """sigmoid(z) = p, so log(p / (1 - p)) = z."""
     model = encoder(tmp_path, labels=labels, problem_type=problem)
-    found = said(",label=0", tmp_path)
-    assert found == pytest.approx([alone(model, text, bert)[0] for text in TEXTS], abs=1e-5)
+    scores = scores_from(",label=0", tmp_path)
+    assert scores == pytest.approx([alone(model, text, bert)[0] for text in TEXTS], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_in_bf16_the_head_is_in_fp32(kind: str, tmp_path: Path) -> None:
     """The fp64 product of the same bf16 states and the file's weight, to n eps sum |w_i h_i|."""
-    made = encoder(tmp_path) if kind == "encoder" else reward_model(tmp_path, tiny.tokenizer(), labels=2)
-    linear, name = (made.classifier, "classifier") if kind == "encoder" else (made.score, "score")
+    model = encoder(tmp_path) if kind == "encoder" else reward_model(tmp_path, tiny.tokenizer(), labels=2)
+    linear, name = (model.classifier, "classifier") if kind == "encoder" else (model.score, "score")
     loaded = classifier.load(str(tmp_path), narrow := replace(context(tmp_path), dtype=torch.bfloat16))
     assert {weight.dtype for weight in loaded.model.base_model.parameters()} == {torch.bfloat16}
-    seen: list[tuple[Tensor, Tensor]] = []
-    getattr(loaded.model, name).register_forward_hook(lambda _, given, found: seen.append((given[0], found)))
+    passes: list[tuple[Tensor, Tensor]] = []
+    getattr(loaded.model, name).register_forward_hook(lambda _, inputs, outputs: passes.append((inputs[0], outputs)))
     assert classifier.all_logits(loaded, [("", text) for text in TEXTS], narrow).dtype == torch.float32
-    for states, logits in seen:
+    for states, logits in passes:
         weight = linear.weight.detach().double()
         bias = torch.zeros(2) if linear.bias is None else linear.bias.detach()
         exact = states.double() @ weight.mT + bias
@@ -111,17 +111,17 @@ def test_in_bf16_the_head_is_in_fp32(kind: str, tmp_path: Path) -> None:
 
 def test_a_label_by_its_name(tmp_path: Path) -> None:
     encoder(tmp_path, id2label={0: "NEGATIVE", 1: "POSITIVE"}, label2id={"NEGATIVE": 0, "POSITIVE": 1})
-    assert said(",label=POSITIVE", tmp_path) == said(",label=1", tmp_path)
-    negative = said(",label=NEGATIVE", tmp_path)
-    assert negative == pytest.approx([-score for score in said(",label=1", tmp_path)])
+    assert scores_from(",label=POSITIVE", tmp_path) == scores_from(",label=1", tmp_path)
+    negative = scores_from(",label=NEGATIVE", tmp_path)
+    assert negative == pytest.approx([-score for score in scores_from(",label=1", tmp_path)])
 
 
 def test_the_prompt_is_read_where_asked(tmp_path: Path) -> None:
     model = encoder(tmp_path)
     s = replace(samples(rollout()), prompts=("w4 ", "w5 ", ""), responses=TEXTS)
     spec = f"classifier,model={tmp_path},label=1,with_prompt=true"
-    found = rewards.open_source(spec, context(tmp_path))(s).tolist()
-    for prompt, text, score in zip(s.prompts, TEXTS, found, strict=True):
+    scores = rewards.open_source(spec, context(tmp_path))(s).tolist()
+    for prompt, text, score in zip(s.prompts, TEXTS, scores, strict=True):
         no, yes = alone(model, prompt + text, bert)
         assert score == pytest.approx(yes - no, abs=1e-5)
 
@@ -132,7 +132,7 @@ def test_a_decoder_that_looks_for_padding_by_id(pad: int | None, tmp_path: Path)
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = None if pad is None else tokenizer.convert_ids_to_tokens(pad)
     model = reward_model(tmp_path, tokenizer, labels=2, pad_token_id=pad)
-    for text, score in zip(TEXTS, said(",label=1", tmp_path, micro_batch_size=8), strict=True):
+    for text, score in zip(TEXTS, scores_from(",label=1", tmp_path, micro_batch_size=8), strict=True):
         no, yes = alone(model, text, lambda ids: ids)
         assert score == pytest.approx(yes - no, abs=1e-5)
 
@@ -140,10 +140,10 @@ def test_a_decoder_that_looks_for_padding_by_id(pad: int | None, tmp_path: Path)
 def test_an_empty_response_is_read_too(tmp_path: Path) -> None:
     model = reward_model(tmp_path / "decoder", tiny.tokenizer(), labels=2, pad_token_id=tiny.PAD)
     no, yes = alone(model, "", lambda ids: [tiny.BOS])
-    assert said(",label=1", tmp_path / "decoder", ("", "", ""))[0] == pytest.approx(yes - no, abs=1e-5)
+    assert scores_from(",label=1", tmp_path / "decoder", ("", "", ""))[0] == pytest.approx(yes - no, abs=1e-5)
     model = encoder(tmp_path / "encoder")
     no, yes = alone(model, "", bert)
-    assert said(",label=1", tmp_path / "encoder", ("", "w4", ""))[0] == pytest.approx(yes - no, abs=1e-5)
+    assert scores_from(",label=1", tmp_path / "encoder", ("", "w4", ""))[0] == pytest.approx(yes - no, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_an_empty_response_is_read_too(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(spec: str, parts: list[str], tmp_path: Path) -> None:
     encoder(tmp_path)
     with pytest.raises(UserError) as caught:
-        said(spec, tmp_path)
+        scores_from(spec, tmp_path)
     assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
 
 
 def test_a_text_beyond_the_context_is_refused(tmp_path: Path) -> None:
     encoder(tmp_path)
     with pytest.raises(UserError, match=r"has 17 tokens, expected 1 to 16.*--response-length"):
-        said(",label=1", tmp_path, ("w4", "w4", "w4 " * 15))
+        scores_from(",label=1", tmp_path, ("w4", "w4", "w4 " * 15))
 
 
 def test_a_prompt_beyond_the_context_loses_its_first_words(tmp_path: Path) -> None:
@@ -184,11 +184,11 @@ def test_a_language_model_has_no_trained_labels(tmp_path: Path) -> None:
     tiny.causal_lm("gpt2").save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"has no weights score\.weight; expected a trained sequence classifier"):
-        said(",label=1", tmp_path)
+        scores_from(",label=1", tmp_path)
 
 
 def test_a_place_where_nothing_is(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such directory"):
-        said(",label=1", tmp_path / "no" / "thing")
+        scores_from(",label=1", tmp_path / "no" / "thing")
     with pytest.raises(UserError, match="model: Field required"):
         rewards.open_source("classifier", context(tmp_path))

@@ -127,7 +127,7 @@ def test_how_a_weight_is_written(spec: str, expected: tuple[float, str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("specs", "said"),
+    ("specs", "message"),
     [
         (["half*eos"], "reward 'half*eos': got the weight 'half', expected a number, as in 0.7*learned"),
         (["*eos"], "got the weight '', expected a number"),
@@ -141,10 +141,10 @@ def test_how_a_weight_is_written(spec: str, expected: tuple[float, str]) -> None
         (["0.5*eos,penalti=2"], "no option 'penalti' (did you mean 'penalty'?)"),
     ],
 )
-def test_mistakes_are_one_line(specs: list[str], said: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(specs: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         open_sources(specs, context(tmp_path))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_is_not_finite_is_passed_on(mine: str, tmp_path: Path) -> None:

@@ -37,11 +37,11 @@ def letters() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     backend.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
-    made.chat_template = BUILT_IN["plain"]
-    return made
+    tokenizer.chat_template = BUILT_IN["plain"]
+    return tokenizer
 
 
 def spelled(responses: tuple[str, ...], ended: tuple[bool, ...]) -> SampledRollout:
@@ -84,7 +84,7 @@ def test_a_text_beyond_its_context_loses_the_oldest_of_the_prompt_then_the_end(
         tmp_path, theirs, "llama", pad_token_id=theirs.pad_token_id, max_position_embeddings=context_length
     )
     turns = (Message("user", "w4 w5"), Message("assistant", "w6"), Message("user", "w7 w8 w9 w10 w11 w12"))
-    kept = {
+    remaining = {
         6: "w94 w11 w12 w95 w90 w8",  # the least of a prompt: 1 of the template and a fourth, 2
         9: "w94 w10 w11 w12 w95 w90 w8 w7 </s>",
         12: "w94 w7 w8 w9 w10 w11 w12 w95 w90 w8 w7 </s>",
@@ -92,7 +92,7 @@ def test_a_text_beyond_its_context_loses_the_oldest_of_the_prompt_then_the_end(
     }
     rollout = replace(spelled(("w90 w8 w7",), (True,)), rows=(Row(turns),))
     score = rewards.open_source("learned", Context(letters(), torch.device("cpu"), torch.float32, str(tmp_path), 2))
-    ids = theirs(kept[context_length], return_tensors="pt")["input_ids"]
+    ids = theirs(remaining[context_length], return_tensors="pt")["input_ids"]
     expected = model(input_ids=ids).logits.item()
     assert score(as_samples(rollout, letters())).item() == pytest.approx(expected, abs=1e-5)
 

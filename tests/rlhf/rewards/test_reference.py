@@ -21,8 +21,8 @@ def with_rows(responses: list[str | None], columns: list[dict[str, Any]] | None 
 
 def scores(folder: Path, text: str, s: Samples) -> list[float]:
     (folder / "mine.py").write_text(text)
-    found: list[float] = rewards.open_source(f"{folder}/mine.py", context(folder))(s).tolist()
-    return found
+    result: list[float] = rewards.open_source(f"{folder}/mine.py", context(folder))(s).tolist()
+    return result
 
 
 def test_the_response_of_the_data_is_the_column_reference(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_without_any_there_is_no_such_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signature", "columns", "said"),
+    ("signature", "columns", "message"),
     [
         ("p, r, reference", {}, "takes 'reference', but the rows have none; if only some rows have it"),
         ("p, r, golden", {"gold": 1, "id": 2}, "takes 'golden', but the rows have gold, id"),
@@ -57,11 +57,11 @@ def test_without_any_there_is_no_such_column(tmp_path: Path) -> None:
     ],
 )
 def test_what_no_row_has_is_asked_for_by_name(
-    signature: str, columns: dict[str, Any], said: str, tmp_path: Path
+    signature: str, columns: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as caught:
         scores(tmp_path, f"def score({signature}): return [0] * 3", with_rows([None] * 3, [columns] * 3))
-    assert said in str(caught.value) and "mine.py" in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "mine.py" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("signature", ["*texts", "p, /, r, gold=0", "p, r, *rest, gold=0"])

@@ -15,8 +15,8 @@ from tests.support import tiny
 
 
 def scores(spec: str, r: SampledRollout) -> list[float]:
-    found: list[float] = rewards.open_source(spec, context(Path()))(samples(r)).tolist()
-    return found
+    result: list[float] = rewards.open_source(spec, context(Path()))(samples(r)).tolist()
+    return result
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_buffer_is_dapo_s_soft_overlong_punishment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("length", "target: Field required"),
         ("length,target=4,penalty=1,buffer=2", "got both penalty and buffer, expected one of them"),
@@ -60,10 +60,10 @@ def test_the_buffer_is_dapo_s_soft_overlong_punishment() -> None:
         ("eos,penalty=.inf", "penalty: Input should be a finite number"),
     ],
 )
-def test_mistakes_are_one_line(spec: str, said: str) -> None:
+def test_mistakes_are_one_line(spec: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         rewards.open_source(spec, context(Path()))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_eos_is_the_end_as_generation_saw_it() -> None:

@@ -74,6 +74,6 @@ def test_what_the_machine_refuses_at_the_start_is_one_line(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlhf.storage.manifests.require_writable", refused)
-    code, said, error = programs.runner("train.py", train.main, monkeypatch, capsys)("--output-dir", "out")
-    assert (code, said) == (2, "") and error.startswith(f"error: out/x: {os.strerror(number)}; ")
+    code, output, error = programs.runner("train.py", train.main, monkeypatch, capsys)("--output-dir", "out")
+    assert (code, output) == (2, "") and error.startswith(f"error: out/x: {os.strerror(number)}; ")
     assert error.count("\n") == 1

@@ -103,9 +103,9 @@ def test_a_stage_with_unlistable_checkpoints_does_not_restart(output_dir: Path) 
     for mode in (0o000, 0o311):
         (stage / "checkpoints").chmod(mode)
         with unprivileged():
-            for look in (checkpoints.newest, checkpoints.exist, checkpoints.newest_manifest):
+            for lookup in (checkpoints.newest, checkpoints.exist, checkpoints.newest_manifest):
                 with pytest.raises(UserError, match=r"checkpoints: cannot be read \(Permission denied\)"):
-                    look(stage)
+                    lookup(stage)
 
 
 def test_a_save_that_cannot_start_fails_at_once(output_dir: Path) -> None:

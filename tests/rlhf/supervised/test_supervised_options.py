@@ -77,5 +77,5 @@ def test_the_peak_is_that_of_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("Some GPU 9", None)):
         properties = SimpleNamespace(name=name, total_memory=1)
         monkeypatch.setattr(machine.torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
-        found = speed.arithmetic(spec, torch.bfloat16, 1.0)
-        assert (None if found is None else (found.peak, found.passes)) == (None if peak is None else (peak, 2.0))
+        result = speed.arithmetic(spec, torch.bfloat16, 1.0)
+        assert (None if result is None else (result.peak, result.passes)) == (None if peak is None else (peak, 2.0))

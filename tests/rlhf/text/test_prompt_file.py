@@ -49,6 +49,6 @@ def test_a_bad_line_is_named(name: str, tmp_path: Path) -> None:
     file.write_bytes(b'{"prompt": "good"}\n' + line + b"\n")
     with pytest.raises(errors.UserError) as mistake:
         read_prompts(str(file))
-    said = str(mistake.value)
-    assert said.startswith(f"{file}:2: ") and "\n" not in said
-    assert all(word in said for word in words), said
+    message = str(mistake.value)
+    assert message.startswith(f"{file}:2: ") and "\n" not in message
+    assert all(word in message for word in words), message

@@ -40,7 +40,7 @@ SAID = [
 """contents that look like the frames around them, or like each other"""
 
 
-def told(template: Template, messages: list[Message]) -> list[list[int]]:
+def turn_ids(template: Template, messages: list[Message]) -> list[list[int]]:
     """The ids of each stretch of marked tokens."""
     ids, turns = template.prompt_ids_and_turns(messages)
     assert ids == template.prompt_ids(messages)
@@ -68,17 +68,17 @@ def test_the_marked_tokens_spell_the_turns(kind: str, name: str) -> None:
         for content in contents[1::2]:
             content = content.strip() if name in TRIMMING else content
             expected.append(f"{before}{content}{after}" if content else after.strip())
-        found = [template.tokenizer.decode(ids) for ids in told(template, [*system, *dialogue(*contents)])]
-        assert found == [text for text in expected if text]
+        texts = [template.tokenizer.decode(ids) for ids in turn_ids(template, [*system, *dialogue(*contents)])]
+        assert texts == [text for text in expected if text]
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_turn_is_a_response(kind: str, name: str) -> None:
     template = Template(prepare_tokenizer(MAKERS[kind](), name))
-    said = [text for text in SAID if text and text == text.strip()]
-    asked = itertools.chain.from_iterable(("?", content) for content in said)
-    for content, ids in zip(said, told(template, dialogue(*asked, "?")), strict=True):
+    responses = [text for text in SAID if text and text == text.strip()]
+    turns = itertools.chain.from_iterable(("?", content) for content in responses)
+    for content, ids in zip(responses, turn_ids(template, dialogue(*turns, "?")), strict=True):
         response = template.response_ids(content)
         assert ids in (response, response[:-1])  # without EOS where the template does not close turns
 
@@ -103,7 +103,7 @@ def test_words_of_the_assistant(tmp_path: Path) -> None:
         "alpaca": ["ok the </s>", "</s>", "<unk> <unk> </s>"],
     }.items():
         template = Template(prepare_tokenizer(tokenizer, name))
-        assert [tokenizer.decode(ids) for ids in told(template, messages)] == expected
+        assert [tokenizer.decode(ids) for ids in turn_ids(template, messages)] == expected
 
 
 def test_the_same_words_of_both_sides_by_hand() -> None:
@@ -122,7 +122,7 @@ def test_the_same_words_of_both_sides_by_hand() -> None:
 def test_a_token_across_the_border_counts(tmp_path: Path) -> None:
     template = Template(prepare_tokenizer(byte_tokenizer(), "plain"))
     tokens = template.tokenizer.convert_ids_to_tokens
-    assert [tokens(ids) for ids in told(template, dialogue("t", "h", "e the", "x ", "the"))] == [
+    assert [tokens(ids) for ids in turn_ids(template, dialogue("t", "h", "e the", "x ", "the"))] == [
         ["the"],
         ["x", "Ġthe"],
     ]
@@ -130,7 +130,7 @@ def test_a_token_across_the_border_counts(tmp_path: Path) -> None:
 
 def test_an_assistant_that_spells_the_end_token_is_not_closed_by_it() -> None:
     template = Template(prepare_tokenizer(byte_tokenizer(), "plain"))
-    assert [template.tokenizer.decode(ids) for ids in told(template, dialogue("a", "b", "</s>", "c"))] == ["b", "c"]
+    assert [template.tokenizer.decode(ids) for ids in turn_ids(template, dialogue("a", "b", "</s>", "c"))] == ["b", "c"]
 
 
 # --- templates of other people
@@ -143,7 +143,7 @@ def own(source: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Templa
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "expected"),
     [
         ("m.content", [" a \n</s>", "\n\n</s>", "b</s>"]),
         ("m.content | trim", ["a</s>", "</s>", "b</s>"]),
@@ -155,22 +155,22 @@ def own(source: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Templa
         ("m.content + (eos_token if loop.last else '')", [" a \n</s>", "\n\n</s>", "b</s>"]),
     ],
 )
-def test_trimming_and_letter_by_letter(content: str, found: list[str]) -> None:
+def test_trimming_and_letter_by_letter(content: str, expected: list[str]) -> None:
     template = own("{% for m in messages %}[{{ m.role }}]{{ " + content + " }}{{ eos_token }}\n{% endfor %}")
     messages = dialogue(" </s> ", " a \n", "\n", "\n\n", " u", "b", "ok\n")
-    assert [template.tokenizer.decode(ids) for ids in told(template, messages)] == found
+    assert [template.tokenizer.decode(ids) for ids in turn_ids(template, messages)] == expected
 
 
 def test_a_template_that_says_nothing_for_nothing() -> None:
     template = own("{% for m in messages if m.content %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}")
     messages = dialogue("a", "", "b", "c", "d")
-    assert [template.tokenizer.decode(ids) for ids in told(template, messages)] == ["c</s>"]
+    assert [template.tokenizer.decode(ids) for ids in turn_ids(template, messages)] == ["c</s>"]
 
 
 def test_a_template_that_leaves_messages_out() -> None:
     template = own("{{ messages[-1].content }}")
-    assert told(template, dialogue("a", "b", "c")) == []
-    assert [template.tokenizer.decode(ids) for ids in told(template, dialogue("a", "b"))] == ["b"]
+    assert turn_ids(template, dialogue("a", "b", "c")) == []
+    assert [template.tokenizer.decode(ids) for ids in turn_ids(template, dialogue("a", "b"))] == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,10 @@ def test_special_tokens_in_a_text_that_is_changed_letter_by_letter() -> None:
 def test_pieces_alternate_and_join_to_the_prompt() -> None:
     template = Template(prepare_tokenizer(byte_tokenizer(), "llama_2"))
     messages = [Message("system", " s "), *DIALOGUE]
-    found = split_prompt(template.tokenizer, messages)
-    assert "".join(piece.text for piece in found) == template.prompt_text(messages)
-    assert [(piece.text, piece.message) for piece in found[1::2]] == [(" s ", 0), ("hi", 1), ("yes", 2), ("go on", 3)]
-    assert {piece.message for piece in found[::2]} == {None}
+    pieces = split_prompt(template.tokenizer, messages)
+    assert "".join(piece.text for piece in pieces) == template.prompt_text(messages)
+    assert [(piece.text, piece.message) for piece in pieces[1::2]] == [(" s ", 0), ("hi", 1), ("yes", 2), ("go on", 3)]
+    assert {piece.message for piece in pieces[::2]} == {None}
 
 
 def test_a_slow_tokenizer_does_not_know() -> None:
@@ -218,16 +218,16 @@ def gpt2() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
-@pytest.mark.parametrize("place", ["gpt2", "stories260k-hf"])
+@pytest.mark.parametrize("model", ["gpt2", "stories260k-hf"])
 @pytest.mark.parametrize("name", ["human_assistant", "chatml", "llama_3", "alpaca"])
-def test_real_dialogues(place: str, name: str) -> None:
-    tokenizer = gpt2() if place == "gpt2" else AutoTokenizer.from_pretrained(SHARED / place)
+def test_real_dialogues(model: str, name: str) -> None:
+    tokenizer = gpt2() if model == "gpt2" else AutoTokenizer.from_pretrained(SHARED / model)
     template = Template(prepare_tokenizer(with_chat_tokens(tokenizer), name))
     with gzip.open(SHARED / "hh-rlhf/helpful-base.jsonl.gz", "rt") as file:
         texts = [json.loads(line)["chosen"] for line in itertools.islice(file, 30)]
     for text in texts:
         contents = [part.strip() for part in re.split(r"\n\n(?:Human|Assistant):", text)[1:]]
-        found = [
-            template.tokenizer.decode(ids, skip_special_tokens=True) for ids in told(template, dialogue(*contents))
+        turns = [
+            template.tokenizer.decode(ids, skip_special_tokens=True) for ids in turn_ids(template, dialogue(*contents))
         ]
-        assert [turn.strip() for turn in found] == [content for content in contents[1::2] if content]
+        assert [turn.strip() for turn in turns] == [content for content in contents[1::2] if content]

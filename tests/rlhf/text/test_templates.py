@@ -135,7 +135,7 @@ SAYS = "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}\n"
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("\n{% for %}", r"mine\.jinja:2: not a chat template: Expected an expression"),
         (SAYS + "{% if x %}", r"mine\.jinja:4: not a chat template: Unexpected end of template"),
@@ -161,8 +161,8 @@ SAYS = "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}\n"
         ("x" * (MAX_TEMPLATE + 1), rf"mine\.jinja: got {MAX_TEMPLATE + 1} characters"),
     ],
 )
-def test_bad_template_files(tmp_path: Path, source: str, said: str) -> None:
-    with pytest.raises(UserError, match=said) as error:
+def test_bad_template_files(tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
         prepared(tmp_path, source)
     assert "\n" not in str(error.value)
 
@@ -284,9 +284,9 @@ def test_the_token_that_closes_a_turn_ends_responses(tmp_path: Path, name: str, 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_response_has_the_ids_of_an_earlier_turn(kind: str, name: str) -> None:
     template = Template(prepare_tokenizer(MAKERS[kind](), name))
-    eos, said = template.tokenizer.eos_token, Message("assistant", "so be it")
-    ids = template.prompt_ids([Message("user", "a"), said, Message("user", "\n")])
-    response = template.response_ids(said.content)
+    eos, answer = template.tokenizer.eos_token, Message("assistant", "so be it")
+    ids = template.prompt_ids([Message("user", "a"), answer, Message("user", "\n")])
+    response = template.response_ids(answer.content)
     if f"{eos}" not in template.prompt_text(DIALOGUE):
         response.pop()  # nothing closes a turn there
     assert any(ids[i : i + len(response)] == response for i in range(len(ids)))
@@ -335,8 +335,8 @@ def test_a_stage_goes_on_with_its_own_template(stage: Path, name: str) -> None:
 
 
 def test_another_template_than_the_stages_is_refused(stage: Path) -> None:
-    said = r"chatml and end token <\|im_end\|>, but .* llama-3 \(end token <\|eot_id\|>\).*--chat-template auto.*"
-    with pytest.raises(UserError, match=said + "--convert-template"):
+    message = r"chatml and end token <\|im_end\|>, but .* llama-3 \(end token <\|eot_id\|>\).*--chat-template auto.*"
+    with pytest.raises(UserError, match=message + "--convert-template"):
         check_start(str(stage), "llama-3", 64)
     check_start(str(stage), "llama-3", 64, convert_template=True)
     (stage.parent / "config.yaml").unlink()  # a model from elsewhere may get any template

@@ -41,7 +41,7 @@ def test_words_come_back_as_they_went_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("model: {}", "tokenizer.words: got None"),
         ("tokenizer: {words: []}", "expected a list of words"),
@@ -50,18 +50,18 @@ def test_words_come_back_as_they_went_in(tmp_path: Path) -> None:
         ("tokenizer: {words: ['<x>']}", "without '<'"),
     ],
 )
-def test_mistaken_words(tmp_path: Path, text: str, said: str) -> None:
+def test_mistaken_words(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "model.yaml"
     file.write_text(text)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load_tokenizer(str(file))
 
 
 def test_a_place_without_tokenizer(tmp_path: Path) -> None:
-    for place in (str(tmp_path / "absent"), str(tmp_path), str(tmp_path / "absent.yaml"), "no-such/model"):
+    for path in (str(tmp_path / "absent"), str(tmp_path), str(tmp_path / "absent.yaml"), "no-such/model"):
         with pytest.raises(UserError) as error:
-            load_tokenizer(place)
-        assert str(error.value).startswith(place)
+            load_tokenizer(path)
+        assert str(error.value).startswith(path)
         assert "\n" not in str(error.value)
 
 

@@ -62,25 +62,25 @@ def test_a_process_that_dies_while_saving_leaves_the_old_or_the_new(
 
 
 def test_an_old_one_goes_once_the_new_one_is_whole(stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remove, seen = shutil.rmtree, []
+    remove, removals = shutil.rmtree, []
 
     def looking(path: Path, *arguments: Any, **named: Any) -> None:
         if path.name.startswith("step-") and path.exists():
-            seen.append((path.name, whole(stage)))
+            removals.append((path.name, whole(stage)))
         remove(path, *arguments, **named)
 
     monkeypatch.setattr(shutil, "rmtree", looking)
     for step in (3, 4, 5):
         assert save(stage, step) is None
-    assert seen == [("step-00000001", 3), ("step-00000002", 4), ("step-00000003", 5)]
+    assert removals == [("step-00000001", 3), ("step-00000002", 4), ("step-00000003", 5)]
 
 
 def test_one_checkpoint_alone_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
         parser.parse(RunOptions, ["--keep", "1"], "train.py", "")
 
-    code, _, said = programs.runner("train.py", main, monkeypatch, capsys)()
-    assert code == 2 and "keep" in said and "greater than or equal to 2, got 1" in said
+    code, _, message = programs.runner("train.py", main, monkeypatch, capsys)()
+    assert code == 2 and "keep" in message and "greater than or equal to 2, got 1" in message
 
 
 @pytest.mark.parametrize("keep", [2, 3])
@@ -136,9 +136,9 @@ def test_a_directory_of_checkpoints_alone_goes_with_them(stage: Path) -> None:
 @pytest.mark.parametrize("content", [None, "", "step-00000009", "step-00000001", "../.."])
 def test_no_file_says_which_is_the_newest(stage: Path, content: str | None) -> None:
     """Other programs have a file `latest`, which names a checkpoint and may lie."""
-    for place in (stage, stage / "checkpoints"):
+    for folder in (stage, stage / "checkpoints"):
         if content is not None:
-            (place / "latest").write_text(content)
+            (folder / "latest").write_text(content)
     assert whole(stage) == 2
     assert save(stage, 3) is None and whole(stage) == 3
 
@@ -175,8 +175,8 @@ def test_a_damaged_one_is_named_and_passed_over(
     newest, older = checkpoints.folder_of(stage, 2), checkpoints.folder_of(stage, 1)
     DAMAGES[damage](newest / name)
     assert whole(stage) == 1
-    said = capsys.readouterr().out
-    assert f"warning, {newest} is skipped: " in said and name in said and said.count("\n") == 1
+    output = capsys.readouterr().out
+    assert f"warning, {newest} is skipped: " in output and name in output and output.count("\n") == 1
     DAMAGES[damage](older / name)
     with pytest.raises(UserError, match=r"all checkpoints there are damaged .*--overwrite") as caught:
         checkpoints.newest(stage)
@@ -188,12 +188,15 @@ def test_every_flipped_bit_of_a_manifest_is_detected(stage: Path) -> None:
     """The manifest has no other file that vouches for it: what still counts as whole says what it said before."""
     path = checkpoints.folder_of(stage, 2) / "manifest.json"
     good = path.read_bytes()
-    said = json.loads(good)
+    content = json.loads(good)
     for bit in range(0, 8 * len(good), 29):  # every bit of a byte has its turn
         path.write_bytes(good)
         saving.flip(path, bit // 8, bit % 8)
-        found = checkpoints.newest(stage)
-        assert found is not None and (found.step == 1 or found.manifest == said), (bit, path.read_bytes())
+        checkpoint = checkpoints.newest(stage)
+        assert checkpoint is not None and (checkpoint.step == 1 or checkpoint.manifest == content), (
+            bit,
+            path.read_bytes(),
+        )
 
 
 def test_an_empty_directory_is_no_checkpoint_and_no_fault(tmp_path: Path) -> None:
@@ -215,8 +218,8 @@ def test_a_disk_that_is_full_costs_one_checkpoint(tmp_path: Path) -> None:
     staging = tmp_path / "checkpoints/.tmp-step-00000002"
     assert failure.startswith(f"rank 0 cannot write {staging}/weights.rank-0.part-0.safetensors (")
     free = shutil.disk_usage(tmp_path).free
-    told = float(failure.rsplit("; ", 1)[1].split()[0].replace(",", "")) * 1e6
-    assert abs(told - free) < max(0.1 * free, 1e9) and failure.endswith("MB are free there")
+    stated = float(failure.rsplit("; ", 1)[1].split()[0].replace(",", "")) * 1e6
+    assert abs(stated - free) < max(0.1 * free, 1e9) and failure.endswith("MB are free there")
     assert names(tmp_path) == {"step-00000001"} and checkpoints.newest(tmp_path)
     assert save(tmp_path, 3, big) is None and names(tmp_path) == {"step-00000001", "step-00000003"}
 
@@ -284,16 +287,16 @@ def test_two_ranks_save_and_fall_back_together(tmp_path: Path) -> None:
     assert f"warning, step 3: no checkpoint, rank 1 cannot write {tmp_path}/beside" in printed
 
     for rank in (0, 1):  # the disk of one of them is full
-        seen = zero.pop(f"full {rank}")
+        report = zero.pop(f"full {rank}")
         file = tmp_path / f"full {rank}/checkpoints/.tmp-step-00000002/weights.rank-{rank}.part-0.safetensors"
-        assert seen["failure"].startswith(f"rank {rank} cannot write {file} (")
-        assert seen["between"] == ["step-00000001"] and seen["after"] is None and seen["newest"] == 3
+        assert report["failure"].startswith(f"rank {rank} cannot write {file} (")
+        assert report["between"] == ["step-00000001"] and report["after"] is None and report["newest"] == 3
 
     assert len(zero) == sum(map(len, saving.HARMS.values()))
-    for what, seen in zero.items():
+    for what, report in zero.items():
         kind, name = what.split()
-        assert seen["whole"] == 2 and seen["without 2"] == 1, what
-        assert "all checkpoints there are damaged" in seen["without 1"], what
+        assert report["whole"] == 2 and report["without 2"] == 1, what
+        assert "all checkpoints there are damaged" in report["without 1"], what
         newest = tmp_path / kind / name / "checkpoints/step-00000002"
         [warning] = {line for line in printed.splitlines() if f"warning, {newest} is skipped: " in line}
         assert name in warning
@@ -314,17 +317,17 @@ def test_what_was_saved_comes_back_whatever_the_size_of_its_parts(
         parts = list(checkpoints.folder_of(stage, 1).glob("weights.*"))
         assert len(parts) == {1: 8, 50: 5, 1 << 20: 1}[bytes_held]
         again = Memory({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
-        found = checkpoints.newest(stage)
-        assert found is not None
-        found.restore(Resumable({"weights": again}, {"weights": again}), seed=0)
+        checkpoint = checkpoints.newest(stage)
+        assert checkpoint is not None
+        checkpoint.restore(Resumable({"weights": again}, {"weights": again}), seed=0)
         assert all(torch.equal(again.held[name], tensor) for name, tensor in tensors.items())
         assert again.count == memory.count
 
 
 def test_what_a_checkpoint_does_not_have_begins_anew(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights, average = Memory({"w": torch.zeros(3)}), Memory({"w": torch.full((3,), 7.0)})
-    found = checkpoints.newest(stage)
-    assert found is not None
-    found.restore(Resumable({"weights": weights, "average": average}, {"weights": weights, "average": average}), 0)
-    assert f"note: {found.folder} has no average, which starts from its initial state" in capsys.readouterr().out
+    checkpoint = checkpoints.newest(stage)
+    assert checkpoint is not None
+    checkpoint.restore(Resumable({"weights": weights, "average": average}, {"weights": weights, "average": average}), 0)
+    assert f"note: {checkpoint.folder} has no average, which starts from its initial state" in capsys.readouterr().out
     assert torch.equal(weights.held["w"], saving.WEIGHTS) and (average.held["w"] == 7.0).all()

@@ -63,12 +63,12 @@ def test_ctrl_c_has_lines_of_its_own_beside_the_bar() -> None:
             bar.advance(1)
         os.write(2, b"after the bar\n")
         os._exit(0)
-    shown, asked = b"", False
+    shown, interrupted = b"", False
     while b"after the bar" not in shown:
         piece = os.read(terminal, 4096)
         shown += piece
-        if b"0/100" in shown and not asked:
-            asked = bool(os.write(terminal, b"\x03"))
+        if b"0/100" in shown and not interrupted:
+            interrupted = bool(os.write(terminal, b"\x03"))
     assert os.waitpid(child, 0)[1] == 0
     lines = re.split("[\r\n]+", shown.decode())
     where = lines.index(Ending.MESSAGE.decode().strip())

@@ -26,11 +26,11 @@ def here(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Where step 3 starts from: nothing died while these were made."""
-    place = tmp_path_factory.mktemp("models")
-    with contextlib.chdir(place):
+    folder = tmp_path_factory.mktemp("models")
+    with contextlib.chdir(folder):
         run(sft_options())
         run(reward_options())
-    return {"actor_model": str(place / "out/step1_sft"), "reward_model": str(place / "out/step2_reward")}
+    return {"actor_model": str(folder / "out/step1_sft"), "reward_model": str(folder / "out/step2_reward")}
 
 
 # --- step 3 with everything that has a state
@@ -51,11 +51,11 @@ EVERYTHING: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def everything(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
     """Options, and what the undisturbed run leaves."""
-    place = tmp_path_factory.mktemp("everything")
-    own = place / "own.jsonl"
+    folder = tmp_path_factory.mktemp("everything")
+    own = folder / "own.jsonl"
     own.write_text("".join(json.dumps(row) + "\n" for row in DEMONSTRATIONS), encoding="utf-8")
     options = ppo_options(**models, **EVERYTHING, ptx_data_path=[str(own)])
-    return options, undisturbed(place / "whole", options)
+    return options, undisturbed(folder / "whole", options)
 
 
 def test_everything_leaves_what_it_has(everything: tuple[Any, dict[str, Any]]) -> None:

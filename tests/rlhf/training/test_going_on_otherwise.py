@@ -38,9 +38,9 @@ def here(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What step 1 leaves if nothing happens to it."""
-    place = tmp_path_factory.mktemp("whole")
-    with contextlib.chdir(place):
-        return undisturbed(place / "run", sft_options(num_train_epochs=4))
+    folder = tmp_path_factory.mktemp("whole")
+    with contextlib.chdir(folder):
+        return undisturbed(folder / "run", sft_options(num_train_epochs=4))
 
 
 def sft() -> None:
@@ -79,8 +79,8 @@ def test_a_save_that_was_cut_off_costs_nothing(
         steps = dying_in_its_second_save(monkeypatch, point)
         assert steps == [newest + 1, newest + 2], point
         newest += 2 if saving.POINTS[point][-1] else 1
-        found = checkpoints.newest(SFT)
-        assert found is not None and found.step == newest, point
+        checkpoint = checkpoints.newest(SFT)
+        assert checkpoint is not None and checkpoint.step == newest, point
     sft()
     require_same(left(SFT), whole)
 
@@ -110,12 +110,12 @@ def test_a_process_that_dies_at_the_end_is_finished_or_not(
 
 def test_a_run_without_a_whole_checkpoint_is_not_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
     dying(monkeypatch, sft, "train", 3)
-    kept = [(SFT / "checkpoints" / name / "manifest.json") for name in ("step-00000001", "step-00000002")]
-    for path in kept:
+    manifest_paths = [(SFT / "checkpoints" / name / "manifest.json") for name in ("step-00000001", "step-00000002")]
+    for path in manifest_paths:
         path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(UserError, match=r"all checkpoints there are damaged .* add --overwrite"):
         sft()
-    assert all(path.is_file() for path in kept) and steps(SFT) == [1, 2, 3]
+    assert all(path.is_file() for path in manifest_paths) and steps(SFT) == [1, 2, 3]
 
 
 # --- the disk
@@ -132,8 +132,8 @@ def test_a_run_outlives_a_full_disk(
 
     monkeypatch.setattr(checkpoints, "save", save)
     dying(monkeypatch, sft, "train", 5)
-    said = capsys.readouterr().out
-    warnings = [line for line in said.splitlines() if "no checkpoint" in line]
+    output = capsys.readouterr().out
+    warnings = [line for line in output.splitlines() if "no checkpoint" in line]
     assert len(warnings) == 2
     for step, line in zip((3, 4), warnings, strict=True):
         assert line.startswith(f"warning, step {step}: no checkpoint, rank 0 cannot write {SFT}/checkpoints/.tmp-step-")
@@ -155,7 +155,7 @@ def test_too_little_room_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         usage = SimpleNamespace(free=free)
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-            patched.setattr(runner, "open_datasets", lambda *given: opened.append(1) or read(*given))
+            patched.setattr(runner, "open_datasets", lambda *arguments: opened.append(1) or read(*arguments))
             if enough:
                 dying(patched, sft, "train", 4)
             else:
@@ -165,11 +165,11 @@ def test_too_little_room_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensor_bytes(folder: Path) -> int:
-    found = 0
+    total = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as saved:
-            found += sum(4 * saved.get_tensor(name).numel() for name in saved.keys())  # noqa: SIM118
-    return found
+            total += sum(4 * saved.get_tensor(name).numel() for name in saved.keys())  # noqa: SIM118
+    return total
 
 
 # --- options
@@ -226,8 +226,8 @@ def test_how_long_and_what_is_looked_at_changes_with_a_note(
     interrupted: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert standing({name: NOTED[name]}) == "interrupted"
-    said = f"note: {interrupted} resumes with another option: {name} was {getattr(OPTIONS, name)}, now {NOTED[name]}\n"
-    assert capsys.readouterr().out == said
+    note = f"note: {interrupted} resumes with another option: {name} was {getattr(OPTIONS, name)}, now {NOTED[name]}\n"
+    assert capsys.readouterr().out == note
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -237,12 +237,12 @@ def test_what_changes_the_result_is_refused_unless_asked_for(
     changes = {name: REFUSED[name]}
     with pytest.raises(UserError, match=r"--output-dir.*--overwrite.*--allow-config-change") as caught:
         standing(changes)
-    said = f"{name} was {as_json(getattr(OPTIONS, name))!r}, now {as_json(REFUSED[name])!r}"
-    assert said in str(caught.value) and str(interrupted) in str(caught.value) and "\n" not in str(caught.value)
+    message = f"{name} was {as_json(getattr(OPTIONS, name))!r}, now {as_json(REFUSED[name])!r}"
+    assert message in str(caught.value) and str(interrupted) in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UserError, match="total_episodes was 32, now 64"):  # what would pass alone is shown beside it
         standing(changes | {"total_episodes": 64})
     assert standing(changes | {"allow_config_change": True}) == "interrupted"
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
     assert standing(changes | {"overwrite": True}) == "new"
 
 
@@ -268,8 +268,8 @@ def test_more_epochs_and_fewer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert steps(SFT) == [1, 2, 3, 4, 5, 6]
     run(sft_options(num_train_epochs=3, output_dir="more"))
     assert steps(Path("more/step1_sft")) == list(range(1, 13))
-    said = capsys.readouterr().out
-    assert "num_train_epochs was 2, now 1" in said and "num_train_epochs was 2, now 3" in said
+    output = capsys.readouterr().out
+    assert "num_train_epochs was 2, now 1" in output and "num_train_epochs was 2, now 3" in output
 
 
 def steps(stage: Path) -> list[int]:
@@ -287,9 +287,9 @@ def test_data_that_changed_is_refused_by_name(here: Path, monkeypatch: pytest.Mo
     options = sft_options(data_path=[str(own)], data_split=(1.0, 0.0, 0.0))
     dying(monkeypatch, lambda: run(options), "train", 3)
     own.write_text("".join([*lines, lines[0]]), encoding="utf-8")
-    for asked in (options, options.model_copy(update={"allow_config_change": True})):
+    for variant in (options, options.model_copy(update={"allow_config_change": True})):
         with pytest.raises(UserError, match=rf"checkpoint of a run with other data: {own} changed since") as caught:
-            run(asked)
+            run(variant)
         assert "--allow-config-change" not in str(caught.value)
     own.write_text("".join(lines), encoding="utf-8")
     run(options)
@@ -338,5 +338,5 @@ def test_an_extended_stage_makes_what_a_longer_one_makes(
         run(make(**longer, learning_rate=0.5))
     run(make(**longer))
     assert f"{total} was {short}, now {2 * short}" in capsys.readouterr().out
-    both = [Path(place) / stage / model / "model.safetensors" for place in ("long", "out")]
+    both = [Path(run_folder) / stage / model / "model.safetensors" for run_folder in ("long", "out")]
     assert both[0].read_bytes() == both[1].read_bytes() and not killing.steps_of(Path("out") / stage)

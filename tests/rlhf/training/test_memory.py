@@ -10,7 +10,7 @@ from step1_sft.config import SFTConfig
 from step3_ppo.algorithms.ppo import Config as PPO
 from step3_ppo.config import STAGE as PPO_STAGE
 
-KNOWN = [*out_of_memory.PHASES, *(place for stage in STAGES.values() for place in stage.phases)]
+KNOWN = [*out_of_memory.PHASES, *(location for stage in STAGES.values() for location in stage.phases)]
 
 
 def raised_in(module: str, function: str, error: Exception, within: tuple[str, str] | None = None) -> Exception:
@@ -59,8 +59,8 @@ def test_the_line_has_the_size_and_what_helps() -> None:
 
 def test_what_is_chosen_already_is_no_advice() -> None:
     options = SFTConfig(micro_batch_size=1, gradient_checkpointing=True, zero_stage=3, offload_optimizer=True)
-    said = out_of_memory.memory_advice(raised_in("rlhf.engine.training", "step", MemoryError()), options, {}, 0, 2)
-    assert said.endswith("; try shorter rows (--max-length) (MemoryError)")
+    advice = out_of_memory.memory_advice(raised_in("rlhf.engine.training", "step", MemoryError()), options, {}, 0, 2)
+    assert advice.endswith("; try shorter rows (--max-length) (MemoryError)")
     # With one process there is nobody to share weights with.
     assert "--zero-stage" not in out_of_memory.memory_advice(MemoryError(), SFTConfig(), {}, 0, 1)
 
@@ -68,9 +68,11 @@ def test_what_is_chosen_already_is_no_advice() -> None:
 def test_a_rollout_has_knobs_of_its_own() -> None:
     options = PPO(max_prompt_length=100, response_length=28, rollout_batch_size=64, micro_batch_size=8)
     error = raised_in("step3_ppo.rollout", "generate", MemoryError(), within=("step3_ppo.stage", "evaluate"))
-    said = out_of_memory.memory_advice(error, options, PPO_STAGE.phases, 0, 1)
-    assert "in generation (at once 64 rows of up to 128 tokens" in said
-    assert "--rollout-batch-size 32" in said and "--reference.offload" in said and "--micro-batch-size" not in said
+    advice = out_of_memory.memory_advice(error, options, PPO_STAGE.phases, 0, 1)
+    assert "in generation (at once 64 rows of up to 128 tokens" in advice
+    assert (
+        "--rollout-batch-size 32" in advice and "--reference.offload" in advice and "--micro-batch-size" not in advice
+    )
 
 
 def test_the_innermost_phase_counts() -> None:
@@ -79,8 +81,8 @@ def test_the_innermost_phase_counts() -> None:
     assert out_of_memory.phase_of(inner, {}).name == "the optimizer's set-up"
 
 
-@pytest.mark.parametrize("place", KNOWN, ids=".".join)
-def test_the_phases_are_there(place: tuple[str, str]) -> None:
-    module = __import__(place[0], fromlist=["x"])
+@pytest.mark.parametrize("location", KNOWN, ids=".".join)
+def test_the_phases_are_there(location: tuple[str, str]) -> None:
+    module = __import__(location[0], fromlist=["x"])
     owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
-    assert any(place[1] in vars(owner) for owner in owners)
+    assert any(location[1] in vars(owner) for owner in owners)

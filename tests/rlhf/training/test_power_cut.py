@@ -57,23 +57,23 @@ def logged() -> list[str]:
 
 
 def test_nothing_promised_is_lost(disk: power.Disk, here: Path) -> None:
-    seen = set()
+    outcomes = set()
     for number, (promised, tree) in enumerate(disk.states):
         os.chdir(here)
         disk.lay_out(tree, here / "disk")
         os.chdir(here / "disk")
-        seen.add((promised, standing()))
+        outcomes.add((promised, standing()))
         if standing() == "finished":
             manifests.read_manifest(SFT)
             assert logged() == ["eval"] + ["train"] * STEPS + ["eval"], number
             continue
-        found = checkpoints.newest(SFT)
-        step = 0 if found is None else found.step
+        checkpoint = checkpoints.newest(SFT)
+        step = 0 if checkpoint is None else checkpoint.step
         assert promised <= step, f"state {number}: step {promised} was saved, step {step} is left"
         assert not step or logged()[: 1 + step] == ["eval"] + ["train"] * step, number
     for promised, what in ((0, "new"), (1, "interrupted"), (STEPS, "interrupted"), (STEPS, "finished")):
-        assert (promised, what) in seen
-    assert {what for promised, what in seen if promised == FINISHED} == {"finished"}
+        assert (promised, what) in outcomes
+    assert {what for promised, what in outcomes if promised == FINISHED} == {"finished"}
 
 
 @pytest.mark.faults

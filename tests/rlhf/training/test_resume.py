@@ -84,15 +84,15 @@ def test_an_engine_that_has_not_stepped_goes_on(tmp_path: Path) -> None:
     waiting = resuming.with_dropout({"zero_stage": 1})
     assert checkpoints.save(tmp_path, 3, resuming.state_of(waiting), resuming.ABOUT, 2) is None
     fresh = resuming.with_dropout({"zero_stage": 1})
-    found = checkpoints.newest(tmp_path)
-    assert found is not None
-    found.restore(resuming.state_of(fresh), seed=0)
-    seen = []
+    checkpoint = checkpoints.newest(tmp_path)
+    assert checkpoint is not None
+    checkpoint.restore(resuming.state_of(fresh), seed=0)
+    states = []
     for engine in (waiting, fresh):
         torch.manual_seed(5)
         engine_runs.step(engine, engine_runs.batches()[0])
-        seen.append(resuming.everything(engine))
-    assert all(torch.equal(value, seen[1][name]) for name, value in seen[0].items())
+        states.append(resuming.everything(engine))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 def test_more_ranks_and_fewer_go_on(tmp_path: Path) -> None:
@@ -101,12 +101,12 @@ def test_more_ranks_and_fewer_go_on(tmp_path: Path) -> None:
     for stage in (0, 3):
         save_without_dropout(tmp_path / f"one {stage}", {"zero_stage": stage})
     forked_ranks.run("tests.rlhf.training.test_resume", str(tmp_path))
-    seen = torch.load(tmp_path / "seen.pt", weights_only=True)
+    results = torch.load(tmp_path / "seen.pt", weights_only=True)
     for stage in (0, 1, 2, 3):
         one = torch.load(tmp_path / f"one {stage // 3 * 3}" / "whole.pt", weights_only=True)
-        assert seen[f"to the bit {stage}"]
-        assert engine_runs.apart(one, seen[f"from one {stage}"]) < ROUNDING
-        assert engine_runs.apart(one, seen[f"next stage {stage}"]) < ROUNDING
+        assert results[f"to the bit {stage}"]
+        assert engine_runs.apart(one, results[f"from one {stage}"]) < ROUNDING
+        assert engine_runs.apart(one, results[f"next stage {stage}"]) < ROUNDING
         engine = engine_runs.engine({"zero_stage": stage})
         rest(engine, tmp_path / f"two {stage}")
         assert engine_runs.apart(one, engine_runs.weights(engine)) < ROUNDING
@@ -126,15 +126,15 @@ def save_without_dropout(folder: Path, options: dict[str, Any]) -> dict[str, Any
 
 
 def rest(engine: Engine, folder: Path) -> None:
-    found = checkpoints.newest(folder)
-    assert found is not None
-    found.restore(resuming.state_of(engine), seed=0)
+    checkpoint = checkpoints.newest(folder)
+    assert checkpoint is not None
+    checkpoint.restore(resuming.state_of(engine), seed=0)
     for batch in engine_runs.batches()[resuming.HALF :]:
         engine_runs.step(engine, batch, 3)
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
         options = {"zero_stage": stage}
         whole = resuming.save_half(folder / f"dropout {stage}", options)
@@ -142,7 +142,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         mine = all(
             torch.equal(value, again[part][name]) for part in ("state", "best") for name, value in whole[part].items()
         )
-        seen[f"to the bit {stage}"] = all(collectives.gather_objects(mine)) and whole["metrics"] == again["metrics"]
+        results[f"to the bit {stage}"] = all(collectives.gather_objects(mine)) and whole["metrics"] == again["metrics"]
         save_without_dropout(folder / f"two {stage}", options)
         for name, number, saved in (
             (f"from one {stage}", stage, f"one {stage // 3 * 3}"),
@@ -150,13 +150,13 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         ):
             engine = engine_runs.engine({"zero_stage": number})
             rest(engine, folder / saved)
-            seen[name] = engine_runs.weights(engine)
-    return seen
+            results[name] = engine_runs.weights(engine)
+    return results
 
 
 if __name__ == "__main__":
     with collectives.process_group(timeout_s=60):
-        found = two_ranks(Path(sys.argv[1]))
+        results = two_ranks(Path(sys.argv[1]))
         if collectives.is_main():
-            torch.save(found, Path(sys.argv[1]) / "seen.pt")
+            torch.save(results, Path(sys.argv[1]) / "seen.pt")
     stage_process.end_well()

@@ -56,9 +56,9 @@ def test_a_checkpoint_has_the_state_of_its_step(tmp_path: Path, saver: Saver, ga
     assert not checkpoints.exist(tmp_path)
     gate.set()
     saver.wait()
-    found = checkpoints.newest(tmp_path)
-    assert found is not None and found.step == 1 and found.manifest["logs"] == {"metrics.jsonl": 4}
-    found.restore(parts(memory), seed=0)
+    checkpoint = checkpoints.newest(tmp_path)
+    assert checkpoint is not None and checkpoint.step == 1 and checkpoint.manifest["logs"] == {"metrics.jsonl": 4}
+    checkpoint.restore(parts(memory), seed=0)
     assert torch.equal(memory.held["w"], WEIGHTS) and memory.count == 1
     assert torch.equal(torch.rand(3), expected)
 
@@ -90,8 +90,11 @@ def test_a_full_disk_is_told_in_the_loop(
         saver.close()
         assert capsys.readouterr().out == ""
         saver.report_failure()
-    [told] = capsys.readouterr().out.splitlines()
-    assert told.startswith("warning, step 2: no checkpoint, rank 0 cannot write") and "the last checkpoint is" in told
+    [warning] = capsys.readouterr().out.splitlines()
+    assert (
+        warning.startswith("warning, step 2: no checkpoint, rank 0 cannot write")
+        and "the last checkpoint is" in warning
+    )
     assert whole(tmp_path) == 1
 
     def broken(*_: object) -> None:
@@ -109,9 +112,9 @@ def test_a_full_disk_is_told_in_the_loop(
 def test_the_copies_stay_from_save_to_save(tmp_path: Path, saver: Saver) -> None:
     """Pages of memory that are fresh take longer than the copy: 0.9 to 2.4 s of 600 MB, else 0.2 to 0.6 s."""
     memory = Memory({"w": WEIGHTS.to(torch.bfloat16), "x": torch.ones(2, 2).t()})
-    seen = []
+    addresses = []
     for step in (1, 2, 3):
         saver.save(step, parts(memory), ABOUT)
-        seen.append({name: copy.data_ptr() for name, copy in saver._copies.items()})
-    assert seen[0] == seen[1] == seen[2] and len(seen[0]) == 2
+        addresses.append({name: copy.data_ptr() for name, copy in saver._copies.items()})
+    assert addresses[0] == addresses[1] == addresses[2] and len(addresses[0]) == 2
     assert all(copy.dtype == torch.float32 for copy in saver._copies.values())

@@ -53,9 +53,9 @@ def folder_of(stage: Path) -> Path:
 
 
 def restore(stage: Path) -> None:
-    found = checkpoints.newest(stage)
-    assert found is not None
-    found.restore(resuming.state_of(resuming.with_dropout({"zero_stage": 1})), seed=0)
+    checkpoint = checkpoints.newest(stage)
+    assert checkpoint is not None
+    checkpoint.restore(resuming.state_of(resuming.with_dropout({"zero_stage": 1})), seed=0)
 
 
 def test_strays_in_a_checkpoint_are_ignored(stage: Path, ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_strays_in_a_checkpoint_are_ignored(stage: Path, ran: Path, capsys: pyte
     (folder.parent / "latest").write_text("../../evil")
     restore(stage)
     assert not ran.exists()
-    assert f"{folder}: ignored" in (said := capsys.readouterr().out) and "rng.pkl" in said
+    assert f"{folder}: ignored" in (output := capsys.readouterr().out) and "rng.pkl" in output
 
 
 @pytest.mark.parametrize("kind", payloads.WRITERS)

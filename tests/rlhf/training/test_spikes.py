@@ -16,7 +16,7 @@ from step3_ppo.algorithms import ppo
 LOSSES = ("loss", "policy_loss", "value_loss")
 
 
-def said(losses: Iterable[float], name: str = "loss") -> list[int]:
+def spike_steps(losses: Iterable[float], name: str = "loss") -> list[int]:
     """The steps, from 1, at which a spike is said."""
     spikes = Spikes(LOSSES)
     return [step for step, loss in enumerate(losses, start=1) if spikes.check({name: loss}) is not None]
@@ -29,7 +29,7 @@ def noisy(count: int, level: float = 2.0, spread: float = 0.05, seed: int = 0) -
 
 @pytest.mark.parametrize("name", ["loss", "policy_loss", "value_loss"])
 def test_a_loss_that_jumps_and_stays_is_said_once(name: str) -> None:
-    assert said(noisy(200) + noisy(40, level=4.0), name) == [201]
+    assert spike_steps(noisy(200) + noisy(40, level=4.0), name) == [201]
 
 
 def test_the_numbers_worked_by_hand() -> None:
@@ -39,29 +39,29 @@ def test_the_numbers_worked_by_hand() -> None:
         assert spikes.check({"loss": 1.9 + 0.2 * (i % 2)}) is None
     for loss in (2.4, 2.4, 2.4):
         assert spikes.check({"loss": loss}) is None
-    found = spikes.check({"loss": 3.21})
-    assert found == pytest.approx({"loss": 2.6025, "loss_limit": 2.6, "loss_before": 2.0})
+    metrics = spikes.check({"loss": 3.21})
+    assert metrics == pytest.approx({"loss": 2.6025, "loss_limit": 2.6, "loss_before": 2.0})
 
 
 def test_a_loss_that_grows_from_the_first_steps_is_said() -> None:
     """Limit 2 x 4 + 1 = 9: (4 + 300) / 2 at the second step; a value loss may grow from a small one."""
-    assert said([4.0, 300.0, *noisy(30, 800.0)]) == [2]
-    assert said([4.0, 5.0, 12.0, 9.0, 8.0]) == [] and said([0.1, 30.0, 40.0], "value_loss") == []
+    assert spike_steps([4.0, 300.0, *noisy(30, 800.0)]) == [2]
+    assert spike_steps([4.0, 5.0, 12.0, 9.0, 8.0]) == [] and spike_steps([0.1, 30.0, 40.0], "value_loss") == []
 
 
 @pytest.mark.parametrize("last", [3.19, 3.21])
 def test_the_limit_decides(last: float) -> None:
-    assert said([*[1.9, 2.1] * 8, 2.4, 2.4, 2.4, last]) == ([20] if last > 3.2 else [])
+    assert spike_steps([*[1.9, 2.1] * 8, 2.4, 2.4, 2.4, last]) == ([20] if last > 3.2 else [])
 
 
 def test_one_step_far_out_is_a_spike_and_one_odd_batch_is_not() -> None:
     for loss, steps in ((2.9, []), (12.0, [101])):  # 18 and 200 deviations above
-        assert said([*noisy(100), loss, *noisy(60, seed=1)]) == steps
+        assert spike_steps([*noisy(100), loss, *noisy(60, seed=1)]) == steps
 
 
 def test_two_spikes_far_apart_are_two() -> None:
     losses = [*noisy(150), 9.0, *noisy(150, seed=1), 9.0, *noisy(20, seed=2)]
-    assert said(losses) == [151, 302]
+    assert spike_steps(losses) == [151, 302]
 
 
 def falling() -> Iterator[float]:
@@ -88,13 +88,13 @@ def heavy_tailed() -> Iterator[float]:
     ],
 )
 def test_what_is_no_spike(losses: list[float]) -> None:
-    assert said(losses) == []
+    assert spike_steps(losses) == []
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_what_is_not_finite_is_anothers_affair(broken: float) -> None:
-    assert said([*noisy(100), *[broken] * 9, *noisy(100, seed=1)]) == []
-    assert said([*noisy(100), broken, 9.0, *noisy(10, seed=1)]) == [102]
+    assert spike_steps([*noisy(100), *[broken] * 9, *noisy(100, seed=1)]) == []
+    assert spike_steps([*noisy(100), broken, 9.0, *noisy(10, seed=1)]) == [102]
 
 
 def test_steps_without_a_loss_change_nothing() -> None:
@@ -102,8 +102,8 @@ def test_steps_without_a_loss_change_nothing() -> None:
     spikes = Spikes(LOSSES)
     rows: list[dict[str, float]] = [{"value_loss": 1.0}] * 40 + [{}] + [{"value_loss": 1.0, "policy_loss": 0.0}] * 40
     assert [spikes.check(row) for row in rows] == [None] * 81
-    found: Any = spikes.check({"value_loss": 9.0, "policy_loss": 0.0})
-    assert set(found) == {"value_loss", "value_loss_limit", "value_loss_before"}
+    metrics: Any = spikes.check({"value_loss": 9.0, "policy_loss": 0.0})
+    assert set(metrics) == {"value_loss", "value_loss_limit", "value_loss_before"}
 
 
 def test_the_advice_names_options_of_every_stage() -> None:

@@ -21,16 +21,16 @@ ROOT = Path(__file__).parents[3]
 
 
 def stage_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception | None, *argv: str) -> RunOptions:
-    seen: list[RunOptions] = []
+    options_of_runs: list[RunOptions] = []
 
     def run(options: RunOptions) -> None:
-        seen.append(options)
+        options_of_runs.append(options)
         if error is not None:
             raise error
 
     monkeypatch.setattr(sys, "argv", ["x", "--output-dir", str(tmp_path / "out"), *argv])
     assert stage_process.stage_main(lambda _: RunOptions, "x", "", {}, run) == 0
-    return seen[0]
+    return options_of_runs[0]
 
 
 def test_between_stages_usr1_asks_to_be_started_again() -> None:
@@ -136,7 +136,7 @@ def test_torchrun_shows_the_mistake_first_and_last(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = forked.python(*torchrun, "-m", "step1_sft", "--modle", "x", "--output-dir", str(tmp_path / "out"), cwd=ROOT)
     lines = [line for line in done.stderr.splitlines() if line.strip("=-")]
-    said = "error: no option '--modle' (did you mean '--model'?); see --help"
+    message = "error: no option '--modle' (did you mean '--model'?); see --help"
     assert done.returncode != 0 and done.stdout == ""
-    assert [line for line in lines if line.startswith("error:")] == [said]
-    assert lines[-1].endswith(said)
+    assert [line for line in lines if line.startswith("error:")] == [message]
+    assert lines[-1].endswith(message)

@@ -148,11 +148,13 @@ def test_a_text_is_an_alert_where_the_service_has_alerts(name: str, monkeypatch:
 
 def test_options_reach_a_tracker_flat_and_without_secrets(stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_TOKEN", "12345678-secret")
-    seen: list[Any] = []
-    monkeypatch.setattr(plugins.load_file(mine(stage).split(",")[0]).Mine, "log_config", lambda _, c: seen.append(c))
+    configs: list[Any] = []
+    monkeypatch.setattr(plugins.load_file(mine(stage).split(",")[0]).Mine, "log_config", lambda _, c: configs.append(c))
     options = RunOptions(output_dir="a/12345678-secret", report_to=(mine(stage),))
     Reporter(stage, options).close()
-    assert seen[0]["output_dir"] == "***" and seen[0]["save_minutes"] == 20.0 and seen[0]["export_every"] is None
+    assert (
+        configs[0]["output_dir"] == "***" and configs[0]["save_minutes"] == 20.0 and configs[0]["export_every"] is None
+    )
     assert reporting._flat({"a": {"b": [1, "x"], "c": {"d": None}}}) == {"a.b": '[1, "x"]', "a.c.d": None}
 
 

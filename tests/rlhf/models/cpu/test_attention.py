@@ -28,22 +28,22 @@ def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
 
 def visible(length: int, kind: str) -> Tensor:
     """Who sees whom: causal, and with a mask some tokens do not see a stretch before them, as in rows of pairs."""
-    seen = torch.ones(2, 1, length, length, dtype=torch.bool).tril()
+    visibility = torch.ones(2, 1, length, length, dtype=torch.bool).tril()
     if kind != "none":
-        seen[1, :, length // 2 :, length // 4 : length // 2] = False
-    return seen
+        visibility[1, :, length // 2 :, length // 4 : length // 2] = False
+    return visibility
 
 
 def mask(length: int, kind: str, dtype: torch.dtype) -> Tensor | None:
-    seen = visible(length, kind)
+    visibility = visible(length, kind)
     if kind == "added":
-        return torch.zeros((), dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-    return seen if kind == "bool" else None
+        return torch.zeros((), dtype=dtype).masked_fill(~visibility, torch.finfo(dtype).min)
+    return visibility if kind == "bool" else None
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def formula(q: Tensor, k: Tensor, v: Tensor, visibility: Tensor) -> Tensor:
     k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
-    scores = (q @ k.mT / WIDTH**0.5).masked_fill(~seen, -torch.inf)
+    scores = (q @ k.mT / WIDTH**0.5).masked_fill(~visibility, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
@@ -55,14 +55,14 @@ def apart(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [2, 100, attention.BLOCK, attention.BLOCK + 1, 300])
 def test_values_and_gradients_are_those_of_the_formula(length: int, kind: str) -> None:
-    given = inputs(length, torch.bfloat16)
-    exact = [x.detach().double().requires_grad_() for x in given]
-    found, _ = attention.attention(MODULE, *given, mask(length, kind, torch.bfloat16))
+    qkv = inputs(length, torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    output, _ = attention.attention(MODULE, *qkv, mask(length, kind, torch.bfloat16))
     expected = formula(*exact, visible(length, kind))
-    outer = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    gradients = torch.autograd.grad(found, given, outer)
+    outer = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    gradients = torch.autograd.grad(output, qkv, outer)
     for got, want in zip(
-        (found, *gradients), (expected, *torch.autograd.grad(expected, exact, outer.double())), strict=True
+        (output, *gradients), (expected, *torch.autograd.grad(expected, exact, outer.double())), strict=True
     ):
         assert float((got.double() - want).norm() / want.norm()) < 0.01
 
@@ -70,42 +70,42 @@ def test_values_and_gradients_are_those_of_the_formula(length: int, kind: str) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_token_sees_what_the_mask_shows(dtype: torch.dtype) -> None:
     q, k, v = (x.detach() for x in inputs(40, dtype))
-    seen = torch.ones(2, 1, 1, 40, dtype=torch.bool)
-    seen[0, ..., :7], seen[1, ..., 30:] = False, False
-    for shown in (seen, None):
-        found, _ = attention.attention(MODULE, q[:, :, -1:], k, v, shown)
+    visibility = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    visibility[0, ..., :7], visibility[1, ..., 30:] = False, False
+    for shown in (visibility, None):
+        output, _ = attention.attention(MODULE, q[:, :, -1:], k, v, shown)
         expected, _ = sdpa_attention_forward(MODULE, q[:, :, -1:], k, v, shown)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
 
 
 def test_what_it_is_not_made_for_is_left_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     def sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
-        asked.append(options)
+        calls.append(options)
         return arguments[1], None
 
     monkeypatch.setattr(attention, "sdpa_attention_forward", sdpa)
-    given = inputs(8, torch.bfloat16)
+    qkv = inputs(8, torch.bfloat16)
     looking = SimpleNamespace(is_causal=False, num_key_value_groups=HEADS // GROUPS)
-    attention.attention(looking, *given, None)  # type: ignore[arg-type]
-    attention.attention(MODULE, *given, None, dropout=0.1)
-    attention.attention(MODULE, *given, None, softcap=50.0)
+    attention.attention(looking, *qkv, None)  # type: ignore[arg-type]
+    attention.attention(MODULE, *qkv, None, dropout=0.1)
+    attention.attention(MODULE, *qkv, None, softcap=50.0)
     attention.attention(MODULE, *inputs(8, torch.float32), None)
-    attention.attention(MODULE, *(x.detach() for x in given), None)
-    assert len(asked) == 5 and asked[1]["dropout"] == 0.1 and asked[2]["softcap"] == 50.0
+    attention.attention(MODULE, *(x.detach() for x in qkv), None)
+    assert len(calls) == 5 and calls[1]["dropout"] == 0.1 and calls[2]["softcap"] == 50.0
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_family_learns_the_same(family: str) -> None:
     lm, rows = tiny.causal_lm(family).bfloat16(), tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
-    found = []
+    results = []
     for _ in range(2):
         logprobs, _ = Policy(lm)(rows)
         gradients = torch.autograd.grad(logprobs.sum(), list(lm.parameters()), allow_unused=True)
-        found.append((logprobs, torch.cat([g.flatten() for g in gradients if g is not None])))
+        results.append((logprobs, torch.cat([g.flatten() for g in gradients if g is not None])))
         attention.install(lm)
-    (plain, expected), (quick, gradient) = found
+    (plain, expected), (quick, gradient) = results
     assert torch.equal(quick, plain)
     assert apart(gradient, expected) < 0.02
 

@@ -55,7 +55,7 @@ def test_training_scoring_and_sampling_are_those_of_the_same_model(
     if family != "llama":
         tiny.causal_lm(family, std=0.05, **families.ALL[family]).save_pretrained(saved)
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
-    found = []
+    results = []
     for compiled in (False, True):
         lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
         options = EngineOptions(dtype="fp32", torch_compile=compiled)
@@ -65,16 +65,16 @@ def test_training_scoring_and_sampling_are_those_of_the_same_model(
         for step in range(4):
             rows = tiny.sequences([9, 5 + step, 14, 3], prompts=[2, 1, 3, 1], seed=step)
 
-            def loss(given: object) -> tuple[Tensor, dict[str, Tensor]]:
-                return -engine(given)[0].mean(), {}  # noqa: B023  (called at once)
+            def loss(batch: object) -> tuple[Tensor, dict[str, Tensor]]:
+                return -engine(batch)[0].mean(), {}  # noqa: B023  (called at once)
 
             losses.append(engine.step([rows[:2], rows[2:]], loss)["loss"])
             frames.append(compiled_frames())
         with engine.inference() as policy:
             scored = policy(tiny.sequences([12, 20], prompts=[1, 1], seed=9))[0]
-            made = backend(policy.lm, tiny.prompts([3, 9]), SamplingOptions(response_length=12), None)
-        found.append((losses, scored, made.response_ids, [*frames, compiled_frames()]))
-    (plain, expected, tokens, _), (losses, scored, sampled, (before, first, *later, after)) = found
+            rollout = backend(policy.lm, tiny.prompts([3, 9]), SamplingOptions(response_length=12), None)
+        results.append((losses, scored, rollout.response_ids, [*frames, compiled_frames()]))
+    (plain, expected, tokens, _), (losses, scored, sampled, (before, first, *later, after)) = results
     assert losses == pytest.approx(plain, abs=1e-5) and losses[-1] != losses[0]
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-5)
     assert torch.equal(sampled, tokens)
@@ -97,24 +97,24 @@ def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path
     tiny.causal_lm(family, std=0.05).save_pretrained(tmp_path / "model")
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
     draws = torch.rand(5, 12, generator=torch.Generator().manual_seed(0))
-    found, seen = [], []
+    rollouts, counts = [], []
     for compiled in (False, True):
         lm = load_causal_lm(str(tmp_path / "model"), torch.float32, tiny.VOCAB)
         if compiled:
             compiling.compile_layers(lm)
         first = backend(lm, tiny.prompts([3, 9, 5, 7]), SamplingOptions(response_length=9), draws[:4])
-        seen.append(graphs())
+        counts.append(graphs())
         with torch.no_grad():
             for weight in lm.parameters():
                 weight.mul_(1.5)  # as an optimizer does, in place
         second = backend(lm, tiny.prompts([2, 4, 11, 3, 6]), SamplingOptions(response_length=12), draws)
-        seen.append(graphs())
-        found.append((first, second))
-    for plain, fast in zip(*found, strict=True):
+        counts.append(graphs())
+        rollouts.append((first, second))
+    for plain, fast in zip(*rollouts, strict=True):
         assert torch.equal(plain.response_ids, fast.response_ids)
         torch.testing.assert_close(fast.sampled_logprobs, plain.sampled_logprobs, rtol=0, atol=1e-5)
-    assert not torch.equal(found[0][0].sampled_logprobs[:, 0], found[0][1].sampled_logprobs[:4, 0])
-    assert seen[0] == seen[1] and seen[2] == seen[3] == seen[1] + 5  # four pieces of a layer read prompts
+    assert not torch.equal(rollouts[0][0].sampled_logprobs[:, 0], rollouts[0][1].sampled_logprobs[:4, 0])
+    assert counts[0] == counts[1] and counts[2] == counts[3] == counts[1] + 5  # four pieces of a layer read prompts
     torch._dynamo.reset()
 
 
@@ -131,12 +131,12 @@ def test_without_kernels_a_step_multiplies_by_weights_sorted_again(saved: str, m
         if not kernel:
             monkeypatch.setattr(kernels, "for_one_token", lambda _: False)
             monkeypatch.setattr(_decoding, "_use_kernels", rewritten.append)
-        want, found = (
+        want, rollout = (
             backend(multiplied(lm, factor), tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
             for lm in (plain, fast)
         )
-        assert torch.equal(found.response_ids, want.response_ids)
-        torch.testing.assert_close(found.sampled_logprobs, want.sampled_logprobs, rtol=0, atol=1e-5)
+        assert torch.equal(rollout.response_ids, want.response_ids)
+        torch.testing.assert_close(rollout.sampled_logprobs, want.sampled_logprobs, rtol=0, atol=1e-5)
     assert not rewritten
 
 
@@ -162,12 +162,12 @@ def test_models_that_take_turns_keep_their_own_steps(tmp_path: Path) -> None:
     for lm in fast:
         compiling.compile_layers(lm)
     for turn in (0, 1, 0, 2, 1, 2, 0):
-        want, found = (
+        want, rollout = (
             backend(models[turn], tiny.prompts([3, 9, 5, 7]), SamplingOptions(response_length=12), draws)
             for models in (plain, fast)
         )
-        assert torch.equal(want.response_ids, found.response_ids)
-        torch.testing.assert_close(found.sampled_logprobs, want.sampled_logprobs, rtol=0, atol=1e-5)
+        assert torch.equal(want.response_ids, rollout.response_ids)
+        torch.testing.assert_close(rollout.sampled_logprobs, want.sampled_logprobs, rtol=0, atol=1e-5)
     torch._dynamo.reset()
 
 
@@ -208,12 +208,12 @@ def test_products_of_the_same_states_are_one(saved: str, monkeypatch: pytest.Mon
         if compiled:
             compiling.compile_layers(lm)
             backend(lm, tiny.prompts([5, 2]), sampling, None)
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            made = backend(lm, tiny.prompts([5, 2]), sampling, None)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            rollout = backend(lm, tiny.prompts([5, 2]), sampling, None)
         own = compiled and kernels.for_one_token(torch.float32)
         name = "rlhf::products" if own else "mkldnn::_linear_pointwise"
-        counts.append(sum(event.count for event in seen.key_averages() if event.key == name))
-    steps, layers = made.mask.shape[1] - 1, lm.config.num_hidden_layers
+        counts.append(sum(event.count for event in profiled.key_averages() if event.key == name))
+    steps, layers = rollout.mask.shape[1] - 1, lm.config.num_hidden_layers
     # query, key, value; output; gate, up; down; and the head once
     assert counts == [steps * (7 * layers + 1), steps * (4 * layers + 1)]
 

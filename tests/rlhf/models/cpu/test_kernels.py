@@ -29,10 +29,10 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def agree(found: Tensor, exact: Tensor) -> None:
+def agree(actual: Tensor, exact: Tensor) -> None:
     """In bf16 as near as rounding the exact result comes."""
-    relative, absolute = (2.0**-8, 1e-4) if found.dtype == torch.bfloat16 else (1e-5, 1e-5)
-    torch.testing.assert_close(found.double(), exact, rtol=1.01 * relative, atol=absolute)
+    relative, absolute = (2.0**-8, 1e-4) if actual.dtype == torch.bfloat16 else (1e-5, 1e-5)
+    torch.testing.assert_close(actual.double(), exact, rtol=1.01 * relative, atol=absolute)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,12 +58,12 @@ def test_one_token_attends_to_what_it_sees(heads: int, groups: int, size: int, d
     rows, room = 4, 37
     q = drawn(rows, 1, heads, size, dtype=dtype).transpose(1, 2)
     k, v = (drawn(rows, groups, room, size + i, dtype=dtype)[..., i:].contiguous() for i in range(2))
-    seen = torch.ones(rows, 1, 1, room, dtype=torch.bool)
-    seen[0, ..., :5], seen[1, ..., 30:], seen[2, ..., 3:20:2], seen[3, ..., 1:] = False, False, False, False
+    mask = torch.ones(rows, 1, 1, room, dtype=torch.bool)
+    mask[0, ..., :5], mask[1, ..., 30:], mask[2, ..., 3:20:2], mask[3, ..., 1:] = False, False, False, False
     exact = torch.nn.functional.scaled_dot_product_attention(
-        q.double(), k.double(), v.double(), seen, scale=0.3, enable_gqa=True
+        q.double(), k.double(), v.double(), mask, scale=0.3, enable_gqa=True
     )
-    agree(kernels.attend(q, k, v, seen, 0.3), exact.transpose(1, 2))
+    agree(kernels.attend(q, k, v, mask, 0.3), exact.transpose(1, 2))
 
 
 ROWS = [  # tokens of the second side, from s on, do not see the first, from c to there: c, s, length
@@ -73,21 +73,21 @@ ROWS = [  # tokens of the second side, from s on, do not see the first, from c t
 
 def row_by_row(q: Tensor, k: Tensor, v: Tensor, rows: list[tuple[int, ...]], scale: float) -> Tensor:
     """The formula, with each row's own mask."""
-    found, heads, start = [], q.shape[1] // k.shape[1], 0
+    outputs, heads, start = [], q.shape[1] // k.shape[1], 0
     for common, second, length in rows:
         i = torch.arange(length)
-        seen = (i[:, None] >= i) & ~((i[:, None] >= second) & (i >= common) & (i < second))
-        asked, keys, values = (x[:, :, start : start + length] for x in (q, k, v))
+        mask = (i[:, None] >= i) & ~((i[:, None] >= second) & (i >= common) & (i < second))
+        queries_of_row, keys, values = (x[:, :, start : start + length] for x in (q, k, v))
         keys, values = (x.repeat_interleave(heads, 1) for x in (keys, values))
-        scores = (asked @ keys.mT * scale).masked_fill(~seen, -torch.inf)
-        found.append(scores.softmax(-1) @ values)
+        scores = (queries_of_row @ keys.mT * scale).masked_fill(~mask, -torch.inf)
+        outputs.append(scores.softmax(-1) @ values)
         start += length
-    return torch.cat(found, 2).transpose(1, 2)
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def spans(rows: list[tuple[int, ...]]) -> Tensor:
-    made = torch.tensor(rows)
-    return torch.cat([(made[:, 2].cumsum(0) - made[:, 2])[:, None], made], 1)
+    table = torch.tensor(rows)
+    return torch.cat([(table[:, 2].cumsum(0) - table[:, 2])[:, None], table], 1)
 
 
 @pytest.mark.parametrize("size", [8, 64, 80])
@@ -96,16 +96,16 @@ def spans(rows: list[tuple[int, ...]]) -> Tensor:
 def test_rows_attend_and_learn_each_for_itself(heads: int, groups: int, size: int, beside: bool) -> None:
     needed(torch.bfloat16, kernels.for_rows)
     tokens = sum(length for *_, length in ROWS)
-    given = []
+    qkv = []
     for i, n in enumerate((heads, groups, groups)):
         x = drawn(1, tokens, n, size, dtype=torch.bfloat16).roll(i, 1).transpose(1, 2)
-        given.append((x if beside else x.contiguous()).requires_grad_())
-    exact = [x.detach().double().requires_grad_() for x in given]
-    found, expected = kernels.attend_rows(*given, spans(ROWS), 0.2), row_by_row(*exact, ROWS, 0.2)  # type: ignore[arg-type,call-arg]
+        qkv.append((x if beside else x.contiguous()).requires_grad_())
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    output, expected = kernels.attend_rows(*qkv, spans(ROWS), 0.2), row_by_row(*exact, ROWS, 0.2)  # type: ignore[arg-type,call-arg]
     outer = drawn(1, tokens, heads, size, dtype=torch.bfloat16)
-    gradients = torch.autograd.grad(found, given, outer)
+    gradients = torch.autograd.grad(output, qkv, outer)
     wanted = torch.autograd.grad(expected, exact, outer.double())
-    for got, want in zip((found, *gradients), (expected, *wanted), strict=True):
+    for got, want in zip((output, *gradients), (expected, *wanted), strict=True):
         assert got.shape == want.shape
         # Scores' weights, their product and the result are rounded, each by 2^-9 / sqrt(3) rms: 0.002 of the norm,
         # twice that where a gradient passes through as many again. One number is off by more where terms cancel.
@@ -115,27 +115,27 @@ def test_rows_attend_and_learn_each_for_itself(heads: int, groups: int, size: in
 
 def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     needed(torch.bfloat16, kernels.for_rows)
-    lengths, found = (65, 63, 64, 2), []
-    made = spans([(n, n, n) for n in lengths])
+    lengths, results = (65, 63, 64, 2), []
+    row_spans = spans([(n, n, n) for n in lengths])
     for bad in (False, True):
-        given = [drawn(1, sum(lengths), 1, 8, dtype=torch.bfloat16).roll(i, 1).transpose(1, 2) for i in range(3)]
+        qkv = [drawn(1, sum(lengths), 1, 8, dtype=torch.bfloat16).roll(i, 1).transpose(1, 2) for i in range(3)]
         if bad:
-            for x in given:
+            for x in qkv:
                 x[:, :, :65] = torch.nan
-        given = [x.requires_grad_() for x in given]
-        out = kernels.attend_rows(*given, made, 0.2)  # type: ignore[call-arg]
-        gradients = torch.autograd.grad(out, given, torch.ones_like(out))
-        found.append([out[0, 65:], *(x[0, 0, 65:] for x in gradients)])
-    for clean, beside in zip(*found, strict=True):
+        qkv = [x.requires_grad_() for x in qkv]
+        out = kernels.attend_rows(*qkv, row_spans, 0.2)  # type: ignore[call-arg]
+        gradients = torch.autograd.grad(out, qkv, torch.ones_like(out))
+        results.append([out[0, 65:], *(x[0, 0, 65:] for x in gradients)])
+    for clean, beside in zip(*results, strict=True):
         assert torch.equal(clean, beside)
 
 
 def test_rows_beyond_the_tokens_are_refused() -> None:
     needed(torch.bfloat16, kernels.for_rows)
-    given = [drawn(1, 2, 10, 8, dtype=torch.bfloat16) for _ in range(3)]
+    qkv = [drawn(1, 2, 10, 8, dtype=torch.bfloat16) for _ in range(3)]
     for row in ([0, 11, 11, 11], [5, 6, 6, 6], [-1, 4, 4, 4], [0, 5, 4, 6], [0, 4, 7, 6]):
         with pytest.raises(ValueError, match="attend_rows: row 0 of"):
-            kernels.attend_rows(*given, torch.tensor([row]), 0.2)  # type: ignore[call-arg]
+            kernels.attend_rows(*qkv, torch.tensor([row]), 0.2)  # type: ignore[call-arg]
 
 
 @torch._inductor.config.patch(emulate_precision_casts=False)
