@@ -16,7 +16,7 @@ from rlhf.chain import command as train
 from rlhf.chain.options import ChainConfig
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
-from rlhf.plan import command, scaling_table, sizes
+from rlhf.plan import command, cost, scaling_table, sizes
 from rlhf.plan.activations import PassShape
 from rlhf.plan.devices import Device
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, forecast
@@ -77,6 +77,18 @@ def test_a_rollout_has_at_most_a_devices_share_of_the_batch(model_path: str) -> 
     )
     few, many = (forecast(workload, replace(four_gpus(80e9), count=count)).models[0].cache for count in (1, 8))
     assert few == 8 * many
+
+
+def test_without_rescoring_the_actor_does_not_score(model_path: str) -> None:
+    """Policy, reference, critic and reward model score: without the policy it is one pass less."""
+    paths = {"actor_model": model_path, "reward_model": model_path}
+    shape = {"batch_size": 8, "max_prompt_length": 16, "response_length": 8, "num_ppo_epochs": 1, "dtype": "bf16"}
+    four, three = (
+        cost.cost(ppo_plan.workload(PPO(rescore=rescore, **shape), "cpu", paths), four_gpus(80e9)).score
+        for rescore in (True, False)
+    )
+    policy = cost.forward_flops(sizes.size(model_path, "lm"), 2, 24, 8) / four_gpus(80e9).flops(2)
+    assert four - three == pytest.approx(policy)
 
 
 # --- the page
