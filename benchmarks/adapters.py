@@ -101,23 +101,23 @@ def cost(spec: str) -> dict[str, float]:
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     whole = sum(weight.numel() for weight in layers("").parameters())
     own = {weight.data_ptr() for weight in [*model.parameters(), *model.buffers()]}
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
         if x.layout != torch.strided:  # the indices of a sparse tensor are the method's own
-            kept[id(x)] = x._values().nbytes
+            saved_bytes[id(x)] = x._values().nbytes
         elif x.data_ptr() not in own:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            saved_bytes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     ids = torch.randint(128, ROWS, generator=torch.Generator().manual_seed(1))
     seconds = math.inf
     for _ in range(STEPS + 1):
-        kept.clear()
+        saved_bytes.clear()
         start = time.process_time()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss = model(input_ids=ids, labels=ids).loss
-        megabytes = sum(kept.values()) / 1e6
+        megabytes = sum(saved_bytes.values()) / 1e6
         loss.backward()
         seconds = min(seconds, time.process_time() - start)
         for weight in trained:

@@ -203,8 +203,8 @@ def alternate(contenders: Mapping[str, Contender], repeats: int, works: Sequence
         for name, contender in contenders.items():
             row = contender.ask(work)
             rows[name][work].append(row)
-            said = {key: value for key, value in row.items() if isinstance(value, int | float)}
-            print(f"{work} {number} {name}: " + " ".join(f"{k} {v:.6g}" for k, v in said.items()), flush=True)
+            numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
+            print(f"{work} {number} {name}: " + " ".join(f"{k} {v:.6g}" for k, v in numbers.items()), flush=True)
     return rows
 
 

@@ -68,7 +68,7 @@ def summary(contender: Contender, rows: Mapping[str, list[Row]], unit: str) -> d
 
 
 def results(
-    name: str, options: Options, contenders: Mapping[str, Contender], rows: Rows, unit: str, **found: Any
+    name: str, options: Options, contenders: Mapping[str, Contender], rows: Rows, unit: str, **measurements: Any
 ) -> dict[str, Any]:
     """The content of the JSON file."""
     summaries = {
@@ -81,7 +81,7 @@ def results(
         if contender_name not in (OURS, MACHINE) and OURS in summaries
     }
     header = {"name": name, **environment_info(), "options": option_values(options)}
-    return {**header, **found, "peak_memory_ours_over": memory, "contenders": summaries}
+    return {**header, **measurements, "peak_memory_ours_over": memory, "contenders": summaries}
 
 
 def environment_info() -> dict[str, Any]:

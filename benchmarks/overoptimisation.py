@@ -127,18 +127,18 @@ def member_variants(options: Options) -> tuple[Variant, ...]:
 def variants(options: Options) -> dict[Variant, tuple[str, int]]:
     """The method and the pairs of each PPO: a reward model of each size, the remedies, the ensembles."""
     ppo = f"{options.ppo} --ppo.total-episodes {options.episodes}"
-    found = {
+    methods = {
         Variant(reward.name, (*reward.words, *ppo.split())): (PPO, pairs)
         for reward, pairs in zip(reward_variants(options), options.pairs, strict=True)
     }
     middle, members = options.middle, member_variants(options)
     words = reward_words(options, middle)
     for name, remedy in REMEDIES.items():
-        found[Variant(f"{middle} pairs, {name}", (*words, *ppo.split(), *remedy.split()))] = f"{PPO}, {name}", middle
+        methods[Variant(f"{middle} pairs, {name}", (*words, *ppo.split(), *remedy.split()))] = f"{PPO}, {name}", middle
     for name, rule in ENSEMBLES.items():
         variant = Variant(f"{middle} pairs, {name}", (*words, *ppo.split(), *rule.ppo.split()), members)
-        found[variant] = f"{PPO}, {name}", middle
-    return found
+        methods[variant] = f"{PPO}, {name}", middle
+    return methods
 
 
 def sample_file(options: Options, seed: int) -> Path:
@@ -184,10 +184,10 @@ def sample(options: Options, seed: int) -> None:
 
 def proxy_scores(stored: Mapping[str, Tensor], options: Options) -> dict[tuple[str, int], Tensor]:
     """The scores that best-of-n selects by, for each method and size. stored: `sample_file`, by reward model."""
-    found = {(BEST_OF_N, pairs): stored[f"{pairs} pairs"] for pairs in options.pairs}
+    scores = {(BEST_OF_N, pairs): stored[f"{pairs} pairs"] for pairs in options.pairs}
     names = [f"{options.middle} pairs", *(member.name for member in member_variants(options))]
     members = torch.stack([stored[name] for name in names])
-    return found | {(f"{BEST_OF_N}, {name}", options.middle): rule.score(members) for name, rule in ENSEMBLES.items()}
+    return scores | {(f"{BEST_OF_N}, {name}", options.middle): rule.score(members) for name, rule in ENSEMBLES.items()}
 
 
 def best_of_n_points(options: Options, seed: int) -> tuple[list[Points], float]:

@@ -63,39 +63,39 @@ def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def require_same_prompts(folders: Mapping[Key, Path]) -> None:
     """Both systems must have responded to the same prompts in each iteration."""
-    asked: dict[int, Any] = {}
+    prompts_by_seed: dict[int, Any] = {}
     for (system, seed), folder in folders.items():
         rows = read(folder / ROLLOUTS[system])
         prompts = [(row["iteration"], row["prompt"]) for row in rows]
-        known = asked.setdefault(seed, prompts)
+        known = prompts_by_seed.setdefault(seed, prompts)
         least = min(len(known), len(prompts))
         assert known[:least] == prompts[:least], f"{folder}: other prompts than those of the other system"
 
 
 def curves(rows: list[dict[str, Any]]) -> dict[str, Curve]:
     """The points of each system."""
-    found = {}
+    curve_of = {}
     for system in dict.fromkeys(row["system"] for row in rows):
         own = [row for row in rows if row["system"] == system]
         columns = [np.array([row[name] for row in own]) for name in ("seed", "iteration", "kl", "true_score")]
-        found[system] = Curve(*columns)
-    return found
+        curve_of[system] = Curve(*columns)
+    return curve_of
 
 
-def frontier_table(places: list[FrontierPoint]) -> list[str]:
+def frontier_table(points: list[FrontierPoint]) -> list[str]:
     """Markdown."""
     lines = ["| KL | ours | TRL 1.12 | difference | ours is |", "|---|---|---|---|---|"]
-    for p in places:
+    for p in points:
         own, other = (f"{value:.3f} ± {half:.3f}" for value, half in (p.ours, p.other))
         lines.append(f"| {p.kl:.2f} | {own} | {other} | {p.gain:+.3f} ± {p.gain_ci95:.3f} | {p.verdict} |")
     return lines
 
 
-def course_table(found: Mapping[str, Curve], rows: list[dict[str, Any]]) -> list[str]:
+def course_table(curve_of: Mapping[str, Curve], rows: list[dict[str, Any]]) -> list[str]:
     """Markdown: each system's first and last iterations, and what an iteration took."""
     lines = ["| system | seeds | iterations | true score, first 3 | last 3 | KL, last 3 | seconds an iteration |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for system, c in found.items():
+    for system, c in curve_of.items():
         early, late = c.iteration <= 3, c.iteration > c.iteration.max() - 3
         seconds = np.median([row["seconds"] for row in rows if row["system"] == system])
         lines.append(
@@ -126,7 +126,7 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def draw(path: Path, found: Mapping[str, Curve]) -> None:
+def draw(path: Path, curve_of: Mapping[str, Curve]) -> None:
     """True score by iteration, KL by iteration, true score against KL. Line: mean of the seeds; band: all of them.
 
     Raises: ModuleNotFoundError without matplotlib.
@@ -138,16 +138,16 @@ def draw(path: Path, found: Mapping[str, Curve]) -> None:
     from matplotlib import pyplot
 
     figure, (score, kl, both) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    places = compare(found["ours"], found["trl"]) if len(found) == 2 else []
-    for system, c in found.items():
+    points = compare(curve_of["ours"], curve_of["trl"]) if len(curve_of) == 2 else []
+    for system, c in curve_of.items():
         steps = np.unique(c.iteration)
         for axes, values in ((score, c.score), (kl, c.kl)):
             mean, least, most = c.by_iteration(values)
             (line,) = axes.plot(steps, mean, label=NAMES[system])
             axes.fill_between(steps, least, most, alpha=0.2, color=line.get_color(), linewidth=0)
         both.plot(c.kl, c.score, "o", alpha=0.5, markersize=4, label=NAMES[system], color=line.get_color())
-        fitted = [(p.ours if system == "ours" else p.other)[0] for p in places]
-        both.plot([p.kl for p in places], fitted, linewidth=2, color=line.get_color())
+        fitted = [(p.ours if system == "ours" else p.other)[0] for p in points]
+        both.plot([p.kl for p in points], fitted, linewidth=2, color=line.get_color())
     score.set(
         xlabel="iteration", ylabel="true score (the judge)", title="true score: mean of the seeds, and their range"
     )
@@ -169,18 +169,18 @@ def report(folders: Mapping[Key, Path], heldout: Path, results: Path, name: str)
         return
     results.mkdir(parents=True, exist_ok=True)
     write_csv(results / f"{name}.csv", rows)
-    found = curves(rows)
-    lines = ["## Training", "", *course_table(found, rows)]
-    if len(found) == 2:
-        places = compare(found["ours"], found["trl"])
-        lines += ["", "## True score at the same KL", "", statement(places), "", *frontier_table(places)]
+    curve_of = curves(rows)
+    lines = ["## Training", "", *course_table(curve_of, rows)]
+    if len(curve_of) == 2:
+        points = compare(curve_of["ours"], curve_of["trl"])
+        lines += ["", "## True score at the same KL", "", statement(points), "", *frontier_table(points)]
     if heldout.is_file():
         lines += ["", "## Final policies on held-out prompts", "", *heldout_table(heldout, folders)]
     text = "\n".join(lines) + "\n"
     (results / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
     try:
-        draw(results / f"{name}.svg", found)
+        draw(results / f"{name}.svg", curve_of)
     except ModuleNotFoundError as error:
         print(f"report: no picture: {error}; pip install matplotlib")
     print(f"report: wrote {results}/{name}.*")

@@ -44,7 +44,7 @@ def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
     rows = [{"chosen_ids": list(item.chosen), "rejected_ids": list(item.rejected)} for item in dataset.train]
     contender_settings = {"stage": stage, "model": options.model, "rows": rows, "folder": str(folder)}
     contender_settings |= {"scalar": inputs.scalar_model(options, folder)}
-    return {**contender_settings, **{name: getattr(options, name) for name in ("batch_size", "dtype", "lora")}}, dataset
+    return {**contender_settings, **{name: getattr(options, name) for name in sft.PEER_OPTIONS}}, dataset
 
 
 def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
@@ -101,12 +101,12 @@ CONTENDERS = {OURS: ours, PEER: trl, MACHINE: limits.contender}
 
 def needed_flop(options: Options, dataset: Any) -> float:
     """Floating-point operations that the loss of one pass over the data needs. A pair's prompt counts once."""
-    tokens = seen = 0.0
+    tokens = attended = 0.0
     for item in dataset.train:
         responses = [len(side) - item.prompt_length for side in (item.chosen, item.rejected)]
         tokens += item.prompt_length + sum(responses)
-        seen += limits.attention_pairs([item.prompt_length]) + limits.attention_pairs(responses, item.prompt_length)
-    return limits.model_work(options.model).training(tokens, 0, seen)
+        attended += limits.attention_pairs([item.prompt_length]) + limits.attention_pairs(responses, item.prompt_length)
+    return limits.model_work(options.model).training(tokens, 0, attended)
 
 
 def measure(options: Options) -> dict[str, Any]:

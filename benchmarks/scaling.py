@@ -363,17 +363,17 @@ def measure(options: Options) -> dict[str, Any]:
     """All measurements, as written to the JSON file. Ratios are of two processes over one thread."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         if "ranks" in options.parts:
-            found["ranks"] = measure_ranks(options, folder)
-            kept = ("strong_over_one_thread", "weak_over_one_thread", "strong_over_two_threads")
-            found["ratios"] = {
+            result["ranks"] = measure_ranks(options, folder)
+            names = ("strong_over_one_thread", "weak_over_one_thread", "strong_over_two_threads")
+            result["ratios"] = {
                 f"{key.replace('_', ' ')}, ZeRO {one['zero_stage']}": {"median": one[key]}
-                for one in found["ranks"]
-                for key in kept
+                for one in result["ranks"]
+                for key in names
             }
         if "growth" in options.parts:
-            found["growth"] = measure_growth(options, folder)
+            result["growth"] = measure_growth(options, folder)
     import torch
 
     about = {
@@ -382,17 +382,17 @@ def measure(options: Options) -> dict[str, Any]:
         "options": options.model_dump(mode="json", exclude={"output"}),
     }
     about |= {"threads_of_growth": torch.get_num_threads()}
-    return {**about, **found}
+    return {**about, **result}
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
         return run_rank(sys.argv[2])
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.scaling", "How cost grows.")
-    found = measure(options)
-    print(table(found))
+    result = measure(options)
+    print(table(result))
     default = outcome.RESULTS / "scaling.json" if len(options.parts) == 2 else None
-    outcome.save(found, Path(options.output) if options.output else default)
+    outcome.save(result, Path(options.output) if options.output else default)
     return 0
 
 

@@ -31,6 +31,8 @@ TARGETS = {(PADDED, "all"): (5.0, 6.0), (PACKED, "all"): (4.7, 5.5)}
 LORA_TARGETS = dict.fromkeys(TARGETS, (3.0, 5.0))
 LEAST_SHARE, AIM_SHARE = 0.55, 0.65
 LEARNING_RATE = 1e-5
+PEER_OPTIONS = ("batch_size", "dtype", "lora", "peer_compile")
+"""options that TRL's contenders read"""
 UNLIMITED = 10**6
 """epochs or steps: a contender works until no more work is requested"""
 
@@ -48,6 +50,8 @@ class Options(harness.Options):
     """dtype of both sides: bf16 or fp32"""
     torch_compile: bool = True
     """ours: compile the layers, before the measurement"""
+    peer_compile: bool = False
+    """theirs: torch_compile of transformers' Trainer"""
     lora: int | None = Field(None, ge=1)
     """rank of LoRA on all linear layers, alpha twice the rank; none: all weights are trained"""
 
@@ -79,7 +83,7 @@ def settings(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
     stage, data = inputs.first_rows(options, "sft", options.rows, folder, **stage_options(options))
     rows = inputs.demonstrations(data.train)
     contender_settings = {"stage": stage, "model": options.model, "rows": rows, "folder": str(folder)}
-    return {**contender_settings, **{name: getattr(options, name) for name in ("batch_size", "dtype", "lora")}}, data
+    return {**contender_settings, **{name: getattr(options, name) for name in PEER_OPTIONS}}, data
 
 
 def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
@@ -180,6 +184,7 @@ def trainer_arguments(settings: dict[str, Any], bf16: bool) -> dict[str, Any]:
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "bf16": bf16,
+        "torch_compile": settings["peer_compile"],
         "use_cpu": True,
         "dataloader_pin_memory": False,
         "gradient_checkpointing": False,
@@ -275,13 +280,13 @@ def measure(options: Options) -> dict[str, Any]:
 
 def shares(rows: harness.Rows, flop: float, dtype: str) -> dict[str, Any]:
     """Shares of the matrix-product peak of the same turn: needed work over the time of a pass."""
-    found = {}
+    shares_by_name = {}
     for who in (name for name in rows if name != MACHINE):
         pairs = zip(rows[who]["all"], rows[MACHINE]["all"], strict=True)
         values = [flop / 1e9 / row["seconds"] / machine[f"{dtype}_gflops"] for row, machine in pairs]
         goals = (LEAST_SHARE, AIM_SHARE) if who == OURS else (None, None)
-        found[f"training, share of the {dtype} peak, {who}"] = outcome.share(values, *goals)
-    return found
+        shares_by_name[f"training, share of the {dtype} peak, {who}"] = outcome.share(values, *goals)
+    return shares_by_name
 
 
 def main() -> int:
