@@ -75,6 +75,7 @@ def test_speeds_are_those_of_the_results(page: str) -> None:
     """The ratios of the tables, and the date."""
     text = (ROOT / page).read_text(encoding="utf-8")
     rows = {"sft": "fine-tuning", "reward": "reward model", "ppo": "PPO", "rollout": "rollout"}
+    rows |= {"sft_lora": "LoRA, fine-tuning", "ppo_lora": "LoRA, PPO"}
     for name, row in rows.items():
         results = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
         [cells] = re.findall(rf"^\| {row}, .*\|$", text, re.MULTILINE)
