@@ -71,9 +71,9 @@ class RewardConfig(SupervisedOptions):
     attribute_coef: float = Field(0.1, gt=0)
     """weight of the squared error of the ratings, in units of their variance, with attributes"""
     token_coef: float = Field(0.0, ge=0)
-    """weight of the same loss between the t-th tokens of both responses, for every t (DeepSpeed-Chat): the score at a
-    token then predicts that of the whole response, from which a critic starts; above 0 both sides of a pair are
-    computed in full"""
+    """weight of the loss between the t-th tokens of both responses, without margins, for every t from the first token
+    that differs to the end of the shorter response (DeepSpeed-Chat). The score at a token then predicts that of the
+    whole response, from which a critic starts; above 0 both sides of a pair are computed in full"""
     length_coef: float = Field(0.0, ge=0)
     """weight of the squared correlation of score and length within the pairs of a step, which keeps scores from
     following length; above 0 each pair is scored twice"""

@@ -49,10 +49,9 @@ class PairLoss:
             nll = losses.chosen_nll(logprobs, mask, weight, self._count)
         elif config.token_coef:
             side_scores, rows, scalars = score_every_token(self._reward, pairs)
-            mask = to_device(differing(pairs), device)
-            chosen, rejected = (side[:, : mask.shape[1]] for side in scalars.chunk(2))
+            mask, sides = to_device(compared_columns(rows[0]), device), scalars.chunk(2)
             token_loss = losses.token_logistic(
-                chosen, rejected, mask, weight, self._count, config.centering, config.label_smoothing
+                *sides, mask, weight, self._count, config.centering, config.label_smoothing
             )
         else:
             side_scores, rows = self._pair_scores(self._reward, pairs)
@@ -93,13 +92,15 @@ def score_every_token(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]
     return scores(scalars, sides.mask).view(2, -1).T, [sides], scalars
 
 
-def differing(pairs: Pairs) -> Tensor:
-    """The columns in which both responses have a token, from the first one on that differs; bool [B, S] of the shorter
-    side's S. The prompt is the same on both sides, so the t-th tokens of both responses are in one column."""
-    width = min(pairs.chosen.ids.shape[1], pairs.rejected.ids.shape[1])
-    chosen, rejected = pairs.chosen, pairs.rejected
-    both = (chosen.loss_mask & chosen.mask)[:, :width] & (rejected.loss_mask & rejected.mask)[:, :width]
-    different = both & (chosen.ids[:, :width] != rejected.ids[:, :width])
+def compared_columns(sides: Sequences) -> Tensor:
+    """The columns in which both responses of a pair have a token, from the first one on that differs; bool [B, S].
+
+    sides: [2 B, S], the chosen sides first. The prompt is the same on both sides, so the t-th tokens of both responses
+    are in one column.
+    """
+    chosen, rejected = sides.loss_mask.chunk(2)
+    both = chosen & rejected
+    different = both & torch.ne(*sides.ids.chunk(2))
     return both & (different.long().cumsum(1) > 0)
 
 

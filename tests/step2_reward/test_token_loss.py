@@ -10,7 +10,7 @@ from data.batches import pair_batch
 from data.build.encode import Preference
 from rlhf.maths import losses
 from step2_reward.config import RewardConfig
-from step2_reward.loss import differing
+from step2_reward.loss import compared_columns
 
 PROMPT = (3, 4)
 
@@ -23,14 +23,14 @@ def test_tokens_are_compared_where_both_responses_have_one_and_have_differed() -
     """Of (5 6 7 8) and (5 9 7) columns 3 and 4 of 0 to 4: the 5 is common, the 8 is alone. One response that begins the
     other never differs from it. The third pair differs at once."""
     pairs = pair_batch([pair((5, 6, 7, 8), (5, 9, 7)), pair((5, 6), (5, 6, 7)), pair((8,), (9, 5))], pad_id=0)
-    columns = [row.nonzero().flatten().tolist() for row in differing(pairs)]
+    columns = [row.nonzero().flatten().tolist() for row in compared_columns(pairs.stacked())]
     assert columns == [[3, 4], [], [2]]
 
 
 def test_padding_that_is_a_real_id_is_not_compared() -> None:
     """The padding has the id 7, with which one response goes on where the other has ended."""
     pairs = pair_batch([pair((5,), (6, 7)), pair((5, 6, 6), (6, 5, 5))], pad_id=7)
-    assert differing(pairs).sum(1).tolist() == [1, 3]
+    assert compared_columns(pairs.stacked()).sum(1).tolist() == [1, 3]
 
 
 def softplus(x: float) -> float:
