@@ -32,6 +32,10 @@ class Limits(Config):
     """fp32: first_approx_kl, or the std of the first ratio, above this"""
     first_ratio_low_precision: float = Field(5e-2, gt=0)
     """the same in bf16 and fp16"""
+    sampling_mismatch: float = Field(1e-3, gt=0)
+    """fp32: mean difference of log-probs between sampling and training above this, nats per token"""
+    sampling_mismatch_low_precision: float = Field(0.2, gt=0)
+    """the same in bf16 and fp16"""
     negative_kl: float = Field(-0.1, le=0)
     """mean KL below this, nats per response"""
     kl_rounding: float = Field(0.0, ge=0)
@@ -96,7 +100,9 @@ class Watch:
         """dtype: fp32, bf16 or fp16, in which the policy computes."""
         if dtype != "fp32":
             std = limits.first_ratio_low_precision  # of the ratio; KL(pi_s, pi_t) is half its square
-            limits = limits.model_copy(update={"first_ratio": std, "kl_rounding": std * std / 2})
+            low = {"first_ratio": std, "kl_rounding": std * std / 2}
+            low["sampling_mismatch"] = limits.sampling_mismatch_low_precision
+            limits = limits.model_copy(update=low)
         self._limits = limits
         self._rows: list[Mapping[str, float]] = []
         self._holding: set[str] = set()
@@ -237,6 +243,13 @@ RULES = (
         _first_ratio,
         "sampling and training passes disagree before any step: check for dropout, another temperature or dtype, "
         "or a wrong mask in the policy or the algorithm",
+    ),
+    Rule(
+        "sampling_mismatch",
+        ("sampling_mismatch",),
+        partial(_above, "sampling_mismatch", "sampling_mismatch"),
+        "the sampler's log-probs are not those of the training pass: check the rollout backend, its weights and its "
+        "temperature, and do not turn rescore off",
     ),
     Rule(
         "negative_kl",

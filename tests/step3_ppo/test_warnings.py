@@ -24,6 +24,7 @@ Changes = Mapping[str, float]
 HEALTHY = {
     "first_approx_kl": 1e-9,
     "first_ratio_std": 3e-6,
+    "sampling_mismatch": 1e-6,
     "kl": 0.8,
     "score": 1.0,
     "score_std": 0.7,
@@ -66,6 +67,7 @@ GAINED: Changes = {
 }  # fmt: skip
 PROVOKED: dict[str, list[Changes]] = {
     "first_ratio": [{"first_approx_kl": 2e-3}],
+    "sampling_mismatch": [{"sampling_mismatch": 2e-3}],
     "negative_kl": [{"kl": -0.11}] * 3,
     "kl_above_limit": [{"kl": 10.1}],
     "equal_advantages": [{"raw_advantage_std": 0.0, "advantage_std": 0.0}],
@@ -99,6 +101,7 @@ PROVOKED: dict[str, list[Changes]] = {
 
 NUMBERS: dict[str, Changes] = {
     "first_ratio": {"first_approx_kl": 2e-3, "first_ratio_std": 3e-6, "limit": 1e-3},
+    "sampling_mismatch": {"sampling_mismatch": 2e-3, "limit": 1e-3},
     "negative_kl": {"kl": -0.11, "limit": -0.1, "iterations": 3},
     "kl_above_limit": {"kl": 10.1, "limit": 10.0},
     "equal_advantages": {"raw_advantage_std": 0.0, "score_std": 0.7},
@@ -293,6 +296,11 @@ def test_what_rounding_takes_from_a_kl_is_no_warning() -> None:
         assert len([n for i in range(4) for n in watch.check(i, rows | {"kl": kl})]) == expected
 
 
+def test_what_rounding_does_between_sampling_and_training_is_no_warning() -> None:
+    for dtype, mismatch, expected in (("fp32", 0.05, 1), ("bf16", 0.05, 0), ("bf16", 0.3, 1)):
+        assert len(names([{"sampling_mismatch": mismatch}], dtype=dtype)) == expected
+
+
 # --- to the terminal and the file
 
 
@@ -327,6 +335,7 @@ TOLERANT = {
     "start_iterations": 9,
     "in_a_row": 9,
     "first_ratio": 1.0,
+    "sampling_mismatch": 1.0,
     "negative_kl": -9.0,
     "kl": 99.0,
     "equal_advantages": 0.0,
@@ -372,7 +381,8 @@ def test_each_limit_decides(limit: str) -> None:
 
 
 def test_no_limit_is_forgotten() -> None:
-    assert set(TOLERANT) | {"first_ratio_low_precision", "kl_rounding"} == set(Limits.model_fields)
+    of_dtype = {"first_ratio_low_precision", "kl_rounding", "sampling_mismatch_low_precision"}
+    assert set(TOLERANT) | of_dtype == set(Limits.model_fields)
 
 
 def test_the_page_has_every_warning() -> None:
