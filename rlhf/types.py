@@ -300,7 +300,8 @@ class ScoredRollout(SampledRollout):
     """A rollout with everything that credit is assigned from."""
 
     logprobs: Tensor
-    """[B, T] log-probs of the training forward under the sampling policy: the old log-probs of PPO"""
+    """[B, T] log-probs of the training forward under the sampling policy: the old log-probs of PPO; those of sampling
+    where no pass computes them"""
     ref_logprobs: Tensor
     """[B, T] log-probs under the reference"""
     scores: Tensor

@@ -192,7 +192,7 @@ def evaluate(
         range(collectives.data_rank(), min(len(evaluation), config.eval_samples), collectives.data_world_size())
     )
     sampled = sample(models, evaluation, rows, config, number=HELD_OUT)
-    rollout = score(sampled, models.actor, None, replace(models.scorer, missing_eos_penalty=None, rescore=True))
+    rollout = score(sampled, models.actor, None, replace(models.scorer, missing_eos_penalty=None, rescore=False))
     return gather_evaluation(rollout, judge, models.scorer.tokenizer, scores_by_source(models.scorer, rollout))
 
 
