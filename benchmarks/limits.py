@@ -84,9 +84,9 @@ class Work:
         """Floating-point operations. pairs: of tokens that attend to each other, over all rows (`attention_pairs`)."""
         return 2.0 * self.linear * tokens + 2.0 * self.head * predicted + 4.0 * self.attention * pairs
 
-    def training(self, tokens: float, predicted: float, pairs: float) -> float:
-        """Forward and backward."""
-        return 3 * self.forward(tokens, predicted, pairs)
+    def training(self, tokens: float, predicted: float, pairs: float, adapter: bool = False) -> float:
+        """Forward and backward; with an adapter, without the gradients of the frozen weights."""
+        return (2 if adapter else 3) * self.forward(tokens, predicted, pairs)
 
     def decoding_bytes(self, cached: float, width: int) -> float:
         """Bytes read in a decode step: every weight and the cache once. width: bytes per number.

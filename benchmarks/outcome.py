@@ -48,7 +48,7 @@ def ratios(rows: Rows, unit: str, targets: Mapping[tuple[str, str], tuple[float,
     return entries
 
 
-def share(values: Sequence[float], least: float, aim: float) -> dict[str, Any]:
+def share(values: Sequence[float], least: float | None, aim: float | None) -> dict[str, Any]:
     """A share of the machine's limit, in the form of a ratio."""
     return {**spread(values), "at_least": least, "aim": aim}
 

@@ -8,7 +8,8 @@ same prompts in the same order, and no response ends before 48 tokens, so that t
 Differences between the libraries: ours keeps fp32 master weights and moments of actor and critic, each in its
 own engine with a clipped gradient; TRL has weights and moments in bf16 and both models in one. TRL takes its
 old log-probs from the logits of generation, which it keeps; ours takes those that step 3 computes by
-default. Both compute all 16 rows in one pass. Ours compiles the layers (before the measurement).
+default, and with --no-rescore those of the update's own pass. Both compute all 16 rows in one pass. Ours compiles the
+layers (before the measurement). With --lora R both sides train adapters of actor and critic.
 """
 
 import contextlib
@@ -216,8 +217,8 @@ def needed_flop(options: Options, prompts: list[list[int]]) -> float:
     work = limits.model_work(options.model)
     lengths = [len(ids) + options.response_length for ids in prompts]
     predicted = len(prompts) * options.response_length
-    pairs = limits.attention_pairs(lengths)
-    return work.training(sum(lengths), predicted, pairs) + work.training(sum(lengths), 0, pairs)
+    pairs, adapter = limits.attention_pairs(lengths), options.lora is not None
+    return work.training(sum(lengths), predicted, pairs, adapter) + work.training(sum(lengths), 0, pairs, adapter)
 
 
 def part_seconds(rows: harness.Rows) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from rlhf.config import parser
 
 PEER = "TRL"
 TARGETS = {(PEER, "all"): (5.0, 6.5)}
+LORA_TARGETS = {(PEER, "all"): (3.0, 5.0)}
 
 
 class Options(sft.Options):
@@ -106,7 +107,7 @@ def needed_flop(options: Options, dataset: Any) -> float:
         responses = [len(side) - item.prompt_length for side in (item.chosen, item.rejected)]
         tokens += item.prompt_length + sum(responses)
         attended += limits.attention_pairs([item.prompt_length]) + limits.attention_pairs(responses, item.prompt_length)
-    return limits.model_work(options.model).training(tokens, 0, attended)
+    return limits.model_work(options.model).training(tokens, 0, attended, options.lora is not None)
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def measure(options: Options) -> dict[str, Any]:
                     "tokens_prompt_once": int(sides.sum() - sum(item.prompt_length for item in dataset.train)),
                     "needed_gflop": flop / 1e9,
                 },
-                ratios=outcome.ratios(rows, "pairs", TARGETS),
+                ratios=outcome.ratios(rows, "pairs", TARGETS if options.lora is None else LORA_TARGETS),
                 shares=sft.shares(rows, flop, options.dtype),
                 limits=outcome.limits(rows),
             )  # fmt: skip

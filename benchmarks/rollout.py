@@ -26,8 +26,9 @@ from rlhf import errors
 from rlhf.config import parser
 
 PEER = "HF generate"
-MIN_RATIO, AIM_RATIO = 2.2, 3.5
-MIN_SHARE = 0.5
+MIN_RATIO, AIM_RATIO = 3.5, 5.0
+MIN_SHARES = {16: 0.55, 64: 0.45}
+"""of the memory bound, by the number of prompts"""
 NO_TOKEN = -1
 """an id that no token has: no response ends early"""
 
@@ -164,7 +165,7 @@ def shares(rows: harness.Rows, options: Options, prompts: list[list[int]]) -> di
             read = step_bytes(options, prompts[:size])
             pairs = zip(rows[name][work_name(size)], rows[MACHINE][work_name(size)], strict=True)
             values = [read / (machine["read_gb_per_s"] * 1e9) / (row["step_ms"] / 1e3) for row, machine in pairs]
-            least, aim = (MIN_SHARE, None) if name == OURS else (None, None)
+            least, aim = (MIN_SHARES.get(size), 0.7) if name == OURS else (None, None)
             shares_by_name[f"decoding, share of the memory bound, {name}, {work_name(size)}"] = outcome.share(
                 values, least, aim
             )

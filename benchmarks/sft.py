@@ -251,7 +251,8 @@ def needed_flop(options: Options, data: Any) -> float:
     items = list(data.train)
     lengths = [len(item.ids) for item in items]
     predicted = sum(end - start for item in items for start, end in item.spans)
-    return limits.model_work(options.model).training(sum(lengths), predicted, limits.attention_pairs(lengths))
+    work, pairs = limits.model_work(options.model), limits.attention_pairs(lengths)
+    return work.training(sum(lengths), predicted, pairs, options.lora is not None)
 
 
 def measure(options: Options) -> dict[str, Any]:
