@@ -49,9 +49,9 @@ class PairLoss:
             nll = losses.chosen_nll(logprobs, mask, weight, self._count)
         elif config.token_coef:
             side_scores, rows, scalars = score_every_token(self._reward, pairs)
-            mask, sides = to_device(compared_columns(rows[0]), device), scalars.chunk(2)
+            mask, (chosen, rejected) = to_device(compared_columns(rows[0]), device), scalars.chunk(2)
             token_loss = losses.token_logistic(
-                *sides, mask, weight, self._count, config.centering, config.label_smoothing
+                chosen, rejected, mask, weight, self._count, config.centering, config.label_smoothing
             )
         else:
             side_scores, rows = self._pair_scores(self._reward, pairs)
