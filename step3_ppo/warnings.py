@@ -276,7 +276,8 @@ RULES = (
         ("critic_error",),
         partial(_above_in_a_row, "critic_error", "critic_error", count="critic_in_a_row"),
         "the mean return predicts returns better than the critic: let it learn alone first "
-        "(--critic-warmup-iterations), raise --critic-learning-rate, or scale the scores (--use-score-scaling)",
+        "(--critic-warmup-iterations), raise --critic-learning-rate, scale the scores (--use-score-scaling), or train "
+        "the reward model that it starts from with token_coef 0.5",
     ),
     Rule(
         "advantage_of_one_token",
