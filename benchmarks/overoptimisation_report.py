@@ -68,10 +68,10 @@ def fit(d: np.ndarray, gain: np.ndarray, logarithmic: bool) -> Law:
 
 def groups(points: Sequence[Points]) -> dict[tuple[str, int], list[Points]]:
     """The points of each method and size, one entry a seed, in the order of their first seed."""
-    groups: dict[tuple[str, int], list[Points]] = {}
+    by_size: dict[tuple[str, int], list[Points]] = {}
     for p in points:
-        groups.setdefault((p.method, p.pairs), []).append(p)
-    return groups
+        by_size.setdefault((p.method, p.pairs), []).append(p)
+    return by_size
 
 
 def laws(seeds: Sequence[Points]) -> list[Law]:

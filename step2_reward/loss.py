@@ -84,12 +84,18 @@ class PairLoss:
         )
 
 
+def by_side(scalars: Tensor, sides: Sequences) -> Tensor:
+    """Scores of the chosen and the rejected sides, [B, 2]. scalars: at every token of `sides`, [2 B, S], the chosen
+    sides first."""
+    return scores(scalars, sides.mask).view(2, -1).T
+
+
 def score_every_token(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences], Tensor]:
     """Scores of the chosen and the rejected sides, [B, 2], the rows that the model computed, and the scalars at all
     their tokens, [2 B, S], the chosen sides first. model: a `ScalarModel`, or its engine."""
     sides = pairs.stacked().trimmed()
     scalars = model(sides)
-    return scores(scalars, sides.mask).view(2, -1).T, [sides], scalars
+    return by_side(scalars, sides), [sides], scalars
 
 
 def compared_columns(sides: Sequences) -> Tensor:
@@ -114,7 +120,7 @@ def score_and_predict(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]
     is_chosen = torch.arange(len(sides))[:, None] < len(pairs)
     sides = replace(sides, loss_mask=sides.loss_mask & is_chosen)
     logprobs, _, scalars = model(sides)
-    return scores(scalars, sides.mask).view(2, -1).T, [sides], logprobs[: len(pairs)]
+    return by_side(scalars, sides), [sides], logprobs[: len(pairs)]
 
 
 def score_beside_head(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:
@@ -127,7 +133,7 @@ def score_and_rate(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences], T
     of both sides, [B, 2, K]. model: a `RatedModel`, or its engine."""
     sides = pairs.stacked().trimmed()
     scalars, ratings = model(sides)
-    return scores(scalars, sides.mask).view(2, -1).T, [sides], torch.stack(ratings.chunk(2), 1)
+    return by_side(scalars, sides), [sides], torch.stack(ratings.chunk(2), 1)
 
 
 def score_beside_ratings(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:

@@ -216,15 +216,15 @@ def test_a_reward_model_is_read_with_the_same_care(model_path: Path, ran: Path) 
 # --- config.json
 
 
-@pytest.mark.parametrize("where", ["evil.C", "someone/else--evil.C"])
+@pytest.mark.parametrize("class_path", ["evil.C", "someone/else--evil.C"])
 @pytest.mark.parametrize("known", [True, False])
 def test_an_auto_map_never_runs(
-    model_path: Path, ran: Path, where: str, known: bool, refused: Callable[[Path], str]
+    model_path: Path, ran: Path, class_path: str, known: bool, refused: Callable[[Path], str]
 ) -> None:
     """Of an architecture that transformers has itself the map is not looked at; any other is refused."""
     (model_path / "evil.py").write_text(payloads.evil_module(ran))
     kinds = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoTokenizer")
-    payloads.edit_json(model_path / "config.json", auto_map=dict.fromkeys(kinds, where))
+    payloads.edit_json(model_path / "config.json", auto_map=dict.fromkeys(kinds, class_path))
     if known:
         load(model_path)
         load_tokenizer(str(model_path))
@@ -256,13 +256,15 @@ def test_a_kernel_under_another_name_is_not_asked_for(model_path: Path, key: str
 # --- tokenizers
 
 
-@pytest.mark.parametrize("where", ["evil.C", "someone/else--evil.C"])
+@pytest.mark.parametrize("class_path", ["evil.C", "someone/else--evil.C"])
 @pytest.mark.parametrize("kind", [None, "C", "PreTrainedTokenizerFast"])
-def test_code_beside_a_tokenizer_never_runs(model_path: Path, ran: Path, where: str, kind: str | None) -> None:
+def test_code_beside_a_tokenizer_never_runs(model_path: Path, ran: Path, class_path: str, kind: str | None) -> None:
     for name in ("evil.py", "tokenization_evil.py", "C.py"):
         (model_path / name).write_text(payloads.evil_module(ran))
     own = {} if kind is None else {"tokenizer_class": kind}
-    payloads.edit_json(model_path / "tokenizer_config.json", auto_map={"AutoTokenizer": [where, where]}, **own)
+    payloads.edit_json(
+        model_path / "tokenizer_config.json", auto_map={"AutoTokenizer": [class_path, class_path]}, **own
+    )
     if kind == "C":
         with pytest.raises(UserError, match="custom code"):
             load_tokenizer(str(model_path))
