@@ -108,7 +108,7 @@ def command_line() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """The processor, its instruction sets for products, and the memory."""
+    """The processor, its instruction sets for products and their limit, and the memory."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     processor = dict(_pair(line) for line in lines if ":" in line)
     flags = [flag for flag in processor.get("flags", "").split() if re.match(r"avx|amx|fma|f16c", flag)]
@@ -121,6 +121,7 @@ def hardware() -> dict[str, Any]:
         "memory_gib": round(memory),
         "kernel": platform.release(),
         "load_average": os.getloadavg()[0],
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
     }
 
 

@@ -24,13 +24,12 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers, sft
+from benchmarks.goals import goal
 from benchmarks.harness import MACHINE, OURS, WorkerPipe
 from rlhf import errors
 from rlhf.config import parser
 
 PEER = "TRL"
-TARGETS = {(PEER, "all"): (3.0, 4.0)}
-LORA_TARGETS = {(PEER, "all"): (2.0, 3.0)}
 PARTS = ("generate", "score", "update", "record")
 NO_TOKEN = -1
 """an id that no token has: no response ends early"""
@@ -233,7 +232,8 @@ def shares(rows: harness.Rows, options: Options, prompts: list[list[list[int]]])
     work = [needed_flop(options, each) / 1e9 for each in prompts[1:]]
     turns = zip(work, rows[OURS]["all"], rows[MACHINE]["all"], strict=True)
     values = [gflop / row["update"] / machine[f"{options.dtype}_gflops"] for gflop, row, machine in turns]
-    return {f"update, share of the {options.dtype} peak, {OURS}": outcome.share(values, sft.LEAST_SHARE, sft.AIM_SHARE)}
+    least, aim = goal("training, share of the peak")
+    return {f"update, share of the {options.dtype} peak, {OURS}": outcome.share(values, least, aim)}
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def measure(options: Options) -> dict[str, Any]:
                 peer=f"TRL {peers.PPO}",
                 set={"prompt_tokens_of_iterations": [sum(map(len, each)) for each in config["prompts"]]},
                 seconds_of_parts=part_seconds(rows),
-                ratios=outcome.ratios(rows, "episodes", TARGETS if options.lora is None else LORA_TARGETS),
+                ratios=outcome.ratios(rows, "episodes", {(PEER, "all"): goal("ppo", options.lora)}),
                 shares=shares(rows, options, config["prompts"]),
                 limits=outcome.limits(rows),
             )  # fmt: skip

@@ -19,13 +19,12 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers, sft
+from benchmarks.goals import goal
 from benchmarks.harness import MACHINE, OURS, WorkerPipe
 from rlhf import errors
 from rlhf.config import parser
 
 PEER = "TRL"
-TARGETS = {(PEER, "all"): (5.0, 6.5)}
-LORA_TARGETS = {(PEER, "all"): (3.0, 5.0)}
 
 
 class Options(sft.Options):
@@ -130,7 +129,7 @@ def measure(options: Options) -> dict[str, Any]:
                     "tokens_prompt_once": int(sides.sum() - sum(item.prompt_length for item in dataset.train)),
                     "needed_gflop": flop / 1e9,
                 },
-                ratios=outcome.ratios(rows, "pairs", TARGETS if options.lora is None else LORA_TARGETS),
+                ratios=outcome.ratios(rows, "pairs", {(PEER, "all"): goal("reward", options.lora)}),
                 shares=sft.shares(rows, flop, options.dtype),
                 limits=outcome.limits(rows),
             )  # fmt: skip

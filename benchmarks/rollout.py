@@ -21,14 +21,12 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome
+from benchmarks.goals import goal
 from benchmarks.harness import MACHINE, OURS, WARM_UP, WorkerPipe
 from rlhf import errors
 from rlhf.config import parser
 
 PEER = "HF generate"
-MIN_RATIO, AIM_RATIO = 3.5, 5.0
-MIN_SHARES = {16: 0.55, 64: 0.45}
-"""of the memory bound, by the number of prompts"""
 NO_TOKEN = -1
 """an id that no token has: no response ends early"""
 
@@ -165,7 +163,8 @@ def shares(rows: harness.Rows, options: Options, prompts: list[list[int]]) -> di
             read = step_bytes(options, prompts[:size])
             pairs = zip(rows[name][work_name(size)], rows[MACHINE][work_name(size)], strict=True)
             values = [read / (machine["read_gb_per_s"] * 1e9) / (row["step_ms"] / 1e3) for row, machine in pairs]
-            least, aim = (MIN_SHARES.get(size), 0.7) if name == OURS else (None, None)
+            known = name == OURS and size in (16, 64)
+            least, aim = goal(f"decoding {size}, share of the memory bound") if known else (None, None)
             shares_by_name[f"decoding, share of the memory bound, {name}, {work_name(size)}"] = outcome.share(
                 values, least, aim
             )
@@ -175,7 +174,7 @@ def shares(rows: harness.Rows, options: Options, prompts: list[list[int]]) -> di
 def measure(options: Options) -> dict[str, Any]:
     """All measurements, as written to the JSON file."""
     works = [work_name(size) for size in options.prompts]
-    targets = {(PEER, work): (MIN_RATIO, AIM_RATIO) for work in works}
+    targets = {(PEER, work): goal("rollout") for work in works}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         contender_settings = settings(options, folder)

@@ -22,14 +22,12 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome, peers
+from benchmarks.goals import Goal, goal
 from benchmarks.harness import MACHINE, OURS, WARM_UP, WorkerPipe
 from rlhf import errors
 from rlhf.config import parser
 
 PADDED, PACKED = "TRL padded", "TRL packed"
-TARGETS = {(PADDED, "all"): (5.0, 6.0), (PACKED, "all"): (4.7, 5.5)}
-LORA_TARGETS = dict.fromkeys(TARGETS, (3.0, 5.0))
-LEAST_SHARE, AIM_SHARE = 0.55, 0.65
 LEARNING_RATE = 1e-5
 PEER_OPTIONS = ("batch_size", "dtype", "lora", "peer_compile")
 """options that TRL's contenders read"""
@@ -273,10 +271,16 @@ def measure(options: Options) -> dict[str, Any]:
                     "tokens": int(data.train.lengths.sum()),
                     "needed_gflop": flop / 1e9,
                 },
-                ratios=outcome.ratios(rows, "tokens", TARGETS if options.lora is None else LORA_TARGETS),
+                ratios=outcome.ratios(rows, "tokens", targets(options)),
                 shares=shares(rows, flop, options.dtype),
                 limits=outcome.limits(rows),
             )  # fmt: skip
+
+
+def targets(options: Options) -> dict[tuple[str, str], Goal]:
+    """(peer, work) -> the goal of the ratio."""
+    names = {PADDED: "sft beside padded", PACKED: "sft beside packed"}
+    return {(peer, "all"): goal(name, options.lora) for peer, name in names.items()}
 
 
 def shares(rows: harness.Rows, flop: float, dtype: str) -> dict[str, Any]:
@@ -285,8 +289,8 @@ def shares(rows: harness.Rows, flop: float, dtype: str) -> dict[str, Any]:
     for who in (name for name in rows if name != MACHINE):
         pairs = zip(rows[who]["all"], rows[MACHINE]["all"], strict=True)
         values = [flop / 1e9 / row["seconds"] / machine[f"{dtype}_gflops"] for row, machine in pairs]
-        goals = (LEAST_SHARE, AIM_SHARE) if who == OURS else (None, None)
-        shares_by_name[f"training, share of the {dtype} peak, {who}"] = outcome.share(values, *goals)
+        least, aim = goal("training, share of the peak") if who == OURS else (None, None)
+        shares_by_name[f"training, share of the {dtype} peak, {who}"] = outcome.share(values, least, aim)
     return shares_by_name
 
 
