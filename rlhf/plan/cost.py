@@ -93,7 +93,8 @@ def cost(workload: Workload, machine: Machine) -> Cost:
         sent += sum(_gather_bytes(workload, machine, spec, passes) for spec in scoring)
         generated = _rollout_batches(workload.rollout, rows) * workload.rollout.response
         sent += _gather_bytes(workload, machine, workload.models[0], generated)
-        offload += sum(_fetch_seconds(workload, spec, layout, generated) for spec in workload.models)
+        offload += sum(_fetch_seconds(workload, machine, spec, passes) for spec in scoring)
+        offload += _fetch_seconds(workload, machine, workload.models[0], generated)
     sequences = round(workload.batch * sides * tokens)
     return Cost(
         generate, score, train / flops, sent / machine.link, 0.0 if machine.on_cpu else offload, sent, sequences
@@ -116,16 +117,13 @@ def _offload(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> 
     return seconds
 
 
-def _fetch_seconds(workload: Workload, spec: ModelSpec, layout: RankLayout, generated: int) -> float:
-    """Seconds to copy offloaded weights to the device: to score, and (for the actor) to generate."""
+def _fetch_seconds(workload: Workload, machine: Machine, spec: ModelSpec, times: int) -> float:
+    """Seconds to copy offloaded weights to the device: once, or in each of `times` forward passes."""
     options = spec.options
     if not (options.offload_param if isinstance(options, EngineOptions) else options.offload):
         return 0.0
-    share = spec.size().total / (layout.ranks if options.zero_stage == 3 else 1)
-    times = layout.micro_batches if options.gather_whole is False else 1
-    if spec.role == "actor":
-        times += generated if options.gather_whole is False else 1
-    return times * workload.b * share / HOST_LINK
+    share = spec.size().total / (machine.count if options.zero_stage == 3 else 1)
+    return workload.b * share * (times if options.gather_whole is False else 1) / HOST_LINK
 
 
 def _gather_bytes(workload: Workload, machine: Machine, spec: ModelSpec, times: int) -> float:
