@@ -64,6 +64,8 @@ class Variant:
     words: tuple[str, ...]
     members: tuple["Variant", ...] = ()
     """variants whose reward models score the responses beside its own; trained before (run_models)"""
+    named: tuple["Variant", ...] = ()
+    """variants of the same file whose reward models the words name, as in `--ppo.critic-model {NAME}`"""
 
     def words_but(self, *sections: str) -> tuple[str, ...]:
         """The words without the options of these sections: sft, reward, ppo."""
@@ -79,14 +81,22 @@ class Variant:
 def read_variants(path: str) -> list[Variant]:
     """The variants of a YAML file, `name: options of train.py`, in its order.
 
-    Raises: UserError if the file has no variant, or one whose options do not begin with `--`.
+    A word `{NAME}` is the directory of the reward model of the variant NAME, of the same seed.
+    Raises: UserError if the file has no variant, one whose options do not begin with `--`, or a NAME that it lacks.
     """
-    variants = [Variant(str(name), tuple(shlex.split(str(text or "")))) for name, text in read_yaml(path).items()]
-    for variant in variants:
-        if variant.words and not variant.words[0].startswith("--"):
-            raise UserError(f"{path}: {variant.name}: got '{variant.words[0]}', expected options such as --ppo.lam 1")
-    if not variants:
+    words = {str(name): tuple(shlex.split(str(text or ""))) for name, text in read_yaml(path).items()}
+    if not words:
         raise UserError(f"{path}: got no variant, expected lines such as `lam 1: --ppo.lam 1`")
+    for name, (first, *_) in ((name, each) for name, each in words.items() if each):
+        if not first.startswith("--"):
+            raise UserError(f"{path}: {name}: got '{first}', expected options such as --ppo.lam 1")
+    variants = []
+    for name, each in words.items():
+        others = [word[1:-1] for word in each if word.startswith("{")]
+        for other in others:
+            if other not in words:
+                raise UserError(f"{path}: {name}: got '{{{other}}}', expected a name of the file: {', '.join(words)}")
+        variants.append(Variant(name, each, named=tuple(Variant(other, words[other]) for other in others)))
     return variants
 
 
@@ -126,7 +136,7 @@ def model_directories(options: CellOptions, variant: Variant, seed: int) -> tupl
 
 def cell_file(options: CellOptions, variant: Variant, seed: int) -> Path:
     """The file of a finished cell: another one for other options under the same name."""
-    digest = options.digest(*variant.words)
+    digest = options.digest(*variant.words, *(word for other in variant.named for word in other.words))
     return Path(options.output_dir).absolute() / "cells" / f"{_file_name(variant.name)}-{digest}-{seed}.json"
 
 
@@ -157,7 +167,8 @@ def run_cell(options: CellOptions, variant: Variant, seed: int) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     start = time.process_time()
     seeds = ("--seed", str(seed), "--data-seed", str(seed), "--output-dir", str(directory))
-    ppo = resolve_chain([*options.words, *seeds, *variant.words]).ppo
+    models = {f"{{{other.name}}}": str(model_directories(options, other, seed)[1]) for other in variant.named}
+    ppo = resolve_chain([*options.words, *seeds, *(models.get(word, word) for word in variant.words)]).ppo
     if ppo.judge is None:
         raise UserError(f"{options.recipe}: got no judge, expected one such as ppo.judge vader")
     members = (f"learned,model={model_directories(options, member, seed)[1]}" for member in variant.members)
@@ -269,7 +280,7 @@ def run_grid(options: CellOptions, variants: Sequence[Variant]) -> list[Cell]:
     that an interrupted call leaves whole seeds."""
     grid = [(variant, seed) for seed in range(options.seeds) for variant in variants]
     todo = [(variant, seed) for variant, seed in grid if not cell_file(options, variant, seed).is_file()]
-    run_models(options, todo)
+    run_models(options, [(each, seed) for variant, seed in todo for each in (variant, *variant.named)])
     jobs = []
     for variant, seed in todo:
         log = _logs(options) / f"{cell_file(options, variant, seed).stem}.log"

@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -79,6 +80,35 @@ def test_variants_share_the_models_that_they_do_not_change(tmp_path: Path) -> No
     assert len(before) == len(after) == 6 and not before & after, "a changed recipe makes new cells"
     file.write_text("wrong: lam 1\n")
     with pytest.raises(UserError, match="wrong: got 'lam', expected options"):
+        cells.read_variants(str(file))
+
+
+def test_a_variant_names_the_reward_model_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, file = tmp_path / "recipe.yaml", tmp_path / "variants.yaml"
+    recipe.write_text("ppo:\n  judge: vader\n")
+    options = cells.CellOptions(recipe=str(recipe), output_dir=str(tmp_path))
+    line = 'critic of it: --ppo.critic-model "{every token}"\n'
+    file.write_text("every token: --reward.token-coef 1\n" + line)
+    tokens, critic = cells.read_variants(str(file))
+    configs = []
+
+    class Stopped(Exception):
+        pass
+
+    def stop(config: Any) -> None:
+        configs.append(config)
+        raise Stopped
+
+    monkeypatch.setattr("step3_ppo.stage.run", stop)
+    with pytest.raises(Stopped):
+        cells.run_cell(options, critic, 3)
+    own, other = (cells.model_directories(options, each, 3)[1] for each in (critic, tokens))
+    assert (configs[0].reward_model, configs[0].critic_model) == (str(own), str(other)) and own != other
+    old = cells.cell_file(options, critic, 3)
+    file.write_text("every token: --reward.token-coef 2\n" + line)
+    assert cells.cell_file(options, cells.read_variants(str(file))[1], 3) != old, "the other model is another"
+    file.write_text(line)
+    with pytest.raises(UserError, match=r"critic of it: got '\{every token\}', expected a name of the file"):
         cells.read_variants(str(file))
 
 
