@@ -139,7 +139,7 @@ def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], flo
     no effect; this one begins at 1 / warm-up steps. Its `polynomial` ends at a rate of 1e-7, this one at 0.
     """
     o, shape = options, options.lr_scheduler_type
-    warmup = 0 if shape == "constant" else _warmup_steps(o, total_steps)
+    warmup = 0 if shape == "constant" else warmup_steps(o, total_steps)
     timescale = warmup or INVERSE_SQRT_TIMESCALE
 
     def factor(step: int) -> float:
@@ -162,7 +162,8 @@ def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], flo
     return factor
 
 
-def _warmup_steps(options: OptimizerOptions, total_steps: int) -> int:
+def warmup_steps(options: OptimizerOptions, total_steps: int) -> int:
+    """Steps of the warm-up: as many as the options say, or their share of all steps."""
     if options.warmup_steps is not None:
         return options.warmup_steps
     return max(1, round(options.warmup_ratio * total_steps)) if options.warmup_ratio > 0 else 0

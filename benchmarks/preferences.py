@@ -1,0 +1,332 @@
+"""`python -m benchmarks.preferences --data-path harmless-base.jsonl.gz helpful-base.jsonl.gz`: reward models on HH.
+
+A fifth of the first messages of each file is held out, by a digest. With each seed a reward model learns, in one pass,
+from 256, 512, ... pairs of all other rows. The table has its accuracy on the held-out pairs beside the rule "the longer
+response is better", for
+
+    here        step 2 as it is
+    VARIANTS    step 2 with other options
+    TRL         RewardTrainer on the ids of the same pairs, with the same number and size of batches, rate and optimizer
+
+± is half of Student's 95 % interval over the seeds; differences are paired by seed. The last column joins the models of
+all seeds: the mean of their scores, each divided by its standard deviation. A finished model is not trained again.
+Writes preferences.csv, and the table of preferences.md.
+"""
+
+import csv
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from benchmarks import peers
+from benchmarks.ablations import write_table
+from benchmarks.cells import ROOT, Job, run_jobs
+from rlhf import errors
+from rlhf.config import parser
+from rlhf.errors import UserError
+from rlhf.maths import preferences
+from rlhf.maths.intervals import mean_interval
+
+HERE, TRL = "here", "TRL"
+VARIANTS: dict[str, dict[str, Any]] = {
+    HERE: {},
+    "language-model-loss": {"sft_coef": 0.01},
+    "label-smoothing": {"label_smoothing": 0.2},
+    "every-token": {"token_coef": 0.5},
+    "lora": {"adapter": "lora,r=16,lora_alpha=32", "learning_rate": 2e-4},
+}
+"""name -> the options of step 2 that differ"""
+HELD_OUT = 0.2
+"""share of the first messages"""
+ALL = "all"
+"""the pairs of all files"""
+
+Scored = Mapping[str, Mapping[str, list[list[float]]]]
+"""file -> scores, lengths -> (chosen, rejected) of each held-out pair"""
+
+
+class Options(parser.Config):
+    """Data, sizes, seeds and variants."""
+
+    data_path: tuple[str, ...] = ()
+    """files of HH-RLHF pairs, such as harmless-base.jsonl.gz"""
+    model: str = "models/smollm2-135m-instruct"
+    """what every reward model starts from"""
+    pairs: tuple[int, ...] = Field((256, 512, 1024, 2048), min_length=1)
+    """numbers of pairs to learn from; multiples of batch_size"""
+    variants: tuple[str, ...] = (HERE,)
+    """which variants; those other than `here` learn from the most pairs only"""
+    trl_pairs: tuple[int, ...] = ()
+    """numbers of pairs from which TRL learns too"""
+    seeds: int = Field(5, ge=2)
+    """seeds 0, 1, ... of the head, the pairs and their order"""
+    batch_size: int = Field(16, ge=4, multiple_of=4)
+    """pairs of an optimizer step"""
+    learning_rate: float = Field(2e-5, gt=0)
+    """peak rate of all weights"""
+    max_prompt_length: int = Field(192, ge=1)
+    """tokens of a prompt"""
+    max_length: int = Field(256, ge=2)
+    """tokens of prompt and response"""
+    processes: int = Field(2, ge=1)
+    """models that train at the same time, each with one thread"""
+    output_dir: str = "runs/preferences"
+    """directory of the divided data and of finished models' scores"""
+    results: str = "docs/results"
+    """directory of the report"""
+
+    @property
+    def folder(self) -> Path:
+        """The output directory, absolute."""
+        return Path(self.output_dir).absolute()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A reward model to train."""
+
+    variant: str
+    """of VARIANTS, or TRL"""
+    pairs: int
+    seed: int
+
+    def scores_file(self, options: Options) -> Path:
+        """The scores of the held-out pairs: another file for other options or data under the same name."""
+        same = options.model_dump(
+            include={"data_path", "batch_size", "learning_rate", "max_prompt_length", "max_length"}
+        )
+        digest = hashlib.sha256(repr((options.model, same, VARIANTS.get(self.variant))).encode()).hexdigest()[:8]
+        return options.folder / "scores" / f"{self.variant}-{self.pairs}-{digest}-{self.seed}.json"
+
+
+def check(options: Options) -> None:
+    """Raises: UserError for options with which no table can be made."""
+    if not options.data_path:
+        raise UserError("--data-path: not given, expected files of HH-RLHF pairs, such as harmless-base.jsonl.gz")
+    if len({source(path) for path in options.data_path}) < len(options.data_path):
+        raise UserError(f"--data-path: got {', '.join(options.data_path)}, expected files of different names")
+    for variant in options.variants:
+        if variant not in VARIANTS:
+            raise UserError(f"--variants: got '{variant}', expected some of {', '.join(VARIANTS)}")
+    for pairs in (*options.pairs, *options.trl_pairs):
+        if pairs % options.batch_size:
+            raise UserError(f"--pairs, --trl-pairs: got {pairs}, expected multiples of {options.batch_size}, a batch")
+
+
+def source(path: str | Path) -> str:
+    """The name of a data file, without its endings."""
+    return Path(path).name.split(".")[0]
+
+
+# --- the rows
+
+
+def divide(options: Options) -> dict[str, Path]:
+    """Write the training rows of all files into one, and the held-out rows of each. Returns the files of the latter."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    train: list[str] = []
+    held_out = {}
+    for path in map(Path, options.data_path):
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            rows = list(file)
+        train += [row for row in rows if not is_held_out(row)]
+        held_out[source(path)] = target = options.folder / f"held-out-{source(path)}.jsonl"
+        target.write_text("".join(filter(is_held_out, rows)), encoding="utf-8")
+    train_file(options).write_text("".join(train), encoding="utf-8")
+    return held_out
+
+
+def is_held_out(row: str) -> bool:
+    """Whether the first message of a dialogue is among the held-out ones."""
+    first = json.loads(row)["chosen"].partition("\n\nAssistant:")[0]
+    return int(hashlib.sha256(first.encode()).hexdigest()[:8], 16) < HELD_OUT * 2**32
+
+
+def train_file(options: Options) -> Path:
+    """All rows that are not held out."""
+    return options.folder / "train.jsonl"
+
+
+# --- models
+
+
+def reward_config(options: Options, run: Run, held_out: Mapping[str, Path], directory: Path) -> Any:
+    """The options of step 2, whose own evaluation is short."""
+    from step2_reward.config import RewardConfig
+
+    same = ("model", "batch_size", "learning_rate", "max_prompt_length", "max_length")
+    values = {name: getattr(options, name) for name in same} | {
+        "data_path": (f"hh_rlhf:{train_file(options)}",), "data_split": (0, 1, 0),
+        "eval_data_path": tuple(f"hh_rlhf:{file}" for file in held_out.values()), "max_eval_rows": 64,
+        "max_train_rows": run.pairs, "seed": run.seed, "data_seed": run.seed, "micro_batch_size": options.batch_size,
+        "truncate": "tokens", "data_workers": 1, "torch_compile": False, "output_dir": str(directory),
+    }  # fmt: skip
+    return RewardConfig(**values | VARIANTS.get(run.variant, {}))
+
+
+def train(options: Options, run: Run, held_out: Mapping[str, Path]) -> None:
+    """Train a model, and write its scores; the model itself is removed."""
+    from step2_reward.stage import REWARD_MODELLING
+
+    path = run.scores_file(options)
+    directory = path.with_suffix("")
+    shutil.rmtree(directory, ignore_errors=True)
+    config = reward_config(options, run, held_out, directory)
+    if run.variant == TRL:
+        train_with_trl(config, directory / "step2_reward")
+    else:
+        REWARD_MODELLING.run(config)
+    write_scores(options, directory / "step2_reward", held_out, path)
+    shutil.rmtree(directory)
+
+
+def train_with_trl(config: Any, directory: Path) -> None:
+    """RewardTrainer in a process of its own, on the ids of the pairs that step 2 would learn from."""
+    from benchmarks import inputs
+    from data.dataset import Recipe, open_datasets
+    from rlhf.engine.adamw import warmup_steps
+
+    data = open_datasets(config, Recipe("reward"), inputs.tokenizer(config.model)).train
+    settings = config.model_dump(mode="json") | {
+        "rows": [{"chosen_ids": list(pair.chosen), "rejected_ids": list(pair.rejected)} for pair in data[:]],
+        "warmup_steps": warmup_steps(config, len(data) // config.batch_size),
+        "micro_batch_size": config.batch_size // 4,  # sides are padded, and a whole batch takes 13 GB
+        "output_dir": str(directory),
+    }
+    directory.mkdir(parents=True)
+    path = directory / "settings.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    env = os.environ | peers.environment(peers.REWARD) | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    # Freed memory stays with the process, as it does here: to get it again takes longer than the products.
+    env |= {"TOKENIZERS_PARALLELISM": "false", "MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "-1"}
+    subprocess.run([sys.executable, "-m", "benchmarks.trl_reward", str(path)], cwd=ROOT, check=True, env=env)
+
+
+def write_scores(options: Options, model: Path, held_out: Mapping[str, Path], path: Path) -> None:
+    """Scores and lengths of both sides of every held-out pair, by file."""
+    from step2_reward.evaluation_options import EvaluateRewardConfig
+    from step2_reward.pair_scores import score_models
+
+    evaluation = EvaluateRewardConfig(
+        models=(str(model),), data_path=tuple(f"hh_rlhf:{file}" for file in held_out.values()), truncate="tokens",
+        formatting_rows=0, micro_batch_size=16, data_workers=1, max_prompt_length=options.max_prompt_length,
+        max_length=options.max_length,
+    )  # fmt: skip
+    scored = {
+        name: {"scores": one.scores.tolist(), "lengths": one.lengths.tolist()}
+        for name, one in zip(held_out, score_models(evaluation), strict=True)
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(scored), encoding="utf-8")
+    temporary.replace(path)
+
+
+def grid(options: Options) -> Iterator[Run]:
+    """Every model; those of a seed one after the other, so that an interrupted call leaves whole seeds."""
+    most = max(options.pairs)
+    kinds = [(name, pairs) for name in options.variants for pairs in (options.pairs if name == HERE else (most,))]
+    for seed in range(options.seeds):
+        for variant, pairs in [*kinds, *((TRL, pairs) for pairs in options.trl_pairs)]:
+            yield Run(variant, pairs, seed)
+
+
+# --- the report
+
+
+def gaps(scored: Scored, name: str, column: str) -> Tensor:
+    """Chosen minus rejected, float64 [N]. name: of a file, or ALL; column: scores or lengths."""
+    names = list(scored) if name == ALL else [name]
+    both = torch.tensor([pair for each in names for pair in scored[each][column]], dtype=torch.float64)
+    return both[:, 0] - both[:, 1]
+
+
+def accuracy(scored: Scored, name: str, column: str = "scores") -> float:
+    """The share of pairs in the right order by the score, or by the length."""
+    return preferences.in_order(gaps(scored, name, column)).mean().item()
+
+
+def joint_accuracy(models: Sequence[Scored]) -> float:
+    """Of the mean of the models' gaps, each divided by its standard deviation."""
+    each = [gap / gap.std() for gap in (gaps(scored, ALL, "scores") for scored in models)]
+    return preferences.in_order(torch.stack(each).mean(0)).mean().item()
+
+
+def table(models: Mapping[tuple[str, int], Mapping[int, Scored]]) -> list[str]:
+    """Markdown; models: (variant, pairs) -> seed -> scores."""
+    some = next(iter(next(iter(models.values())).values()))
+    names = [*some, ALL]
+    heads = " | ".join(f"{name} ({len(gaps(some, name, 'lengths'))})" for name in names)
+    lines = [f"| reward model | pairs | seeds | {heads} | minus `{HERE}`, paired | all seeds joined |"]
+    lines.append("|" + "---|" * (len(names) + 5))
+    longer = " | ".join(f"{accuracy(some, name, 'lengths'):.3f}" for name in names)
+    lines.append(f"| the longer response | | | {longer} | | |")
+    for (variant, pairs), by_seed in models.items():
+        columns = [_text([accuracy(scored, name) for scored in by_seed.values()]) for name in names]
+        default = {} if variant == HERE else models.get((HERE, pairs), {})
+        both = [accuracy(by_seed[seed], ALL) - accuracy(default[seed], ALL) for seed in by_seed if seed in default]
+        columns += [_text(both, sign="+"), f"{joint_accuracy(list(by_seed.values())):.3f}"]
+        lines.append(f"| {variant} | {pairs} | {len(by_seed)} | {' | '.join(columns)} |")
+    return lines
+
+
+def _text(values: Sequence[float], sign: str = "") -> str:
+    if len(values) < 2:
+        return " ".join(f"{value:{sign}.3f}" for value in values)
+    interval = mean_interval(torch.tensor(values, dtype=torch.float64))
+    return f"{interval.mean:{sign}.3f} ± {(interval.high - interval.low) / 2:.3f}"
+
+
+def report(options: Options) -> None:
+    """The table and the CSV of all finished models. Raises: UserError if there is none."""
+    models: dict[tuple[str, int], dict[int, Scored]] = {}
+    for run in grid(options):
+        if run.scores_file(options).is_file():
+            scored = json.loads(run.scores_file(options).read_text(encoding="utf-8"))
+            models.setdefault((run.variant, run.pairs), {})[run.seed] = scored
+    if not models:
+        raise UserError(f"{options.folder}: no model is finished; see {options.folder}/logs")
+    rows = [
+        [variant, pairs, seed, name, f"{accuracy(scored, name):.4f}"]
+        for (variant, pairs), by_seed in models.items()
+        for seed, scored in by_seed.items()
+        for name in (*scored, ALL)
+    ]
+    folder = Path(options.results)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "preferences.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([["model", "pairs", "seed", "file", "accuracy"], *rows])
+    write_table(folder / "preferences.md", table(models))
+
+
+def main() -> int:
+    """Exit code 1 if a model failed."""
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.preferences", "Reward models on preferences.")
+    check(options)
+    held_out = divide(options)
+    jobs = []
+    for run in grid(options):
+        path = run.scores_file(options)
+        if not path.is_file():
+            call, log = partial(train, options, run, held_out), options.folder / "logs" / f"{path.stem}.log"
+            jobs.append(Job(f"{run.variant}, {run.pairs} pairs, seed {run.seed}", call, log))
+    failed = run_jobs(jobs, options.processes)
+    report(options)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run_as_user(main))
