@@ -67,23 +67,23 @@ WORLD: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run ended. `said`: all it printed; `seconds`: from its start; `after`: from its last fault."""
+    """How a run ended. `output`: all it printed; `seconds`: from its start; `after`: from its last fault."""
 
     code: int
-    said: str
+    output: str
     seconds: float
     after: float
     out: Path
 
     @property
     def last_line(self) -> str:
-        return [line for line in self.said.splitlines() if line.strip()][-1]
+        return [line for line in self.output.splitlines() if line.strip()][-1]
 
     def require(self, code: int, *words: str) -> "Ended":
-        """The exit code and words of what it said."""
-        assert self.code == code, f"exit code {self.code}, expected {code}:\n{self.said[-4000:]}"
+        """The exit code and words of its output."""
+        assert self.code == code, f"exit code {self.code}, expected {code}:\n{self.output[-4000:]}"
         for word in words:
-            assert word in self.said, f"{word!r} is not in:\n{self.said[-4000:]}"
+            assert word in self.output, f"{word!r} is not in:\n{self.output[-4000:]}"
         return self
 
 
@@ -92,11 +92,11 @@ class Running:
 
     def __init__(self, out: Path, command: Sequence[str], fault: str) -> None:
         self.out, self.command, self.id = out, list(command), uuid.uuid4().hex
-        self._said = out.with_name(f"{out.name}-{self.id}.said")
+        self._log = out.with_name(f"{out.name}-{self.id}.log")
         paths = os.pathsep.join([str(SITE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         environment = os.environ | {MARK: self.id, "FAULT": fault, "PYTHONPATH": paths}
         self._start = time.time()
-        with self._said.open("w") as file:
+        with self._log.open("w") as file:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=ROOT,
@@ -107,8 +107,8 @@ class Running:
                 start_new_session=True,
             )
 
-    def said(self) -> str:
-        return self._said.read_text(encoding="utf-8", errors="replace")
+    def output(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
 
     def signal(self, number: int) -> None:
         """As a terminal does: to the launcher and its process group."""
@@ -116,8 +116,8 @@ class Running:
 
     def reached(self, times: int = 1) -> None:
         """Wait for so many faults."""
-        until(lambda: self.said().count("\nfault ") >= times or self.process.poll() is not None, LIMIT_S)
-        assert self.process.poll() is None, self.said()[-4000:]
+        until(lambda: self.output().count("\nfault ") >= times or self.process.poll() is not None, LIMIT_S)
+        assert self.process.poll() is None, self.output()[-4000:]
 
     def wait(self, limit_s: float = LIMIT_S) -> Ended:
         code = self.process.wait(limit_s)
@@ -125,8 +125,8 @@ class Running:
         deadline = end + GONE_S
         while processes(self.id) and time.time() < deadline:
             time.sleep(0.05)
-        times = [float(stamp) for stamp in re.findall(r"^fault \S+ at (\S+)$", self.said(), re.MULTILINE)]
-        return Ended(code, self.said(), end - self._start, end - max(times, default=end), self.out)
+        times = [float(stamp) for stamp in re.findall(r"^fault \S+ at (\S+)$", self.output(), re.MULTILINE)]
+        return Ended(code, self.output(), end - self._start, end - max(times, default=end), self.out)
 
 
 @contextlib.contextmanager
@@ -142,15 +142,15 @@ def running(out: Path, command: Sequence[str], fault: str = "") -> Iterator[Runn
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.process.wait()
-    assert not left, f"still there: {list(left.values())}\n{run.said()[-4000:]}"
+    assert not left, f"still there: {list(left.values())}\n{run.output()[-4000:]}"
 
 
 def run(out: Path, command: Sequence[str], fault: str = "", limit_s: float = LIMIT_S) -> Ended:
     """A run to its end; it leaves no process behind."""
     with running(out, command, fault) as started:
         ended = started.wait(limit_s)
-    happened = ended.said.count("\nfault ")
-    assert bool(happened) == bool(fault), f"{happened} faults happened, asked for: {fault!r}\n{ended.said[-4000:]}"
+    happened = ended.output.count("\nfault ")
+    assert bool(happened) == bool(fault), f"{happened} faults happened, asked for: {fault!r}\n{ended.output[-4000:]}"
     return ended
 
 
@@ -186,7 +186,7 @@ def alone(out: Path, whole: Path, step: int) -> list[str]:
 
 def printed_command(ended: Ended) -> list[str]:
     """What the line before the last one says to type."""
-    return shlex.split(ended.said.splitlines()[-2].removeprefix("to resume: "))
+    return shlex.split(ended.output.splitlines()[-2].removeprefix("to resume: "))
 
 
 def after_stages(whole: Path, out: Path, step: int) -> Path:

@@ -68,7 +68,7 @@ def test_killed_while_it_saves(
     expected_words = f"after step {saved[-1]}" if saved else "without a checkpoint"
     assert expected_words in ended.last_line
     again = harness.run(out, harness.printed_command(ended)).require(0)
-    assert (f"resumes after step {saved[-1]}" in again.said) if saved else ("resumes" not in again.said)
+    assert (f"resumes after step {saved[-1]}" in again.output) if saved else ("resumes" not in again.output)
     harness.assert_same(out, whole(processes, 1), 1)
 
 
@@ -111,5 +111,5 @@ def test_a_chain_killed_anywhere_ends_as_if_it_was_not(
         step <= finished for step in harness.STAGES
     ]
     again = harness.run(out, command).require(0)
-    assert again.said.count("already complete") == finished
+    assert again.output.count("already complete") == finished
     harness.assert_same(out, whole(1, 3), 1, 2, 3)

@@ -75,5 +75,5 @@ def test_a_power_cut_in_training_leaves_the_last_checkpoint(disk: Path, whole: h
             run.signal(signal.SIGKILL)
             again = harness.run(mount / "out", harness.chain(mount / "out", "--steps", "1"))
             again.require(0, "resumes after step 4")
-            assert "are lost" not in again.said
+            assert "are lost" not in again.output
             harness.assert_same(mount / "out", whole(1, 1), 1)

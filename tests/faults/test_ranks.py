@@ -30,7 +30,7 @@ def test_an_exception_on_one_rank_is_what_is_said(tmp_path: Path) -> None:
     ended.require(1, "ArithmeticError: this was done on purpose")
     assert ended.after < harness.PROMPT_S
     assert "rank 1: exit code 1" in ended.last_line and "after step 2" in ended.last_line
-    assert ended.said.count("Traceback") == 1
+    assert ended.output.count("Traceback") == 1
 
 
 def test_out_of_memory_says_where_and_what_helps(whole: harness.Whole, tmp_path: Path) -> None:
@@ -38,8 +38,8 @@ def test_out_of_memory_says_where_and_what_helps(whole: harness.Whole, tmp_path:
     command = harness.chain(out, "--steps", "1", processes=2)
     ended = harness.run(out, command, "forward:1:4:oom")
     ended.require(1)
-    assert ended.after < harness.PROMPT_S and "Traceback" not in ended.said
-    [line] = [line for line in ended.said.splitlines() if line.startswith("error: ")]
+    assert ended.after < harness.PROMPT_S and "Traceback" not in ended.output
+    [line] = [line for line in ended.output.splitlines() if line.startswith("error: ")]
     for word in ("rank 1", "out of memory", "optimizer step", "8 rows", "48 tokens", "--micro-batch-size"):
         assert word in line
     for word in ("--gradient-checkpointing", "--zero-stage"):

@@ -35,8 +35,8 @@ WEIGHTS = torch.tensor([1.5, -2.0, 0.25])
 class Memory:
     """A number and some tensors, each of which one rank writes."""
 
-    def __init__(self, held: dict[str, Tensor]) -> None:
-        self.held, self.count = held, len(held)
+    def __init__(self, by_name: dict[str, Tensor]) -> None:
+        self.by_name, self.count = by_name, len(by_name)
 
     def state_dict(self) -> int:
         return self.count
@@ -45,16 +45,16 @@ class Memory:
         self.count = state
 
     def size(self) -> int:
-        return 4 * sum(tensor.numel() for tensor in self.held.values())
+        return 4 * sum(tensor.numel() for tensor in self.by_name.values())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for i, (name, tensor) in enumerate(sorted(self.held.items())):
+        for i, (name, tensor) in enumerate(sorted(self.by_name.items())):
             if i % collectives.world_size() == collectives.rank():
                 yield name, tensor
 
     def load_tensors(self, saved: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in saved:
-            self.held[name].copy_(tensor)
+            self.by_name[name].copy_(tensor)
 
 
 def save(
@@ -75,7 +75,7 @@ def whole(stage: Path) -> int:
     names = [name for name in ("w", "x") if name == "w" or collectives.world_size() > 1]
     memory = Memory({name: torch.zeros(3) for name in names})
     checkpoint.restore(Resumable({"weights": memory}, {"weights": memory}), seed=0)
-    assert all(torch.equal(tensor, WEIGHTS) for tensor in memory.held.values())
+    assert all(torch.equal(tensor, WEIGHTS) for tensor in memory.by_name.values())
     return checkpoint.step
 
 

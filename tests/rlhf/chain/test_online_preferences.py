@@ -37,8 +37,8 @@ from data.sources.demo import WORTH
 
 
 def score(prompts, responses):
-    found = [re.fullmatch(r"the \w+ \w+ is (\w+) and (\w+) and (\w+) \.", response) for response in responses]
-    words = [said.groups() if said and WORTH.keys() >= set(said.groups()) else () for said in found]
+    matches = [re.fullmatch(r"the \w+ \w+ is (\w+) and (\w+) and (\w+) \.", response) for response in responses]
+    words = [match.groups() if match and WORTH.keys() >= set(match.groups()) else () for match in matches]
     return [sum(map(WORTH.get, three)) / 3 if three else -1.0 for three in words]
 """
 """The demo's true score, whoever is spoken of: models as small as these do not learn to repeat the animal."""

@@ -320,7 +320,7 @@ def test_what_was_saved_comes_back_whatever_the_size_of_its_parts(
         checkpoint = checkpoints.newest(stage)
         assert checkpoint is not None
         checkpoint.restore(Resumable({"weights": again}, {"weights": again}), seed=0)
-        assert all(torch.equal(again.held[name], tensor) for name, tensor in tensors.items())
+        assert all(torch.equal(again.by_name[name], tensor) for name, tensor in tensors.items())
         assert again.count == memory.count
 
 
@@ -330,4 +330,4 @@ def test_what_a_checkpoint_does_not_have_begins_anew(stage: Path, capsys: pytest
     assert checkpoint is not None
     checkpoint.restore(Resumable({"weights": weights, "average": average}, {"weights": weights, "average": average}), 0)
     assert f"note: {checkpoint.folder} has no average, which starts from its initial state" in capsys.readouterr().out
-    assert torch.equal(weights.held["w"], saving.WEIGHTS) and (average.held["w"] == 7.0).all()
+    assert torch.equal(weights.by_name["w"], saving.WEIGHTS) and (average.by_name["w"] == 7.0).all()

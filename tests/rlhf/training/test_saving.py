@@ -49,7 +49,7 @@ def test_a_checkpoint_has_the_state_of_its_step(tmp_path: Path, saver: Saver, ga
     torch.manual_seed(7)
     saver.save(1, parts(memory), ABOUT)
     expected = torch.rand(3)
-    memory.held["w"].add_(1.0)
+    memory.by_name["w"].add_(1.0)
     memory.count = 9
     with log.open("a") as file:
         file.write("two\n")
@@ -59,7 +59,7 @@ def test_a_checkpoint_has_the_state_of_its_step(tmp_path: Path, saver: Saver, ga
     checkpoint = checkpoints.newest(tmp_path)
     assert checkpoint is not None and checkpoint.step == 1 and checkpoint.manifest["logs"] == {"metrics.jsonl": 4}
     checkpoint.restore(parts(memory), seed=0)
-    assert torch.equal(memory.held["w"], WEIGHTS) and memory.count == 1
+    assert torch.equal(memory.by_name["w"], WEIGHTS) and memory.count == 1
     assert torch.equal(torch.rand(3), expected)
 
 
