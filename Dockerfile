@@ -1,7 +1,7 @@
 # The pipeline with the versions of constraints.txt. The wheel of torch brings CUDA; the host needs NVIDIA's driver.
 #   docker build -t rlhf .
 #   docker run --rm rlhf
-#   docker run --rm --gpus all --shm-size 8g -v "$PWD:/workspace" rlhf train --actor-model opt-1.3b --reward-model opt-350m
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD:/workspace" rlhf train --actor-model opt-1.3b --reward-model opt-350m --deployment-type single_node
 FROM python:3.11-slim
 
 # g++: for --torch-compile, and for DeepSpeed's optimizer on the CPU

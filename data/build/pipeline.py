@@ -113,9 +113,11 @@ class ModelPrompts:
 
     def cut_alike(self, items: np.ndarray) -> int:
         """The number of these items whose cut prompt is also that of an item of another group."""
-        pairs = np.unique(np.stack([self.digests[items], self.groups[items].astype(np.int64)]), axis=1)[0]
+        cut = items[self.cut[items]]
+        alike = items[np.isin(self.digests[items], self.digests[cut])]
+        pairs = np.unique(np.stack([self.digests[alike], self.groups[alike].astype(np.int64)]), axis=1)[0]
         digests, counts = np.unique(pairs, return_counts=True)
-        return int((self.cut[items] & np.isin(self.digests[items], digests[counts > 1])).sum())
+        return int(np.isin(self.digests[cut], digests[counts > 1]).sum())
 
 
 def _order_rows(rows: GatheredRows, selected: np.ndarray) -> np.ndarray:

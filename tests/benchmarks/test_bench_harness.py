@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import harness, limits, outcome, scaling
+from benchmarks import goals, harness, limits, outcome, scaling
 from benchmarks.harness import MACHINE, OURS, WARM_UP, Contender, Options
 from rlhf.errors import UserError
 
@@ -133,3 +133,24 @@ def test_work_by_hand() -> None:
 def test_the_exponent_of_a_power_law() -> None:
     xs = [1.0, 2.0, 4.0, 8.0]
     assert scaling.exponent(xs, [3 * x**1.5 for x in xs]) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "expected"),
+    [
+        (["avx2", "amx_bf16"], None, True),
+        (["avx2", "amx_bf16"], "", True),
+        (["avx2", "amx_bf16"], "AVX512_CORE_AMX", True),
+        (["avx2", "amx_bf16"], "avx512_core_bf16", False),
+        (["avx2", "avx512_bf16"], None, False),
+    ],
+)
+def test_goals_depend_on_amx(
+    flags: list[str], limit: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcome, "hardware", lambda: {"flags": flags})
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit or "")
+    if limit is None:
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    assert goals.goal("ppo") == ((3.0, 4.0) if expected else (2.3, 3.0))
+    assert goals.goal("sft beside packed", lora=16) == ((3.0, 5.0) if expected else (3.0, 4.0))

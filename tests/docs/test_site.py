@@ -83,6 +83,16 @@ def test_speeds_are_those_of_the_results(page: str) -> None:
         assert f"| {medians} |" in cells and results["date"] in text, (name, medians)
 
 
+@pytest.mark.parametrize("name", ["sft", "reward", "ppo", "rollout", "sft_lora", "ppo_lora"])
+def test_ratios_without_amx_are_those_of_the_results(name: str) -> None:
+    results = json.loads((ROOT / f"benchmarks/results/{name}_no_amx.json").read_text(encoding="utf-8"))
+    assert results["hardware"]["onednn_max_cpu_isa"] == "AVX512_CORE_BF16"
+    medians = ", ".join(f"{ratio['median']:.1f}" for ratio in results["ratios"].values())
+    rows = re.findall(r"^\| no AMX: .*\|$", (ROOT / "docs/results.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"| {medians} |" in rows[["sft", "reward", "ppo", "rollout", "sft_lora", "ppo_lora"].index(name)]
+    assert medians in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed; make docs installs it")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(CONFIG), "-d", str(tmp_path)]
