@@ -111,8 +111,7 @@ def _entry(comparison: Comparison, is_default: bool) -> str:
         return f"{c.score:.3f} [{c.seeds}]" if c.seeds else "not reached"
     if c.difference is None:
         return f"not reached [{c.seeds}]"
-    half = (c.difference.high - c.difference.low) / 2
-    text = f"{c.difference.mean:+.3f} ± {half:.3f} [{c.seeds}]"
+    text = f"{c.difference.mean:+.3f} ± {c.difference.half_width:.3f} [{c.seeds}]"
     return text if c.verdict == "equal" else f"**{text}**"
 
 

@@ -87,16 +87,14 @@ def read_variants(path: str) -> list[Variant]:
     words = {str(name): tuple(shlex.split(str(text or ""))) for name, text in read_yaml(path).items()}
     if not words:
         raise UserError(f"{path}: got no variant, expected lines such as `lam 1: --ppo.lam 1`")
-    for name, (first, *_) in ((name, each) for name, each in words.items() if each):
-        if not first.startswith("--"):
-            raise UserError(f"{path}: {name}: got '{first}', expected options such as --ppo.lam 1")
     variants = []
-    for name, each in words.items():
-        others = [word[1:-1] for word in each if word.startswith("{")]
-        for other in others:
-            if other not in words:
-                raise UserError(f"{path}: {name}: got '{{{other}}}', expected a name of the file: {', '.join(words)}")
-        variants.append(Variant(name, each, named=tuple(Variant(other, words[other]) for other in others)))
+    for name, options in words.items():
+        if options and not options[0].startswith("--"):
+            raise UserError(f"{path}: {name}: got '{options[0]}', expected options such as --ppo.lam 1")
+        references = [word[1:-1] for word in options if word.startswith("{")]
+        for unknown in (reference for reference in references if reference not in words):
+            raise UserError(f"{path}: {name}: got '{{{unknown}}}', expected a name of the file: {', '.join(words)}")
+        variants.append(Variant(name, options, named=tuple(Variant(each, words[each]) for each in references)))
     return variants
 
 

@@ -105,7 +105,7 @@ def table(points: Sequence[Points]) -> list[str]:
 
 
 def _text(i: Interval) -> str:
-    return f"{i.mean:.3f} ± {(i.high - i.low) / 2:.3f}"
+    return f"{i.mean:.3f} ± {i.half_width:.3f}"
 
 
 def write_csv(path: Path, points: Sequence[Points]) -> None:

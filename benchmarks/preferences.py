@@ -39,6 +39,7 @@ from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.maths import preferences
 from rlhf.maths.intervals import mean_interval
+from rlhf.storage import disk
 
 HERE, TRL = "here", "TRL"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -230,9 +231,7 @@ def write_scores(options: Options, model: Path, held_out: Mapping[str, Path], pa
         for name, one in zip(held_out, score_models(evaluation), strict=True)
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(scored), encoding="utf-8")
-    temporary.replace(path)
+    disk.write_json(path, scored)
 
 
 def grid(options: Options) -> Iterator[Run]:
@@ -287,7 +286,7 @@ def _text(values: Sequence[float], sign: str = "") -> str:
     if len(values) < 2:
         return " ".join(f"{value:{sign}.3f}" for value in values)
     interval = mean_interval(torch.tensor(values, dtype=torch.float64))
-    return f"{interval.mean:{sign}.3f} ± {(interval.high - interval.low) / 2:.3f}"
+    return f"{interval.mean:{sign}.3f} ± {interval.half_width:.3f}"
 
 
 def report(options: Options) -> None:

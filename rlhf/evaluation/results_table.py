@@ -164,7 +164,7 @@ def selection_tables(selected: Sequence[Selection], source: str | None) -> list[
 
 
 def _with_half_width(interval: Interval) -> str:
-    return f"{interval.mean:.4g} ± {(interval.high - interval.low) / 2:.2g}"
+    return f"{interval.mean:.4g} ± {interval.half_width:.2g}"
 
 
 def markdown(tables: Sequence[Table], note: str = NOTE) -> str:

@@ -15,6 +15,10 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
 
 def mean_interval(values: Tensor) -> Interval:
     """The mean of `values` [N], N >= 2, with Student's t interval: mean +- t_{N-1} s / sqrt(N)."""
