@@ -26,6 +26,7 @@ from pydantic import Field
 
 from rlhf.config import parser, read_yaml
 from rlhf.errors import UserError
+from rlhf.storage import disk
 from rlhf.training.stage_process import fast_imports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,9 +193,7 @@ def read_run(variant: str, seed: int, stage: Path, seconds: float) -> Cell:
 
 def write_cell(path: Path, cell: Cell) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({name: getattr(cell, name) for name in Cell.__slots__}), encoding="utf-8")
-    temporary.replace(path)
+    disk.write_json(path, {name: getattr(cell, name) for name in Cell.__slots__})
 
 
 def read_cell(path: Path) -> Cell:

@@ -44,6 +44,7 @@ from benchmarks.overoptimisation_report import BEST_OF_N, PPO, Points, report
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.maths import best_of_n
+from rlhf.storage import disk
 
 WINDOW = 2
 """iterations of PPO whose mean is one point"""
@@ -177,9 +178,7 @@ def sample(options: Options, seed: int) -> None:
         for column, source in zip(scores, sources, strict=True):
             column += source(samples).tolist()
     result = dict(zip(["gold", *proxies], scores, strict=True))
-    path = sample_file(options, seed)
-    path.with_suffix(".tmp").write_text(json.dumps(result), encoding="utf-8")
-    path.with_suffix(".tmp").replace(path)
+    disk.write_json(sample_file(options, seed), result)
 
 
 def proxy_scores(stored: Mapping[str, Tensor], options: Options) -> dict[tuple[str, int], Tensor]:

@@ -52,7 +52,7 @@ class Change:
         """The mean gain, with half its interval."""
         if self.gain is None:
             return ""
-        mean, half = with_half_width(self.gain.mean, (self.gain.high - self.gain.low) / 2)
+        mean, half = with_half_width(self.gain.mean, self.gain.half_width)
         return f"{'+' if self.gain.mean >= 0 else ''}{mean} ± {half}"
 
 
@@ -110,8 +110,7 @@ def _accuracy_half_width(scores: dict[str, Any]) -> float | None:
     if len({*scores.get("weight", [])}) > 1 or len(scores.get("chosen", [])) < 2:
         return None
     difference = torch.tensor(scores["chosen"]) - torch.tensor(scores["rejected"])
-    interval = win_rate_interval((difference.sign() + 1) / 2)
-    return (interval.high - interval.low) / 2
+    return win_rate_interval((difference.sign() + 1) / 2).half_width
 
 
 def judge(run: RunRecord) -> Verdict:
