@@ -172,8 +172,8 @@ def reward_config(options: Options, run: Run, held_out: Mapping[str, Path], dire
     values = {name: getattr(options, name) for name in same} | {
         "data_path": (f"hh_rlhf:{train_file(options)}",), "data_split": (0, 1, 0),
         "eval_data_path": tuple(f"hh_rlhf:{file}" for file in held_out.values()), "max_eval_rows": 64,
-        "max_train_rows": run.pairs, "seed": run.seed, "data_seed": run.seed, "micro_batch_size": options.batch_size,
-        "truncate": "tokens", "data_workers": 1, "torch_compile": False, "output_dir": str(directory),
+        "max_train_rows": run.pairs, "seed": run.seed, "data_seed": run.seed, "truncate": "tokens", "data_workers": 1,
+        "micro_batch_size": options.batch_size // 4, "torch_compile": False, "output_dir": str(directory),
     }  # fmt: skip
     return RewardConfig(**values | VARIANTS.get(run.variant, {}))
 
@@ -204,7 +204,6 @@ def train_with_trl(config: Any, directory: Path) -> None:
     settings = config.model_dump(mode="json") | {
         "rows": [{"chosen_ids": list(pair.chosen), "rejected_ids": list(pair.rejected)} for pair in data[:]],
         "warmup_steps": warmup_steps(config, len(data) // config.batch_size),
-        "micro_batch_size": config.batch_size // 4,  # sides are padded, and a whole batch takes 13 GB
         "output_dir": str(directory),
     }
     directory.mkdir(parents=True)

@@ -2,7 +2,9 @@
 
 Ranks: steps of fine-tuning a small model of random weights in fp32 under ZeRO 0 to 3, by one process of one thread, one
 of two threads, and two of one thread each. Strong scaling keeps the rows of a step, weak scaling those of a process;
-both are reported as throughput over that of one thread, and two processes over two threads in one process. The bytes
+both are reported as throughput over that of one thread, and two processes over two threads in one process. Two runs of
+one process at the same time send nothing, but share the machine's memory and clock: weak scaling over their sum is what
+communication and waiting leave. The bytes
 sent are counted where libraries call torch.distributed: a device sends (n - 1) / n of the bytes that it gathers or
 scatters, twice that in an all-reduce (a ring; gloo may differ). `rlhf.plan.zero.bytes_sent` predicts it.
 
@@ -32,8 +34,9 @@ from rlhf.config import parser
 from rlhf.errors import UserError
 
 STAGES = (0, 1, 2, 3)
-LAYOUTS = ((1, 1), (1, 2), (2, 1))
-"""(processes, threads per process)"""
+LAYOUTS = ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1))
+"""(runs at the same time, processes of each, threads of each process)"""
+RATIOS = ("strong_over_one_thread", "weak_over_one_thread", "strong_over_two_threads", "weak_over_two_runs")
 SEED = 0
 VOCABULARY = 4096
 COLLECTIVES = {
@@ -180,36 +183,44 @@ def run_rank(path: str) -> int:
     return 0
 
 
-def launch(settings: dict[str, Any], processes: int, threads: int, folder: Path) -> list[dict[str, Any]]:
-    """Run all ranks. Returns the measurements of rank 0.
+def launch(settings: dict[str, Any], runs: int, processes: int, threads: int, folder: Path) -> list[dict[str, Any]]:
+    """All ranks of `runs` runs at the same time. Returns the measurements of the first run's rank 0.
 
     Raises: UserError, with the end of its log, if a rank fails.
     """
-    settings = {**settings, "output": str(folder / f"ranks-{processes}-{threads}.json")}
-    path = folder / f"settings-{processes}-{threads}.json"
-    path.write_text(json.dumps(settings), encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    rendezvous = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "benchmarks.scaling", "--rank", str(path)]
-    processes_of_ranks = []
-    for number in range(processes):
-        env = {**os.environ, **harness.thread_variables(threads), **rendezvous}
-        env |= {"RANK": str(number), "LOCAL_RANK": str(number)}
-        processes_of_ranks.append(
-            subprocess.Popen(command, env=env, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        )
+    ranks = []
+    for run in range(runs):
+        path = folder / f"settings-{run}.json"
+        output = folder / f"ranks-{run}.json"
+        path.write_text(json.dumps({**settings, "output": str(output)}), encoding="utf-8")
+        ranks += start_ranks(path, processes, threads)
     try:
-        for process in processes_of_ranks:
+        for process in ranks:
             _, stderr = process.communicate(timeout=900)
             if process.returncode:
                 log_tail = stderr.decode(errors="replace")[-2000:]
                 raise UserError(f"scaling: a rank ended with {process.returncode}: {log_tail}")
     finally:
-        for process in processes_of_ranks:
+        for process in ranks:
             process.kill()  # no effect on processes that have ended
-    results: list[dict[str, Any]] = json.loads(Path(settings["output"]).read_text(encoding="utf-8"))
+    results: list[dict[str, Any]] = json.loads((folder / "ranks-0.json").read_text(encoding="utf-8"))
     return results
+
+
+def start_ranks(settings: Path, processes: int, threads: int) -> list[subprocess.Popen[bytes]]:
+    """The processes of one run."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    rendezvous = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "benchmarks.scaling", "--rank", str(settings)]
+    env = {**os.environ, **harness.thread_variables(threads), **rendezvous}
+    ranks = []
+    for rank in map(str, range(processes)):
+        own = env | {"RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(
+            subprocess.Popen(command, env=own, cwd=harness.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        )
+    return ranks
 
 
 def predicted_bytes(model: str, stage: int) -> float:
@@ -225,33 +236,33 @@ def measure_ranks(options: Options, folder: Path) -> list[dict[str, Any]]:
     """For every ZeRO stage: rows per second of each layout, their ratios, and the bytes sent against the formula."""
     model = write_model(folder, options.width, options.layers)
     settings = {"model": model, "repeats": options.repeats}
-    results: dict[tuple[int, int, int, int], dict[str, Any]] = {}
-    for processes, threads in LAYOUTS:
+    results: dict[tuple[int, int, int, int, int], dict[str, Any]] = {}
+    for layout in LAYOUTS:
+        runs, processes, threads = layout
         sizes = (options.rows, 2 * options.rows) if processes == 2 else (options.rows,)
-        for result in launch({**settings, "rows": sizes}, processes, threads, folder):
-            results[(processes, threads, result["stage"], result["rows"])] = result
-        print(f"{processes} x {threads} thread(s) measured", flush=True)
+        for result in launch({**settings, "rows": sizes}, *layout, folder):
+            results[(*layout, result["stage"], result["rows"])] = result
+        print(f"{runs} x {processes} x {threads} thread(s) measured", flush=True)
     return [compare_layouts(results, stage, options.rows, predicted_bytes(model, stage)) for stage in STAGES]
 
 
 def compare_layouts(results: dict[Any, dict[str, Any]], stage: int, rows: int, formula: float) -> dict[str, Any]:
-    """One ZeRO stage: rates in rows per second. results: by (processes, threads, stage, rows)"""
+    """One ZeRO stage: rates in rows per second. results: by (runs, processes, threads, stage, rows)"""
     rates = {
-        name: key[3] / results[key]["seconds"]
+        name: key[0] * key[4] / results[key]["seconds"]
         for name, key in {
-            "one_thread": (1, 1, stage, rows),
-            "two_threads": (1, 2, stage, rows),
-            "strong": (2, 1, stage, rows),
-            "weak": (2, 1, stage, 2 * rows),
+            "one_thread": (1, 1, 1, stage, rows),
+            "two_threads": (1, 1, 2, stage, rows),
+            "two_runs": (2, 1, 1, stage, rows),
+            "strong": (1, 2, 1, stage, rows),
+            "weak": (1, 2, 1, stage, 2 * rows),
         }.items()
     }
-    sent = results[(2, 1, stage, rows)]["sent"]
+    sent = results[(1, 2, 1, stage, rows)]["sent"]
     return {
         "zero_stage": stage,
         "rows_per_s": {name: round(rate, 3) for name, rate in rates.items()},
-        "strong_over_one_thread": round(rates["strong"] / rates["one_thread"], 3),
-        "weak_over_one_thread": round(rates["weak"] / rates["one_thread"], 3),
-        "strong_over_two_threads": round(rates["strong"] / rates["two_threads"], 3),
+        **{ratio: round(rates[ratio.split("_over_")[0]] / rates[ratio.split("_over_")[1]], 3) for ratio in RATIOS},
         "sent_bytes": round(sum(sent.values())),
         "sent_by": {name: round(size) for name, size in sent.items()},
         "formula_bytes": round(formula),
@@ -264,10 +275,7 @@ def compare_layouts(results: dict[Any, dict[str, Any]], stage: int, rows: int, f
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
     """e of the power law a x^e that fits best: the slope of the logarithms by least squares."""
-    x, y = [math.log(v) for v in xs], [math.log(v) for v in ys]
-    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
-    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - mean_x) ** 2 for a in x)
+    return statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
 
 
 def series() -> dict[str, list[dict[str, int]]]:
@@ -338,16 +346,11 @@ def table(results: dict[str, Any]) -> str:
     """Both parts as Markdown tables."""
     lines = []
     if "ranks" in results:
-        lines.append(
-            "| ZeRO | rows/s: 1 thread | 2 threads | 2 processes | strong | weak | / 2 threads | sent, MB | / formula |"
-        )
-        lines.append("|---|---|---|---|---|---|---|---|---|")
+        heads = "rows/s: 1 thread | 2 threads | 2 processes | strong | weak | strong / 2 threads | weak / 2 runs"
+        lines += [f"| ZeRO | {heads} | sent, MB | / formula |", "|" + "---|" * 10]
     for entry in results.get("ranks", []):
         rates = " | ".join(f"{entry['rows_per_s'][name]:.3g}" for name in ("one_thread", "two_threads", "strong"))
-        over = " | ".join(
-            f"{entry[f'{name}']:.2f}"
-            for name in ("strong_over_one_thread", "weak_over_one_thread", "strong_over_two_threads")
-        )
+        over = " | ".join(f"{entry[ratio]:.2f}" for ratio in RATIOS)
         sent = f"{entry['sent_bytes'] / 1e6:.1f} | {entry['sent_over_formula']:.3f}"
         lines.append(f"| {entry['zero_stage']} | {rates} | {over} | {sent} |")
     if "growth" in results:
@@ -366,23 +369,20 @@ def measure(options: Options) -> dict[str, Any]:
         result: dict[str, Any] = {}
         if "ranks" in options.parts:
             result["ranks"] = measure_ranks(options, folder)
-            names = ("strong_over_one_thread", "weak_over_one_thread", "strong_over_two_threads")
             result["ratios"] = {
-                f"{key.replace('_', ' ')}, ZeRO {one['zero_stage']}": {"median": one[key]}
+                f"{ratio.replace('_', ' ')}, ZeRO {one['zero_stage']}": {"median": one[ratio]}
                 for one in result["ranks"]
-                for key in names
+                for ratio in RATIOS
             }
         if "growth" in options.parts:
             result["growth"] = measure_growth(options, folder)
     import torch
 
     about = {
-        "name": "scaling",
-        **outcome.environment_info(),
         "options": options.model_dump(mode="json", exclude={"output"}),
+        "threads_of_growth": torch.get_num_threads(),
     }
-    about |= {"threads_of_growth": torch.get_num_threads()}
-    return {**about, **result}
+    return {"name": "scaling", **outcome.environment_info(), **about, **result}
 
 
 def main() -> int:
