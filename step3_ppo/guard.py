@@ -25,10 +25,12 @@ class KLGuard:
         Raises: RunawayError, naming the iteration.
         """
         for iteration, metrics in enumerate(steps, start=done + 1):
+            is_over = False
             if self._limit is not None and "kl" in metrics:
                 self._count = self._count + 1 if metrics["kl"] > self._limit else 0
+                is_over = self._count >= self._in_a_row
             yield metrics
-            if self._count >= self._in_a_row:
+            if is_over:
                 times = f" for {self._in_a_row} iterations" if self._in_a_row > 1 else ""
                 problem = f"kl is {metrics['kl']:.4g} nats per response, above --abort-kl {self._limit:g}{times}"
                 advice = "lower --learning-rate, raise --kl-coef, or set --target-kl"

@@ -29,7 +29,7 @@ from rlhf.training.checks import check_engine, check_ranks, check_start, check_s
 from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms, critic
 from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
-from step3_ppo.plan import needs_critic, workload
+from step3_ppo.plan import needs_critic, source_specs, uses_reward_model, workload
 from step3_ppo.trunk import check_roles
 
 PHASE: Phase = "ppo"
@@ -46,8 +46,8 @@ def inputs(config: Step3Config) -> dict[str, str]:
         paths["critic_model"] = paths["reward_model"]
     elif needs_critic(config) and config.critic_model not in (POLICY, SHARED):
         paths["critic_model"] = str(config.critic_model)
-    if not starts_critic and "learned" not in _source_names(config):
-        del paths["reward_model"]  # no source scores with it
+    if not starts_critic and not uses_reward_model(config):
+        del paths["reward_model"]
     return paths
 
 
@@ -61,7 +61,7 @@ def input_paths(config: Step3Config) -> dict[str, str]:
         if name in paths and getattr(config, name) is None and not Path(paths[name]).is_dir():
             option = name.replace("_", "-")
             cure = f"run {maker} first, or name one with --{option}"
-            if name == "reward_model" and "learned" not in _source_names(config):
+            if name == "reward_model" and not uses_reward_model(config):
                 cure += f" (--critic-model {POLICY} starts the critic without a reward model)"
             raise UserError(f"{name} not found at {paths[name]}; {cure}")
     return {name: resolve_model_path(paths[name], *FOLDERS[name]) for name in paths}
@@ -291,7 +291,7 @@ def _check_sources(config: Step3Config) -> None:
     tokenizer = load_tokenizer(resolve(str(config.actor_model)))
     context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, str(config.reward_model), 1)
     rewards.check_weights(config.reward, config.reward_combine)
-    for spec in _sources(config):
+    for spec in source_specs(config):
         name, options = plugins.parse_spec(spec)
         if name != "learned":
             rewards.open_source(spec, context)
@@ -308,7 +308,7 @@ def _check_lengths(
 
     planned: the reward model of the run is not trained yet, and will have the run's chat template
     """
-    for spec in _sources(config):
+    for spec in source_specs(config):
         name, options = plugins.parse_spec(spec)
         if name != "learned":
             continue
@@ -320,19 +320,3 @@ def _check_lengths(
         else:
             prompts = [item.row.prompt for part in (data.train, data.evaluation) for item in part]
             learned.require_fitting(path, own_tokenizer, prompts)
-
-
-def uses_reward_model(config: Step3Config) -> bool:
-    """Whether a score source or the judge is the reward model of the run."""
-    specs = (plugins.parse_spec(spec) for spec in _sources(config))
-    return any(name == "learned" and not options.get("model") for name, options in specs)
-
-
-def _source_names(config: Step3Config) -> list[str]:
-    return [plugins.parse_spec(spec)[0] for spec in _sources(config)]
-
-
-def _sources(config: Step3Config) -> list[str]:
-    """The specs of all score sources, the judge included, without weights."""
-    judge = [] if config.judge is None else [config.judge]
-    return [rewards.split_weight(spec)[1] for spec in config.reward] + judge

@@ -22,8 +22,9 @@ from rlhf.text.encoder import id_count
 from step3_ppo import algorithms
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import POLICY, SHARED, Step3Config
-from step3_ppo.inputs import describe_ptx, open_backend, open_ptx, uses_reward_model
+from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
 from step3_ppo.kl import KLController, KLPenaltyOptions
+from step3_ppo.plan import uses_reward_model
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
 from step3_ppo.scaling import ScoreScaling

@@ -18,6 +18,18 @@ def needs_critic(config: Step3Config) -> bool:
     return algorithms.load(config).value_loss is not None
 
 
+def uses_reward_model(config: Step3Config) -> bool:
+    """Whether a score source or the judge is the reward model of the run."""
+    specs = (plugins.parse_spec(spec) for spec in source_specs(config))
+    return any(name == "learned" and not options.get("model") for name, options in specs)
+
+
+def source_specs(config: Step3Config) -> list[str]:
+    """The specs of all score sources, the judge included, without weights."""
+    judge = [] if config.judge is None else [config.judge]
+    return [rewards.split_weight(spec)[1] for spec in config.reward] + judge
+
+
 def workload(
     config: Step3Config, device: str, model_paths: dict[str, str], ids: Mapping[str, int] | None = None
 ) -> Workload:
@@ -93,12 +105,12 @@ def _models(config: Step3Config, model_paths: dict[str, str], ids: Mapping[str, 
     if config.adapter is None or (trunk and (config.actor_model is None or is_adapter(Path(start.path)))):
         reference = config.reference.beside(actor)
         yield ModelSpec("reference", start.path, "lm", reference, adapter, on_trunk=trunk, ids=start.ids)
-    reward_model = start_of("reward_model", config.reward_model)
+    needed = uses_reward_model(config) or (needs_critic(config) and config.critic_model in (None, REWARD))
+    reward_model = start_of("reward_model", config.reward_model) if needed else start
     if needs_critic(config) and config.critic_model != SHARED:
         path, extended = _critic_start(config, start, reward_model)
         yield ModelSpec("critic", path, "scalar", critic_options, config.adapter, on_trunk=trunk, ids=extended)
-    judge = [] if config.judge is None else [config.judge]
-    for spec in [*(rewards.split_weight(spec)[1] for spec in config.reward), *judge]:
+    for spec in source_specs(config):
         name, source_options = plugins.parse_spec(spec)
         if name == "learned":
             options = config.reward_models.beside(critic_options)

@@ -98,7 +98,8 @@ def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, co
         if not config.rescore:
             del metrics["sampling_mismatch"]  # the update measures it
         metrics["kl_coef"] = models.kl.coef
-        models.kl.observe(metrics["kl"], config.batch_size)
+        if not models.algorithm.pretrains_critic:  # the policy of a warm-up is still the reference
+            models.kl.observe(metrics["kl"], config.batch_size)
         clock.lap("record")
         yield {**metrics, **updated, **speed(metrics["tokens"], clock.seconds)}
 
@@ -272,7 +273,10 @@ def run(config: Step3Config) -> None:
             stage.record_evaluation(at_start(before))
         total = iterations(config)
         steps = stage.with_exports(train(models, prompts, schedule, config), save_actor)
-        steps = with_evaluations(steps, EvaluationSchedule(config.eval_every, total, stage.done), evaluate_again, best)
+        evaluations = EvaluationSchedule(
+            config.eval_every, total, stage.done, unchanged=config.critic_warmup_iterations
+        )
+        steps = with_evaluations(steps, evaluations, evaluate_again, best)
         stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(before, after, config.sample_rows)
         for problem in (collapse(before, after), unmoved(before, after)):

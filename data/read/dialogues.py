@@ -10,6 +10,7 @@ from itertools import pairwise
 from data.read.columns import as_prompt, merge_turns
 from data.read.records import Record, read_text, require_text, short_json
 from rlhf.errors import UserError
+from rlhf.text.prompt_file import has_paragraphs, is_transcript
 from rlhf.types import Message
 
 ROLES = {
@@ -24,7 +25,6 @@ ROLES = {
     "system": "system",
     "developer": "system",
 }
-TRANSCRIPT = re.compile(r"\s*Human:")
 TURN = re.compile(r"(?:^|\s+)(Human|Assistant):")
 
 
@@ -74,17 +74,8 @@ def read_prompt(record: Record, column: str, location: str) -> tuple[Message, ..
         inputs = (read_optional_text(record, name, location) for name in ("input", "context"))
         text = "\n".join(filter(None, (text, *inputs)))
         history = _read_history(record, location)
-    turns = _parse_prompt(text, f"{location}: {column}") if _is_transcript(text) else (Message("user", text),)
+    turns = _parse_prompt(text, f"{location}: {column}") if is_transcript(text) else (Message("user", text),)
     return with_system_message(record, history + turns, location)
-
-
-def _is_transcript(text: str) -> bool:
-    """Whether a text begins with `Human:` and either has turns in paragraphs or ends in `Assistant:`."""
-    return bool(TRANSCRIPT.match(text)) and (_has_paragraphs(text) or text.rstrip().endswith("Assistant:"))
-
-
-def _has_paragraphs(text: str) -> bool:
-    return text.startswith("\n\n") or "\n\nAssistant:" in text
 
 
 def parse_transcript(text: str, location: str) -> tuple[Message, ...]:
@@ -102,7 +93,7 @@ def parse_transcript(text: str, location: str) -> tuple[Message, ...]:
 
 def _parse_prompt(text: str, location: str) -> tuple[Message, ...]:
     """The turns of a transcript. Speakers begin paragraphs, or follow any space (` Human: ... Assistant:`)."""
-    if _has_paragraphs(text):
+    if has_paragraphs(text):
         return as_prompt(parse_transcript(text.lstrip(), location))
     _, *parts = TURN.split(text)
     turns = zip(parts[::2], parts[1::2], strict=True)
@@ -157,6 +148,6 @@ def join_prompt(record: Record, column: str, before: tuple[Message, ...], locati
 def strip_speaker(record: Record, prompt_column: str, response: str) -> str:
     """The response; if the prompt is a transcript, without the speaker `Assistant:` and the spaces around it."""
     prompt = record[prompt_column]
-    if isinstance(prompt, str) and _is_transcript(prompt):
+    if isinstance(prompt, str) and is_transcript(prompt):
         return response.strip().removeprefix("Assistant:").strip()
     return response

@@ -246,6 +246,7 @@ def _rank_by_order(
     prompt: tuple[Message, ...], record: Record, column: str, location: str, extra: dict[str, Any]
 ) -> Ranked:
     """The responses in a column, the best one first."""
+    _refuse_ratings(extra, location)
     values = {f"{column}[{i}]": value for i, value in enumerate(record[column])}
     if not values:
         raise Unusable("no response")
@@ -262,7 +263,17 @@ def _read_numbers(record: Record, column: str, location: str, count: int) -> lis
     return [read_number(elements, name, location) for name in elements]
 
 
+def _refuse_ratings(extra: dict[str, Any], location: str) -> None:
+    """Raises: UserError for ratings beside responses that are no pair of columns."""
+    if extra.get(ATTRIBUTE_RATINGS) is not None:
+        got = short_json(extra[ATTRIBUTE_RATINGS])
+        raise UserError(
+            f"{location}: {ATTRIBUTE_RATINGS}: got {got}, expected it only beside a pair of responses (chosen, rejected)"
+        )
+
+
 def _read_labelled(shape: Shape, record: Record, location: str, extra: dict[str, Any]) -> Labelled:
+    _refuse_ratings(extra, location)
     row = shape.read(record, location, extra)
     if not isinstance(row, Row) or row.response is None:
         raise UserError(f"{location}: got a label but no single response, expected one response that is good or bad")

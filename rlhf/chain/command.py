@@ -263,16 +263,17 @@ def sweep(directory: Path) -> None:
 
 
 def with_base(argv: list[str]) -> tuple[list[str], str]:
-    """A command line without --config or --actor-model gets a base: the config.yaml of its output directory, else the
+    """A command line without --config or --actor-model gets a base: the options saved in its output directory, else the
     demo.
 
     Returns the command line and a line about its base.
     """
     if any(re.match(r"--(config|actor[-_]model|help)|-h$", word) for word in argv):
         return argv, ""
-    saved = Path(parser.peek(argv, "output-dir", "runs/demo")).expanduser() / "config.yaml"
-    if saved.is_file():
-        return [f"--config={saved}", *argv], f"options that are not set: as in {saved}\n"
+    folder = Path(parser.peek(argv, "output-dir", "runs/demo")).expanduser()
+    for saved in (folder / reward_models.OPTIONS, folder / "config.yaml"):
+        if saved.is_file():
+            return [f"--config={saved}", *argv], f"options that are not set: as in {saved}\n"
     demo_data = parser.peek(argv, "data-path", "demo").startswith("demo")
     note = (
         "" if demo_data else "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rlhf.rewards import Scoring
 
 SAFE, OTHER = "safe", "helpful"
-CHAIN = "chain.yaml"
+CHAIN, OPTIONS = "chain.yaml", "reward_models.yaml"
+LOCK = ".reward-models"
+"""the directory whose lock a call holds: those of its runs lock theirs"""
 
 
 def named_data(chain: Any) -> dict[str, str]:
@@ -41,11 +43,11 @@ def sources(named: dict[str, str], models: Callable[[str], str]) -> list[str]:
     return [f"learned,model={models(name)}" for name in sorted(named, key=lambda name: name != SAFE)]
 
 
-def combination(named: dict[str, str]) -> list[str]:
-    """The option of step 3 that says how the models named so are combined by default."""
+def combination(named: dict[str, str]) -> str | None:
+    """How step 3 combines the models named so, unless an option says it; None: by its own default."""
     if set(named) == {SAFE, OTHER}:
-        return ["--ppo.reward-combine", "safety"]
-    return ["--ppo.reward-combine", "uncertain"] if len(set(named.values())) == 1 else []
+        return "safety"
+    return "uncertain" if len(set(named.values())) == 1 else None
 
 
 def scoring_of(run: Path) -> "Scoring | None":
@@ -78,6 +80,7 @@ def train(chain: Any, argv: list[str], run: Callable[[list[str]], int]) -> int:
     """Fine-tuning, one reward model after the other in OUT/reward-NAME, and step 3 with all of them.
 
     run: runs the chain with a command line
+    All options are saved, for a later call that names the output directory only.
     Model k has the seed of step 2 plus k: another head and another order of the pairs, of which the same are held out.
     The critic starts from `helpful`, else from the first model that is not `safe`.
     """
@@ -85,19 +88,23 @@ def train(chain: Any, argv: list[str], run: Callable[[list[str]], int]) -> int:
 
     named, folder = named_data(chain), Path(chain.output_dir)
     manifests.require_writable(str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    tree = chain.model_dump(mode="json", exclude={"reward_models"})
-    disk.write_text(folder / CHAIN, parser.tree_to_yaml(tree))
-    base = ["--config", str(folder / CHAIN)]
-    run([*base, "--steps", "1"])
-    for number, (name, path) in enumerate(named.items()):
-        own = ["--output-dir", str(folder / f"reward-{name}"), "--data-path", path]
-        run([*base, "--steps", "2", *own, "--reward.seed", str(chain.reward.seed + number)])
     models = {name: str(folder / f"reward-{name}" / STAGES[2].name) for name in named}
     others = [name for name in named if name != SAFE]
     critic = models[OTHER if OTHER in named else others[0]]
     words = ["--ppo.reward", *sources(named, models.__getitem__), "--ppo.reward-model", critic]
     in_files = any("reward_combine" in (tree.get("ppo") or {}) for tree in trees_of(argv, parser.NO_OVERLAY))
-    if not in_files and "ppo.reward_combine" not in command_line_options(argv):
-        words += combination(named)
-    return run([*base, "--steps", "3", *words])
+    combine = None if in_files or "ppo.reward_combine" in command_line_options(argv) else combination(named)
+    saved = chain
+    if combine is not None:
+        words += ["--ppo.reward-combine", combine]
+        saved = chain.model_copy(update={"ppo": chain.ppo.model_copy(update={"reward_combine": combine})})
+    base = ["--config", str(folder / CHAIN)]
+    with manifests.locked(folder / LOCK):
+        disk.write_text(folder / OPTIONS, parser.to_yaml(saved))
+        tree = chain.model_dump(mode="json", exclude={"reward_models"})
+        disk.write_text(folder / CHAIN, parser.tree_to_yaml(tree))
+        run([*base, "--steps", "1"])
+        for number, (name, path) in enumerate(named.items()):
+            own = ["--output-dir", str(folder / f"reward-{name}"), "--data-path", path]
+            run([*base, "--steps", "2", *own, "--reward.seed", str(chain.reward.seed + number)])
+        return run([*base, "--steps", "3", *words])

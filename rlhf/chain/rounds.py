@@ -100,8 +100,16 @@ def _check(chain: Any) -> None:
         raise UserError(
             f"--rounds {chain.rounds}: expected --prompts FILE and --label SOURCE, for the pairs in between"
         )
-    if chain.prompts is not None and not Path(chain.prompts).is_file():
-        raise UserError(f"--prompts {chain.prompts}: no such file; expected .jsonl or .txt")
+    from data.build.mixture import parse_data_path  # imported here because they import torch
+    from rlhf.text.prompt_file import read_prompts
+
+    if chain.prompts is not None:
+        read_prompts(chain.prompts)
+    weighted = [
+        path for path in (*chain.data_path, *chain.reward_only_data_path) if parse_data_path(path)[2] is not None
+    ]
+    if chain.rounds > 1 and weighted:
+        raise UserError(f"--data-path {weighted[0]}: got a weight, expected none, as the pairs of the rounds have none")
     refuse_options(
         chain,
         (*ONE_RUN_ONLY, "plan", "reward_models"),

@@ -129,8 +129,23 @@ class Sources:
 
 
 def _dangerous(samples: Samples) -> Tensor:
-    """Whether the column is_safety marks the prompt of each response, [B]."""
-    return torch.tensor([bool(row.columns.get("is_safety")) for row in samples.rollout.rows])
+    """Whether the column is_safety marks the prompt of each response, [B].
+
+    Raises: UserError for a value that is neither true nor false.
+    """
+    return torch.tensor([_is_true(row.columns.get("is_safety")) for row in samples.rollout.rows])
+
+
+def _is_true(value: Any) -> bool:
+    """A value of is_safety; a CSV file has text, and gaps that are NaN."""
+    if value is None or value != value:
+        return False
+    text = str(value).strip().lower()
+    if text in ("true", "1", "1.0", "yes"):
+        return True
+    if text in ("false", "0", "0.0", "no", ""):
+        return False
+    raise UserError(f"is_safety: got {value!r}, expected true or false (or 1, 0, yes, no, or nothing)")
 
 
 def open_source(spec: str, context: Context) -> Source:

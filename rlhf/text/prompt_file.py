@@ -1,6 +1,7 @@
 """Prompts from a file: JSON lines with a column `prompt`, or plain text with one prompt per line."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 ROLES = ("system", "user", "assistant")
+TRANSCRIPT = re.compile(r"\s*Human:")
 
 
 def read_prompts(path: str) -> list[tuple[str, Row]]:
@@ -76,6 +78,9 @@ def _json_row(line: str, location: str) -> Row:
 
 def _messages(prompt: Any, location: str) -> tuple[Message, ...]:
     if isinstance(prompt, str):
+        if is_transcript(prompt):
+            expected = 'its turns as messages, [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]'
+            raise UserError(f"{location}: prompt: got a transcript, {_short(prompt)}, expected {expected}")
         return (Message("user", _content(prompt, f"{location}: prompt")),)
     if not isinstance(prompt, list) or not prompt:
         raise UserError(f"{location}: prompt: got {_short(prompt)}, expected text, or a list of messages")
@@ -83,6 +88,16 @@ def _messages(prompt: Any, location: str) -> tuple[Message, ...]:
     if messages[-1].role != "user":
         raise UserError(f"{location}: prompt: the last message has the role '{messages[-1].role}', expected user")
     return messages
+
+
+def is_transcript(text: str) -> bool:
+    """Whether a text begins with `Human:` and either has turns in paragraphs or ends in `Assistant:`."""
+    return bool(TRANSCRIPT.match(text)) and (has_paragraphs(text) or text.rstrip().endswith("Assistant:"))
+
+
+def has_paragraphs(text: str) -> bool:
+    """Whether the turns of a transcript are paragraphs."""
+    return text.startswith("\n\n") or "\n\nAssistant:" in text
 
 
 def _message(value: Any, location: str) -> Message:

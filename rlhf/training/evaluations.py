@@ -11,13 +11,15 @@ from rlhf.types import Metrics
 class EvaluationSchedule:
     """Evaluate after every `every`th step (0: none) and, with `at_end`, after the last of `total`.
 
-    `done` steps are past. A step is an optimizer step, or an iteration of a stage with rollouts.
+    `done` steps are past. The first `unchanged` ones leave the evaluated model as it is, as those that train only the
+    critic: their evaluations use up no patience. A step is an optimizer step, or an iteration of a stage with rollouts.
     """
 
     every: int
     total: int
     done: int = 0
     at_end: bool = True
+    unchanged: int = 0
 
     def due(self, step: int) -> bool:
         if step == self.total:
@@ -43,7 +45,7 @@ def with_evaluations(
             continue
         evaluation = evaluate(step)
         if best is not None:
-            best.update(step, evaluation)
+            best.update(step, evaluation, changed=step > schedule.unchanged)
         yield {**metrics, **evaluation}
         if best is not None and best.is_over and step != schedule.total:
             console.say(
@@ -62,10 +64,10 @@ class Best:
         self.value = float("inf") if lower else float("-inf")
         self._patience, self._keep = patience, keep
 
-    def update(self, step: int, evaluation: Metrics) -> None:
-        """Compare a new evaluation with the best one, and keep the model if it is better."""
+    def update(self, step: int, evaluation: Metrics, changed: bool = True) -> None:
+        """Compare a new evaluation with the best one, and keep the model if it is better. changed: since its start"""
         value = evaluation[self.name]
-        self.waited += 1
+        self.waited += changed
         if value < self.value if self.lower else value > self.value:
             self.value, self.step, self.waited = value, step, 0
             self._keep()

@@ -164,7 +164,8 @@ class Run:
         every = self.options.export_every
         if collectives.is_main():
             for folder in (self.directory / EXPORTS).glob("step-*"):
-                if int(folder.name[5:]) > self.done:
+                number = folder.name.removeprefix("step-")
+                if number.isdecimal() and int(number) > self.done:  # a user may have renamed others
                     shutil.rmtree(folder)
         collectives.barrier()
         for step, metrics in enumerate(steps, start=self.done + 1):
@@ -183,7 +184,7 @@ class Run:
         rank to end, write a checkpoint after the current step and end the process.
         shown: metrics on the progress bar
         """
-        last_save = time.monotonic()
+        last_save, saved_step = time.monotonic(), self.done
         every = self.options.save_every
         loop = self.recorder.follow(self._with_rank_numbers(steps), total, self.stage, shown)
         end_signal = None
@@ -200,11 +201,13 @@ class Run:
                 end_signal, due = ending.across_ranks(overdue or last or (every is not None and step % every == 0))
                 if end_signal or due:
                     self.saver.save(step, self._state, self._provenance() | {"models": [*self.models]})
-                    last_save = time.monotonic()
+                    last_save, saved_step = time.monotonic(), step
                 else:
                     self.saver.report_failure()
                 if end_signal:
                     break
+            if self.options.keep_last_checkpoint and saved_step < self.step:  # ended early, before `total`
+                self.saver.save(self.step, self._state, self._provenance() | {"models": [*self.models]})
             self.saver.wait()
         if end_signal:
             self._leave(self.step, end_signal)

@@ -86,7 +86,7 @@ class Reinforcement:
             if iteration == self.iterations or (o["eval_every"] and iteration % o["eval_every"] == 0):
                 after = self.evaluate()
                 metrics |= compared(before, after)
-                waited += 1
+                waited += iteration > o["critic_warmup_iterations"]
                 if o["keep_best"] is not None and metrics.get(o["keep_best"], -math.inf) > best:
                     best, waited = metrics[o["keep_best"]], 0
                     best_at.append(iteration - 1)
@@ -222,7 +222,8 @@ class Reinforcement:
         if o["algorithm"] == "best_of_n":
             rows = [i for i in rows if advantages[i][0] == 1.0]
         steps = self.update(pairs, rows, (scored, advantages, returns), iteration)
-        self.kl_coef = adapted(o, self.kl_coef, metrics["kl"])
+        if iteration > o["critic_warmup_iterations"]:
+            self.kl_coef = adapted(o, self.kl_coef, metrics["kl"])
         return metrics | averaged(steps)
 
     def relative(self, scores: Row, indices: list[int]) -> Row:
