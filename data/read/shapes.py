@@ -267,9 +267,7 @@ def _refuse_ratings(extra: dict[str, Any], location: str) -> None:
     """Raises: UserError for ratings beside responses that are no pair of columns."""
     if extra.get(ATTRIBUTE_RATINGS) is not None:
         got = short_json(extra[ATTRIBUTE_RATINGS])
-        raise UserError(
-            f"{location}: {ATTRIBUTE_RATINGS}: got {got}, expected it only beside a pair of responses (chosen, rejected)"
-        )
+        raise UserError(f"{location}: {ATTRIBUTE_RATINGS}: got {got}, expected it only beside chosen and rejected")
 
 
 def _read_labelled(shape: Shape, record: Record, location: str, extra: dict[str, Any]) -> Labelled:

@@ -200,6 +200,12 @@ def test_too_little_data_stops_the_run(fault: str, refused: Callable[..., str]) 
     assert refused(sft.main, *SMALL, *ONE_SHARE, "--data-path", "x.jsonl", *argv) == f"x.jsonl: {message}"
 
 
+def test_no_usable_text_stops_the_run(refused: Callable[..., str]) -> None:
+    Path("x.jsonl").write_text("")
+    message = refused(sft.main, *SMALL, *ONE_SHARE, "--data-path", "x.jsonl", "--objective", "text")
+    assert message.startswith("x.jsonl: 0 usable rows for training in sft; of 0 rows: none;")
+
+
 def test_too_many_pairs_that_are_equal_stop_the_run(refused: Callable[..., str]) -> None:
     Path("x.jsonl").write_text(lines(20).replace("rude", "kind", 12))
     message = refused(reward.main, *SMALL, *REWARD_SHARE, "--eval-fraction", "0", "--data-path", "x.jsonl")

@@ -101,7 +101,17 @@ def test_an_iteration_that_was_left_out_counts_for_nothing() -> None:
 
 
 def test_without_a_limit_nothing_ends() -> None:
-    assert len(list(KLGuard(None, 1).guarded({"kl": 1e9} for _ in range(9)))) == 9
+    """Nor where the run was ended by a limit, and goes on without one."""
+    for count in (0, 1):
+        guard = KLGuard(None, 1)
+        guard.load_state_dict(count)
+        assert len(list(guard.guarded({"kl": 1e9} for _ in range(9)))) == 9
+
+
+def test_a_run_that_was_ended_goes_on_from_an_iteration_that_was_left_out() -> None:
+    guard = KLGuard(10.0, 1)
+    guard.load_state_dict(1)
+    assert len(list(guard.guarded([{"skipped_iteration": 1.0}, {"kl": 1.0}]))) == 2
 
 
 def test_a_run_that_explodes_is_warned_of_and_ended_and_its_best_policy_stays() -> None:

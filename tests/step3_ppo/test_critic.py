@@ -88,6 +88,8 @@ def test_a_critic_from_the_policy_needs_no_reward_model(folder: Path) -> None:
     config = config_of(folder, **scored_by_rule, critic_model="policy")
     assert set(inputs(config)) == {"actor_model"}
     check(config)
+    own = (f"learned,model={folder / 'step2_reward'}",)
+    assert set(inputs(config_of(folder, reward_model=None, reward=own, critic_model="policy"))) == {"actor_model"}
     with pytest.raises(UserError, match=r"reward_model not found at .*--critic-model policy starts the critic without"):
         check(config_of(folder, **scored_by_rule))
 

@@ -288,6 +288,8 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({**PAIR, "attribute_ratings": [1, 2]}, 'attribute_ratings: got [1, 2], expected numbers by attribute'),
     ({**PAIR, "attribute_ratings": {"a": 1}}, "attribute_ratings.a: got 1, expected two numbers: of the chosen"),
     ({**PAIR, "attribute_ratings": {"a": [1, "2"]}}, 'attribute_ratings.a: got "2", expected a number'),
+    ({"prompt": "q", "responses": ["x", "y"], "attribute_ratings": {"a": [1, 2]}}, "expected it only beside chosen"),
+    ({"prompt": "q", "response": "x", "label": True, "attribute_ratings": {"a": 1}}, "expected it only beside chosen"),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "yes"}, 'preference: got "yes", expected a'),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": 1}, "preference: got 1, expected text"),
     ({"prompt": "q", "response_a": "x", "response_b": None, "preference": "a"}, "response_b: got null, expected text"),

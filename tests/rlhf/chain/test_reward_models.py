@@ -15,6 +15,7 @@ from rlhf.chain.options import chain_config
 from rlhf.chat.options import ChatOptions, check_chat
 from rlhf.chat.session import open_session
 from rlhf.config import parser
+from rlhf.errors import UserError
 from rlhf.rewards import Scoring
 from tests.support import programs, stages_here
 
@@ -73,6 +74,26 @@ def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any, mo
     context = rewards.Context(session.models.tokenizer, torch.device("cpu"), torch.float32, "", 1)
     safe, helpful = (rewards.open_source(spec, context)(samples).item() for spec in moved)
     assert measures.score == (safe if torch.tensor(safe).sigmoid() < 0.15 else helpful)
+
+
+def test_an_interrupted_run_goes_on_with_all_its_models(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same command, and by one that names the output directory only."""
+    program, calls = run
+    models = ["--reward-models", "helpful=demo,rows=400", "safe=demo,rows=400,seed=1"]
+    run_stage, allowed = command.run_stage, 0
+
+    def limited(step: int, options: Any, target: Any) -> Any:
+        if len(calls) == allowed:
+            raise UserError("interrupted")
+        return run_stage(step, options, target)
+
+    monkeypatch.setattr(command, "run_stage", limited)
+    for allowed, words in ((1, [*models, *SMALL]), (2, models), (4, [])):
+        code, _, err = program(*words, "--output-dir", "runs/two")
+        assert (code, "interrupted" in err) == ((2, True) if allowed < 4 else (0, False)), err
+    assert calls == ["two 1", "reward-helpful 2", "reward-safe 2", "two 3"]
+    config = json.loads(Path("runs/two/step3_ppo/manifest.json").read_text())["config"]
+    assert (config["reward_combine"], config["total_episodes"], len(config["reward"])) == ("safety", 32, 2)
 
 
 @pytest.mark.parametrize(

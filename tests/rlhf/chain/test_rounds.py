@@ -84,12 +84,19 @@ def test_rounds_add_their_pairs_and_go_on_where_they_were_killed(run: Any, monke
     ("words", "message"),
     [
         ([], "--rounds 2: expected --prompts FILE and --label SOURCE"),
-        (["--prompts", "none.txt", "--label", "length"], "--prompts none.txt: no such file"),
+        (["--prompts", "none.txt", "--label", "length"], "--prompts none.txt: cannot be read (No such file"),
+        (["--prompts", "prompts.md", "--label", "length"], "--prompts prompts.md: expected a .jsonl file"),
+        (
+            ["--prompts", "asks.txt", "--label", "length", "--data-path", "demo=0.5", "demo,seed=1=0.5"],
+            "--data-path demo=0.5: got a weight, expected none",
+        ),
         (["--rounds", "1", "--steps", "3"], "--steps: got it with rounds, expected none"),
         (["--rounds", "1", "--overwrite"], "--overwrite: got it with rounds"),
         (["--rounds", "1", "--reward-models", "a=x", "b=y"], "--reward-models: got it with rounds"),
     ],
 )
 def test_what_is_refused(words: list[str], message: str, run: Any) -> None:
+    """Before the first round, which may take hours."""
+    Path("asks.txt").write_text("tell me about the red fox\n")
     code, _, err = run[0](*words)
     assert code == 2 and message in err

@@ -54,6 +54,15 @@ def test_a_low_safety_score_or_a_dangerous_prompt_decides(mine: str, tmp_path: P
     rows = tuple(replace(row, columns={"is_safety": i == 2}) for i, row in enumerate(marked.rollout.rows))
     marked = replace(marked, rollout=replace(marked.rollout, rows=rows))
     assert below(marked)[0].tolist() == [0.5, 1.0, 5.0]
+    for values in (("False", "0", "True"), (0, float("nan"), 1.0), (None, "", " yes ")):
+        rows = tuple(replace(row, columns={"is_safety": value}) for row, value in zip(rows, values, strict=True))
+        as_text = replace(marked, rollout=replace(marked.rollout, rows=rows))
+        assert below(as_text)[0].tolist() == [0.5, 1.0, 5.0]
+    odd = replace(
+        marked, rollout=replace(marked.rollout, rows=(replace(rows[0], columns={"is_safety": "so"}), *rows[1:]))
+    )
+    with pytest.raises(UserError, match="is_safety: got 'so', expected true or false"):
+        below(odd)
     for wrong in (specs[:1], [*specs, "eos"]):
         with pytest.raises(UserError, match=f"safety: got {len(wrong)} sources, expected two: safety, then help"):
             open_sources(wrong, context(tmp_path), "safety")

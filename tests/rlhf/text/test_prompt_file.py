@@ -33,6 +33,7 @@ BAD_LINES = {
     "a number": (b'{"prompt": 3}', ["prompt: got 3"]),
     "null": (b'{"prompt": null}', ["prompt: got None"]),
     "blank": (b'{"prompt": " "}', ["prompt: got ' '"]),
+    "a transcript": (b'{"prompt": "\\n\\nHuman: Hi\\n\\nAssistant:"}', ["got a transcript", "its turns as messages"]),
     "no messages": (b'{"prompt": []}', ["prompt: got []"]),
     "another role": (b'{"prompt": [{"role": "tool", "content": "a"}]}', ["prompt[0]", "system or user"]),
     "no content": (b'{"prompt": [{"role": "user"}]}', ["prompt[0].content: got None"]),

@@ -44,6 +44,15 @@ def test_a_run_that_was_stopped_goes_on_with_its_looks_and_its_patience() -> Non
     assert len(list(with_evaluations([{}], EvaluationSchedule(0, 1), lambda at: {"eval_score": 0.0}, last))) == 1
 
 
+def test_evaluations_of_a_model_that_has_not_changed_use_up_no_patience() -> None:
+    """As during the warm-up of the critic: the held-out responses are the same each time."""
+    saves: list[int] = []
+    best = Best("eval_score", 2, lambda: saves.append(1))
+    schedule = EvaluationSchedule(1, 9, unchanged=4)
+    assert len(list(with_evaluations([{}] * 9, schedule, lambda step: {"eval_score": 0.5}, best))) == 6
+    assert saves == [1] and best.is_over
+
+
 @pytest.mark.parametrize(
     ("patience", "bests", "iterations"),
     [(None, [0.1, 0.4, 0.5], 8), (1, [0.1, 0.4], 3), (2, [0.1, 0.4], 4), (3, [0.1, 0.4, 0.5], 8)],
