@@ -182,6 +182,21 @@ def test_steps_1_and_2_go_on_with_dropout_to_their_best_model(
     require_same(left(next(Path("out").iterdir())), whole)
 
 
+def test_a_run_that_patience_ended_leaves_its_last_checkpoint_and_renamed_exports() -> None:
+    """With its last checkpoint it goes on where patience allows more."""
+    options = sft_options(**WATCHED | {"patience": 1}, keep_best="eval_perplexity", save_every=None)
+    options = options.model_copy(update={"keep_last_checkpoint": True})
+    run(options)
+    stage = Path("out/step1_sft")
+    [last] = killing.steps_of(stage)
+    rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert last == max(row["step"] for row in rows if row["kind"] == "train") < 24
+    renamed = stage / "exports/step-00000001-good"
+    (stage / "exports/step-00000001").rename(renamed)
+    run(options.model_copy(update={"num_train_epochs": 25}))
+    assert renamed.is_dir()
+
+
 def test_fewer_iterations_than_are_done_end_the_run() -> None:
     """A run may go on with a smaller total: with what it has, if that is more."""
     course = Schedule(40, ppo_options(), seed=0)
