@@ -256,6 +256,10 @@ def test_the_models_of_step_3(model_path: str) -> None:
     assert roles(PPO(adapter="lora")) == ["actor", "critic", "reward model"]
     assert roles(GRPO(algorithm="grpo", num_generations=4)) == ["actor", "reference", "reward model"]
     assert roles(PPO(reward=("length,target=8",))) == ["actor", "reference", "critic"]
+    del model_paths["reward_model"]
+    assert roles(PPO(reward=("length,target=8",), critic_model="policy")) == ["actor", "reference", "critic"]
+    own = GRPO(algorithm="grpo", num_generations=4, reward=(f"learned,model={model_path}",))
+    assert roles(own) == ["actor", "reference", "reward model"]
 
 
 def test_memory_of_step_3_is_that_of_all_models(model_path: str) -> None:
