@@ -25,6 +25,7 @@ from rlhf.chain.options import (
     overlay,
     require_agreement,
     resolve,
+    without_one_time_options,
 )
 from rlhf.chain.stages import STAGES, load
 from rlhf.config import accelerate_settings, foreign_settings, parser
@@ -246,13 +247,10 @@ def run_all(todo: dict[int, Any], deployment: Deployment, ranks: Any) -> tuple[i
 
 
 def save(chain: Any) -> None:
-    """Write all options to config.yaml in the output directory, for --config; without the one-time `overwrite`, `steps`
-    and `push_to_hub`."""
-    once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
+    """Write all options to config.yaml in the output directory, for --config; without the one-time ones."""
     from rlhf.storage import disk
 
-    text = parser.to_yaml(chain.model_copy(update={**once, "overwrite": False, "steps": None, "push_to_hub": None}))
-    disk.write_text(Path(chain.output_dir) / "config.yaml", text)
+    disk.write_text(Path(chain.output_dir) / "config.yaml", parser.to_yaml(without_one_time_options(chain)))
 
 
 def sweep(directory: Path) -> None:

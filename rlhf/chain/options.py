@@ -182,6 +182,12 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
     return chain.model_copy(update=sections)
 
 
+def without_one_time_options(chain: Any) -> Any:
+    """The options to save for later commands: `overwrite`, `steps` and `push_to_hub` hold for one."""
+    once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
+    return chain.model_copy(update={**once, "overwrite": False, "steps": None, "push_to_hub": None})
+
+
 def refuse_options(chain: Any, names: Iterable[str], command: str, cure: str) -> None:
     """Raises: UserError for an option of a single run of the chain that is set where `command` runs it several times.
 

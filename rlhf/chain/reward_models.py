@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf import plugins
-from rlhf.chain.options import ONE_RUN_ONLY, refuse_options
+from rlhf.chain.options import ONE_RUN_ONLY, refuse_options, without_one_time_options
 from rlhf.chain.stages import STAGES
 from rlhf.config import parser
 from rlhf.config.origins import command_line_options, trees_of
@@ -94,10 +94,10 @@ def train(chain: Any, argv: list[str], run: Callable[[list[str]], int]) -> int:
     words = ["--ppo.reward", *sources(named, models.__getitem__), "--ppo.reward-model", critic]
     in_files = any("reward_combine" in (tree.get("ppo") or {}) for tree in trees_of(argv, parser.NO_OVERLAY))
     combine = None if in_files or "ppo.reward_combine" in command_line_options(argv) else combination(named)
-    saved = chain
+    saved = without_one_time_options(chain)
     if combine is not None:
         words += ["--ppo.reward-combine", combine]
-        saved = chain.model_copy(update={"ppo": chain.ppo.model_copy(update={"reward_combine": combine})})
+        saved = saved.model_copy(update={"ppo": saved.ppo.model_copy(update={"reward_combine": combine})})
     base = ["--config", str(folder / CHAIN)]
     with manifests.locked(folder / LOCK):
         disk.write_text(folder / OPTIONS, parser.to_yaml(saved))
