@@ -4,9 +4,9 @@ Ranks: steps of fine-tuning a small model of random weights in fp32 under ZeRO 0
 of two threads, and two of one thread each. Strong scaling keeps the rows of a step, weak scaling those of a process;
 both are reported as throughput over that of one thread, and two processes over two threads in one process. Two runs of
 one process at the same time send nothing, but share the machine's memory and clock: weak scaling over their sum is what
-communication and waiting leave. The bytes
-sent are counted where libraries call torch.distributed: a device sends (n - 1) / n of the bytes that it gathers or
-scatters, twice that in an all-reduce (a ring; gloo may differ). `rlhf.plan.zero.bytes_sent` predicts it.
+communication and waiting leave. The bytes sent are counted where libraries call torch.distributed: a device sends
+(n - 1) / n of the bytes that it gathers or scatters, twice that in an all-reduce (a ring; gloo may differ).
+`rlhf.plan.zero.bytes_sent` predicts it.
 
 Growth: seconds of a step and of a rollout against the tokens of prompts, of responses, rows and weights, one of them
 changing at a time, with the exponent of the power law a x^e that fits best. Every number is a median.

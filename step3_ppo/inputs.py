@@ -28,8 +28,8 @@ from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps, require_start
 from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms, critic
-from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
-from step3_ppo.plan import needs_critic, source_specs, uses_reward_model, workload
+from step3_ppo.config import MAKERS, POLICY, SHARED, STAGE, Step3Config
+from step3_ppo.plan import critic_starts_from_reward_model, needs_critic, source_specs, uses_reward_model, workload
 from step3_ppo.trunk import check_roles
 
 PHASE: Phase = "ppo"
@@ -41,7 +41,7 @@ def inputs(config: Step3Config) -> dict[str, str]:
     """Paths of the models that this stage starts from. A model that no option names is the output of an earlier
     stage."""
     paths = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
-    starts_critic = needs_critic(config) and config.critic_model in (None, REWARD)
+    starts_critic = critic_starts_from_reward_model(config)
     if starts_critic:
         paths["critic_model"] = paths["reward_model"]
     elif needs_critic(config) and config.critic_model not in (POLICY, SHARED):

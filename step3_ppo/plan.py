@@ -18,6 +18,11 @@ def needs_critic(config: Step3Config) -> bool:
     return algorithms.load(config).value_loss is not None
 
 
+def critic_starts_from_reward_model(config: Step3Config) -> bool:
+    """Whether there is a critic whose default start is the reward model, or one that is told to start there."""
+    return needs_critic(config) and config.critic_model in (None, REWARD)
+
+
 def uses_reward_model(config: Step3Config) -> bool:
     """Whether a score source or the judge is the reward model of the run."""
     specs = (plugins.parse_spec(spec) for spec in source_specs(config))
@@ -105,7 +110,7 @@ def _models(config: Step3Config, model_paths: dict[str, str], ids: Mapping[str, 
     if config.adapter is None or (trunk and (config.actor_model is None or is_adapter(Path(start.path)))):
         reference = config.reference.beside(actor)
         yield ModelSpec("reference", start.path, "lm", reference, adapter, on_trunk=trunk, ids=start.ids)
-    needed = uses_reward_model(config) or (needs_critic(config) and config.critic_model in (None, REWARD))
+    needed = uses_reward_model(config) or critic_starts_from_reward_model(config)
     reward_model = start_of("reward_model", config.reward_model) if needed else start
     if needs_critic(config) and config.critic_model != SHARED:
         path, extended = _critic_start(config, start, reward_model)

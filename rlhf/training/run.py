@@ -200,17 +200,21 @@ class Run:
                 last = step == total and self.options.keep_last_checkpoint
                 end_signal, due = ending.across_ranks(overdue or last or (every is not None and step % every == 0))
                 if end_signal or due:
-                    self.saver.save(step, self._state, self._provenance() | {"models": [*self.models]})
+                    self._save_checkpoint()
                     last_save, saved_step = time.monotonic(), step
                 else:
                     self.saver.report_failure()
                 if end_signal:
                     break
             if self.options.keep_last_checkpoint and saved_step < self.step:  # ended early, before `total`
-                self.saver.save(self.step, self._state, self._provenance() | {"models": [*self.models]})
+                self._save_checkpoint()
             self.saver.wait()
         if end_signal:
             self._leave(self.step, end_signal)
+
+    def _save_checkpoint(self) -> None:
+        """Of the present step."""
+        self.saver.save(self.step, self._state, self._provenance() | {"models": [*self.models]})
 
     def record_evaluation(self, metrics: Metrics) -> None:
         """Record the metrics of an evaluation after the steps so far; before the first step it is step 0."""
