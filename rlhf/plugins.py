@@ -6,6 +6,8 @@ There is nothing to register, subclass or decorate. A user's own plug-in is the 
 import importlib
 import importlib.util
 import inspect
+import itertools
+import json
 import pkgutil
 import re
 import sys
@@ -90,7 +92,7 @@ def parse_spec(spec: Spec) -> tuple[str, dict[str, Any]]:
         if not isinstance(name, str):
             raise UserError(f"a plug-in written as a mapping needs a 'name', got {spec}")
         return name, options
-    name, *pairs = re.split(r",(?![^\[{]*[\]}])", spec)  # at the commas outside brackets
+    name, *pairs = _split(spec)
     options = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -98,6 +100,26 @@ def parse_spec(spec: Spec) -> tuple[str, dict[str, Any]]:
             raise UserError(f"'{spec}': got '{pair}', expected option=value after the name")
         options[key.strip().replace("-", "_")] = _value(spec, value)
     return name.strip(), options
+
+
+def spec(name: str, **options: str) -> str:
+    """The text that `parse_spec` reads as a plug-in with these options, whatever characters they have."""
+    pairs = []
+    for key, value in options.items():
+        plain = f"{key}={value}"
+        try:
+            same = parse_spec(f"{name},{plain}") == (name, {key: value})
+        except UserError:
+            same = False
+        pairs.append(plain if same else f"{key}={json.dumps(value, ensure_ascii=False)}")
+    return ",".join([name, *pairs])
+
+
+def _split(spec: str) -> list[str]:
+    """The parts between commas that are neither in brackets nor in a quoted value."""
+    closed = re.sub(r"""(?<==)("(\\.|[^"\\])*"|'[^']*')|\[[^\]]*\]|{[^}]*}""", lambda match: "_" * len(match[0]), spec)
+    cuts = [-1, *(match.start() for match in re.finditer(",", closed)), len(spec)]
+    return [spec[start + 1 : end] for start, end in itertools.pairwise(cuts)]
 
 
 def _value(spec: str, text: str) -> Any:

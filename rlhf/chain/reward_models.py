@@ -40,7 +40,7 @@ def named_data(chain: Any) -> dict[str, str]:
 
 def sources(named: dict[str, str], models: Callable[[str], str]) -> list[str]:
     """The score sources of step 3: the safety model first, which decides where its score is low."""
-    return [f"learned,model={models(name)}" for name in sorted(named, key=lambda name: name != SAFE)]
+    return [plugins.spec("learned", model=models(name)) for name in sorted(named, key=lambda name: name != SAFE)]
 
 
 def combination(named: dict[str, str]) -> str | None:

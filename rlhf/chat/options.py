@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import tyro
 from pydantic import Field
@@ -16,6 +17,14 @@ API_KEY = "RLHF_API_KEY"
 """environment variable for --api-key, which other users of the machine do not see"""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """addresses that only this machine reaches"""
+
+
+def is_loopback(value: str) -> bool:
+    """Whether a Host or Origin header names this machine: localhost, 127.0.0.1 or [::1], with any port."""
+    try:
+        return urlsplit(value if "://" in value else f"//{value}").hostname in LOOPBACK
+    except ValueError:
+        return False
 
 
 class ModelOptions(Config):

@@ -1,10 +1,11 @@
 """Which models a run has: its policies by name, their reference, and the model that scores."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf import plugins
 from rlhf.config.declaration import Declaration
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
@@ -25,10 +26,15 @@ class RunModels:
     """by name"""
     newest: str
     """name of the policy that was trained last"""
-    reference: str | None
-    """what that policy was trained from; None if the run does not say"""
+    references: Mapping[str, str]
+    """what each policy was trained from, as far as the run says"""
     scoring: Scoring | None
     """of its reward model; None if the run has none, or several"""
+
+    def reference(self, names: Sequence[str]) -> str | None:
+        """From what KL is measured: what the only policy was trained from, else what the newest was."""
+        known = len(names) == 1 and names[0] in self.policies
+        return self.references.get(names[0] if known else self.newest)
 
     def path(self, name: str) -> str:
         """The path of a policy: of the run by its name, or any other model. Raises: UserError."""
@@ -54,17 +60,19 @@ def run_models(run: str, stages: Mapping[str, Declaration]) -> RunModels:
     stage = stage_of(run)
     name = directory.name or run
     if stage is None:
-        return RunModels(run, {name: resolve(run)}, name, None, None)
+        return RunModels(run, {name: resolve(run)}, name, {}, None)
     manifest = read_manifest(stage)
     declared = next((each for each in stages.values() if each.name == manifest["stage"]), None)
     if declared is None or not declared.policies:
         raise UserError(f"{run}: got a stage without a policy, expected one of a run that responds to prompts")
-    return RunModels(run, {name: policy_path(run)}, name, _input(manifest, declared.reference, stage.parent), None)
+    reference = _input(manifest, declared.reference, stage.parent)
+    return RunModels(run, {name: policy_path(run)}, name, {} if reference is None else {name: reference}, None)
 
 
 def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
     policies: dict[str, str] = {}
-    newest, reference, scoring = "", None, None
+    references: dict[str, str] = {}
+    newest, scoring = "", None
     for name, declared in stages.items():
         folder = directory / declared.name
         if not (folder / MANIFEST).is_file():
@@ -72,17 +80,20 @@ def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
         manifest = read_manifest(folder)
         available = [model for model in declared.policies if model in manifest["models"]]
         if declared.scorer in manifest["models"]:
-            scoring = Scoring((f"learned,model={folder / declared.scorer}",))
+            scoring = Scoring((plugins.spec("learned", model=str(folder / declared.scorer)),))
         if not available:
             continue
         newest, reference = name, _input(manifest, declared.reference, directory)
         if not policies and reference is not None:
             policies[BASE] = reference
         for model in available:
-            policies[name if model == available[0] else f"{name}/{model}"] = str(folder / model)
+            policy = name if model == available[0] else f"{name}/{model}"
+            policies[policy] = str(folder / model)
+            if reference is not None:
+                references[policy] = reference
     if not newest:
         raise UserError(f"{directory}: no stage with a policy is finished; run one to its end, or name a model")
-    return RunModels(str(directory), policies, newest, reference, scoring)
+    return RunModels(str(directory), policies, newest, references, scoring)
 
 
 def _input(manifest: Mapping[str, Any], name: str, run: Path) -> str | None:

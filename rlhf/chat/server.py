@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from rlhf import console
 from rlhf.chat import api
 from rlhf.chat.api import ApiError, ChatRequest
-from rlhf.chat.options import LOOPBACK, ServeOptions
+from rlhf.chat.options import ServeOptions, is_loopback
 from rlhf.chat.responses import Generation, Models, Sampling, TooLong
 from rlhf.config.options import MAX_SEED
 from rlhf.engine.nonfinite import NonFiniteError
@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         for header in ("Host", "Origin"):
             value = self.headers.get(header)
-            if (value is None and header == "Host") or (value is not None and not _is_loopback(value)):
+            if (value is None and header == "Host") or (value is not None and not is_loopback(value)):
                 raise ApiError(403, f"{header}: got '{ascii(value)[1:-1]}', expected this machine (localhost)")
 
     def _get(self) -> None:
@@ -216,14 +216,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
         self.wfile.write(content)
-
-
-def _is_loopback(value: str) -> bool:
-    """Whether a Host or Origin header names this machine: localhost, 127.0.0.1 or [::1], with any port."""
-    try:
-        return urlsplit(value if "://" in value else f"//{value}").hostname in LOOPBACK
-    except ValueError:
-        return False
 
 
 def serve(models: Models, options: ServeOptions, key: str | None) -> None:

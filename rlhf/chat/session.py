@@ -150,7 +150,7 @@ def open_session(options: ChatOptions, run: RunModels) -> Session:
     if len({*names}) < len(names):
         raise UserError(f"--compare {' '.join(names)}: got one policy twice, expected two")
     paths = {name: run.path(name) for name in names}
-    reference = options.reference or run.reference
+    reference = options.reference or run.reference(names)
     scoring = run.scoring
     if options.reward is not None:
         check_reward_spec(options.reward)

@@ -10,11 +10,14 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import gradio as gr
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf import console
-from rlhf.chat.options import ChatOptions
+from rlhf.chat.options import ChatOptions, is_loopback
 from rlhf.chat.session import Session, Turn, pieces
 from rlhf.chat.votes import Preference
 from rlhf.engine.nonfinite import NonFiniteError
@@ -175,11 +178,25 @@ def build(session: Session, options: ChatOptions) -> Any:
     return blocks
 
 
+class OwnPagesOnly:
+    """Refuses requests that a page of another site sends: a browser names the site in Origin."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
+        if origin is None or is_loopback(origin):
+            await self.app(scope, receive, send)
+        else:
+            await PlainTextResponse("Origin: expected this machine (localhost)", 403)(scope, receive, send)
+
+
 def launch(session: Session, options: ChatOptions) -> tuple[Any, str]:
     """Start the page in the background. Returns (it, its URL). Raises: UserError if the port is in use."""
     blocks = build(session, options)
     theme = gr.themes.Default(font=FONTS, font_mono=["monospace"])
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)]
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS), Middleware(OwnPagesOnly)]
     try:
         _, url, _ = blocks.launch(
             server_name=HOSTS[0],

@@ -164,7 +164,10 @@ def _options_of(key: str, value: Any, source: str) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{source}: expected none, cpu or nvme")
         yield OFFLOAD[key], value in ("cpu", "nvme")
     elif key == "optimizer.params.betas":
-        yield from zip(("adam_beta1", "adam_beta2"), value, strict=True)
+        if not isinstance(value, list) or len(value) != 2:
+            raise UserError(f"{source}: expected two numbers, such as [0.9, 0.95]")
+        betas = zip(("adam_beta1", "adam_beta2"), value, strict=True)
+        yield from ((option, beta) for option, beta in betas if beta != "auto")
     elif key == "optimizer.type" and value in OPTIMIZERS:
         yield "optim", OPTIMIZERS[value]
     elif key == "scheduler.type" and value in SCHEDULES:

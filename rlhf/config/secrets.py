@@ -7,8 +7,10 @@ from typing import Any
 
 from rlhf.errors import UserError
 
-SECRET_NAMES = re.compile(r"token|key|secret|password|passwd|credential", re.IGNORECASE)
-"""Names of environment variables whose values are secrets."""
+SECRET_NAMES = re.compile(
+    r"(?:^|_)(?:api)?(?:token|key|secret|password|passwd|credential)s?(?:$|_(?!(?:path|dir|file|name)$))", re.IGNORECASE
+)
+"""Names of environment variables whose values are secrets: HF_TOKEN, API_KEY_2, but not TOKENIZER_PATH or KEY_DIR."""
 MIN_LENGTH = 8
 """minimum number of characters of a secret; shorter values of such variables (`1`, `true`) are settings"""
 SECRET_PATTERNS = re.compile(

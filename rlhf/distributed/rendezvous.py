@@ -54,8 +54,14 @@ def timeout_s() -> float:
 def store() -> Store:
     """The store of this run. torchrun and our launcher provide one; otherwise rank 0 listens at MASTER_ADDR only.
 
-    Raises: UserError if it cannot be reached, or its port is taken.
+    Raises: UserError if it cannot be reached, its port is taken, or the launcher does not say where it is.
     """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"the launcher has set RANK and WORLD_SIZE, but not {' and '.join(missing)}; set the host of rank 0 and a "
+            "free port of it for all processes, as in mpirun -x MASTER_ADDR=n01 -x MASTER_PORT=29500"
+        )
     endpoint = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"]))
     exists = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return part_of(_connect(*endpoint, exists, timeout_s()))

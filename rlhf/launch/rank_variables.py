@@ -2,6 +2,7 @@
 
 import os
 import re
+import zlib
 from collections.abc import MutableMapping
 
 RANK_VARIABLES = (
@@ -19,6 +20,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def local_world_size() -> int | None:
+    """How many of them are on this machine; None if the launcher does not say, or there is none."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
 def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
@@ -27,6 +33,9 @@ def adopt(environment: MutableMapping[str, str]) -> None:
     """Set torchrun's variables from those of deepspeed, mpirun or srun. Existing values are not changed."""
     if "RANK" not in environment and "OMPI_COMM_WORLD_RANK" in environment:
         environment.update({ours: environment[f"OMPI_COMM_WORLD_{theirs}"] for theirs, ours in OPEN_MPI.items()})
+        if environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]:
+            job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
+            _set_meeting_point(environment, "127.0.0.1", zlib.crc32(job.encode()))
     if "RANK" not in environment:
         _adopt_srun(environment)
     elif "LOCAL_SIZE" in environment:  # deepspeed's
@@ -46,17 +55,21 @@ def _adopt_srun(environment: MutableMapping[str, str]) -> None:
     counts = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if node < len(counts):
         environment["LOCAL_WORLD_SIZE"] = str(counts[node])
-    environment.setdefault("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", "localhost")))
-    # All tasks must choose the same port, and two jobs on one node should seldom choose the same.
-    job = int(environment.get("SLURM_JOB_ID", 0))
+    first = first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
+    _set_meeting_point(environment, first, int(environment.get("SLURM_JOB_ID", 0)))
+
+
+def _set_meeting_point(environment: MutableMapping[str, str], address: str, job: int) -> None:
+    """All tasks must choose the same port, and two jobs on one host should seldom choose the same."""
+    environment.setdefault("MASTER_ADDR", address)
     environment.setdefault("MASTER_PORT", str(PORTS[job % len(PORTS)]))
 
 
 def first_host(nodes: str) -> str:
     """`n07` of `n[07-09,12],m1`."""
-    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert match is not None
-    return match[1] + (match[2] or "") + match[3]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
 
 
 def tasks_per_node(text: str) -> list[int]:

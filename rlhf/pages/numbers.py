@@ -41,8 +41,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     raw = (high - low) / max(1, count)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    first, decimals = math.ceil(low / step - 1e-9), 1 - math.floor(math.log10(step))
+    return [round(i * step, decimals) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def tick_labels(values: list[float]) -> list[tuple[float, str]]:

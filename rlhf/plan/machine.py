@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from rlhf.launch import launcher, rank_variables
 from rlhf.plan.devices import Device, device_of_driver, device_of_kind
 from rlhf.plan.options import PlanOptions, number_of_bytes
 
@@ -49,12 +50,14 @@ class Machine:
 
 
 def describe_machine(options: PlanOptions, processes: int) -> Machine:
-    """The machine that `options` describe. `processes`: the number that the run would start on this machine.
+    """The machine that `options` describe. `processes`: the number that the run would start.
 
+    CPU processes share the cores and the memory of this machine, with as many as another launcher says are on it; else
+    with all.
     Raises: UserError for an unknown kind of device.
     """
     count = options.devices or processes
-    device = _device(options)
+    device = _device(options, options.devices or rank_variables.local_world_size() or processes)
     if options.device_memory is not None:
         device = replace(device, memory=number_of_bytes(options.device_memory))
     if options.device_tflops is not None:
@@ -70,14 +73,15 @@ def describe_machine(options: PlanOptions, processes: int) -> Machine:
     return Machine(device, count, share * device.memory, host, options.utilisation)
 
 
-def _device(options: PlanOptions) -> Device:
+def _device(options: PlanOptions, sharing: int) -> Device:
+    """sharing: processes of this machine, if it has no GPU"""
     if options.device == "cpu" or (
         options.device is None and not torch.cuda.is_available() and not _names_gpus(options)
     ):
-        cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        cores_of_one = cores / max(1, options.devices or 1)
-        memory = _free_memory() / max(1, options.devices or 1)
-        return replace(CORE, memory=memory, flops=CORE.flops * cores_of_one, flops_fp32=CORE.flops_fp32 * cores_of_one)
+        cores = launcher.cores() / sharing
+        return replace(
+            CORE, memory=_free_memory() / sharing, flops=CORE.flops * cores, flops_fp32=CORE.flops_fp32 * cores
+        )
     if options.device is not None:
         return device_of_kind(options.device)
     assumed = device_of_kind("A100")

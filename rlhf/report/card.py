@@ -115,7 +115,7 @@ def plain(text: Any) -> Markup:
 
 def data_name(data_path: str) -> str:
     """A data path without the directories of this machine."""
-    return re.sub(r"(?:(?<=^)|(?<=[:=,*\s]))(?:~|\.{1,2})?/(?:[^/:,]*/)*", "", data_path)
+    return re.sub(r"(?:(?<=^)|(?<=[:=,*'\"\s]))(?:~|\.{1,2})?/(?:(?:[^/:,]|,(?![^/=,]*=|/))*/)*", "", data_path)
 
 
 def published(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import yaml
 
 from rlhf.config.declaration import Declaration
 from rlhf.errors import UserError
-from rlhf.storage import manifests
+from rlhf.storage import disk, manifests
 
 Row = dict[str, Any]
 
@@ -43,7 +43,8 @@ class StageRecord:
 
     @property
     def seconds(self) -> float:
-        """From the opening of metrics.jsonl to its last row, over all processes that continued it."""
+        """From the opening of metrics.jsonl to its last row, over all processes that continued it. In files of before
+        2026-11-25 the seconds begin again in every process."""
         total = last = 0.0
         for row in self.rows:
             seconds = float(row.get("seconds", 0.0))
@@ -107,31 +108,18 @@ def read_stage(directory: Path, declaration: Declaration) -> StageRecord:
             f"{directory}: metrics.jsonl has version {version}, expected {manifests.METRICS_VERSION}; "
             "read it with the version of this program that wrote it"
         )
-    samples = json_lines(directory / declaration.report.samples) if declaration.report.samples else []
+    samples = disk.json_lines(directory / declaration.report.samples) if declaration.report.samples else []
     last = samples[-1].get("iteration") if samples else None
     return StageRecord(
         declaration=declaration,
         directory=directory,
-        rows=tuple(json_lines(directory / manifests.METRICS)),
+        rows=tuple(disk.json_lines(directory / manifests.METRICS)),
         manifest=manifest,
         config=_yaml(directory / manifests.RUN_CONFIG),
         data=_json(directory / "data.json"),
         samples=tuple(row for row in samples if row.get("iteration") == last),
         pair_scores=_json(directory / declaration.report.pair_scores) if declaration.report.pair_scores else None,
     )
-
-
-def json_lines(path: Path) -> list[Row]:
-    """The objects of a file with one on each line; a line that a crash has cut short is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []:
-        try:
-            row = json.loads(line) if line.strip() else None
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 def _json(path: Path) -> Row | None:

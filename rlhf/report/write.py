@@ -1,6 +1,5 @@
 """The page of one or several runs."""
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +87,7 @@ def render_report(
     by_stage = {each.name: figures.stages_of(runs, each) for each in declared}
     samples = sample_table([stage for each in declared for stage in by_stage[each.name]])
     stage_figures = [_stage_figures(by_stage[each.name], each) for each in declared]
-    warnings = list(itertools.islice(_warnings(runs), MOST_WARNINGS))
+    warnings = list(_warnings(runs))
     sections = [("verdict", "Verdict"), *((each.name, each.title) for each in stage_figures[::-1])]
     sections += [("samples", "Samples")] if samples.samples else []
     sections += [("warnings", "Warnings"), ("data", "Data"), ("run", "What was run")]
@@ -105,7 +104,8 @@ def render_report(
         samples=samples,
         sample_figures=_sample_figures(samples),
         shown_samples=SHOWN_SAMPLES,
-        warnings=warnings,
+        warnings=warnings[:MOST_WARNINGS],
+        warning_count=len(warnings),
         accounts=[(run.name, [facts.data_account(stage) for stage in run.stages]) for run in runs],
         facts=[(run.name, [_stage_facts(stage, price_per_hour) for stage in run.stages]) for run in runs],
         versions=facts.versions(runs),

@@ -172,6 +172,8 @@ def open_unchecked(spec: str, context: Context) -> Source:
 
     def score(samples: Samples) -> Tensor:
         scores = source(samples)
+        if not isinstance(scores, Tensor):
+            raise UserError(f"reward '{spec}': got {type(scores).__name__}, expected a tensor of scores, [B]")
         if scores.shape != (len(samples.responses),):
             raise UserError(f"reward '{spec}': got {list(scores.shape)} scores, expected [{len(samples.responses)}]")
         return scores

@@ -63,6 +63,20 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one on each line. Other lines are left out: one that a crash has cut short, or that a
+    file system has filled with zeros after a power cut."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
 def remove(path: Path) -> None:
     """Remove a file if it exists; the removal is flushed to the disk."""
     if path.exists():

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
+from rlhf.storage import disk
 from rlhf.training.reporting import Reporter
 from rlhf.training.trackers import Scalar
 from rlhf.types import Metrics
@@ -20,11 +21,13 @@ EVALUATION = "eval_"
 
 
 class MetricsFile:
-    """Appends one JSON object a line, with the step and the seconds since it was opened."""
+    """Appends one JSON object a line, with the step and the seconds since it was opened; those of a resumed run go on
+    from its last row."""
 
     def __init__(self, path: Path) -> None:
+        before = max((float(row.get("seconds", 0.0)) for row in disk.json_lines(path)), default=0.0)
         self._file: TextIO = path.open("a", encoding="utf-8")
-        self._start = time.monotonic()
+        self._start = time.monotonic() - before
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
         row = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self._start, 3)}

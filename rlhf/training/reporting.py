@@ -106,10 +106,8 @@ class Reporter:
 
 
 def rows_after(metrics_file: Path, done: int) -> Rows:
-    """The rows of a metrics.jsonl of steps after `done`; a last line that was cut off counts as no row."""
-    lines = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True) if metrics_file.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith("}\n")]
-    return frozenset((row["kind"], row["step"]) for row in rows if row["step"] > done)
+    """The rows of a metrics.jsonl of steps after `done`; a line that was cut off counts as no row."""
+    return frozenset((row["kind"], row["step"]) for row in disk.json_lines(metrics_file) if row["step"] > done)
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:

@@ -227,6 +227,12 @@ def test_an_error_inside_a_function_names_its_line(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError) and "\n" not in str(caught.value)
 
 
+def test_a_source_that_returns_a_list(tmp_path: Path) -> None:
+    text = "from rlhf.config import Config\ndef build(config, context): return lambda samples: [1.0] * 3"
+    with pytest.raises(UserError, match=r"mine\.py.*: got list, expected a tensor of scores, \[B\]"):
+        score_by(tmp_path, text)
+
+
 @pytest.mark.parametrize("name", ["/nothing/here.py", "nothing_here:score", "lerned"])
 def test_a_source_that_is_not_there(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -82,6 +82,9 @@ def test_the_nearest_name_is_suggested(folder: str) -> None:
         ("lora,targets=[q, v],rank=2", ("lora", {"targets": ["q", "v"], "rank": 2})),
         ("lora,text=a=b", ("lora", {"text": "a=b"})),
         ("my/lora.py,rank=2", ("my/lora.py", {"rank": 2})),
+        ("lora,text='a, b',rank=2", ("lora", {"text": "a, b", "rank": 2})),
+        ('lora,text="a, \\"b",rank=2', ("lora", {"text": 'a, "b', "rank": 2})),
+        ("lora,text=x[^,]+,kind={a: b, c: d}", ("lora", {"text": "x[^,]+", "kind": {"a": "b", "c": "d"}})),
         ({"name": "lora"}, ("lora", {})),
         ({"name": "lora", "rank": 8, "lora-alpha": 1}, ("lora", {"rank": 8, "lora_alpha": 1})),
     ],
@@ -90,6 +93,15 @@ def test_both_ways_to_write_a_plug_in(spec: plugins.Spec, expected: tuple[str, d
     before = dict(spec) if isinstance(spec, dict) else spec
     assert plugins.parse_spec(spec) == expected
     assert spec == before
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["runs/a", "runs/lr=1e-5,bs=8", "runs/try #2", "a: b", "8", "it's", 'a"b,c=d', "[a", "\u00e4", "a\\b,c", " a"],
+)
+def test_a_path_of_any_characters(path: str) -> None:
+    assert plugins.parse_spec(plugins.spec("learned", model=path)) == ("learned", {"model": path})
+    assert plugins.spec("learned", model="runs/a") == "learned,model=runs/a"
 
 
 @pytest.mark.parametrize(

@@ -151,13 +151,15 @@ def test_the_models_of_a_run(run: Path, tmp_path: Path) -> None:
     assert list(models.policies) == ["base", "sft", "ppo"] and models.newest == "ppo"
     assert models.path("base") == str(run / "base") and models.path("sft") == str(run / "step1_sft/model")
     scoring = Scoring((f"learned,model={run / 'step2_reward/model'}",))
-    assert (models.reference, models.scoring) == (str(run / "step1_sft/model"), scoring)
+    assert (models.reference(["ppo"]), models.scoring) == (str(run / "step1_sft/model"), scoring)
+    assert models.reference(["sft"]) == str(run / "base") and models.reference(["base"]) is None
+    assert models.reference(["sft", "ppo"]) == models.reference(["some/other"]) == str(run / "step1_sft/model")
     stage = run_models(str(run / "step3_ppo"), BY_NAME)
-    assert (stage.newest, stage.path("step3_ppo"), stage.reference, stage.scoring) == (
+    assert (stage.newest, stage.path("step3_ppo"), stage.reference(["step3_ppo"]), stage.scoring) == (
         "step3_ppo", str(run / "step3_ppo/actor"), str(run / "step1_sft/model"), None,
     )  # fmt: skip
     alone = run_models(str(run / "base"), BY_NAME)
-    assert (alone.path("base"), alone.reference) == (str(run / "base"), None)
+    assert (alone.path("base"), alone.reference(["base"])) == (str(run / "base"), None)
     with pytest.raises(UserError, match="expected one of base, sft, ppo, or the path"):
         models.path("ppp")
     with pytest.raises(UserError, match="stage without a policy"):
@@ -174,4 +176,4 @@ def test_a_run_that_was_moved_has_its_own_reference(run: Path, tmp_path: Path) -
     for name in ("step3_ppo",):
         inputs = {"actor_model": Path("gone/step1_sft/model")}
         chat_runs.finish(tmp_path / "copy", name, "actor", inputs)
-    assert run_models(str(tmp_path / "copy"), BY_NAME).reference == str(tmp_path / "copy/step1_sft/model")
+    assert run_models(str(tmp_path / "copy"), BY_NAME).reference(["ppo"]) == str(tmp_path / "copy/step1_sft/model")

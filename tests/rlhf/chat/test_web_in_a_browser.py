@@ -132,6 +132,17 @@ def test_a_foreign_host_is_refused(served: Any) -> None:
     assert connection.getresponse().status == 400
 
 
+@pytest.mark.parametrize(("origin", "status"), [("http://evil.example", 403), ("null", 403), (None, 200)])
+def test_a_foreign_page_cannot_upload(served: Any, origin: str | None, status: int) -> None:
+    """Such a request needs no permission of the server before it is sent; the page's own has an Origin, too."""
+    origin = origin or served[0].rstrip("/")
+    body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\na\r\n--x--\r\n'
+    headers = {"Content-Type": "multipart/form-data; boundary=x", "Origin": origin}
+    connection = http.client.HTTPConnection(urlsplit(served[0]).netloc, timeout=20)
+    connection.request("POST", "/gradio_api/upload", body, headers)
+    assert connection.getresponse().status == status
+
+
 def test_a_picture_of_the_page(page: Page, tmp_path: Path) -> None:
     page.screenshot(tmp_path / "chat.png")
     assert (tmp_path / "chat.png").stat().st_size > 10_000

@@ -106,6 +106,9 @@ def test_the_json_of_transformers(printed: Printed) -> None:
     names = ("learning_rate", "adam_beta1", "adam_beta2", "weight_decay", "adam_epsilon", "lr_scheduler_type")
     assert [tree[name] for name in names] == [3e-4, 0.8, 0.99, 0.1, 1e-8, "linear"]
     assert (tree["batch_size"], tree["zero_stage"], tree["dtype"], tree["warmup_steps"]) == (24, 2, "auto", None)
+    betas = TRAINER | {"optimizer": {"params": {"betas": ["auto", 0.9]}}}
+    tree = printed(sft.main, "--deepspeed", "ds.json", json_tree=betas)
+    assert (tree["adam_beta1"], tree["adam_beta2"]) == (0.9, 0.9)
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 9}}
     tree = printed(train.main, "--deepspeed", "ds.json", json_tree=TRAINER | {"scheduler": scheduler})
     for stage in ("sft", "reward", "ppo"):
@@ -173,6 +176,13 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
             ["--ppo.warmup-steps", "8"],
             "--ppo.warmup-steps 8: got it with ds.json: scheduler.params.warmup_num_steps 9",
         ),
+        (
+            sft.main,
+            {"optimizer": {"params": {"betas": 0.9}}},
+            [],
+            "betas 0.9: expected two numbers, such as [0.9, 0.95]",
+        ),
+        (sft.main, {"optimizer": {"params": {"betas": [0.9]}}}, [], "betas [0.9]: expected two numbers"),
         (sft.main, {"scheduler": {"type": "OneCycle"}}, [], 'write "auto", and use --lr-scheduler-type'),
         (ppo.main, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "expected one of them"),
         (sft.main, [], [], "got a list, expected a JSON object"),

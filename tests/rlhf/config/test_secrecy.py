@@ -45,3 +45,14 @@ def test_what_is_no_secret(value: str) -> None:
     specs = ["lora,r=8,target_modules=[q_proj,v_proj]", "match,pattern='#### (.+)'", "hh_rlhf:Anthropic/hh-rlhf"]
     environment = {"HF_TOKEN": "hf_test123", "TOKENIZERS_PARALLELISM": "false", "SSH_KEY": "1", "HOME": "opt-1.3b"}
     refuse_secrets({"a": {"b": [value, *specs]}}, environment)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "OPENAI_APIKEY", "my_api_key_2", "SECRET", "PASSWORDS", "AWS_KEY_ID"])
+def test_variables_that_are_secrets(name: str) -> None:
+    with pytest.raises(UserError, match="--model: got what looks like a token"):
+        refuse_secrets({"model": "models/opt-1.3b"}, {name: "models/opt-1.3b"})
+
+
+@pytest.mark.parametrize("name", ["TOKENIZER_PATH", "KEYBOARD", "SSL_KEY_FILE", "TOKEN_NAME", "MONKEY"])
+def test_variables_that_are_none(name: str) -> None:
+    refuse_secrets({"model": "models/opt-1.3b"}, {name: "models/opt-1.3b"})

@@ -136,4 +136,6 @@ def test_the_first_host_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     message = refusal(rendezvous.store)
+    monkeypatch.delenv("MASTER_PORT")
+    assert "RANK and WORLD_SIZE, but not MASTER_PORT; set the host of rank 0" in refusal(rendezvous.store)
     assert f"rank 1 on {socket.gethostname()}: nothing answers at 127.0.0.1:{port} within 1 s" in message

@@ -49,7 +49,14 @@ def test_what_is_no_task_among_several_stays_as_it_is(environment: dict[str, str
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("a,b", "a"), ("gpu[07-09,12],m1", "gpu07"), ("r1n[3]-ib,x", "r1n3-ib"), ("c[1,4]", "c1")],
+    [
+        ("n1", "n1"),
+        ("a,b", "a"),
+        ("gpu[07-09,12],m1", "gpu07"),
+        ("r1n[3]-ib,x", "r1n3-ib"),
+        ("c[1,4]", "c1"),
+        ("rack[1-2]n[01-04],x", "rack1n01"),
+    ],
 )
 def test_the_first_host(nodes: str, first: str) -> None:
     assert rank_variables.first_host(nodes) == first
@@ -67,3 +74,12 @@ def test_a_process_of_deepspeed_or_mpirun() -> None:
     variables = adopted(**{f"OMPI_COMM_WORLD_{name}": value for name, value in of_mpirun.items()})
     ours = {name: value for name, value in variables.items() if not name.startswith("OMPI")}
     assert ours == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_mpirun_on_one_host_needs_no_address() -> None:
+    of_mpirun = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
+    of_mpirun |= {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
+    first, other = (adopted(**of_mpirun, PMIX_NAMESPACE=job) for job in ("prterun-a@1", "prterun-b@1"))
+    assert first["MASTER_ADDR"] == "127.0.0.1" and int(first["MASTER_PORT"]) in rank_variables.PORTS
+    assert first["MASTER_PORT"] != other["MASTER_PORT"]
+    assert adopted(**of_mpirun, MASTER_ADDR="n01", MASTER_PORT="29500")["MASTER_PORT"] == "29500"

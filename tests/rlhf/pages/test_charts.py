@@ -23,10 +23,12 @@ def line(values: list[float], name: str = "a", **fields: int) -> Series:
         (0.0, 10.0, [0.0, 5.0, 10.0]),
         (-0.3, 2.2, [0.0, 1.0, 2.0]),
         (1e-5, 4e-5, [1e-5, 2e-5, 3e-5, 4e-5]),
+        (-1e-15, 1e-15, [-1e-15, -5e-16, 0.0, 5e-16, 1e-15]),
+        (1e12, 4e12, [1e12, 2e12, 3e12, 4e12]),
     ],
 )
 def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high, 4) == pytest.approx(expected)
+    assert ticks(low, high, 4) == pytest.approx(expected, abs=0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from rlhf.chain.stages import load
 from rlhf.config import parser
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
-from rlhf.plan import choose, cost, sizes
+from rlhf.launch import launcher
+from rlhf.plan import choose, cost, machine, sizes
 from rlhf.plan.devices import DEVICES, SLOW_BF16, Device, device_of_driver, device_of_kind
 from rlhf.plan.forecast import Forecast, Workload, forecast
 from rlhf.plan.machine import Machine, describe_machine
@@ -108,6 +109,23 @@ def test_a_device_is_named_in_full_or_by_the_part_that_only_it_has() -> None:
     for device in DEVICES:  # units: GB, TFLOP/s, GB/s
         assert 16e9 <= device.memory <= 256e9 and 60e12 < device.flops < 2500e12 and device.flops_fp32 < device.flops
         assert 0.3e12 <= device.bandwidth < 8e12 and 16e9 <= device.link <= 900e9 and device.network <= 50e9
+
+
+@pytest.mark.parametrize(("devices", "processes", "local", "sharing"), [
+    (None, 1, None, 1), (None, 4, None, 4), (4, 1, None, 4), (None, 4, "2", 2), (4, 1, "2", 4),
+])  # fmt: skip
+def test_processes_on_cpus_share_the_machine(
+    devices: int | None, processes: int, local: str | None, sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_free_memory", lambda: 8e9)
+    monkeypatch.setattr(launcher, "cores", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    found = describe_machine(PlanOptions(device="cpu", devices=devices), processes)
+    assert found.count == (devices or processes) and found.memory == 8e9 / sharing
+    assert found.device.flops == machine.CORE.flops * 8 / sharing
+    assert found.device.flops_fp32 == machine.CORE.flops_fp32 * 8 / sharing
 
 
 # --- the choice

@@ -21,8 +21,9 @@ from rlhf.report import figures, meanings
 from rlhf.report.records import read_runs
 from rlhf.report.samples import BUDGET, sample_table
 from rlhf.report.verdict import changes, judge, stage_verdict
-from rlhf.report.write import render_report
+from rlhf.report.write import MOST_WARNINGS, render_report
 from rlhf.storage.manifests import METRICS_VERSION
+from rlhf.training.record import MetricsFile
 from tests.support import programs, recorded_runs
 
 DECLARATIONS = [*STAGES.values()]
@@ -226,6 +227,10 @@ def test_warnings_have_their_meaning_and_cure(tmp_path: Path) -> None:
     assert re.sub("`", "", meaning) in page.text
     assert "What to do: raise <it>." in page.text and "eval_judge 0.25" in page.text
     assert "over-optimisation, iteration 4" in page.text  # the mark in reward against KL
+    with (out / "step3_ppo/metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row | {"step": step, "numbers": {}}) + "\n" for step in range(5, 5 + MOST_WARNINGS))
+    text = Reader(rendered(out)).text
+    assert f"{MOST_WARNINGS + 1} warnings during training" in text and f"The first {MOST_WARNINGS}; the others" in text
 
 
 def test_several_runs_are_drawn_into_the_same_figures(tmp_path: Path) -> None:
@@ -256,13 +261,19 @@ def test_a_large_run_stays_below_two_megabytes(tmp_path: Path) -> None:
 
 
 def test_the_time_of_a_run_that_was_resumed(tmp_path: Path) -> None:
-    """Seconds start again in each process: 1, 5 | 2, 3 are 8 seconds."""
+    """In old files seconds start again in each process: 1, 5 | 2, 3 are 8 seconds. Now they go on."""
     stage = tmp_path / "step1_sft"
     stage.mkdir()
     rows = [{"kind": "train", "step": i, "seconds": s, "loss": 1.0} for i, s in enumerate((1.0, 5.0, 2.0, 3.0))]
     (stage / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     [run] = read_runs([str(tmp_path)], DECLARATIONS)
     assert run.stages[0].seconds == 8.0
+    (stage / "metrics.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    file = MetricsFile(stage / "metrics.jsonl")
+    file.write("train", 2, {"loss": 1.0})
+    file.close()
+    [run] = read_runs([str(tmp_path)], DECLARATIONS)
+    assert 5.0 <= run.stages[0].seconds < 10.0
 
 
 def test_calibration_and_histogram_by_hand() -> None:
