@@ -1,22 +1,16 @@
 """`rlhf chat --web` in headless Chromium: a person types, reads the stream, votes, edits; the rows are in the file."""
 
-import http.client
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from data.build.mixture import open_origin
-from rlhf.chain.chat import BY_NAME
 from rlhf.chat import votes
-from rlhf.chat.run_models import run_models
-from rlhf.chat.session import open_session
 from rlhf.types import Row
-from tests.support import chat_runs
 from tests.support.browser import CHROMIUM, Page, open_browser
 
 pytest.importorskip("gradio", reason="Gradio is not installed (extra chat)")
@@ -25,21 +19,6 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt install chromium)"),
 ]
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, list[str]]]:
-    """(URL of the page, file of votes, questions whose answers can be voted on)."""
-    from rlhf.chat.web import launch
-
-    run = chat_runs.write(tmp_path_factory.mktemp("world") / "run")
-    options = chat_runs.options_of(run, compare=("sft", "ppo"), web=True, port=0)
-    session = open_session(options, run_models(str(run), BY_NAME))
-    blocks, url = launch(session, options)
-    try:
-        yield url, run / "votes.jsonl", list(chat_runs.PROMPTS)
-    finally:
-        blocks.close()
 
 
 @pytest.fixture(scope="module")
@@ -124,23 +103,6 @@ def test_a_better_answer_is_a_row(page: Page, served: Any) -> None:
             break
     [row] = rows(file)[before:]
     assert (row["response_a"], row["policy_a"], row["preference"]) == ("w11 w12", votes.EDITED, "a")
-
-
-def test_a_foreign_host_is_refused(served: Any) -> None:
-    connection = http.client.HTTPConnection(urlsplit(served[0]).netloc, timeout=20)
-    connection.request("GET", "/", headers={"Host": "evil.example"})
-    assert connection.getresponse().status == 400
-
-
-@pytest.mark.parametrize(("origin", "status"), [("http://evil.example", 403), ("null", 403), (None, 200)])
-def test_a_foreign_page_cannot_upload(served: Any, origin: str | None, status: int) -> None:
-    """Such a request needs no permission of the server before it is sent; the page's own has an Origin, too."""
-    origin = origin or served[0].rstrip("/")
-    body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\na\r\n--x--\r\n'
-    headers = {"Content-Type": "multipart/form-data; boundary=x", "Origin": origin}
-    connection = http.client.HTTPConnection(urlsplit(served[0]).netloc, timeout=20)
-    connection.request("POST", "/gradio_api/upload", body, headers)
-    assert connection.getresponse().status == status
 
 
 def test_a_picture_of_the_page(page: Page, tmp_path: Path) -> None:
