@@ -25,6 +25,7 @@ from rlhf.maths import credit as crediting
 from rlhf.models.adapter_files import base_of
 from rlhf.plan.compile_choice import choose_compiler
 from rlhf.report.verdict import stage_verdict
+from rlhf.training import random_sources
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
 from rlhf.training.progress import report_status
@@ -188,13 +189,17 @@ def relative_to_reference(
 def evaluate(
     models: Models, evaluation: PromptDataset[Prompt], judge: rewards.Source | None, config: Step3Config
 ) -> Evaluation:
-    """Sampled responses to the held-out prompts, always from the same random stream, which no iteration has."""
+    """Sampled responses to the held-out prompts, always from the same random stream, which no iteration has.
+
+    A score source that draws random numbers draws them apart, too.
+    """
     rows = list(
         range(collectives.data_rank(), min(len(evaluation), config.eval_samples), collectives.data_world_size())
     )
     sampled = sample(models, evaluation, rows, config, number=HELD_OUT)
-    rollout = score(sampled, models.actor, None, replace(models.scorer, missing_eos_penalty=None, rescore=False))
-    return gather_evaluation(rollout, judge, models.scorer.tokenizer, scores_by_source(models.scorer, rollout))
+    with random_sources.apart(config.seed):
+        rollout = score(sampled, models.actor, None, replace(models.scorer, missing_eos_penalty=None, rescore=False))
+        return gather_evaluation(rollout, judge, models.scorer.tokenizer, scores_by_source(models.scorer, rollout))
 
 
 def resumable(models: Models, observers: Mapping[str, Any]) -> Resumable:

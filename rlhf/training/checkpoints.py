@@ -267,8 +267,9 @@ def newest_manifest(stage: Path) -> Mapping[str, Any] | None:
 
 def require_room(stage: Path, needed: int) -> None:
     """Raises: UserError if `needed` bytes of checkpoints, existing ones included, do not fit on the disk."""
-    used = sum(file.stat().st_size for file in (stage / CHECKPOINTS).rglob("*") if file.is_file())
-    free = shutil.disk_usage(next(folder for folder in (stage, *stage.absolute().parents) if folder.exists())).free
+    folder = stage / CHECKPOINTS  # perhaps a link to another disk
+    used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
     if needed > free + used:
         raise UserError(
             f"{stage}: {console.size(free)} are free there, expected {console.size(needed - used)} for the "

@@ -85,16 +85,21 @@ def _changed(
 ) -> dict[str, tuple[Any, Any]]:
     """The options that have changed, except free options and inputs that are the same model under another name."""
     options_then = type(options)().model_dump(mode="json") | manifest["config"]  # with defaults for newer options
-    changed = {
-        name: (options_then[name], value)
-        for name, value in options.model_dump(mode="json").items()
-        if name not in options.declared("FREE") and options_then[name] != value
-    }
+    then, now = (_of_results(tree, options) for tree in (options_then, options.model_dump(mode="json")))
+    changed = {name: (then.get(name), value) for name, value in now.items() if then.get(name) != value}
     for name in [name for name in changed if name in digests]:
         same_digest = inputs_then.get(name) is not None and inputs_then[name] == digests[name]
         if same_digest or _same_model(*changed[name]):
             del changed[name]
     return changed
+
+
+def _of_results(config: Mapping[str, Any], options: RunOptions) -> dict[str, Any]:
+    """The options that change results; of a model's own engine options (`--critic.quantize`), that is its bits."""
+    free = options.declared("FREE")
+    result = {name: value for name, value in config.items() if name not in free}
+    nested = {name: value for name, value in config.items() if name in free and isinstance(value, Mapping)}
+    return result | {f"{name}.quantize": value["quantize"] for name, value in nested.items() if "quantize" in value}
 
 
 def _require_same_options(

@@ -1,6 +1,8 @@
 """The states of a process's random generators as JSON values, so that a resumed run draws the same numbers."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,13 +11,31 @@ import torch
 from rlhf.distributed import collectives
 
 
+def seed_all(number: int) -> None:
+    """Seed all generators, the same on each rank. Those of numpy and Python a user's score function may use."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
 def seed(number: int, step: int) -> None:
-    """Seed torch's generators for what follows `step`, differently on each rank."""
-    torch.manual_seed((number * 1_000_003 + step) * 4096 + collectives.rank())
+    """Seed them for what follows `step`, differently on each rank."""
+    seed_all((number * 1_000_003 + step) * 4096 + collectives.rank())
+
+
+@contextlib.contextmanager
+def apart(number: int) -> Iterator[None]:
+    """What is drawn in this context depends on the seed only, and changes nothing that is drawn after it."""
+    saved = state()
+    seed(number, 0)
+    try:
+        yield
+    finally:
+        set_state(saved)
 
 
 def state() -> dict[str, Any]:
-    """The states of torch's CPU and GPU generators, and of numpy and Python, which a user's score function may use."""
+    """The states of torch's CPU and GPU generators, and of numpy and Python."""
     gpu = bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_available() else None
     legacy: Any = np.random.get_state(legacy=False)
     legacy["state"]["key"] = legacy["state"]["key"].tolist()

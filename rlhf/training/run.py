@@ -22,7 +22,6 @@ from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError, save_batch
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
-from rlhf.hub.untrusted import PlainErrors
 from rlhf.launch.supervisor import NON_FINITE
 from rlhf.report.card import FAILURES, write_card
 from rlhf.storage import disk, manifests
@@ -33,6 +32,7 @@ from rlhf.training import (
     logs,
     out_of_memory,
     progress,
+    random_sources,
     record,
     reporting,
     saving,
@@ -244,15 +244,8 @@ class Run:
 
     def save(self, folder: str, save: Callable[[Path], None]) -> None:
         """Write a model into its folder, and replace the old one; the folder appears complete or not at all."""
-        try:
-            with PlainErrors(), self._staged(folder) as staging:
-                save(staging)
-        except (OSError, SafetensorError, ValueError) as error:
-            if isinstance(error, ValueError) and "os error" not in str(error):  # tokenizers knows no OSError
-                raise
-            raise UserError(
-                f"{self.directory / folder}: cannot be written ({error}); free space there and run again"
-            ) from None
+        with self._staged(folder) as staging:
+            save(staging)
         collectives.barrier()
         if folder not in self.models:
             self.models.append(folder)
@@ -311,14 +304,15 @@ class Run:
 
     @contextlib.contextmanager
     def _staged(self, folder: str) -> Iterator[Path]:
-        """The same staging directory on every rank; rank 0 creates and renames it."""
+        """The same staging directory on every rank; rank 0 creates and renames it. Raises: UserError, disk full."""
         final = self.directory / folder
-        if collectives.is_main():
-            with disk.atomic_directory(final) as staging:
-                yield staging
-                self._write_card(staging, folder)
-        else:
-            yield final.with_name(f".tmp-{final.name}")
+        with saving.write_errors(final):
+            if collectives.is_main():
+                with disk.atomic_directory(final) as staging:
+                    yield staging
+                    self._write_card(staging, folder)
+            else:
+                yield final.with_name(f".tmp-{final.name}")
 
     def _write_card(self, model: Path, folder: str) -> None:
         """Write the model card. A model without one is better than none, so only a failing disk is an error."""
@@ -351,7 +345,7 @@ def open_run(
     """
     replace, stage = options.overwrite or status == "extended", declaration.name
     with collectives.process_group(options.timeout_s), _locked_directory(Path(options.output_dir) / stage, replace):
-        torch.manual_seed(options.seed)
+        random_sources.seed_all(options.seed)
         run = Run(declaration, options, status, inputs)
         try:
             yield run
@@ -361,7 +355,7 @@ def open_run(
                 note = f"; the batch is in {run.directory / BAD_BATCH}"
                 try:
                     save_batch(run.directory / BAD_BATCH, error, run.tokenizer)
-                except OSError as write_error:
+                except (OSError, SafetensorError) as write_error:
                     note = f"; the batch could not be written ({write_error})"
                 collectives.barrier()
             run.recorder.close()  # a rank of several ends at once in give_up

@@ -4,19 +4,35 @@ The thread writes, flushes and commits the same files as the loop (rlhf.training
 written at a time: the next save and the end of the run wait for it, and report its failure at the latest.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rlhf import console
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
+from rlhf.errors import UserError
+from rlhf.hub.untrusted import PlainErrors
 from rlhf.training import checkpoints
 from rlhf.training.checkpoints import Resumable
+
+
+@contextlib.contextmanager
+def write_errors(folder: Path) -> Iterator[None]:
+    """Errors of a disk that is full, whichever library reports them, become a UserError that names the folder."""
+    try:
+        with PlainErrors():
+            yield
+    except (OSError, SafetensorError, ValueError) as error:
+        if isinstance(error, ValueError) and "os error" not in str(error):  # tokenizers knows no OSError
+            raise
+        raise UserError(f"{folder}: cannot be written ({error}); free space there and run again") from None
 
 
 class Saver:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,25 @@ def test_a_disk_that_is_full_costs_one_checkpoint(tmp_path: Path) -> None:
     assert abs(stated - free) < max(0.1 * free, 1e9) and failure.endswith("MB are free there")
     assert names(tmp_path) == {"step-00000001"} and checkpoints.newest(tmp_path)
     assert save(tmp_path, 3, big) is None and names(tmp_path) == {"step-00000001", "step-00000003"}
+
+
+def test_the_disk_of_the_checkpoints_is_the_one_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`checkpoints` may be a link to another disk."""
+    asked: list[Path] = []
+
+    def usage(path: Path) -> Any:
+        asked.append(Path(path).resolve())
+        return namedtuple("Usage", "free")(100)
+
+    (tmp_path / "stage").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "stage/checkpoints").symlink_to(tmp_path / "other")
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    checkpoints.require_room(tmp_path / "stage", 100)
+    checkpoints.require_room(tmp_path / "none", 100)
+    assert asked == [tmp_path / "other", tmp_path]
+    with pytest.raises(UserError, match="are free there"):
+        checkpoints.require_room(tmp_path / "stage", 101)
 
 
 @pytest.mark.parametrize("name", ["state.json", "rng.rank-0.json", "manifest.json"])

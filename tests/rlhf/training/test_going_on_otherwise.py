@@ -246,6 +246,12 @@ def test_what_changes_the_result_is_refused_unless_asked_for(
     assert standing(changes | {"overwrite": True}) == "new"
 
 
+@pytest.mark.parametrize("model", ["actor", "critic", "reference", "reward_models"])
+def test_the_bits_of_a_model_are_no_free_option(interrupted: Path, model: str) -> None:
+    with pytest.raises(UserError, match=rf"{model}\.quantize was None, now 'nf4'"):
+        standing({model: {"quantize": "nf4"}})
+
+
 def as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
