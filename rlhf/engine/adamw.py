@@ -116,6 +116,10 @@ class MasterAdamW(torch.optim.AdamW):
     def resume_weight(self, weight: Tensor, group: Mapping[str, Any], steps: float) -> None:
         self.state[weight] |= initial_state(weight, steps)
 
+    def unstep(self, weight: Tensor) -> None:
+        """Make the state of a weight that has not had a gradient yet."""
+        self.state[weight] = {name: value for name, value in self.state[weight].items() if name == MASTER}
+
     def moments(self, weight: Tensor) -> dict[str, Tensor]:
         """The tensors of the state of `weight` that a checkpoint has beside the master weight; none before a step."""
         state = self.state[weight]

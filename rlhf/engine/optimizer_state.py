@@ -104,11 +104,15 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
 
 
 def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tensor]]) -> None:
-    """Restore the result of `tensors`, in any order; every rank gets every tensor, whole."""
+    """Restore the result of `tensors`, in any order; every rank gets every tensor, whole.
+
+    A weight without moments had no gradient yet, as those of a vision tower that text does not pass through.
+    """
     from deepspeed.utils import safe_set_full_optimizer_state
 
-    parameters = dict(trained)
+    parameters, adam = dict(trained), _adam(engine)
     missing = set(parameters)
+    unstepped = {name for name, parameter in trained if not _is_sharded(parameter)}
     for key, value in saved:
         kind, name = key.split(":", 1)
         parameter = parameters[name]
@@ -120,9 +124,12 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
         elif _is_sharded(parameter):
             safe_set_full_optimizer_state(parameter, value, kind)
         else:
-            _adam(engine).moments(parameter)[kind].copy_(value)
+            unstepped.discard(name)
+            adam.moments(parameter)[kind].copy_(value)
     if missing:
         raise ValueError(f"no weights {', '.join(sorted(missing)[:3])}")
+    for name in unstepped:
+        adam.unstep(parameters[name])
 
 
 def _set_compute_weight(parameter: Any, value: Tensor) -> None:

@@ -167,6 +167,11 @@ class LibraryOptimizer(MasterAdamW):
             own["step"] = int(steps)
         return None
 
+    def unstep(self, weight: Tensor) -> None:
+        """As of AdamW; the library's object of the weight goes too."""
+        super().unstep(weight)
+        self._libraries.pop(weight, None)
+
     def moments(self, weight: Tensor) -> dict[str, Tensor]:
         """As of AdamW, by the library's names."""
         if not self._is_special(weight):

@@ -95,6 +95,27 @@ def test_an_engine_that_has_not_stepped_goes_on(tmp_path: Path) -> None:
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_weights_without_a_gradient_go_on(
+    dtype: str, optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of Gemma 3's vision tower, in a run on text. The run is saved again after it went on."""
+    causal_lm = tiny.causal_lm
+
+    def with_tower(*arguments: Any, **named: Any) -> Any:
+        model = causal_lm(*arguments, **named)
+        model.tower = torch.nn.Linear(3, 2)
+        return model
+
+    monkeypatch.setattr(tiny, "causal_lm", with_tower)
+    options = {"dtype": dtype, "optim": optim, "zero_stage": 0}
+    whole = resuming.save_half(tmp_path, options)
+    require_same(whole, resuming.go_on(tmp_path, options))
+    assert any("tower" in name for name in whole["state"])
+    assert not any("exp_avg" in name and "tower" in name for name in whole["state"])
+
+
 def test_more_ranks_and_fewer_go_on(tmp_path: Path) -> None:
     """Saved by two, gone on with two (to the bit, in that process; under the next stage to rounding) and with one (to
     rounding), and saved by one, gone on with two. Without dropout: its draws are each rank's own."""
