@@ -38,7 +38,7 @@ class PeftAdapter:
         try:
             with self.gathered(model):
                 get_peft_model(model, options, autocast_adapter_dtype=False)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, LookupError, re.error) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"adapter {method_name(options)}, {model.config.model_type} model: {reason}") from None
 

@@ -38,7 +38,9 @@ class LNTuning(PeftAdapter):
         return gather_weights([weight for _, norm in _norms(model) for weight in norm.parameters()])
 
     def merged_layer(self, layer: Any) -> dict[str, Tensor]:
-        """The copy replaces the layer."""
+        """The copy replaces the layer. Rows of new tokens are another method's."""
+        if not hasattr(layer, "ln_tuning_layers"):
+            return super().merged_layer(layer)
         trained = layer.ln_tuning_layers[layer.active_adapters[0]]
         return {name: weight.detach().cpu() for name, weight in trained.named_parameters()}
 

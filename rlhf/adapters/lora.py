@@ -84,19 +84,23 @@ class LoRA(PeftAdapter):
         super().__init__(options, learning_rate)
         self._start = start
         self._starts_moved = start.startswith(("pissa", "olora", "loftq"))
+        self._title = f"adapter lora: init_lora_weights {start}"
 
     def check(self, options: EngineOptions) -> None:
         """Raises: UserError for the compiler with a variant, with which it has not been tested, and for what a start
         cannot be computed with."""
         if self._starts_moved or getattr(self._options, "use_dora", False):
             refuse_compiler(options, "lora with use_dora, pissa, olora or loftq")
-        start = f"adapter lora: init_lora_weights {self._start}"
         if self._start == "loftq" and options.quantize == "none":
-            raise UserError(f"{start}: corrects the error of quantised weights; add --quantize nf4, or leave it out")
+            raise UserError(
+                f"{self._title}: corrects the error of quantised weights; add --quantize nf4, or leave it out"
+            )
         if self._start == "eva" and options.zero_stage == 3:
-            raise UserError(f"{start}: got --zero-stage 3, expected 0, 1 or 2: its pass needs whole weights")
+            raise UserError(f"{self._title}: got --zero-stage 3, expected 0, 1 or 2: its pass needs whole weights")
         if self._start in ("eva", "loftq") and options.share_trunk:
-            raise UserError(f"{start}: excludes --share-trunk, whose adapters have a start that needs no more than r")
+            raise UserError(
+                f"{self._title}: excludes --share-trunk, whose adapters have a start that needs no more than r"
+            )
 
     def wrap(self, model: PreTrainedModel) -> None:
         super().wrap(model)
@@ -120,9 +124,13 @@ class LoRA(PeftAdapter):
         """Copy the update into the frozen second adapter, which is the reference."""
         for name, layer in tuner_layers(model):
             for factor in (layer.lora_A, layer.lora_B):
+                if "default" not in factor:
+                    raise UserError(f"{self._title}: got the layer {name}, expected linear layers")
                 trained, start = factor["default"].weight, factor[START].weight
                 if trained.shape != start.shape:
-                    raise UserError(f"adapter lora: init_lora_weights olora: layer {name} is transposed, as in GPT-2")
+                    narrow = min(layer.in_features, layer.out_features) < layer.r["default"]
+                    reason = f"is narrower than r={layer.r['default']}" if narrow else "is transposed, as in GPT-2"
+                    raise UserError(f"{self._title}: layer {name} {reason}")
                 start.data = trained.detach().clone()
                 start.requires_grad_(False)
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
@@ -51,9 +53,18 @@ def save_policy(
         state = full_state(policy.lm, adapter)
         if collectives.is_main():  # the state may be the model's own memory
             set_special_ids(policy.lm, tokenizer)
+            _untie_changed(policy.lm, state)
             policy.lm.save_pretrained(directory, state_dict=state)
             save_left_padded(tokenizer, directory)
     collectives.barrier()
+
+
+def _untie_changed(lm: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    """A head of which an adapter has changed one use only is tied no more: who ties it by the config would lose one."""
+    tied = lm._tied_weights_keys if isinstance(lm._tied_weights_keys, dict) else {}
+    pairs = [(state.get(head), state.get(own)) for head, own in tied.items()]
+    if any(head is not None and own is not None and not torch.equal(head, own) for head, own in pairs):
+        lm.config.tie_word_embeddings = False
 
 
 def set_special_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,6 +12,7 @@ Functions import peft themselves: it takes more than a second, and most runs hav
 
 import copy
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,13 +142,20 @@ def has_head(path: str) -> bool:
 
 
 def merge(model: PreTrainedModel, path: str) -> None:
-    """Add the adapter in a directory to the weights of a model, in fp32."""
+    """Add the adapter in a directory to the weights of a model, in fp32. A head or an embedding that has an adapter is
+    no longer tied to the other."""
     name = "merged"
     load(model, name, path)
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for layer_name, layer in tuner_layers(model):
         base = layer.get_base_layer()
         for weight_name, value in merged_weights(layer).items():
-            base.get_parameter(weight_name).data.copy_(value)
+            weight = base.get_parameter(weight_name)
+            if uses[id(weight)] > 1:
+                base.register_parameter(weight_name, nn.Parameter(value.to(weight)))
+                model.config.tie_word_embeddings = False
+            else:
+                weight.data.copy_(value)
         model.set_submodule(layer_name, base)
     del model.peft_config
     model.requires_grad_(True)  # peft has frozen it

@@ -322,6 +322,12 @@ def test_a_method_that_cannot_wrap_a_model_is_refused_in_one_line() -> None:
         ("miss", "gpt2", "adapter miss, gpt2 model: Target module Conv1D"),
         ("c3a,block_size=24", "llama", "adapter c3a, llama model: The block size should be a factor"),
         ("lora,init_lora_weights=olora", "gpt2", "transposed"),
+        ("lora,init_lora_weights=olora,r=1000", "llama", "is narrower than r=1000"),
+        ("lora,init_lora_weights=pissa,target_modules=[embed_tokens]", "llama", "pissa: got the layer .*embed_tokens"),
+        ("lora,target_modules=(", "llama", "adapter lora, llama model: missing"),
+        ("trainable_tokens,token_indices=[100000]", "llama", "got the id 100000, expected ids from 0 to"),
+        ("trainable_tokens,token_indices=[-1]", "llama", "got the id -1, expected ids from 0 to"),
+        ("ia3,target_modules=[q_proj],feedforward_modules=[v_proj]", "llama", "adapter ia3: "),
     ):
         with pytest.raises(UserError, match=words) as caught:
             adapters.wrap(tiny.causal_lm(family), spec)

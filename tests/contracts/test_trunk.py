@@ -25,9 +25,11 @@ from rlhf import adapters, rewards
 from rlhf.chain import export
 from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions, OwnEngineOptions
 from rlhf.engine.adapter_export import save_policy_adapter, save_scalar_adapter
+from rlhf.engine.export import save_policy
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
+from rlhf.models import adapter_files
 from rlhf.models.adapter_files import reason_against_sharing
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import Loading, load_backbone, load_causal_lm
@@ -280,6 +282,27 @@ def test_an_adapter_directory_is_a_model_for_peft_and_for_every_command(folders:
         export.merge(folders.base, tmp_path / "other")
     state = load_file(Path(folders.reward) / "adapter_model.safetensors")
     assert state["base_model.model.score.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(("family", "layer"), [("qwen2", "lm_head"), ("qwen2", "embed_tokens"), ("gpt2", "wte")])
+def test_an_adapter_on_one_use_of_tied_weights_changes_that_use(family: str, layer: str, tmp_path: Path) -> None:
+    """Loaded with its base, and merged in a whole model, whose config says that nothing is tied any more."""
+    base, spec = tmp_path / "base", f"lora,r=4,target_modules=[{layer}]"
+    tiny.causal_lm(family, tie_word_embeddings=True).save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    lm = disturbed(adapters.wrap(load_causal_lm(str(base), torch.float32, tiny.VOCAB), spec), seed=3)
+    expected = Policy(lm)(ROWS)[0].detach()
+    (tmp_path / "alone").mkdir()
+    lm.config.save_pretrained(tmp_path / "alone")
+    adapter_files.save(lm, adapter_files.ONLY, str(base), tmp_path / "alone")
+    engine = Engine(Policy(lm), FP32, OptimizerOptions(), 1)
+    (tmp_path / "whole").mkdir()
+    save_policy(engine, spec, tiny.tokenizer(), tmp_path / "whole")
+    atol = tiny.ORDERS * float(expected.abs().max())
+    for name in ("alone", "whole"):
+        loaded = load_causal_lm(str(tmp_path / name), torch.float32, tiny.VOCAB)
+        torch.testing.assert_close(Policy(loaded)(ROWS)[0], expected, rtol=0, atol=atol)
+        assert not loaded.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

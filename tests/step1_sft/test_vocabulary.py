@@ -140,6 +140,38 @@ def test_beside_an_adapter_only_the_new_rows_train(folder: Path, name: str) -> N
     torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_rows_beside_trained_norms_are_merged(folder: Path, name: str) -> None:
+    before = load_tokenizer(str(folder / name))
+    after = vocabulary.with_list(before, str(folder / "list.txt"), "--add-tokens")
+    pieces = vocabulary.pieces(before, after)
+    plain = load_causal_lm(str(folder / name), torch.float32, id_count(after), Loading(new_tokens=pieces))
+    model = adapters.wrap(copy.deepcopy(plain), "ln_tuning")
+    new_rows.train(model, pieces)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([[5, max(pieces), 7, min(pieces)]])
+    expected = model(input_ids=ids).logits
+    plain.load_state_dict(full_state(model, "ln_tuning"))
+    torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [
+        ("prompt_tuning", "saved without rows of the base model"),
+        ("prefix_tuning", "saved without rows of the base model"),
+        ("trainable_tokens,token_indices=[5]", "the new rows are trained with every adapter"),
+    ],
+)
+def test_adapters_beside_which_no_row_is_added(folder: Path, adapter: str, reason: str) -> None:
+    config = SFTConfig(model=str(folder / "tied"), adapter=adapter, add_tokens=str(folder / "list.txt"))
+    with pytest.raises(UserError, match=f"--add-tokens, --extend-tokenizer: got --adapter .*{reason}"):
+        vocabulary.extended_tokenizer(config, str(folder / "tied"))
+
+
 @pytest.mark.parametrize("changes", [{}, {"adapter": "lora,r=4"}], ids=["full", "lora"])
 def test_a_stage_trains_them_and_what_it_saves_is_whole(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
