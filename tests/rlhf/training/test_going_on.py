@@ -46,6 +46,13 @@ EVERYTHING: dict[str, Any] = {
     **{"report_to": ("tensorboard",), "sample_rows": 1},
 }
 """20 demonstrations in batches of 8: the 16 optimizer steps of the actor go through them 8 times."""
+NOISE = """import random
+import numpy as np
+import torch
+def score(prompts, responses):
+    return [random.random() + np.random.rand() + torch.rand(()).item() for _ in responses]
+"""
+"""a score that is drawn, from every generator that a user may take"""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +61,9 @@ def everything(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("everything")
     own = folder / "own.jsonl"
     own.write_text("".join(json.dumps(row) + "\n" for row in DEMONSTRATIONS), encoding="utf-8")
-    options = ppo_options(**models, **EVERYTHING, ptx_data_path=[str(own)])
+    (folder / "noise.py").write_text(NOISE, encoding="utf-8")
+    reward = ("learned", f"0.1*{folder}/noise.py:score")
+    options = ppo_options(**models, **EVERYTHING, ptx_data_path=[str(own)], reward=reward)
     return options, undisturbed(folder / "whole", options)
 
 
