@@ -130,9 +130,9 @@ def test_paths_and_secrets_are_not_published() -> None:
     }  # fmt: skip
     assert data_name("0.5*/srv/me/judge.py:score, ~/x/b.py:c") == "0.5*judge.py:score, b.py:c"
     assert data_name("files,split=train:/data/x y/b.jsonl") == "files,split=train:b.jsonl"
-    assert data_name("/home/u/with,comma/x.jsonl") == "x.jsonl"
-    assert data_name("learned,model=/home/u/m,normalize=true") == "learned,model=m,normalize=true"
-    assert data_name('learned,model="/home/u/lr=1,b/m"') == 'learned,model="m"'
+    assert data_name("/data/u/with,comma/x.jsonl") == "x.jsonl"
+    assert data_name("learned,model=/data/u/m,normalize=true") == "learned,model=m,normalize=true"
+    assert data_name('learned,model="/data/u/lr=1,b/m"') == 'learned,model="m"'
 
 
 def test_the_base_of_a_model(tmp_path: Path, home: Path) -> None:
