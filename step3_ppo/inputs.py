@@ -292,13 +292,7 @@ def _check_sources(config: Step3Config) -> None:
     context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, str(config.reward_model), 1)
     rewards.check_weights(config.reward, config.reward_combine)
     for spec in source_specs(config):
-        name, options = plugins.parse_spec(spec)
-        if name != "learned":
-            rewards.open_source(spec, context)
-            continue
-        plugins.options("rlhf.rewards", spec)
-        if options.get("model"):
-            read_head(resolve(resolve_model_path(options["model"], "model", "critic")))
+        rewards.check_source(spec, context)
 
 
 def _check_lengths(

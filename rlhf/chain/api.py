@@ -7,14 +7,17 @@ imports no torch.
 """
 
 import inspect
+import numbers
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
+from rlhf import plugins
 from rlhf.chain.options import SECTIONS, ChainConfig
 from rlhf.chain.stages import STAGES
 from rlhf.config import Config, parser
@@ -114,7 +117,10 @@ def _run(name: str, output_dir: Path, options: dict[str, Any], step: int) -> Res
     from rlhf.storage import disk, manifests
 
     directory = output_dir.expanduser().absolute()
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output_dir {output_dir}: cannot be made ({error.strerror}); name another directory") from None
     file = directory / f"call-{name}.yaml"
     disk.write_text(file, parser.tree_to_yaml(options | {"output_dir": str(directory)}))
     code, lines = _call([sys.executable, "-P", "-m", "rlhf", "train", "--config", str(file)])
@@ -150,14 +156,22 @@ def _plain(name: str, value: Any, options: type[Config]) -> Any:
     """A value as a YAML file has it: paths and functions by name, one value of a list as a list."""
     if isinstance(value, Mapping):
         return {key: _plain(key, each, options) for key, each in value.items()}
+    if isinstance(value, str) and name == "data_split":
+        value = value.split(",")
     field = options.model_fields.get(name)
-    if field is not None and get_origin(field.annotation) is tuple and not isinstance(value, list | tuple):
+    if field is not None and _is_tuple(field.annotation) and not isinstance(value, list | tuple | None):
         value = [value]
     if isinstance(value, list | tuple):
         return [_plain("", each, options) for each in value]
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # of numpy
+        return value.item()
     return _function_name(value) if callable(value) else value
+
+
+def _is_tuple(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple or any(get_origin(kind) is tuple for kind in get_args(annotation))
 
 
 def _function_name(function: Callable[..., Any]) -> str:
@@ -172,4 +186,5 @@ def _function_name(function: Callable[..., Any]) -> str:
             f"got the function {name or function!r}, which the processes of the run cannot import; expected a function "
             "at the top of a Python file: write it there, and pass it or its name, such as reward='my_reward.py:score'"
         )
-    return f"{Path(file).absolute()}:{name}"
+    spec = f"{Path(file).absolute()}:{name}"
+    return plugins.spec("python", function=spec) if re.search(r"[,*#'\"\[{]|: ", spec) else spec

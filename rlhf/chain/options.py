@@ -8,7 +8,7 @@ from pydantic import Field, create_model
 
 from data.config import DataOptions
 from rlhf.chain.stages import STAGES
-from rlhf.config import Config, foreign_settings, parser
+from rlhf.config import Config, foreign_settings, parser, validate
 from rlhf.config.options import EngineOptions, OutputDir, RunOptions, SharedOptimizerOptions
 from rlhf.config.origins import command_line_options, set_options, trees_of
 from rlhf.errors import UserError
@@ -153,7 +153,7 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
 
     An option that is set nowhere, and has its own default in a section (of a user's algorithm, for example), keeps that
     default.
-    Raises: UserError if a section sets its own output directory.
+    Raises: UserError if a section sets its own output directory, or its options contradict those from the top.
     """
     own = section_options(argv, overlay)
     anywhere = set_options(argv, overlay)
@@ -179,6 +179,8 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
             options = adapters.with_own_rates(options, own_names)
         sections[section] = options
     sections["ppo"] = sections["ppo"].model_copy(update=dict(_inputs_named_above(chain, argv)))
+    for section, options in sections.items():  # with values from the top, which it was not checked with
+        validate(type(options), options.model_dump(), section)
     return chain.model_copy(update=sections)
 
 

@@ -25,6 +25,7 @@ from rlhf.chain.options import (
     resolve,
 )
 from rlhf.chain.stages import STAGES
+from rlhf.chain.steps import needed
 from rlhf.config import Config, foreign_settings, parser, read_yaml
 from rlhf.config.options import MAX_SEED
 from rlhf.config.short_help import short_help
@@ -101,13 +102,18 @@ def _check(chain: Any) -> None:
             f"--rounds {chain.rounds}: expected --prompts FILE and --label SOURCE, for the pairs in between"
         )
     from data.build.mixture import parse_data_path  # imported here because they import torch
+    from rlhf.evaluation.batch_generation import check_judges
     from rlhf.text.prompt_file import read_prompts
 
     if chain.prompts is not None:
         read_prompts(chain.prompts)
-    weighted = [
-        path for path in (*chain.data_path, *chain.reward_only_data_path) if parse_data_path(path)[2] is not None
-    ]
+    if chain.rounds > 1 and 2 not in needed(chain):
+        raise UserError(
+            f"--rounds {chain.rounds}: step 3 uses no reward model of the run, so the pairs of a round would teach it "
+            "nothing; expected the reward `learned`, and no --ppo.reward-model"
+        )
+    paths = (*chain.reward.data_path, *chain.reward.reward_only_data_path)
+    weighted = [path for path in paths if parse_data_path(path)[2] is not None]
     if chain.rounds > 1 and weighted:
         raise UserError(f"--data-path {weighted[0]}: got a weight, expected none, as the pairs of the rounds have none")
     refuse_options(
@@ -121,6 +127,7 @@ def _check(chain: Any) -> None:
             "rounds: got several processes of another launcher, expected one; use --deployment-type single_node or "
             "multi_node"
         )
+    check_judges(chain.label, str(chain.ppo.actor_model or chain.sft.model))
 
 
 def _require_same_labels(chain: Any, folder: Path) -> None:
@@ -141,8 +148,9 @@ def _train(chain: Any, number: int) -> None:
     words = ["--config", str(folder / CHAIN), "--output-dir", str(folder / f"round-{number}")]
     if number:
         pairs = [str(folder / f"pairs-{earlier}.jsonl") for earlier in range(number)]
-        words += ["--reward-only-data-path", *chain.reward_only_data_path, *pairs, "--steps", "2", "3"]
-        words += ["--ppo.actor-model", str(folder / "round-0" / STAGES[1].name)]
+        words += ["--reward-only-data-path", *chain.reward.reward_only_data_path, *pairs, "--steps", "2", "3"]
+        if chain.ppo.actor_model is None:
+            words += ["--ppo.actor-model", str(folder / "round-0" / STAGES[1].name)]
     sys.argv = ["rlhf train", *words]
     command.main()
 
@@ -166,6 +174,9 @@ def _label(chain: Any, number: int) -> None:
 def _summary(folder: Path) -> str:
     numbers = []
     for step, names in METRICS.items():
-        manifest = json.loads((folder / STAGES[step].name / "manifest.json").read_text(encoding="utf-8"))
+        path = folder / STAGES[step].name / "manifest.json"
+        if not path.is_file():  # step 3 did not need it
+            continue
+        manifest = json.loads(path.read_text(encoding="utf-8"))
         numbers += [f"{name} {manifest['metrics'][name]}" for name in names if name in manifest["metrics"]]
     return f"{folder}: {', '.join(numbers)}"

@@ -106,6 +106,14 @@ def check_reward_spec(spec: str) -> None:
         raise UserError("--reward learned: no reward model is named; write --reward learned,model=DIR")
 
 
+def check_judges(specs: Sequence[str], model: str) -> None:
+    """Raises: UserError for a score source that cannot judge responses in the tokens of a model."""
+    for spec in specs:
+        check_reward_spec(spec)
+        tokenizer = load_tokenizer(resolve(policy_path(model)))
+        rewards.check_source(spec, rewards.Context(tokenizer, torch.device("cpu"), torch.float32, "", 1))
+
+
 def require_writable(directory: Path, option: str) -> None:
     """Create the directory. Raises: UserError if it is not writable."""
     try:

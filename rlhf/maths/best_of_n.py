@@ -14,9 +14,7 @@ def expected_score(selector: Tensor, scores: Tensor, n: int) -> Tensor:
     selector, scores [P, K]: of K responses to each of P prompts; 1 <= n <= K -> float64 [P].
     """
     k = scores.shape[1]
-    logs = [math.lgamma(m + 1) for m in range(k + 1)]
-    total = logs[k] - logs[n] - logs[k - n]
-    weights = [0.0 if i < n else math.exp(logs[i - 1] - logs[n - 1] - logs[i - n] - total) for i in range(1, k + 1)]
+    weights = [math.comb(i - 1, n - 1) / math.comb(k, n) for i in range(1, k + 1)]
     in_order = scores.double().gather(1, selector.argsort(dim=1, stable=True))
     return in_order @ torch.tensor(weights, dtype=torch.float64)
 

@@ -17,7 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import plugins
 from rlhf.config.options import FrozenOptions
 from rlhf.errors import UserError
-from rlhf.models.scalar import ScalarModel
+from rlhf.hub.short_names import resolve
+from rlhf.models.scalar import ScalarModel, read_head
+from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.tokenizer import Template
 from rlhf.types import SampledRollout, Samples
 
@@ -166,7 +168,7 @@ def open_source(spec: str, context: Context) -> Source:
 
 def open_unchecked(spec: str, context: Context) -> Source:
     """A score source as of `open_source`, whose scores may be non-finite."""
-    plugin = f"python,function={spec}" if _is_function(spec) else spec
+    plugin = plugins.spec("python", function=spec) if _is_function(spec) else spec
     built: Source = plugins.build("rlhf.rewards", plugin, context)
     source = plugins.conforming(built, Source, spec)
 
@@ -179,6 +181,17 @@ def open_unchecked(spec: str, context: Context) -> Source:
         return scores
 
     return score
+
+
+def check_source(spec: str, context: Context) -> None:
+    """Raises: UserError for a source that cannot be opened. Of a reward model only the head is read."""
+    name, options = plugins.parse_spec(spec)
+    if name != "learned":
+        open_unchecked(spec, context)
+        return
+    plugins.options("rlhf.rewards", spec)
+    if options.get("model"):
+        read_head(resolve(resolve_model_path(options["model"], "model", "critic")))
 
 
 def _is_function(spec: str) -> bool:

@@ -36,6 +36,7 @@ def build(config: Config, context: Context) -> Source:
     parameters = _parameters(config.function, function)
     takes_any_column = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     required = _required(list(parameters.values()))
+    own = list(parameters)[:2]  # of the prompts and responses, whatever they are called
 
     def score(samples: Samples) -> Tensor:
         all_columns = columns_of(samples)
@@ -45,7 +46,11 @@ def build(config: Config, context: Context) -> Source:
                 f"reward '{config.function}': it takes '{missing[0]}', but the rows have "
                 f"{', '.join(all_columns) or 'none'}; if only some rows have it, give it a default: {missing[0]}=None"
             )
-        columns = {name: column for name, column in all_columns.items() if takes_any_column or name in parameters}
+        columns = {
+            name: column
+            for name, column in all_columns.items()
+            if name not in own and (takes_any_column or name in parameters)
+        }
         values = _call(config.function, function, samples, columns)
         try:
             return torch.tensor([float(value) for value in values], device=context.device)
@@ -117,8 +122,8 @@ def _required(parameters: list[inspect.Parameter]) -> list[str]:
 
 
 def _load_function(spec: str) -> Function:
-    module_name, _, function_name = spec.partition(":")
-    function_name = function_name or DEFAULT
+    named = ":" in spec and not spec.endswith(".py")
+    module_name, _, function_name = spec.rpartition(":") if named else (spec, "", DEFAULT)
     if module_name.endswith(".py"):
         module = plugins.load_file(module_name)
     else:

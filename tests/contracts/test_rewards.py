@@ -227,6 +227,22 @@ def test_an_error_inside_a_function_names_its_line(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError) and "\n" not in str(caught.value)
 
 
+def test_columns_called_prompts_and_responses_are_no_arguments(tmp_path: Path) -> None:
+    r = rollout()
+    rows = tuple(replace(row, columns={"responses": ["a"], "prompts": "b", "gold": 2.0}) for row in r.rows)
+    s = samples(replace(r, rows=rows))
+    text = "def score(prompts, responses, gold, **columns):\n    assert not columns\n    return gold"
+    assert score_by(tmp_path, text, s) == [2.0, 2.0, 2.0]
+    text = "def score(asked, answers, **columns):\n    return [len(columns['responses'][0])] * len(answers)"
+    assert score_by(tmp_path, text, s) == [1.0, 1.0, 1.0]
+
+
+def test_a_function_in_a_directory_of_any_name(tmp_path: Path) -> None:
+    for name in ("exp #3", "k: v", "it's"):
+        (tmp_path / name).mkdir()
+        assert score_by(tmp_path / name, "def score(p, r): return [1, 2, 3]") == [1.0, 2.0, 3.0]
+
+
 def test_a_source_that_returns_a_list(tmp_path: Path) -> None:
     text = "from rlhf.config import Config\ndef build(config, context): return lambda samples: [1.0] * 3"
     with pytest.raises(UserError, match=r"mine\.py.*: got list, expected a tensor of scores, \[B\]"):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from rlhf.chain import api
 from rlhf.chain import command as chain
 from rlhf.config import parser
 from rlhf.errors import UserError
+from rlhf.plugins import load_file, parse_spec
 from tests.docs.test_python_blocks import PAGES, blocks
 
 Calls = list[Any]
@@ -79,6 +81,26 @@ def test_options_arrive(calls: Calls, tmp_path: Path) -> None:
     assert (ppo.algorithm, ppo.actor_model, ppo.reward_model) == ("grpo", str(tuned.model), str(reward_run.model))
     assert ppo.reward == ("learned", f"{Path(__file__).absolute()}:score") and ppo.critic.zero_stage == 3
     assert policy.model == tmp_path / "out/step3_ppo/actor"
+
+
+def test_values_of_python_that_a_command_line_does_not_have(calls: Calls, tmp_path: Path) -> None:
+    rlhf.sft(
+        model="a", data_path="b", output_dir="out", learning_rate=np.float64(1e-3), seed=np.int64(3), data_split="2,4,4"
+    )
+    section = calls[0].sft
+    assert (section.learning_rate, section.seed, section.data_split) == (1e-3, 3, (2.0, 4.0, 4.0))
+    rlhf.train(actor_model="a", reward_model="b", data_path="c", output_dir="out", steps=3)
+    assert calls[1].steps == (3,)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="output_dir file: cannot be made"):
+        rlhf.sft(model="a", data_path="b", output_dir="file")
+
+
+def test_a_function_in_a_directory_with_a_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a,b").mkdir()
+    (tmp_path / "a,b/mine.py").write_text("def score(prompts, responses): return []")
+    spec = api._function_name(load_file(str(tmp_path / "a,b/mine.py")).score)
+    assert parse_spec(spec) == ("python", {"function": f"{tmp_path}/a,b/mine.py:score"})
 
 
 def test_the_whole_chain(calls: Calls, tmp_path: Path) -> None:

@@ -80,6 +80,58 @@ def test_rounds_add_their_pairs_and_go_on_where_they_were_killed(run: Any, monke
     assert program("--output-dir", "runs/r")[0] == 0 and len(calls) == 6  # nothing runs again
 
 
+def test_rounds_from_a_policy_and_with_other_pairs_of_the_reward_model(run: Any) -> None:
+    """Round 0 fine-tunes nothing, and every round starts from that policy; the pairs of the section are kept."""
+    program, calls = run
+    words = [
+        "--rounds",
+        "1",
+        "--output-dir",
+        "runs/first",
+        "--prompts",
+        "prompts.txt",
+        "--label",
+        "judges.py:kind",
+        *SMALL,
+    ]
+    assert program(*words)[0] == 0
+    Path("more.jsonl").write_text('{"prompt": "who is kind", "chosen": "the fox", "rejected": "no one"}\n')
+    words[3], policy = "runs/second", "runs/first/round-0/step1_sft"
+    words += [
+        "--rounds",
+        "2",
+        "--ppo.actor-model",
+        policy,
+        "--reward.reward-only-data-path",
+        "demo,rows=400",
+        "more.jsonl",
+    ]
+    code, _, err = program(*words)
+    assert code == 0, err
+    assert [call for call in calls if call.endswith(" 1")] == ["round-0 1"]
+    tuned = json.loads(Path("runs/second/round-1/step3_ppo/manifest.json").read_text())["config"]
+    learned = json.loads(Path("runs/second/round-1/step2_reward/manifest.json").read_text())["config"]
+    assert tuned["actor_model"] == policy
+    assert learned["reward_only_data_path"] == ["demo,rows=400", "more.jsonl", "runs/second/pairs-0.jsonl"]
+
+
+def test_a_round_without_a_reward_model_has_a_summary(run: Any) -> None:
+    words = [
+        "--rounds",
+        "1",
+        "--output-dir",
+        "runs/r",
+        "--ppo.algorithm",
+        "rloo",
+        "--ppo.reward",
+        "judges.py:kind",
+        *SMALL,
+    ]
+    code, out, err = run[0](*words)
+    assert code == 0, err
+    assert re.search(r"runs/r/round-0: eval_score_before", out)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -87,8 +139,27 @@ def test_rounds_add_their_pairs_and_go_on_where_they_were_killed(run: Any, monke
         (["--prompts", "none.txt", "--label", "length"], "--prompts none.txt: cannot be read (No such file"),
         (["--prompts", "prompts.md", "--label", "length"], "--prompts prompts.md: expected a .jsonl file"),
         (
-            ["--prompts", "asks.txt", "--label", "length", "--data-path", "demo=0.5", "demo,seed=1=0.5"],
+            ["--prompts", "asks.txt", "--label", "length,target=9", "--data-path", "demo=0.5", "demo,seed=1=0.5"],
             "--data-path demo=0.5: got a weight, expected none",
+        ),
+        (
+            [
+                "--prompts",
+                "asks.txt",
+                "--label",
+                "length,target=9",
+                "--reward.data-path",
+                "demo=0.5",
+                "demo,seed=1=0.5",
+            ],
+            "--data-path demo=0.5: got a weight, expected none",
+        ),
+        (["--prompts", "asks.txt", "--label", "jugdes.py:kind"], "jugdes.py: no such Python file"),
+        (["--prompts", "asks.txt", "--label", "learned"], "learned: no reward model is named"),
+        (["--prompts", "asks.txt", "--label", "learned,model=nowhere"], "nowhere"),
+        (
+            ["--prompts", "asks.txt", "--label", "judges.py:kind", "--ppo.algorithm", "rloo", "--ppo.reward", "vader"],
+            "--rounds 2: step 3 uses no reward model of the run",
         ),
         (["--rounds", "1", "--steps", "3"], "--steps: got it with rounds, expected none"),
         (["--rounds", "1", "--overwrite"], "--overwrite: got it with rounds"),

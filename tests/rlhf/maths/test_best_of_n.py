@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf.evaluation.best_of_n import selections
 from rlhf.maths import best_of_n
 
 
@@ -19,6 +20,13 @@ def test_the_expected_score_is_the_mean_over_all_subsets() -> None:
             chosen = [max((by[i], i) for i in subset)[1] for subset in subsets]
             by_hand.append(np.mean([of[i] for i in chosen]))
         assert best_of_n.expected_score(selector, scores, n).tolist() == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_without_a_difference_nothing_is_gained() -> None:
+    selector = torch.rand(5, 8, generator=torch.Generator().manual_seed(0))
+    flat = torch.full((5, 8), 0.3) * torch.arange(1, 6)[:, None]
+    assert [each.share for each in selections("p", selector, flat)] == [None, None, None]
+    assert [each.share for each in selections("p", selector, selector)] == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_the_kl_is_that_of_the_density_of_the_best() -> None:
