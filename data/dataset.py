@@ -136,7 +136,8 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
     """
     own_origins = origins(options, recipe.phase, recipe.own_data_only)
     fingerprints_of_own = [fingerprint(origin, recipe.phase, options) for origin in own_origins]
-    other_origins = origins_of_other_phases(options, recipe.phase, True) if recipe.own_data_only else []
+    other_origins = _origins_read_too(options, recipe.phase, recipe.own_data_only)
+    fingerprints_of_others = [fingerprint(origin, phase, options) for phase, origin in other_origins]
     later_phases = () if recipe.own_data_only else PHASES[PHASES.index(recipe.phase) + 1 :]
     excluded = {f"{phase}_only_data_path" for phase in later_phases}
     folder = cache.cache_root(options.data_cache) / cache.cache_key(
@@ -144,7 +145,7 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
         recipe=repr(recipe),
         tokenizer=cache.tokenizer_digest(tokenizer),
         content=fingerprints_of_own,
-        read_too=[fingerprint(origin, phase, options) for phase, origin in other_origins],
+        read_too=fingerprints_of_others,
     )
     with cache.build_entry(folder) as staging:
         if staging is not None:
@@ -156,7 +157,26 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
             disk.flush_tree(staging)
     data = _read_entry(folder, recipe.phase)
     require_usable(data.report, recipe.phase, options)
+    others = zip(other_origins, fingerprints_of_others, strict=True)
+    data.report["read_too"] = {_of_phase(phase, origin): digest for (phase, origin), digest in others}
     return replace(data, notes=tuple(data_warnings(data.report, recipe.phase, options)))
+
+
+def _origins_read_too(options: DataOptions, phase: Phase, own_data_only: bool) -> list[tuple[Phase, Origin]]:
+    """The own paths of other phases whose prompts decide on rows of `phase`; with `own_data_only` the shared ones too.
+
+    Shared paths are among the origins of the phase anyway.
+    """
+    if own_data_only:
+        return origins_of_other_phases(options, phase, own_data_only)
+    if not getattr(options, f"{phase}_only_data_path"):
+        return []
+    others = origins_of_other_phases(options, phase)
+    return [(other, origin) for other, origin in others if origin.use == "only" and not origin.streaming]
+
+
+def _of_phase(phase: Phase, origin: Origin) -> str:
+    return f"{origin.data_path} (of {phase})"
 
 
 def _read_entry(folder: Path, phase: Phase) -> PhaseData[Any]:
@@ -203,10 +223,14 @@ def _refuse_damage(path: Path) -> Iterator[Path]:
 
 
 def fingerprints(options: DataOptions, phase: Phase, own_data_only: bool = False) -> dict[str, str]:
-    """data path -> fingerprint, for each data path of a phase that is not on the hub."""
+    """data path -> fingerprint, for each data path that a phase reads and that is not on the hub."""
+    own = [(origin.data_path, phase, origin) for origin in origins(options, phase, own_data_only)]
+    others = [
+        (_of_phase(other, origin), other, origin) for other, origin in _origins_read_too(options, phase, own_data_only)
+    ]
     return {
-        origin.data_path: fingerprint(origin, phase, options)
-        for origin in origins(options, phase, own_data_only)
+        name: fingerprint(origin, read_phase, options)
+        for name, read_phase, origin in [*own, *others]
         if not origin.source.remote
     }
 

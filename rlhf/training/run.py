@@ -110,7 +110,8 @@ class Run:
         self.tokenizer = tokenizer
         self.manifest |= {
             "template": describe_template(tokenizer),
-            "data": {source["data_path"]: source["fingerprint"] for source in data.report["sources"]},
+            "data": {s["data_path"]: s["fingerprint"] for s in data.report["sources"]}
+            | data.report.get("read_too", {}),
         }
         summary = (sorted(self.manifest["data"].items()), len(data.train), len(data.evaluation))
         for rank, other_summary in enumerate(collectives.gather_objects(summary)):

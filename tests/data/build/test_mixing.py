@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from data.build.encode import Prompt
 from data.build.split import PHASES
 from data.config import DataOptions
-from data.dataset import PhaseData, Recipe, open_datasets
+from data.dataset import PhaseData, Recipe, fingerprints, open_datasets
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
@@ -189,6 +189,28 @@ def test_no_prompt_is_in_the_own_paths_of_two_phases(home: Path, tokenizer: PreT
     assert accounted(reward)["prompt of another phase's share"] == accounted(sft)["train"]
     assert reward.report["train"]["rows_by_source"][0] == 0
     assert reward.report["train"]["rows_by_source"][1] > 150
+
+
+def test_rows_of_an_earlier_phase_that_change_make_another_set(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Those of its own path, whose prompts the own path of a later phase leaves out."""
+    write("shared.jsonl", range(300, 340))
+    write("sft.jsonl", range(200, 250))
+    rows = [{"prompt": f"w{i}", "chosen": "w1 w2", "rejected": "w3"} for i in range(100)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths: dict[str, Any] = {
+        "data_path": ("shared.jsonl",), "sft_only_data_path": ("sft.jsonl",), "reward_only_data_path": ("pairs.jsonl",),
+    }  # fmt: skip
+    before = opened(tokenizer, "reward", **paths)
+    contents = [fingerprints(DataOptions(**paths), "reward")]
+    write("sft.jsonl", range(50))
+    after = opened(tokenizer, "reward", **paths)
+    contents.append(fingerprints(DataOptions(**paths), "reward"))
+    assert len(before.train) > len(after.train) > 0
+    assert accounted(after)["prompt of another phase's share"] > 30
+    assert {name for name, digest in contents[0].items() if contents[1][name] != digest} == {"sft.jsonl (of sft)"}
+    for data, digests in zip((before, after), contents, strict=True):
+        own = {source["data_path"]: source["fingerprint"] for source in data.report["sources"]}
+        assert own | data.report["read_too"] == digests
 
 
 def test_ppo_gets_no_prompt_twice(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
