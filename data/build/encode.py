@@ -8,6 +8,7 @@ from typing import Literal
 from data.config import DataOptions
 from data.read.columns import ATTRIBUTE_RATINGS
 from data.read.records import Phase, Unusable
+from rlhf.text.rendering import Unrenderable
 from rlhf.text.tokenizer import Template
 from rlhf.text.truncate import FittedPrompt, Ids, fit_prompt, min_prompt_length
 from rlhf.types import Row
@@ -79,9 +80,14 @@ class RowEncoder:
     """rows are texts of any length that are learned in full, without a template (continued pretraining)"""
 
     def __call__(self, rows: Sequence[Row]) -> list[Encoded]:
-        """One result per row, in order."""
+        """One result per row, in order. A row that the chat template refuses is dropped, too."""
         encode = {"sft": self._demonstrations, "reward": self._preferences, "ppo": self._prompts}[self.phase]
-        return list(self._texts(rows) if self.plain_text else encode(rows))
+        try:
+            return list(self._texts(rows) if self.plain_text else encode(rows))
+        except Unrenderable as error:
+            if len(rows) == 1:
+                return [f"the chat template refuses it ({error.reason})"]
+            return [result for row in rows for result in self([row])]
 
     def _texts(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         tokenizer = self.template.tokenizer

@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+import uuid
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -330,7 +331,7 @@ def row_to_json(row: Row, phase: Phase) -> str:
 
 
 def _encode_column(value: Any) -> Any:
-    if isinstance(value, datetime.date | datetime.time | decimal.Decimal):
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID):
         return str(value)
     if isinstance(value, bytes):
         return None  # pictures and the like, which a reward function over text cannot use

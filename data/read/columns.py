@@ -102,6 +102,8 @@ def read_attribute_ratings(columns: Mapping[str, Any], location: str) -> dict[st
         raise _wrong_type(ratings, ATTRIBUTE_RATINGS, location, 'numbers by attribute, as {"helpfulness": [4, 1]}')
     read: dict[str, list[float]] = {}
     for name, both in ratings.items():
+        if both is None:  # tables have every attribute in every row
+            continue
         column = f"{ATTRIBUTE_RATINGS}.{name}"
         if not isinstance(both, list | tuple) or len(both) != 2:
             raise _wrong_type(both, column, location, "two numbers: of the chosen response, of the rejected one")

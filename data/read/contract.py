@@ -3,6 +3,7 @@ own source are checked here."""
 
 import datetime
 import decimal
+import uuid
 from collections.abc import Iterable, Iterator
 from types import NoneType, TracebackType
 from typing import Any
@@ -12,7 +13,8 @@ from data.read.records import DataSource, Phase, Skipped, require_text, short_js
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
-COLUMN_TYPES = (str, int, float, datetime.date, datetime.time, decimal.Decimal, bytes, NoneType)
+TIMES = (datetime.date, datetime.time, datetime.timedelta)
+COLUMN_TYPES = (str, int, float, *TIMES, decimal.Decimal, uuid.UUID, bytes, NoneType)
 """what a column may hold, besides lists and mappings of these types"""
 
 

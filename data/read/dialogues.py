@@ -136,13 +136,24 @@ def read_response(record: Record, column: str, location: str) -> tuple[tuple[Mes
 
 
 def join_prompt(record: Record, column: str, before: tuple[Message, ...], location: str) -> tuple[Message, ...]:
-    """The prompt in a column, followed by those messages `before` the response that do not repeat it."""
+    """The prompt in a column, followed by those messages `before` the response that do not repeat it.
+
+    A system message counts as repeated, also where only one of the two has it: that of the prompt comes first.
+    """
     prompt = read_prompt(record, column, location)
     if not before:
         return prompt
-    if isinstance(record[column], str) or before[: len(prompt)] == prompt:
-        return with_system_message(record, as_prompt(before), location)
+    (system, turns), (system_before, turns_before) = _divide_system(prompt), _divide_system(before)
+    begins = bool(turns_before) and turns_before[0].role == "user"
+    if (isinstance(record[column], str) and begins) or turns_before[: len(turns)] == turns:
+        return with_system_message(record, as_prompt((system or system_before) + turns_before), location)
     return as_prompt(prompt + before)
+
+
+def _divide_system(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """(the system message at the beginning, if there is one, the others)."""
+    count = int(bool(messages) and messages[0].role == "system")
+    return messages[:count], messages[count:]
 
 
 def strip_speaker(record: Record, prompt_column: str, response: str) -> str:

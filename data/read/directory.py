@@ -4,6 +4,7 @@ So a clone of a hub dataset has the splits, directories and subsets of the hub d
 readers, whose errors name file and line.
 """
 
+import glob
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def splits_of(name: str, folder: Path, data_dir: str | None, subset: str | None,
     """
     from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern  # half a second
 
-    root = str((folder / (data_dir or "")).absolute())
+    root = glob.escape(str((folder / (data_dir or "")).absolute()))  # it is the beginning of patterns
     patterns = _patterns_of_card(name, folder, subset) if data_dir is None or subset is not None else None
     try:
         patterns = get_data_patterns(root) if patterns is None else patterns
@@ -101,7 +102,7 @@ def _patterns_of_card(name: str, folder: Path, subset: str | None) -> dict[str, 
     elif inside:
         from datasets.data_files import get_data_patterns
 
-        patterns = get_data_patterns(str(subdirectory(name, folder, inside).absolute()))
+        patterns = get_data_patterns(glob.escape(str(subdirectory(name, folder, inside).absolute())))
     else:
         return None
     prefix = f"{inside}/" if inside else ""

@@ -18,15 +18,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from data.read.directory import TRAIN, Splits, splits_of, subdirectory
 from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
 from data.read.records import Skipped
-from data.read.remote import DataFile, RemoteFile, find_files, is_remote
+from data.read.remote import METADATA_FILES, DataFile, RemoteFile, find_files, is_remote
 from rlhf.config import Config, suggest
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import require_hub
 
 FILE_TYPES = f"{', '.join(SUFFIXES)} (.gz too)"
 HUB_ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
-METADATA_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
-"""files that `datasets` writes beside the data"""
 BUILDER = re.compile(rb"\b(?:GeneratorBased|ArrowBased|Dataset)Builder\b")
 READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)
 """errors of reading a damaged directory"""

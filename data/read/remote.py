@@ -9,7 +9,7 @@ import io
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -20,6 +20,10 @@ URL = re.compile(r"(?:s3|gs|az|abfs|https|memory)://(?:(?!::).)+", re.DOTALL)
 """fsspec also reads archives, local caches and chains of these (`a::b`), which are refused; `memory` is for tests"""
 TRIES, WAIT_S = 4, 1.0
 """the waits between them double: 1, 2 and 4 s"""
+METADATA_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+"""files that `datasets` writes beside the data"""
+HELD_OUT = re.compile(r"(?:^|[-._ 0-9/])(?:test|testing|eval|evaluation|valid|validation|val|dev)(?:[-._ 0-9/]|$)")
+"""names of files for evaluation, as `datasets` knows them"""
 STORE_ERRORS = (("aiohttp", "ClientError"), ("botocore.exceptions", "BotoCoreError"), ("gcsfs.retry", "HttpError"))
 """errors of a request beside OSError: the module, which need not be installed, and the exception"""
 PERMANENT_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
@@ -83,9 +87,30 @@ def find_files(url: str, is_data: Callable[[RemoteFile], bool]) -> list[RemoteFi
     names = _request(url, lambda: store.glob(file.path) if "*" in url else store.find(file.path))
     files = [RemoteFile(store.unstrip_protocol(name), store) for name in sorted(names)]
     files = [file for file in files if is_data(file)]
+    if "*" not in url:
+        files = _of_directory(url, files, file.path)
     if not files:
         raise UserError(f"{url}: no such data file")
     return files
+
+
+def _of_directory(url: str, files: Sequence[RemoteFile], root: str) -> list[RemoteFile]:
+    """The files of a directory without hidden ones, those that `datasets` writes beside data, and .txt files beside
+    others.
+
+    Raises: UserError for names of several splits, which are found in local directories only.
+    """
+    names = {file: file.path.removeprefix(root).strip("/") for file in files}
+    seen = {file: name for file, name in names.items() if not re.search(r"(^|/)\.", name)}
+    seen = {file: name for file, name in seen.items() if PurePosixPath(name).name not in METADATA_FILES}
+    data = [file for file, name in seen.items() if not re.search(r"\.txt(\.\w+)?$", name)] or list(seen)
+    held_out = [seen[file] for file in data if HELD_OUT.search(seen[file])]
+    if held_out and len(held_out) < len(data):
+        raise UserError(
+            f"{url}: got '{held_out[0]}' beside files to train on; the splits of a directory at an address are not "
+            f"known: name the files by a pattern, as {url.rstrip('/')}/train*"
+        )
+    return data
 
 
 def _open_store(url: str) -> Any:

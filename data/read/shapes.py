@@ -128,6 +128,7 @@ def _read_sides_of_several(
     prompt_column: str, record: Record, location: str, extra: dict[str, Any], columns: tuple[str, str]
 ) -> Ranked:
     """Several responses on one side, as in best-of-4 files: each chosen response with each rejected one."""
+    _refuse_ratings(extra, location)
     responses: list[tuple[str, float]] = []
     for column, rating in zip(columns, (1.0, 0.0), strict=True):
         values = record[column] if _is_several(record[column]) else [record[column]]
@@ -185,6 +186,7 @@ def _read_voted(record: Record, location: str, extra: dict[str, Any]) -> Row | R
     if vote not in ("a", "b"):
         got = short_json(record["preference"])
         raise UserError(f"{location}: preference: got {got}, expected a, b, tie or an empty text")
+    _refuse_ratings(extra, location)
     columns = ("response_a", "response_b")
     return _read_pair("prompt", record, location, extra, columns if vote == "a" else columns[::-1])
 

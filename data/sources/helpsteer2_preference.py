@@ -29,7 +29,7 @@ class FileConfig(TableConfig):
 
 def build(config: Config, path: str) -> Table:
     path = path or HUB_ID
-    split = config.split or "train"
+    split = "validation" if config.split == "val" else config.split or "train"
     data_dir = config.data_dir or ("preference" if is_hub_id(path) else None)
     table_config = FileConfig(subset=config.subset, data_dir=data_dir, streaming=config.streaming, row_split=split)
     return Table(open_path(path), table_config, partial(parse, split=split))

@@ -32,12 +32,20 @@ RENDER_ERRORS = (
 """The exceptions of a faulty template."""
 
 
+class Unrenderable(UserError):
+    """A dialogue that the chat template refuses. `reason`: what the template says."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[Sequence[Message]], add_generation_prompt: bool = True
 ) -> list[str]:
     """The text of each dialogue, with or without the prefix of the next response.
 
-    Raises: UserError that names the roles of the first dialogue that the template cannot render.
+    Raises: Unrenderable, which names the roles of the first dialogue that the template cannot render.
     """
     dicts = [[{"role": message.role, "content": message.content} for message in messages] for messages in dialogues]
     if not dicts:
@@ -50,9 +58,8 @@ def render(
             return [render(tokenizer, [messages], add_generation_prompt)[0] for messages in dialogues]
         roles = ", ".join(message.role for message in dialogues[0])
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(
-            f"the chat template{_line_of(error)} cannot render messages of roles ({roles}): {reason}"
-        ) from None
+        message = f"the chat template{_line_of(error)} cannot render messages of roles ({roles}): {reason}"
+        raise Unrenderable(message, reason) from None
 
 
 def last_question(messages: Sequence[Message]) -> str:

@@ -197,6 +197,22 @@ def test_items_by_hand(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
     assert item.row.prompt == (Message("user", words(0, 1)),)
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_dialogue_that_the_template_refuses_is_dropped_and_counted(
+    phase: Any, tmp_path: Path, plain: PreTrainedTokenizerBase
+) -> None:
+    """One of many: as of templates that allow no system message."""
+    plain.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m['content'] }} {% endfor %}"
+    )
+    rows = [{"prompt": words(i), "chosen": words(1), "rejected": words(2)} for i in range(3, 9)]
+    path = write(tmp_path / "x.jsonl", [*rows, {**rows[0], "prompt": words(9), "system": words(4)}])
+    shares = tuple(float(name == phase) for name in PHASES)
+    train = open_datasets(DataOptions(data_path=path, data_split=shares, **EVERYTHING), Recipe(phase), plain).train
+    assert (len(train), train.dropped) == (6, {"the chat template refuses it (no system)": 1})
+
+
 def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
     rows = [
         {"prompt": words(0), "chosen": words(1), "rejected": words(2)},

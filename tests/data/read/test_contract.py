@@ -134,13 +134,16 @@ def test_a_user_error_of_a_source_is_passed_on(tokenizer: PreTrainedTokenizerBas
 
 def test_what_a_source_may_yield(tokenizer: PreTrainedTokenizerBase) -> None:
     """A list for a tuple, rows skipped, and columns of all sorts, which reward functions get as JSON has them."""
-    columns = '{"day": datetime.date(2024, 1, 2), "price": decimal.Decimal("1.50"), "x": b"x", "y": [{"a": (1, None)}]}'
+    columns = (
+        '{"day": datetime.date(2024, 1, 2), "price": decimal.Decimal("1.50"), "x": b"x", "y": [{"a": (1, None)}], '
+    )
+    columns += '"took": datetime.timedelta(seconds=90)}'
     write(f'yield Row([Message("user", "w5")], "w6", columns={columns}); yield Skipped("tie"); yield Row((), "w7")')
     data = opened(tokenizer, "ppo")
     [source] = data.report["sources"]
     assert source["outcomes"] == {"train": 4, "tie": 1, "empty prompt": 1}
     result = [item.row.columns for item in data.train if item.row.columns]  # type: ignore[union-attr]
-    assert result == [{"day": "2024-01-02", "price": "1.50", "x": None, "y": [{"a": [1, None]}]}]
+    assert result == [{"day": "2024-01-02", "price": "1.50", "x": None, "y": [{"a": [1, None]}], "took": "0:01:30"}]
 
 
 def test_what_a_source_says_of_its_rows_decides_whether_they_are_read_again(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -221,3 +221,11 @@ def test_what_datasets_has_prepared_is_read_offline(offline: Path) -> None:
     path = open_path("owner/name")
     assert [record for _, record in path.records("train", TableConfig())] == [{"text": "a"}, {"text": "b"}]
     assert path.fingerprint("train", TableConfig())
+
+
+def test_a_directory_whose_name_is_a_pattern_has_its_splits(tmp_path: Path) -> None:
+    for folder in (tmp_path / "run[1]", tmp_path / "a [x]" / "b*"):
+        for split in ("train", "test"):
+            write(folder / f"{split}.jsonl", [instruction(split)])
+        rows = list(open_origin(str(folder)).rows("reward"))
+        assert [row.response for row in rows if isinstance(row, Row)] == ["good train"]

@@ -56,6 +56,13 @@ def test_files_of_a_store_are_read_as_files_on_the_disk(store: MemoryFileSystem,
         "memory:///data/c.parquet:1",
     ]
     assert len(rows_of("memory://data/*.jsonl")) == 300
+    for name in (".hidden/x.jsonl", "dataset_info.json", "LICENSE.txt"):
+        store.pipe(f"/data/{name}", b"no rows")
+    assert len(rows_of("memory://data")) == 900, "what is left out of a local directory"
+    store.pipe("/data/test.jsonl", b"{}")
+    with pytest.raises(UserError, match=r"got 'test.jsonl' beside files to train on; .* as memory://data/train\*"):
+        rows_of("memory://data")
+    assert len(rows_of("memory://data/*.jsonl.gz")) == 300
 
 
 def test_a_fingerprint_changes_with_the_file(store: MemoryFileSystem) -> None:

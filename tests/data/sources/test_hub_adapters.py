@@ -204,8 +204,9 @@ def test_helpsteer2_preference_takes_one_split(tmp_path: Path) -> None:
     path = "helpsteer2_preference"
     left_out = ["of split validation"] * 2
     assert pairs(rows(tmp_path, path, "reward", *records)) == [("one", "two"), "tie", *left_out]
-    result = pairs(rows(tmp_path, f"{path},split=validation", "reward", *records))
-    assert result == ["of split train"] * 2 + [("two", "one")] * 2
+    for split in ("validation", "val"):
+        result = pairs(rows(tmp_path, f"{path},split={split}", "reward", *records))
+        assert result == ["of split train"] * 2 + [("two", "one")] * 2
     file = str(tmp_path / "x.jsonl")
     sources = [build("data.sources", spec, file) for spec in (path, f"{path},split=validation")]
     assert sources[0].fingerprint("reward") != sources[1].fingerprint("reward")
