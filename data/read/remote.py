@@ -101,10 +101,10 @@ def _of_directory(url: str, files: Sequence[RemoteFile], root: str) -> list[Remo
     Raises: UserError for names of several splits, which are found in local directories only.
     """
     names = {file: file.path.removeprefix(root).strip("/") for file in files}
-    seen = {file: name for file, name in names.items() if not re.search(r"(^|/)\.", name)}
-    seen = {file: name for file, name in seen.items() if PurePosixPath(name).name not in METADATA_FILES}
-    data = [file for file, name in seen.items() if not re.search(r"\.txt(\.\w+)?$", name)] or list(seen)
-    held_out = [seen[file] for file in data if HELD_OUT.search(seen[file])]
+    visible = {file: name for file, name in names.items() if not re.search(r"(^|/)\.", name)}
+    visible = {file: name for file, name in visible.items() if PurePosixPath(name).name not in METADATA_FILES}
+    data = [file for file, name in visible.items() if not re.search(r"\.txt(\.\w+)?$", name)] or list(visible)
+    held_out = [visible[file] for file in data if HELD_OUT.search(visible[file])]
     if held_out and len(held_out) < len(data):
         raise UserError(
             f"{url}: got '{held_out[0]}' beside files to train on; the splits of a directory at an address are not "
