@@ -24,7 +24,7 @@ from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import POLICY, SHARED, Step3Config
 from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
 from step3_ppo.kl import KLController, KLPenaltyOptions
-from step3_ppo.plan import uses_reward_model
+from step3_ppo.plan import reward_model_paths
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
 from step3_ppo.scaling import ScoreScaling
@@ -67,8 +67,8 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequen
     algorithm, ids = algorithms.load(config), id_count(tokenizer)
     roles = None
     if config.share_trunk:
-        roles = open_roles(config, context.dtype, ids, algorithm.value_loss is not None, uses_reward_model(config))
-        context = replace(context, loaded=roles.reward)
+        roles = open_roles(config, context.dtype, ids, algorithm.value_loss is not None, reward_model_paths(config))
+        context = replace(context, loaded=roles.rewards)
     steps_per_iteration = config.num_ppo_epochs * config.num_mini_batches
     critic_steps = iterations(config) * steps_per_iteration
     actor_steps = critic_steps - config.critic_warmup_iterations * steps_per_iteration

@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf import generation, plugins, rewards
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
+from rlhf.models.adapter_files import base_of, on_base
 from rlhf.plan.activations import PassShape
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on, extended_ids
 from rlhf.plan.sizes import tokenizer_size
+from rlhf.storage.manifests import resolve_model_path
 from step3_ppo import algorithms, critic
 from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
 
@@ -33,6 +37,13 @@ def source_specs(config: Step3Config) -> list[str]:
     """The specs of all score sources, the judge included, without weights."""
     judge = [] if config.judge is None else [config.judge]
     return [rewards.split_weight(spec)[1] for spec in config.reward] + judge
+
+
+def reward_model_paths(config: Step3Config) -> list[str]:
+    """The paths of the reward models that score, the judge included."""
+    parsed = [plugins.parse_spec(spec) for spec in source_specs(config)]
+    paths = [options.get("model") or str(config.reward_model) for name, options in parsed if name == "learned"]
+    return [resolve_model_path(path, "model", "critic") for path in paths]
 
 
 def workload(
@@ -98,6 +109,14 @@ def _critic_start(config: Step3Config, actor: _Start, reward_model: _Start) -> _
     return actor if option == POLICY else start
 
 
+def _is_on_base(model: str, base: str) -> bool:
+    """Whether a reward model that exists already is an adapter on the base model."""
+    try:
+        return on_base(resolve_model_path(model, "model", "critic"), base)
+    except UserError:  # its stage is not finished
+        return False
+
+
 def _models(config: Step3Config, model_paths: dict[str, str], ids: Mapping[str, int] | None) -> Iterator[ModelSpec]:
     def start_of(option: str, own: str | None) -> _Start:
         return _Start(own) if own else _Start(model_paths[option], extended_ids(ids, option))
@@ -120,6 +139,7 @@ def _models(config: Step3Config, model_paths: dict[str, str], ids: Mapping[str, 
         if name == "learned":
             options = config.reward_models.beside(critic_options)
             own = source_options.get("model")
-            (path, extended), shares = _Start(own) if own else reward_model, trunk and not own
+            path, extended = _Start(own) if own else reward_model
+            shares = trunk and (not own or _is_on_base(own, base_of(resolve(start.path))))
             own_adapter, rows = adapter if shares else None, config.rollout_batch_size
             yield ModelSpec("reward model", path, "scalar", options, own_adapter, rows, shares, extended)

@@ -1,6 +1,6 @@
-"""Step 3 on a shared trunk: policy, reference, critic and reward model are adapters on one frozen base model."""
+"""Step 3 on a shared trunk: policy, reference, critic and reward models are adapters on one frozen base model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rlhf.config.options import FrozenOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
-from rlhf.models.adapter_files import base_of, read_options, same_method
+from rlhf.models.adapter_files import base_of, on_base, read_options, same_method
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import Loading, load_causal_lm, load_config
 from rlhf.models.scalar import new_head, read_head
@@ -20,7 +20,7 @@ from rlhf.training.checks import check_trunk
 from step3_ppo.config import POLICY, SHARED, Step3Config
 
 ACTOR, REFERENCE, CRITIC, REWARD = "policy", "reference", "critic", "reward"
-"""names of the adapters"""
+"""names of the adapters; further reward models are reward-1, reward-2, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,19 @@ class Roles:
     actor: PolicyRole | ActorCriticRole
     reference: PolicyRole
     critic: ScalarRole | None
-    reward: ScalarRole | None
+    rewards: Mapping[str, ScalarRole]
+    """by path"""
 
 
-def open_roles(config: Step3Config, dtype: torch.dtype, vocabulary: int, has_critic: bool, has_reward: bool) -> Roles:
+def open_roles(
+    config: Step3Config, dtype: torch.dtype, vocabulary: int, has_critic: bool, scorers: Sequence[str]
+) -> Roles:
     """Load the base model once, and the adapters of all roles.
 
     The policy starts as the actor model's adapter, and the reference is a frozen copy of it. If the actor model has no
     adapter, the policy starts as a new one, and the reference is the base model alone.
-    config: with the paths of all models; has_critic: whether the algorithm trains one; has_reward: whether a source
-    scores with the reward model of the run
+    config: with the paths of all models; has_critic: whether the algorithm trains one; scorers: paths of the reward
+    models, of which those that are no adapters on the same base are left out
     """
     start = str(config.actor_model)
     trunk = Trunk(load_causal_lm(base_of(start), dtype, vocabulary, Loading(config.seed, quantize=config.quantize)))
@@ -47,18 +50,21 @@ def open_roles(config: Step3Config, dtype: torch.dtype, vocabulary: int, has_cri
     if is_adapter(Path(start)):
         trunk.load(REFERENCE, start)
     own_critic = has_critic and config.critic_model != SHARED
-    critic = reward = None
+    critic = None
     if own_critic and config.critic_model == POLICY:
         _start_as_policy(trunk, CRITIC, config)
         critic = ScalarRole(trunk, CRITIC, new_head(trunk.lm, dtype, config.seed), trained=True)
     elif own_critic:
         critic = _scalar(trunk, CRITIC, str(config.critic_model), dtype, trained=True)
-    if has_reward:
-        reward = _scalar(trunk, REWARD, str(config.reward_model), dtype, trained=False)
+    rewards: dict[str, ScalarRole] = {}
+    for path in dict.fromkeys(scorers):
+        if on_base(path, base_of(start)):
+            role = f"{REWARD}-{len(rewards)}" if rewards else REWARD
+            rewards[path] = _scalar(trunk, role, path, dtype, trained=False)
     actor: PolicyRole | ActorCriticRole = PolicyRole(trunk, ACTOR)
     if has_critic and not own_critic:
         actor = ActorCriticRole(trunk, ACTOR, new_head(trunk.lm, dtype, config.seed))
-    return Roles(actor, PolicyRole(trunk, REFERENCE, trained=False), critic, reward)
+    return Roles(actor, PolicyRole(trunk, REFERENCE, trained=False), critic, rewards)
 
 
 def _start_as_policy(trunk: Trunk, role: str, config: Step3Config) -> None:

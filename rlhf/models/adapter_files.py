@@ -80,6 +80,11 @@ def read_options(path: str) -> "PeftConfig":
     return options
 
 
+def on_base(path: str, base: str) -> bool:
+    """Whether the model at a path is an adapter on this base model."""
+    return is_adapter(Path(path)) and base_of(path) == base
+
+
 def reason_against_sharing(options: "PeftConfig | None") -> str | None:
     """Why several adapters with these options cannot be on one model; None if they can. None: not a method of peft."""
     if options is None or options.peft_type not in SHARING:

@@ -5,7 +5,7 @@ The scores of a penalty are 0 or below, so that its weight is positive like that
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, Protocol
@@ -65,8 +65,8 @@ class Context:
     micro_batch_size: int
     model_options: FrozenOptions = field(default_factory=FrozenOptions)
     """sharding and offloading of learned reward models"""
-    loaded: ScalarModel | None = None
-    """the model at `reward_model`, if it is in memory already: an adapter on the actor's base model"""
+    loaded: Mapping[str, ScalarModel] = field(default_factory=dict)
+    """reward models by path that are in memory already: adapters on the actor's base model"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ def build(config: Config, context: Context) -> Source:
     """
     model_path = resolve_model_path(config.model or context.reward_model, "model", "critic")
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), "auto")
-    model = context.loaded
-    if model is None or config.model:
+    model = context.loaded.get(model_path)
+    if model is None:
         shards, kind = frozen.shards_of(context.model_options, context.dtype), context.model_options.quantize or "none"
         loading = Loading(shards=shards, quantize=kind)
         model = load_scalar_model(model_path, context.dtype, id_count(tokenizer), loading)

@@ -3,6 +3,7 @@
 Also in 4 bits, where every product is that of the dequantised weight: the same products on the trunk and on the copies.
 """
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from peft import (
     PeftModel,
     PrefixTuningConfig,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -40,12 +41,14 @@ from rlhf.training import checkpoints
 from rlhf.training.checks import check_engine
 from rlhf.types import ScoredRollout
 from step3_ppo import models as step3_models
+from step3_ppo import plan as ppo_plan
 from step3_ppo import stage
 from step3_ppo.models import Models
 from step3_ppo.rollout import Reference
 from step3_ppo.schedule import Schedule
 from step3_ppo.trunk import check_roles
 from tests.rlhf.models.test_quantized import INSTALLED, WIDE, needs_package
+from tests.rlhf.rewards.responses import rollout, samples
 from tests.support import tiny
 from tests.support.players import config_of, prompts_to_train_on
 from tests.support.resuming import ABOUT
@@ -128,7 +131,7 @@ def policy_of_peft(folders: Folders) -> Policy:
 def four_copies(config: Any, folders: Folders, together: Models) -> Models:
     """The models of step 3 with a base of its own each, loaded by plain peft."""
     of_critic = config.model_copy(update={"learning_rate": config.critic_learning_rate})
-    context = replace(together.context, loaded=scalar_of_peft(folders))
+    context = replace(together.context, loaded={folders.reward: scalar_of_peft(folders)})
     frozen = FrozenEngine(policy_of_peft(folders), FrozenOptions(), torch.float32)
     return replace(
         together,
@@ -250,6 +253,31 @@ def test_a_run_resumes_to_the_bit(folders: Folders, tmp_path: Path) -> None:
         assert saved and all("lora" in name or "score" in name for name in saved)
     for one, other in ((whole.actor, resumed.actor), (whole.critic, resumed.critic)):
         assert all(torch.equal(weight, weights(other)[name]) for name, weight in weights(one).items())
+
+
+@LLAMA
+def test_further_reward_models_are_adapters_too(folders: Folders, tmp_path: Path) -> None:
+    """Another one of the same base shares it, a whole model does not; the plan counts one model less."""
+    other, whole = str(tmp_path / "other"), str(tmp_path / "whole")
+    shutil.copytree(folders.reward, other)
+    state = load_file(Path(other) / "adapter_model.safetensors")
+    save_file({name: -0.5 * weight for name, weight in state.items()}, Path(other) / "adapter_model.safetensors")
+    export.merge(other, Path(whole))
+    options = config(folders, tmp_path)
+    options = options.model_copy(update={"reward": ("learned", *(f"learned,model={path}" for path in (other, whole)))})
+    together = step3_models.set_up(options, tiny.tokenizer())
+    assert list(together.context.loaded) == [folders.reward, other]
+    bases = {id(model.backbone) for model in together.context.loaded.values()}
+    assert bases == {id(together.actor.module.lm.base_model)}
+    for path in (folders.reward, other):
+        alone = load_scalar_model(path, torch.float32, tiny.VOCAB)(ROWS)
+        atol = tiny.ORDERS * float(alone.abs().max().detach())
+        torch.testing.assert_close(together.context.loaded[path](ROWS), alone, rtol=0, atol=atol)
+    by_source = together.scorer.sources(samples(rollout()))[1]
+    torch.testing.assert_close(by_source["learned#2"], by_source["learned#3"], rtol=0, atol=1e-5)
+    assert not torch.allclose(by_source["learned#1"], by_source["learned#2"], atol=1e-2)
+    specs = ppo_plan.workload(options, "cpu", {}).models
+    assert [spec.on_trunk for spec in specs if spec.role == "reward model"] == [True, True, False]
 
 
 @LLAMA
