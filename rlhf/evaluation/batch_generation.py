@@ -110,8 +110,11 @@ def check_judges(specs: Sequence[str], model: str) -> None:
     """Raises: UserError for a score source that cannot judge responses in the tokens of a model."""
     for spec in specs:
         check_reward_spec(spec)
+    if specs:
         tokenizer = load_tokenizer(resolve(policy_path(model)))
-        rewards.check_source(spec, rewards.Context(tokenizer, torch.device("cpu"), torch.float32, "", 1))
+        context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, "", 1)
+        for spec in specs:
+            rewards.check_source(spec, context)
 
 
 def require_writable(directory: Path, option: str) -> None:
