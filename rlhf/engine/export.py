@@ -60,8 +60,8 @@ def save_policy(
 
 
 def _untie_changed(lm: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
-    """A head that differs from the embedding, since an adapter has changed one of them, is not tied any more: a loader that
-    ties them by the config would lose one."""
+    """A head that differs from the embedding, since an adapter has changed one of them, is not tied any more: a loader
+    that ties them by the config would lose one."""
     tied = lm._tied_weights_keys if isinstance(lm._tied_weights_keys, dict) else {}
     pairs = [(state.get(head), state.get(own)) for head, own in tied.items()]
     if any(head is not None and own is not None and not torch.equal(head, own) for head, own in pairs):
