@@ -16,6 +16,7 @@ from typing import IO, Any
 from data.read.records import Record, Skipped
 from data.read.remote import DataFile
 from rlhf.errors import UserError
+from rlhf.text.strict_json import DECODER
 
 SPACE = " \t\r\n"
 NOT_SPACE = re.compile(rf"[^{SPACE}]")
@@ -54,19 +55,6 @@ def _parse_line(line: str) -> Any:
     return value if end == len(line) else DECODER.decode(line)  # raises the error for what follows the value
 
 
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> Record:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {json.dumps(repeated)[:60]} is repeated")
-    return record
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"got {constant}, expected a finite number or null")
-
-
 def _reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
@@ -79,7 +67,6 @@ def _not_an_object(value: Any, location: str) -> str:
     return f"{location}: got {TYPE_NAMES[type(value)]}, expected an object with named columns"
 
 
-DECODER = JSONDecoder(object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant)
 LENIENT_DECODER = JSONDecoder(parse_int=str, parse_float=str)
 """finds the end of a value that DECODER refuses"""
 

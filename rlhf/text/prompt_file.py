@@ -1,6 +1,5 @@
 """Prompts from a file: JSON lines with a column `prompt`, or plain text with one prompt per line."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from rlhf.config import suggest
 from rlhf.errors import UserError
+from rlhf.text.strict_json import DECODER
 from rlhf.types import Message, Row
 
 ROLES = ("system", "user", "assistant")
@@ -64,7 +64,7 @@ def _text_row(line: str, location: str) -> Row:
 
 def _json_row(line: str, location: str) -> Row:
     try:
-        record = json.loads(line)
+        record = DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{location}: not JSON ({error}); expected one object per line") from None
     if not isinstance(record, dict):
