@@ -271,6 +271,7 @@ def run(config: Step3Config) -> None:
         best = None
         if config.keep_best is not None:
             observers["best"] = best = Best(config.keep_best, config.patience, lambda: stage.save("best", save_actor))
+        random_sources.seed(config.seed, 0)  # ranks have different rows, so random scores differ
         stage.resume(resumable(models, observers))
         if stage.done:
             after = evaluate(models, evaluation, judge, config)

@@ -18,9 +18,12 @@ SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def numbers(engine: Any) -> dict[str, float]:
-    """The optimizer's and the schedule's step counts, and fp16's loss scale."""
+    """The optimizer's and the schedule's step counts, and fp16's loss scale.
+
+    Weights that never have a gradient count fewer steps, or none: one rank leaves them out, several give them zeros.
+    Their moments are 0, so that after a resume any count is right.
+    """
     counts = {float(state["step"]) for state in _adam(engine).state.values() if "step" in state}
-    assert len(counts) <= 1, f"the weights differ in their number of AdamW steps: {counts}"
     scaler = _loss_scaler(engine)
     scale = {} if scaler is None else {name: float(getattr(scaler, name)) for name in SCALE}
     return {"adam_steps": max(counts, default=0.0), "schedule_steps": engine.lr_scheduler.last_epoch, **scale}

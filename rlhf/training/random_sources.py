@@ -23,11 +23,15 @@ def seed(number: int, step: int) -> None:
     seed_all((number * 1_000_003 + step) * 4096 + collectives.rank())
 
 
+APART = 1_000_002
+"""a step that no run has: the streams of `apart`"""
+
+
 @contextlib.contextmanager
 def apart(number: int) -> Iterator[None]:
     """What is drawn in this context depends on the seed only, and changes nothing that is drawn after it."""
     saved = state()
-    seed(number, 0)
+    seed(number, APART)
     try:
         yield
     finally:

@@ -360,6 +360,7 @@ def open_run(
                     note = f"; the batch could not be written ({write_error})"
                 collectives.barrier()
             run.recorder.close()  # a rank of several ends at once in give_up
+            run.saver.close()  # all ranks are here, so a checkpoint that is being written becomes whole
             stage_process.give_up(f"error: {stage}: {error}{note}", NON_FINITE)
         except (RuntimeError, MemoryError) as error:
             if not errors.is_out_of_memory(error):

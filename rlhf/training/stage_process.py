@@ -187,13 +187,14 @@ def give_up(message: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def _wait_for_termination() -> None:
+def _wait_for_termination(seconds: float = PATIENCE_S) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # in a run, SIGTERM is only stored
-    time.sleep(PATIENCE_S)
+    time.sleep(seconds)
 
 
 class _Patience:
-    """Lets the rank that failed first print its error: a rank that lost its peer, or is not rank 0, waits."""
+    """Lets the rank that failed first print its error: a rank that is not rank 0 waits, and one that lost its peer
+    waits longer, because the peer may be waiting with its message."""
 
     def __enter__(self) -> None:
         return
@@ -201,7 +202,9 @@ class _Patience:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, SystemExit | UserError | KeyboardInterrupt) or error is None:
             return
-        if rank_variables.rank() > 0 or re.search(r"closed by peer|reset by peer|Broken pipe|NCCL|gloo", str(error)):
+        if re.search(r"closed by peer|reset by peer|Broken pipe|NCCL|gloo", str(error)):
+            _wait_for_termination(2 * PATIENCE_S)
+        elif rank_variables.rank() > 0:
             _wait_for_termination()
 
 

@@ -25,6 +25,7 @@ from rlhf.models.load import load_causal_lm
 from rlhf.models.scalar import load_scalar_model, score_separately
 from rlhf.storage import manifests
 from rlhf.text.encoder import id_count
+from rlhf.training import random_sources
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING as sft
 from step2_reward import heldout as pairs
@@ -304,6 +305,22 @@ def test_the_critic_warms_up_alone_and_the_actors_rate_then_falls_to_its_end(mod
 def test_a_warm_up_in_vain_is_refused(models: Path, tmp_path: Path, algorithm: str, warmup: int, message: str) -> None:
     with pytest.raises(UserError, match=f"--critic-warmup-iterations {warmup}: {message}"):
         stage.run(options(models, tmp_path, algorithm, critic_warmup_iterations=warmup))
+
+
+def test_scores_that_are_drawn_differ_between_ranks(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generators are seeded for the rank before the first iteration, and apart from it in every evaluation."""
+    seeds = []
+    seed = random_sources.seed
+
+    def seed_seen(number: int, step: int) -> None:
+        seeds.append((number, step))
+        seed(number, step)
+
+    monkeypatch.setattr(random_sources, "seed", seed_seen)
+    stage.run(options(models, tmp_path, "rloo", seed=5, total_episodes=32))
+    assert seeds == [(5, random_sources.APART), (5, 0), (5, random_sources.APART)]
 
 
 def test_every_look_is_taken_once_and_the_last_policy_may_be_the_best(models: Path, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """A run that goes on from a checkpoint is the run that was not interrupted, to the bit."""
 
+import itertools
+import random
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +74,32 @@ def test_without_the_random_sources_it_would_be_another_run(tmp_path: Path, monk
     assert engine_runs.apart(whole["state"], other["state"]) > 1e-4  # a tenth of the learning rate
 
 
+def test_what_is_drawn_apart_is_no_part_of_the_run() -> None:
+    def draws() -> list[float]:
+        return [torch.rand(()).item(), random.random(), np.random.rand()]
+
+    random_sources.seed(0, 0)
+    expected = [draws(), draws()]
+    random_sources.seed(0, 0)
+    seen = [draws()]
+    with random_sources.apart(0):
+        apart = [draws(), draws()]
+    seen.append(draws())
+    assert seen == expected
+    assert not {*itertools.chain(*apart)} & {*itertools.chain(*expected)}, "another stream, too"
+    with random_sources.apart(0):
+        assert draws() == apart[0]
+
+
+def test_ranks_draw_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    for rank in (0, 1):
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        random_sources.seed(3, 0)
+        drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
+    assert all(one != other for one, other in zip(*drawn, strict=True))
+
+
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 0)])
 def test_another_zero_stage_goes_on_from_it(before: int, after: int, tmp_path: Path) -> None:
     """Of one process; stages 0 to 2 are one there. `test_more_ranks_and_fewer_go_on` has each on two."""
@@ -118,7 +147,8 @@ def test_weights_without_a_gradient_go_on(
 
 def test_more_ranks_and_fewer_go_on(tmp_path: Path) -> None:
     """Saved by two, gone on with two (to the bit, in that process; under the next stage to rounding) and with one (to
-    rounding), and saved by one, gone on with two. Without dropout: its draws are each rank's own."""
+    rounding), and saved by one, gone on with two. Without dropout: its draws are each rank's own. Some weights never
+    get a gradient: one rank leaves them out, two give them zeros. Each run is saved once more."""
     for stage in (0, 3):
         save_without_dropout(tmp_path / f"one {stage}", {"zero_stage": stage})
     forked_ranks.run("tests.rlhf.training.test_resume", str(tmp_path))
@@ -128,19 +158,38 @@ def test_more_ranks_and_fewer_go_on(tmp_path: Path) -> None:
         assert results[f"to the bit {stage}"]
         assert engine_runs.apart(one, results[f"from one {stage}"]) < ROUNDING
         assert engine_runs.apart(one, results[f"next stage {stage}"]) < ROUNDING
-        engine = engine_runs.engine({"zero_stage": stage})
+        engine = engine_with_tower({"zero_stage": stage})
         rest(engine, tmp_path / f"two {stage}")
-        assert engine_runs.apart(one, engine_runs.weights(engine)) < ROUNDING
+        assert engine_runs.apart(one, used_weights(engine)) < ROUNDING
+
+
+def engine_with_tower(options: dict[str, Any]) -> Engine:
+    start = engine_runs.start
+
+    def start_with_tower() -> Any:
+        model = start()
+        torch.manual_seed(0)
+        model.tower = torch.nn.Linear(3, 2)
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_runs, "start", start_with_tower)
+        return engine_runs.engine(options)
+
+
+def used_weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """Those that get gradients: with several ranks, weight decay changes the others too."""
+    return {name: weight for name, weight in engine_runs.weights(engine).items() if "tower" not in name}
 
 
 def save_without_dropout(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    engine = engine_runs.engine(options)
+    engine = engine_with_tower(options)
     for batch in engine_runs.batches()[: resuming.HALF]:
         engine_runs.step(engine, batch, 3)
     assert checkpoints.save(folder, resuming.HALF, resuming.state_of(engine), resuming.ABOUT, 2) is None
     for batch in engine_runs.batches()[resuming.HALF :]:
         engine_runs.step(engine, batch, 3)
-    whole = engine_runs.weights(engine)
+    whole = used_weights(engine)
     if not (folder / "whole.pt").exists():
         torch.save(whole, folder / "whole.pt")
     return whole
@@ -152,6 +201,8 @@ def rest(engine: Engine, folder: Path) -> None:
     checkpoint.restore(resuming.state_of(engine), seed=0)
     for batch in engine_runs.batches()[resuming.HALF :]:
         engine_runs.step(engine, batch, 3)
+    again = folder / f"again with {collectives.world_size()}"
+    assert checkpoints.save(again, 6, resuming.state_of(engine), resuming.ABOUT, 2) is None
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:
@@ -169,9 +220,9 @@ def two_ranks(folder: Path) -> dict[str, Any]:
             (f"from one {stage}", stage, f"one {stage // 3 * 3}"),
             (f"next stage {stage}", (stage + 1) % 4, f"two {stage}"),
         ):
-            engine = engine_runs.engine({"zero_stage": number})
+            engine = engine_with_tower({"zero_stage": number})
             rest(engine, folder / saved)
-            results[name] = engine_runs.weights(engine)
+            results[name] = used_weights(engine)
     return results
 
 
