@@ -157,8 +157,9 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
             disk.flush_tree(staging)
     data = _read_entry(folder, recipe.phase)
     require_usable(data.report, recipe.phase, options)
-    others = zip(other_origins, fingerprints_of_others, strict=True)
-    data.report["read_too"] = {_of_phase(phase, origin): digest for (phase, origin), digest in others}
+    data.report["read_too"] = dict(
+        zip((_of_phase(*origin) for origin in other_origins), fingerprints_of_others, strict=True)
+    )
     return replace(data, notes=tuple(data_warnings(data.report, recipe.phase, options)))
 
 
@@ -171,8 +172,8 @@ def _origins_read_too(options: DataOptions, phase: Phase, own_data_only: bool) -
         return origins_of_other_phases(options, phase, own_data_only)
     if not getattr(options, f"{phase}_only_data_path"):
         return []
-    others = origins_of_other_phases(options, phase)
-    return [(other, origin) for other, origin in others if origin.use == "only" and not origin.streaming]
+    other_origins = origins_of_other_phases(options, phase)
+    return [(other, origin) for other, origin in other_origins if origin.use == "only" and not origin.streaming]
 
 
 def _of_phase(phase: Phase, origin: Origin) -> str:
@@ -225,12 +226,11 @@ def _refuse_damage(path: Path) -> Iterator[Path]:
 def fingerprints(options: DataOptions, phase: Phase, own_data_only: bool = False) -> dict[str, str]:
     """data path -> fingerprint, for each data path that a phase reads and that is not on the hub."""
     own = [(origin.data_path, phase, origin) for origin in origins(options, phase, own_data_only)]
-    others = [
-        (_of_phase(other, origin), other, origin) for other, origin in _origins_read_too(options, phase, own_data_only)
-    ]
+    other_origins = _origins_read_too(options, phase, own_data_only)
+    read_too = [(_of_phase(other, origin), other, origin) for other, origin in other_origins]
     return {
         name: fingerprint(origin, read_phase, options)
-        for name, read_phase, origin in [*own, *others]
+        for name, read_phase, origin in [*own, *read_too]
         if not origin.source.remote
     }
 

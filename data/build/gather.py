@@ -1,9 +1,6 @@
 """Reading the rows of a phase: each row is assigned to a share, counted, and written to a file for the tokenizer."""
 
-import datetime
-import decimal
 import json
-import uuid
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +17,7 @@ from data.build.owners import PromptOwners, unusable_reason
 from data.build.split import PHASES, group_digest, share_of_points, text_digest
 from data.config import DataOptions
 from data.read.columns import ATTRIBUTE_RATINGS
+from data.read.contract import STORED_AS_TEXT
 from data.read.records import Phase
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
@@ -331,7 +329,7 @@ def row_to_json(row: Row, phase: Phase) -> str:
 
 
 def _encode_column(value: Any) -> Any:
-    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal | uuid.UUID):
+    if isinstance(value, STORED_AS_TEXT):
         return str(value)
     if isinstance(value, bytes):
         return None  # pictures and the like, which a reward function over text cannot use

@@ -13,8 +13,8 @@ from data.read.records import DataSource, Phase, Skipped, require_text, short_js
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
-TIMES = (datetime.date, datetime.time, datetime.timedelta)
-COLUMN_TYPES = (str, int, float, *TIMES, decimal.Decimal, uuid.UUID, bytes, NoneType)
+STORED_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+COLUMN_TYPES = (str, int, float, *STORED_AS_TEXT, bytes, NoneType)
 """what a column may hold, besides lists and mappings of these types"""
 
 

@@ -111,14 +111,28 @@ def test_a_new_row_is_the_mean_of_the_rows_of_its_pieces(folder: Path, name: str
     assert logits[..., : len(after)].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_beside_an_adapter_only_the_new_rows_train(folder: Path, name: str) -> None:
+def with_trained_rows(folder: Path, name: str, adapter: str) -> tuple[Any, Any, vocabulary.Pieces]:
+    """(a model with new rows, a copy of it with an adapter beside which they train, their pieces)."""
     before = load_tokenizer(str(folder / name))
     after = vocabulary.with_list(before, str(folder / "list.txt"), "--add-tokens")
     pieces = vocabulary.pieces(before, after)
     plain = load_causal_lm(str(folder / name), torch.float32, id_count(after), Loading(new_tokens=pieces))
-    model = adapters.wrap(copy.deepcopy(plain), "lora,r=2")
+    model = adapters.wrap(copy.deepcopy(plain), adapter)
     new_rows.train(model, pieces)
+    return plain, model, pieces
+
+
+def disturb(model: Any) -> None:
+    """Move every trained weight."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_beside_an_adapter_only_the_new_rows_train(folder: Path, name: str) -> None:
+    plain, model, pieces = with_trained_rows(folder, name, "lora,r=2")
     config = SFTConfig(model=str(folder / name), adapter="lora,r=2", add_tokens=str(folder / "list.txt"), dtype="fp32")
     planned = plan.workload(config, "cpu", {}).models[0].size()
     counts = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
@@ -126,9 +140,7 @@ def test_beside_an_adapter_only_the_new_rows_train(folder: Path, name: str) -> N
     ids = torch.tensor([[5, max(pieces), 7, min(pieces)]])
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        disturb(model)
         expected = model(input_ids=ids).logits
     trained = {n.split(".")[-2] for n, w in model.named_parameters() if w.requires_grad and "lora" not in n}
     assert trained == {"trainable_tokens_delta"}
@@ -142,16 +154,8 @@ def test_beside_an_adapter_only_the_new_rows_train(folder: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_rows_beside_trained_norms_are_merged(folder: Path, name: str) -> None:
-    before = load_tokenizer(str(folder / name))
-    after = vocabulary.with_list(before, str(folder / "list.txt"), "--add-tokens")
-    pieces = vocabulary.pieces(before, after)
-    plain = load_causal_lm(str(folder / name), torch.float32, id_count(after), Loading(new_tokens=pieces))
-    model = adapters.wrap(copy.deepcopy(plain), "ln_tuning")
-    new_rows.train(model, pieces)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    plain, model, pieces = with_trained_rows(folder, name, "ln_tuning")
+    disturb(model)
     ids = torch.tensor([[5, max(pieces), 7, min(pieces)]])
     expected = model(input_ids=ids).logits
     plain.load_state_dict(full_state(model, "ln_tuning"))

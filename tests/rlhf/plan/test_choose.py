@@ -122,10 +122,10 @@ def test_processes_on_cpus_share_the_machine(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    found = describe_machine(PlanOptions(device="cpu", devices=devices), processes)
-    assert found.count == (devices or processes) and found.memory == 8e9 / sharing
-    assert found.device.flops == machine.CORE.flops * 8 / sharing
-    assert found.device.flops_fp32 == machine.CORE.flops_fp32 * 8 / sharing
+    target = describe_machine(PlanOptions(device="cpu", devices=devices), processes)
+    assert target.count == (devices or processes) and target.memory == 8e9 / sharing
+    assert target.device.flops == machine.CORE.flops * 8 / sharing
+    assert target.device.flops_fp32 == machine.CORE.flops_fp32 * 8 / sharing
 
 
 # --- the choice

@@ -227,10 +227,10 @@ def test_a_disk_that_is_full_costs_one_checkpoint(tmp_path: Path) -> None:
 
 def test_the_disk_of_the_checkpoints_is_the_one_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`checkpoints` may be a link to another disk."""
-    asked: list[Path] = []
+    disks: list[Path] = []
 
     def usage(path: Path) -> Any:
-        asked.append(Path(path).resolve())
+        disks.append(Path(path).resolve())
         return namedtuple("Usage", "free")(100)
 
     (tmp_path / "stage").mkdir()
@@ -239,7 +239,7 @@ def test_the_disk_of_the_checkpoints_is_the_one_asked(tmp_path: Path, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", usage)
     checkpoints.require_room(tmp_path / "stage", 100)
     checkpoints.require_room(tmp_path / "none", 100)
-    assert asked == [tmp_path / "other", tmp_path]
+    assert disks == [tmp_path / "other", tmp_path]
     with pytest.raises(UserError, match="are free there"):
         checkpoints.require_room(tmp_path / "stage", 101)
 

@@ -81,11 +81,11 @@ def test_what_is_drawn_apart_is_no_part_of_the_run() -> None:
     random_sources.seed(0, 0)
     expected = [draws(), draws()]
     random_sources.seed(0, 0)
-    seen = [draws()]
+    of_run = [draws()]
     with random_sources.apart(0):
         apart = [draws(), draws()]
-    seen.append(draws())
-    assert seen == expected
+    of_run.append(draws())
+    assert of_run == expected
     assert not {*itertools.chain(*apart)} & {*itertools.chain(*expected)}, "another stream, too"
     with random_sources.apart(0):
         assert draws() == apart[0]
