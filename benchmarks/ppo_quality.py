@@ -5,7 +5,6 @@ prompts in the same order, the same sampling, episodes, epochs, minibatches and 
 of the recipe's judge, which no stage trains on. It is computed for every response that either system trained on, and
 for both final policies on held-out prompts.
 
-    python -m venv .venv-trl && .venv-trl/bin/pip install trl==1.12.0
     python -m benchmarks.ppo_quality --data-path rt_polarity:DIR
 
 Differences between the libraries: TRL has no gradient clipping (ours: norm 1), changes its learning rate once per
@@ -60,8 +59,6 @@ class Options(parser.Config):
     """directory with step1_sft and step2_reward; by default OUT/base, where the part base trains them"""
     total_episodes: int | None = None
     """instead of the recipe's"""
-    trl_python: str = ".venv-trl/bin/python"
-    """interpreter of an environment that has trl==1.12.0"""
     trl_dtype: Literal["auto", "fp32", "bf16"] = "fp32"
     """dtype of TRL's computation with fp32 weights; auto = our dtype. PPOTrainer takes old log-probs from generation.
     Rounding them to bf16 would add noise to its ratios, so fp32 is its best case"""
@@ -113,11 +110,11 @@ def ppo_options(options: Options, seed: int) -> Any:
     return ppo.model_copy(update=changes)
 
 
-def run(command: list[str]) -> None:
-    """Raises: UserError if the command fails; it has printed the reason."""
+def run(command: list[str], env: dict[str, str] | None = None) -> None:
+    """env: further environment variables. Raises: UserError if the command fails; it has printed the reason."""
     print("+", " ".join(command), flush=True)
-    environment = {"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    code = subprocess.run(command, cwd=ROOT, check=False, env=os.environ | environment).returncode
+    env = os.environ | {"TOKENIZERS_PARALLELISM": "false"} | (env or {})
+    code = subprocess.run(command, cwd=ROOT, check=False, env=env).returncode
     if code:
         raise UserError(f"{' '.join(command[:3])} ... ended with code {code}")
 
@@ -144,13 +141,7 @@ def run_trl(options: Options, seed: int) -> None:
     if (folder / "rollouts.jsonl").is_file():
         print(f"trl: {folder} is there")
         return
-    if not Path(options.trl_python).is_file():
-        print(
-            f"trl: left out: no interpreter at {options.trl_python}; make one with python -m venv .venv-trl && "
-            ".venv-trl/bin/pip install trl==1.12.0, or name it with --trl-python"
-        )
-        return
-    from benchmarks import trl_judging
+    from benchmarks import peers, trl_judging
 
     folder.mkdir(parents=True, exist_ok=True)
     ppo = ppo_options(options, seed)
@@ -159,7 +150,8 @@ def run_trl(options: Options, seed: int) -> None:
     settings = trl_settings(ppo, folder, dtype, plan)
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     if not (folder / "versions.json").is_file():  # the last file that TRL's half writes
-        run([options.trl_python, "benchmarks/trl_ppo.py", str((folder / "settings.json").resolve())])
+        command = [sys.executable, "benchmarks/trl_ppo.py", str((folder / "settings.json").resolve())]
+        run(command, peers.environment(peers.PPO))
     trl_judging.judge(ppo, plan, folder, dtype)
 
 

@@ -1,8 +1,8 @@
-"""TRL's half of benchmarks/ppo_quality.py: `PYTHON_OF_TRL benchmarks/trl_ppo.py SETTINGS.json`.
+"""TRL's half of benchmarks/ppo_quality.py: `python benchmarks/trl_ppo.py SETTINGS.json`, with TRL in PYTHONPATH.
 
-It imports only TRL's environment and nothing of this project: TRL 1.12 is the last release with PPO, and has its own
-dependencies. The ids, score and KL of every response that PPOTrainer samples are recorded, one JSON line each. TRL's
-code is not changed. Its batches are given, so that both systems respond to the same prompts in the same order.
+It imports nothing of this project: TRL 1.12 is the last release with PPO, and benchmarks/peers.py keeps it apart. The
+ids, score and KL of every response that PPOTrainer samples are recorded, one JSON line each. TRL's code is not changed.
+Its batches are given, so that both systems respond to the same prompts in the same order.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ import torch
 from benchmarks import frontier, ppo_quality, ppo_report
 from benchmarks.frontier import Curve, FrontierPoint
 from benchmarks.trl_ppo import Recorder, batches
+from rlhf.errors import UserError
 
 
 def curve(kl: list[float], score: list[float]) -> Curve:
@@ -133,12 +135,11 @@ def test_base_is_steps_1_and_2_of_the_recipe() -> None:
     )
 
 
-def test_trl_is_left_out_with_a_line(tmp_path: Path, capsys: Any) -> None:
-    options = ppo_quality.Options(output_dir=str(tmp_path), trl_python=str(tmp_path / "none"))
-    ppo_quality.run_trl(options, 0)
-    printed = capsys.readouterr().out
-    assert printed.startswith("trl: left out: no interpreter at") and "trl==1.12.0" in printed
-    assert list(tmp_path.iterdir()) == []
+def test_a_command_gets_its_environment_and_its_failure_is_an_error() -> None:
+    check = "import os; raise SystemExit(os.environ.get('PEER') != 'trl')"
+    ppo_quality.run([sys.executable, "-c", check], {"PEER": "trl"})
+    with pytest.raises(UserError, match="ended with code 1"):
+        ppo_quality.run([sys.executable, "-c", check])
 
 
 class FakeTrainer:
