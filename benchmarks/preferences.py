@@ -109,7 +109,8 @@ class Run:
         same = options.model_dump(
             include={"data_path", "batch_size", "learning_rate", "max_prompt_length", "max_length"}
         )
-        digest = hashlib.sha256(repr((options.model, same, VARIANTS.get(self.variant))).encode()).hexdigest()[:8]
+        own = VARIANTS.get(self.variant, peers.REWARD)
+        digest = hashlib.sha256(repr((options.model, same, own)).encode()).hexdigest()[:8]
         return options.folder / "scores" / f"{self.variant}-{self.pairs}-{digest}-{self.seed}.json"
 
 
@@ -198,15 +199,18 @@ def train_with_trl(config: Any, directory: Path) -> None:
     """RewardTrainer in a process of its own, on the ids of the pairs that step 2 would learn from."""
     from benchmarks import inputs
     from data.dataset import Recipe, open_datasets
-    from rlhf.engine.adamw import warmup_steps
+    from rlhf.engine.adamw import schedule
 
-    data = open_datasets(config, Recipe("reward"), inputs.tokenizer(config.model)).train
+    tokenizer = inputs.tokenizer(config.model)
+    data = open_datasets(config, Recipe("reward"), tokenizer).train
+    steps = len(data) // config.batch_size
+    tokenizer.save_pretrained(directory / "tokenizer")
     settings = config.model_dump(mode="json") | {
+        "tokenizer": str(directory / "tokenizer"),
         "rows": [{"chosen_ids": list(pair.chosen), "rejected_ids": list(pair.rejected)} for pair in data[:]],
-        "warmup_steps": warmup_steps(config, len(data) // config.batch_size),
+        "learning_rate_factors": list(map(schedule(config, steps), range(steps))),
         "output_dir": str(directory),
     }
-    directory.mkdir(parents=True)
     path = directory / "settings.json"
     path.write_text(json.dumps(settings), encoding="utf-8")
     env = os.environ | peers.environment(peers.REWARD) | {"OMP_NUM_THREADS": str(torch.get_num_threads())}

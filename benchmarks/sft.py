@@ -218,7 +218,7 @@ def run_paced(trainer: Any, pipe: WorkerPipe, steps: int, unit: str = "tokens") 
 
     class Pace(TrainerCallback):  # type: ignore[misc]
         done = wanted = 0
-        start = 0.0
+        began = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             pipe.ready()

@@ -145,7 +145,7 @@ def recording(base: Any, recorder: Recorder, folder: Path) -> Any:
     """A PPOTrainer that writes each iteration's rows and metrics when it logs."""
 
     class RecordingTrainer(base):  # type: ignore[misc]
-        iteration, began = 0, time.monotonic()
+        iteration, start = 0, time.monotonic()
 
         def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
             self.iteration += 1

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf.maths.ops import KLEstimator, at_least_fp32, kl_estimate, zero_off_mask
+from rlhf.maths.ops import at_least_fp32, zero_off_mask
 
 
 def kl_rewards(
@@ -17,18 +17,19 @@ def kl_rewards(
     ref_logprobs: Tensor,
     mask: Tensor,
     kl_coef: float,
-    estimator: KLEstimator = "k1",
 ) -> Tensor:
     """Per-token rewards: the KL penalty at every token, the score once, at the last token of the mask.
 
-        reward_t = -kl_coef * kl_t + [t is the last of the mask] * score
+        reward_t = -kl_coef * (logprobs_t - ref_logprobs_t) + [t is the last of the mask] * score
 
-    Ziegler et al. 2019 (arXiv 1909.08593, eq. 2), InstructGPT (arXiv 2203.02155, eq. 2).
+    Ziegler et al. 2019 (arXiv 1909.08593, eq. 2), InstructGPT (arXiv 2203.02155, eq. 2). Only this estimate of the KL
+    (k1) is a reward whose policy gradient is that of the KL; that of k3 lacks the gradient of the estimate itself, and
+    near the reference nothing is left.
     scores [B]; logprobs, ref_logprobs, mask [B, T] -> [B, T], 0 off the mask.
     The row of a response with an empty mask is zeros.
     """
-    kl = kl_estimate(at_least_fp32(logprobs), at_least_fp32(ref_logprobs), estimator)
-    penalty = zero_off_mask(-kl_coef * kl, mask)
+    log_ratio = at_least_fp32(logprobs) - at_least_fp32(ref_logprobs)
+    penalty = zero_off_mask(-kl_coef * log_ratio, mask)
     last = mask & (mask.long().cumsum(1) == mask.sum(1, keepdim=True))
     return penalty + zero_off_mask(scores.to(penalty.dtype).unsqueeze(1).expand_as(penalty), last)
 

@@ -14,14 +14,7 @@ from step3_ppo.config import Step3Config
 from step3_ppo.kl import KLOptions
 
 
-class KLRewardConfig(KLOptions):
-    """The KL to the reference is a part of the reward."""
-
-    kl_estimator: Literal["k1", "k3"] = "k1"
-    """per-token estimate of the KL (Schulman 2020)"""
-
-
-class GAEConfig(KLRewardConfig):
+class GAEConfig(KLOptions):
     """Credit by generalised advantage estimation, which needs a critic."""
 
     gamma: float = Field(1.0, ge=0, le=1)
@@ -57,11 +50,9 @@ class ClippedConfig(Step3Config):
         return self
 
 
-def rewards_of(rollout: ScoredRollout, config: KLRewardConfig, kl_coef: float) -> Tensor:
+def rewards_of(rollout: ScoredRollout, kl_coef: float) -> Tensor:
     """Per-token rewards of a scored rollout, KL penalty and score. [B, T]"""
-    return crediting.kl_rewards(
-        rollout.scores, rollout.logprobs, rollout.ref_logprobs, rollout.mask, kl_coef, config.kl_estimator
-    )
+    return crediting.kl_rewards(rollout.scores, rollout.logprobs, rollout.ref_logprobs, rollout.mask, kl_coef)
 
 
 def gae_credit(rollout: ScoredRollout, config: GAEConfig, kl_coef: float, pretrains_critic: bool) -> Credit:
@@ -72,7 +63,7 @@ def gae_credit(rollout: ScoredRollout, config: GAEConfig, kl_coef: float, pretra
     values (VC-PPO, section 3.1).
     """
     assert rollout.values is not None
-    rewards = rewards_of(rollout, config, kl_coef)
+    rewards = rewards_of(rollout, kl_coef)
     lam, lam_value = (1.0, None) if pretrains_critic else (config.lam, config.lam_value)
     advantages, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, lam)
     if lam_value is not None:

@@ -7,10 +7,11 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
-from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.algorithms._common import ClippedConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.kl import KLOptions
 
 
-class Config(KLRewardConfig, ClippedConfig):
+class Config(KLOptions, ClippedConfig):
     """REINFORCE++: no critic; a token's advantage is its return, minus the mean over the batch."""
 
     gamma: float = Field(1.0, ge=0, le=1)
@@ -25,7 +26,7 @@ class Reinforce:
 
     def credit(self, rollout: ScoredRollout) -> Credit:
         """return_t = reward_t + gamma * return_{t+1}; advantages are whitened returns. [B, T]"""
-        rewards = rewards_of(rollout, self.config, self.kl_coef)
+        rewards = rewards_of(rollout, self.kl_coef)
         returns, _ = crediting.gae(rewards, torch.zeros_like(rewards), rollout.mask, self.config.gamma, lam=1.0)
         return Credit(whitened(returns, rollout.mask), returns)
 

@@ -6,10 +6,11 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
-from step3_ppo.algorithms._common import ClippedConfig, KLRewardConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.algorithms._common import ClippedConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.kl import KLOptions
 
 
-class Config(KLRewardConfig, ClippedConfig):
+class Config(KLOptions, ClippedConfig):
     """RLOO: no critic; a whole response is one action, judged against the others to its prompt."""
 
     num_generations: int = Field(4, ge=2)
@@ -27,7 +28,7 @@ class RLOO:
     def credit(self, rollout: ScoredRollout) -> Credit:
         """R_i = sum_t reward_t; every token's advantage is R_i - mean_{j != i} R_j. [B, T]"""
         c = self.config
-        totals = rewards_of(rollout, c, self.kl_coef).sum(1)
+        totals = rewards_of(rollout, self.kl_coef).sum(1)
         returns = crediting.on_every_token(totals, rollout.mask)
         advantages = crediting.on_every_token(crediting.leave_one_out(totals, c.num_generations), rollout.mask)
         return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)

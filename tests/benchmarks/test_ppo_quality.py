@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import frontier, ppo_quality, ppo_report
 from benchmarks.frontier import Curve, FrontierPoint
-from benchmarks.trl_ppo import Recorder, batches
+from benchmarks.trl_ppo import Recorder, batches, recording
 from rlhf.errors import UserError
 
 
@@ -169,6 +169,22 @@ def test_what_trl_samples_is_taken_down_without_padding() -> None:
     assert (first["kl"], second["kl"]) == (0.0, 1.5) and (first["learned"], second["learned"]) == (5.0, 6.0)
     assert first["kl_k3"] == pytest.approx((np.exp(-1) - 1 + 1) + 0 + (np.exp(1) - 1 - 1))
     assert recorder.pop_rows() == []
+
+
+def test_an_iteration_of_trl_is_written_when_it_logs(tmp_path: Path) -> None:
+    class Trainer:
+        """Nothing of TRL's."""
+
+    class Rows:
+        def pop_rows(self) -> list[dict[str, float]]:
+            return [{"kl": 1.0}, {"kl": 3.0}]
+
+    trainer = recording(Trainer, Rows(), tmp_path)()
+    for _ in range(2):
+        trainer.log({"objective/kl": 2.0, "objective/scores": 0.5, "val/ratio": 1.0})
+    metrics, responses = (ppo_report.read(tmp_path / f"{name}.jsonl") for name in ("metrics", "responses"))
+    assert [row["iteration"] for row in metrics] == [1, 2] and all(0 <= row["seconds"] < 60 for row in metrics)
+    assert [(row["iteration"], row["kl"]) for row in responses] == [(1, 1.0), (1, 3.0), (2, 1.0), (2, 3.0)]
 
 
 def test_trl_gets_left_padded_prompts() -> None:
