@@ -44,6 +44,7 @@ STAGE = Declaration(
         section="Step 3, reinforcement learning",
         curves=(
             Curve("Score", ("score", "eval_score")),
+            Curve("Score for the algorithm", ("shaped_score",)),
             Curve("Disagreement of reward models", ("score_disagreement",)),
             Curve("Judge", ("eval_judge",)),
             Curve("KL from the reference", ("kl", "eval_kl"), (0.0, "")),
@@ -131,7 +132,8 @@ class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
     num_ppo_epochs: int = Field(4, ge=1)
     """passes over an iteration's rollout"""
     target_kl: float | None = Field(None, gt=0)
-    """approx_kl of an optimizer step above which the other steps of the iteration are skipped"""
+    """approx_kl of an optimizer step above which the other steps of the iteration are skipped; needs three steps or more
+    in an iteration, because the first one has an approx_kl of 0"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the policy's entropy, nats per token, which the actor also maximises"""
     vf_coef: float = Field(0.1, ge=0)
@@ -269,6 +271,16 @@ class Step3Config(
     @classmethod
     def _as_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _target_kl_can_leave_out_steps(self) -> Self:
+        if self.target_kl is not None and self.num_ppo_epochs * self.num_mini_batches < 3:
+            raise ValueError(
+                f"target_kl {self.target_kl:g}: expected three optimizer steps or more in an iteration (num_ppo_epochs "
+                f"{self.num_ppo_epochs} x num_mini_batches {self.num_mini_batches}): the first has an approx_kl of 0, "
+                "and after the second there is nothing to skip"
+            )
+        return self
 
     @model_validator(mode="after")
     def _without_rescoring_the_policy_is_the_sampler(self) -> Self:

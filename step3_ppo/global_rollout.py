@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf.distributed import collectives
+from rlhf.errors import UserError
 from rlhf.types import Credit, ScoredRollout, TensorRecord
 
 
@@ -34,11 +35,18 @@ def gather(credited: CreditedRollout, indices: list[int], group: int) -> tuple[C
     """The rollout of all ranks with its credit, and the indices of its prompts, in the order of one process.
 
     Prompts are dealt to the ranks one by one (`data.batches.Batches`); `group` neighbouring rows are the responses to
-    one prompt. Every rank has equally many rows, and all ranks call this together.
+    one prompt. All ranks call this together.
+    Raises: UserError, on every rank, if an algorithm has selected no rows, or not equally many on each.
     """
-    if collectives.data_world_size() == 1:
-        return credited, indices
     shares, indices_of_ranks = zip(*collectives.gather_shares((credited, indices)), strict=True)
+    counts = [len(share) for share in shares]
+    if counts != [max(counts[0], 1)] * len(counts):
+        raise UserError(
+            f"select: the algorithm chose {', '.join(map(str, counts))} responses on ranks 0 to {len(counts) - 1}; "
+            "expected as many on every rank, and at least one"
+        )
+    if len(shares) == 1:
+        return credited, indices
     prompt = max(share.rollout.prompt_ids.shape[1] for share in shares)
     response = max(share.rollout.response_ids.shape[1] for share in shares)
     order = torch.arange(len(shares) * len(credited)).view(len(shares), -1, group).transpose(0, 1).flatten()

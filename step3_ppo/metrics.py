@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf.distributed import collectives
 from rlhf.maths import ops
 from rlhf.types import Credit, Metrics, ScoredRollout
+from step3_ppo.config import ScoreOptions
 
 ID_BASE = 1 << 31
 """Token ids are below this, so that two of them make one int64."""
@@ -22,13 +23,11 @@ ID_BASE = 1 << 31
 def rollout_metrics(
     rollout: ScoredRollout,
     by_source: Mapping[str, Tensor] | None = None,
-    score_clip: float | None = None,
     disagreement: Tensor | None = None,
 ) -> Metrics:
     """Numbers of a scored rollout, means over the responses of all ranks. KL in nats per response.
 
     by_source: scores [B] of each source by its name, the same names on every rank; `score_NAME` and `score_NAME_std`.
-    score_clip: the scores were clipped to +- this; `score_at_clip` is then the share of scores at that limit.
     disagreement: standard deviation over the members of an ensemble [B]; its mean is `score_disagreement`.
     """
     with_std = {"score": rollout.scores, "response_length": rollout.lengths}
@@ -48,14 +47,13 @@ def rollout_metrics(
     }
     if disagreement is not None:
         columns["score_disagreement"] = disagreement
-    if score_clip is not None:
-        columns["score_at_clip"] = rollout.scores.abs() >= score_clip * (1 - 1e-6)
     totals = collectives.sum_over_ranks(torch.stack([value.double().sum().cpu() for value in columns.values()]))
     sums = dict(zip(columns, totals.tolist(), strict=True))
     rows, repeated_grams, all_grams = (sums.pop(name) for name in ("rows", "repeated", "grams"))
     means = {name: total / max(rows, 1.0) for name, total in sums.items()}
     product = means.pop("score x length")
     variances = {name: _variance(means[name], means.pop(f"{name} squared")) for name in with_std}
+    means["sampling_mismatch"] = sums["sampling_mismatch"] / max(sums["response_length"], 1.0)
     covariance = product - means["score"] * means["response_length"]
     return {
         **means,
@@ -77,8 +75,21 @@ def _kl(rollout: ScoredRollout) -> dict[str, Tensor]:
     return {
         "kl": ops.kl_estimate(old, ref, "k1").sum(1),
         "kl_k3": ops.kl_estimate(old, ref, "k3").sum(1),
-        "sampling_mismatch": (sampled - old).abs().sum(1) / rollout.lengths.clamp(min=1),
+        "sampling_mismatch": (sampled - old).abs().sum(1),
     }
+
+
+def shaped_metrics(scores: Tensor, options: ScoreOptions) -> Metrics:
+    """Of the scores [B] that the algorithm gets, where the options change them: `shaped_score`, its standard deviation,
+    and with `score_clip` the share of scores at that limit, `score_at_clip`. Means over the responses of all ranks."""
+    clip = options.score_clip
+    if clip is None and not (options.reference_responses or options.use_score_scaling):
+        return {}
+    at_clip = scores.abs() >= (math.inf if clip is None else clip * (1 - 1e-6))
+    columns = torch.stack([torch.ones_like(scores), scores, scores.square(), at_clip]).double()
+    rows, total, squares, clipped = collectives.sum_over_ranks(columns.sum(1)).tolist()
+    metrics = {"shaped_score": total / rows, "shaped_score_std": math.sqrt(_variance(total / rows, squares / rows))}
+    return metrics if clip is None else metrics | {"score_at_clip": clipped / rows}
 
 
 def credit_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:

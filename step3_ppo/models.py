@@ -23,7 +23,7 @@ from step3_ppo import algorithms
 from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import POLICY, SHARED, Step3Config
 from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
-from step3_ppo.kl import KLController, KLPenaltyOptions
+from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.plan import reward_model_paths
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
@@ -99,7 +99,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequen
         critic,
         scorer,
         algorithm,
-        KLController(config if isinstance(config, KLPenaltyOptions) else None),
+        KLController(config if isinstance(config, KLOptions) else None),
         open_backend(config, tokenizer.eos_token_id, tokenizer.pad_token_id),
         ScoreScaling(config),
         None if ptx_rows is None else Ptx(ptx_rows, config, config.seed, tokenizer.pad_token_id),

@@ -49,7 +49,7 @@ from step3_ppo.heldout import (
     write_samples,
 )
 from step3_ppo.inputs import check, content, input_paths, inputs, open_backend, ptx_content, with_inputs
-from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, speed
+from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, shaped_metrics, speed
 from step3_ppo.models import Models, set_up
 from step3_ppo.plan import workload
 from step3_ppo.rollout import (
@@ -77,25 +77,26 @@ def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, co
         sampled = sample(models, prompts, indices, config, iteration)
         clock.lap("generate")
         rollout = score(sampled, models.actor, models.critic, models.scorer)
+        relative = rollout
         if config.reference_responses:
-            rollout = relative_to_reference(rollout, models, prompts, indices, config)
+            relative = relative_to_reference(rollout, models, prompts, indices, config)
         clock.lap("score")
         source_scores = scores_by_source(models.scorer, rollout)
-        if _must_skip(rollout, source_scores, indices, iteration, schedule.tolerance):
+        if _must_skip(relative, source_scores, indices, iteration, schedule.tolerance):
             yield {"skipped_iteration": 1.0}
             continue
-        scaled = replace(rollout, scores=models.scaling(rollout.scores))
+        shaped = replace(relative, scores=models.scaling(relative.scores))
         models.algorithm.kl_coef = models.kl.coef
         models.algorithm.pretrains_critic = iteration < config.critic_warmup_iterations
-        credit = models.algorithm.credit(scaled)
-        updated = learn(models, CreditedRollout(scaled, credit), indices, config, iteration)
+        credit = models.algorithm.credit(shaped)
+        updated = learn(models, CreditedRollout(shaped, credit), indices, config, iteration)
         clock.lap("update")
         if config.export_rollouts and collectives.is_share_leader():
             samples = rewards.as_samples(rollout, models.scorer.tokenizer)
             write_rollout(rollouts_file(config), iteration + 1, rollout, models.scorer.sources.names, samples)
         disagreement = models.scorer.sources.disagreement(rollout.source_scores)
-        metrics = rollout_metrics(scaled, source_scores, config.score_clip, disagreement)
-        metrics |= credit_metrics(scaled, credit)
+        metrics = rollout_metrics(rollout, source_scores, disagreement) | shaped_metrics(shaped.scores, config)
+        metrics |= credit_metrics(shaped, credit)
         if not config.rescore:
             del metrics["sampling_mismatch"]  # the update measures it
         metrics["kl_coef"] = models.kl.coef
@@ -198,7 +199,7 @@ def evaluate(
     )
     sampled = sample(models, evaluation, rows, config, number=HELD_OUT)
     with random_sources.apart(config.seed):
-        rollout = score(sampled, models.actor, None, replace(models.scorer, missing_eos_penalty=None, rescore=False))
+        rollout = score(sampled, models.actor, None, replace(models.scorer, rescore=False))
         return gather_evaluation(rollout, judge, models.scorer.tokenizer, scores_by_source(models.scorer, rollout))
 
 

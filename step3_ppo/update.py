@@ -94,6 +94,7 @@ def update(
 ) -> Metrics:
     """`num_ppo_epochs` passes over the rollout, each in `num_mini_batches` optimizer steps; fewer beyond `target_kl`.
 
+    The learning rate after it is the same whether steps were left out or not.
     `credited`: the rollout of all ranks, the same on every rank (`global_rollout.gather`), on the CPU. Minibatches are
     drawn from it, and each is dealt to the ranks. `indices`: of its prompts in the data, for messages.
     Returns metrics averaged over the steps that were applied, the number of steps, and `first_approx_kl`: of the first
@@ -129,6 +130,8 @@ def update(
         for name, value in metrics.items():
             history[name].append(value)
         if config.target_kl is not None and metrics.get("approx_kl", 0.0) > config.target_kl:
+            for engine in {actor, critic} - {None}:
+                engine.leave_out(config.num_ppo_epochs * config.num_mini_batches - steps)
             break
     return _means(history) | {"optimizer_steps": float(steps), "skipped_steps": float(skipped)}
 

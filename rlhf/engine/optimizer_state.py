@@ -94,16 +94,20 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
                 adam.state[weight] |= initial_state(weight, saved["adam_steps"])
         if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
             engine.optimizer._lazy_init_hp_params_optimizer_state()
-    schedule = engine.lr_scheduler
-    schedule.last_epoch = int(saved["schedule_steps"])
-    schedule._step_count = schedule.last_epoch + 1
-    rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    schedule._last_lr = [base * factor(schedule.last_epoch) for base, factor in rates]
-    for group, rate in zip(adam.param_groups, schedule._last_lr, strict=True):
-        group["lr"] = rate
+    set_schedule(engine, int(saved["schedule_steps"]))
     scaler = _loss_scaler(engine)
     for name in SCALE if scaler is not None else ():
         setattr(scaler, name, saved[name])
+
+
+def set_schedule(engine: Any, steps: int) -> None:
+    """Set the learning rates to those after so many optimizer steps."""
+    schedule = engine.lr_scheduler
+    schedule.last_epoch, schedule._step_count = steps, steps + 1
+    rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    schedule._last_lr = [base * factor(steps) for base, factor in rates]
+    for group, rate in zip(_adam(engine).param_groups, schedule._last_lr, strict=True):
+        group["lr"] = rate
 
 
 def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tensor]]) -> None:

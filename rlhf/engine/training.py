@@ -196,6 +196,10 @@ class Engine(Generic[M]):
         )
         return {"learning_rate": rate, "skipped": 1.0}
 
+    def leave_out(self, steps: int) -> None:
+        """Move the learning-rate schedule on by optimizer steps that are not taken."""
+        optimizer_state.set_schedule(self._engine, self._engine.lr_scheduler.last_epoch + steps)
+
     def _apply(self) -> tuple[float, bool]:
         """Apply the optimizer step. Returns the norm of the gradient before clipping, and whether the step was
         applied."""

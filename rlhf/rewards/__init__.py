@@ -18,6 +18,7 @@ from rlhf import plugins
 from rlhf.config.options import FrozenOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
+from rlhf.models.load import load_config
 from rlhf.models.scalar import ScalarModel, read_head
 from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.tokenizer import Template
@@ -76,6 +77,8 @@ class WeightedSource:
     name: str
     weight: float
     source: Source
+    offset: float = 0.0
+    """of a member of an ensemble: its mean score, which means nothing in a Bradley-Terry model"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,10 @@ class Sources:
 
     Uncertain (Coste et al. 2023, arXiv 2310.02743, equation 4): the sources are the K members of an ensemble, and
 
-        score = mean_k(w_k s_k) - uncertainty_coef * 1/K * sum_k (w_k s_k - mean)^2
+        score = mean_k(m_k) - uncertainty_coef * 1/K * sum_k (m_k - mean)^2,  m_k = w_k (s_k - offset_k)
+
+    with the mean of the held-out scores of a reward model as its offset: pairs teach it differences only, so that two
+    members which always agree may still be a constant apart.
 
     A source of weight 0 is logged, but does not change the score.
     """
@@ -109,7 +115,7 @@ class Sources:
         """(scores [B], scores [B] of each source by its name, before its weight), on the CPU; perhaps not finite."""
         by_name = {each.name: each.source(samples).cpu() for each in self.sources}
         counting = [each for each in self.sources if each.weight != 0]
-        weighted_scores = torch.stack([each.weight * by_name[each.name] for each in counting])
+        weighted_scores = torch.stack([each.weight * (by_name[each.name] - each.offset) for each in counting])
         if self.combine == "safety":
             safety, helpfulness = weighted_scores
             unsafe = by_name[counting[0].name].sigmoid() < self.safety_threshold
@@ -126,8 +132,8 @@ class Sources:
         """
         if self.combine != "uncertain":
             return None
-        weights = torch.tensor([each.weight for each in self.sources])
-        return (weights * source_scores)[:, weights != 0].std(1, correction=0)
+        weights, offsets = (torch.tensor(x) for x in zip(*((s.weight, s.offset) for s in self.sources), strict=True))
+        return (weights * (source_scores - offsets))[:, weights != 0].std(1, correction=0)
 
 
 def _dangerous(samples: Samples) -> Tensor:
@@ -216,10 +222,20 @@ def open_sources(
     specs_with_weights = [split_weight(spec) for spec in specs]
     names = _numbered([_source_name(spec) for _, spec in specs_with_weights])
     sources = [
-        WeightedSource(name, weight, open_unchecked(spec, context))
+        WeightedSource(name, weight, open_unchecked(spec, context), _offset(spec, context, combine))
         for name, (weight, spec) in zip(names, specs_with_weights, strict=True)
     ]
     return Sources(tuple(sources), combine, safety_threshold, uncertainty_coef)
+
+
+def _offset(spec: str, context: Context, combine: Combine) -> float:
+    """The mean of a reward model's held-out scores, if it is a member of an ensemble and knows it; else 0."""
+    name, _ = plugins.parse_spec(spec)
+    if combine != "uncertain" or name != "learned":
+        return 0.0
+    options = plugins.options("rlhf.rewards", spec)
+    path = resolve_model_path(options.model or context.reward_model, "model", "critic")
+    return 0.0 if options.normalize else float(getattr(load_config(path), "score_mean", None) or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +265,12 @@ def check_weights(specs: Sequence[str], combine: Combine) -> None:
     count = sum(split_weight(spec)[0] != 0 for spec in specs)
     if not count:
         raise UserError(f"reward: got {list(specs)}, expected at least one source whose weight is not 0")
+    first = next(spec for weight, spec in map(split_weight, specs) if weight != 0)
+    if combine == "safety" and plugins.parse_spec(first)[1].get("normalize"):
+        raise UserError(
+            f"reward '{first}': reward_combine safety compares the sigmoid of this score with safety_threshold, expected "
+            "no normalize, which moves and stretches it"
+        )
     if combine == "safety" and count != 2:
         raise UserError(
             f"reward_combine safety: got {count} sources, expected two: safety, then helpfulness, as in "

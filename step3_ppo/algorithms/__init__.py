@@ -30,7 +30,8 @@ class Algorithm(Protocol):
     value_loss: Callable[[Tensor, ScoredRollout, Credit, Tensor], Loss] | None = None
     """(values [B, T], rollout, credit, count) -> loss of the critic; there is a critic if there is this loss"""
     select: Callable[[ScoredRollout], Tensor] | None = None
-    """(scored rollout) -> the row numbers of this rank that are learned from; None: all rows"""
+    """(scored rollout) -> the row numbers of this rank that are learned from, as many on every rank and at least one;
+    None: all rows"""
 
     def credit(self, rollout: ScoredRollout) -> Credit:
         """Advantages and returns, [B, T] each, of a scored rollout: `scores` [B] and, each [B, T], `logprobs`,

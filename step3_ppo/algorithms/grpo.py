@@ -26,7 +26,8 @@ class Config(KLOptions, ClippedConfig):
     kl_coef: float = Field(0.04, ge=0)
     """weight of the KL to the reference in the loss (TRL's beta)"""
     kl_estimator: Literal["k2", "k3"] = "k2"
-    """per-token estimate of the KL in the loss; k2 has the gradient of the KL, k3 is the paper's"""
+    """per-token estimate of the KL in the loss; k2 has the gradient of the KL of a token given those before it, k3 is
+    the paper's"""
 
 
 class GRPO:

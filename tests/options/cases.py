@@ -153,7 +153,7 @@ STEP3: Table = {
     "response_length": [9],
     "temperature": [1.7],
     "rollout_batch_size": [2],
-    "target_kl": [alone(0.7, num_ppo_epochs=4, total_episodes=8, lr_scheduler_type="constant", warmup_ratio=0.0)],
+    "target_kl": [alone(0.13, num_ppo_epochs=4, total_episodes=16)],
     "abort_kl": [alone(1.8, abort_kl_iterations=1, total_episodes=32, num_ppo_epochs=1)],
     "abort_kl_iterations": [alone(2, abort_kl=0.6, total_episodes=32, num_ppo_epochs=1)],
     "critic_warmup_iterations": [alone(1, total_episodes=24)],

@@ -113,6 +113,7 @@ class Trainer:
         self, network: Network, o: dict[str, Any], rate: float, steps: int, rate_of_head: float | None = None
     ) -> None:
         self.network, self.o, self.rate, self.steps, self.step = network, o, rate, steps, 0
+        self.left_out = 0  # steps of the schedule that were not taken
         own = {"score.weight": rate if rate_of_head is None else rate_of_head}
         self.rates = torch.cat(
             [torch.full((shape.numel(),), own.get(name, rate)).double() for name, shape in network.shapes.items()]
@@ -148,7 +149,7 @@ class Trainer:
         network.vector = network.vector.detach().requires_grad_()
         value, metrics = loss(network)
         (gradient,) = torch.autograd.grad(value, network.vector)
-        norm, rate = gradient.norm().item(), self.rate * self.factor(self.step)
+        norm, rate = gradient.norm().item(), self.rate * self.factor(self.step + self.left_out)
         if o["max_grad_norm"]:
             gradient = gradient * min(1.0, o["max_grad_norm"] / (norm + 1e-6))
         self.step += 1
@@ -157,7 +158,7 @@ class Trainer:
         self.second = beta2 * self.second + (1 - beta2) * gradient**2
         mean, square = self.first / (1 - beta1**self.step), self.second / (1 - beta2**self.step)
         vector = network.vector.detach()
-        rates = self.rates * self.factor(self.step - 1)
+        rates = self.rates * self.factor(self.step - 1 + self.left_out)
         network.vector = vector - rates * (self.decay * vector + mean / (square.sqrt() + o["adam_epsilon"]))
         numbers = {name: metric.item() for name, metric in metrics.items()}
         return {"loss": value.item(), **numbers, "grad_norm": norm, "learning_rate": rate}

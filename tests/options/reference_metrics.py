@@ -39,14 +39,19 @@ def averaged(steps: list[Metrics]) -> Metrics:
 
 
 def rollout_metrics(
-    o: dict[str, Any], scored: Scored, pairs: list[tuple[Any, Any]], credited: tuple[list[Row], list[Row]]
+    o: dict[str, Any],
+    scored: Scored,
+    plain: Row,
+    pairs: list[tuple[Any, Any]],
+    credited: tuple[list[Row], list[Row]],
 ) -> Metrics:
+    """plain: the scores before they were changed for the algorithm"""
     gaps = [[p - q for p, q in zip(*row, strict=True)] for row in zip(scored.old, scored.ref, strict=True)]
     metrics = {
         "kl": mean([sum(row) for row in gaps]),
         "kl_k3": mean([sum(kl("k3", d) for d in row) for row in gaps]),
-        "score": mean(scored.scores),
-        "score_std": deviation(scored.scores),
+        "score": mean(plain),
+        "score_std": deviation(plain),
         "response_length": mean([len(response) for _, response in pairs]),
         "prompt_length": mean([len(prompt) for prompt, _ in pairs]),
         "ended": mean([float(response[-1] == tiny.EOS) for _, response in pairs]),
@@ -64,6 +69,8 @@ def rollout_metrics(
     if "value" in tables:
         errors = [(r - v) ** 2 for r, v in zip(returns, [x for row in scored.values for x in row], strict=True)]
         metrics["critic_error"] = mean(errors) / deviation(returns) ** 2
+    if o["score_clip"] is not None or o["use_score_scaling"] or o["reference_responses"]:
+        metrics |= {"shaped_score": mean(scored.scores), "shaped_score_std": deviation(scored.scores)}
     if o["score_clip"] is not None:
         metrics["score_at_clip"] = mean([float(abs(s) >= o["score_clip"] * (1 - 1e-6)) for s in scored.scores])
     return metrics

@@ -201,7 +201,7 @@ class Reinforcement:
         pairs = self.sampled(HELD_OUT, self.held_out, indices)
         judge = self.o["judge"]
         return {
-            "scored": self.scored(pairs, None)[0],
+            "scored": self.scored(pairs, self.o["missing_eos_penalty"])[0],
             "ended": sum(response[-1] == tiny.EOS for _, response in pairs) / len(pairs),
             "judge": None if judge is None else self.scores(judge, pairs),
         }
@@ -213,10 +213,11 @@ class Reinforcement:
         pairs = self.sampled(iteration - 1, self.prompts, indices)
         scored, sources = self.scored(pairs, o["missing_eos_penalty"])
         spread = mean([deviation(each) for each in self.members])
-        scored.scores = self.scaling(self.relative(scored.scores, indices))
+        plain = scored.scores
+        scored.scores = self.scaling(self.relative(plain, indices))
         advantages, returns = credit(self.options_at(iteration), scored, self.kl_coef)
         metrics = {f"score_{name_of(spec)}": sum(scores) / len(scores) for spec, scores in sources.items()}
-        metrics |= rollout_metrics(o, scored, pairs, (advantages, returns)) | {"kl_coef": self.kl_coef}
+        metrics |= rollout_metrics(o, scored, plain, pairs, (advantages, returns)) | {"kl_coef": self.kl_coef}
         metrics |= {"score_disagreement": spread} if o["reward_combine"] == "uncertain" else {}
         rows = list(range(len(pairs)))
         if o["algorithm"] == "best_of_n":
@@ -264,6 +265,8 @@ class Reinforcement:
                 steps.append(metrics)
                 self.approx_kls.append(metrics.get("approx_kl", 0.0))
                 if o["target_kl"] is not None and self.approx_kls[-1] > o["target_kl"]:
+                    for trainer in (self.actor, self.critic):
+                        trainer.left_out += o["num_ppo_epochs"] * o["num_mini_batches"] - len(steps)
                     return steps
         return steps
 

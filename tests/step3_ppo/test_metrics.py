@@ -25,7 +25,8 @@ from step2_reward.config import RewardConfig
 from step2_reward.stage import REWARD_MODELLING as reward
 from step3_ppo import stage as ppo_stage
 from step3_ppo.algorithms import ppo
-from step3_ppo.metrics import credit_metrics, rollout_metrics, speed
+from step3_ppo.config import ScoreOptions
+from step3_ppo.metrics import credit_metrics, rollout_metrics, shaped_metrics, speed
 from tests.support.demo import SMALL
 
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()
@@ -86,11 +87,11 @@ def credited(rollout: ScoredRollout) -> Credit:
 def all_metrics(rollout: ScoredRollout, credit: Credit) -> Metrics:
     scores = rollout.scores
     assert scores is not None
-    return rollout_metrics(rollout, {"half": scores / 2}, score_clip=3.5) | credit_metrics(rollout, credit)
+    return rollout_metrics(rollout, {"half": scores / 2}) | credit_metrics(rollout, credit)
 
 
 def test_numbers_worked_by_hand() -> None:
-    metrics = rollout_metrics(by_hand(), score_clip=4.0)
+    metrics = rollout_metrics(by_hand()) | shaped_metrics(by_hand().scores, ScoreOptions(score_clip=4.0))
     expected = {
         "score": 1.0,
         "score_std": math.sqrt((0 + 9 + 9) / 3),
@@ -104,7 +105,9 @@ def test_numbers_worked_by_hand() -> None:
         "kl": (1.5 - 1.0 + 3.0) / 3,
         # d = 0.5 three times, -1 once, 1 three times: exp(-d) - 1 + d
         "kl_k3": (3 * (math.exp(-0.5) - 0.5) + (math.e - 2) + 3 * math.exp(-1)) / 3,
-        "sampling_mismatch": 0.75 / 3,
+        "sampling_mismatch": (4 * 0.25 + 2 * 0.5) / 12,
+        "shaped_score": 1.0,
+        "shaped_score_std": math.sqrt((0 + 9 + 9) / 3),
         "score_at_clip": 1 / 3,
         "repeated_4_grams": 1 / 4,  # 5656; 9999 9999 9992
         "distinct_1": 5 / 12,

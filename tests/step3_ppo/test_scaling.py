@@ -57,8 +57,8 @@ def test_the_algorithm_sees_scores_as_they_are_scaled(options: dict[str, Any]) -
         (rollout,) = credit.call_args.args
         scaled, raw = rollout.scores, rollout.source_scores[:, 0]
         assert not torch.equal(raw, scaled) and torch.equal(scaled, ScoreScaling(game.config)(raw))
-    assert metrics["score"] == pytest.approx(scaled.double().mean().item())
-    assert metrics["score_mine"] == pytest.approx(raw.double().mean().item())
+    assert metrics["shaped_score"] == pytest.approx(scaled.double().mean().item())
+    assert metrics["score"] == metrics["score_mine"] == pytest.approx(raw.double().mean().item())
 
 
 def test_the_state_goes_through_json() -> None:
@@ -95,4 +95,4 @@ def test_a_reference_on_the_trunk_answers_alike_while_the_policy_learns() -> Non
         return by_prompt
 
     assert len(sampled) == 8 and responses(1) == responses(5) and responses(0) != responses(4)
-    assert all(0 < each["score"] < 1 for each in metrics) and all(map(len, responses(1).values()))
+    assert all(0 < each["shaped_score"] < 1 for each in metrics) and all(map(len, responses(1).values()))

@@ -126,7 +126,7 @@ def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> N
     timed = {name for name in steps[0] if name.startswith("seconds_")}
     assert timed == {f"seconds_{part}" for part in ("generate", "score", "update", "record", "iteration")}
     # The first scores over their own deviation, but for the clip.
-    assert steps[0]["score_std"] == pytest.approx(1.0, abs=0.1) and abs(steps[0]["score_learned_std"] - 1) > 0.2
+    assert steps[0]["shaped_score_std"] == pytest.approx(1.0, abs=0.1) and abs(steps[0]["score_learned_std"] - 1) > 0.2
     state = json.loads((out / "state.json").read_text(encoding="utf-8"))
     assert state["scores"]["moments"][0] == 96
     total = sum(row["score_learned"] for row in steps) * 32

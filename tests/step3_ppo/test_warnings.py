@@ -17,7 +17,8 @@ from rlhf.training.record import Recorder
 from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo import warnings
 from step3_ppo.algorithms import ppo
-from step3_ppo.metrics import credit_metrics, rollout_metrics
+from step3_ppo.config import ScoreOptions
+from step3_ppo.metrics import credit_metrics, rollout_metrics, shaped_metrics
 from step3_ppo.warnings import RULES, Limits, Watch
 
 Changes = Mapping[str, float]
@@ -270,7 +271,8 @@ def rollout(
 
 def of_rollout(sample: ScoredRollout, iterations: int = 3, score_clip: float | None = None) -> set[str]:
     advantages = (sample.scores - sample.scores.mean())[:, None] * sample.mask
-    metrics = rollout_metrics(sample, score_clip=score_clip) | credit_metrics(sample, Credit(advantages, advantages))
+    metrics = rollout_metrics(sample) | shaped_metrics(sample.scores, ScoreOptions(score_clip=score_clip))
+    metrics |= credit_metrics(sample, Credit(advantages, advantages))
     watch = Watch(Limits())
     return {notice.name for i in range(iterations) for notice in watch.check(i, metrics)}
 

@@ -23,7 +23,7 @@ from rlhf.rewards import Source, Sources, WeightedSource
 from rlhf.types import Credit, Metrics, Prompts, SampledRollout, Samples, ScoredRollout
 from step3_ppo import algorithms, stage
 from step3_ppo.global_rollout import CreditedRollout, gather
-from step3_ppo.kl import KLController, KLPenaltyOptions
+from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
@@ -171,7 +171,7 @@ def on_stage(game: Players) -> stage.Models:
         game.critic,
         game.scorer,
         game.algorithm,
-        KLController(c if isinstance(c, KLPenaltyOptions) else None),
+        KLController(c if isinstance(c, KLOptions) else None),
         backend,
         ScoreScaling(c),
         None,

@@ -164,3 +164,30 @@ def test_what_is_not_finite_is_passed_on(mine: str, tmp_path: Path) -> None:
     assert torch.isinf(huge).any()
     fine, each = open_sources(["eos", f"0*{mine}:bad"], context(tmp_path))(samples(rollout()))
     assert torch.isfinite(fine).all() and not torch.isfinite(each["mine.py:bad"]).all()
+
+
+def test_a_constant_between_members_counts_for_nothing() -> None:
+    """Two members that always agree, 10 apart, of which one has the weight 2 and half the scores."""
+    score = torch.tensor([1.0, -2.0, 4.0])
+    one = WeightedSource("one", 1.0, lambda _: score, offset=0.5)
+    other = WeightedSource("other", 2.0, lambda _: score / 2 + 10, offset=10.25)
+    sources = Sources((one, other), "uncertain", uncertainty_coef=0.5)
+    scores, each = sources(samples(rollout()))
+    assert scores.tolist() == [0.5, -2.5, 3.5] and each["other"].tolist() == [10.5, 9.0, 12.0]
+    disagreement = sources.disagreement(torch.stack(list(each.values()), dim=1))
+    assert disagreement is not None and disagreement.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_reward_model_in_an_ensemble_starts_from_its_held_out_mean(mine: str, tmp_path: Path) -> None:
+    reward_model(tmp_path, tiny.tokenizer(), score_mean=1.5, score_std=2.0)
+    specs = ["learned", "learned,normalize=true", f"{mine}:ups"]
+    cases: dict[rewards.Combine, list[float]] = {"uncertain": [1.5, 0.0, 0.0], "sum": [0.0] * 3, "min": [0.0] * 3}
+    for combine, expected in cases.items():
+        assert [each.offset for each in open_sources(specs, context(tmp_path), combine).sources] == expected
+    reward_model(tmp_path, tiny.tokenizer())
+    assert open_sources(specs[::2], context(tmp_path), "uncertain").sources[0].offset == 0.0
+
+
+def test_safety_needs_the_score_itself(mine: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected no normalize, which moves and stretches it"):
+        open_sources(["0*eos", "learned,normalize=true", f"{mine}:ups"], context(tmp_path), "safety")
