@@ -10,8 +10,11 @@ from rlhf.maths.intervals import mean_interval, pair_wins, student_t, win_rate_i
 
 
 def test_students_t_is_that_of_the_tables() -> None:
-    for freedom, expected in {2: 4.303, 3: 3.182, 5: 2.571, 9: 2.262, 30: 2.042, 10**9: 1.960}.items():
-        assert student_t(freedom) == pytest.approx(expected, rel=0.01 if freedom < 5 else 3e-4)
+    exact = {1: 12.70620474, 2: 4.30265273}
+    for freedom, expected in exact.items():
+        assert student_t(freedom) == pytest.approx(expected, rel=1e-8)
+    for freedom, expected in {3: 3.182, 5: 2.571, 9: 2.262, 30: 2.042, 10**9: 1.960}.items():
+        assert student_t(freedom) == pytest.approx(expected, rel=3e-3 if freedom < 5 else 3e-4)
 
 
 def test_students_t_is_expanded_to_the_fourth_power() -> None:
