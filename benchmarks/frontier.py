@@ -84,7 +84,7 @@ def common_kl_range(ours: Curve, other: Curve) -> tuple[float, float] | None:
 
 
 def compare(ours: Curve, other: Curve, count: int = 7) -> list[FrontierPoint]:
-    """Both at `places` KLs, evenly spaced over those that both reached; none if there are no such."""
+    """Both at `count` KLs, evenly spaced over those that both reached; none if there are no such."""
     kl_range = common_kl_range(ours, other)
     if kl_range is None:
         return []

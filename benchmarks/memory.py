@@ -237,7 +237,7 @@ def hardware() -> str:
     from benchmarks import data
 
     libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    return f"{data.hardware()}, {libraries}, glibc {os.confstr('CS_GNU_LIBC_VERSION')}"
+    return f"{data.hardware()}, {libraries}, {os.confstr('CS_GNU_LIBC_VERSION')}"
 
 
 def main() -> int:

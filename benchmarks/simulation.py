@@ -2,7 +2,7 @@
 
 Prints a table of docs/scaling.md. The seconds per token are those of benchmarks/results (SmolLM2-135M in bf16 on two
 cores). A formula gives the bytes that a device sends, over links of stated bandwidth, without overlap with computation.
- Strong scaling divides the rows of a step among devices, weak scaling gives each device its own. An
+Strong scaling divides the rows of a step among devices, weak scaling gives each device its own. An
 efficiency is the time of computation over the total time.
 """
 

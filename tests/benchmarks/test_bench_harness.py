@@ -135,6 +135,15 @@ def test_the_exponent_of_a_power_law() -> None:
     assert scaling.exponent(xs, [3 * x**1.5 for x in xs]) == pytest.approx(1.5)
 
 
+def test_results_state_the_goals_of_today() -> None:
+    known = {goal for goals_of_name in goals.GOALS.values() for goal in goals_of_name}
+    for path in outcome.RESULTS.glob("*.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        values = [*content.get("ratios", {}).values(), *content.get("shares", {}).values()]
+        stated = {(value["at_least"], value["aim"]) for value in values if value.get("at_least") is not None}
+        assert stated <= known, path.name
+
+
 @pytest.mark.parametrize(
     ("flags", "limit", "expected"),
     [
