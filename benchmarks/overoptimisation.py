@@ -80,7 +80,7 @@ class Options(CellOptions):
     """Sizes of the reward models' data, of best-of-n and of PPO."""
 
     pairs: tuple[int, ...] = Field((100, 400, 1400), min_length=1)
-    """pairs that the reward models learn from, the same number of steps: few pairs are read several times"""
+    """pairs that the reward models learn from, in about as many steps: few pairs are read several times"""
     seeds: int = Field(3, ge=2)
     """seeds 0, 1, ... of models, rows and sampling"""
     best_of: int = Field(256, ge=2)
@@ -94,7 +94,7 @@ class Options(CellOptions):
     members: int = Field(4, ge=2)
     """reward models of an ensemble"""
     epochs: int = Field(2, ge=1)
-    """passes of the reward models over the most pairs; all train for as many steps"""
+    """passes of the reward models over the most pairs; all train for about as many steps"""
     gold: str = "build/gold"
     """directory of the gold reward model, which is trained if it does not exist"""
     output_dir: str = "runs/overoptimisation"

@@ -63,7 +63,7 @@ def fit(d: np.ndarray, gain: np.ndarray, logarithmic: bool) -> Law:
     design = np.stack([d, -d * (np.log(d) if logarithmic else d)], axis=1)
     (alpha, beta), *_ = np.linalg.lstsq(design, gain, rcond=None)
     residual = gain - design @ np.array([alpha, beta])
-    return Law(logarithmic, float(alpha), float(beta), float(1 - residual.var() / gain.var()))
+    return Law(logarithmic, float(alpha), float(beta), float(1 - (residual**2).mean() / gain.var()))
 
 
 def groups(points: Sequence[Points]) -> dict[tuple[str, int], list[Points]]:

@@ -137,6 +137,15 @@ def test_a_law_is_recovered_with_its_peak(logarithmic: bool) -> None:
     assert result.peak == pytest.approx((d[gain.argmax()], gain.max()), abs=6 / 2000)
 
 
+def test_r2_counts_the_mean_of_the_residuals() -> None:
+    d = np.array([1.0, 2.0, 3.0])
+    gain = np.array([1.0, 0.0, 1.0])  # the best d (a - b d) leaves 12/19 times (1, -1, 1/3), whose mean is not 0
+    residual = 12 / 19 * np.array([1.0, -1.0, 1 / 3])
+    result = overoptimisation_report.fit(d, gain, False)
+    assert gain - result.gain(d) == pytest.approx(residual)
+    assert result.r2 == pytest.approx(1 - (residual**2).sum() / (2 / 3))
+
+
 def test_agreement_counts_pairs_of_different_true_scores() -> None:
     gold = torch.tensor([[0.0, 1.0, 0.5, 1.0], [0.0, 1.0, 2.0, 0.0]])
     proxy = torch.tensor([[3.0, 2.0, 4.0, 1.0], [1.0, 2.0, 0.0, 1.0]])  # pairs of columns 0 and 2, 1 and 3
@@ -163,7 +172,7 @@ def test_the_gold_model_labels_without_noise() -> None:
     assert [row["rejected"] for row in labelled] == ["b", "a", "b"]
 
 
-def test_reward_models_of_all_sizes_train_for_as_many_steps_and_remedies_share_the_middle_one() -> None:
+def test_reward_models_of_all_sizes_train_for_about_as_many_steps_and_remedies_share_the_middle_one() -> None:
     options = overoptimisation.Options(pairs=(100, 400, 1400), epochs=2)
     variants = overoptimisation.variants(options)
     assert list(variants.values()) == [
