@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -157,23 +158,46 @@ def demo(name: str, rate: float, options: Options) -> dict[str, float]:
     }
 
 
-def measure(name: str, options: Options, known: dict[str, Any]) -> dict[str, Any]:
-    """The costs of a method and its runs; what is `known` is not repeated. `refused` is why it has none."""
+def check_models(options: Options) -> None:
+    """Raises: UserError unless the demo's SFT and reward model are finished."""
+    for stage in ("step1_sft", "step2_reward"):
+        if not (Path(options.models) / stage / "manifest.json").is_file():
+            raise UserError(
+                f"--models {options.models}: got no {stage}/manifest.json, expected the demo's models; run "
+                "python train.py --steps 1 2, or name another directory"
+            )
+
+
+def measure(name: str, options: Options, known: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The row of a method after each of its runs; what is `known` is not repeated. `refused`: why the adapter has none.
+
+    Raises: UserError if a run fails, or if the known ones were made with other settings.
+    """
     spec = METHODS[name]
-    try:
-        row = known or {"spec": spec, **cost(spec), "runs": {}}
-        for rate in options.rates if spec else (1.0,):
-            if f"{rate:g}" not in row["runs"]:
-                row["runs"][f"{rate:g}"] = demo(name, rate, options)
-        return row
-    except UserError as error:
-        return {"spec": spec, "refused": str(error)}
+    settings = {"spec": spec, "total_episodes": options.total_episodes, "models": Path(options.models).name}
+    row = known
+    if "runs" not in known:
+        try:
+            row = {**settings, **cost(spec), "runs": {}}
+        except UserError as error:
+            yield {"spec": spec, "refused": str(error)}
+            return
+    for setting in (setting for setting, value in settings.items() if row[setting] != value):
+        raise UserError(
+            f"{options.results}: {name}: got runs with {setting} {row[setting]}, expected {settings[setting]}; "
+            "write other runs to another file with --results"
+        )
+    for rate in options.rates if spec else (1.0,):
+        if f"{rate:g}" not in row["runs"]:
+            row = {**row, "runs": {**row["runs"], f"{rate:g}": demo(name, rate, options)}}
+            yield row
 
 
 def markdown(results: dict[str, Any]) -> str:
     """One row a method; of its runs the one whose gain is surest: the lower end of its interval is highest.
 
-    The gain is that over the policy without an adapter, which virtual tokens change before the first step.
+    The gain is that over the policy without an adapter. Virtual tokens change the policy before the first step: the
+    interval of a run is that of its gain over its own start, so they have none.
     """
     base = results[ALL]
     [start] = {run["before"] for run in base["runs"].values()}
@@ -188,7 +212,8 @@ def markdown(results: dict[str, Any]) -> str:
             lines.append(f"| {name} | {spec} | | | | | {row['refused']} | |")
             continue
         best = max(row["runs"].values(), key=lambda run: run["after"] - run["ci95"])
-        gain = f"{best['after'] - start:.2f} ± {best['ci95']:.2f}"
+        interval = f" ± {best['ci95']:.2f}" if math.isclose(best["before"], start, abs_tol=1e-6) else ""
+        gain = f"{best['after'] - start:.2f}{interval}"
         lines.append(
             f"| {name} | {spec} | {row['share']:.2%} | {row['kept_mb']:.0f} | {row['seconds'] / base['seconds']:.2f} "
             f"| {best['rate']:g} | {gain} | {best['kl']:.1f} |"
@@ -201,17 +226,16 @@ def main() -> int:
     unknown = [name for name in options.methods if name not in METHODS]
     if unknown:
         raise UserError(f"--methods: got '{unknown[0]}', expected of {', '.join(METHODS)}")
+    check_models(options)
     torch.set_num_threads(1)
     path = Path(options.results)
     path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for name in options.methods:
-        if "refused" in results.get(name, {}):
-            continue
-        results[name] = measure(name, options, results.get(name, {}))
-        results = {each: results[each] for each in METHODS if each in results}
-        disk.write_json(path, results)
-        print(name, results[name], flush=True)
+        for row in measure(name, options, results.get(name, {})):
+            results = {each: {**results, name: row}[each] for each in METHODS if each in (*results, name)}
+            disk.write_json(path, results)
+            print(name, row, flush=True)
     if ALL in results:
         disk.write_text(path.with_suffix(".md"), markdown(results))
     return 0
