@@ -10,12 +10,11 @@ that is lent for half an hour leaves results behind. Models have random weights:
 | train | share of the peak in fine-tuning (MFU) |
 | demo | all stages of the demo in bf16 and fp16 |
 | tests | the tests of tensor code on the GPU |
-| peers | fine-tuning, reward model and PPO beside TRL, if it is installed |
+| peers | fine-tuning, reward model and PPO beside TRL |
 
 `--tiny` runs the same parts with tiny models on any machine: a test of this program.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -62,6 +61,13 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path, self._numbers = path, dict[str, Any]()
+        self.failed = False
+        """whether a program of the part ended with an exit code other than 0"""
+
+    def add_code(self, name: str, code: int) -> None:
+        """Record and print the exit code of a program."""
+        self.failed |= code != 0
+        self.add(**{name: code})
 
     def add(self, **numbers: Any) -> None:
         """Record and print numbers."""
@@ -155,8 +161,6 @@ def ppo(options: Options, results: Results) -> None:
 
 def train(options: Options, results: Results) -> None:
     """Steps of fine-tuning on full rows: operations of the model over the peak of the device."""
-    import torch
-
     from benchmarks.limits import product_rate
     from data.batches import Batches
     from data.build.encode import Demonstration
@@ -175,7 +179,7 @@ def train(options: Options, results: Results) -> None:
     flops = 3 * forward_flops(size, rows, tokens, tokens - 1)
     gpu = known_gpu()
     square = (256, 256, 256) if options.tiny else (8192, 8192, 8192)
-    peak = gpu.flops if gpu is not None else product_rate(square, torch.float32)
+    peak = gpu.flops if gpu is not None else product_rate(square, random_models.dtype(), random_models.device())
     results.add(peak_tflops=peak / 1e12, published=gpu is not None, tokens_of_a_step=rows * tokens)
     for compiled in (False, True):
         config = SFTConfig(batch_size=rows, micro_batch_size=micro, num_train_epochs=1000, torch_compile=compiled)
@@ -206,7 +210,8 @@ def demo(options: Options, results: Results) -> None:
         manifest = out / "step3_ppo" / "manifest.json"
         metrics = json.loads(manifest.read_text())["metrics"] if manifest.is_file() else {}
         gain = metrics.get("eval_score", 0.0) - metrics.get("eval_score_before", 0.0)
-        results.add(**{f"{dtype}_code": code, f"{dtype}_seconds": clock[0], f"{dtype}_score_gain": gain})
+        results.add_code(f"{dtype}_code", code)
+        results.add(**{f"{dtype}_seconds": clock[0], f"{dtype}_score_gain": gain})
 
 
 def tests(options: Options, results: Results) -> None:
@@ -214,17 +219,17 @@ def tests(options: Options, results: Results) -> None:
     for name in TINY_TESTS if options.tiny else TESTS:
         accelerator = "cpu" if options.tiny else "cuda"
         command = ["-m", "pytest", "-q", "-n", "0", "--maxfail", "20", f"tests/{name}"]
-        results.add(**{name: _run(command, DS_ACCELERATOR=accelerator)})
+        results.add_code(name, _run(command, DS_ACCELERATOR=accelerator))
 
 
 def peers(options: Options, results: Results) -> None:
-    """The comparisons of `make bench` that need TRL."""
-    if importlib.util.find_spec("trl") is None:
-        results.add(left_out="TRL is not installed: python -m benchmarks.peers")
-        return
+    """The comparisons of `make bench` with TRL, which each of them installs."""
     for name in BENCHMARKS:
         words = ["-m", f"benchmarks.{name}", "--output", str(Path(options.output) / f"beside-trl-{name}.json")]
-        results.add(**{name: "left out" if options.tiny else _run(words)})
+        if options.tiny:
+            results.add(**{name: "left out"})
+        else:
+            results.add_code(name, _run(words))
 
 
 PARTS: dict[str, Callable[[Options, Results], None]] = {
@@ -265,8 +270,9 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     options = options.model_copy(update={"output": str(folder)})
     if options.part is not None:
-        PARTS[options.part](options, Results(folder / f"{options.part}.json"))
-        return 0
+        results = Results(folder / f"{options.part}.json")
+        PARTS[options.part](options, results)
+        return int(results.failed)
     ends = {name: run_part(name, options) for name in options.only or PARTS}
     print("\n".join(f"{name}: {end}" for name, end in ends.items()))
     return int(any(end != "done" for end in ends.values()))

@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import Field
 
+from benchmarks import peers
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
@@ -52,7 +53,7 @@ class Options(parser.Config):
     only: tuple[str, ...] = ()
     """contenders to run; none: all"""
     output: str | None = None
-    """JSON file to write; by default benchmarks/results/NAME.json if all contenders ran"""
+    """JSON file to write; by default benchmarks/results/NAME.json, if all other options but --data are the defaults"""
 
 
 # --- the contender's side
@@ -165,15 +166,20 @@ def thread_variables(threads: int) -> dict[str, str]:
     return {**dict.fromkeys(names, str(threads)), **quiet, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
-def select_contenders(envs: Mapping[str, Mapping[str, str]], options: Options) -> dict[str, Mapping[str, str]]:
-    """The contenders of `--only`, or all; always with the machine.
+def select_contenders(versions: Mapping[str, str | None], options: Options) -> dict[str, Mapping[str, str]]:
+    """The environment variables of the contenders of `--only`, or of all; always with the machine.
 
-    Raises: UserError for an unknown name.
+    versions: name -> the release of TRL that it imports, which is installed if it is selected; None for no peer
+    Raises: UserError for an unknown name, or if TRL cannot be installed.
     """
-    unknown = [name for name in options.only if name not in envs]
+    unknown = [name for name in options.only if name not in versions]
     if unknown:
-        raise UserError(f"--only {unknown[0]}: expected some of {', '.join(map(repr, envs))}")
-    return {name: env for name, env in envs.items() if not options.only or name in (*options.only, MACHINE)}
+        raise UserError(f"--only {unknown[0]}: expected some of {', '.join(map(repr, versions))}")
+    return {
+        name: {} if version is None else peers.environment(version)
+        for name, version in versions.items()
+        if not options.only or name in (*options.only, MACHINE)
+    }
 
 
 @contextlib.contextmanager

@@ -40,7 +40,10 @@ def first_rows(options: Options, phase: str, count: int, folder: Path, **more: A
         data = _open(config, options.model, phase)
         items = len(data.train)
         if written < row_count:
-            raise UserError(f"--data {options.data}: {items} rows that fit, expected {count}; lower --rows")
+            raise UserError(
+                f"--data {options.data}: got {items} rows that fit, expected {count}; ask for fewer, or "
+                "name a larger file"
+            )
         row_count += count - items
     return config, data
 

@@ -27,27 +27,29 @@ READ_BYTES = 2**29
 
 
 def contender(settings: dict[str, Any], pipe: WorkerPipe) -> None:
-    """Measure the machine at each request, between the other contenders."""
+    """Measure the device of the other contenders at each request, between them."""
     import torch
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    memory = torch.ones(READ_BYTES // 4)
+    from rlhf.distributed.collectives import local_device
+
+    dtypes, device = {"fp32": torch.float32, "bf16": torch.bfloat16}, local_device()
+    memory = torch.ones(READ_BYTES // 4, device=device)
     pipe.ready()
     while pipe.next_request():
         start = time.perf_counter()
         values: dict[str, Any] = {"read_gb_per_s": read_rate(memory) / 1e9}
         for name, dtype in dtypes.items():
-            rates = {"x".join(map(str, shape)): product_rate(shape, dtype) / 1e9 for shape in SHAPES}
+            rates = {"x".join(map(str, shape)): product_rate(shape, dtype, device) / 1e9 for shape in SHAPES}
             values |= {f"{name}_gflops": max(rates.values()), f"{name}_by_shape": rates}
         pipe.reply(seconds=time.perf_counter() - start, **values)
 
 
-def product_rate(shape: tuple[int, int, int], dtype: Any) -> float:
+def product_rate(shape: tuple[int, int, int], dtype: Any, device: Any) -> float:
     """Floating-point operations per second of `torch.mm` in a linear layer, weights [outputs, inputs]; median."""
     import torch
 
     rows, inputs, outputs = shape
-    x, w = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    x, w = (torch.randn(count, inputs, device=device).to(dtype) for count in (rows, outputs))
     seconds = _seconds(lambda: torch.mm(x, w.t()), MEASURE_S)
     return 2 * rows * inputs * outputs / seconds
 
@@ -58,12 +60,15 @@ def read_rate(memory: Any) -> float:
 
 
 def _seconds(call: Callable[[], object], budget: float) -> float:
+    """The median of the seconds of `call`, each until the device has done its work, for about `budget` seconds."""
+    from benchmarks.random_models import timed  # imports torch, which the harness does without
+
     call()
     values: list[float] = []
     while sum(values) < budget or len(values) < 3:
-        start = time.perf_counter()
-        call()
-        values.append(time.perf_counter() - start)
+        with timed() as clock:
+            call()
+        values += clock
     return statistics.median(values)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import MACHINE, OURS, ROOT, WARM_UP, Contender, Options, Row, Rows
+from rlhf.storage import disk
 
 RESULTS = ROOT / "benchmarks" / "results"
 MAX_DROP = 0.15
@@ -169,18 +170,26 @@ def limits(rows: Rows) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], options: Options) -> None:
-    """Print the table, and write the file: results/NAME.json only if every contender ran."""
+    """Print the table, and write the file."""
     print(table(result))
-    default = None if options.only else RESULTS / f"{result['name']}.json"
-    save(result, Path(options.output) if options.output else default)
+    save(result, options)
 
 
-def save(result: dict[str, Any], output: Path | None) -> None:
-    """Write the file, unless `output` is None."""
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {output.name}")
+def save(result: dict[str, Any], options: Any) -> None:
+    """Write `--output`; without it results/NAME.json, but only for the default options, except `--data`: the file in
+    the repository must not become that of other options."""
+    changed = [name for name, value in options if name not in ("data", "output") and value != _default(options, name)]
+    if changed and not options.output:
+        print(f"not written: {', '.join(changed)} differ from the defaults; name a file with --output")
+        return
+    path = Path(options.output or RESULTS / f"{result['name']}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    disk.write_text(path, json.dumps(result, indent=1) + "\n")
+    print(f"written: {path.name}")
+
+
+def _default(options: Any, name: str) -> Any:
+    return type(options).model_fields[name].default
 
 
 def find_regressions(old: Mapping[str, Any], new: Mapping[str, Any], share: float = MAX_DROP) -> list[str]:

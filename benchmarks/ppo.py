@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -50,8 +50,8 @@ class Options(harness.Options):
     """new tokens of each response"""
     max_prompt_length: int = Field(128, ge=1)
     """maximal tokens of a prompt"""
-    dtype: str = "bf16"
-    """dtype of both sides: bf16 or fp32"""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """dtype of both sides"""
     torch_compile: bool = True
     """ours: compile the layers, before the measurement"""
     rescore: bool = True
@@ -241,7 +241,7 @@ def measure(options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = settings(options, folder)
-        envs = harness.select_contenders({OURS: {}, PEER: peers.environment(peers.PPO), MACHINE: {}}, options)
+        envs = harness.select_contenders({OURS: None, PEER: peers.PPO, MACHINE: None}, options)
         with harness.start_contenders("benchmarks.ppo", envs, config, options.threads, folder) as contenders:
             rows = harness.alternate(contenders, options.repeats)
             return outcome.results(

@@ -30,7 +30,7 @@ PEER = "TRL"
 class Options(sft.Options):
     """What to measure."""
 
-    rows: int = Field(64, ge=8, multiple_of=8)
+    rows: int = Field(64, ge=1)
     """pairs of the data set"""
     batch_size: int = Field(8, ge=1)
     """pairs of an optimizer step"""
@@ -114,7 +114,7 @@ def measure(options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         contender_settings, dataset = settings(options, folder)
-        envs = harness.select_contenders({OURS: {}, PEER: peers.environment(peers.REWARD), MACHINE: {}}, options)
+        envs = harness.select_contenders({OURS: None, PEER: peers.REWARD, MACHINE: None}, options)
         with harness.start_contenders(
             "benchmarks.reward", envs, contender_settings, options.threads, folder
         ) as contenders:

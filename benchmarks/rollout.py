@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -40,8 +40,8 @@ class Options(harness.Options):
     """new tokens of each response"""
     max_prompt_length: int = Field(128, ge=1)
     """maximal tokens of a prompt"""
-    dtype: str = "bf16"
-    """dtype of both sides: bf16 or fp32"""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """dtype of both sides"""
     torch_compile: bool = True
     """ours: compile the layers, and the decode step as one graph, before the measurement"""
 
@@ -74,6 +74,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     import torch
 
     from rlhf.config.options import SamplingOptions
+    from rlhf.distributed.collectives import local_device
     from rlhf.engine.training import keep_freed_memory
     from rlhf.generation import loop
     from rlhf.maths.uniforms import uniforms
@@ -84,7 +85,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     pipe.mark_baseline()
     tokenizer = inputs.tokenizer(settings["model"])
     dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
-    lm = load_causal_lm(settings["model"], dtype, len(tokenizer))
+    lm = load_causal_lm(settings["model"], dtype, len(tokenizer)).to(local_device())
     if settings["torch_compile"]:
         compiling.compile_layers(lm)
         compiling.round_like_eager()
@@ -105,15 +106,17 @@ def hf(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from rlhf.distributed.collectives import local_device
+
     pipe.mark_baseline()
     dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval().to(local_device())
     pad = AutoTokenizer.from_pretrained(settings["model"]).pad_token_id
     model.generation_config.eos_token_id = None
 
     @torch.no_grad()
     def generate(rows: list[list[int]], length: int) -> int:
-        ids, mask = padded(rows, pad)
+        ids, mask = (part.to(model.device) for part in padded(rows, pad))
         sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         rollout = model.generate(ids, attention_mask=mask.long(), max_new_tokens=length, pad_token_id=pad, **sampled)
         return int(rollout.shape[0] * (rollout.shape[1] - ids.shape[1]))
@@ -179,7 +182,7 @@ def measure(options: Options) -> dict[str, Any]:
         folder = Path(name)
         contender_settings = settings(options, folder)
         prompts = contender_settings["prompts"]
-        envs = harness.select_contenders({OURS: {}, PEER: {}, MACHINE: {}}, options)
+        envs = harness.select_contenders({OURS: None, PEER: None, MACHINE: None}, options)
         with harness.start_contenders(
             "benchmarks.rollout", envs, contender_settings, options.threads, folder
         ) as contenders:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -50,8 +50,8 @@ COLLECTIVES = {
 class Options(parser.Config):
     """What to measure, and where to write it."""
 
-    parts: tuple[str, ...] = ("ranks", "growth")
-    """ranks, growth"""
+    parts: tuple[Literal["ranks", "growth"], ...] = ("ranks", "growth")
+    """what to measure"""
     width: int = Field(256, ge=64, multiple_of=64)
     """width of the hidden states of the model in `ranks`"""
     layers: int = Field(6, ge=1)
@@ -61,7 +61,7 @@ class Options(parser.Config):
     repeats: int = Field(5, ge=1)
     """steps or rollouts for each median, after a first one that does not count"""
     output: str | None = None
-    """JSON file to write; by default benchmarks/results/scaling.json if all parts ran"""
+    """JSON file to write; by default benchmarks/results/scaling.json, if all other options are the defaults"""
 
 
 def write_model(folder: Path, width: int, layers: int) -> str:
@@ -391,8 +391,7 @@ def main() -> int:
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.scaling", "How cost grows.")
     result = measure(options)
     print(table(result))
-    default = outcome.RESULTS / "scaling.json" if len(options.parts) == 2 else None
-    outcome.save(result, Path(options.output) if options.output else default)
+    outcome.save(result, options)
     return 0
 
 

@@ -17,9 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from benchmarks import harness, inputs, limits, outcome, peers
 from benchmarks.goals import Goal, goal
@@ -38,20 +38,27 @@ UNLIMITED = 10**6
 class Options(harness.Options):
     """What to measure."""
 
-    rows: int = Field(48, ge=8, multiple_of=8)
+    rows: int = Field(48, ge=1)
     """dialogues of the data set"""
     batch_size: int = Field(8, ge=1)
     """dialogues of an optimizer step"""
     micro_batch_size: int = Field(8, ge=1)
     """ours: dialogues of a forward and backward pass"""
-    dtype: str = "bf16"
-    """dtype of both sides: bf16 or fp32"""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """dtype of both sides"""
     torch_compile: bool = True
     """ours: compile the layers, before the measurement"""
     peer_compile: bool = False
     """theirs: torch_compile of transformers' Trainer"""
     lora: int | None = Field(None, ge=1)
     """rank of LoRA on all linear layers, alpha twice the rank; none: all weights are trained"""
+
+    @model_validator(mode="after")
+    def _whole_batches(self) -> Self:
+        """Our stages leave out an incomplete batch, whose rows would count."""
+        if self.rows % self.batch_size:
+            raise ValueError(f"rows {self.rows}: expected a multiple of batch_size, {self.batch_size}")
+        return self
 
 
 def stage_options(options: Options) -> dict[str, Any]:
@@ -175,6 +182,8 @@ def trl_packed(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 
 def trainer_arguments(settings: dict[str, Any], bf16: bool) -> dict[str, Any]:
     """Arguments of transformers' Trainer, for both trainers of TRL. No checkpoint, no activation checkpointing."""
+    import torch
+
     return {
         "output_dir": f"{settings['folder']}/trl",
         "per_device_train_batch_size": settings["batch_size"],
@@ -183,7 +192,7 @@ def trainer_arguments(settings: dict[str, Any], bf16: bool) -> dict[str, Any]:
         "lr_scheduler_type": "constant",
         "bf16": bf16,
         "torch_compile": settings["peer_compile"],
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),
         "dataloader_pin_memory": False,
         "gradient_checkpointing": False,
         "train_sampling_strategy": "sequential",  # so that any stretch of whole passes has every row once a pass
@@ -258,8 +267,8 @@ def measure(options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config, data = settings(options, folder)
-        trl_needs = peers.environment(peers.SFT)
-        envs = harness.select_contenders({OURS: {}, PADDED: trl_needs, PACKED: trl_needs, MACHINE: {}}, options)
+        versions = {OURS: None, PADDED: peers.SFT, PACKED: peers.SFT, MACHINE: None}
+        envs = harness.select_contenders(versions, options)
         with harness.start_contenders("benchmarks.sft", envs, config, options.threads, folder) as contenders:
             rows = harness.alternate(contenders, options.repeats)
             flop = needed_flop(options, data)

@@ -76,7 +76,7 @@ def test_a_refused_adapter_has_a_row_and_is_tried_again(argv: list[str], monkeyp
 def test_other_settings_do_not_join_the_runs(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert adapters.main() == 0
     monkeypatch.setattr("sys.argv", [*argv, "--total-episodes", "64"])
-    with pytest.raises(UserError, match="all weights: got runs with total_episodes 1280, expected 64; .* --results"):
+    with pytest.raises(UserError, match=r"all weights: got runs with total_episodes 1280, expected 64; .* --results"):
         adapters.main()
     other = Path(argv[2]).rename(Path(argv[2]).with_name("other"))
     monkeypatch.setattr("sys.argv", [*argv, "--models", str(other)])

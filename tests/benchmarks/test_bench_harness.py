@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import goals, harness, limits, outcome, scaling
+from benchmarks import goals, harness, inputs, limits, outcome, peers, random_models, reward, scaling, sft
 from benchmarks.harness import MACHINE, OURS, WARM_UP, Contender, Options
 from rlhf.errors import UserError
 
@@ -114,11 +115,64 @@ def test_paths_of_this_machine_are_not_written(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_only_known_contenders_are_chosen() -> None:
-    envs: dict[str, dict[str, str]] = {OURS: {}, "peer": {}, MACHINE: {}}
-    assert list(harness.select_contenders(envs, Options(only=("peer",)))) == ["peer", MACHINE]
-    assert list(harness.select_contenders(envs, Options())) == [OURS, "peer", MACHINE]
+    versions = {OURS: None, "peer": None, MACHINE: None}
+    assert list(harness.select_contenders(versions, Options(only=("peer",)))) == ["peer", MACHINE]
+    assert list(harness.select_contenders(versions, Options())) == [OURS, "peer", MACHINE]
     with pytest.raises(UserError, match="--only others: expected some of 'ours', 'peer', 'machine'"):
-        harness.select_contenders(envs, Options(only=("others",)))
+        harness.select_contenders(versions, Options(only=("others",)))
+
+
+def test_only_a_chosen_peer_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[str] = []
+    monkeypatch.setattr(peers, "install_trl", lambda version: installed.append(version) or Path(version))
+    versions = {OURS: None, "peer": "1.2.3", MACHINE: None}
+    assert harness.select_contenders(versions, Options(only=(OURS,))) == {OURS: {}, MACHINE: {}} and not installed
+    assert harness.select_contenders(versions, Options())["peer"]["PYTHONPATH"].startswith("1.2.3")
+
+
+def test_only_default_options_write_the_file_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(outcome, "RESULTS", tmp_path)
+    scaled = {"name": "scaling"}
+    for options in (sft.Options(rows=8), sft.Options(only=(OURS,)), scaling.Options(parts=("ranks", "ranks"))):
+        outcome.save({"name": "sft"}, options)
+        assert "not written" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    outcome.save({"name": "sft"}, sft.Options(data="elsewhere.jsonl.gz"))
+    outcome.save(scaled, scaling.Options())
+    outcome.save({"name": "sft"}, sft.Options(rows=8, output=str(tmp_path / "rows-8.json")))
+    assert {path.name for path in tmp_path.iterdir()} == {"sft.json", "scaling.json", "rows-8.json"}
+
+
+def test_the_page_has_the_commands_of_the_results() -> None:
+    page = (harness.ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for name in ("sft", "reward", "ppo", "rollout", "sft_lora", "ppo_lora"):
+        path = outcome.RESULTS / f"{name}.json"
+        command = json.loads(path.read_text(encoding="utf-8"))["command"].split(" --data ")[0]
+        assert f"\n{command} --output benchmarks/results/{name}.json\n" in page
+
+
+def test_rows_fill_whole_batches() -> None:
+    for options in (sft.Options, reward.Options):
+        assert options(rows=24, batch_size=12).rows == 24
+        with pytest.raises(ValueError, match="rows 24: expected a multiple of batch_size, 16"):
+            options(rows=24, batch_size=16)
+
+
+def test_the_data_of_a_benchmark_may_be_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").touch()
+    (tmp_path / "rows.jsonl").write_text("a row\n")
+    monkeypatch.setattr(inputs, "_open", lambda *_: SimpleNamespace(train=[0]))
+    options = Options(model=str(tmp_path), data=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(UserError, match="got 1 rows that fit, expected 2; ask for fewer, or name a larger file"):
+        inputs.first_rows(options, "ppo", 2, tmp_path)
+
+
+def test_a_limit_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(random_models, "_synchronize", lambda: events.append("done"))
+    assert limits._seconds(lambda: events.append("call"), 0.0) > 0
+    assert events == ["call", *["done", "call", "done"] * 3]
 
 
 def test_work_by_hand() -> None:

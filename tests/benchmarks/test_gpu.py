@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, sft
 from benchmarks.gpu import Options, Results
 from rlhf.errors import UserError
 
@@ -47,11 +47,30 @@ def test_parts_that_are_programs_start_them(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu, "_run", lambda words, **_: started.append(words) or 0)
     assert numbers_of("demo", folder)["fp32_code"] == 0
     assert numbers_of("tests", folder) == dict.fromkeys(gpu.TINY_TESTS, 0)
-    numbers_of("peers", folder)
+    assert numbers_of("peers", folder) == dict.fromkeys(gpu.BENCHMARKS, "left out")
     assert [words[0] for words in started] == ["train.py", "-m"]
     root = Path(gpu.__file__).parents[1]
     assert all((root / "tests" / name).exists() for name in (*gpu.TESTS, *gpu.TINY_TESTS))
     assert all((root / "benchmarks" / f"{name}.py").is_file() for name in gpu.BENCHMARKS)
+
+
+def test_a_part_whose_program_fails_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for code in (0, 3):
+        monkeypatch.setattr(gpu, "_run", lambda words, code=code, **_: code)
+        for part in ("demo", "tests"):
+            monkeypatch.setattr("sys.argv", ["gpu", "--tiny", "--output", str(tmp_path), "--part", part])
+            assert gpu.main() == int(code != 0), part
+
+
+def test_the_peers_of_a_gpu_are_measured_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(gpu, "_run", lambda words, **_: started.append(words) or 0)
+    gpu.peers(Options(output=str(tmp_path)), Results(tmp_path / "peers.json"))
+    assert [words[1] for words in started] == [f"benchmarks.{name}" for name in gpu.BENCHMARKS]
+    settings = {"folder": "f", "batch_size": 8, "peer_compile": False}
+    for available in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert sft.trainer_arguments(settings, True)["use_cpu"] is not available
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
