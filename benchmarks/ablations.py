@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from benchmarks.cells import ROOT, Cell, CellOptions, read_variants, run_grid
 from benchmarks.frontier import local_line
 from rlhf import errors
 from rlhf.config import parser
+from rlhf.errors import UserError
 from rlhf.maths.intervals import Interval, mean_interval
 
 LAST = 3
@@ -34,7 +36,7 @@ class Options(CellOptions):
 
     variants: str = str(ROOT / "benchmarks" / "variants" / "stories.yaml")
     """YAML file of the variants"""
-    kl: tuple[float, ...] = Field((1.0, 2.0, 4.0), min_length=1)
+    kl: tuple[Annotated[float, Field(gt=0)], ...] = Field((1.0, 2.0, 4.0), min_length=1)
     """KLs to the SFT model, nats per response; the picture has the last one"""
     width: float = Field(0.5, gt=0)
     """how near, as a share of the KL, an iteration must be to count much in the score at that KL"""
@@ -59,7 +61,7 @@ class Comparison:
     def verdict(self) -> str:
         """Whether the interval of the difference lies above 0, below it, or holds it."""
         if self.difference is None:
-            return "not reached"
+            return "1 seed" if self.seeds else "not reached"
         return "higher" if self.difference.low > 0 else "lower" if self.difference.high < 0 else "equal"
 
 
@@ -84,10 +86,15 @@ def compare(default: Sequence[Cell], variant: Sequence[Cell], kl: float, width: 
     return Comparison(kl, len(both), fmean(own for own, _ in both) if both else float("nan"), interval)
 
 
-def by_variant(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """The cells of each variant, in the order of the variants."""
-    names = dict.fromkeys(cell.variant for cell in cells)
-    return {name: [cell for cell in cells if cell.variant == name] for name in names}
+def by_variant(cells: Sequence[Cell], names: Sequence[str]) -> dict[str, list[Cell]]:
+    """The cells of each variant that has some, in the order of `names`.
+
+    Raises: UserError if the first, with which the others are compared, has none.
+    """
+    runs = {name: [cell for cell in cells if cell.variant == name] for name in names}
+    if not runs[names[0]]:
+        raise UserError(f"{names[0]}: got no finished run, expected one of the variant that others are compared with")
+    return {name: own for name, own in runs.items() if own}
 
 
 def table(runs: Mapping[str, Sequence[Cell]], options: Options) -> list[str]:
@@ -110,7 +117,7 @@ def _entry(comparison: Comparison, is_default: bool) -> str:
     if is_default:
         return f"{c.score:.3f} [{c.seeds}]" if c.seeds else "not reached"
     if c.difference is None:
-        return f"not reached [{c.seeds}]"
+        return c.verdict
     text = f"{c.difference.mean:+.3f} ± {c.difference.half_width:.3f} [{c.seeds}]"
     return text if c.verdict == "equal" else f"**{text}**"
 
@@ -172,9 +179,9 @@ def write_table(page: Path, rows: Sequence[str]) -> None:
     print("\n".join(rows))
 
 
-def report(cells: Sequence[Cell], options: Options) -> None:
-    """Write NAME.csv, the table of NAME.md, and NAME.svg."""
-    runs, results = by_variant(cells), Path(options.results)
+def report(cells: Sequence[Cell], names: Sequence[str], options: Options) -> None:
+    """Write NAME.csv, the table of NAME.md, and NAME.svg. names: all variants, in their order. Raises: UserError."""
+    runs, results = by_variant(cells, names), Path(options.results)
     results.mkdir(parents=True, exist_ok=True)
     write_csv(results / f"{options.name}.csv", cells, options)
     write_table(results / f"{options.name}.md", table(runs, options))
@@ -190,8 +197,8 @@ def main() -> int:
     variants = read_variants(options.variants)
     cells = run_grid(options, variants)
     if not cells:
-        raise errors.UserError(f"{options.output_dir}: no run is finished; see {options.output_dir}/logs")
-    report(cells, options)
+        raise UserError(f"{options.output_dir}: no run is finished; see {options.output_dir}/logs")
+    report(cells, [variant.name for variant in variants], options)
     return 0 if len(cells) == len(variants) * options.seeds else 1
 
 

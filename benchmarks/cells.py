@@ -135,7 +135,8 @@ def model_directories(options: CellOptions, variant: Variant, seed: int) -> tupl
 
 def cell_file(options: CellOptions, variant: Variant, seed: int) -> Path:
     """The file of a finished cell: another one for other options under the same name."""
-    digest = options.digest(*variant.words, *(word for other in variant.named for word in other.words))
+    models = (*variant.named, *variant.members)
+    digest = options.digest(*variant.words, *(word for other in models for word in other.words))
     return Path(options.output_dir).absolute() / "cells" / f"{_file_name(variant.name)}-{digest}-{seed}.json"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks import stories
 from benchmarks.cells import CellOptions, Job, resolve_chain, run_jobs
 from rlhf.errors import UserError
+from rlhf.storage import disk
 
 DATA_SEED = 1
 """of the gold model's stories and labels; the world has seed 0"""
@@ -62,7 +63,7 @@ def label(data: Sequence[str], folder: Path, path: Path) -> None:
     )
     [scored] = score_models(evaluation)
     rows = [json.loads(line) for line in Path(*data).read_text(encoding="utf-8").splitlines()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in in_order(rows, scored.scores)), encoding="utf-8")
+    disk.write_text(path, "".join(json.dumps(row) + "\n" for row in in_order(rows, scored.scores)))
 
 
 def in_order(rows: Sequence[dict[str, str]], scores: Tensor) -> list[dict[str, str]]:

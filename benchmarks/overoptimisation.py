@@ -96,7 +96,7 @@ class Options(CellOptions):
     epochs: int = Field(2, ge=1)
     """passes of the reward models over the most pairs; all train for about as many steps"""
     gold: str = "build/gold"
-    """directory of the gold reward model, which is trained if it does not exist"""
+    """directory of the gold reward models, one for each recipe and --options, trained if it does not exist"""
     output_dir: str = "runs/overoptimisation"
     """directory of models and finished parts"""
     results: str = "docs/results"
@@ -125,6 +125,11 @@ def member_variants(options: Options) -> tuple[Variant, ...]:
     return tuple(Variant(f"member {k}", (*words, "--reward.seed", f"{k}000")) for k in range(1, options.members))
 
 
+def proxy_variants(options: Options) -> tuple[Variant, ...]:
+    """All reward models: one for each size, and the members."""
+    return *reward_variants(options), *member_variants(options)
+
+
 def variants(options: Options) -> dict[Variant, tuple[str, int]]:
     """The method and the pairs of each PPO: a reward model of each size, the remedies, the ensembles."""
     ppo = f"{options.ppo} --ppo.total-episodes {options.episodes}"
@@ -143,7 +148,9 @@ def variants(options: Options) -> dict[Variant, tuple[str, int]]:
 
 
 def sample_file(options: Options, seed: int) -> Path:
-    return Path(options.output_dir).absolute() / f"best-of-{options.best_of}-{options.prompts}-{seed}.json"
+    """The scores of a seed's responses: another file for other reward models or a changed recipe."""
+    digest = options.digest(*(word for variant in proxy_variants(options) for word in variant.words))
+    return Path(options.output_dir).absolute() / f"best-of-{options.best_of}-{options.prompts}-{digest}-{seed}.json"
 
 
 def sample(options: Options, seed: int) -> None:
@@ -155,7 +162,7 @@ def sample(options: Options, seed: int) -> None:
     from rlhf.text.tokenizer import Template
 
     ppo = resolve_chain(options.words).ppo
-    proxies = {variant.name: variant for variant in (*reward_variants(options), *member_variants(options))}
+    proxies = {variant.name: variant for variant in proxy_variants(options)}
     directories = [model_directories(options, variant, seed) for variant in proxies.values()]
     policy_path = str(directories[0][0] / "model")
     prompts = [row for _, row in read_prompts(ppo.ppo_only_data_path[0])[: options.prompts]]
@@ -232,11 +239,11 @@ def ppo_points(cell: Cell, method: str, selected: Sequence[Points], pairs: int, 
 def main() -> int:
     """Exit code 1 if a run failed."""
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.overoptimisation", "Over-optimisation.")
-    gold_model.prepare(options, Path(options.gold))
-    words = shlex.join(gold_model.judge_words(Path(options.gold)))
+    gold = Path(options.gold) / options.digest()
+    gold_model.prepare(options, gold)
+    words = shlex.join(gold_model.judge_words(gold))
     options = options.model_copy(update={"options": f"{options.options} {words}"})
-    proxies = (*reward_variants(options), *member_variants(options))
-    run_models(options, [(variant, seed) for seed in range(options.seeds) for variant in proxies])
+    run_models(options, [(variant, seed) for seed in range(options.seeds) for variant in proxy_variants(options)])
     logs = Path(options.output_dir).absolute() / "logs"
     jobs = [
         Job(f"best of n, seed {seed}", partial(sample, options, seed), logs / f"sample-{seed}.log")

@@ -31,6 +31,7 @@ from pydantic import Field
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
+from rlhf.storage import disk
 
 SENTENCE_END = re.compile(r'[.!?]"?(?= |$)')
 STORIES, LABELS, RESPONSES = range(3)
@@ -185,7 +186,7 @@ def write(options: Options) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, rows in make(options).items():
         path = directory / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        disk.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{path}: {len(rows)} rows")
 
 

@@ -52,7 +52,8 @@ def test_a_kl_that_a_run_did_not_reach_is_not_extrapolated() -> None:
 def test_report(tmp_path: Path) -> None:
     options = ablations.Options(results=str(tmp_path), name="a", kl=(1.0, 2.0))
     (tmp_path / "a.md").write_text("# Page\n\n| an older table |\n|---|\n\nText.\n")
-    ablations.report([*lines("default", [0.1, 0.2, 0.3]), *lines("better", [0.3, 0.4, 0.5])], options)
+    default, better = lines("default", [0.1, 0.2, 0.3]), lines("better", [0.3, 0.4, 0.5])
+    ablations.report([*better, *default], ["default", "without a run", "better"], options)  # seed 0 of the first late
     table = (tmp_path / "a.md").read_text()
     assert "| default | 0.300 [3] | 0.500 [3] | 0.600 | 2.50 | 0.50 | 1 |" in table
     assert "| better | **+0.200 ± 0.000 [3]** | **+0.400 ± 0.000 [3]** |" in table
@@ -61,6 +62,22 @@ def test_report(tmp_path: Path) -> None:
     if (tmp_path / "a.svg").is_file():  # with matplotlib
         drawn = {text.text for text in ElementTree.parse(tmp_path / "a.svg").findall(".//{*}text")}
         assert {"default", "better"} <= drawn
+
+
+def test_the_first_variant_of_the_file_is_the_reference_or_there_is_no_report(tmp_path: Path) -> None:
+    options = ablations.Options(results=str(tmp_path), kl=(1.0,))
+    with pytest.raises(UserError, match="default: got no finished run, expected one of the variant"):
+        ablations.report(lines("better", [0.3]), ["default", "better"], options)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="greater than 0"):
+        ablations.Options(kl=(0.0,))
+
+
+def test_a_kl_that_one_seed_reached_has_no_interval() -> None:
+    runs = {"default": lines("default", [0.1, 0.2]), "one": lines("one", [0.3])}
+    runs["short"] = [cell("short", 0, [0.0, 0.5], [0.0, 0.5])]
+    table = ablations.table(runs, ablations.Options(kl=(1.0,)))
+    assert [line.split(" | ")[1] for line in table[2:]] == ["0.250 [2]", "1 seed", "not reached"]
 
 
 def test_variants_share_the_models_that_they_do_not_change(tmp_path: Path) -> None:
@@ -182,6 +199,32 @@ def test_reward_models_of_all_sizes_train_for_about_as_many_steps_and_remedies_s
     rows = [variant.words_but("sft", "ppo") for variant in variants]
     assert [int(words[1]) * int(words[3]) for words in rows[:3]] == [2800, 3200, 2800]
     assert all(each == rows[1] for each in rows[3:])
+
+
+@pytest.mark.parametrize("change", [{"epochs": 3}, {"members": 5}, {"pairs": (100, 400, 800)}, {"options": "--seed 3"}])
+def test_scores_of_other_reward_models_are_not_reused(change: dict[str, Any]) -> None:
+    options = overoptimisation.Options(pairs=(100, 400, 1400), epochs=2, members=4)
+    other = options.model_copy(update=change)
+    assert overoptimisation.sample_file(options, 0) != overoptimisation.sample_file(other, 0)
+    files = [
+        {cells.cell_file(each, v, 0) for v in overoptimisation.variants(each) if v.members} for each in (options, other)
+    ]
+    assert all(files) and not files[0] & files[1], "an ensemble's run depends on its members"
+
+
+def test_other_options_have_another_gold_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+
+    def stop(options: cells.CellOptions, folder: Path) -> None:
+        folders.append(folder)
+        raise UserError("stopped")
+
+    monkeypatch.setattr(gold_model, "prepare", stop)
+    for words in ([], ["--options=--actor-model other"]):
+        monkeypatch.setattr("sys.argv", ["overoptimisation", "--gold", str(tmp_path), *words])
+        with pytest.raises(UserError, match="stopped"):
+            overoptimisation.main()
+    assert folders[0] != folders[1] and {folder.parent for folder in folders} == {tmp_path}
 
 
 def test_members_of_an_ensemble_learn_from_the_same_pairs_with_other_seeds() -> None:
