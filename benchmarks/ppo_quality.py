@@ -28,6 +28,7 @@ from typing import Any, Literal
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
+from rlhf.storage import disk
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "configs" / "recipes" / "smollm2-135m-sentiment-cpu.yaml"
@@ -136,23 +137,38 @@ def run_ours(options: Options, seed: int) -> None:
 
 
 def run_trl(options: Options, seed: int) -> None:
-    """Run TRL, and score its rollouts with our judge. rollouts.jsonl has the columns that step 3 exports."""
-    folder = options.run_dir("trl", seed)
-    if (folder / "rollouts.jsonl").is_file():
-        print(f"trl: {folder} is there")
-        return
+    """Run TRL, and score its rollouts with our judge, unless that is finished. rollouts.jsonl has the columns that
+    step 3 exports. Raises: UserError if it is finished with other settings."""
     from benchmarks import peers, trl_judging
 
+    folder = options.run_dir("trl", seed)
     folder.mkdir(parents=True, exist_ok=True)
     ppo = ppo_options(options, seed)
     plan = trl_judging.plan(ppo)
     dtype = trl_judging.dtype(ppo) if options.trl_dtype == "auto" else options.trl_dtype
     settings = trl_settings(ppo, folder, dtype, plan)
-    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    if not (folder / "versions.json").is_file():  # the last file that TRL's half writes
+    trained, judged = ((folder / name).is_file() for name in ("versions.json", "rollouts.jsonl"))  # each written last
+    if trained or judged:
+        require_same_settings(folder, settings)
+    if judged:
+        print(f"trl: {folder} is there")
+        return
+    if not trained:
+        disk.write_text(folder / "settings.json", json.dumps(settings))
         command = [sys.executable, "benchmarks/trl_ppo.py", str((folder / "settings.json").resolve())]
         run(command, peers.environment(peers.PPO))
     trl_judging.judge(ppo, plan, folder, dtype)
+
+
+def require_same_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raises: UserError if TRL ran in `folder` with other settings."""
+    stored, own = disk.read_json(folder / "settings.json"), json.loads(json.dumps(settings))
+    changed = [name for name in own if name != "output_dir" and stored.get(name) != own[name]]
+    if changed:
+        raise UserError(
+            f"{folder}: got a finished run with other settings ({', '.join(changed)}), expected those of this call; "
+            f"name another --output-dir, or remove {folder}"
+        )
 
 
 def trl_settings(ppo: Any, folder: Path, dtype: str, plan: Any) -> dict[str, Any]:

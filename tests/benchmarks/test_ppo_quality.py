@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import frontier, ppo_quality, ppo_report
+from benchmarks import frontier, ppo_quality, ppo_report, trl_judging
 from benchmarks.frontier import Curve, FrontierPoint
 from benchmarks.trl_ppo import Recorder, batches, recording
 from rlhf.errors import UserError
@@ -133,6 +133,31 @@ def test_base_is_steps_1_and_2_of_the_recipe() -> None:
     assert " ".join(words) == (
         "train.py --config r.yaml --steps 1 2 --output-dir o/base --actor-model m --reward-model m"
     )
+
+
+@pytest.mark.parametrize("last", ["versions.json", "rollouts.jsonl"])
+def test_a_finished_run_of_trl_is_not_taken_for_one_with_other_settings(
+    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "trl-0"
+    folder.mkdir()
+    (folder / last).touch()
+    (folder / "settings.json").write_text(json.dumps({"dtype": "fp32", "prompts": [[1]], "output_dir": "before"}))
+    judged: list[Path] = []
+    monkeypatch.setattr(trl_judging, "plan", lambda ppo: None)
+    monkeypatch.setattr(trl_judging, "judge", lambda ppo, plan, path, dtype: judged.append(path))
+    monkeypatch.setattr(ppo_quality, "ppo_options", lambda options, seed: None)
+
+    def run(**settings: Any) -> None:
+        monkeypatch.setattr(ppo_quality, "trl_settings", lambda *_: {"output_dir": "now", **settings})
+        ppo_quality.run_trl(ppo_quality.Options(output_dir=str(tmp_path)), 0)
+
+    run(dtype="fp32", prompts=((1,),))
+    assert judged == [folder] * (last == "versions.json")
+    with pytest.raises(
+        UserError, match=r"other settings \(dtype, prompts\), .*another --output-dir, or remove .*trl-0"
+    ):
+        run(dtype="bf16", prompts=[[1], [2]])
 
 
 def test_a_command_gets_its_environment_and_its_failure_is_an_error() -> None:
