@@ -1,4 +1,4 @@
-"""`python -m benchmarks.memory`: the measured memory of stages against the plan. For Linux, on the CPU.
+"""`python -m benchmarks.memory`: the measured memory of step 1 against the plan. For Linux, on the CPU.
 
 A Llama-shaped model of 135 million random weights (that of SmolLM2-135M) is trained for three steps, of which the later
 have Adam's moments, under each ZeRO stage. Each process reports its peak of resident memory (VmHWM of
@@ -23,12 +23,15 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
+from rlhf import errors
 from rlhf.config import parser
+from rlhf.errors import UserError
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 ROOT = Path(__file__).parents[1]
 TARGET = 0.15
 """maximal relative error of the plan"""
+STAGE = "step1_sft"
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 49152,
@@ -55,8 +58,6 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 class Options(parser.Config):
     """What to measure, and where to write it."""
 
-    stages: tuple[Literal["step1_sft", "step3_ppo"], ...] = ("step1_sft",)
-    """which stages to run"""
     processes: tuple[int, ...] = (1, 2)
     """numbers of processes"""
     settings: tuple[int, ...] = Field(tuple(range(len(SETTINGS))), min_length=1)
@@ -67,20 +68,20 @@ class Options(parser.Config):
     """JSON file to write"""
 
 
-def measure(stage: str, setting: dict[str, Any], processes: int, malloc: str) -> dict[str, Any]:
+def measure(setting: dict[str, Any], processes: int, malloc: str) -> dict[str, Any]:
     """One run: the peak of the process with the most memory, in total and by moment, and the plan's, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        options = write_inputs(Path(folder), stage, setting)
-        run_stage(stage, Path(folder), processes, malloc)
+        options = write_inputs(Path(folder), setting)
+        run_stage(Path(folder), processes, malloc)
         marks = [json.loads((Path(folder) / f"marks-{rank}.json").read_text()) for rank in range(processes)]
-        predicted = predict(stage, options, processes)
+        predicted = predict(options, processes)
     peaks = [max(mark["peak"] for mark in each[1:]) - each[0]["now"] for each in marks]
     worst = marks[peaks.index(max(peaks))]
     moments: dict[str, int] = {}
     for mark in worst[1:]:
         moments[mark["name"]] = max(moments.get(mark["name"], 0), mark["peak"] - worst[0]["now"])
     return {
-        "stage": stage,
+        "stage": STAGE,
         "setting": setting,
         "processes": processes,
         "malloc": malloc,
@@ -92,7 +93,7 @@ def measure(stage: str, setting: dict[str, Any], processes: int, malloc: str) ->
     }
 
 
-def write_inputs(folder: Path, stage: str, setting: dict[str, Any]) -> Any:
+def write_inputs(folder: Path, setting: dict[str, Any]) -> Any:
     """The model, the rows and the config of a run in `folder`; the config."""
     demo = yaml.safe_load((ROOT / "configs/models/demo-llama.yaml").read_text(encoding="utf-8"))
     words = demo["tokenizer"]["words"]
@@ -125,11 +126,11 @@ def write_inputs(folder: Path, stage: str, setting: dict[str, Any]) -> Any:
     return SFTConfig(**options)
 
 
-def run_stage(stage: str, folder: Path, processes: int, malloc: str) -> None:
+def run_stage(folder: Path, processes: int, malloc: str) -> None:
     """Run all ranks of the stage. Each writes its marks into `folder`."""
     rendezvous = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     returning = {"MALLOC_MMAP_THRESHOLD_": "131072"} if malloc == "returning" else {}
-    command = [sys.executable, "-m", "benchmarks.memory", "--rank-of", stage, str(folder)]
+    command = [sys.executable, "-m", "benchmarks.memory", "--rank-of", str(folder)]
     ranks = []
     for rank in range(processes):
         env = os.environ | rendezvous | returning | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
@@ -137,7 +138,7 @@ def run_stage(stage: str, folder: Path, processes: int, malloc: str) -> None:
     for process in ranks:
         _, stderr = process.communicate(timeout=900)
         if process.returncode:
-            raise SystemExit(f"{stage} ended with {process.returncode}: {stderr.decode()[-2000:]}")
+            raise UserError(f"{STAGE} ended with {process.returncode}: {stderr.decode()[-2000:]}")
 
 
 def _free_port() -> int:
@@ -145,7 +146,7 @@ def _free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def predict(stage: str, options: Any, processes: int) -> dict[str, Any]:
+def predict(options: Any, processes: int) -> dict[str, Any]:
     """The plan's prediction of such a run: its peak, and that of each moment, in bytes."""
     from rlhf.plan.forecast import forecast
     from rlhf.plan.machine import describe_machine
@@ -188,10 +189,8 @@ class _PeakLog:
         return {"peak": int(lines["VmHWM"].split()[0]) * 1024, "now": int(lines["VmRSS"].split()[0]) * 1024}
 
 
-def rank(stage: str, folder: str) -> None:
-    """Run `python -m STAGE` with marks after loading a model, building an engine, and each optimizer step."""
-    import importlib
-
+def rank(folder: str) -> None:
+    """Run `python -m step1_sft` with marks after loading a model, building an engine, and each optimizer step."""
     from rlhf.engine.training import Engine
     from rlhf.models import load
 
@@ -199,8 +198,10 @@ def rank(stage: str, folder: str) -> None:
     _record_around(load, "_load", marks, "load", "baseline")
     _record_around(Engine, "__init__", marks, "start")
     _record_around(Engine, "step", marks, "train")
-    sys.argv = [f"python -m {stage}", "--config", f"{folder}/config.yaml"]
-    raise SystemExit(importlib.import_module(f"{stage}.__main__").main())
+    from step1_sft.__main__ import main as run
+
+    sys.argv = [f"python -m {STAGE}", "--config", f"{folder}/config.yaml"]
+    raise SystemExit(run())
 
 
 def _record_around(owner: Any, name: str, marks: _PeakLog, after: str, before: str | None = None) -> None:
@@ -245,12 +246,11 @@ def main() -> int:
         rank(*sys.argv[2:])
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.memory", "Memory against the plan.")
     runs = []
-    for stage in options.stages:
-        for malloc in options.malloc:
-            for number in options.settings:
-                for processes in options.processes:
-                    runs.append(measure(stage, SETTINGS[number], processes, malloc))
-                    print(table({"runs": runs[-1:]}).splitlines()[-1], flush=True)
+    for malloc in options.malloc:
+        for number in options.settings:
+            for processes in options.processes:
+                runs.append(measure(SETTINGS[number], processes, malloc))
+                print(table({"runs": runs[-1:]}).splitlines()[-1], flush=True)
     workload = {"rows": f"{BATCH} a step in micro-batches of {MICRO}, {LENGTH} tokens each", "steps": STEPS}
     results = {"date": date.today().isoformat(), "hardware": hardware(), **workload, "target": TARGET, "runs": runs}
     Path(options.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -259,4 +259,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(errors.run_as_user(main))

@@ -23,15 +23,15 @@ import time
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from benchmarks.memory import ROOT, SHAPE, hardware
+from rlhf import errors
 from rlhf.config import parser
 
 RESULTS = Path(__file__).parent / "results" / "trunk.json"
-CONTENDERS = ("full", "copies", "trunk", "one")
 ADAPTER = "lora"
 NO_TOKEN = -1
 """an id that no token has: no response ends early"""
@@ -40,8 +40,8 @@ NO_TOKEN = -1
 class Options(parser.Config):
     """What to measure, and where to write it."""
 
-    contenders: tuple[str, ...] = CONTENDERS
-    """full, copies, trunk or one"""
+    contenders: tuple[Literal["full", "copies", "trunk", "one"], ...] = ("full", "copies", "trunk", "one")
+    """which to measure"""
     iterations: int = Field(3, ge=1)
     """iterations of each; the first is not timed"""
     batch_size: int = Field(16, ge=1)
@@ -52,7 +52,7 @@ class Options(parser.Config):
     """tokens of each response"""
     max_prompt_length: int = Field(128, ge=1)
     """tokens of each prompt"""
-    dtype: str = "bf16"
+    dtype: Literal["fp32", "bf16"] = "bf16"
     """dtype of all models"""
     gradient_checkpointing: bool = False
     """recompute activations"""
@@ -245,4 +245,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(errors.run_as_user(main))

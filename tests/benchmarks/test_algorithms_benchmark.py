@@ -57,6 +57,20 @@ def test_a_finished_run_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert [words[words.index("--steps") + 1 : words.index("--seed")] for words in called] == [("3",), ("1", "2")]
 
 
+def test_an_algorithm_without_ratios_has_empty_cells(tmp_path: Path) -> None:
+    stage = finished(tmp_path)
+    rows = [{name: value for name, value in row.items() if not name.startswith("first_")} for row in ROWS]
+    (stage / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = algorithms.read("best_of_n", 0, stage)
+    assert result.starts_on_policy and len(algorithms.summary([result])) == 1
+    ppo = algorithms.read("ppo", 0, finished(tmp_path / "ppo"))
+    assert "ratio std at most 4.0e-07" in algorithms.summary([result, ppo])[-1]
+    algorithms.write([result], tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
+        [row] = csv.DictReader(file)
+    assert (row["first_ratio_std"], row["first_approx_kl"], row["gain"]) == ("", "", "0.5")
+
+
 def test_what_is_said_of_several_seeds(tmp_path: Path) -> None:
     judged = {0: 0.75, 1: 0.35, 2: 0.2}  # improves, within its interval, below the start
     results = [algorithms.read("a2c", s, finished(tmp_path / str(s), eval_judge=value)) for s, value in judged.items()]
