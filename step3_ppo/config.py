@@ -132,8 +132,8 @@ class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
     num_ppo_epochs: int = Field(4, ge=1)
     """passes over an iteration's rollout"""
     target_kl: float | None = Field(None, gt=0)
-    """approx_kl of an optimizer step above which the other steps of the iteration are skipped; needs three steps or more
-    in an iteration, because the first one has an approx_kl of 0"""
+    """approx_kl of an optimizer step above which the other steps of the iteration are skipped; needs three steps or
+    more in an iteration, because the first one has an approx_kl of 0"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the policy's entropy, nats per token, which the actor also maximises"""
     vf_coef: float = Field(0.1, ge=0)

@@ -228,8 +228,8 @@ def kl_penalty(
 
     weights w: [B, T] or [B, 1], by default 1.
     The gradient of k2 = (logprobs - ref_logprobs)^2 / 2 on samples of the policy is that of the KL of each token given
-    the tokens before it; the gradient of k3 is not (Schulman 2020; arXiv 2506.09477). The KL of whole responses, which a
-    penalty in the reward measures, also counts what a token does to the KL of those after it.
+    the tokens before it; the gradient of k3 is not (Schulman 2020; arXiv 2506.09477). The KL of whole responses, which
+    a penalty in the reward measures, also counts what a token does to the KL of those after it.
     """
     logprobs, ref_logprobs = _masked(mask, logprobs, ref_logprobs)
     kl = kl_estimate(logprobs, ref_logprobs, estimator)

@@ -268,8 +268,8 @@ def check_weights(specs: Sequence[str], combine: Combine) -> None:
     first = next(spec for weight, spec in map(split_weight, specs) if weight != 0)
     if combine == "safety" and plugins.parse_spec(first)[1].get("normalize"):
         raise UserError(
-            f"reward '{first}': reward_combine safety compares the sigmoid of this score with safety_threshold, expected "
-            "no normalize, which moves and stretches it"
+            f"reward '{first}': reward_combine safety compares the sigmoid of this score with safety_threshold, "
+            "expected no normalize, which moves and stretches it"
         )
     if combine == "safety" and count != 2:
         raise UserError(

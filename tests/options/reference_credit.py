@@ -45,8 +45,7 @@ class Scaling:
 def rewards(o: dict[str, Any], scored: Scored, kl_coef: float) -> list[Row]:
     """reward_t = -kl_coef * kl_t, and the score at the last token."""
     rows = [
-        [-kl_coef * (p - q) for p, q in zip(*pair, strict=True)]
-        for pair in zip(scored.old, scored.ref, strict=True)
+        [-kl_coef * (p - q) for p, q in zip(*pair, strict=True)] for pair in zip(scored.old, scored.ref, strict=True)
     ]
     return [[*row[:-1], row[-1] + score] for row, score in zip(rows, scored.scores, strict=True)]
 
