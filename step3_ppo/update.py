@@ -130,8 +130,9 @@ def update(
         for name, value in metrics.items():
             history[name].append(value)
         if config.target_kl is not None and metrics.get("approx_kl", 0.0) > config.target_kl:
-            for engine in {actor, critic} - {None}:
-                engine.leave_out(config.num_ppo_epochs * config.num_mini_batches - steps)
+            for engine in [actor] if joint else [actor, critic]:
+                if engine is not None:
+                    engine.leave_out(config.num_ppo_epochs * config.num_mini_batches - steps)
             break
     return _means(history) | {"optimizer_steps": float(steps), "skipped_steps": float(skipped)}
 
