@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import ppo as bench_ppo
+from benchmarks import reward as bench_reward
+from benchmarks import rollout as bench_rollout
+from benchmarks import sft as bench_sft
 from data.preview.command import PreviewConfig
 from rlhf import plugins
 from rlhf.chain import command as train
@@ -40,6 +44,10 @@ CONFIGS: dict[str, Any] = {
     "rlhf pairs": PairsConfig,
     "rlhf average": AverageConfig,
     "rlhf chat": ChatOptions,
+    "benchmarks.sft": bench_sft.Options,
+    "benchmarks.reward": bench_reward.Options,
+    "benchmarks.ppo": bench_ppo.Options,
+    "benchmarks.rollout": bench_rollout.Options,
 }
 MAINS = {"step1_sft": sft.main, "step2_reward": reward.main, "step3_ppo": ppo.main}
 
@@ -114,7 +122,7 @@ def test_a_command_is_accepted(
 @pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_named_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    ours = {"print-config", "config", "help", "help-all", "sft", "ppo"}
+    ours = {"print-config", "config", "help", "help-all", "sft", "ppo", "output"}
     ours |= {
         "local-rank",
         "deepspeed",

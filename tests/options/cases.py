@@ -214,7 +214,7 @@ TABLES: dict[str, Table] = {
     | {"sft_coef": [alone(0.6)], "length_coef": [alone(0.8)], "token_coef": [alone(0.7, micro_batch_size=2)]}
     | {"attributes": [alone(("long",)), alone(("kind", "long"))], "attribute_coef": [alone(0.7, attributes=("kind",))]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
-    | {"cliprange_value": [0.04], "dual_clip": [2.2]},
+    | {"cliprange_value": [0.04], "dual_clip": [1.05]},
     "a2c": kl(0.75) | GAE | {"whiten_advantages": [True]},
     "reinforce": kl(0.53) | CLIPPED | {"gamma": [0.4]},
     "rloo": kl(0.9) | CLIPPED | GROUPED | {"whiten_advantages": [True]},

@@ -127,8 +127,8 @@ def test_more_devices_divide_the_published_work_and_add_what_they_send() -> None
 def test_measured_runs_have_the_recorded_prediction(tmp_path: Path) -> None:
     results = json.loads(memory.RESULTS.read_text(encoding="utf-8"))
     for run in results["runs"][:2]:
-        options = memory.write_inputs(tmp_path, run["stage"], run["setting"])
-        assert memory.predict(run["stage"], options, run["processes"])["predicted"] == run["predicted"]
+        options = memory.write_inputs(tmp_path, run["setting"])
+        assert memory.predict(options, run["processes"])["predicted"] == run["predicted"]
 
 
 def test_the_table_of_one_model_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
