@@ -17,28 +17,32 @@ class KLGuard:
     """
 
     def __init__(self, limit: float | None, in_a_row: int) -> None:
-        self._limit, self._in_a_row, self._count = limit, in_a_row, 0
+        self._limit, self._in_a_row, self._count, self._kl = limit, in_a_row, 0, 0.0
 
     def guarded(self, steps: Iterable[Metrics], done: int = 0) -> Iterator[Metrics]:
-        """Yield the iterations after `done`, including the one that ends the run.
+        """Yield the iterations after `done`, including the one that ends the run. A run that has been ended stays so
+        when it resumes, unless the limit is higher by then.
 
         Raises: RunawayError, naming the iteration.
         """
+        self._require_below_limit(done)
         for iteration, metrics in enumerate(steps, start=done + 1):
-            is_over = False
             if self._limit is not None and "kl" in metrics:
-                self._count = self._count + 1 if metrics["kl"] > self._limit else 0
-                is_over = self._count >= self._in_a_row
+                self._kl = metrics["kl"]
+                self._count = self._count + 1 if self._kl > self._limit else 0
             yield metrics
-            if is_over:
-                times = f" for {self._in_a_row} iterations" if self._in_a_row > 1 else ""
-                problem = f"kl is {metrics['kl']:.4g} nats per response, above --abort-kl {self._limit:g}{times}"
-                advice = "lower --learning-rate, raise --kl-coef, or set --target-kl"
-                raise RunawayError(f"iteration {iteration}: {problem}; {advice}")
+            self._require_below_limit(iteration)
 
-    def state_dict(self) -> int:
-        """Iterations in a row above the limit."""
-        return self._count
+    def _require_below_limit(self, iteration: int) -> None:
+        if self._limit is not None and self._count >= self._in_a_row and self._kl > self._limit:
+            times = f" for {self._in_a_row} iterations" if self._in_a_row > 1 else ""
+            problem = f"kl is {self._kl:.4g} nats per response, above --abort-kl {self._limit:g}{times}"
+            advice = "lower --learning-rate, raise --kl-coef, or set --target-kl; a higher --abort-kl resumes from here"
+            raise RunawayError(f"iteration {iteration}: {problem}; {advice}")
 
-    def load_state_dict(self, state: int) -> None:
-        self._count = state
+    def state_dict(self) -> dict[str, float]:
+        """Iterations in a row above the limit, and the last KL."""
+        return {"count": self._count, "kl": self._kl}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self._count, self._kl = int(state["count"]), state["kl"]

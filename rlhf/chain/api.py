@@ -21,6 +21,7 @@ from rlhf import plugins
 from rlhf.chain.options import SECTIONS, ChainConfig
 from rlhf.chain.stages import STAGES
 from rlhf.config import Config, parser
+from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.launch.launcher import rank_environment
@@ -116,6 +117,7 @@ def _run(name: str, output_dir: Path, options: dict[str, Any], step: int) -> Res
         )
     from rlhf.storage import disk, manifests
 
+    refuse_secrets(options)
     directory = output_dir.expanduser().absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -15,10 +15,13 @@ MIN_LENGTH = 8
 """minimum number of characters of a secret; shorter values of such variables (`1`, `true`) are settings"""
 SECRET_PATTERNS = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b"
-    r"|\bBearer\s+\S{8,}|://[^/@\s:]+:[^/@\s]+@|\b(?:api[_-]?key|password|passwd|secret)=[^\s,]{4,}",
+    r"|\bglpat-[\w-]{20,}|\bxox[abprs]-[\w-]{10,}|\br8_[A-Za-z0-9]{30,}|\bAIza[\w-]{30,}"
+    r"|\bBearer\s+\S{8,}|://[^/@\s:]+:[^/@\s]+@|\b(?:api[_-]?key|password|passwd|secret)=[^\s,]{4,}"
+    r"|(?<![\w-])(?:access[_-]?)?token=[^\s,&]{4,}|[?&](?:sig|signature|x-(?:amz|goog)-\w+)=[^\s,&]{4,}",
     re.IGNORECASE,
 )
-"""Tokens of well-known services, a user name and password in an address, and plug-in options with such a name."""
+"""Tokens of well-known services, a user name and password or a signature in an address, and plug-in options with such a
+name."""
 MASK = "***"
 
 

@@ -314,6 +314,9 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
     faulty = manifests.faulty_entries(manifest, KINDS)
     if faulty:
         return {}, f"{path} has no valid {faulty}"
+    for name, size in manifest["logs"].items():
+        if Path(name).name != name or not isinstance(size, int) or size < 0:
+            return {}, f"{path} names the log {name!r}"
     for name in manifest["files"]:
         if Path(name).name != name or not name.endswith((".safetensors", ".json")):
             return {}, f"{path} names the file {name!r}"

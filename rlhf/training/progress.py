@@ -1,5 +1,8 @@
 """The status of a stage, from its files: whether it is finished, and whether its options and data have changed."""
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +51,7 @@ def stage_status(
     other = [path for path, digest in content().items() if data_then.get(path, digest) != digest]
     if other:
         raise UserError(f"{_describe(directory, finished)} other data: {', '.join(other)} changed since; {CURE}")
+    _require_same_files(directory, finished, manifest.get("user_files", {}), options, inputs)
     pending = {name for name, path in inputs.items() if manifests.planned_start(path, options.output_dir, planned)}
     other = [name for name in inputs if name in pending or digests[name] != inputs_then.get(name)]
     if other and finished:
@@ -115,6 +119,54 @@ def _require_same_options(
             f"{_describe(directory, finished)} other options "
             f"({', '.join(changes[:4])}{', ...' if len(changes) > 4 else ''}); " + _cure(finished)
         )
+
+
+def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]:
+    """A digest of each local file and model of the user that `options` name, by its path, except data and stages.
+
+    Python files and chat templates; models in `inputs` that no stage made; models of score sources (`learned,model=M`),
+    of a stage or not.
+    """
+    words = set(re.split(r"[\s\"\[\]{},:=*]+", json.dumps(options.model_dump(mode="json"), ensure_ascii=False)))
+    template = getattr(options, "chat_template", None)
+    digests = {}
+    for word in sorted(words - {"", options.output_dir} | {*inputs.values()}):
+        path = Path(word)
+        if not path.exists():
+            continue
+        if path.is_file() and (path.suffix == ".py" or word == template):
+            digests[word] = str(manifests.digest(path)["sha256"])
+        elif (path / "config.json").is_file() and (manifests.stage_of(word) is None or word not in inputs.values()):
+            digests[word] = _digest_of_model(path)
+        elif word not in inputs.values() and (digest := manifests.manifest_digest(word)) is not None:
+            digests[word] = digest
+    return digests
+
+
+def _digest_of_model(path: Path) -> str:
+    files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin", ".json")]
+    return hashlib.sha256(json.dumps([(f.name, manifests.digest(f)["sha256"]) for f in files]).encode()).hexdigest()
+
+
+def _require_same_files(
+    directory: Path, finished: bool, then: Mapping[str, str], options: RunOptions, inputs: Mapping[str, str]
+) -> None:
+    """Raises: UserError if a file or model of the user has another content; with allow_config_change a note."""
+    other = [path for path, digest in user_files(options, inputs).items() if then.get(path, digest) != digest]
+    if other and options.allow_config_change and not finished:
+        console.say(f"note: {directory} resumes with another content of {', '.join(other)}")
+    elif other:
+        files = f"another content of {', '.join(other)}, changed since"
+        raise UserError(f"{_describe(directory, finished)} {files}; {_cure(finished)}")
+
+
+def require_same_data(manifest: Mapping[str, Any], data: Mapping[str, str]) -> None:
+    """Raises: UserError if data has changed since the checkpoint of `manifest`; data that is not on this machine is
+    known only when it has been read. data: a digest of each path"""
+    then = manifest.get("data", {})
+    other = [path for path, digest in data.items() if then.get(path, digest) != digest]
+    if other:
+        raise UserError(f"the checkpoint is of a run with other data: {', '.join(other)} changed since; {CURE}")
 
 
 def _describe(directory: Path, finished: bool) -> str:

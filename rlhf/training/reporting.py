@@ -106,8 +106,12 @@ class Reporter:
 
 
 def rows_after(metrics_file: Path, done: int) -> Rows:
-    """The rows of a metrics.jsonl of steps after `done`; a line that was cut off counts as no row."""
-    return frozenset((row["kind"], row["step"]) for row in disk.json_lines(metrics_file) if row["step"] > done)
+    """The rows of a metrics.jsonl of steps after `done`; a line that was cut off or is not of a run is no row."""
+    return frozenset(
+        (row["kind"], row["step"])
+        for row in disk.json_lines(metrics_file)
+        if row.get("kind") and row.get("step", 0) > done
+    )
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:

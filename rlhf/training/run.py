@@ -68,11 +68,15 @@ class Run:
         self.options = options.model_copy(update={"overwrite": False, "allow_config_change": False})
         self.directory = Path(options.output_dir) / self.stage
         self._inputs = inputs
+        # What is loaded, not what is on the disk when a checkpoint is saved.
+        self._input_digests = {name: manifests.manifest_digest(path) for name, path in inputs.items()}
+        self._user_files = progress.user_files(options, inputs) if collectives.is_main() else {}
+        if status == "extended":
+            checkpoints.newest(self.directory)  # a finished stage stays as it is if there is nothing to extend it from
         if collectives.is_main():
             disk.remove(self.directory / manifests.MANIFEST)
             for folder in declaration.models:
                 disk.recover(self.directory / folder)
-            shutil.rmtree(self.directory / BAD_BATCH, ignore_errors=True)
             checkpoints.sweep(self.directory, everything=status not in ("interrupted", "extended"))
             disk.write_text(self.directory / manifests.RUN_CONFIG, parser.to_yaml(self.options))
         collectives.barrier()
@@ -113,6 +117,8 @@ class Run:
             "data": {s["data_path"]: s["fingerprint"] for s in data.report["sources"]}
             | data.report.get("read_too", {}),
         }
+        if self._checkpoint is not None:
+            progress.require_same_data(self._checkpoint.manifest, self.manifest["data"])
         summary = (sorted(self.manifest["data"].items()), len(data.train), len(data.evaluation))
         for rank, other_summary in enumerate(collectives.gather_objects(summary)):
             if other_summary != summary:
@@ -271,6 +277,7 @@ class Run:
                     disk.write_json(self.directory / "state.json", state)
                 for folder in {*self._declaration.models} - {*self.models}:  # of a run with other options
                     shutil.rmtree(self.directory / folder, ignore_errors=True)
+                shutil.rmtree(self.directory / BAD_BATCH, ignore_errors=True)
                 logs.sync(self.directory, self._logs)
                 self._write_manifest(metrics)
                 checkpoints.sweep(self.directory, everything=True, keep=int(self.options.keep_last_checkpoint))
@@ -293,12 +300,10 @@ class Run:
 
     def _provenance(self) -> dict[str, Any]:
         """The provenance of the result and of each checkpoint: inputs, options, library versions."""
-        inputs = self._inputs.items()
         return self.manifest | {
             "stage": self.stage,
-            "inputs": {
-                name: {"path": path, "manifest_sha256": manifests.manifest_digest(path)} for name, path in inputs
-            },
+            "inputs": {n: {"path": p, "manifest_sha256": self._input_digests[n]} for n, p in self._inputs.items()},
+            "user_files": self._user_files,
             "config": self.options.model_dump(mode="json"),
             "versions": manifests.versions(),
         }

@@ -1,5 +1,6 @@
 """Runs of a tiny policy that go wrong in earnest, what is said of them, and what ends them."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -100,17 +101,32 @@ def test_an_iteration_that_was_left_out_counts_for_nothing() -> None:
         list(KLGuard(10.0, 2).guarded(rows))
 
 
+def test_a_run_that_was_ended_stays_so_unless_the_limit_is_higher() -> None:
+    ended = KLGuard(10.0, 2)
+    with pytest.raises(RunawayError):
+        list(ended.guarded([{"kl": 11.0}, {"kl": 12.0}]))
+    for limit, iterations in ((10.0, 0), (11.5, 0), (12.0, 3)):
+        guard = KLGuard(limit, 2)
+        guard.load_state_dict(json.loads(json.dumps(ended.state_dict())))
+        after = guard.guarded([{"kl": 1.0}] * 3, done=2)
+        if iterations:
+            assert len(list(after)) == iterations
+        else:
+            with pytest.raises(RunawayError, match=f"^iteration 2: kl is 12 nats .*, above --abort-kl {limit:g} "):
+                next(after)
+
+
 def test_without_a_limit_nothing_ends() -> None:
     """Nor where the run was ended by a limit, and goes on without one."""
     for count in (0, 1):
         guard = KLGuard(None, 1)
-        guard.load_state_dict(count)
+        guard.load_state_dict({"count": count, "kl": 1e9})
         assert len(list(guard.guarded({"kl": 1e9} for _ in range(9)))) == 9
 
 
-def test_a_run_that_was_ended_goes_on_from_an_iteration_that_was_left_out() -> None:
+def test_a_run_may_resume_at_an_iteration_that_is_left_out() -> None:
     guard = KLGuard(10.0, 1)
-    guard.load_state_dict(1)
+    guard.load_state_dict({"count": 0, "kl": 1.0})
     assert len(list(guard.guarded([{"skipped_iteration": 1.0}, {"kl": 1.0}]))) == 2
 
 
