@@ -96,6 +96,12 @@ def test_values_of_python_that_a_command_line_does_not_have(calls: Calls, tmp_pa
         rlhf.sft(model="a", data_path="b", output_dir="file")
 
 
+def test_a_secret_is_refused_before_anything_is_written(calls: Calls, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--sft\.data-path: got what looks like a token or a password"):
+        rlhf.sft(model="a", data_path="https://me:pass1234@host/x.jsonl", output_dir="out")
+    assert not calls and list(tmp_path.rglob("*.yaml")) == []
+
+
 def test_a_function_in_a_directory_with_a_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a,b").mkdir()
     (tmp_path / "a,b/mine.py").write_text("def score(prompts, responses): return []")

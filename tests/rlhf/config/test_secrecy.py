@@ -23,6 +23,10 @@ HF = "hf_" + "aB3" * 10
         (["--output-dir", "runs/hf_test123"], "--output-dir"),
         (["--model", "Bearer abcdefgh1"], "--model"),
         (["--adapter", "sk-" + "a1" * 12], "--adapter"),
+        (["--adapter", "glpat-" + "a1" * 12], "--adapter"),
+        (["--data-path", "mine.py,token=abcd1234"], "--data-path"),
+        (["--data-path", "https://host/x.jsonl?a=1&X-Amz-Signature=abcd1234"], "--data-path"),
+        (["--data-path", "https://host/x.jsonl?sig=abcd1234"], "--data-path"),
     ],
 )
 def test_a_secret_is_no_option(argv: list[str], option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -39,7 +43,17 @@ def test_a_secret_is_no_option(argv: list[str], option: str, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "value",
-    ["opt-1.3b", "meta-llama/Llama-3.2-1B", "hf_model", "sk-learn", "runs/token", "x.jsonl@refs/convert/parquet", "1"],
+    [
+        "opt-1.3b",
+        "meta-llama/Llama-3.2-1B",
+        "hf_model",
+        "sk-learn",
+        "runs/token",
+        "x.jsonl@refs/convert/parquet",
+        "1",
+        "add_token=yes1",
+        "signal?a=1",
+    ],
 )
 def test_what_is_no_secret(value: str) -> None:
     specs = ["lora,r=8,target_modules=[q_proj,v_proj]", "match,pattern='#### (.+)'", "hh_rlhf:Anthropic/hh-rlhf"]

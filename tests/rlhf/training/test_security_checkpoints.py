@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import SafetensorError
@@ -107,6 +108,20 @@ def test_a_manifest_names_files_of_its_directory_only(
     with pytest.raises(UserError, match="all checkpoints there are damaged"):
         restore(stage)
     assert repr(name) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "size"), [("../../victim.bin", 1), ("metrics.jsonl", -1), ("metrics.jsonl", "1")])
+def test_a_manifest_names_logs_of_its_stage_only(
+    stage: Path, name: str, size: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder_of(stage) / manifests.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["logs"][name] = size
+    manifest["sha256"] = manifests.content_digest(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="all checkpoints there are damaged"):
+        restore(stage)
+    assert f"names the log {name!r}" in capsys.readouterr().out
 
 
 def test_a_checkpoint_holds_no_pickle(written: Path) -> None:

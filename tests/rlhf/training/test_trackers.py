@@ -182,6 +182,8 @@ def test_rows_that_were_cut_off_are_no_rows(tmp_path: Path) -> None:
     assert reporting.rows_after(path, 1) == {("eval", 2)}
     path.write_text('{"kind": "train", "step": 1}\n' + "\0" * 40 + 'l", "step": 2}\n{"kind": "train", "step": 2}\n')
     assert reporting.rows_after(path, 0) == {("train", 1), ("train", 2)}, "zeros of a power cut"
+    path.write_text('{"note": "mine"}\n{"kind": "train", "step": 2}\n')
+    assert reporting.rows_after(path, 0) == {("train", 2)}, "a line that no run wrote"
 
 
 def test_tensorboard_has_each_step_once(stage: Path) -> None:
