@@ -20,10 +20,9 @@ from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
 from rlhf.supervised import runner
 from rlhf.training import checkpoints, progress
-from rlhf.training.run import Run
 from step1_sft.config import SFTConfig
 from step3_ppo.config import STAGE
-from tests.support import killing, saving, tiny
+from tests.support import killing, saving
 from tests.support.killing import Killed, dying, left, ppo_options, require_same, run, sft_options, undisturbed
 
 SFT = Path("out/step1_sft")
@@ -301,63 +300,6 @@ def test_data_that_changed_is_refused_by_name(here: Path, monkeypatch: pytest.Mo
     own.write_text("".join(lines), encoding="utf-8")
     run(options)
     assert steps(SFT) == [1, 2, 3, 4]
-
-
-def test_files_of_the_user_that_changed_are_refused_by_name(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A chat template and a model directory that no stage made; with --allow-config-change a note, and no way around a
-    finished stage."""
-    template, model = here / "mine.jinja", here / "base"
-    text = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    template.write_text(text, encoding="utf-8")
-    model.mkdir()
-    tiny.tokenizer().save_pretrained(model)
-    tiny.causal_lm().save_pretrained(model)
-    options = sft_options(model=str(model), chat_template=str(template))
-    dying(monkeypatch, lambda: run(options), "train", 3)
-    weights = model / "config.json"
-    for file in (template, weights):
-        before = file.read_text(encoding="utf-8")
-        file.write_text(before + " ", encoding="utf-8")
-        changed = template if file is template else model
-        with pytest.raises(
-            UserError, match=rf"with another content of {changed}, changed since; .*allow-config-change"
-        ):
-            run(options)
-        file.write_text(before, encoding="utf-8")
-    template.write_text(text + " ", encoding="utf-8")
-    run(options.model_copy(update={"allow_config_change": True}))
-    assert f"resumes with another content of {template}" in capsys.readouterr().out and steps(SFT) == [1, 2, 3, 4]
-    template.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=rf"finished with another content of {template}") as caught:
-        run(options)
-    assert "--allow-config-change" not in str(caught.value)
-
-
-def test_files_in_score_sources(here: Path) -> None:
-    (here / "mine.py").write_text("def score(prompts, responses): return [0.0] * len(prompts)")
-    (here / "rm").mkdir()
-    (here / "rm/config.json").write_text("{}")
-    sources = (f"0.5*{here}/mine.py:score", f"learned,model={here}/rm,normalize=true", "length,target=3")
-    options = OPTIONS.model_copy(update={"reward": sources, "judge": "nothing.py:here"})
-    digests = progress.user_files(options, {})
-    assert {f"{here}/mine.py", f"{here}/rm"} <= set(digests)
-    (here / "rm/config.json").write_text("{ }")
-    assert {path for path, digest in progress.user_files(options, {}).items() if digests[path] != digest} == {
-        f"{here}/rm"
-    }
-
-
-def test_a_checkpoint_names_the_stage_that_was_loaded(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage that is made again while another one runs from it is not what that one started from."""
-    digests = iter(["old", "new", "newer"])
-    monkeypatch.setattr(manifests, "manifest_digest", lambda path: next(digests))
-    with tiny.one_rank():
-        stage = Run(STAGE, OPTIONS, "interrupted", {"actor_model": "out/step1_sft"})
-        entries = [stage._provenance()["inputs"]["actor_model"]["manifest_sha256"] for _ in range(2)]
-        stage.recorder.close()
-    assert entries == ["old", "old"]
 
 
 def test_another_version_of_a_library_is_said(

@@ -1,0 +1,83 @@
+"""Files, models and stages of the user that change between a run's end and the same command."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf.errors import UserError
+from rlhf.storage import manifests
+from rlhf.training import progress
+from rlhf.training.run import Run
+from step3_ppo.config import STAGE
+from tests.support import tiny
+from tests.support.killing import dying, ppo_options, run, sft_options
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path) -> Iterator[Path]:
+    """The working directory."""
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+
+
+def test_files_of_the_user_that_changed_are_refused_by_name(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A chat template and a model directory that no stage made; with --allow-config-change a note, and no way around a
+    finished stage."""
+    template, model = here / "mine.jinja", here / "base"
+    text = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    template.write_text(text, encoding="utf-8")
+    model.mkdir()
+    tiny.tokenizer().save_pretrained(model)
+    tiny.causal_lm().save_pretrained(model)
+    options = sft_options(model=str(model), chat_template=str(template))
+    dying(monkeypatch, lambda: run(options), "train", 3)
+    weights = model / "config.json"
+    for file in (template, weights):
+        before = file.read_text(encoding="utf-8")
+        file.write_text(before + " ", encoding="utf-8")
+        changed = template if file is template else model
+        with pytest.raises(
+            UserError, match=rf"with another content of {changed}, changed since; .*allow-config-change"
+        ):
+            run(options)
+        file.write_text(before, encoding="utf-8")
+    template.write_text(text + " ", encoding="utf-8")
+    run(options.model_copy(update={"allow_config_change": True}))
+    assert f"resumes with another content of {template}" in capsys.readouterr().out
+    rows = [json.loads(line) for line in Path("out/step1_sft/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
+    template.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"finished with another content of {template}") as caught:
+        run(options)
+    assert "--allow-config-change" not in str(caught.value)
+
+
+def test_files_in_score_sources(here: Path) -> None:
+    (here / "mine.py").write_text("def score(prompts, responses): return [0.0] * len(prompts)")
+    (here / "rm").mkdir()
+    (here / "rm/config.json").write_text("{}")
+    sources = (f"0.5*{here}/mine.py:score", f"learned,model={here}/rm,normalize=true", "length,target=3")
+    options = ppo_options().model_copy(update={"reward": sources, "judge": "nothing.py:here"})
+    digests = progress.user_files(options, {})
+    assert {f"{here}/mine.py", f"{here}/rm"} <= set(digests)
+    (here / "rm/config.json").write_text("{ }")
+    assert {path for path, digest in progress.user_files(options, {}).items() if digests[path] != digest} == {
+        f"{here}/rm"
+    }
+
+
+def test_a_checkpoint_names_the_stage_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is made again while another one runs from it is not what that one started from."""
+    Path("out/step3_ppo").mkdir(parents=True)
+    digests = iter(["old", "new", "newer"])
+    monkeypatch.setattr(manifests, "manifest_digest", lambda path: next(digests))
+    with tiny.one_rank():
+        stage = Run(STAGE, ppo_options(), "new", {"actor_model": "out/step1_sft"})
+        entries = [stage._provenance()["inputs"]["actor_model"]["manifest_sha256"] for _ in range(2)]
+        stage.recorder.close()
+    assert entries == ["old", "old"]
