@@ -22,6 +22,7 @@ from rlhf.types import Message, Row, Samples, ScoredRollout
 from step3_ppo import inputs
 from step3_ppo.algorithms.best_of_n import BestOfN, Config, build
 from step3_ppo.chosen import append_chosen
+from step3_ppo.global_rollout import CreditedRollout, gather
 from tests.support import tiny
 from tests.support.players import language_model, on_stage, players, twice_each
 
@@ -255,3 +256,12 @@ def test_rank_0_writes_the_rows_of_all_ranks(tmp_path: Path, monkeypatch: pytest
     rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
     written = [(row["response"], row["score"], row["iteration"]) for row in rows]
     assert written == [("a of 0", 0.0, 7), ("b of 0", 10.0, 7), ("a of 1", 1.0, 7), ("b of 1", 11.0, 7)]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_no_selected_row_is_an_error() -> None:
+    game = players("best_of_n")
+    rollout = game.score(game.sample(twice_each()))
+    credited = CreditedRollout(rollout, game.algorithm.credit(rollout))
+    with pytest.raises(UserError, match="the algorithm chose 0 responses on ranks 0 to 0; expected as many"):
+        gather(credited[torch.arange(0)], [], 1)

@@ -81,3 +81,25 @@ def test_a_checkpoint_names_the_stage_that_was_loaded(monkeypatch: pytest.Monkey
         entries = [stage._provenance()["inputs"]["actor_model"]["manifest_sha256"] for _ in range(2)]
         stage.recorder.close()
     assert entries == ["old", "old"]
+
+
+def test_a_damaged_checkpoint_leaves_a_finished_stage_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    """It cannot be extended, and is finished all the same."""
+    run(sft_options(keep_last_checkpoint=True))
+    stage = Path("out/step1_sft")
+    weights = next(stage.glob("checkpoints/*/*.safetensors"))
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    manifest = (stage / "manifest.json").read_bytes()
+    with pytest.raises(UserError, match="all checkpoints there are damaged"):
+        run(sft_options(keep_last_checkpoint=True, num_train_epochs=2))
+    assert (stage / "manifest.json").read_bytes() == manifest
+    run(sft_options(keep_last_checkpoint=True))
+    assert "already complete" in capsys.readouterr().out
+
+
+def test_data_from_elsewhere_is_compared_when_it_has_been_read() -> None:
+    manifest = {"data": {"hub/rows": "one", "gone": "x"}}
+    progress.require_same_data(manifest, {"hub/rows": "one", "new": "y"})
+    with pytest.raises(UserError, match="a run with other data: hub/rows changed since"):
+        progress.require_same_data(manifest, {"hub/rows": "two"})
