@@ -69,12 +69,18 @@ def main() -> int:
     folder = Path(chain.output_dir)
     with manifests.locked(folder):
         _require_same_labels(chain, folder)
+        earlier = {path: path.read_text("utf-8") for path in (folder / OPTIONS, folder / CHAIN) if path.is_file()}
         disk.write_text(folder / OPTIONS, parser.to_yaml(chain))
         tree = chain.model_dump(mode="json", exclude=set(RoundsOptions.model_fields))
         disk.write_text(folder / CHAIN, parser.tree_to_yaml(tree))
         for number in range(chain.rounds):
             console.say(f"round {number} of {chain.rounds}")
-            _train(chain, number)
+            try:
+                _train(chain, number)
+            except UserError:  # before a stage ran: the options are refused, and those of the rounds stay
+                for path, text in earlier.items():
+                    disk.write_text(path, text)
+                raise
             if number + 1 < chain.rounds:
                 _label(chain, number)
     for number in range(chain.rounds):

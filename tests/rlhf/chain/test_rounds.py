@@ -77,7 +77,9 @@ def test_rounds_add_their_pairs_and_go_on_where_they_were_killed(run: Any, monke
     assert tuned["actor_model"] == "runs/r/round-0/step1_sft"
     code, _, err = program("--output-dir", "runs/r", "--label", "judges.py:long")
     assert code == 2 and "--label: got ['judges.py:long'], expected ['judges.py:kind'" in err
-    assert program("--output-dir", "runs/r")[0] == 0 and len(calls) == 6  # nothing runs again
+    code, _, err = program("--output-dir", "runs/r", "--sft.learning-rate", "0.5")
+    assert code == 2 and "learning_rate was" in err
+    assert program("--output-dir", "runs/r")[0] == 0 and len(calls) == 6  # nothing runs again, nor was it forgotten
 
 
 def test_rounds_from_a_policy_and_with_other_pairs_of_the_reward_model(run: Any) -> None:
