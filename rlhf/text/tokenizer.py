@@ -54,6 +54,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if path.endswith((".yaml", ".yml")):
         return _word_tokenizer(path)
     if not Path(path).is_dir():
+        if Path(path).is_file():
+            raise UserError(f"{path}: got a file, expected a model directory, a hub id or a .yaml file")
         if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
             raise UserError(f"{path}: no such directory; expected a model directory, a hub id or a .yaml file")
         require_hub(path)

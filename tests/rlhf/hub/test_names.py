@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.errors import UserError
 from rlhf.hub import short_names
+from rlhf.text.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,10 @@ def test_every_name_means_one_place_and_every_preset_is_there() -> None:
     assert all(hub_id.count("/") == 1 and not set("{} ") & set(hub_id) for hub_id in ids)
     assert all(short_names.resolve(name) == hub_id for name, hub_id in zip(short, ids, strict=True))
     assert short_names.PRESETS and all(path.is_file() for path in short_names.PRESETS.values())
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    """Told at once, whether the hub answers or not."""
+    (tmp_path / "pairs.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"pairs\.jsonl: got a file, expected a model directory, a hub id"):
+        load_tokenizer(str(tmp_path / "pairs.jsonl"))
