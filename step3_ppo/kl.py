@@ -4,12 +4,11 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from rlhf.config import Config
 from step3_ppo.config import Step3Config
 
 
-class KLPenaltyOptions(Config):
-    """The weight of the KL to the reference."""
+class KLOptions(Step3Config):
+    """The options of an algorithm with a KL penalty: the weight of the KL to the reference."""
 
     kl_coef: float = Field(0.05, ge=0)
     """weight of the KL to the reference, in the per-token reward or (grpo) in the loss"""
@@ -18,10 +17,6 @@ class KLPenaltyOptions(Config):
     kl_horizon: int | None = Field(None, ge=1)
     """responses over which kl_coef changes by at most a fifth; above a fifth of batch_size. None: a tenth of
     total_episodes, so that kl_coef can change sevenfold in a run"""
-
-
-class KLOptions(Step3Config, KLPenaltyOptions):
-    """The options of an algorithm with a KL penalty."""
 
     @property
     def horizon(self) -> int:

@@ -47,8 +47,7 @@ def stage_status(
     changed = _changed(manifest, options, inputs_then, digests)
     longer = finished and _is_longer(directory, changed, options)
     _require_same_options(directory, finished and not longer, changed, options)
-    data_then = manifest.get("data", {})
-    other = [path for path, digest in content().items() if data_then.get(path, digest) != digest]
+    other = _differing(manifest.get("data", {}), content())
     if other:
         raise UserError(f"{_describe(directory, finished)} other data: {', '.join(other)} changed since; {CURE}")
     _require_same_files(directory, finished, manifest.get("user_files", {}), options, inputs)
@@ -129,16 +128,16 @@ def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]
     """
     words = set(re.split(r"[\s\"\[\]{},:=*]+", json.dumps(options.model_dump(mode="json"), ensure_ascii=False)))
     template = getattr(options, "chat_template", None)
-    digests = {}
-    for word in sorted(words - {"", options.output_dir} | {*inputs.values()}):
+    digests, models = {}, {*inputs.values()}
+    for word in sorted(words - {"", options.output_dir} | models):
         path = Path(word)
-        if not path.exists():
-            continue
+        if not path.exists() or (word in models and manifests.stage_of(word) is not None):
+            continue  # the manifest of that stage is compared
         if path.is_file() and (path.suffix == ".py" or word == template):
             digests[word] = str(manifests.digest(path)["sha256"])
-        elif (path / "config.json").is_file() and (manifests.stage_of(word) is None or word not in inputs.values()):
+        elif (path / "config.json").is_file():
             digests[word] = _digest_of_model(path)
-        elif word not in inputs.values() and (digest := manifests.manifest_digest(word)) is not None:
+        elif (digest := manifests.manifest_digest(word)) is not None:
             digests[word] = digest
     return digests
 
@@ -152,7 +151,7 @@ def _require_same_files(
     directory: Path, finished: bool, then: Mapping[str, str], options: RunOptions, inputs: Mapping[str, str]
 ) -> None:
     """Raises: UserError if a file or model of the user has another content; with allow_config_change a note."""
-    other = [path for path, digest in user_files(options, inputs).items() if then.get(path, digest) != digest]
+    other = _differing(then, user_files(options, inputs))
     if other and options.allow_config_change and not finished:
         console.say(f"note: {directory} resumes with another content of {', '.join(other)}")
     elif other:
@@ -163,10 +162,14 @@ def _require_same_files(
 def require_same_data(manifest: Mapping[str, Any], data: Mapping[str, str]) -> None:
     """Raises: UserError if data has changed since the checkpoint of `manifest`; data that is not on this machine is
     known only when it has been read. data: a digest of each path"""
-    then = manifest.get("data", {})
-    other = [path for path, digest in data.items() if then.get(path, digest) != digest]
+    other = _differing(manifest.get("data", {}), data)
     if other:
         raise UserError(f"the checkpoint is of a run with other data: {', '.join(other)} changed since; {CURE}")
+
+
+def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The paths whose digest has changed; one that was not known then has not."""
+    return [path for path, digest in now.items() if then.get(path, digest) != digest]
 
 
 def _describe(directory: Path, finished: bool) -> str:
