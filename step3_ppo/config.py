@@ -78,7 +78,7 @@ STAGE = Declaration(
         ),
         samples="samples.jsonl",
         distance="kl",
-        exploitation=("over_optimisation", "overfitting", "members_disagree", "judge_diverges"),
+        alarms=("over_optimisation", "overfitting", "members_disagree", "judge_diverges", "policy_collapsed"),
     ),
     cards={
         "actor": ModelWords("policy after RLHF", POLICY_CARD, "text-generation", ("actor_model",), ("rlhf",)),

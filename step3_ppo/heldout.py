@@ -69,26 +69,6 @@ def gather_evaluation(
     )
 
 
-def collapse(before: Evaluation, after: Evaluation) -> str | None:
-    """A warning if the held-out responses have lost nine tenths of their distinct token pairs; None if not."""
-    if 10 * after.distinct_2 >= before.distinct_2:
-        return None
-    return (
-        f"the policy has collapsed: its held-out responses are all alike (eval_distinct_2 was {before.distinct_2:.3g}, "
-        f"now {after.distinct_2:.3g}; eval_kl {after.kl.mean().item():.3g}); lower --learning-rate or raise --kl-coef"
-    )
-
-
-def unmoved(before: Evaluation, after: Evaluation) -> str | None:
-    """A warning if every held-out response is that of the policy before training, from the same random numbers."""
-    if before.responses != after.responses:
-        return None
-    return (
-        f"the policy has not moved: all {len(after.responses)} held-out responses are those before training; raise "
-        "--learning-rate or --total-episodes, and check the lines above for steps that were skipped"
-    )
-
-
 def nonfinite_scores(evaluation: Evaluation) -> str | None:
     """Which score is not finite for which held-out response, the same on every rank; None if all are finite."""
     e = evaluation

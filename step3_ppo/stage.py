@@ -39,12 +39,10 @@ from step3_ppo.guard import KLGuard
 from step3_ppo.heldout import (
     Evaluation,
     at_start,
-    collapse,
     compare,
     gather_evaluation,
     nonfinite_scores,
     show_samples,
-    unmoved,
     write_rollout,
     write_samples,
 )
@@ -286,9 +284,6 @@ def run(config: Step3Config) -> None:
         steps = with_evaluations(steps, evaluations, evaluate_again, best)
         stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(before, after, config.sample_rows)
-        for problem in (collapse(before, after), unmoved(before, after)):
-            if problem is not None:  # no error: the scores are real, and may be what the user asked for
-                console.say(f"warning: {problem}")
         exports: dict[str, Callable[[Path], None]] = {"actor": save_actor}
         if models.critic is not None:
             exports["critic"] = save_critic

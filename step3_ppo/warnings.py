@@ -67,6 +67,8 @@ class Limits(Config):
     """share of 4-grams that occurred earlier in the same response above this"""
     entropy: float = Field(0.2, gt=0, lt=1)
     """entropy below this many times that of the start"""
+    distinct_pairs: float = Field(0.1, gt=0, lt=1)
+    """held-out distinct pairs of tokens below this many times those before training"""
     disagreement: float = Field(2.0, gt=1)
     """disagreement of the reward models above this many times that of the start, while the score is higher"""
     over_optimisation: float = Field(0.2, ge=0)
@@ -231,6 +233,16 @@ def _judge_diverges(limits: Limits, rows: Rows) -> Numbers | None:
     return {name: row[name] for name in JUDGED if not name.endswith("_ci95")}
 
 
+def _collapsed(limits: Limits, rows: Rows) -> Numbers | None:
+    numbers = {name: rows[-1][name] for name in ("eval_distinct_2_before", "eval_distinct_2")}
+    before, now = numbers.values()
+    return numbers if now < limits.distinct_pairs * before else None
+
+
+def _unmoved(limits: Limits, rows: Rows) -> Numbers | None:
+    return {"eval_changed": 0.0} if rows[-1]["eval_changed"] == 0 else None
+
+
 def _skipped_steps(limits: Limits, rows: Rows) -> Numbers | None:
     skipped, steps = rows[-1]["skipped_steps"], rows[-1]["optimizer_steps"]
     return {"skipped_steps": skipped, "optimizer_steps": steps} if skipped >= steps > 0 else None
@@ -362,6 +374,19 @@ RULES = (
         ("eval_score", "score"),
         partial(_declined, "eval_score"),
         "the score rises on training prompts and falls on held-out ones: use more prompts or fewer --total-episodes",
+    ),
+    Rule(
+        "policy_collapsed",
+        ("eval_distinct_2_before", "eval_distinct_2"),
+        _collapsed,
+        "held-out responses are all alike: go back to an earlier checkpoint, raise --kl-coef, or lower --learning-rate",
+    ),
+    Rule(
+        "policy_unmoved",
+        ("eval_changed", "entropy"),  # a critic's warm-up, which has no entropy, leaves the policy as it is
+        _unmoved,
+        "every held-out response is the one before training: raise --learning-rate or --total-episodes, and look above "
+        "for steps that were skipped",
     ),
     Rule(
         "skipped_steps",

@@ -64,8 +64,8 @@ class ReportParts:
     """the file with held-out responses before and after: prompt, question, before, after, and columns of `results`"""
     distance: str = ""
     """the column of the samples file, `eval_DISTANCE` in metrics.jsonl, with the KL from reference to policy"""
-    exploitation: tuple[str, ...] = ()
-    """warnings that a reward rises while a held-out number falls"""
+    alarms: tuple[str, ...] = ()
+    """warnings that a higher reward may not be a better model; the verdict names them"""
     pair_scores: str = ""
     """the file with the scores of held-out pairs: lists `chosen`, `rejected`, `weight`"""
 

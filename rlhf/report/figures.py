@@ -95,12 +95,12 @@ def _line_name(metric: str, metrics: Sequence[str]) -> str:
 
 
 def frontiers(stages: Stages, declaration: Declaration) -> list[Figure]:
-    """Reward against distance from the reference, with the iterations at which a warning of exploitation began."""
+    """Reward against distance from the reference, with the iterations at which an alarm began."""
     points = MOST_POINTS // max(1, len(stages))
     figures = []
     for frontier in declaration.report.frontiers:
         series = [each for stage in stages for each in _frontier_lines(frontier, stage, len(stages) > 1)]
-        marks = tuple(mark for _, _, record in stages for mark in _exploitation(frontier, record))
+        marks = tuple(mark for _, _, record in stages for mark in _alarms(frontier, record))
         if any(len(each.points) > 1 for each in series):
             bold = any(map(is_smoothed, series))
             caption = "Thin: each iteration, in order. Bold: running mean." if bold else ""
@@ -136,9 +136,9 @@ def _frontier_lines(frontier: Frontier, stage: tuple[int, str, StageRecord], sev
             yield Series(f"{run} {name}" if several else name, points, colour if several else index, "path")
 
 
-def _exploitation(frontier: Frontier, record: StageRecord) -> Iterable[Mark]:
-    """The KL at each iteration at which a warning of exploitation began."""
-    names = record.declaration.report.exploitation
+def _alarms(frontier: Frontier, record: StageRecord) -> Iterable[Mark]:
+    """The KL at each iteration at which an alarm began."""
+    names = record.declaration.report.alarms
     distances = {row.get("step"): row for row in record.values(frontier.lines[0][0])}
     for row in record.of_kind("warning"):
         distance = number(distances.get(row.get("step"), {}), frontier.lines[0][0])

@@ -135,7 +135,11 @@ def judge(run: RunRecord) -> Verdict:
     )
     if not first.result.independent and tone == "good":
         headline = f"The policy got better by the {first.result.label} that it was trained on."
-    return Verdict(headline, tone, tuple(_evidence(stage, by_samples)), (*_cautions(stage, by_samples), *cautions))
+    alarms = _alarms(stage)
+    if alarms and tone == "good":
+        tone = "unsure"
+    cautions = (*_cautions(by_samples), *alarms, *cautions)
+    return Verdict(headline, tone, tuple(_evidence(stage, by_samples)), cautions)
 
 
 def stage_verdict(directory: Path, declaration: Declaration) -> str:
@@ -165,7 +169,17 @@ def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
     return sentences
 
 
-def _cautions(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
+def _alarms(stage: StageRecord) -> list[str]:
+    """A sentence for each warning that a higher reward may not be a better model."""
+    return [
+        f"Warning `{row['name']}` at step {row.get('step')}: {row.get('advice', '')}."
+        for row in stage.of_kind("warning")
+        if row.get("name") in stage.declaration.report.alarms
+    ]
+
+
+def _cautions(compared: Sequence[Change]) -> list[str]:
+    """What the numbers of the result say against it."""
     independent = [change for change in compared if change.result.independent]
     trained = [change for change in compared if not change.result.independent]
     cautions = []
@@ -183,9 +197,6 @@ def _cautions(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
             "The score that the policy was trained on rose, and the judge shows no gain: what the reward model has "
             "learned may not be what the judge measures. Read the samples."
         )
-    for row in stage.of_kind("warning"):
-        if row.get("name") in stage.declaration.report.exploitation:
-            cautions.append(f"Warning `{row['name']}` at step {row.get('step')}: {row.get('advice', '')}.")
     return cautions
 
 

@@ -95,6 +95,11 @@ PROVOKED: dict[str, list[Changes]] = {
         {"eval_score": -0.1, "score": 2.0},
         {"eval_score": -0.2, "score": 3.0},
     ],
+    "policy_collapsed": [
+        {"eval_distinct_2_before": 0.5, "eval_distinct_2": 0.05},
+        {"eval_distinct_2_before": 0.5, "eval_distinct_2": 0.0499},
+    ],
+    "policy_unmoved": [{"eval_changed": 0.01}, {"eval_changed": 0.0}],
     "skipped_steps": [{"skipped_steps": 8.0}],
 }
 """By warning: changes to a healthy run of which the last is the first that deserves it."""
@@ -126,6 +131,8 @@ NUMBERS: dict[str, Changes] = {
     "judge_diverges": {"eval_judge_before": 0.5, "eval_judge": 0.1, "eval_score_before": 0.0, "eval_score": 1.1},
     "members_disagree": {"score_disagreement": 0.61, "at_start": pytest.approx(0.3), "score": 1.1},
     "overfitting": {"eval_score": -0.2, "best": 0.0, "score": 3.0, "score_at_best": 0.0, "score_disagreement": 0.3},
+    "policy_collapsed": {"eval_distinct_2_before": 0.5, "eval_distinct_2": 0.0499},
+    "policy_unmoved": {"eval_changed": 0.0},
     "skipped_steps": {"skipped_steps": 8.0, "optimizer_steps": 8.0},
 }
 """What each then shows."""
@@ -151,13 +158,23 @@ def test_at_its_limit_a_number_warns_of_nothing_but_for_a_spread() -> None:
     assert names([QUIET, {"score_std": 1e-6}]) == [(2, "equal_advantages")]
 
 
+RISEN: Changes = {"eval_judge": 2.0, "eval_score": 2.0, "score": 5.0}
+CALM: dict[str, Changes] = {
+    "over_optimisation": RISEN,
+    "overfitting": RISEN,
+    "judge_diverges": {**GAINED, "eval_judge": 2.0},
+    "policy_collapsed": {"eval_distinct_2_before": 0.5, "eval_distinct_2": 0.5},
+    "policy_unmoved": {"eval_changed": 0.5},
+}
+"""Held-out numbers that end a warning; the others end without theirs."""
+
+
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_warning_is_said_once_and_again_after_it_cleared(name: str) -> None:
     provoked = PROVOKED[name]
     bad = provoked[-1]
     held_out = name in ("over_optimisation", "overfitting")
-    calm: Changes = {"eval_judge": 2.0, "eval_score": 2.0, "score": 5.0} if held_out else QUIET
-    calm = {**GAINED, "eval_judge": 2.0} if name == "judge_diverges" else calm
+    calm = CALM.get(name, QUIET)
     again = [{**bad, "score": 9.0}] * 3 if held_out else [bad] * (15 if name == "critic_worse_than_mean" else 3)
     onsets = [iteration for iteration, _ in names([*provoked, bad, bad, calm, *again])]
     assert onsets[0] == len(provoked) and len(onsets) == 2
@@ -194,6 +211,13 @@ def test_the_spread_of_the_first_ratio_counts_and_low_precision_has_its_own_limi
     assert names([{"first_ratio_std": 2e-3}]) == [(1, "first_ratio")]
     assert names([{"first_ratio_std": 2e-2}], dtype="bf16") == []
     assert names([{"first_ratio_std": 6e-2}], dtype="bf16") == [(1, "first_ratio")]
+
+
+def test_a_policy_whose_critic_learns_alone_has_not_failed_to_move() -> None:
+    warm_up = {name: value for name, value in HEALTHY.items() if name != "entropy"} | {"eval_changed": 0.0}
+    watch = Watch(Limits())
+    assert watch.check(1, warm_up) == []
+    assert [notice.name for notice in watch.check(2, HEALTHY | {"eval_changed": 0.0})] == ["policy_unmoved"]
 
 
 def test_equal_scores_are_seen_behind_a_critic_that_differs() -> None:
@@ -352,6 +376,7 @@ TOLERANT = {
     "score_length_correlation": 1.0,
     "repeated_4_grams": 1.0,
     "entropy": 0.01,
+    "distinct_pairs": 0.05,
     "disagreement": 9.0,
     "over_optimisation": 9.0,
 }
@@ -368,6 +393,7 @@ SILENCED = {
     "score_length_correlation": "score_follows_length",
     "repeated_4_grams": "repeated_ngrams",
     "entropy": "entropy_collapse",
+    "distinct_pairs": "policy_collapsed",
     "disagreement": "members_disagree",
 }
 """What it silences, where the warning has another name."""

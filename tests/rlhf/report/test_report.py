@@ -159,6 +159,16 @@ def test_the_verdict_follows_the_judge(
     assert words in " ".join((verdict.headline, *verdict.cautions))
 
 
+def test_a_collapse_makes_a_gain_unsure_and_is_said(tmp_path: Path) -> None:
+    recorded_runs.reinforcement(tmp_path / "run/step3_ppo", (1.0, 0.5))
+    warning = {"kind": "warning", "step": 6, "name": "policy_collapsed", "numbers": {}, "advice": "read samples"}
+    with (tmp_path / "run/step3_ppo/metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(warning) + "\n")
+    [run] = read_runs([str(tmp_path / "run")], DECLARATIONS)
+    verdict = judge(run)
+    assert (verdict.tone, verdict.cautions[-1]) == ("unsure", "Warning `policy_collapsed` at step 6: read samples.")
+
+
 def test_the_verdict_on_a_stage_in_words(tmp_path: Path) -> None:
     out = recorded_runs.run(tmp_path / "run", (1.0, -0.5))
     sft, reward, ppo = (stage_verdict(out / each.name, each) for each in DECLARATIONS)
