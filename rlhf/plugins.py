@@ -225,9 +225,12 @@ class CatchUserCode:
         return True
 
 
-def error_location(error: BaseException) -> str:
-    """`my_reward.py:7: in score: KeyError: 'x'`, with the innermost line that is not in a library."""
-    frames = traceback.extract_tb(error.__traceback__)[2:]  # the first two frames are the pipeline's own
+def error_location(error: BaseException, own_frames: int = 2) -> str:
+    """`my_reward.py:7: in score: KeyError: 'x'`, with the innermost line that is not in a library.
+
+    own_frames: how many of the outermost frames are the pipeline's own
+    """
+    frames = traceback.extract_tb(error.__traceback__)[own_frames:]
     user_frames = [
         frame for frame in frames if not re.search("site-packages|/lib/python|^<frozen importlib", frame.filename)
     ]

@@ -215,13 +215,8 @@ def _members_disagree(limits: Limits, rows: Rows) -> Numbers | None:
 
 
 JUDGED = (
-    "eval_judge_before",
-    "eval_judge",
-    "eval_judge_gain_ci95",
-    "eval_score_before",
-    "eval_score",
-    "eval_score_ci95",
-)
+    "eval_judge_before", "eval_judge", "eval_judge_gain_ci95", "eval_score_before", "eval_score", "eval_score_ci95",
+)  # fmt: skip
 
 
 def _judge_diverges(limits: Limits, rows: Rows) -> Numbers | None:

@@ -35,9 +35,16 @@ class PreviewConfig(DataOptions):
     """directory to write the tokenised rows to: PHASE/train.parquet, PHASE/evaluation.parquet, PHASE/report.json"""
 
 
+def undivided(options: PreviewConfig, phase: str) -> PreviewConfig:
+    """The options that leave all rows to one phase, and hold none out."""
+    shares = tuple(float(name == phase) for name in ("sft", "reward", "ppo"))
+    return options.model_copy(update={"data_split": shares, "eval_fraction": 0.0})
+
+
 def preview(options: PreviewConfig) -> list[str]:
     """Print every phase that the data can serve. Returns an error message for each other phase.
 
+    Of a phase that gets too few rows, all that it could use are shown.
     Raises: UserError if there is no such tokenizer, or `output` cannot be written.
     """
     from data.dataset import Recipe, open_datasets
@@ -60,8 +67,12 @@ def preview(options: PreviewConfig) -> list[str]:
         try:
             datasets = open_datasets(options, recipes[phase], tokenizer)
         except UserError as error:
-            errors.append(str(error))
-            continue
+            try:
+                datasets = open_datasets(undivided(options, phase), recipes[phase], tokenizer)
+            except UserError:
+                errors.append(str(error))
+                continue
+            errors.append(f"{error}; above are all rows that {phase} can use")
         screen.show(datasets, recipes[phase], options.rows)
         if options.html is not None:
             phases.append(page.describe_phase(datasets, recipes[phase], tokenizer, options.rows))

@@ -5,11 +5,12 @@ import datetime
 import decimal
 import uuid
 from collections.abc import Iterable, Iterator
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Any
 
 from data.read.columns import ROLES, read_attribute_ratings, read_number
 from data.read.records import DataSource, Phase, Skipped, require_text, short_json
+from rlhf import plugins
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
@@ -19,36 +20,25 @@ COLUMN_TYPES = (str, int, float, *STORED_AS_TEXT, bytes, NoneType)
 
 
 def checked_rows(source: DataSource, phase: Phase, data_path: str) -> Iterator[Row | Skipped]:
-    """The rows of `source`, each checked.
+    """The rows of a user's own `source`, each checked.
 
-    An error raised inside the source keeps its type and traceback, and gets a note with the number of rows before it.
-    Raises: UserError with the data path, the row's number and the mistake.
+    Raises: UserError with the data path, the row's number and the mistake, or the line of the source that failed.
     """
-    with _RowCounter(data_path, phase) as counter:
+    count = 0
+    with plugins.CatchUserCode() as caught:
         rows = source.rows(phase)
         if not isinstance(rows, Iterable):
             raise UserError(f"{data_path}: rows('{phase}') gave {_describe(rows)}, expected an iterator of rows")
         for row in rows:
-            counter.rows += 1
+            count += 1
             try:
                 require_row(row)
             except UserError as error:
-                raise UserError(f"{data_path}: row {counter.rows} of rows('{phase}'): {error}") from None
+                raise UserError(f"{data_path}: row {count} of rows('{phase}'): {error}") from None
             yield row
-
-
-class _RowCounter:
-    """Adds to an error the number of rows that came before it."""
-
-    def __init__(self, data_path: str, phase: Phase) -> None:
-        self.data_path, self.phase, self.rows = data_path, phase, 0
-
-    def __enter__(self) -> "_RowCounter":
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UserError):
-            error.add_note(f"{self.data_path}: rows('{self.phase}') failed after {self.rows} rows")
+    if caught.error is not None:
+        location = plugins.error_location(caught.error, own_frames=1)
+        raise UserError(f"{data_path}: rows('{phase}') failed after {count} rows: {location}") from caught.error
 
 
 def require_row(row: object) -> None:

@@ -164,6 +164,16 @@ def test_a_phase_without_rows_is_reported_after_the_others(run: Any, tmp_path: P
     assert message.startswith(f"error: {path}: 0 usable rows for training in reward") and message.count("\n") == 1
 
 
+def test_too_few_rows_to_divide_are_shown_and_refused(run: Any, tmp_path: Path, words: str) -> None:
+    path = write(tmp_path / "x.jsonl", {"prompt": "w1", "chosen": "w2", "rejected": "w3"})
+    code, printed, message = run("--data-path", path, "--model", words)
+    assert code == 2
+    for phase in ("sft", "reward", "ppo"):
+        assert f"{phase}: 1 rows to train on, 0 held out" in printed and f"{phase} row 1: " in printed
+        assert f"above are all rows that {phase} can use\n" in message
+    assert message.count(f"error: {path}: 0 usable rows for ") == 3 == message.count("\n")
+
+
 @pytest.mark.parametrize("argv", [["--data-path", "./not-there"], ["--modle", "x"], ["--model", "./not-there"]])
 def test_a_mistake_is_one_line(run: Any, tmp_path: Path, words: str, argv: list[str]) -> None:
     code, printed, message = run("--data-path", "demo", "--model", words, *argv)
