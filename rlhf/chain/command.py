@@ -19,6 +19,7 @@ from rlhf.chain.deployment import resolve_deployment
 from rlhf.chain.options import (
     SECTIONS,
     SHORT_HELP,
+    as_typed,
     chain_config,
     changed,
     help_config,
@@ -73,7 +74,7 @@ def plan(chain: Any, processes: int) -> dict[int, Any]:
                 require_merging(todo[1].adapter, f"the policy that {name} trains further")
             stage.check(options, planned, processes)
         except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+            raise UserError(f"{name}: {as_typed(str(error), SECTIONS[step], options)}") from None
         todo[step] = options
         if step < 3:
             planned[name] = manifests.planned_start(options.model, chain.output_dir, planned) or options.model

@@ -1,5 +1,6 @@
 """Options of the chain: those at the top, and the sections of the stages. Importing this imports no torch."""
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -105,6 +106,19 @@ def shared_options(section: str) -> dict[str, str]:
     return dict(zip(shared, shared, strict=True)) | model
 
 
+def as_typed(text: str, section: str, options: Config) -> str:
+    """A message about a section's options, each with the name that it has on the chain's command line."""
+    top = shared_options(section)
+
+    def spelled(option: re.Match[str]) -> str:
+        name = option[1].replace("-", "_")
+        if name in top:
+            return f"--{top[name].replace('_', '-')}"
+        return f"--{section}.{option[1]}" if name in type(options).model_fields else option[0]
+
+    return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*)", spelled, text)
+
+
 def overlay(argv: list[str], over: int) -> parser.Overlay:
     """The options that a DeepSpeed JSON and `accelerate launch` set, over the first `over` config files. Raises:
     UserError."""
@@ -180,7 +194,10 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
         sections[section] = options
     sections["ppo"] = sections["ppo"].model_copy(update=dict(_inputs_named_above(chain, argv)))
     for section, options in sections.items():  # with values from the top, which it was not checked with
-        validate(type(options), options.model_dump(), section)
+        try:
+            validate(type(options), options.model_dump(), section)
+        except UserError as error:
+            raise UserError(as_typed(str(error), section, options)) from None
     return chain.model_copy(update=sections)
 
 

@@ -74,7 +74,11 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "context": (["--max-length", "129"], ["context is 128", "129", "--max-length"]),
     "context of ppo": (
         ["--ppo.max-length", "200", "--ppo.response-length", "120"],
-        ["step3_ppo", "context is 128", "144", "--response-length"],
+        ["step3_ppo", "context is 128", "144", "lower --max-length, --max-prompt-length or --ppo.response-length\n"],
+    ),
+    "fewer rows than a batch": (
+        ["--data-path", "demo,rows=200", "--reward.batch-size", "200"],
+        ["step2_reward", "add rows, or lower --reward.batch-size"],
     ),
     "no room for the response": (["--ppo.response-length", "25"], ["got 49 tokens", "--max-length 48"]),
     "unknown option": (["--ppo.temprature", "1"], ["'--ppo.temprature' (did you mean '--ppo.temperature'?)"]),
@@ -91,13 +95,13 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "step 4": (["--steps", "4"], ["'4'", "--steps"]),
     "step 3 alone": (
         ["--steps", "3"],
-        ["actor_model not found at out/step1_sft", "run step1_sft first", "--actor-model"],
+        ["actor_model not found at out/step1_sft", "run step1_sft first", "--ppo.actor-model"],
     ),
     "batch over processes": (
         ["--deployment-type", "single_node", "--num-processes", "2", "--sft.batch-size", "33"],
-        ["step1_sft", "--batch-size 33", "multiple of 2", "2 processes", "try 32"],
+        ["step1_sft", "--sft.batch-size 33", "multiple of 2", "2 processes", "try 32"],
     ),
-    "batch over minibatches": (["--ppo.num-mini-batches", "3"], ["step3_ppo", "--batch-size 128", "multiple of 3"]),
+    "batch over minibatches": (["--ppo.num-mini-batches", "3"], ["step3_ppo", "--ppo.batch-size 128", "multiple of 3"]),
     "too many processes": (
         ["--deployment-type", "single_node", "--num-processes", "4096"],
         ["--num-processes 4096", "cores", "at most"],
@@ -332,16 +336,16 @@ def test_a_crash_names_the_stage_and_starts_no_later_one(tmp_path: Path) -> None
         "import os\nfrom data.sources.demo import *\nbuild_demo = build\n"
         "class Crash:\n    def __init__(self, demo): self.demo = demo\n"
         "    def rows(self, phase):\n"
-        f"        if '{launcher.LAUNCHER}' in os.environ: 1 / 0\n"
+        f"        if '{launcher.LAUNCHER}' in os.environ: os._exit(7)\n"
         "        yield from self.demo.rows(phase)\n"
         "def build(config, path): return Crash(build_demo(config, path))\n"
     )
     options = ["--output-dir", f"{tmp_path}/out", "--max-eval-rows", "8", "--data-path", f"{source},rows=2000"]
     done = forked.python("train.py", *options, cwd=ROOT)
-    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    assert done.returncode == 7
     command, last = done.stderr.splitlines()[-2:]
     assert last.startswith(
-        "step1_sft did not finish: rank 0: exit code 1, before its first step; it starts from scratch"
+        "step1_sft did not finish: rank 0: exit code 7, before its first step; it starts from scratch"
     )
     assert command.startswith("to resume: ")
     assert command.endswith(f"train.py {' '.join(options)}")
