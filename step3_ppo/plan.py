@@ -15,6 +15,7 @@ from rlhf.plan.sizes import tokenizer_size
 from rlhf.storage.manifests import resolve_model_path
 from step3_ppo import algorithms, critic
 from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
+from step3_ppo.schedule import iterations
 
 
 def needs_critic(config: Step3Config) -> bool:
@@ -78,6 +79,7 @@ def workload(
         averages=int(config.ema_decay is not None),
         copied=config.async_checkpoints,
         models_written=int(config.ema_decay is not None) + int(config.keep_best is not None),
+        iterations=iterations(config),
     )
 
 

@@ -94,6 +94,8 @@ class Workload:
     """copies of the first trained model written at the end, in addition to one copy of each trained model"""
     copied: bool = False
     """whether checkpoints are written from a copy in CPU memory"""
+    iterations: int = 0
+    """iterations of the whole run; 0: as many optimizer steps as the data have batches"""
     note: str = ""
     """a limit of the plan, for the user: a cost that depends on the data"""
 

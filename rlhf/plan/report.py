@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rlhf import console
 from rlhf.config.options import EngineOptions
 from rlhf.plan.choose import shortfall_message
 from rlhf.plan.cost import cost
@@ -76,11 +77,21 @@ def _cell(value: Bytes) -> str:
     return "".join([*parts, *([f"+{gigabytes(value.host)}cpu"] if value.host else [])])
 
 
+def _total_time(plan: Forecast, step_seconds: float) -> str:
+    """How long the stage takes, as far as it is known before its data are read."""
+    workload = plan.workload
+    if workload.iterations:
+        total = console.duration(workload.iterations * step_seconds)
+        return f"{workload.iterations:,} iterations: about {total}, and the evaluations"
+    return f"1,000 rows: about {console.duration(1000 / workload.batch * step_seconds)} an epoch, and the evaluations"
+
+
 def _cost_lines(plan: Forecast) -> Iterator[str]:
     step_cost, machine = cost(plan.workload, plan.machine), plan.machine
     rate = machine.flops(plan.workload.b) / machine.utilisation / 1e12
     times = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in step_cost.parts.items())
     what = "iteration" if plan.workload.rollout else "optimizer step"
+    yield f"  {_total_time(plan, step_cost.seconds)}"
     yield (
         f"  {what}: about {step_cost.seconds:.2g} s ({times}) at {machine.utilisation:.0%} of {rate:g} TFLOP/s, "
         f"{machine.device.bandwidth / 1e9:g} GB/s of memory and {machine.link / 1e9:g} GB/s between devices"

@@ -22,6 +22,7 @@ from rlhf.plan.devices import Device
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, forecast
 from rlhf.plan.machine import Machine
 from rlhf.plan.options import PlanOptions
+from rlhf.plan.report import report
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
 from step3_ppo import plan as ppo_plan
@@ -57,6 +58,18 @@ def test_a_plan_tells_whether_it_fits_and_the_shortfall(model_path: str) -> None
     assert "disk for all stages" in plan_text("80GB")
     assert re.search(r"GB on each device  .*\n.*\n  most on a device: .* GB of 72", plan_text("80GB"))
     assert re.search(r"most CPU memory: .* GB of 9.00 for each device\n", plan_text("80GB"))
+
+
+def test_a_plan_adds_up_the_time_of_a_stage(model_path: str) -> None:
+    """1,000 rows are ten optimizer steps of 100, and 650 episodes ten iterations of 64; times have two digits."""
+    machine, paths = four_gpus(80e9), {"actor_model": model_path, "reward_model": model_path}
+    tuning = sft_plan.workload(SFTConfig(model=model_path, batch_size=100), "cuda", {})
+    rollouts = ppo_plan.workload(PPO(total_episodes=650, batch_size=64, dtype="bf16"), "cuda", paths)
+    for workload, start in ((tuning, "1,000 rows: about "), (rollouts, "10 iterations: about ")):
+        text = report(forecast(workload, machine))
+        total = re.search(rf"\n  {start}([\d.]+) s", text)
+        step = re.search(r"\n  (?:optimizer step|iteration): about ([\d.e-]+) s", text)
+        assert total and step and float(total[1]) == pytest.approx(10 * float(step[1]), rel=0.06)
 
 
 def test_a_missing_model_is_named(model_path: str) -> None:
