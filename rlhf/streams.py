@@ -26,7 +26,8 @@ def ignore_broken_streams(report: bool = True) -> None:
             if stream is getattr(sys, f"__{name}__"):
                 raw = _RobustFile(stream.fileno(), "w", closefd=False)
                 raw.name = name
-                buffered, lines = io.BufferedWriter(raw), stream.line_buffering
+                # write_through: PYTHONUNBUFFERED asks for output at once, which a line here gets at its end
+                buffered, lines = io.BufferedWriter(raw), stream.line_buffering or stream.write_through
                 setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, "replace", line_buffering=lines))
         for raw in _raw_files(getattr(sys, name)):
             raw.report_error = report

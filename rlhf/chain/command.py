@@ -273,8 +273,7 @@ def with_base(argv: list[str]) -> tuple[list[str], str]:
     for saved in (folder / reward_models.OPTIONS, folder / "config.yaml"):
         if saved.is_file():
             return [f"--config={saved}", *argv], f"options that are not set: as in {saved}\n"
-    demo_data = parser.peek(argv, "data-path", "demo").startswith("demo")
-    note = (
-        "" if demo_data else "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"
-    )
-    return [f"--config={DEMO}", *argv], note
+    if parser.peek(argv, "data-path", "demo").startswith("demo"):
+        return [f"--config={DEMO}", *argv], ""
+    note = "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"
+    return [f"--config={DEMO}", "--ppo.judge=None", *argv], note  # the demo's judge knows the demo's prompts only

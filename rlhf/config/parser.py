@@ -315,9 +315,14 @@ def _pydantic_mistakes(exit_error: SystemExit) -> str:
 
 
 def _unboxed_line(text: str) -> str:
-    """The first paragraph of tyro's boxed message, as one line."""
-    lines = (line.strip("│╭╮╰╯ ") for line in text.splitlines()[1:])
-    return " ".join(itertools.takewhile(lambda words: words.strip("─"), lines)) + "; see --help"
+    """The first paragraph of tyro's boxed message, as one line, with sorted choices. Where the output cannot have boxes,
+    the message lies between two rules of hyphens."""
+    lines = [line.strip("│╭╮╰╯| ") for line in text.splitlines()[1:]]
+    after_rule = itertools.dropwhile(lambda words: not words.strip("─-+"), lines)
+    message = " ".join(itertools.takewhile(lambda words: words.strip("─-+"), after_rule))
+    message = re.sub(r"(?<=one of )\(('.*')\)", lambda match: ", ".join(sorted(match[1].split(", "))), message)
+    spaces = "; several values are separated by spaces" if re.search(r"invalid choice '[^']*,", message) else ""
+    return f"{message}{spaces}; see --help"
 
 
 def to_yaml(config: Config) -> str:

@@ -37,6 +37,15 @@ def test_a_text_ends_and_a_run_goes_on(program: str, shell: str, code: int, stde
     assert program is TEXT or (tmp_path / "end").read_text() == "done\n"
 
 
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_an_unbuffered_line_is_out_when_the_program_dies(name: str) -> None:
+    lines = f"print('line', file=sys.{name}); os._exit(0)"
+    program = f"import os, sys; from rlhf import streams; streams.ignore_broken_streams(); {lines}"
+    env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert getattr(ended, name) == "line\n"
+
+
 def test_a_library_that_logs_while_it_is_imported_is_heard_of_errors_only(caplog: pytest.LogCaptureFixture) -> None:
     """bitsandbytes advises users of new CPUs to install another package, while peft imports it."""
     console.loading("train.py", ["--help"])

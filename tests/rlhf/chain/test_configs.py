@@ -126,6 +126,20 @@ def test_the_top_of_the_command_line_is_over_the_sections_of_a_file(tmp_path: Pa
         assert [tree[section]["micro_batch_size"] for section in ("sft", "reward", "ppo")] == values
 
 
+@pytest.mark.parametrize(
+    ("argv", "judge"),
+    [
+        ([], "data.sources.demo:true_score"),
+        (["--data-path", "demo,rows=900"], "data.sources.demo:true_score"),
+        (["--data-path", "mine.jsonl"], None),
+        (["--data-path", "mine.jsonl", "--ppo.judge", "vader"], "vader"),
+    ],
+)
+def test_other_data_than_the_demos_is_not_judged_by_the_demo(argv: list[str], judge: str | None, tmp_path: Path) -> None:
+    words, _ = train.with_base([*argv, "--output-dir", str(tmp_path)])
+    assert parser.parse(train.chain_config(words), words, "", "").ppo.judge == judge
+
+
 def test_what_all_stages_have_with_one_default_stands_at_the_top() -> None:
     """README: an option at the top holds for all three stages."""
     sections = (SFTConfig, RewardConfig, plugins.find("step3_ppo.algorithms", "ppo").Config)

@@ -92,7 +92,8 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "a seed too large": (["--seed", "4294967296"], ["--seed", "less than or equal to 4294967295"]),
     "no epochs": (["--sft.num-train-epochs", "0"], ["--sft.num-train-epochs", "greater than or equal to 1"]),
     "no steps": (["--steps"], ["--steps", "at least 1"]),
-    "step 4": (["--steps", "4"], ["'4'", "--steps"]),
+    "step 4": (["--steps", "4"], ["'4'", "--steps", "one of '1', '2', '3', 'None'.; see"]),
+    "steps with a comma": (["--steps", "1,2"], ["'1,2'", "--steps", "several values are separated by spaces"]),
     "step 3 alone": (
         ["--steps", "3"],
         ["actor_model not found at out/step1_sft", "run step1_sft first", "--ppo.actor-model"],
