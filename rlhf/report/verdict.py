@@ -78,19 +78,20 @@ def _change(stage: StageRecord, result: Result) -> Change | None:
         return None
     last = evaluations[-1]
     before = number(last, f"{result.metric}_before")
-    if before is None and len(evaluations) > 1 and evaluations[0].get("step") == 0:
+    trained = last.get("step") != 0 or before is not None
+    if before is None and evaluations[0].get("step") == 0:
         before = number(evaluations[0], result.metric)
     pairs = _pairs(stage.samples, result.sample) if last.get("step") != 0 else []
     differences = [after - old for old, after in pairs]
     source = stage.config.get(result.option) if result.option else None
-    half_width = number(last, f"{result.metric}_ci95")
-    if half_width is None and result.share and stage.pair_scores is not None:
+    half_width = number(last, f"{result.metric}_ci95") if trained else None
+    if trained and half_width is None and result.share and stage.pair_scores is not None:
         half_width = _accuracy_half_width(stage.pair_scores)
     return Change(
         result=result,
         source=", ".join(map(str, source)) if isinstance(source, list) else str(source or ""),
         before=before,
-        after=number(last, result.metric) if last.get("step") != 0 or before is not None else None,
+        after=number(last, result.metric) if trained else None,
         half_width=half_width,
         gain=mean_interval(torch.tensor(differences, dtype=torch.float64)) if len(differences) > 1 else None,
         prompts=len(pairs),

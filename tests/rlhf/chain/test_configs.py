@@ -135,7 +135,9 @@ def test_the_top_of_the_command_line_is_over_the_sections_of_a_file(tmp_path: Pa
         (["--data-path", "mine.jsonl", "--ppo.judge", "vader"], "vader"),
     ],
 )
-def test_other_data_than_the_demos_is_not_judged_by_the_demo(argv: list[str], judge: str | None, tmp_path: Path) -> None:
+def test_other_data_than_the_demos_is_not_judged_by_the_demo(
+    argv: list[str], judge: str | None, tmp_path: Path
+) -> None:
     words, _ = train.with_base([*argv, "--output-dir", str(tmp_path)])
     assert parser.parse(train.chain_config(words), words, "", "").ppo.judge == judge
 

@@ -17,6 +17,7 @@ from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.maths.intervals import mean_interval
 from rlhf.pages.histogram import histogram
+from rlhf.pages.numbers import UNKNOWN
 from rlhf.report import figures, meanings
 from rlhf.report.records import read_runs
 from rlhf.report.samples import BUDGET, sample_table
@@ -221,6 +222,11 @@ def test_every_kind_of_run_has_a_report(tmp_path: Path) -> None:
     (out / "step2_reward/data.json").write_text("{")
     (out / "step2_reward/heldout_scores.json").write_text("[]")
     text = Reader(rendered(out)).text
+    [run] = read_runs([str(out)], DECLARATIONS)
+    start = [change for change in changes(run.stages[-1]) if change.result.metric == "eval_score"]
+    assert [(each.shown(each.before), each.shown(each.after), each.shown_half_width) for each in start] == [
+        ("0.35", UNKNOWN, "")
+    ]
     assert "step3_ppo has no evaluation after training yet." in text
     assert "step3_ppo is unfinished: 1 steps are recorded" in text
     with pytest.raises(UserError, match="no stage has recorded metrics there; expected the --output-dir of a run"):
