@@ -315,8 +315,8 @@ def _pydantic_mistakes(exit_error: SystemExit) -> str:
 
 
 def _unboxed_line(text: str) -> str:
-    """The first paragraph of tyro's boxed message, as one line, with sorted choices. Where the output cannot have boxes,
-    the message lies between two rules of hyphens."""
+    """The first paragraph of tyro's message, as one line, with sorted choices. It is in a box, or between two rules of
+    hyphens where the output cannot have boxes."""
     lines = [line.strip("│╭╮╰╯| ") for line in text.splitlines()[1:]]
     after_rule = itertools.dropwhile(lambda words: not words.strip("─-+"), lines)
     message = " ".join(itertools.takewhile(lambda words: words.strip("─-+"), after_rule))
