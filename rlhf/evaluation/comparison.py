@@ -24,7 +24,7 @@ from rlhf.evaluation.batch_generation import (
 from rlhf.evaluation.options import EvaluateConfig
 from rlhf.maths import ops
 from rlhf.models.policy import Policy
-from rlhf.text.prompt_file import read_prompts
+from rlhf.text.prompt_file import different, read_prompts
 from rlhf.types import SampledRollout, length_groups
 
 RESULTS = "results.json"
@@ -65,7 +65,11 @@ def check(options: EvaluateConfig) -> Comparison:
     """Check the options before any model is loaded. Raises: UserError."""
     for spec in _score_sources(options):
         check_reward_spec(spec)
-    prompts = read_prompts(str(options.prompts))
+    lines = read_prompts(str(options.prompts))
+    prompts = different(lines)  # a prompt that counted twice would make the intervals too narrow
+    if len(prompts) < len(lines):
+        repeated = f"{len(lines) - len(prompts)} of {len(lines)} rows repeat an earlier one and are left out"
+        console.say(f"--prompts {options.prompts}: {repeated}")
     if len(prompts) < 2:
         raise UserError(f"--prompts {options.prompts}: got {len(prompts)} prompts, expected two or more")
     policies = {_name(options.policies, i): policy_path(policy) for i, policy in enumerate(options.policies)}

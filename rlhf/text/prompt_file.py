@@ -1,5 +1,6 @@
 """Prompts from a file: JSON lines with a column `prompt`, or plain text with one prompt per line."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,14 @@ def read_prompts(path: str) -> list[tuple[str, Row]]:
         if text.strip():
             rows.append((location, read(text, location)))
     return rows
+
+
+def different(lines: list[tuple[str, Row]]) -> list[tuple[str, Row]]:
+    """The lines without those whose prompt and columns are those of an earlier one."""
+    first: dict[str, tuple[str, Row]] = {}
+    for location, row in lines:
+        first.setdefault(json.dumps([format_prompt(row.prompt), row.columns], sort_keys=True), (location, row))
+    return [*first.values()]
 
 
 def format_prompt(prompt: Sequence[Message]) -> str | list[dict[str, str]]:

@@ -275,11 +275,12 @@ def test_the_demo_model_from_its_description(run: Run, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "same")
     tokenizer.save_pretrained(tmp_path / "same")
     prompts = [f"tell me about the {colour} fox in the forest" for colour in ("red", "blue", "green", "white")]
-    (tmp_path / "p.txt").write_text("\n".join(prompts))
+    (tmp_path / "p.txt").write_text("\n".join([*prompts, prompts[1]]))
     (tmp_path / "judge.py").write_text(KIND)
     words = ["--prompts", f"{tmp_path}/p.txt", "--reward", f"{tmp_path}/judge.py", "--response-length", "12"]
     code, printed, error = run("--policies", "demo-llama", str(tmp_path / "same"), *words)
     assert (code, error) == (0, "")
+    assert "p.txt: 1 of 5 rows repeat an earlier one and are left out\n" in printed
     assert "tell me about the red fox" in printed and "0.500 [" in printed
     assert "Human:" not in printed and "<s>" not in printed  # what the template writes is no user's word
 
