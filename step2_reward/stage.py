@@ -22,6 +22,7 @@ from rlhf.models import adapter_files, sequence_parallel
 from rlhf.models.load import Loading, load_causal_lm, set_dropout
 from rlhf.models.policy import ActorCritic
 from rlhf.models.scalar import (
+    HEAD,
     RatedModel,
     ScalarModel,
     ScoreStatistics,
@@ -140,7 +141,11 @@ class RewardModelling:
         dtype = compute_dtype(config, collectives.local_device())
         rows = sample_rows(data.train, config.seed, adapters.START_TOKENS)
         model = new_model(config, model_path, dtype, id_count(tokenizer), rows)
-        self.engine: Engine = Engine(model, config, config, total_steps)
+        rates = {} if config.head_learning_rate is None else {HEAD: config.head_learning_rate}
+        if rates and config.learning_rate == 0:  # no gradients of what would not change
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(name in rates)
+        self.engine: Engine = Engine(model, config, config, total_steps, rates=rates)
         self._pair_scores = scoring(self.engine, data.train, config, tokenizer.pad_token_id)
         self.before: Metrics = {}
 

@@ -211,6 +211,7 @@ TABLES: dict[str, Table] = {
     | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
     "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss")
     | {"centering": [0.5], "batch_tokens": [80], "label_smoothing": [0.3]}
+    | {"head_learning_rate": [0.013]}
     | {"sft_coef": [alone(0.6)], "length_coef": [alone(0.8)], "token_coef": [alone(0.7, micro_batch_size=2)]}
     | {"attributes": [alone(("long",)), alone(("kind", "long"))], "attribute_coef": [alone(0.7, attributes=("kind",))]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE

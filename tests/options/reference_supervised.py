@@ -158,7 +158,7 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
     if o["attributes"]:
         head = torch.zeros(len(o["attributes"]), start.shapes["score.weight"][1])
         start = Network({**start.weights(), "attributes.weight": head})
-    reward = Trainer(start, o, o["learning_rate"], total)
+    reward = Trainer(start, o, o["learning_rate"], total, o["head_learning_rate"])
 
     def scores(network: Network, rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
         return network.scores([row[0] for row in rows]), network.scores([row[1] for row in rows])
