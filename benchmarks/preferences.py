@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "language-model-loss": {"sft_coef": 0.01},
     "label-smoothing": {"label_smoothing": 0.2},
     "every-token": {"token_coef": 0.5},
+    "head": {"learning_rate": 0.0, "head_learning_rate": 2e-3, "num_train_epochs": 4},
     "lora": {"adapter": "lora,r=16,lora_alpha=32", "learning_rate": 2e-4},
 }
 """name -> the options of step 2 that differ"""

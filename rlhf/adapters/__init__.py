@@ -120,7 +120,7 @@ def own_rates(options: EngineOptions) -> dict[str, float]:
     return {
         name: float(f"{default * rate / FULL_RATE:.3g}")
         for name, default in defaults.items()
-        if name.endswith("learning_rate")
+        if name.endswith("learning_rate") and default is not None
     }
 
 

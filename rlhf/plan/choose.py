@@ -126,7 +126,8 @@ def _least_rows(candidate: EngineOptions) -> bool:
 
 def with_adapter(options: C) -> C:
     """The options with LoRA, and with learning rates for it. This changes what is trained."""
-    rates = [name for name in type(options).model_fields if name.endswith("learning_rate")]
+    fields = type(options).model_fields
+    rates = [name for name in fields if name.endswith("learning_rate") and fields[name].default is not None]
     return options.model_copy(
         update={"adapter": ADAPTER} | {name: float(f"{FASTER_LEARNING * getattr(options, name):g}") for name in rates}
     )

@@ -1,0 +1,291 @@
+"""`python -m benchmarks.harmless --data-path harmless-base.jsonl.gz`: a policy for human preferences, and its judge.
+
+The dialogues of the file are divided by their first message. From GOLD of them learns a gold reward model, the mean of
+several members. From the rest but TEST a recipe makes an SFT model, a reward model and a policy, once with each seed.
+On the prompts of TEST, which nothing learned from, both policies respond, and the gold model says which is better:
+
+    rlhf evaluate --policies step1_sft step3_ppo --reward learned,model=gold --prompts test.jsonl
+
+Only the base of the gold model and of the recipe's reward model is the same; their rows and heads are not. On the pairs
+of TEST the table has the accuracy of both, and the correlation of their score differences.
+
+Finished parts are skipped, so a run can be interrupted. Writes harmless.csv, and the table of harmless.md.
+"""
+
+import csv
+import gzip
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from benchmarks.ablations import write_table
+from benchmarks.cells import ROOT, Job, resolve_chain, run_jobs
+from rlhf import errors
+from rlhf.config import parser
+from rlhf.errors import UserError
+from rlhf.maths import preferences
+from rlhf.maths.intervals import mean_interval
+
+GOLD, TEST = 0.45, 0.15
+"""shares of the dialogues; the rest is the recipe's"""
+RESPONSE = 48
+"""tokens of a response in the comparison"""
+COLUMNS = (
+    "seed", "reward model", "correlation", "kl", "gain", "gain low", "gain high", "win rate", "win rate low",
+    "win rate high", "win rate at equal length", "length before", "length after", "distinct-2", "minutes",
+)  # fmt: skip
+
+
+class Options(parser.Config):
+    """Data, recipe and seeds."""
+
+    data_path: str = ""
+    """HH-RLHF pairs: harmless-base.jsonl.gz"""
+    recipe: str = str(ROOT / "configs" / "recipes" / "smollm2-135m-hh-cpu.yaml")
+    """YAML file of a chain"""
+    seeds: int = Field(5, ge=1)
+    """seeds 0, 1, ... of the recipe"""
+    members: int = Field(2, ge=2)
+    """reward models whose weights the gold model is the mean of: seeds of their order and head"""
+    samples: int = Field(2, ge=2)
+    """responses of each policy to each prompt of TEST"""
+    processes: int = Field(2, ge=1)
+    """runs at the same time, each with one thread"""
+    output_dir: str = "runs/harmless"
+    """directory of the divided data, models and results"""
+    results: str = "docs/results"
+    """directory of the report"""
+
+    @property
+    def folder(self) -> Path:
+        """The output directory, absolute."""
+        return Path(self.output_dir).absolute()
+
+    def rows(self, part: str) -> str:
+        """The data path of a part of the dialogues: gold, main or test."""
+        return f"hh_rlhf:{self.folder / part}.jsonl"
+
+    def run(self, seed: int) -> Path:
+        """The directory of the recipe with this seed."""
+        return self.folder / f"seed-{seed}"
+
+
+# --- the rows
+
+
+def divide(options: Options) -> None:
+    """Write the rows of each part, and the prompts of TEST that the policy can read."""
+    path = Path(options.data_path)
+    if not path.is_file():
+        raise UserError(f"--data-path {path}: no such file, expected HH-RLHF pairs, such as harmless-base.jsonl.gz")
+    parts: dict[str, list[str]] = {"gold": [], "test": [], "main": []}
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        for row in file:
+            parts[part_of(row)].append(row)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for part, rows in parts.items():
+        (options.folder / f"{part}.jsonl").write_text("".join(rows), encoding="utf-8")
+    lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in test_prompts(options))
+    (options.folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def part_of(row: str) -> str:
+    """The part to which a dialogue's first message belongs."""
+    first = json.loads(row)["chosen"].partition("\n\nAssistant:")[0]
+    point = int(hashlib.sha256(first.encode()).hexdigest()[:8], 16) / 2**32
+    return "gold" if point < GOLD else "test" if point < GOLD + TEST else "main"
+
+
+def test_prompts(options: Options) -> Iterator[Any]:
+    """The prompts of TEST of at most the recipe's length."""
+    from data.build.mixture import open_origin
+    from rlhf.hub.short_names import resolve
+    from rlhf.text.prompt_file import format_prompt
+    from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
+
+    chain = chain_of(options, 0)
+    tokenizer = prepare_tokenizer(load_tokenizer(resolve(chain.sft.model)), chain.chat_template)
+    template = Template(tokenizer)
+    for row in open_origin(options.rows("test")).source.rows("ppo"):
+        prompt = getattr(row, "prompt", ())
+        if prompt and len(tokenizer(template.prompt_text(prompt)).input_ids) <= chain.ppo.max_prompt_length:
+            yield format_prompt(prompt)
+
+
+# --- models
+
+
+def chain_of(options: Options, seed: int) -> Any:
+    """All options of the recipe with this seed."""
+    seeds = ["--seed", str(seed), "--data-seed", str(seed), "--data-workers", "1"]
+    words = ["--config", options.recipe, "--data-path", options.rows("main"), *seeds]
+    return resolve_chain([*words, "--output-dir", str(options.run(seed))])
+
+
+def train_gold(options: Options, member: int) -> None:
+    """A member of the gold model: the recipe's reward model on all rows of GOLD."""
+    from step2_reward.stage import REWARD_MODELLING
+
+    own = {"data_path": (options.rows("gold"),), "data_split": (0, 1, 0), "max_train_rows": None}
+    config = chain_of(options, member).reward.model_copy(update=own)
+    REWARD_MODELLING.run(config.model_copy(update={"output_dir": str(options.folder / f"gold-{member}")}))
+
+
+def join_gold(options: Options) -> Path:
+    """The mean of the members."""
+    from rlhf.chain.average import average
+
+    gold = options.folder / "gold"
+    if not gold.is_dir():
+        average(
+            tuple(str(options.folder / f"gold-{member}" / "step2_reward") for member in range(options.members)), gold
+        )
+    return gold
+
+
+def train_policy(options: Options, seed: int) -> None:
+    """The three stages of the recipe, then the comparison by the gold model."""
+    from step1_sft.stage import FINE_TUNING
+    from step2_reward.stage import REWARD_MODELLING
+    from step3_ppo import stage
+
+    chain = chain_of(options, seed)
+    FINE_TUNING.run(chain.sft)
+    REWARD_MODELLING.run(chain.reward)
+    stage.run(chain.ppo)
+    compare(options, seed)
+
+
+def compare(options: Options, seed: int) -> None:
+    """`rlhf evaluate` of the policies before and after step 3."""
+    from rlhf.evaluation import comparison, results_table
+    from rlhf.evaluation.options import EvaluateConfig
+
+    chain, run = chain_of(options, seed), options.run(seed)
+    shutil.rmtree(run / "compared", ignore_errors=True)
+    config = EvaluateConfig(
+        policies=(str(run / "step1_sft"), str(run / "step3_ppo")), prompts=str(options.folder / "prompts.jsonl"),
+        reward=f"learned,model={options.folder / 'gold'}", samples=options.samples, seed=seed,
+        temperature=chain.ppo.temperature, response_length=RESPONSE, dtype=chain.dtype,
+        output=str(run / "compared"),
+    )  # fmt: skip
+    policies = comparison.check(config)
+    results_table.report_results(policies, comparison.measure_all(policies))
+
+
+# --- the report
+
+
+def gaps(options: Options, models: Sequence[Path]) -> list[Tensor]:
+    """Score of the chosen minus that of the rejected response, float64, of each model on the pairs of TEST."""
+    from step2_reward.evaluation_options import EvaluateRewardConfig
+    from step2_reward.pair_scores import score_models
+
+    reward = chain_of(options, 0).reward
+    evaluation = EvaluateRewardConfig(
+        models=tuple(map(str, models)), data_path=(options.rows("test"),), truncate="tokens", formatting_rows=0,
+        micro_batch_size=16, data_workers=1, max_prompt_length=reward.max_prompt_length, max_length=reward.max_length,
+    )  # fmt: skip
+    return [one.scores[:, 0] - one.scores[:, 1] for one in score_models(evaluation)]
+
+
+def row_of(options: Options, seed: int, reward: Tensor, gold: Tensor) -> list[Any]:
+    """The line of a seed, as of COLUMNS. reward, gold: `gaps`"""
+    run = options.run(seed)
+    compared = json.loads((run / "compared" / "results.json").read_text(encoding="utf-8"))
+    before, after = compared["policies"]
+    seconds = 0.0
+    for stage in ("step1_sft", "step2_reward", "step3_ppo"):
+        lines = (run / stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        seconds += json.loads(lines[-1])["seconds"]
+    correlation = torch.corrcoef(torch.stack([reward, gold]))[0, 1].item()
+    numbers = [preferences.in_order(reward).mean().item(), correlation, after["kl"]["mean"]]
+    numbers += [after["gain"][name] for name in ("mean", "low", "high")]
+    numbers += [after["win_rate"][name] for name in ("mean", "low", "high")]
+    numbers += [after["length_controlled_win_rate"], before["response_length"], after["response_length"]]
+    return [
+        seed,
+        *(f"{number:.3f}" for number in [*numbers, after["distinct_2"] / before["distinct_2"]]),
+        f"{seconds / 60:.0f}",
+    ]
+
+
+def report(options: Options) -> None:
+    """The table and the CSV of all finished seeds. Raises: UserError if there is none."""
+    seeds = [seed for seed in range(options.seeds) if (options.run(seed) / "compared" / "results.json").is_file()]
+    if not seeds:
+        raise UserError(f"{options.folder}: no seed is finished; see {options.folder}/logs")
+    models = [options.folder / "gold", *(options.run(seed) / "step2_reward" for seed in seeds)]
+    gold, *rewards = gaps(options, models)
+    rows = [row_of(options, seed, reward, gold) for seed, reward in zip(seeds, rewards, strict=True)]
+    folder = Path(options.results)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "harmless.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    accuracy = preferences.in_order(gold).mean().item()
+    prompts = len((options.folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
+    write_table(folder / "harmless.md", table(rows, accuracy, len(gold), prompts))
+
+
+def table(rows: Sequence[Sequence[Any]], accuracy: float, pairs: int, prompts: int) -> list[str]:
+    """Markdown, with the mean over the seeds and its interval."""
+    shown = (
+        "seed", "reward model's accuracy", "correlation with gold", "KL, nats", "gain by gold", "win rate by gold",
+        "at equal length", "tokens", "distinct-2 of SFT's", "minutes",
+    )  # fmt: skip
+    lines = [
+        f"Accuracy of the gold model on {pairs} pairs of TEST: {accuracy:.3f}. {prompts} prompts.",
+        "",
+        f"| {' | '.join(shown)} |",
+        "|" + "---|" * len(shown),
+    ]
+    for seed, right, same, kl, gain, low, high, wins, fewest, most, equal, before, after, distinct, minutes in rows:
+        tokens = f"{float(before):.0f} → {float(after):.0f}"
+        cells = (seed, right, same, kl, f"{gain} [{low}, {high}]", f"{wins} [{fewest}, {most}]", equal, tokens)
+        lines.append("| " + " | ".join(map(str, (*cells, distinct, minutes))) + " |")
+    if len(rows) > 1:
+        means = {name: _mean([row[COLUMNS.index(name)] for row in rows]) for name in COLUMNS[1:]}
+        names = ("reward model", "correlation", "kl", "gain", "win rate", "win rate at equal length")
+        lines.append("| mean | " + " | ".join(means[name] for name in names) + f" | | {means['distinct-2']} | |")
+    return lines
+
+
+def _mean(values: Sequence[Any]) -> str:
+    interval = mean_interval(torch.tensor([float(value) for value in values], dtype=torch.float64))
+    return f"{interval.mean:.3f} ± {interval.half_width:.3f}"
+
+
+def main() -> int:
+    """Exit code 1 if a part failed."""
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.harmless", "A policy for human preferences.")
+    divide(options)
+    logs, members = options.folder / "logs", range(options.members)
+    golds = [member for member in members if not _finished(options.folder / f"gold-{member}" / "step2_reward")]
+    jobs = [
+        Job(f"gold {member}", partial(train_gold, options, member), logs / f"gold-{member}.log") for member in golds
+    ]
+    if run_jobs(jobs, options.processes):
+        return 1
+    join_gold(options)
+    todo = [seed for seed in range(options.seeds) if not (options.run(seed) / "compared" / "results.json").is_file()]
+    jobs = [Job(f"seed {seed}", partial(train_policy, options, seed), logs / f"seed-{seed}.log") for seed in todo]
+    failed = run_jobs(jobs, options.processes)
+    report(options)
+    return 1 if failed else 0
+
+
+def _finished(stage: Path) -> bool:
+    return (stage / "manifest.json").is_file()
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run_as_user(main))
