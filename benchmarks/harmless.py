@@ -37,7 +37,7 @@ from rlhf.maths.intervals import mean_interval
 
 GOLD, TEST = 0.45, 0.15
 """shares of the dialogues; the rest is the recipe's"""
-RESPONSE = 48
+RESPONSE = 64
 """tokens of a response in the comparison"""
 COLUMNS = (
     "seed", "reward model", "correlation", "kl", "gain", "gain low", "gain high", "win rate", "win rate low",
