@@ -239,15 +239,10 @@ def report(options: Options) -> None:
 def table(rows: Sequence[Sequence[Any]], accuracy: float, pairs: int, prompts: int) -> list[str]:
     """Markdown, with the mean over the seeds and its interval."""
     shown = (
-        "seed", "reward model's accuracy", "correlation with gold", "KL, nats", "gain by gold", "win rate by gold",
-        "at equal length", "tokens", "distinct-2 of SFT's", "minutes",
+        "seed", f"reward model's accuracy ({pairs} pairs)", "correlation with gold", "KL, nats", "gain by gold",
+        f"win rate by gold ({prompts} prompts)", "at equal length", "tokens", "distinct-2 of SFT's", "minutes",
     )  # fmt: skip
-    lines = [
-        f"Accuracy of the gold model on {pairs} pairs of TEST: {accuracy:.3f}. {prompts} prompts.",
-        "",
-        f"| {' | '.join(shown)} |",
-        "|" + "---|" * len(shown),
-    ]
+    lines = [f"| {' | '.join(shown)} |", "|" + "---|" * len(shown)]
     for seed, right, same, kl, gain, low, high, wins, fewest, most, equal, before, after, distinct, minutes in rows:
         tokens = f"{float(before):.0f} → {float(after):.0f}"
         cells = (seed, right, same, kl, f"{gain} [{low}, {high}]", f"{wins} [{fewest}, {most}]", equal, tokens)
@@ -256,7 +251,7 @@ def table(rows: Sequence[Sequence[Any]], accuracy: float, pairs: int, prompts: i
         means = {name: _mean([row[COLUMNS.index(name)] for row in rows]) for name in COLUMNS[1:]}
         names = ("reward model", "correlation", "kl", "gain", "win rate", "win rate at equal length")
         lines.append("| mean | " + " | ".join(means[name] for name in names) + f" | | {means['distinct-2']} | |")
-    return lines
+    return [*lines, f"| gold | {accuracy:.3f} | 1 |" + " |" * 7]
 
 
 def _mean(values: Sequence[Any]) -> str:
