@@ -114,7 +114,8 @@ def as_typed(text: str, section: str, options: Config) -> str:
         name = option[1].replace("-", "_")
         if name in top:
             return f"--{top[name].replace('_', '-')}"
-        return f"--{section}.{option[1]}" if name in type(options).model_fields else option[0]
+        own = name in type(options).model_fields and name not in ChainConfig.model_fields
+        return f"--{section}.{option[1]}" if own else option[0]
 
     return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*)", spelled, text)
 

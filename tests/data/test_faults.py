@@ -224,17 +224,17 @@ TWO = ["--deployment-type", "single_node", "--num-processes", "2", "--actor-mode
         (
             ["--data-path", "three.jsonl", "--sft.batch-size", "8"],
             "step1_sft: three.jsonl: sft got 2 rows with a response to train on and 1 held out, of 3 rows (2 train, 1 "
-            "evaluation); expected at least 8 (one batch) and 2; add rows, or lower --batch-size",
+            "evaluation); expected at least 8 (one batch) and 2; add rows, or lower --sft.batch-size",
         ),
         (
             ["--data-path", "x.jsonl", "--eval-data-path", "one.jsonl"],
             "step1_sft: x.jsonl, one.jsonl: sft got 39 rows with a response to train on and 1 held out, of 41 rows (39 "
             "train, 1 prompt held out for evaluation, 1 evaluation); expected at least 16 (one batch) and 2; add rows, "
-            "or lower --batch-size",
+            "or lower --sft.batch-size",
         ),
         (
             ["--data-path", "x.jsonl", "--sft.batch-tokens", "9"],
-            "step1_sft: --batch-tokens 9: expected at least 16, the longest row for each of 2 ranks, and 2 rows",
+            "step1_sft: --sft.batch-tokens 9: expected at least 16, the longest row for each of 2 ranks, and 2 rows",
         ),
     ],
     ids=["fewer rows than a batch", "fewer rows to evaluate on than ranks", "rows longer than a batch of tokens"],

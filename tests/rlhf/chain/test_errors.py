@@ -96,7 +96,7 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "steps with a comma": (["--steps", "1,2"], ["'1,2'", "--steps", "several values are separated by spaces"]),
     "step 3 alone": (
         ["--steps", "3"],
-        ["actor_model not found at out/step1_sft", "run step1_sft first", "--ppo.actor-model"],
+        ["actor_model not found at out/step1_sft", "run step1_sft first", "--actor-model"],
     ),
     "batch over processes": (
         ["--deployment-type", "single_node", "--num-processes", "2", "--sft.batch-size", "33"],
