@@ -4,7 +4,7 @@ The dialogues of the file are divided by their first message. From GOLD of them 
 several members. From the rest but TEST a recipe makes an SFT model, a reward model and a policy, once with each seed.
 On the prompts of TEST, which nothing learned from, both policies respond, and the gold model says which is better:
 
-    rlhf evaluate --policies step1_sft step3_ppo --reward learned,model=gold --prompts test.jsonl
+    rlhf evaluate --policies step1_sft step3_ppo --reward learned,model=gold --prompts prompts.jsonl
 
 Only the base of the gold model and of the recipe's reward model is the same; their rows and heads are not. On the pairs
 of TEST the table has the accuracy of both, and the correlation of their score differences.
@@ -13,8 +13,6 @@ Finished parts are skipped, so a run can be interrupted. Writes harmless.csv, an
 """
 
 import csv
-import gzip
-import hashlib
 import json
 import shutil
 import sys
@@ -29,11 +27,11 @@ from torch import Tensor
 
 from benchmarks.ablations import write_table
 from benchmarks.cells import ROOT, Job, resolve_chain, run_jobs
+from benchmarks.preferences import first_message_point, mean_text, read_rows, score_pairs
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.maths import preferences
-from rlhf.maths.intervals import mean_interval
 
 GOLD, TEST = 0.45, 0.15
 """shares of the dialogues; the rest is the recipe's"""
@@ -78,6 +76,10 @@ class Options(parser.Config):
         """The directory of the recipe with this seed."""
         return self.folder / f"seed-{seed}"
 
+    def compared(self, seed: int) -> Path:
+        """The results of the comparison, the last file that a seed writes."""
+        return self.run(seed) / "compared" / "results.json"
+
 
 # --- the rows
 
@@ -88,9 +90,8 @@ def divide(options: Options) -> None:
     if not path.is_file():
         raise UserError(f"--data-path {path}: no such file, expected HH-RLHF pairs, such as harmless-base.jsonl.gz")
     parts: dict[str, list[str]] = {"gold": [], "test": [], "main": []}
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for row in file:
-            parts[part_of(row)].append(row)
+    for row in read_rows(path):
+        parts[part_of(row)].append(row)
     options.folder.mkdir(parents=True, exist_ok=True)
     for part, rows in parts.items():
         (options.folder / f"{part}.jsonl").write_text("".join(rows), encoding="utf-8")
@@ -100,8 +101,7 @@ def divide(options: Options) -> None:
 
 def part_of(row: str) -> str:
     """The part to which a dialogue's first message belongs."""
-    first = json.loads(row)["chosen"].partition("\n\nAssistant:")[0]
-    point = int(hashlib.sha256(first.encode()).hexdigest()[:8], 16) / 2**32
+    point = first_message_point(row)
     return "gold" if point < GOLD else "test" if point < GOLD + TEST else "main"
 
 
@@ -140,8 +140,8 @@ def train_gold(options: Options, member: int) -> None:
     REWARD_MODELLING.run(config.model_copy(update={"output_dir": str(options.folder / f"gold-{member}")}))
 
 
-def join_gold(options: Options) -> Path:
-    """The mean of the members."""
+def join_gold(options: Options) -> None:
+    """Write the mean of the members."""
     from rlhf.chain.average import average
 
     gold = options.folder / "gold"
@@ -149,7 +149,6 @@ def join_gold(options: Options) -> Path:
         average(
             tuple(str(options.folder / f"gold-{member}" / "step2_reward") for member in range(options.members)), gold
         )
-    return gold
 
 
 def train_policy(options: Options, seed: int) -> None:
@@ -187,21 +186,14 @@ def compare(options: Options, seed: int) -> None:
 
 def gaps(options: Options, models: Sequence[Path]) -> list[Tensor]:
     """Score of the chosen minus that of the rejected response, float64, of each model on the pairs of TEST."""
-    from step2_reward.evaluation_options import EvaluateRewardConfig
-    from step2_reward.pair_scores import score_models
-
-    reward = chain_of(options, 0).reward
-    evaluation = EvaluateRewardConfig(
-        models=tuple(map(str, models)), data_path=(options.rows("test"),), truncate="tokens", formatting_rows=0,
-        micro_batch_size=16, data_workers=1, max_prompt_length=reward.max_prompt_length, max_length=reward.max_length,
-    )  # fmt: skip
-    return [one.scores[:, 0] - one.scores[:, 1] for one in score_models(evaluation)]
+    scored = score_pairs(models, [options.rows("test")], chain_of(options, 0).reward)
+    return [one.scores[:, 0] - one.scores[:, 1] for one in scored]
 
 
 def row_of(options: Options, seed: int, reward: Tensor, gold: Tensor) -> list[Any]:
     """The line of a seed, as of COLUMNS. reward, gold: `gaps`"""
     run = options.run(seed)
-    compared = json.loads((run / "compared" / "results.json").read_text(encoding="utf-8"))
+    compared = json.loads(options.compared(seed).read_text(encoding="utf-8"))
     before, after = compared["policies"]
     seconds = 0.0
     for stage in ("step1_sft", "step2_reward", "step3_ppo"):
@@ -221,7 +213,7 @@ def row_of(options: Options, seed: int, reward: Tensor, gold: Tensor) -> list[An
 
 def report(options: Options) -> None:
     """The table and the CSV of all finished seeds. Raises: UserError if there is none."""
-    seeds = [seed for seed in range(options.seeds) if (options.run(seed) / "compared" / "results.json").is_file()]
+    seeds = [seed for seed in range(options.seeds) if options.compared(seed).is_file()]
     if not seeds:
         raise UserError(f"{options.folder}: no seed is finished; see {options.folder}/logs")
     models = [options.folder / "gold", *(options.run(seed) / "step2_reward" for seed in seeds)]
@@ -248,15 +240,10 @@ def table(rows: Sequence[Sequence[Any]], accuracy: float, pairs: int, prompts: i
         cells = (seed, right, same, kl, f"{gain} [{low}, {high}]", f"{wins} [{fewest}, {most}]", equal, tokens)
         lines.append("| " + " | ".join(map(str, (*cells, distinct, minutes))) + " |")
     if len(rows) > 1:
-        means = {name: _mean([row[COLUMNS.index(name)] for row in rows]) for name in COLUMNS[1:]}
+        means = {name: mean_text([float(row[COLUMNS.index(name)]) for row in rows]) for name in COLUMNS[1:]}
         names = ("reward model", "correlation", "kl", "gain", "win rate", "win rate at equal length")
         lines.append("| mean | " + " | ".join(means[name] for name in names) + f" | | {means['distinct-2']} | |")
     return [*lines, f"| gold | {accuracy:.3f} | 1 |" + " |" * 7]
-
-
-def _mean(values: Sequence[Any]) -> str:
-    interval = mean_interval(torch.tensor([float(value) for value in values], dtype=torch.float64))
-    return f"{interval.mean:.3f} ± {interval.half_width:.3f}"
 
 
 def main() -> int:
@@ -264,22 +251,18 @@ def main() -> int:
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.harmless", "A policy for human preferences.")
     divide(options)
     logs, members = options.folder / "logs", range(options.members)
-    golds = [member for member in members if not _finished(options.folder / f"gold-{member}" / "step2_reward")]
+    golds = [each for each in members if not (options.folder / f"gold-{each}/step2_reward/manifest.json").is_file()]
     jobs = [
         Job(f"gold {member}", partial(train_gold, options, member), logs / f"gold-{member}.log") for member in golds
     ]
     if run_jobs(jobs, options.processes):
         return 1
     join_gold(options)
-    todo = [seed for seed in range(options.seeds) if not (options.run(seed) / "compared" / "results.json").is_file()]
+    todo = [seed for seed in range(options.seeds) if not options.compared(seed).is_file()]
     jobs = [Job(f"seed {seed}", partial(train_policy, options, seed), logs / f"seed-{seed}.log") for seed in todo]
     failed = run_jobs(jobs, options.processes)
     report(options)
     return 1 if failed else 0
-
-
-def _finished(stage: Path) -> bool:
-    return (stage / "manifest.json").is_file()
 
 
 if __name__ == "__main__":

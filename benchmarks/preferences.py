@@ -143,8 +143,7 @@ def divide(options: Options) -> dict[str, Path]:
     train: list[str] = []
     held_out = {}
     for path in map(Path, options.data_path):
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            rows = list(file)
+        rows = read_rows(path)
         train += [row for row in rows if not is_held_out(row)]
         held_out[source(path)] = target = options.folder / f"held-out-{source(path)}.jsonl"
         target.write_text("".join(filter(is_held_out, rows)), encoding="utf-8")
@@ -152,10 +151,21 @@ def divide(options: Options) -> dict[str, Path]:
     return held_out
 
 
+def read_rows(path: Path) -> list[str]:
+    """The lines of a file of HH."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        return list(file)
+
+
+def first_message_point(row: str) -> float:
+    """A number in [0, 1) by which dialogues are divided: equal for equal first messages, spread evenly over them."""
+    first = json.loads(row)["chosen"].partition("\n\nAssistant:")[0]
+    return int(hashlib.sha256(first.encode()).hexdigest()[:8], 16) / 2**32
+
+
 def is_held_out(row: str) -> bool:
     """Whether the first message of a dialogue is among the held-out ones."""
-    first = json.loads(row)["chosen"].partition("\n\nAssistant:")[0]
-    return int(hashlib.sha256(first.encode()).hexdigest()[:8], 16) < HELD_OUT * 2**32
+    return first_message_point(row) < HELD_OUT
 
 
 def train_file(options: Options) -> Path:
@@ -222,20 +232,25 @@ def train_with_trl(config: Any, directory: Path) -> None:
 
 def write_scores(options: Options, model: Path, held_out: Mapping[str, Path], path: Path) -> None:
     """Scores and lengths of both sides of every held-out pair, by file."""
+    pair_scores = score_pairs([model], [f"hh_rlhf:{file}" for file in held_out.values()], options)
+    scored = {
+        name: {"scores": one.scores.tolist(), "lengths": one.lengths.tolist()}
+        for name, one in zip(held_out, pair_scores, strict=True)
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    disk.write_json(path, scored)
+
+
+def score_pairs(models: Sequence[Path], data_paths: Sequence[str], lengths: Any) -> list[Any]:
+    """`score_models` of step 2. lengths: options with max_prompt_length and max_length"""
     from step2_reward.evaluation_options import EvaluateRewardConfig
     from step2_reward.pair_scores import score_models
 
     evaluation = EvaluateRewardConfig(
-        models=(str(model),), data_path=tuple(f"hh_rlhf:{file}" for file in held_out.values()), truncate="tokens",
-        formatting_rows=0, micro_batch_size=16, data_workers=1, max_prompt_length=options.max_prompt_length,
-        max_length=options.max_length,
+        models=tuple(map(str, models)), data_path=tuple(data_paths), truncate="tokens", formatting_rows=0,
+        micro_batch_size=16, data_workers=1, max_prompt_length=lengths.max_prompt_length, max_length=lengths.max_length,
     )  # fmt: skip
-    scored = {
-        name: {"scores": one.scores.tolist(), "lengths": one.lengths.tolist()}
-        for name, one in zip(held_out, score_models(evaluation), strict=True)
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    disk.write_json(path, scored)
+    return score_models(evaluation)
 
 
 def grid(options: Options) -> Iterator[Run]:
@@ -278,15 +293,16 @@ def table(models: Mapping[tuple[str, int], Mapping[int, Scored]]) -> list[str]:
     longer = " | ".join(f"{accuracy(some, name, 'lengths'):.3f}" for name in names)
     lines.append(f"| the longer response | | | {longer} | | |")
     for (variant, pairs), by_seed in models.items():
-        columns = [_text([accuracy(scored, name) for scored in by_seed.values()]) for name in names]
+        columns = [mean_text([accuracy(scored, name) for scored in by_seed.values()]) for name in names]
         default = {} if variant == HERE else models.get((HERE, pairs), {})
         both = [accuracy(by_seed[seed], ALL) - accuracy(default[seed], ALL) for seed in by_seed if seed in default]
-        columns += [_text(both, sign="+"), f"{joint_accuracy(list(by_seed.values())):.3f}"]
+        columns += [mean_text(both, sign="+"), f"{joint_accuracy(list(by_seed.values())):.3f}"]
         lines.append(f"| {variant} | {pairs} | {len(by_seed)} | {' | '.join(columns)} |")
     return lines
 
 
-def _text(values: Sequence[float], sign: str = "") -> str:
+def mean_text(values: Sequence[float], sign: str = "") -> str:
+    """`0.613 ± 0.030`: the mean over the seeds and half its interval; of fewer than two seeds the value alone."""
     if len(values) < 2:
         return " ".join(f"{value:{sign}.3f}" for value in values)
     interval = mean_interval(torch.tensor(values, dtype=torch.float64))

@@ -37,7 +37,9 @@ class PreviewConfig(DataOptions):
 
 def undivided(options: PreviewConfig, phase: str) -> PreviewConfig:
     """The options that leave all rows to one phase, and hold none out."""
-    shares = tuple(float(name == phase) for name in ("sft", "reward", "ppo"))
+    from data.build.split import PHASES
+
+    shares = tuple(float(name == phase) for name in PHASES)
     return options.model_copy(update={"data_split": shares, "eval_fraction": 0.0})
 
 

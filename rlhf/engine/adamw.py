@@ -37,8 +37,8 @@ def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, 
 
 def rate_groups(weights: Mapping[str, Tensor], decay: float, rates: Mapping[str, float]) -> list[dict[str, Any]]:
     """`decay_groups`, and after them a group for each weight in `rates` that has a learning rate of its own."""
-    others = {name: w for name, w in weights.items() if name not in rates}
-    groups = decay_groups(others, decay) if others else []
+    without_rate = {name: w for name, w in weights.items() if name not in rates}
+    groups = decay_groups(without_rate, decay) if without_rate else []
     for name, rate in rates.items():
         groups += [{**group, "lr": rate} for group in decay_groups({name: weights[name]}, decay)]
     return groups
