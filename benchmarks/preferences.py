@@ -10,7 +10,7 @@ response is better", for
 
 ± is half of Student's 95 % interval over the seeds; differences are paired by seed. The last column joins the models of
 all seeds: the mean of their scores, each divided by its standard deviation. A finished model is not trained again.
-Writes preferences.csv, and the table of preferences.md.
+Writes preferences.csv, and the table of preferences.md; with one data file preferences-FILE.csv and .md.
 """
 
 import csv
@@ -94,6 +94,11 @@ class Options(parser.Config):
     def folder(self) -> Path:
         """The output directory, absolute."""
         return Path(self.output_dir).absolute()
+
+    @property
+    def report_name(self) -> str:
+        """`preferences`; of one data file `preferences-harmless-base`, beside it."""
+        return "preferences" if len(self.data_path) > 1 else f"preferences-{source(self.data_path[0])}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,11 +329,11 @@ def report(options: Options) -> None:
         for seed, scored in by_seed.items()
         for name in (*scored, ALL)
     ]
-    folder = Path(options.results)
+    folder, name = Path(options.results), options.report_name
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "preferences.csv").open("w", newline="", encoding="utf-8") as file:
+    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows([["model", "pairs", "seed", "file", "accuracy"], *rows])
-    write_table(folder / "preferences.md", table(models))
+    write_table(folder / f"{name}.md", table(models))
 
 
 def main() -> int:

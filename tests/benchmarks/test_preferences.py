@@ -85,6 +85,8 @@ def test_grid_and_file_names(tmp_path: Path) -> None:
     assert runs[0].scores_file(slower) != runs[0].scores_file(options)
     more_seeds = options.model_copy(update={"seeds": 5, "processes": 1, "pairs": (256,)})
     assert runs[0].scores_file(more_seeds) == runs[0].scores_file(options), "a finished model is not trained again"
+    both = options.model_copy(update={"data_path": ("x/a.jsonl.gz", "b.jsonl")})
+    assert (options.report_name, both.report_name) == ("preferences-a", "preferences"), "one does not replace the other"
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, TRL])
@@ -125,5 +127,5 @@ def test_a_run_writes_the_scores_of_all_held_out_pairs(tmp_path: Path) -> None:
     assert len(scores["scores"]) == len(scores["lengths"]) == len(rows)
     assert list((options.folder / "scores").iterdir()) == [run.scores_file(options)], "the model is removed"
     preferences.report(options)
-    assert "| here | 16 | 1 |" in (tmp_path / "results" / "preferences.md").read_text(encoding="utf-8")
-    assert len((tmp_path / "results" / "preferences.csv").read_text(encoding="utf-8").splitlines()) == 3
+    assert "| here | 16 | 1 |" in (tmp_path / "results" / "preferences-pairs.md").read_text(encoding="utf-8")
+    assert len((tmp_path / "results" / "preferences-pairs.csv").read_text(encoding="utf-8").splitlines()) == 3
