@@ -40,10 +40,21 @@ from rlhf.text.templates import find_template
 from rlhf.types import Message
 
 PAD = "<|pad|>"
-IS_CHECKPOINT = "; this directory is a checkpoint, from which a stage resumes; --export-every N writes models too"
-
 EMPTY_PROMPT = (Message("user", ""),)
 """what a prompt without messages is replaced by"""
+MOST_MODELS = 8
+"""models that an error lists"""
+
+
+def _models_instead(directory: Path) -> str:
+    """Where the models are, if the directory is the output of a chain or of a stage, or a checkpoint; or nothing."""
+    configs = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
+    if configs:
+        models = [str(config.parent) for config in sorted(configs)]
+        return f"; models in it: {', '.join(models[:MOST_MODELS])}"
+    if (directory / "state.json").is_file():
+        return "; this directory is a checkpoint, from which a stage resumes; --export-every N writes models too"
+    return ""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -62,7 +73,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     elif not any((Path(path) / name).is_file() for name in ("config.json", "tokenizer.json", *TOKENIZER_FILES)):
         raise UserError(
             f"{path}: the directory has no config.json and no tokenizer.json; expected a Hugging Face model directory"
-            f"{IS_CHECKPOINT if (Path(path) / 'state.json').is_file() else ''}"
+            f"{_models_instead(Path(path))}"
         )
     read_mappings(path, Path(path), TOKENIZER_FILES)
     refuse_tokenizer(path)

@@ -80,6 +80,26 @@ def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         load_tokenizer("owner/name")
 
 
+@pytest.mark.parametrize(
+    ("directory", "files", "hint"),
+    [
+        ("run", ["step1_sft/model/config.json", "step3_ppo/actor/config.json"], "step1_sft/model, {}/step3_ppo/actor$"),
+        ("run/step3_ppo", ["step3_ppo/state.json", "step3_ppo/actor/config.json"], "actor$"),
+        ("run/checkpoint", ["checkpoint/state.json"], "checkpoint, from which a stage resumes"),
+        ("run", ["notes.txt"], "expected a Hugging Face model directory$"),
+    ],
+)
+def test_a_directory_that_is_no_model_says_where_models_are(
+    directory: str, files: list[str], hint: str, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / file).touch()
+    path = tmp_path / directory
+    with pytest.raises(UserError, match=hint.format(path)):
+        load_tokenizer(str(path))
+
+
 # --- preparing
 
 
