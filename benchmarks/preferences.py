@@ -329,11 +329,11 @@ def report(options: Options) -> None:
         for seed, scored in by_seed.items()
         for name in (*scored, ALL)
     ]
-    folder, name = Path(options.results), options.report_name
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+    page = Path(options.results) / f"{options.report_name}.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with page.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows([["model", "pairs", "seed", "file", "accuracy"], *rows])
-    write_table(folder / f"{name}.md", table(models))
+    write_table(page, table(models))
 
 
 def main() -> int:

@@ -84,8 +84,7 @@ def model_directory(path: str) -> Path:
 
     folder = Path(manifests.resolve_model_path(path, *FOLDERS))
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        models = sorted(str(file.parent) for file in folder.glob("*/*/config.json"))
-        have = f"; have {', '.join(models)}" if models else ""
+        have = manifests.models_beneath(folder)
         raise UserError(f"{path}: no model, expected a directory with config.json and *.safetensors{have}")
     return folder
 

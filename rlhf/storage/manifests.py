@@ -31,6 +31,8 @@ CARD = ("README.md", "training.svg")
 """the model card in a model's folder, and its picture"""
 CURE = "restore the file, rerun that stage with --overwrite, or name another directory"
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
+MOST_MODELS = 8
+"""models that an error lists"""
 KINDS: Mapping[str, type] = {"stage": str, "inputs": dict, "config": dict, "files": dict, "sha256": str}
 """entries of every manifest, and their types"""
 
@@ -252,6 +254,12 @@ def resolve_model_path(path: str, *folders: str) -> str:
         if folder in created:
             return str(stage / folder)
     raise UserError(f"{stage}: holds {', '.join(created)}, expected {' or '.join(folders)}; name a model's directory")
+
+
+def models_beneath(directory: Path) -> str:
+    """`; have MODEL, ...` for an error about a directory that is no model but a stage's or a chain's; or nothing."""
+    models = sorted(str(file.parent) for depth in ("*", "*/*") for file in directory.glob(f"{depth}/config.json"))
+    return f"; have {', '.join(models[:MOST_MODELS])}" if models else ""
 
 
 def planned_start(path: str, output_dir: str, planned: Mapping[str, str]) -> str | None:

@@ -25,6 +25,7 @@ from rlhf.hub.untrusted import (
     refuse_tokenizer,
     tokenizer_reason,
 )
+from rlhf.storage import manifests
 from rlhf.text.encoder import Encoder, make_eos, special_tokens
 from rlhf.text.rendering import (
     assistant_turns,
@@ -40,21 +41,10 @@ from rlhf.text.templates import find_template
 from rlhf.types import Message
 
 PAD = "<|pad|>"
+IS_CHECKPOINT = "; this directory is a checkpoint, from which a stage resumes; --export-every N writes models too"
+
 EMPTY_PROMPT = (Message("user", ""),)
 """what a prompt without messages is replaced by"""
-MOST_MODELS = 8
-"""models that an error lists"""
-
-
-def _models_instead(directory: Path) -> str:
-    """Where the models are, if the directory is the output of a chain or of a stage, or a checkpoint; or nothing."""
-    configs = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
-    if configs:
-        models = [str(config.parent) for config in sorted(configs)]
-        return f"; models in it: {', '.join(models[:MOST_MODELS])}"
-    if (directory / "state.json").is_file():
-        return "; this directory is a checkpoint, from which a stage resumes; --export-every N writes models too"
-    return ""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -71,9 +61,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             raise UserError(f"{path}: no such directory; expected a model directory, a hub id or a .yaml file")
         require_hub(path)
     elif not any((Path(path) / name).is_file() for name in ("config.json", "tokenizer.json", *TOKENIZER_FILES)):
+        have = manifests.models_beneath(Path(path))  # before the next: a stage's directory has a state.json, too
+        hint = have or (IS_CHECKPOINT if (Path(path) / "state.json").is_file() else "")
         raise UserError(
             f"{path}: the directory has no config.json and no tokenizer.json; expected a Hugging Face model directory"
-            f"{_models_instead(Path(path))}"
+            f"{hint}"
         )
     read_mappings(path, Path(path), TOKENIZER_FILES)
     refuse_tokenizer(path)
