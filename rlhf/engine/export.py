@@ -4,12 +4,10 @@ import contextlib
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,7 +19,7 @@ from rlhf.distributed.tensor_parallel import gather_full
 from rlhf.distributed.zero3 import gather_weights, is_sharded
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
-from rlhf.models import new_rows, quantized
+from rlhf.models import new_rows, quantized, traits
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
 from rlhf.storage import disk
@@ -128,9 +126,9 @@ def save_scalar_config(
     config = copy.deepcopy(model.backbone.config)  # an actor may have the same one
     config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
     config.eos_token_id = tokenizer.eos_token_id
-    classifiers: Any = AutoModelForSequenceClassification._model_mapping
-    if type(config) in classifiers.keys():  # noqa: SIM118  (a lazy mapping)
-        config.architectures = [classifiers[type(config)].__name__]
+    classifier = traits.classifier_class(config)
+    if classifier is not None:
+        config.architectures = [classifier.__name__]
     config.dtype = model.score.weight.dtype
     config.score_mean, config.score_std = (None, None) if scores is None else (scores.mean, scores.std)
     config.save_pretrained(directory)

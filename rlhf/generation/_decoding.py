@@ -31,10 +31,10 @@ def step(lm: PreTrainedModel, ids: Tensor, attention_mask: Tensor, positions: Te
     ids, positions: [B, 1]; positions count real tokens.
     attention_mask: mask of real tokens, long [B, S] of the tokens so far, or bool [B, 1, 1, S] of the whole cache
     """
-    position_ids = (
-        {"position_ids": positions} if traits.has_argument(lm, "position_ids") else {}
-    )  # BLOOM and MPT have none
-    outputs = lm(input_ids=ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **position_ids)
+    inputs = {"input_ids": ids, "attention_mask": attention_mask, **traits.cache_input(lm, cache)}
+    if traits.has_argument(lm, "position_ids"):  # BLOOM and MPT have none
+        inputs["position_ids"] = positions
+    outputs = lm(**inputs, use_cache=True)
     logits: Tensor = outputs.logits[:, -1]
     return logits
 

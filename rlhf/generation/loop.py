@@ -20,7 +20,7 @@ from rlhf.models import virtual_tokens
 from rlhf.models.cpu import compiling
 from rlhf.models.packing import States, model_inputs, packs
 from rlhf.models.policy import restrict_head
-from rlhf.models.traits import attends_to_all, has_argument
+from rlhf.models.traits import attends_to_all, cache_input, has_argument, has_key_value_cache
 from rlhf.types import Download, Prompts, SampledRollout, to_device, token_groups
 
 UNFINISHED_SHARE = 0.75
@@ -60,7 +60,7 @@ def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, co
 
 def refuse_recurrent(lm: PreTrainedModel) -> None:
     """Raises: UserError for a model such as Mamba, which has no key-value cache."""
-    if not has_argument(lm, "past_key_values"):
+    if not has_key_value_cache(lm, lm.config):
         raise UserError(
             f"model type '{lm.config.model_type}': generation needs the key-value cache of an attention model; "
             "name another model"
@@ -205,7 +205,7 @@ def _read_together(lm: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[State
     cache = None if packs(lm) else DynamicCache(config=lm.config)
     last = packed.states.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
     with restrict_head(lm.get_output_embeddings(), to_device(last, lm.device)):
-        logits = lm(**packed.inputs, past_key_values=cache, use_cache=cache is not None).logits[0]
+        logits = lm(**packed.inputs, **cache_input(lm, cache), use_cache=cache is not None).logits[0]
     if cache is not None:
         layers = cast(list[StaticLayer], cache.layers)  # or any that keep both
         states = [(_of_tokens(layer.keys), _of_tokens(layer.values)) for layer in layers]
@@ -226,7 +226,7 @@ def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, Dynamic
     if has_argument(lm, "position_ids"):
         inputs["position_ids"] = ops.positions(mask)
     on_device = {name: to_device(value, lm.device) for name, value in inputs.items()}
-    output = lm(**on_device, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = lm(**on_device, **cache_input(lm, cache), use_cache=True, logits_to_keep=1)
     return output.logits[:, -1], cache
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import LOAD_ERRORS, is_adapter, reason, refuse_adapter, refuse_model, refuse_whole_numbers
 from rlhf.models import adapter_files, new_rows, packing, quantized, virtual_tokens
 from rlhf.models.cpu import attention
+from rlhf.models.traits import causal_lm_class, has_key_value_cache
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 
@@ -154,10 +154,10 @@ def require_generating(path: str) -> None:
     """Raises: UserError for a model that cannot sample responses: without a language-model head, or recurrent (Mamba,
     RWKV), without the key-value cache of an attention model."""
     config = load_config(path)
-    causal: Any = AutoModelForCausalLM._model_mapping
-    if type(config) not in causal:
+    model = causal_lm_class(config)
+    if model is None:
         raise UserError(f"model '{path}': transformers has no causal language model of the type {config.model_type}")
-    if "past_key_values" not in inspect.signature(causal[type(config)].forward).parameters:
+    if not has_key_value_cache(model, config):
         raise UserError(
             f"model '{path}': got a {config.model_type}, expected an attention model: step 3 samples responses with a "
             "key-value cache, which recurrent (state-space) models do not have"

@@ -1,14 +1,58 @@
-"""Properties of a transformers architecture, from its class and config."""
+"""Properties of a transformers architecture that its public interface does not tell: arguments, classes, layers.
+
+All that the project asks of the shape of transformers' classes stands here, and tests/rlhf/models/test_traits.py tells
+what has moved. Seen in transformers 5.17 to 5.24.
+"""
 
 import inspect
 from typing import Any
 
-from transformers import DynamicCache, DynamicLayer, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    PretrainedConfig,
+)
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""the argument of a forward pass for the cache: since 5.24, and before"""
 
 
 def has_argument(model: Any, argument: str) -> bool:
-    """Whether the forward pass of a transformers model has this argument."""
+    """Whether the forward pass of a transformers model, or class, has this argument."""
     return argument in inspect.signature(model.forward).parameters
+
+
+def cache_argument(model: Any) -> str | None:
+    """The argument of the forward pass of a transformers model, or class, for its cache."""
+    return next((name for name in CACHE_ARGUMENTS if has_argument(model, name)), None)
+
+
+def cache_input(model: Any, cache: Cache | None) -> dict[str, Cache | None]:
+    """The cache as an input of the forward pass of a model that has one."""
+    name = cache_argument(model)
+    assert name is not None, f"{type(model).__name__} has no cache"
+    return {name: cache}
+
+
+def has_key_value_cache(model: Any, config: PretrainedConfig) -> bool:
+    """Whether a model, or class, can generate with keys and values: Mamba and its like have a cache without any."""
+    text = config.get_text_config()
+    return cache_argument(model) is not None and "num_attention_heads" in {*vars(text), *text.attribute_map}
+
+
+def causal_lm_class(config: PretrainedConfig) -> Any:
+    """The causal language model of a config's type; None: transformers has none."""
+    models: Any = AutoModelForCausalLM._model_mapping
+    return models.get(type(config), None)
+
+
+def classifier_class(config: PretrainedConfig) -> Any:
+    """The sequence classifier of a config's type; None: transformers has none."""
+    models: Any = AutoModelForSequenceClassification._model_mapping
+    return models.get(type(config), None)
 
 
 def attends_to_all(config: PretrainedConfig) -> bool:

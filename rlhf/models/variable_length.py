@@ -6,6 +6,7 @@ attend as padded batches (rlhf/models/packing.py). None of this has run on a GPU
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -66,10 +67,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> Tensor 
 def flash(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> Tensor:
     """`attend` by torch's flash attention, for rows without an exception; bf16 or fp16."""
     q_rows, k_rows, v_rows = (x[0].transpose(0, 1) for x in (q, k, v))
-    ends, longest, shared = rows.ends, rows.longest, q.shape[1] != k.shape[1]
-    attended = varlen_attn(
-        q_rows, k_rows, v_rows, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=shared
-    )
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # in torch 2.11 heads share keys without it
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    attended = varlen_attn(q_rows, k_rows, v_rows, rows.ends, rows.ends, rows.longest, rows.longest, **options)
     assert isinstance(attended, Tensor)
     return attended[None]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rlhf.errors import UserError
 from rlhf.hub.untrusted import ADAPTER, is_adapter, read_mappings
 from rlhf.models import adapter_files, packing
-from rlhf.models.traits import attends_to_all
+from rlhf.models.traits import attends_to_all, cache_argument
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel  # importing it takes more than a second
@@ -38,7 +38,8 @@ class Tokens:
         if not self.enabled:
             return None
         ids = arguments[0] if arguments else named.pop("input_ids")  # GPT-2 has it by position
-        cache, begins = named.get("past_key_values"), True
+        cache_name = str(cache_argument(backbone))
+        cache, begins = named.get(cache_name), True
         if cache is None and any(named.get(name) is not None for name in ("attention_mask", "position_ids")):
             raise UserError("a model with virtual tokens got rows with a mask or positions, expected right-padded ids")
         if cache is not None:
@@ -54,7 +55,7 @@ class Tokens:
         prompt: Any = self.wrapper.get_prompt(batch_size=len(ids))
         if self._in_cache:
             if cache is None:
-                return (), {**named, "input_ids": ids, "past_key_values": prompt}
+                return (), {**named, "input_ids": ids, cache_name: prompt}
             for number, layer in enumerate(prompt.layers):
                 cache.update(layer.keys, layer.values, number)
             return (), {**named, "input_ids": ids}

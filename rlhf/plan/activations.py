@@ -24,6 +24,11 @@ from rlhf.plan.sizes import WHOLE, Head, Setup
 
 TRACED = (1, 2)
 """numbers of layers that are traced: each further layer adds as many bytes as the second one"""
+COMPARISONS = {torch.ops.aten.gt.Scalar: True, torch.ops.aten.lt.Scalar: False}
+"""what they say of a random number above 0 and a chance of 0: LoHa applies a factor if it is above its dropout, and
+OPT of transformers before 5.20 skips a layer if it is below its layerdrop"""
+ABOVE_ZERO = "above_zero"
+"""the attribute of a comparison's result with that answer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +73,10 @@ class _LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return True  # LoHa and LoKr compare a random number with a dropout of 0
+            return getattr(args[0], ABOVE_ZERO, True)
         out = func(*args, **(kwargs or {}))
+        if func in COMPARISONS:
+            setattr(out, ABOVE_ZERO, COMPARISONS[func])
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):

@@ -116,7 +116,7 @@ def _compiled() -> bool:
     folder = Path(__file__).parent / "cpp"
     source = "\n".join((folder / file).read_text(encoding="utf-8") for file in SOURCES)
     try:
-        CppCodeCache.load(source, device_type="cpu", needs_vec_isa=True, extra_flags=("-ftree-loop-vectorize",))
+        CppCodeCache.load(source, device_type="cpu", extra_flags=("-ftree-loop-vectorize",))
     except (RuntimeError, OSError) as error:
         errors = [line for line in str(error).splitlines() if "error: " in line] or [str(error).strip()]
         warnings.warn(f"{folder} does not compile, so slower operations of torch are used: {errors[0]}", stacklevel=2)

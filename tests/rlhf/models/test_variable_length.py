@@ -1,11 +1,13 @@
 """rlhf/models/variable_length.py without a GPU: what our kernels' calls mean, against torch's attention row by row."""
 
-from typing import Any
+import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf.models import variable_length
@@ -26,26 +28,65 @@ def operands(heads: int = 4) -> list[Tensor]:
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Tensor, *longest: int, **more: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
 ) -> Tensor:
     """torch's contract of `varlen_attn`, of [N, heads, d]: rows from one end to the next, causal by window (-1, 0)."""
-    assert ends.dtype == torch.int32 and torch.equal(ends, ends_k) and longest == (9, 9)
-    assert more.pop("window_size") == (-1, 0)
-    sizes = ends.diff().tolist()
-    rows = zip(*(x.transpose(0, 1).split(sizes, 1) for x in (q, k, v)), strict=True)
-    return torch.cat([scaled_dot_product_attention(*row, is_causal=True, **more) for row in rows], 1).transpose(0, 1)
+    assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == 9
+    assert window_size == (-1, 0)
+    rows = zip(*(x.transpose(0, 1).split(cu_seq_q.diff().tolist(), 1) for x in (query, key, value)), strict=True)
+    attended = [scaled_dot_product_attention(*row, is_causal=True, scale=scale, enable_gqa=enable_gqa) for row in rows]
+    return torch.cat(attended, 1).transpose(0, 1)
+
+
+def packed_attention_of_torch_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """Its contract in torch 2.11, where heads share keys without a word."""
+    grouped = query.shape[1] != key.shape[1]
+    ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
+    return packed_attention(
+        query, key, value, *ends, *longest, scale=scale, window_size=window_size, enable_gqa=grouped
+    )
 
 
 def close(got: Tensor, expected: Tensor) -> bool:
     return torch.allclose(got, expected, rtol=0, atol=SAME)
 
 
+@pytest.mark.parametrize("contract", [packed_attention, packed_attention_of_torch_2_11])
 @pytest.mark.parametrize("heads", [2, 4])
-def test_flash_attention_gets_the_ends_of_the_rows(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variable_length, "varlen_attn", packed_attention)
+def test_flash_attention_gets_the_ends_of_the_rows(
+    heads: int, contract: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variable_length, "varlen_attn", contract)
     q, k, v = operands(heads)
     got = variable_length.flash(q, k, v, Rows(LENGTHS, None, CPU), SCALE)
     assert close(got, variable_length.reference(q, k, v, LENGTHS, SCALE))
+
+
+def test_the_contracts_have_arguments_of_this_torch() -> None:
+    real = set(inspect.signature(varlen_attn).parameters)
+    asked = set(inspect.signature(packed_attention).parameters)
+    assert asked - real <= {"enable_gqa"}
 
 
 def test_flex_attention_sees_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,16 @@
 
 import gc
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.maths import ops
@@ -65,6 +68,25 @@ def test_backward_memory_is_saved_activations_and_head_gradients(model_path: str
     assert logprobs.requires_grad
     assert sum(saved.values()) - of_logits < result.head < sum(saved.values()) + 8 * of_logits
     assert result.inference < result.head
+
+
+@pytest.mark.parametrize("skips", [lambda: torch.rand([]) < 0.0, lambda: not torch.rand(1) > 0.0])
+def test_a_chance_of_zero_skips_no_layer(
+    skips: Callable[[], bool], model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OPT compares its layerdrop in transformers 5.17, and LoHa its dropout."""
+    arguments = (model_path, "lm", WHOLE, torch.float32, False, PassShape(2, 16, 8))
+    expected = activations.activations(*arguments)
+    forward = LlamaDecoderLayer.forward
+
+    def sometimes(layer: nn.Module, states: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        return states if skips() else forward(layer, states, *rest, **named)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", sometimes)
+    activations.activations.cache_clear()
+    traced = activations.activations(*arguments)
+    assert abs(traced.head - expected.head) < 64  # bytes of the random numbers
+    activations.activations.cache_clear()
 
 
 def test_log_probs_and_entropy_copy_no_logits(tmp_path: Path) -> None:
