@@ -90,7 +90,7 @@ def run_stage(step: int, options: Any, run: Callable[[str, list[str]], launcher.
     """Run one stage to its end with `run`, and return its exit status."""
     from rlhf.storage import disk
 
-    path = Path(options.output_dir).absolute() / f".{STAGES[step].name}-{os.getpid()}.yaml"  # readable on every host
+    path = launcher.options_file(options.output_dir, STAGES[step].name)
     try:
         disk.write_text(path, parser.to_yaml(options))
         return run(STAGES[step].name, ["--config", str(path)])
@@ -161,9 +161,18 @@ def main() -> int:
     from rlhf.launch import team
 
     if rank_variables.rank() > 0:
-        team.follow()
+        team.follow(typed_output_dir, [stage.name for stage in STAGES.values()])
     with team.lead() as ranks:
         return run_chain(ranks)
+
+
+def typed_output_dir() -> str:
+    """The output directory of this process's command line, exactly as the leader of all ranks reads its own. Raises:
+    UserError."""
+    typed = foreign_settings.plain_words(sys.argv[1:])
+    argv, _ = with_base(typed)
+    settings = overlay(argv, over=int(argv != typed))
+    return str(parser.parse(chain_config(argv), argv, "", "", settings).output_dir)
 
 
 def run_chain(ranks: Any = None) -> int:
@@ -237,7 +246,8 @@ def run_all(todo: dict[int, Any], deployment: Deployment, ranks: Any) -> tuple[i
         if deployment.hosts:
             from rlhf.launch import team
 
-            ranks = stack.enter_context(team.start(deployment))
+            names = [stage.name for stage in STAGES.values()]
+            ranks = stack.enter_context(team.start(deployment, next(iter(todo.values())).output_dir, names))
         one_host = partial(launcher.run, target=deployment)
         run = one_host if ranks is None else partial(ranks.run, options=deployment.options)
         for step, options in todo.items():

@@ -6,11 +6,13 @@ Importing this module must not import torch, so that `--help` and a mistyped opt
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhf.distributed.addresses import LOOPBACK, interface_of
@@ -23,6 +25,14 @@ from rlhf.shipped import ROOT
 LEAST_FILES = 256
 """least limit of open files of a process: libraries, shards of data, checkpoints, sockets to other ranks"""
 LAUNCHER_GRACE = "RLHF_GRACE_S"
+OPTIONS_FILE = re.compile(r"\.(\w+)-\d+\.yaml")
+"""name of the file with the options of a stage: the stage, and the process id of the chain"""
+
+
+def options_file(output_dir: str, stage: str) -> Path:
+    """Where the chain of this process writes the options of a stage: a path as the command line names it, because the
+    ranks of all hosts run in the same directory."""
+    return Path(output_dir) / f".{stage}-{os.getpid()}.yaml"
 
 
 def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitStatus:
