@@ -15,6 +15,8 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from rlhf.streams import printable
+
 EVERY_S = 30.0
 """seconds between two lines of a loop in a log"""
 Numbers = Mapping[str, float]
@@ -33,7 +35,7 @@ def status(text: str) -> None:
         return
     stamp = "" if sys.stderr.isatty() else time.strftime("%Y-%m-%d %H:%M:%S ")
     with tqdm.external_write_mode(file=sys.stderr):
-        print(f"{stamp}{text}", file=sys.stderr, flush=True)
+        print(f"{stamp}{printable(text)}", file=sys.stderr, flush=True)
 
 
 def program(default: str) -> str:
@@ -132,7 +134,7 @@ def say(text: str) -> None:
             {} if (sys.stdout.encoding or "").lower().startswith("utf") else str.maketrans("▁▂▃▄▅▆▇█", ".:-=+*#@")
         )
         with tqdm.external_write_mode():  # hides a progress bar while the line is printed
-            print(text.translate(ascii_bars), flush=True)
+            print(printable(text).translate(ascii_bars), flush=True)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -144,11 +146,11 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), show_lines=True, title_justify="left")
+    table = Table(title=Text(printable(title)), show_lines=True, title_justify="left")
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(Text(printable(name)), overflow="fold")
     for row in cells:
-        table.add_row(*(Text(_clipped(cell)) for cell in row))
+        table.add_row(*(Text(printable(_clipped(cell))) for cell in row))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 

@@ -12,6 +12,10 @@ from rlhf import streams
 class UserError(ValueError):
     """A mistake that the user can correct. The message is one line: where, what, got, expected, cure."""
 
+    def __str__(self) -> str:
+        """With control characters escaped, because a message may quote data, a template or a file's name."""
+        return streams.printable(super().__str__())
+
 
 def system_error_line(error: OSError) -> str | None:
     """One line for a full disk, missing permissions or too many open files; None for other errors."""
@@ -22,7 +26,8 @@ def system_error_line(error: OSError) -> str | None:
     cures |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE), "correct that")
     if error.errno not in cures:
         return None
-    return f"{error.filename or 'a file'}: {error.strerror}; {cures[error.errno]}, and run the same command again"
+    name = streams.printable(str(error.filename or "a file"))
+    return f"{name}: {error.strerror}; {cures[error.errno]}, and run the same command again"
 
 
 def run_as_user(main: Any) -> int:

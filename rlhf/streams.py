@@ -5,10 +5,19 @@ A run may take days. A closed pipe (`| head`), a closed terminal or a log on a f
 
 import io
 import os
+import re
 import sys
 from typing import Any
 
 NAMES = ("stdout", "stderr")
+_CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
+"""characters that could move a terminal's cursor or change its colours: all controls but line break and tab"""
+
+
+def printable(text: str) -> str:
+    """The text with each control character as its escape, `\\x1b`: a terminal would obey it, and models, data files and
+    templates may contain any."""
+    return _CONTROL.sub(lambda character: f"\\x{ord(character[0]):02x}", text.replace("\r\n", "\n"))
 
 
 def ignore_broken_streams(report: bool = True) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf import console
+from rlhf import console, errors
+from rlhf.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 MANY = "[print('x' * 80) for i in range(5000)]"
@@ -53,3 +54,22 @@ def test_a_library_that_logs_while_it_is_imported_is_heard_of_errors_only(caplog
     logger.warning("install more")
     logger.error("this failed")
     assert [record.message for record in caplog.records] == ["this failed"]
+
+
+ESCAPES = "a\x1b[31mb\x9b2Jc\x07"
+ESCAPED = "a\\x1b[31mb\\x9b2Jc\\x07"
+
+
+def test_what_is_printed_holds_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt, a response, a key of a row or a template may hold controls."""
+    console.say(ESCAPES)
+    console.status(ESCAPES)
+    console.show_table(ESCAPES, [ESCAPES], [[ESCAPES]])
+
+    def mistake() -> int:
+        raise UserError(f"no column '{ESCAPES}'")
+
+    assert errors.run_as_user(mistake) == 2
+    out, error = capsys.readouterr()
+    assert out.count(ESCAPED) == 4 and error.count(ESCAPED) == 2
+    assert not {"\x1b", "\x9b", "\x07"} & {*out, *error}
