@@ -6,6 +6,7 @@ have LLaMA-Factory's defaults. A relative `file_name` is beside the dataset_info
 
 import heapq
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,9 @@ from pydantic import Field
 from data.read.columns import first_user_text, read_flag, read_list, read_struct, read_value
 from data.read.dialogues import read_prompt
 from data.read.formats import LocatedRecords
-from data.read.paths import DataFiles, HubDataset, RecordReader, TableConfig, data_files, open_path
+from data.read.paths import DataFiles, HubDataset, RecordReader, TableConfig, data_files, is_hub_id, open_path
 from data.read.records import Phase, Record, Skipped, short_json
+from data.read.remote import is_remote
 from data.read.table import Parsed, Table
 from data.sources.files import ColumnOptions, parse
 from rlhf.config import Config as Options
@@ -126,6 +128,8 @@ def read_entry(path: str) -> tuple[Entry, Path]:
     file = Path(before if named else path).expanduser()
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise UserError(f"{file}: is nested too deeply for a dataset_info.json") from None
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); expected a dataset_info.json of LLaMA-Factory"
@@ -176,14 +180,20 @@ def _check(values: Mapping[str, Any], location: str) -> Entry:
 def _open(entry: Entry, path: str, file: Path) -> tuple[RecordReader, TableConfig]:
     """The reader of the entry's records, and the part of the dataset to read."""
     if entry.hf_hub_url:
+        if not is_hub_id(entry.hf_hub_url):
+            raise UserError(f"{path}: hf_hub_url '{entry.hf_hub_url}': expected OWNER/NAME on the hub")
         hub = TableConfig(split=entry.split, subset=entry.subset, data_dir=entry.folder)
         return open_path(f"{entry.hf_hub_url}@{entry.revision}" if entry.revision else entry.hf_hub_url), hub
     split = None if entry.split == "train" else entry.split  # files are the split train
     config = TableConfig(split=split, subset=entry.subset, data_dir=entry.folder)
     if entry.cloud_file_name:
+        if not is_remote(entry.cloud_file_name):
+            raise UserError(f"{path}: cloud_file_name '{entry.cloud_file_name}': expected an address such as s3://...")
         return open_path(entry.cloud_file_name), config
-    local = file.parent / Path(entry.file_name or "").expanduser()
-    return DataFiles(path, tuple(data_files(str(local)))), config
+    name = os.path.normpath(entry.file_name or "")
+    if os.path.isabs(name) or name.split(os.sep)[0] == "..":  # a stranger's entry must not lead to a private file
+        raise UserError(f"{path}: file_name '{entry.file_name}': expected a file beside dataset_info.json or below")
+    return DataFiles(path, tuple(data_files(str(file.parent / name)))), config
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
@@ -132,6 +131,15 @@ def _parse(text: str, source: str) -> jinja2.nodes.Template:
     return tree
 
 
+def _names_read(tree: jinja2.nodes.Template) -> set[str]:
+    """The names that a template reads and sets nowhere. jinja2.meta has a function for this, which computes constant
+    expressions of the template without a limit."""
+    names = {"load": {"loop", "self", "caller", "varargs", "kwargs"}, "read": set[str]()}
+    for node in tree.find_all((jinja2.nodes.Name, jinja2.nodes.Macro)):
+        names["read" if isinstance(node, jinja2.nodes.Name) and node.ctx == "load" else "load"].add(node.name)
+    return names["read"] - names["load"]
+
+
 def _refuse_unknown_names(text: str, path: str) -> None:
     """Jinja renders an undefined name as nothing, so a mistyped name would silently leave messages out.
 
@@ -139,7 +147,7 @@ def _refuse_unknown_names(text: str, path: str) -> None:
     """
     try:
         tree = _parse(text, path)
-        unknown = jinja2.meta.find_undeclared_variables(tree) - NAMES
+        unknown = _names_read(tree) - NAMES
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: not a chat template: {error.message}") from None
     for guard in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)):

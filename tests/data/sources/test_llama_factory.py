@@ -245,6 +245,43 @@ def test_which_paths_are_entries(data_path: str, source: str, weight: float | No
     assert (spec, got) == (source, weight)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"file_name": "../secret.jsonl"},
+        {"file_name": "sub/../../secret.jsonl"},
+        {"file_name": "ABSOLUTE"},
+        {"file_name": "*/../../secret.jsonl"},
+        {"cloud_file_name": "ABSOLUTE"},
+        {"hf_hub_url": "ABSOLUTE"},
+        {"hf_hub_url": "../secret.jsonl"},
+    ],
+)
+def test_an_entry_reads_nothing_outside_of_its_directory(tmp_path: Path, entry: dict[str, str]) -> None:
+    """A stranger's dataset_info.json must not lead to a private file."""
+    (tmp_path / "secret.jsonl").write_text(json.dumps({"instruction": "q", "output": "secret"}) + "\n")
+    folder = tmp_path / "downloaded"
+    (folder / "sub").mkdir(parents=True)
+    [(key, name)] = entry.items()
+    path = write(folder, {key: name.replace("ABSOLUTE", str(tmp_path / "secret.jsonl"))})
+    with pytest.raises(UserError, match=rf":mine: {key} '.*': expected"):
+        open_origin(path)
+
+
+def test_an_entry_may_name_a_file_below(tmp_path: Path) -> None:
+    path = write(tmp_path, {"file_name": "sub/../sub/rows.jsonl"})
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "q", "output": "good"}')
+    (tmp_path / "rows.jsonl").rename(tmp_path / "sub" / "rows.jsonl")
+    assert len(list(open_origin(path).rows("sft"))) == 1
+
+
+def test_a_deep_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_text('{"mine": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(UserError, match=r"dataset_info\.json: is nested too deeply"):
+        open_origin(f"{tmp_path / 'dataset_info.json'}:mine")
+
+
 def test_a_name_is_needed_and_the_existing_ones_are_listed(tmp_path: Path) -> None:
     path = write(tmp_path, {})
     with pytest.raises(UserError, match=r"no dataset 'mein'.*did you mean 'mine'.*have mine; write .*json:NAME"):
