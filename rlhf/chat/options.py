@@ -36,8 +36,8 @@ class ModelOptions(Config):
     """logits are divided by this; 1 is what the policy was trained with, 0 is greedy (KL is then measured at 1)"""
     response_length: int = Field(256, ge=1)
     """maximum number of tokens of a response, EOS included"""
-    seed: int = Field(0, ge=0, le=MAX_SEED)
-    """seed of the sampling"""
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    """seed of the sampling; by default another one for each dialogue or page"""
     chat_template: str = "auto"
     """auto (the policies' own template), a name such as chatml, or a Jinja file"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

@@ -1,6 +1,7 @@
 """A dialogue with one policy, or with two that answer side by side, and the votes on their answers."""
 
 import random
+import secrets
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from rlhf.chat.options import NONE, ChatOptions
 from rlhf.chat.responses import Generation, Measures, Models, Response, Sampling, load_models
 from rlhf.chat.run_models import RunModels
 from rlhf.chat.votes import Preference
+from rlhf.config.options import MAX_SEED
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import check_reward_spec
 from rlhf.rewards import Scoring
@@ -43,10 +45,11 @@ class Session:
         """policies: the names of one or two of the loaded policies"""
         self.models, self.policies = models, tuple(policies)
         self.temperature, self.response_length = options.temperature, options.response_length
-        self.seed, self.votes = options.seed, Path(options.votes)
+        self.seed = secrets.randbelow(MAX_SEED + 1) if options.seed is None else options.seed
+        self.votes = Path(options.votes)
         self.blind = len(self.policies) == 2 and (options.blind or options.web)
         self._system = () if options.system is None else (Message("system", options.system),)
-        self._order = random.Random(options.seed)
+        self._order = random.SystemRandom()  # a seed, which may be known, must not tell the order of blind sides
         self._number = 0
         self.history: tuple[Message, ...] = self._system
         self.turn: Turn | None = None
@@ -81,6 +84,10 @@ class Session:
         if not turn.measures:
             turn.measures = [self.models.measure(response) for response in turn.responses]
         return turn.measures
+
+    def refusal(self) -> str:
+        """Why the answers cannot be voted on; an empty string if they can."""
+        return votes.refusal(self._answered().responses)
 
     def go_on_with(self, side: int) -> bool:
         """The dialogue continues with this answer. False: it is empty, and the question is dropped too."""

@@ -1,7 +1,6 @@
 """`rlhf chat` in a terminal: answers appear as they are written; commands begin with a slash."""
 
 import contextlib
-import re
 import sys
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from rlhf.chat.responses import Measures
 from rlhf.chat.session import Session, Turn, pieces
 from rlhf.chat.votes import Preference
 from rlhf.errors import UserError
+from rlhf.streams import printable
 
 HELP = """\
 /reset               start a new dialogue
@@ -21,16 +21,9 @@ HELP = """\
 /length NUMBER       maximum number of tokens of an answer
 /better TEXT         write a better answer to the last question: a row for the next reward model
 /help, /quit"""
-VOTE = "better: l left, r right, t tie, Enter no vote> "
+VOTE = "better: l left, r right, t tie, then Enter; Enter alone is no vote> "
 VOTES: dict[str, Preference] = {"l": "a", "r": "b", "t": "tie"}
 SIDES = ("left", "right")
-UNSAFE = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
-"""characters that could move a terminal's cursor or change its colours: all controls but line break and tab"""
-
-
-def printable(text: str) -> str:
-    """The text without control characters: a model may write what a terminal obeys."""
-    return UNSAFE.sub("", text)
 
 
 class Terminal:
@@ -92,8 +85,10 @@ class Terminal:
         measures = self._session.measure()
         if not self._session.blind:
             self._print_sides(turn, measures)
-        vote = self._read_vote()
-        if vote is not None:
+        refusal = self._session.refusal()
+        if refusal:
+            self._print(f"(no vote: {refusal})")
+        elif (vote := self._read_vote()) is not None:
             try:
                 self._session.vote(vote)
                 self._print(f"(vote written to {self._session.votes})")

@@ -4,7 +4,10 @@ With two policies the sides are blind: their order is random, and names and numb
 """
 
 import contextlib
+import html
+import os
 import queue
+import re
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -34,8 +37,15 @@ Messages = list[dict[str, str]]
 
 def shown(history: tuple[Message, ...], *answer: str) -> Messages:
     """A dialogue, and an answer that is still being written, as Gradio shows it."""
-    messages = [{"role": m.role, "content": m.content} for m in history if m.role != "system"]
-    return messages + [{"role": "assistant", "content": text} for text in answer]
+    messages = [(m.role, m.content) for m in history if m.role != "system"]
+    messages += [("assistant", text) for text in answer]
+    return [{"role": role, "content": as_html(text)} for role, text in messages]
+
+
+def as_html(text: str) -> str:
+    """HTML that shows the text as it is. Gradio shows the HTML in a message even with `render_markdown=False`, and
+    removes the indentation of lines."""
+    return re.sub(" (?= )", "&nbsp;", html.escape(text)).replace("\n", "<br>")
 
 
 def in_one_thread(turn: Turn) -> Generator[tuple[int, str], None, None]:
@@ -97,7 +107,9 @@ class Page:
         except UserError as error:
             yield [*self._sides(session), "", f"error: {error}", answers[0]]
             return
+        refusal = session.refusal() if session.blind else ""
         status = "which answer is better?" if session.blind else _numbers(turn)
+        status = f"no vote: {refusal}. {_numbers(turn)}" if refusal else status
         yield [*(shown(turn.messages, answer) for answer in answers), "", status, answers[0]]
 
     def vote(self, preference: Preference) -> Callable[[Session], list[Any]]:
@@ -108,7 +120,7 @@ class Page:
             except UserError as error:
                 return [*self._sides(session), f"{error}"]
             assert turn is not None
-            return [*self._sides(session), f"vote written to {session.votes}. {_numbers(turn)}"]
+            return [*_answers(turn), f"vote written to {session.votes}. {_numbers(turn)}"]
 
         return handle
 
@@ -120,7 +132,10 @@ class Page:
         except UserError as error:
             return [*self._sides(session), f"{error}"]
         assert turn is not None
-        return [*self._sides(session), f"better answer written to {session.votes}. {_numbers(turn)}"]
+        texts = [response.text for response in turn.responses]
+        texts[SIDES.index(side)] = text
+        status = f"better answer written to {session.votes}. {_numbers(turn)}"
+        return [*(shown(turn.messages, answer) for answer in texts), status]
 
     def reset(self, session: Session) -> list[Any]:
         session.reset()
@@ -130,7 +145,12 @@ class Page:
         turn = session.turn
         if turn is None or any(generation.response is None for generation in turn.generations):
             return [shown(session.history)] * self.sides
-        return [shown(turn.messages, response.text) for response in turn.responses]
+        return _answers(turn)
+
+
+def _answers(turn: Turn) -> list[Messages]:
+    """The dialogue of each side with its own answer."""
+    return [shown(turn.messages, response.text) for response in turn.responses]
 
 
 def _numbers(turn: Turn) -> str:
@@ -152,7 +172,7 @@ def build(session: Session, options: ChatOptions) -> Any:
         state = gr.State()
         with gr.Row():
             labels = SIDES if page.sides == 2 else session.policies
-            plain = {"render_markdown": False, "allow_tags": True, "buttons": [], "feedback_options": None}
+            plain = {"render_markdown": False, "latex_delimiters": [], "buttons": [], "feedback_options": None}
             chats = [gr.Chatbot(label=label, elem_id=f"chat-{i}", **plain) for i, label in enumerate(labels)]
         message = gr.Textbox(label="Message", elem_id="message", autofocus=True, submit_btn="Send", interactive=False)
         status = gr.Textbox(label="Status", elem_id="status", interactive=False)
@@ -179,14 +199,17 @@ def build(session: Session, options: ChatOptions) -> Any:
 
 
 class OwnPagesOnly:
-    """Refuses requests that a page of another site sends: a browser names the site in Origin."""
+    """Refuses requests that a page of another site sends (a browser names the site in Origin), and files: the page has
+    no use for them, and Gradio would store any number."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
-        if origin is None or is_loopback(origin):
+        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
+            await PlainTextResponse("the page takes no files", 403)(scope, receive, send)
+        elif origin is None or is_loopback(origin):
             await self.app(scope, receive, send)
         else:
             await PlainTextResponse("Origin: expected this machine (localhost)", 403)(scope, receive, send)
@@ -198,20 +221,36 @@ def launch(session: Session, options: ChatOptions) -> tuple[Any, str]:
     theme = gr.themes.Default(font=FONTS, font_mono=["monospace"])
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS), Middleware(OwnPagesOnly)]
     try:
-        _, url, _ = blocks.launch(
-            server_name=HOSTS[0],
-            server_port=options.port or None,
-            prevent_thread_lock=True,
-            quiet=True,
-            share=False,
-            footer_links=[],
-            ssr_mode=False,
-            theme=theme,
-            app_kwargs={"middleware": middleware},
-        )
+        with _without_proxy():
+            _, url, _ = blocks.launch(
+                server_name=HOSTS[0],
+                server_port=options.port or None,
+                prevent_thread_lock=True,
+                quiet=True,
+                share=False,
+                footer_links=[],
+                ssr_mode=False,
+                theme=theme,
+                app_kwargs={"middleware": middleware},
+            )
     except OSError as error:
         raise UserError(f"--port {options.port}: cannot listen there ({error}); choose another --port") from None
     return blocks, url
+
+
+@contextlib.contextmanager
+def _without_proxy() -> Iterator[None]:
+    """Inside, requests to this machine use no proxy of the environment: Gradio asks its own page whether it is up."""
+    before = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
+    os.environ |= {name: ",".join(filter(None, [*before.values(), *HOSTS])) for name in before}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def serve_page(session: Session, options: ChatOptions) -> None:

@@ -97,7 +97,7 @@ def test_from_a_chat_to_the_next_reward_model(folder: Path, monkeypatch: pytest.
     single, compare, web, reward, serve = commands()
     Person(monkeypatch)
     rlhf(monkeypatch, single, "--dtype", "fp32")
-    rlhf(monkeypatch, compare, "--dtype", "fp32", "--response-length", "24")
+    rlhf(monkeypatch, compare, "--dtype", "fp32", "--response-length", "24", "--seed", "0")
     written = [json.loads(line) for line in (folder / "votes.jsonl").read_text().splitlines()]
     labelled = [row for row in written if row["preference"] != "tie"]
     assert len(labelled) >= VOTES and all(row["blind"] for row in written)

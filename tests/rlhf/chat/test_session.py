@@ -21,8 +21,9 @@ from rlhf.chat.options import ChatOptions, check_chat
 from rlhf.chat.responses import Models
 from rlhf.chat.run_models import run_models
 from rlhf.chat.session import Session
-from rlhf.chat.terminal import Terminal, printable
+from rlhf.chat.terminal import Terminal
 from rlhf.errors import UserError
+from rlhf.streams import printable
 from rlhf.text.prompt_file import read_prompts
 from rlhf.types import Message, Row
 from tests.support import chat_runs
@@ -45,7 +46,7 @@ def models(run: Path) -> Models:
 @pytest.fixture
 def make(models: Models, run: Path, tmp_path: Path) -> Make:
     def session(*names: str, **changes: Any) -> Session:
-        options = chat_runs.options_of(run, **{"votes": str(tmp_path / "votes.jsonl"), **changes})
+        options = chat_runs.options_of(run, **{"votes": str(tmp_path / "votes.jsonl"), "seed": 0, **changes})
         return Session(models, names or NAMES, options)
 
     return session
@@ -105,10 +106,31 @@ def test_the_better_answer_goes_on(make: Make) -> None:
 def test_blind_sides_come_in_random_order(make: Make) -> None:
     session = make(blind=True)
     orders = set()
-    for _ in range(12):
+    for _ in range(40):
         orders.add(session.ask("w4").policies)
         session.reset()
     assert orders == {("sft", "ppo"), ("ppo", "sft")}
+
+
+def test_no_seed_tells_the_order_of_blind_sides(make: Make) -> None:
+    """A person who knows the seed, or has seen another page, must not know who is on the left."""
+    orders = set()
+    for _ in range(12):
+        session = make(blind=True, seed=0)
+        order = []
+        for _ in range(3):
+            order.append(session.ask("w4").policies)
+            session.reset()
+        orders.add(tuple(order))
+    assert len(orders) > 1
+
+
+def test_dialogues_have_seeds_of_their_own_that_votes_name(make: Make) -> None:
+    one, two = make(seed=None), make(seed=None)
+    assert one.seed != two.seed and make(seed=5).seed == 5
+    ask(one)
+    one.vote("a")
+    assert rows(one)[0]["seed"] == one.seed
 
 
 def test_a_model_alone_has_no_numbers_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +295,7 @@ def test_votes_in_the_terminal_need_no_extra(make: Make, run: Path) -> None:
     session = make()
     shown = talk(session, question, "x", "r", "/reset", question, "")
     assert "left (sft):" in shown and "right (ppo):" in shown and f"(vote written to {session.votes})" in shown
-    assert shown.count("better: l left, r right, t tie") == 3  # x is no vote
+    assert shown.count("better: l left, r right, t tie, then Enter") == 3  # x is no vote
     [row] = rows(session)
     assert (row["preference"], row["policy_b"], row["blind"]) == ("b", "ppo", False)
     assert row["score_a"] is not None
@@ -302,14 +324,19 @@ def test_blind_names_come_after_the_vote(make: Make) -> None:
     assert "sft: score" in after and "ppo: score" in after
 
 
-def test_a_refused_vote_is_said_and_mistakes_do_not_end_the_chat(make: Make) -> None:
+def test_no_vote_is_asked_that_is_refused_and_mistakes_do_not_end_the_chat(make: Make) -> None:
     session = make(response_length=1)
-    shown = talk(session, "w4", "l", "/temperature -1", "/length 0.5", "w5 " * 100, "/better w5")
-    assert "(no vote: " in shown and shown.count("error: got '") == 2 and "start a new dialogue" in shown
+    shown = talk(session, "w4", "/temperature -1", "/length 0.5", "w5 " * 100, "/better w5")
+    assert (
+        "(no vote: " in shown
+        and "better:" not in shown
+        and shown.count("error: got '") == 2
+        and "start a new dialogue" in shown
+    )
 
 
 def test_a_model_cannot_write_to_the_terminal_what_it_obeys() -> None:
-    assert printable("a\x1b[31mb\x07\x9b\r\n\tcé你\u200d") == "a[31mb\n\tcé你\u200d"
+    assert printable("a\x1b[31mb\x07\x9b\r\n\tcé你\u200d") == "a\\x1b[31mb\\x07\\x9b\n\tcé你\u200d"
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
