@@ -153,7 +153,7 @@ def split_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     text = render(tokenizer, [messages])[0]
     contents = "".join(message.content for message in messages)
     marks = tuple(islice((c for c in map(chr, range(0xE000, 0x110000)) if c not in contents), 3))
-    not_empty = [i for i, message in enumerate(messages) if message.content.strip()]
+    not_empty = {i for i, message in enumerate(messages) if message.content.strip()}
     for to_mark in (range(len(messages)), not_empty):  # a template may test whether there is content
         marked = [_with_marks(message, i, marks) if i in to_mark else message for i, message in enumerate(messages)]
         segments = _align(render(tokenizer, [marked])[0], text, marks)

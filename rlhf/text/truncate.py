@@ -8,7 +8,8 @@ prompt is always one that the template renders, and it always has words of the u
 import math
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -65,25 +66,26 @@ def fit_prompt(template: Template, messages: Sequence[Message], limit: int, by_t
     leaves that turn less than MIN_PROMPT_SHARE.
     Raises: UserError if the template cannot render the messages.
     """
-    for remaining in _without_oldest_turns(messages):
-        ids = template.prompt_ids(remaining)
-        if len(ids) <= limit:
-            return FittedPrompt(ids, remaining)
-    system = [message for message in remaining[:1] if message.role == "system"]
+    ids = template.prompt_ids(messages)
+    if len(ids) <= limit:
+        return FittedPrompt(ids, messages)
+    system = [message for message in messages[:1] if message.role == "system"]
+    starts = [i for i, message in enumerate(messages) if message.role == "user" and i > len(system)]
+
+    def without_oldest_turns(start: int) -> Sequence[Message]:
+        return [*system, *messages[start:]]
+
+    # Fewer turns have fewer tokens, so the first that fits is found by halving: a dialogue may have thousands of turns.
+    fits = bisect_left(starts, True, key=lambda start: len(template.prompt_ids(without_oldest_turns(start))) <= limit)
+    if fits < len(starts):
+        remaining = without_oldest_turns(starts[fits])
+        return FittedPrompt(template.prompt_ids(remaining), remaining)
+    remaining = without_oldest_turns(starts[-1]) if starts else messages
     for candidate in (remaining, remaining[len(system) :]) if by_tokens else ():
         fitted = _keep_last_words(template, candidate, limit)
         if fitted is not None:
             return fitted
     return None
-
-
-def _without_oldest_turns(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """The messages, then the messages without their oldest turns, one user turn fewer each time."""
-    yield messages
-    system = [message for message in messages[:1] if message.role == "system"]
-    for start, message in enumerate(messages):
-        if message.role == "user" and start > len(system):
-            yield [*system, *messages[start:]]
 
 
 def _keep_last_words(template: Template, messages: Sequence[Message], limit: int) -> FittedPrompt | None:

@@ -1,5 +1,6 @@
 """What is left of a text that is too long, by hand and beside a search through all that could be left."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +39,24 @@ def encoded(tokenizer: PreTrainedTokenizerBase, phase: Phase, row: Row, **option
 
 def user(*numbers: int) -> tuple[Message, ...]:
     return (Message("user", words(*numbers)),)
+
+
+def test_a_long_dialogue_is_encoded_a_few_times(
+    plain: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for each turn that is too much. A user turn has 2 tokens, an answer 1."""
+    turns = [message for i in range(150) for message in (*user(i, i + 1), Message("assistant", words(i)))]
+    turns = [Message(turn.role, f"{turn.content} ") for turn in turns]  # plain puts nothing between turns
+    calls, encode = [], Template.prompt_ids
+
+    def counted(template: Template, messages: Sequence[Message]) -> list[int]:
+        calls.append(len(messages))
+        return encode(template, messages)
+
+    monkeypatch.setattr(Template, "prompt_ids", counted)
+    fitted = fit_prompt(Template(plain), [*turns, Message("user", words(5))], 21, by_tokens=False)
+    assert fitted is not None and fitted.messages == [*turns[-12:], Message("user", words(5))]
+    assert len(calls) < 15
 
 
 # --- by hand; plain writes BOS and nothing else
