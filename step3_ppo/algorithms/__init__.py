@@ -1,8 +1,9 @@
 """One algorithm a file: `Config`, its options, derived from `Step3Config`; and `build(config)`, an `Algorithm`."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from rlhf import plugins
@@ -58,4 +59,84 @@ def load(config: Step3Config) -> Algorithm:
     Raises: UserError that names a member that is missing or has another signature.
     """
     algorithm: Algorithm = plugins.build_with(FOLDER, config.algorithm, config)
-    return plugins.conforming(algorithm, Algorithm, config.algorithm)
+    algorithm = plugins.conforming(algorithm, Algorithm, config.algorithm)
+    return FromFile(algorithm, config.algorithm) if config.algorithm.endswith(".py") else algorithm
+
+
+class FromFile:
+    """A user's algorithm. Its exceptions, and results of another type or shape, are a UserError that names the file."""
+
+    def __init__(self, algorithm: Algorithm, file: str) -> None:
+        self._algorithm, self._file = algorithm, file
+        self.credit = self._checked("credit", _fault_of_credit)
+        self.policy_loss = self._checked("policy_loss", _fault_of_loss)
+        self.value_loss = None if algorithm.value_loss is None else self._checked("value_loss", _fault_of_loss)
+        self.select = None if algorithm.select is None else self._checked("select", _fault_of_selection)
+
+    @property
+    def kl_coef(self) -> float:
+        return self._algorithm.kl_coef
+
+    @kl_coef.setter
+    def kl_coef(self, coef: float) -> None:
+        self._algorithm.kl_coef = coef
+
+    @property
+    def pretrains_critic(self) -> bool:
+        return self._algorithm.pretrains_critic
+
+    @pretrains_critic.setter
+    def pretrains_critic(self, pretrains: bool) -> None:
+        self._algorithm.pretrains_critic = pretrains
+
+    def _checked(self, name: str, fault_of: Callable[[Any, Any], str]) -> Callable[..., Any]:
+        function = getattr(self._algorithm, name)
+
+        def call(first: Any, *others: Any) -> Any:
+            caught, result = plugins.CatchUserCode(), None
+            with caught:
+                result = function(first, *others)
+            if caught.error is not None:
+                location = plugins.error_location(caught.error, own_frames=1)
+                raise UserError(f"{self._file}: {name}: {location}") from caught.error
+            fault = fault_of(result, first)
+            if fault:
+                raise UserError(f"{self._file}: {name} returned {fault}")
+            return result
+
+        return call
+
+
+def _fault_of_credit(credit: Any, rollout: ScoredRollout) -> str:
+    shape = tuple(rollout.mask.shape)
+    if not isinstance(credit, Credit):
+        return f"a value of type {type(credit).__name__}, expected a Credit"
+    for name, value in (("advantages", credit.advantages), ("returns", credit.returns)):
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+            return f"{name}: {_describe(value)}, expected a tensor of shape {shape}, that of the rollout's mask"
+    return ""
+
+
+def _fault_of_loss(loss: Any, _: object) -> str:
+    expected = "expected (loss, metrics): a tensor with one number that has a gradient, and a dict of such tensors"
+    if not isinstance(loss, tuple) or len(loss) != 2 or not isinstance(loss[1], dict):
+        return f"{_describe(loss)}, {expected}"
+    if not isinstance(loss[0], Tensor) or loss[0].numel() != 1 or not loss[0].requires_grad:
+        return f"the loss {_describe(loss[0])}, {expected}"
+    wrong = [name for name, value in loss[1].items() if not isinstance(value, Tensor) or value.numel() != 1]
+    return f"the metric {wrong[0]}: {_describe(loss[1][wrong[0]])}, {expected}" if wrong else ""
+
+
+def _fault_of_selection(rows: Any, rollout: ScoredRollout) -> str:
+    count = len(rollout.mask)
+    integers = isinstance(rows, Tensor) and not rows.is_floating_point() and rows.dtype != torch.bool
+    if integers and rows.ndim == 1 and len(rows) and 0 <= int(rows.min()) <= int(rows.max()) < count:
+        return ""
+    return f"{_describe(rows)}, expected a tensor [rows] with one or more row numbers below {count}"
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a value of type {type(value).__name__}"
+    gradient = "" if value.requires_grad else " without a gradient"
+    return f"a tensor of shape {tuple(value.shape)} and {value.dtype}{gradient}"

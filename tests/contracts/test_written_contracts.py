@@ -161,6 +161,30 @@ def test_an_algorithm_that_lacks_something_is_refused(right: str, wrong: str, me
     assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("Credit(scores, scores)", "Credit(scores[:, :-1], scores)", "credit returned advantages: a tensor of shape ("),
+        ("Credit(scores, scores)", "Credit(scores, rollout.scores)", "credit returned returns: a tensor of shape ("),
+        ("Credit(scores, scores)", "scores", "credit returned a value of type Tensor, expected a Credit"),
+        ("return Credit", "return missing", "in credit: NameError: name 'missing"),
+        (".sum() / count, {}", ".sum(1) / count, {}", "policy_loss returned the loss a tensor of shape ("),
+        (".sum() / count, {}", ".sum() / count", "policy_loss returned a tensor of shape () and torch.float"),
+        ("-(logprobs *", "-(logprobs.detach() *", "policy_loss returned the loss a tensor of shape () and torch.float"),
+        ("count, {}", "count, {'x': credit.returns}", "policy_loss returned the metric x: a tensor of shape ("),
+        ("class Mine:", "class Mine:\n    select = lambda self, r: r.mask", "select returned a tensor of shape ("),
+    ],
+)
+def test_an_algorithm_that_returns_something_else_is_named(
+    right: str, wrong: str, message: str, tmp_path: Path
+) -> None:
+    assert right in ALGORITHM
+    path = written(tmp_path, ALGORITHM.replace(right, wrong))
+    with tiny.one_rank(), pytest.raises(UserError) as refused:
+        list(on_course(players(path, total_episodes=16)))
+    assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
+
+
 FILE = """
 from rlhf.config import Config as Base
 
