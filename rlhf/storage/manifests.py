@@ -35,6 +35,8 @@ MOST_MODELS = 8
 """models that an error lists"""
 KINDS: Mapping[str, type] = {"stage": str, "inputs": dict, "config": dict, "files": dict, "sha256": str}
 """entries of every manifest, and their types"""
+OPTIONAL_KINDS: Mapping[str, type] = {"data": dict, "user_files": dict, "versions": dict, "hardware": dict}
+"""entries that a manifest may have"""
 
 
 def file_digests(stage: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
@@ -65,9 +67,28 @@ def _sha256_of(path: Path, size: int, changed: int) -> str:
 
 
 def content_digest(manifest: Mapping[str, Any]) -> str:
-    """sha256 of a manifest's content without its entry `sha256`, which stores it; independent of the file's layout."""
+    """sha256 of a manifest's content without its entry `sha256`, which stores it; independent of the file's layout and
+    of how a program writes numbers: 20.0 is 20."""
+    return _content_digest(_whole_numbers(dict(manifest)))
+
+
+def is_unchanged(manifest: Mapping[str, Any]) -> bool:
+    """Whether the content is that of the entry `sha256`. In manifests of before 2026-11-26, 20.0 is not 20."""
+    return manifest["sha256"] in (content_digest(manifest), _content_digest(manifest))
+
+
+def _content_digest(manifest: Mapping[str, Any]) -> str:
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _whole_numbers(value: Any) -> Any:
+    """A JSON value, in which every float without a fraction is an int."""
+    if isinstance(value, dict):
+        return {name: _whole_numbers(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole_numbers(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def faulty_entries(manifest: Any, extra_kinds: Mapping[str, type]) -> str:
@@ -79,6 +100,7 @@ def faulty_entries(manifest: Any, extra_kinds: Mapping[str, type]) -> str:
     if not isinstance(manifest, dict):
         return ", ".join(sorted(kinds))
     faulty = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
+    faulty += [name for name, kind in OPTIONAL_KINDS.items() if not isinstance(manifest.get(name, kind()), kind)]
     for name, entries in (("files", ("size", "sha256")), ("inputs", ("manifest_sha256",))):
         values = manifest[name].values() if name not in faulty else ()
         if not all(isinstance(value, dict) and set(entries) <= set(value) for value in values):
@@ -160,7 +182,8 @@ def _open_lock(directory: Path) -> TextIO:
     while True:
         disk.make_directory(directory)
         try:
-            file = (directory / LOCK).open("a+", encoding="utf-8")
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a link would lead to another file
+            file = os.fdopen(os.open(directory / LOCK, flags, 0o666), "a+", encoding="utf-8")
         except FileNotFoundError:  # its last owner has just removed the directory
             continue
         try:
@@ -222,7 +245,7 @@ def _parse_manifest(path: Path) -> dict[str, Any]:
     faulty = faulty_entries(manifest, {"models": list, "metrics": dict})
     if faulty:
         raise UserError(f"{path}: damaged, has no valid {faulty}; {CURE}")
-    if manifest["sha256"] != content_digest(manifest):
+    if not is_unchanged(manifest):
         raise UserError(f"{path}: damaged or edited, its content differs from its own sha256; {CURE}")
     return dict(manifest)
 

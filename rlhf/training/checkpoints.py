@@ -29,12 +29,14 @@ from rlhf.distributed import collectives
 from rlhf.distributed.rendezvous import wait_until
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
-from rlhf.storage.manifests import CHECKPOINTS, content_digest
+from rlhf.storage.manifests import CHECKPOINTS
 from rlhf.training import logs, random_sources
 from rlhf.training.snapshots import STATE, Snapshot, write
 
 KINDS = {"step": int, "world_size": int, "logs": dict, "models": list}
 """entries of a checkpoint's manifest beside those of every manifest"""
+WRONG_CONTENT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""what values of other types than a stage writes may raise"""
 VISIBLE_S = 30.0
 """most seconds that a network file system may take to show a directory that another host has made"""
 
@@ -190,7 +192,7 @@ class Checkpoint:
         """
         try:
             self._restore(state, seed)
-        except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+        except (SafetensorError, OSError, *WRONG_CONTENT) as error:
             raise UserError(
                 f"{self.folder}: the stage cannot resume from it ({error!r}); add --overwrite to start the stage from "
                 "scratch"
@@ -320,7 +322,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
     for name in manifest["files"]:
         if Path(name).name != name or not name.endswith((".safetensors", ".json")):
             return {}, f"{path} names the file {name!r}"
-    return (manifest, "") if manifest["sha256"] == content_digest(manifest) else ({}, f"{path} differs from its sha256")
+    return (manifest, "") if manifests.is_unchanged(manifest) else ({}, f"{path} differs from its sha256")
 
 
 def _fault(folder: Path, name: str, manifest: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -203,9 +204,15 @@ def report_status(stage: Declaration, options: RunOptions, inputs: Mapping[str, 
 
 
 def sweep_finished(directory: Path) -> None:
-    """Remove the checkpoints of a finished stage, in case the process was killed before it could remove them."""
+    """Remove the checkpoints of a finished stage, and files of an interrupted write, in case the process was killed
+    before it could remove them."""
     keep_last = manifests.read_manifest(directory)["config"].get("keep_last_checkpoint", False)
     checkpoints.sweep(directory, everything=True, keep=int(keep_last))
+    for path in [*directory.rglob(".tmp-*"), *directory.glob(".old-*")]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def versions_changed(manifest: Mapping[str, Any]) -> Iterator[str]:

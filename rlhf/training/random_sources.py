@@ -52,7 +52,11 @@ def state() -> dict[str, Any]:
 
 
 def set_state(saved: dict[str, Any]) -> None:
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(saved["torch"])), dtype=torch.uint8))
+    """Raises: ValueError, TypeError, LookupError or AttributeError for another value than `state` returns."""
+    try:
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(saved["torch"])), dtype=torch.uint8))
+    except RuntimeError as error:
+        raise ValueError(f"torch: {error}") from None
     if saved["gpu"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(saved["gpu"])), dtype=torch.uint8))
     version, words, gauss = saved["python"]

@@ -1,12 +1,15 @@
 """What a stage leaves behind vouches for itself: unfinished, damaged and foreign directories are told apart."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -175,6 +178,57 @@ def test_the_write_test_leaves_no_files(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_writable() -> None:
     with pytest.raises(UserError, match="cannot write there"):
         manifests.require_writable("/proc/self/x")
+
+
+def test_another_programs_layout_of_a_manifest_is_no_damage(tmp_path: Path) -> None:
+    """jq 1.6 writes 20.0 as 20, and every number with 17 digits."""
+    path = tmp_path / manifests.MANIFEST
+    content = {"stage": "s", "inputs": {}, "config": {"a": [20.0, 0.1, -0.0], "b": {"c": 1e-5}}, "files": {}}
+    content |= {"models": [], "metrics": {"d": 3.0, "e": 2.5}}
+    manifests.write_manifest(path, content)
+    text = json.dumps(json.loads(path.read_text(), parse_float=lambda word: float(f"{float(word):.17g}")))
+    path.write_text(re.sub(r"(\d)\.0\b", r"\1", text))
+    assert "20.0" not in path.read_text() and manifests.read_manifest(tmp_path) == content | {"sha256": ANY}
+    path.write_text(path.read_text().replace("2.5", "2.25"))
+    with pytest.raises(UserError, match="damaged or edited"):
+        manifests.read_manifest(tmp_path)
+
+
+def test_a_manifest_of_before_that_is_read(tmp_path: Path) -> None:
+    content = {"stage": "s", "inputs": {}, "config": {"a": 20.0}, "files": {}, "models": [], "metrics": {}}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (tmp_path / manifests.MANIFEST).write_text(json.dumps(content | {"sha256": digest}))
+    assert manifests.read_manifest(tmp_path)["config"] == {"a": 20.0}
+
+
+@pytest.mark.parametrize("name", ["data", "user_files", "versions", "hardware"])
+def test_an_entry_of_a_wrong_type_is_named(tmp_path: Path, name: str) -> None:
+    content = {"stage": "s", "inputs": {}, "config": {}, "files": {}, "models": [], "metrics": {}, name: [1]}
+    manifests.write_manifest(tmp_path / manifests.MANIFEST, content)
+    with pytest.raises(UserError, match=f"has no valid {name}"):
+        manifests.read_manifest(tmp_path)
+
+
+def test_a_finished_stage_keeps_no_file_of_an_interrupted_write(tmp_path: Path) -> None:
+    content = {"stage": "s", "inputs": {}, "config": {}, "files": {}, "models": [], "metrics": {}}
+    manifests.write_manifest(tmp_path / manifests.MANIFEST, content)
+    for name in (".tmp-model", ".old-model", "model"):
+        (tmp_path / name).mkdir()
+    for name in (".tmp-data.json", "model/.tmp-README.md", "model/.tmp-x.svg", "model/weights", "notes.txt"):
+        (tmp_path / name).touch()
+    progress.sweep_finished(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"manifest.json", "model", "model/weights", "notes.txt"}
+
+
+def test_a_link_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    """It would lead to a file that is not the lock's, whose content would be lost."""
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"run/\.lock: cannot be written"), manifests.locked(tmp_path / "run"):
+        pass
+    assert (tmp_path / "mine").read_text() == "precious"
 
 
 def test_one_process_locks_a_directory(tmp_path: Path) -> None:

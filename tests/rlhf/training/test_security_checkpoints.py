@@ -97,6 +97,21 @@ def test_a_pickle_that_the_manifest_vouches_for_does_not_run(stage: Path, ran: P
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("value", [None, 7, "x", [], {}, [[]], {"torch": 3}, {"torch": "00", "gpu": None, "python": 4}])
+@pytest.mark.parametrize("name", ["rng.rank-0.json", "state.json"])
+def test_values_of_other_types_are_one_line(stage: Path, name: str, value: Any) -> None:
+    """As a later version of this program, or a person, may write them."""
+    folder = folder_of(stage)
+    old = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(dict.fromkeys(old, value) if name == "state.json" else value))
+    manifest = json.loads((folder / manifests.MANIFEST).read_text())
+    manifest["files"][name] = manifests.digest(folder / name)
+    manifest["sha256"] = manifests.content_digest(manifest)
+    (folder / manifests.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"the stage cannot resume from it \(.*--overwrite"):
+        restore(stage)
+
+
 @pytest.mark.parametrize("name", ["../../evil.safetensors", "/etc/passwd", "..", "evil.pkl", "evil.pt", ""])
 def test_a_manifest_names_files_of_its_directory_only(
     stage: Path, name: str, capsys: pytest.CaptureFixture[str]
