@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from rlhf.errors import UserError
 from rlhf.hub.limits import leave_signals_to, uninterrupted
@@ -13,11 +15,11 @@ def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
     """Run each job in its own forked process, and wait for all. A failing job, or Ctrl-C, ends all of them.
 
     Needs neither semaphores nor shared memory.
-    Raises: UserError of a job; RuntimeError if a process failed otherwise (it printed the error) or was killed.
+    Raises: UserError of a job, or if a process was killed; RuntimeError if one failed otherwise (it printed the error).
     """
     fork = multiprocessing.get_context("fork")
-    processes = []
-    receivers: list[Connection] = []
+    processes: dict[Connection, Any] = {}
+    waiting: list[Connection] = []
     try:
         for job in jobs:
             receiver, sender = fork.Pipe(duplex=False)
@@ -25,24 +27,31 @@ def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
             with uninterrupted():
                 process.start()
             sender.close()
-            processes.append(process)
-            receivers.append(receiver)
-        while receivers:
-            for ready in wait(receivers):
+            processes[receiver] = process
+            waiting.append(receiver)
+        while waiting:
+            for ready in wait(waiting):
                 assert isinstance(ready, Connection)
-                _wait_for_success(ready)
-                receivers.remove(ready)
+                _wait_for_success(ready, processes[ready])
+                waiting.remove(ready)
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
             process.join()
 
 
-def _wait_for_success(receiver: Connection) -> None:
+def _wait_for_success(receiver: Connection, process: Any) -> None:
     try:
         error = receiver.recv()
     except EOFError:
-        raise RuntimeError("a process failed (see above) or was killed (often: the machine is out of memory)") from None
+        process.join()
+        if process.exitcode < 0:
+            name = signal.Signals(-process.exitcode).name
+            raise UserError(
+                f"a process that tokenises rows was ended by {name} (often: the machine is out of memory); free memory "
+                "and run the same command again"
+            ) from None
+        raise RuntimeError("a process that tokenises rows failed (see above)") from None
     if error:
         raise UserError(error)
 

@@ -16,10 +16,9 @@ from rlhf.errors import UserError
 NAME = "python -m rlhf report"
 REPORT = "report.html"
 FAILURES = (
-    ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, UserError, ValueError,
-    jinja2.TemplateError,
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, jinja2.TemplateError,
 )  # fmt: skip
-"""what a page on damaged files may raise; a finished chain does not fail for it"""
+"""what a page on damaged or foreign files may raise"""
 
 
 class ReportConfig(Config):
@@ -36,7 +35,7 @@ class ReportConfig(Config):
 def write(options: ReportConfig) -> Path:
     """Write the report, and return its path.
 
-    Raises: UserError for a path without a run, or an output that cannot be written.
+    Raises: UserError for a path without a run, damaged or foreign files, or an output that cannot be written.
     """
     from rlhf.report.write import write_report  # here: it imports torch
 
@@ -45,6 +44,13 @@ def write(options: ReportConfig) -> Path:
         write_report(options.runs, output, [*STAGES.values()], options.price_per_hour)
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); name another file with --output") from None
+    except UserError:
+        raise
+    except FAILURES as error:
+        raise UserError(
+            f"{' '.join(options.runs)}: no report can be made of the files there ({type(error).__name__}: {error}); "
+            "expected those of a run, unchanged"
+        ) from error
     return output
 
 
@@ -52,8 +58,8 @@ def write_at_end(output_dir: str) -> str:
     """Write the report of a chain that has ended. Returns the line to print: its path, or a warning with the reason."""
     try:
         return f"report: {write(ReportConfig(runs=(output_dir,)))}"
-    except FAILURES as error:
-        return f"warning: the report of {output_dir} could not be written ({type(error).__name__}: {error})"
+    except UserError as error:
+        return f"warning: {error}"
 
 
 def main() -> int:

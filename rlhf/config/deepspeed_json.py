@@ -109,7 +109,7 @@ def read(path: str | Path) -> dict[str, Any]:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--deepspeed-config {path}: cannot be read ({error.strerror}); expected a JSON file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--deepspeed-config {path}: not valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"--deepspeed-config {path}: got a {type(tree).__name__}, expected a JSON object")

@@ -17,6 +17,7 @@ from rlhf.config.options import Optim, Quantize
 from rlhf.engine.optimizers import outer_weights, state_numbers
 from rlhf.errors import UserError
 from rlhf.hub import short_names
+from rlhf.hub.untrusted import LOAD_ERRORS
 from rlhf.models import load, new_rows
 from rlhf.models.head import ScoreHead
 from rlhf.models.quantized import BITS, quantizable
@@ -181,6 +182,11 @@ def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
     except KeyError as error:  # an activation, a kind of positions
         message = f"model '{model_path}': cannot be built: transformers has no {error}, as in its config"
         raise UserError(message) from None
+    except UserError:
+        raise
+    except LOAD_ERRORS as error:  # a padding id beyond the vocabulary, heads of 0
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"model '{model_path}': cannot be built from its config.json ({reason})") from error
     counts = [weight.numel() for weight in model.parameters()]  # tied weights count once
     weights = [weight for weight in model.parameters() if weight.requires_grad and not setup.frozen]
     trained, outer = [weight.numel() for weight in weights], outer_weights(model)

@@ -126,7 +126,7 @@ def _json(path: Path) -> Row | None:
     """The object in a file; None if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -204,7 +204,8 @@ def test_a_contradiction_names_both(
 
 def test_a_json_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text("{")
-    for path, reason in (("no.json", "cannot be read"), ("ds.json", "not valid JSON")):
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    for path, reason in (("no.json", "cannot be read"), ("ds.json", "not valid JSON"), ("deep.json", "not valid JSON")):
         with pytest.raises(UserError, match=reason):
             foreign_settings.read(["--deepspeed-config", str(tmp_path / path)], environment={})
 

@@ -1,5 +1,6 @@
 """Numbers of weights, copies and bits that a plan counts from a config, against real models and sums by hand."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,12 @@ def test_quantised_weights_have_their_bits(tmp_path: Path) -> None:
     assert memory.weights.device == four.weight_bytes(2)
     assert memory.gathered.device == 2 * 64 * 128  # the largest matrix in bf16, while it multiplies
     assert zero.frozen_memory(four, FrozenOptions(zero_stage=0), 2, 1).weights.device == four.weight_bytes(2)
+
+
+@pytest.mark.parametrize("changes", [{"pad_token_id": 10**6}, {"num_attention_heads": 0}, {"hidden_act": "strange"}])
+def test_a_config_of_which_no_model_can_be_built_is_one_line(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = Path(saved("llama", tmp_path)) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=rf"^model '{path.parent}'") as refused:
+        sizes.size(str(path.parent), "lm")
+    assert "\n" not in str(refused.value)

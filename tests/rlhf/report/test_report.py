@@ -352,6 +352,27 @@ def test_a_report_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
     assert report.write_at_end(str(out)) == f"report: {out}/report.html"
     (out / "step3_ppo/metrics.jsonl").write_text('{"kind": "train", "step": "three", "seconds": 0, "score": 1}\n')
     warning = report.write_at_end(str(out))
-    assert (
-        warning.startswith(f"warning: the report of {out} could not be written (ValueError: ") and "\n" not in warning
-    )
+    assert warning.startswith(f"warning: {out}: no report can be made of the files there (ValueError: ")
+    assert "\n" not in warning
+
+
+FOREIGN: dict[str, str] = {
+    "step3_ppo/metrics.jsonl": '{"kind": "train", "step": [1], "seconds": "x", "score": 1}\n',
+    "step1_sft/metrics.jsonl": '{"kind": "eval", "step": {}, "eval_perplexity": 3}\n',
+    "step3_ppo/manifest.json": '{"inputs": [1], "hardware": 3, "models": 4}',
+    "step1_sft/manifest.json": "[" * 100_000 + "]" * 100_000,
+    "step2_reward/heldout_scores.json": '{"chosen": 1}',
+    "step3_ppo/samples.jsonl": '{"iteration": 1, "prompt": 3}\n',
+    "step3_ppo/config.yaml": "reward: 7\njudge: [x]\n",
+    "step2_reward/data.json": '{"step2_reward": [1]}',
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_directory_of_a_stranger_is_a_report_or_one_line(name: str, tmp_path: Path) -> None:
+    out = recorded_runs.run(tmp_path / "run")
+    (out / name).write_text(FOREIGN[name])
+    try:
+        report.write(report.ReportConfig(runs=(str(out),)))
+    except UserError as error:
+        assert str(out) in str(error) and "\n" not in str(error)
