@@ -73,7 +73,8 @@ class VirtualTokens:
         with gather_weights(wrapper.prompt_encoder.parameters()), torch.no_grad():
             if collectives.is_main():
                 options = copy.deepcopy(wrapper.active_peft_config)
-                base, state = adapter_files.base_of(str(model.name_or_path)), get_peft_model_state_dict(wrapper)
+                base = adapter_files.base_of(str(model.name_or_path))
+                state = get_peft_model_state_dict(wrapper, save_embedding_layers=False)  # they are frozen
                 options.task_type = "CAUSAL_LM" if head is None else "SEQ_CLS"
                 if head is not None:
                     options.modules_to_save, state[adapter_files.HEAD_BESIDE_TOKENS] = ["score"], head

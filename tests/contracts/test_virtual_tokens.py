@@ -13,6 +13,7 @@ from rlhf.distributed.zero3 import Shards
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
+from rlhf.models.adapter_files import read_weights
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import Loading, load_backbone, load_causal_lm
 from rlhf.models.policy import Policy
@@ -77,6 +78,24 @@ def test_virtual_tokens_are_those_of_peft_and_train_alone(method: str, base: str
         require_start(str(tmp_path))
     with pytest.raises(UserError, match="cannot be merged, but rollout backend 'vllm' needs"):
         adapters.require_merging(spec, "rollout backend 'vllm'")
+
+
+@pytest.mark.parametrize("family", ["gpt2", marked_long("gpt_neo", ())])
+@pytest.mark.parametrize("method", VIRTUAL)
+def test_a_tied_model_whose_vocabulary_has_grown_saves_its_tokens_alone(
+    method: str, family: str, tmp_path: Path
+) -> None:
+    """peft adds the whole embedding and the head to the file then, and safetensors writes no tensor twice."""
+    tiny.causal_lm(family, vocab_size=tiny.VOCAB - 3).save_pretrained(tmp_path / "base")
+    lm = load_causal_lm(str(tmp_path / "base"), torch.float32, tiny.VOCAB)
+    assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    adapters.wrap(lm, f"{method},num_virtual_tokens=5")
+    disturbed(lm)
+    engine = Engine(Policy(lm), EngineOptions(dtype="fp32", zero_stage=0), OPTIMIZER, 3)
+    save_policy(engine, method, tiny.tokenizer(), tmp_path / "tokens")
+    assert {*read_weights(str(tmp_path / "tokens"))} == {"prompt_embeddings"}
+    loaded = load_causal_lm(str(tmp_path / "tokens"), torch.float32, tiny.VOCAB)
+    assert greatest(logprobs(Policy(loaded), ROWS) - logprobs(Policy(lm), ROWS)) < 1e-5
 
 
 @pytest.mark.parametrize("family", [marked_long(name, {"llama", "gpt2"}) for name in ("llama", "gpt2", "opt", "bloom")])
