@@ -166,6 +166,8 @@ def _label(chain: Any, number: int) -> None:
     folder = Path(chain.output_dir)
     output = folder / f"pairs-{number}.jsonl"
     if output.is_file():
+        if not output.stat().st_size:
+            raise UserError(f"{output}: has no pairs; remove it, and the same command labels them again")
         return
     words = ["pairs", "--policies", str(folder / f"round-{number}" / STAGES[3].name), "--prompts", chain.prompts]
     words += ["--output", str(output), "--reward", chain.label[0], "--tie", str(chain.tie)]

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from rlhf.evaluation.batch_generation import (
     require_writable,
 )
 from rlhf.evaluation.options import PairsConfig
+from rlhf.storage import disk
 from rlhf.text.prompt_file import format_prompt, read_prompts
 from rlhf.types import Message
 
@@ -186,11 +186,8 @@ def _prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 def _write(output: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write the whole file or nothing. Raises: UserError if it cannot be written."""
-    staging = output.with_name(f".tmp-{output.name}")
     try:
-        with staging.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        os.replace(staging, output)
+        disk.write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     except OSError as error:
         raise UserError(
             f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"

@@ -236,9 +236,9 @@ def _write(
         "versions": manifests.versions(),
     }
     try:
-        with (output / "samples.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in sample_rows(comparison, responses))
-        (output / "results.md").write_text(page, encoding="utf-8")
+        rows = (json.dumps(row, ensure_ascii=False) + "\n" for row in sample_rows(comparison, responses))
+        disk.write_text(output / "samples.jsonl", "".join(rows))
+        disk.write_text(output / "results.md", page)
         disk.write_json(output / RESULTS, content)
     except OSError as error:
         raise UserError(

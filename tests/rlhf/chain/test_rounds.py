@@ -80,6 +80,9 @@ def test_rounds_add_their_pairs_and_go_on_where_they_were_killed(run: Any, monke
     code, _, err = program("--output-dir", "runs/r", "--sft.learning-rate", "0.5")
     assert code == 2 and "learning_rate was" in err
     assert program("--output-dir", "runs/r")[0] == 0 and len(calls) == 6  # nothing runs again, nor was it forgotten
+    Path("runs/r/pairs-0.jsonl").write_text("")
+    code, _, err = program("--output-dir", "runs/r")
+    assert code == 2 and "runs/r/pairs-0.jsonl: has no pairs; remove it" in err
 
 
 def test_rounds_from_a_policy_and_with_other_pairs_of_the_reward_model(run: Any) -> None:

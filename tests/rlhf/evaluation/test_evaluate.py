@@ -23,7 +23,7 @@ from rlhf.maths.intervals import Interval, mean_interval
 from rlhf.models.load import load_causal_lm
 from rlhf.storage import manifests
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
-from tests.support import even_policies, forked_ranks, tiny
+from tests.support import even_policies, forked_ranks, power, tiny
 from tests.support.programs import Run, runner
 
 KIND = (
@@ -159,6 +159,18 @@ def test_a_copy_of_the_reference_under_another_name_has_no_kl(
     for policy in results(tmp_path / "out")["policies"]:
         assert abs(policy["kl"]["mean"]) < 1e-5
         assert policy["win_rate"] is None or policy["win_rate"]["mean"] == 0.5
+
+
+def test_after_a_power_cut_results_have_their_files(
+    run: Run, world: Path, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, base = power.Disk(tmp_path, promised=False), str(world / "base")
+    with disk.watched(monkeypatch):
+        assert run("--policies", base, base, "--output", str(tmp_path), *options)[0] == 0
+        disk.promised = True
+    whole = disk.states[-1][1]
+    assert {*whole} >= {"results.json", "results.md", "samples.jsonl"} and "" not in {*whole.values()} - {None}
+    assert all(tree == whole for promised, tree in disk.states if promised or "results.json" in tree)
 
 
 def require_selection(curve: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """Pairs of a policy's own responses: which are compared, labelled, dropped, written and refused."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -19,7 +20,7 @@ from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, labels, to_
 from rlhf.evaluation.options import PairsConfig
 from rlhf.launch import launcher
 from rlhf.types import Message, Row
-from tests.support import even_policies, forked_ranks
+from tests.support import even_policies, forked_ranks, power
 from tests.support.programs import Run, runner
 
 Options = Callable[..., list[str]]
@@ -151,6 +152,18 @@ def test_labels_are_those_of_the_judge(run: Run, options: Options, world: Path, 
     assert code == 2 and "--overwrite" in error
     assert run(*words, "--overwrite")[0] == 0 and read(tmp_path / "pairs.jsonl") == rows
     assert run(*words, "--overwrite", "--seed", "1")[0] == 0 and read(tmp_path / "pairs.jsonl") != rows
+
+
+def test_a_power_cut_leaves_all_pairs_or_no_file(
+    run: Run, options: Options, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = power.Disk(tmp_path, promised=False)
+    with disk.watched(monkeypatch):
+        assert run(*options("base"), "--reward", f"{world}/judge.py:score")[0] == 0
+        disk.promised = True
+    whole = hashlib.sha256((tmp_path / "pairs.jsonl").read_bytes()).hexdigest()
+    assert {tree.get("pairs.jsonl", whole) for _, tree in disk.states} == {whole}
+    assert all("pairs.jsonl" in tree for promised, tree in disk.states if promised)
 
 
 def test_two_processes_write_the_same_pairs(
