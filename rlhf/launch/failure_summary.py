@@ -1,10 +1,11 @@
-"""The last lines of a chain that ends early: the command to resume, the cause, and the checkpoint. Torch-free."""
+"""How far a stage is, from its files, and the last lines of a chain that ends early: the command to resume, the cause,
+and the checkpoint. Torch-free."""
 
 import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf.launch import rank_variables
@@ -13,12 +14,25 @@ from rlhf.launch.supervisor import ExitStatus
 
 def failure_summary(stage: Path, status: ExitStatus, command: str) -> str:
     """Two lines about the stage in the directory `stage`: the command to resume, and how the stage ended."""
+    if (stage / "manifest.json").is_file():
+        return f"to go on: {command}\n{stage.name} is finished; then {status.cause}"
     step, checkpoint = last_step(stage), newest_checkpoint(stage)
     position = f"at step {step}" if step else "before its first step"
     saved = (
         f"resumes after step {int(checkpoint.name[5:])}" if checkpoint else "starts from scratch, without a checkpoint"
     )
     return f"to resume: {command}\n{stage.name} did not finish: {status.cause}, {position}; it {saved}"
+
+
+def has_unsaved_steps(module: str, argv: Sequence[str]) -> bool:
+    """Whether the stage `python -m module *argv`, whose options are in a file of its output directory, has finished
+    steps that are neither in a checkpoint nor in its result."""
+    if "--config" not in argv:
+        return False
+    stage = Path(argv[argv.index("--config") + 1]).parent / module
+    step, checkpoint = last_step(stage), newest_checkpoint(stage)
+    saved = 0 if checkpoint is None else int(checkpoint.name[5:])
+    return step is not None and step > saved and not (stage / "manifest.json").is_file()
 
 
 def last_step(stage: Path) -> int | None:

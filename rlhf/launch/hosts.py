@@ -46,7 +46,8 @@ class LaunchOptions(Config):
     rendezvous_timeout_s: float = Field(300.0, gt=0)
     """seconds within which every process must join"""
     grace_s: float = Field(30.0, gt=0)
-    """seconds from a signal that ends the run until the remaining processes are killed"""
+    """seconds from a signal that ends the run until the remaining processes are killed; not while finished steps are in
+    no checkpoint"""
     max_restarts: int = Field(0, ge=0)
     """how often a crashed stage is restarted automatically from its newest checkpoint"""
 

@@ -12,12 +12,14 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf.distributed.addresses import LOOPBACK, interface_of
 from rlhf.errors import UserError
 from rlhf.launch import forks, rank_variables
+from rlhf.launch.failure_summary import has_unsaved_steps
 from rlhf.launch.hosts import Deployment
 from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ExitStatus, GroupWatch, Ranks, Signals
 from rlhf.shipped import ROOT
@@ -57,7 +59,7 @@ def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitS
                 ranks.add(rank, forks.Fork(module, argv, environment))
             else:
                 ranks.start(rank, command, environment)
-        return GroupWatch(ranks, signals, grace_s).wait()
+        return GroupWatch(ranks, signals, grace_s, partial(has_unsaved_steps, module, argv)).wait()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -188,14 +189,18 @@ class Signals(SignalHandler):
 class GroupWatch:
     """Waits for the end of a group.
 
-    SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM, and SIGKILL follows after `grace_s`, or with a second
-    signal. SIGUSR1 is passed on, with no deadline. When a rank fails the others get SIGTERM, and SIGKILL after
-    CLOSING_S; or after `grace_s` if the rank had saved, because then all ranks have saved.
+    SIGTERM, SIGINT and SIGHUP reach every rank as SIGTERM, and SIGKILL follows with a second signal; or after
+    `grace_s`, but not while `unsaved` says that finished steps are in no checkpoint. SIGUSR1 is passed on, with no
+    deadline. When a rank fails the others get SIGTERM, and SIGKILL after CLOSING_S; or after `grace_s` if the rank had
+    saved, because then all ranks have saved.
     """
 
-    def __init__(self, group: Group, signals: Signals, grace_s: float) -> None:
-        self._group, self._signals, self._grace_s = group, signals, grace_s
+    def __init__(
+        self, group: Group, signals: Signals, grace_s: float, unsaved: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._group, self._signals, self._grace_s, self._unsaved = group, signals, grace_s, unsaved
         self._deadline = float("inf")
+        self._was_unsaved = False
         self._first: RankExit | None = None
         self._killed: list[RankExit] = []
         self._stops: list[int] = []
@@ -208,7 +213,9 @@ class GroupWatch:
                 self._record(end)
             self._handle_signals()
             now = time.monotonic()
-            if now > self._deadline:
+            if now > self._deadline and self._saves():
+                self._deadline = now + self._grace_s
+            elif now > self._deadline:
                 self._overdue, self._deadline = True, now + CLOSING_S
                 self._group.signal(signal.SIGKILL)
             time.sleep(POLL_S)
@@ -223,6 +230,7 @@ class GroupWatch:
                 self._group.signal(number)
                 continue
             self._stops.append(number)
+            self._was_unsaved = self._unsaved()
             self._kill_within(self._grace_s)
             self._group.signal(signal.SIGTERM if len(self._stops) == 1 else signal.SIGKILL)
 
@@ -237,6 +245,12 @@ class GroupWatch:
         if in_order or not self._stops:
             self._kill_within(self._grace_s if in_order else CLOSING_S)
             self._group.signal(signal.SIGTERM)
+
+    def _saves(self) -> bool:
+        """Whether the ranks, asked once to end, have yet to save, or may just have saved and not ended."""
+        before, self._was_unsaved = self._was_unsaved, self._unsaved()
+        fine = self._first is None or self._first.code in ORDERLY
+        return len(self._stops) == 1 and fine and (before or self._was_unsaved)
 
     def _kill_within(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from rlhf.distributed import addresses, rendezvous
 from rlhf.errors import UserError, run_as_user
 from rlhf.launch import rank_variables
+from rlhf.launch.failure_summary import has_unsaved_steps
 from rlhf.launch.hosts import Deployment, LaunchOptions, deepspeed_command
 from rlhf.launch.launcher import OPTIONS_FILE, end_with_parent, hold_store, rank_environment
 from rlhf.launch.supervisor import (
@@ -157,7 +159,7 @@ class Team:
             self._orders.add(asdict(order))
             if self._own:
                 order.start(self._ranks, stage)
-            return GroupWatch(self, signals, options.grace_s).wait()
+            return GroupWatch(self, signals, options.grace_s, partial(has_unsaved_steps, stage, argv)).wait()
 
     def running(self) -> list[int]:
         return sorted(self._running)
@@ -313,6 +315,11 @@ class _Follower:
     def signal(self, number: int) -> None:
         self._ranks.signal(number)
 
+    def has_unsaved_steps(self, order: Order) -> bool:
+        """Whether to wait for a checkpoint: not if the leader is gone, whose store the ranks may need."""
+        name = OPTIONS_FILE.fullmatch(Path(order.file).name)
+        return not self.leader_is_gone and name is not None and has_unsaved_steps(name[1], ["--config", order.file])
+
 
 def follow(output_dir: Callable[[], str], stages: Collection[str]) -> NoReturn:
     """Run the leader's orders for the rank of this process, until the order to end. Raises: UserError.
@@ -351,7 +358,7 @@ def _follow(work: Work) -> int:
                 except UserError as error:
                     print(f"error: {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
                     follower.report(RankExit(rank_variables.rank(), USER_ERROR, lost=str(error)))
-                GroupWatch(follower, signals, order.grace_s).wait()
+                GroupWatch(follower, signals, order.grace_s, partial(follower.has_unsaved_steps, order)).wait()
     except DistError:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         rank = f"rank {rank_variables.rank()} on {socket.gethostname()}"

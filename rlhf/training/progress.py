@@ -1,5 +1,6 @@
 """The status of a stage, from its files: whether it is finished, and whether its options and data have changed."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -221,3 +222,24 @@ def versions_changed(manifest: Mapping[str, Any]) -> Iterator[str]:
     for name, before in manifest.get("versions", {}).items():
         if now.get(name) != before:
             yield f"{name} {before} -> {now.get(name)}"
+
+
+@contextlib.contextmanager
+def locked_directory(directory: Path, replace: bool) -> Iterator[None]:
+    """Rank 0 creates the directory and holds its lock for all ranks.
+
+    Raises: UserError if another process has the lock, or has finished the stage since the check.
+    """
+    with contextlib.ExitStack() as stack:
+        refusal = None
+        if collectives.is_main():
+            try:
+                stack.enter_context(manifests.locked(directory))
+                if (directory / manifests.MANIFEST).exists() and not replace:
+                    refusal = f"{directory}: another process has just finished this stage; there is nothing left to do"
+            except UserError as error:
+                refusal = str(error)
+        refusal = collectives.gather_objects(refusal)[0]
+        if refusal is not None:
+            raise UserError(refusal)
+        yield

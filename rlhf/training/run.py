@@ -98,6 +98,7 @@ class Run:
         collectives.barrier()
         self.saver = saving.Saver(self.directory, options, self._logs)
         self.recorder = record.Recorder(self.directory, self.done, reporter)
+        self._ending, self.holding = Ending(), contextlib.ExitStack()
         self.manifest: dict[str, Any] = {}  # what is known before the end
         self.tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -124,9 +125,8 @@ class Run:
             if other_summary != summary:
                 raise UserError(
                     f"{self.stage}: rank {rank} has other data than rank {collectives.rank()}: {other_summary[1:]} "
-                    "rows "
-                    f"against {summary[1:]}; a path must have the same content on every host, and return the same rows "
-                    "every time"
+                    f"rows against {summary[1:]}; a path must have the same content on every host, and return the "
+                    "same rows every time"
                 )
         if collectives.is_main():
             disk.write_json(self.directory / "data.json", data.report)
@@ -188,14 +188,16 @@ class Run:
         """Run the training loop `steps`, which begins after step `done`, under a progress bar.
 
         Print the warnings of `monitor` and of loss spikes. Write checkpoints when they are due. When a signal asks any
-        rank to end, write a checkpoint after the current step and end the process.
+        rank to end, write a checkpoint after the current step and end the process. After the last step `holding` stores
+        signals until the stage has its result.
         shown: metrics on the progress bar
         """
         last_save, saved_step = time.monotonic(), self.done
         every = self.options.save_every
         loop = self.recorder.follow(self._with_rank_numbers(steps), total, self.stage, shown)
         end_signal = None
-        with Ending() as ending, contextlib.closing(loop):  # a closed bar frees its line
+        ending = self.holding.enter_context(self._ending)
+        with contextlib.closing(loop):  # a closed bar frees its line
             for step, metrics in enumerate(loop, start=self.done + 1):
                 self.step = step
                 spike = self._spikes.check(metrics)
@@ -217,7 +219,7 @@ class Run:
                 self._save_checkpoint()
             self.saver.wait()
         if end_signal:
-            self._leave(self.step, end_signal)
+            self._leave(end_signal, f"after step {self.step}; {self.saver.last()}; the same command resumes")
 
     def _save_checkpoint(self) -> None:
         """Of the present step."""
@@ -242,12 +244,15 @@ class Run:
             times = several if collectives.world_size() > 1 else {}
             yield {**metrics, **times, "peak_memory_gb": self.peak_memory_gb}
 
-    def _leave(self, step: int, end_signal: signal.Signals) -> NoReturn:
+    def leave_if_asked(self) -> None:
+        """End the process of a finished stage if a signal came after its last step: the next stage must not begin."""
+        end_signal, _ = self._ending.across_ranks(due=False)
+        if end_signal:
+            self._leave(end_signal, "after the last step; the stage is finished")
+
+    def _leave(self, end_signal: signal.Signals, state: str) -> NoReturn:
         self.recorder.close()
-        stage_process.give_up(
-            f"{self.stage}: {end_signal.name} after step {step}; {self.saver.last()}; the same command resumes",
-            CODES[end_signal],
-        )
+        stage_process.give_up(f"{self.stage}: {end_signal.name} {state}", CODES[end_signal])
 
     def save(self, folder: str, save: Callable[[Path], None]) -> None:
         """Write a model into its folder, and replace the old one; the folder appears complete or not at all."""
@@ -349,12 +354,14 @@ def open_run(
     ends it with code 1, and one line names options that need less.
     Raises: UserError if another process runs the stage there.
     """
-    replace, stage = options.overwrite or status == "extended", declaration.name
-    with collectives.process_group(options.timeout_s), _locked_directory(Path(options.output_dir) / stage, replace):
+    stage, replace = declaration.name, options.overwrite or status == "extended"
+    directory = Path(options.output_dir) / stage
+    with collectives.process_group(options.timeout_s), progress.locked_directory(directory, replace):
         random_sources.seed_all(options.seed)
         run = Run(declaration, options, status, inputs)
         try:
             yield run
+            run.leave_if_asked()
         except NonFiniteError as error:
             note = ""
             if error.batch is not None:
@@ -375,26 +382,6 @@ def open_run(
             run.recorder.close()
             stage_process.give_up(f"error: {stage}: {advice}", 1)
         finally:
+            run.holding.close()
             run.saver.close()
             run.recorder.close()
-
-
-@contextlib.contextmanager
-def _locked_directory(directory: Path, replace: bool) -> Iterator[None]:
-    """Rank 0 creates the directory and holds its lock for all ranks.
-
-    Raises: UserError if another process has the lock, or has finished the stage since the check.
-    """
-    with contextlib.ExitStack() as stack:
-        refusal = None
-        if collectives.is_main():
-            try:
-                stack.enter_context(manifests.locked(directory))
-                if (directory / manifests.MANIFEST).exists() and not replace:
-                    refusal = f"{directory}: another process has just finished this stage; there is nothing left to do"
-            except UserError as error:
-                refusal = str(error)
-        refusal = collectives.gather_objects(refusal)[0]
-        if refusal is not None:
-            raise UserError(refusal)
-        yield

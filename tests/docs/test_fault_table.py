@@ -35,7 +35,10 @@ ROWS_A: dict[int, tuple[str, ...]] = {
     ),
     5: ("faults/test_signals.py::test_sigterm_to_one_rank_ends_all_in_order",),
     6: ("faults/test_signals.py::test_sigterm_in_the_middle_of_generation_waits_for_the_iteration",),
-    7: ("faults/test_signals.py::test_a_save_slower_than_the_grace_leaves_the_checkpoint_before",),
+    7: (
+        "faults/test_signals.py::test_a_save_slower_than_the_grace_is_waited_for",
+        "rlhf/launch/test_supervisor.py::test_finished_steps_are_waited_for_however_long_the_present_one_takes",
+    ),
     8: (
         "faults/test_signals.py::test_sigusr1_asks_to_be_started_again",
         "rlhf/launch/test_launch.py::test_usr1_is_passed_on_and_waited_for",

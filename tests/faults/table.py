@@ -24,7 +24,7 @@ FAULTS = {
     4: "SIGTERM to the launcher, in every stage and while it saves",
     5: "SIGTERM to one rank",
     6: "SIGTERM while generating",
-    7: "a save slower than the grace",
+    7: "a step or a save slower than the grace",
     8: "SIGUSR1 before a scheduler's time limit",
     9: "a rank stopped or hung",
     10: "an exception on one rank",

@@ -25,6 +25,13 @@ def test_where_why_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
     )
 
 
+def test_a_stage_that_was_finished_when_the_signal_came(tmp_path: Path) -> None:
+    (tmp_path / "step1_sft").mkdir()
+    (tmp_path / "step1_sft" / "manifest.json").touch()
+    summary = failure_summary(tmp_path / "step1_sft", ExitStatus(-15, "SIGTERM"), "X")
+    assert summary == "to go on: X\nstep1_sft is finished; then SIGTERM"
+
+
 def test_nothing_was_done_yet(tmp_path: Path) -> None:
     assert last_step(tmp_path) is None and newest_checkpoint(tmp_path) is None
     summary = failure_summary(tmp_path / "step1_sft", ExitStatus(1, "rank 0: exit code 1"), "X")

@@ -9,11 +9,13 @@ import struct
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from rlhf import console
 from rlhf.launch.supervisor import LAUNCHER
+from rlhf.training import signals
 from rlhf.training.signals import CODES, Ending
 from tests.support import forked
 
@@ -48,6 +50,17 @@ def test_a_second_sigterm_ends_only_a_process_without_a_launcher(
         monkeypatch.setenv(name, value)
     done = forked.python("-c", program)
     assert done.returncode == code and done.stderr.count(Ending.MESSAGE.decode()) == 1
+
+
+def test_the_first_signal_says_how_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 150.0, 162.0])  # at the start, at the end of the first step, at the signal
+    said: list[bytes] = []
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(os, "write", lambda _, text: said.append(text))
+    ending = Ending()
+    ending.across_ranks(due=False)
+    ending.remember(signal.SIGTERM)
+    assert said == [Ending.MESSAGE + b"the last step took 50 s, this one has taken 12 s\n"]
 
 
 def test_ctrl_c_has_lines_of_its_own_beside_the_bar() -> None:
