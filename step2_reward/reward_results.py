@@ -14,7 +14,7 @@ from rlhf import console
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import require_writable
 from rlhf.evaluation.comparison import RESULTS
-from rlhf.evaluation.results_table import Table, json_value, markdown
+from rlhf.evaluation.results_table import Table, markdown
 from rlhf.hub.short_names import resolve
 from rlhf.maths import preferences
 from rlhf.maths.intervals import Interval
@@ -297,7 +297,7 @@ def _write(output: Path, content: Mapping[str, Any], page: str) -> None:
     """Write results.json last: if it exists, results.md is complete. Raises: UserError."""
     try:
         disk.write_text(output / "results.md", page)
-        disk.write_json(output / RESULTS, json_value(dict(content)))
+        disk.write_json(output / RESULTS, disk.json_value(dict(content)))
     except OSError as error:
         raise UserError(
             f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"

@@ -17,6 +17,7 @@ from rlhf.evaluation.results_table import distinct
 from rlhf.maths import ops
 from rlhf.maths.intervals import mean_interval
 from rlhf.rewards import Source, as_samples
+from rlhf.storage import disk
 from rlhf.text.rendering import last_question
 from rlhf.types import Metrics, Samples, ScoredRollout
 
@@ -145,8 +146,8 @@ def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluat
             row |= {"score_before": before.scores[i].item(), "score": after.scores[i].item(), "kl": after.kl[i].item()}
             if before.judge_scores is not None and after.judge_scores is not None:
                 row |= {"judge_before": before.judge_scores[i].item(), "judge": after.judge_scores[i].item()}
-            rows.append(row)
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            rows.append(disk.json_value(row))
+            file.write(json.dumps(rows[-1], ensure_ascii=False) + "\n")
     return rows
 
 

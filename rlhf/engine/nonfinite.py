@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.storage import disk
-from rlhf.types import SampledRollout, Sequences
+from rlhf.types import Metrics, SampledRollout, Sequences
 
 SHOWN = 8
 """rows that a message lists"""
@@ -56,6 +56,12 @@ class Tolerance:
         console.say(
             f"warning, {message}; skipped, nothing was learned from it ({self.in_a_row} of {self.limit} in a row)"
         )
+
+
+def is_skipped(metrics: Metrics) -> bool:
+    """Whether nothing was learned from a step, or from any optimizer step of an iteration."""
+    whole = metrics.get("skipped") or metrics.get("skipped_iteration")
+    return bool(whole) or 0 < metrics.get("optimizer_steps", 0.0) <= metrics.get("skipped_steps", 0.0)
 
 
 def _rows(rows: Sequence[int]) -> str:

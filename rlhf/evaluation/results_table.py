@@ -225,10 +225,10 @@ def _write(
     """
     content = {
         "policies": [
-            json_value(asdict(s)) | {"path": model_path, "manifest_sha256": manifests.manifest_digest(model_path)}
+            disk.json_value(asdict(s)) | {"path": model_path, "manifest_sha256": manifests.manifest_digest(model_path)}
             for s, model_path in zip(results, comparison.policies.values(), strict=True)
         ],
-        "best_of_n": [json_value(asdict(each)) for each in selected],
+        "best_of_n": [disk.json_value(asdict(each)) for each in selected],
         "reference": comparison.reference,
         "prompts": len(comparison.prompts.rows) // comparison.options.samples,
         "prompts_sha256": hashlib.sha256(Path(str(comparison.options.prompts)).read_bytes()).hexdigest(),
@@ -265,12 +265,3 @@ def sample_rows(comparison: Comparison, responses: dict[str, Responses]) -> list
             }
             rows.append({"prompt": prompt, "sample": k, "responses": responses_by_policy})
     return rows
-
-
-def json_value(value: Any) -> Any:
-    """The value with None for infinity and NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: json_value(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_value(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

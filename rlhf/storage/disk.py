@@ -8,6 +8,7 @@ manifest of its stage): the content of each file, then the directory that has it
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -54,6 +55,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON value atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def json_value(value: Any) -> Any:
+    """The value with None for infinity and NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: json_value(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> Any:

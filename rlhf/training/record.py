@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -54,8 +53,8 @@ class MetricsFile:
 
 
 def _plain(value: float) -> float | None:
-    # JSON has no NaN; six significant digits are more than any of these numbers has.
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    number: float | None = disk.json_value(float(f"{value:.6g}"))  # no more digits than any of these numbers has
+    return number
 
 
 class Recorder:

@@ -19,7 +19,7 @@ from rlhf.config import parser
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
-from rlhf.engine.nonfinite import NonFiniteError, save_batch
+from rlhf.engine.nonfinite import NonFiniteError, is_skipped, save_batch
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.launch.supervisor import NON_FINITE
@@ -191,15 +191,17 @@ class Run:
         rank to end, write a checkpoint after the current step and end the process. After the last step `holding` stores
         signals until the stage has its result.
         shown: metrics on the progress bar
+        Raises: NonFiniteError if every step was skipped.
         """
         last_save, saved_step = time.monotonic(), self.done
         every = self.options.save_every
         loop = self.recorder.follow(self._with_rank_numbers(steps), total, self.stage, shown)
-        end_signal = None
+        end_signal, learned = None, self.done > 0
         ending = self.holding.enter_context(self._ending)
         with contextlib.closing(loop):  # a closed bar frees its line
             for step, metrics in enumerate(loop, start=self.done + 1):
                 self.step = step
+                learned |= not is_skipped(metrics)
                 spike = self._spikes.check(metrics)
                 if spike is not None:
                     self.recorder.warn(step, spikes.NAME, spike, spikes.ADVICE)
@@ -220,6 +222,8 @@ class Run:
             self.saver.wait()
         if end_signal:
             self._leave(end_signal, f"after step {self.step}; {self.saver.last()}; the same command resumes")
+        if not learned and self.step:
+            raise NonFiniteError(f"all {self.step} steps were skipped (see the warnings), so nothing was learned")
 
     def _save_checkpoint(self) -> None:
         """Of the present step."""
@@ -295,7 +299,7 @@ class Run:
     def _write_manifest(self, metrics: Metrics) -> None:
         manifest = self._provenance() | {
             "models": self.models,
-            "metrics": metrics,
+            "metrics": disk.json_value(dict(metrics)),
             "metrics_version": manifests.METRICS_VERSION,
             "world_size": collectives.world_size(),
             "hardware": hardware.describe(),

@@ -126,6 +126,13 @@ def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_samples_with_a_score_that_is_no_number_are_json(tmp_path: Path) -> None:
+    before, after = evaluation_of([1.0], None, "old"), evaluation_of([float("nan")], None, "new")
+    [row] = write_samples(tmp_path / "samples.jsonl", 5, before, after)
+    text = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
+    assert json.loads(text, parse_constant=pytest.fail) == row and (row["score_before"], row["score"]) == (1.0, None)
+
+
 def test_the_final_numbers_by_hand() -> None:
     """s = 1.29099 of 1, 2, 3, 4, and t of three degrees of freedom is 3.18245."""
     half = pytest.approx(3.18245 * 1.29099 / 2, rel=0.01)

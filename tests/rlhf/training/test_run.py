@@ -1,5 +1,6 @@
-"""The end of a run, whatever the stage."""
+"""The end of a run, whatever the stage: signals between its last step and its result, and steps that were skipped."""
 
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 
 from rlhf.chain.stages import STAGES
-from rlhf.launch.supervisor import TERMINATED
+from rlhf.launch.supervisor import NON_FINITE, TERMINATED
 from rlhf.storage import manifests
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.run import open_run
 from tests.support.killing import sft_options
 
 STAGE = Path("out/step1_sft")
+SKIPPED = {"learning_rate": 1e-3, "skipped": 1.0}
 LEARNED = {"learning_rate": 1e-3, "skipped": 0.0, "loss": 1.0}
 
 
@@ -32,6 +34,34 @@ def run(steps: Sequence[dict[str, float]], end: Any = lambda: None, **result: fl
         stage.run_loop(steps, len(steps), ())
         end()
         stage.finish({}, result)
+
+
+@pytest.mark.parametrize(
+    "skipped",
+    [SKIPPED, {"skipped_iteration": 1.0}, {"optimizer_steps": 4.0, "skipped_steps": 4.0}],
+    ids=["step", "rollout", "updates"],
+)
+def test_a_run_that_learned_nothing_ends_with_code_3(
+    skipped: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        run([skipped] * 3)
+    assert leaving.value.code == NON_FINITE and not (STAGE / "manifest.json").exists()
+    assert "all 3 steps were skipped (see the warnings), so nothing was learned" in capsys.readouterr().err
+
+
+def test_one_good_step_is_enough() -> None:
+    for good in (LEARNED, {"optimizer_steps": 4.0, "skipped_steps": 3.0}):
+        run([SKIPPED, good, SKIPPED])
+        manifests.read_manifest(STAGE)
+        (STAGE / "manifest.json").unlink()
+
+
+def test_a_manifest_is_json_whatever_was_measured() -> None:
+    run([LEARNED], eval_score=float("nan"), eval_kl=float("inf"), eval_loss=0.1)
+    manifest = json.loads((STAGE / "manifest.json").read_text(), parse_constant=pytest.fail)
+    assert manifest["metrics"] == {"eval_score": None, "eval_kl": None, "eval_loss": 0.1}
+    manifests.read_manifest(STAGE)  # its checksum is that of what stands there
 
 
 def test_a_signal_after_the_last_step_waits_for_the_result(capsys: pytest.CaptureFixture[str]) -> None:
