@@ -219,7 +219,7 @@ def train_with_trl(config: Any, directory: Path) -> None:
 
     tokenizer = inputs.tokenizer(config.model)
     data = open_datasets(config, Recipe("reward"), tokenizer).train
-    steps = len(data) // config.batch_size
+    steps = -(-len(data) // config.batch_size)
     tokenizer.save_pretrained(directory / "tokenizer")
     settings = config.model_dump(mode="json") | {
         "tokenizer": str(directory / "tokenizer"),

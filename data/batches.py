@@ -98,7 +98,7 @@ def _sequences(rows: Sequence[Sequence[int]], spans: Sequence[Spans], pad_id: in
 
 
 def counted_rows(rows: Sequence[int]) -> np.ndarray:
-    """Which of a rank's rows of a batch count, bool [B]: all but a repeated last row, see `Batches`."""
+    """Which of a rank's rows of a batch count, bool [B]: all but a repeated last row and -1, see `Batches`."""
     return np.diff(rows, prepend=-1) != 0
 
 
@@ -108,11 +108,13 @@ class Batches:
     A batch consists of elements. An element is one row, or the rows of all pairs of one ranked list (InstructGPT, arXiv
     2203.02155, section 3.5). The batches of an epoch depend only on (seed, epoch) and the lengths. A batch has
     `batch_size` elements; or as many as have at most `batch_tokens` tokens together, and then up to one more per
-    further rank. Elements that fill no batch at the end of an epoch are left out; each epoch leaves out others.
+    further rank. Elements that fill no batch are a smaller one at the end of the epoch; or (`drop_last`) they are left
+    out, and each epoch leaves out others.
 
     The rows of a batch are divided among the ranks. All ranks get the same number of batches, and of rows per batch: a
-    rank may get its last row twice, and the second one does not count. The position is a number of elements, so it
-    stays valid if the number of ranks changes.
+    rank may get its last row twice, and the second one does not count; a rank for which there is no row gets -1, the
+    last row of the data, which does not count either. The position is a number of elements, so it stays valid if the
+    number of ranks changes.
 
     With lengths, the elements of SORTED_BATCHES batches are sorted together, and the batches are then shuffled. So a
     batch has rows of similar length and little padding.
@@ -127,6 +129,7 @@ class Batches:
         ranks: tuple[int, int] = (0, 1),
         batch_tokens: int | None = None,
         elements: np.ndarray | None = None,
+        drop_last: bool = True,
     ) -> None:
         """rows: their number; or the tokens of each [N], or of its longer and shorter side [N, 2].
 
@@ -143,7 +146,7 @@ class Batches:
             sides = np.asarray(rows).reshape(count, -1)
             sums = np.add.reduceat(sides[self._rows], self._ends - sizes) if count else sides
             self.lengths, self.sides, self.tokens = sides[:, 0], sums / sizes[:, None], sums.sum(1)
-        self.batch_size, self.batch_tokens, self.seed = batch_size, batch_tokens, seed
+        self.batch_size, self.batch_tokens, self.seed, self.drop_last = batch_size, batch_tokens, seed, drop_last
         self.rank, self.world_size = ranks
         self.epoch, self.position = 0, 0
         self._require_whole_batches()
@@ -199,22 +202,22 @@ class Batches:
     def steps(self, epochs: int) -> int:
         """The number of batches in the first `epochs` epochs."""
         if self.batch_tokens is None:
-            return epochs * (self.size // self.batch_size)
+            return epochs * (self.size // self.batch_size + (not self.drop_last and self.size % self.batch_size > 0))
         batches = copy.copy(self)
         batches.set_epoch(0)
         return sum(1 for _ in batches.until_epoch(epochs))
 
     def _end(self, ends: np.ndarray, start: int) -> int:
-        """The end of the batch that begins at `start`; `start` if no whole batch is left.
+        """The end of the batch that begins at `start`; `start` if no batch is left.
 
-        The batch is rounded up to equally many rows per rank, with the first rows of the next batch.
+        The batch is rounded up to equally many rows per rank, with the first rows of the next batch if there is one.
         """
         later_ends = ends[np.searchsorted(ends, start, side="right") :]
         if not len(later_ends):
             return start
-        ranks = self.world_size
+        ranks, left = self.world_size, self.size - start
         rows = -(-(int(later_ends[0]) - start) // ranks) * ranks
-        return start + min(rows, (self.size - start) // ranks * ranks)
+        return start + min(rows, left // ranks * ranks if self.drop_last else left)
 
     def _rank_rows(self, batch: np.ndarray) -> list[int]:
         """This rank's rows of the elements of `batch`."""
@@ -223,22 +226,25 @@ class Batches:
         if self.lengths is not None:  # all ranks get equally many long rows
             rows = rows[np.argsort(-self.lengths[rows], kind="stable")]
         own = [int(row) for row in rows[self.rank :: self.world_size]]
-        return own if len(own) * self.world_size >= len(rows) else [*own, own[-1]]
+        return own if len(own) * self.world_size >= len(rows) else [*own, own[-1] if own else -1]
 
     def _epoch_order(self) -> tuple[np.ndarray, np.ndarray]:
         """(the elements of this epoch in order, the end of each batch)."""
         random = np.random.default_rng([self.seed, self.epoch])
         order = random.permutation(self.size)
-        if self.tokens is None:
-            return order, np.arange(self.batch_size, self.size + 1, self.batch_size)
         rows, used = self.batch_size, self.size // self.batch_size * self.batch_size
-        if self.batch_tokens is not None:
+        if self.batch_tokens is not None and self.tokens is not None:
             rows, used = max(1, int(self.batch_tokens / self.tokens.mean())), self.size
+        # The smaller last batch is drawn at random: the longest rows of a sorted stretch would weigh more than others.
+        last = [] if self.drop_last or used == self.size else [order[used:]]
+        if self.tokens is None:
+            whole = np.arange(self.batch_size, used + 1, self.batch_size)
+            return order, np.append(whole, self.size) if last else whole
         batches: list[np.ndarray] = []
         for start in range(0, used, SORTED_BATCHES * rows):
             stretch = order[start : min(start + SORTED_BATCHES * rows, used)]
             batches += self._split(self._sort(stretch, rows))
-        batches = [batches[i] for i in random.permutation(len(batches))]
+        batches = [*(batches[i] for i in random.permutation(len(batches))), *last]
         return np.concatenate(batches), np.cumsum([len(batch) for batch in batches])
 
     def _sort(self, stretch: np.ndarray, size: int) -> np.ndarray:
@@ -266,6 +272,7 @@ class Batches:
 def batches_of(
     sides: np.ndarray, options: BatchOptions, seed: int, ranks: tuple[int, int], elements: np.ndarray | None = None
 ) -> Batches:
-    """The batches that the options describe. sides: the lengths of the items [N, k]; elements: their elements [N]."""
+    """The batches that the options describe, with every item in each epoch. sides: the lengths of the items [N, k];
+    elements: their elements [N]."""
     rows = sides if options.group_by_length or options.batch_tokens else len(sides)
-    return Batches(rows, options.batch_size, seed, ranks, options.batch_tokens, elements)
+    return Batches(rows, options.batch_size, seed, ranks, options.batch_tokens, elements, drop_last=False)

@@ -117,7 +117,8 @@ class BatchOptions(Config):
     """How the rows of an epoch become batches. Sizes are per optimizer step, over all devices."""
 
     batch_size: int = Field(16, ge=1)
-    """rows: dialogues, packed contexts or pairs; the pairs of one ranked list are in one batch and count as one"""
+    """rows: dialogues, packed contexts or pairs; the pairs of one ranked list are in one batch and count as one. The
+    last batch of an epoch has what is left"""
     batch_tokens: int | None = Field(None, ge=1)
     """tokens, instead of batch_size; a pair counts its prompt once and both responses, or both sides in full if prompts
     are so short that this saves less than a tenth"""

@@ -6,13 +6,14 @@ loss = -1/N sum log pi(y_t | x, y_<t), over the N response tokens of a batch
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, padding_share, sample_rows, sft_batch
+from data.batches import Batches, counted_rows, padding_share, sample_rows, sft_batch
 from data.build.encode import Demonstration
 from data.build.pack import CROSS_TEXT_ATTENTION
 from data.dataset import PhaseData, PromptDataset, Recipe
@@ -46,7 +47,10 @@ def train(
     """The algorithm: one optimizer step on the mean token loss of each batch."""
     for indices in batches.until_epoch(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id)
-        count, tokens = collectives.sum_over_ranks(torch.stack([batch.loss_mask.sum(), batch.mask.sum()]))
+        counted = torch.from_numpy(counted_rows(indices))[:, None]
+        batch = replace(batch, loss_mask=batch.loss_mask & counted)
+        sums = torch.stack([batch.loss_mask.sum(), (batch.mask & counted).sum()])
+        count, tokens = collectives.sum_over_ranks(sums)
         groups = length_groups(batch.lengths, config.micro_batch_size)
         micros = [batch[rows].trimmed() for rows in groups]
 

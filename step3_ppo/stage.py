@@ -225,6 +225,16 @@ def _exports(
     return save_actor, partial(save_scalar, critic, config.adapter, tokenizer)
 
 
+def describe_left_out(prompts: int, config: Step3Config) -> None:
+    """Say how many prompts a pass over them leaves out, if the run makes a whole pass."""
+    size = config.batch_size // config.num_generations
+    if prompts % size and iterations(config) >= prompts // size:
+        console.say(
+            f"{STAGE.name}: {prompts % size} of the {prompts} prompts are left out of a pass over them, others in each "
+            f"pass, because every iteration takes {size}"
+        )
+
+
 def run(config: Step3Config) -> None:
     """The stage from its inputs to OUT/step3_ppo: actor, critic, metrics.jsonl, manifest.json; nothing if finished."""
     stage_status = report_status(STAGE, config, inputs(config), partial(content, config))
@@ -245,6 +255,7 @@ def run(config: Step3Config) -> None:
             console.say(f"{STAGE.name}: {describe_critic(user_config.critic_model, config)}")
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, models.context)
         stage.describe(data, tokenizer)
+        describe_left_out(len(prompts), config)
         stage.manifest["data"] |= ptx_content(config)
         status(f"{STAGE.name}: responding to the held-out prompts, before training")
         before = after = evaluate(models, evaluation, judge, config)

@@ -195,7 +195,8 @@ def describe_batches(train: PromptDataset) -> str:
     if train.batch_elements < batch_size:
         return f"batches of {batch_size}: none, there are too few rows"
     by_length = train.phase != "ppo"  # prompts are not sorted by length
-    batches = Batches(train.row_lengths if by_length else len(train), batch_size, elements=train.elements)
+    rows = train.row_lengths if by_length else len(train)
+    batches = Batches(rows, batch_size, elements=train.elements, drop_last=train.phase == "ppo")
     share = padding_share(train.row_lengths, batches, pass_rows)
     steps = f"{batches.steps(1):,} {'iterations' if train.phase == 'ppo' else 'optimizer steps'} an epoch"
     return f"batches of {batch_size}: {steps}, {share:.1%} padding at {pass_rows} rows in one pass"

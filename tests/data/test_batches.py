@@ -107,6 +107,45 @@ def test_rows_left_out_of_an_epoch_are_others_in_the_next() -> None:
     assert len(set.union(*left_out)) > 9
 
 
+@pytest.mark.parametrize("more", [{}, {"elements": np.repeat(np.arange(54), 2)[:107]}], ids=["rows", "lists"])
+@pytest.mark.parametrize("rows", [107, LENGTHS[:107]], ids=["any", "by length"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_row_is_trained_on_in_a_smaller_last_batch(ranks: int, rows: Any, more: dict[str, Any]) -> None:
+    """107 rows in batches of 8: the last has 3 rows, fewer than ranks. Or 54 lists, one with a single row."""
+    shares = dealt(rows, 8, 2, ranks, seed=3, drop_last=False, **more)
+    size = 107 if not more else 54
+    assert {len(batches) for batches in shares} == {Batches(rows, 8, drop_last=False, **more).steps(2)}
+    assert len(shares[0]) == 2 * (size // 8 + 1)
+    counted = []
+    for parts in zip(*shares, strict=True):
+        assert len({len(part) for part in parts}) == 1
+        counts = [counted_rows(part) for part in parts]
+        assert {-1} >= {row for part in parts for row in part if row < 0}
+        counted.append(sorted(row for part, c in zip(parts, counts, strict=True) for row in np.array(part)[c].tolist()))
+    assert counted == [sorted(batch) for batch in dealt(rows, 8, 2, seed=3, drop_last=False, **more)[0]]
+    for epoch in (counted[: len(counted) // 2], counted[len(counted) // 2 :]):
+        assert sorted(chain(*epoch)) == [*range(107)]
+    whole = dealt(rows, 8, 1, ranks, seed=3, **more)  # the others are those of before
+    assert [batches[: size // 8] for batches in shares] == whole
+    resumed = Batches(rows, 8, 3, (0, ranks), drop_last=False, **more)
+    resumed.load_state_dict({"epoch": 0, "row": size // 8 * 8})
+    assert list(resumed.until_epoch(2)) == shares[0][size // 8 :]
+
+
+def test_which_rows_are_in_the_smaller_batch_does_not_depend_on_their_length() -> None:
+    """Sorted, they would be the longest, and weigh more than the others in every epoch."""
+    last = Batches(np.sort(LENGTHS[:107]), 8, drop_last=False)
+    rows = [list(last)[-1] for _ in range(40)]
+    assert {len(batch) for batch in rows} == {3}
+    assert 107 / 2 - 4 * 107 / np.sqrt(12 * 120) < np.mean(rows) < 107 / 2 + 4 * 107 / np.sqrt(12 * 120)  # four sigma
+
+
+def test_the_rows_that_a_budget_of_tokens_leaves_at_the_end_of_an_epoch() -> None:
+    shares = dealt(LENGTHS[:10], 1, 1, 3, batch_tokens=4096, drop_last=False)
+    parts = [np.array(part)[counted_rows(part)].tolist() for batches in shares for part in batches]
+    assert sorted(chain(*parts)) == [*range(10)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_budget_of_tokens(ranks: int) -> None:
     shares = dealt(LENGTHS, 1, 2, ranks, batch_tokens=4096)

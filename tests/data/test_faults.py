@@ -245,7 +245,7 @@ def test_too_little_data_for_two_ranks(argv: list[str], message: str, refused: C
     assert refused(train.main, *TWO, *SMALL[4:], *ONE_SHARE, "--eval-fraction", "0.4", *argv) == message
 
 
-def test_a_last_batch_that_is_not_whole_is_left_out_on_every_rank() -> None:
+def test_a_last_batch_of_prompts_that_is_not_whole_is_left_out_on_every_rank() -> None:
     for more in ({}, {"batch_tokens": 10}):
         dealt = [list(Batches(torch.full((7,), 5).numpy(), 2, ranks=(rank, 2), **more)) for rank in range(2)]
         assert [[len(batch) for batch in batches] for batches in dealt] == [[1, 1, 1]] * 2

@@ -16,7 +16,8 @@ from tests.options.rows import ASSISTANT, HUMAN
 
 
 def rows_of_steps(o: dict[str, Any], observed: Observed, sizes: dict[Any, tuple[int, ...]]) -> list[list[Any]]:
-    """The rows of each optimizer step: as many as batch_size or batch_tokens asks for, every row at most once an epoch.
+    """The rows of each optimizer step: as many as batch_size or batch_tokens asks for, fewer in the last one of an
+    epoch. Every row is in every epoch.
 
     sizes: of all rows there are, the tokens (of a pair those of its longer side), and other numbers that the rows of a
     batch may have in common where they are grouped by length.
@@ -24,21 +25,24 @@ def rows_of_steps(o: dict[str, Any], observed: Observed, sizes: dict[Any, tuple[
     steps = [[row for micro in micros for row in micro] for _, micros in observed.batches]
     for rows, (_, micros) in zip(steps, observed.batches, strict=True):
         require_micro_batches(o, micros, len(rows), observed.ranks)
-    an_epoch = len(steps) // o["num_train_epochs"] if o["batch_tokens"] else len(sizes) // o["batch_size"]
+    an_epoch = len(steps) // o["num_train_epochs"] if o["batch_tokens"] else math.ceil(len(sizes) / o["batch_size"])
     assert an_epoch and len(steps) <= an_epoch * o["num_train_epochs"]
     epochs = [steps[start : start + an_epoch] for start in range(0, len(steps), an_epoch)]
-    size = observed.ranks if o["batch_tokens"] else o["batch_size"]
     for epoch in epochs:
         rows = [row for step in epoch for row in step]
         assert len(set(rows)) == len(rows) and set(rows) <= set(sizes)
-        assert len(rows) > len(sizes) - size or (epoch is epochs[-1] and len(epoch) < an_epoch)
+        assert len(rows) == len(sizes) or (epoch is epochs[-1] and len(epoch) < an_epoch)
     assert len(epochs) == 1 or epochs[0] != epochs[1]
     if o["batch_tokens"]:
         most = max(sum(sizes[row][0] for row in step) for step in steps)
         more = (observed.ranks - 1) * max(size[0] for size in sizes.values())
         assert most - more <= o["batch_tokens"] < 2 * most
     else:
-        assert {len(step) for step in steps} == {o["batch_size"]}
+        whole, rest = divmod(len(sizes), o["batch_size"])
+        for epoch in epochs:
+            numbers = [*[o["batch_size"]] * whole, *[rest][: rest > 0]]
+            assert [len(step) for step in epoch] == numbers[: len(epoch)]
+        epochs[0] = epochs[0][:whole]  # the rows of a smaller last step are of any length
     measures = range(len(next(iter(sizes.values()))))
     grouped = any(apart([[sizes[row][measure] for row in step] for step in epochs[0]]) for measure in measures)
     if observed.ranks == 1 or not o["batch_tokens"]:  # else a batch may have a row of the next, to be even
@@ -136,7 +140,7 @@ def fine_tuning(o: dict[str, Any], run: Comparison, train: Sequence[Ids], held_o
 
 def steps_of(o: dict[str, Any], rows: int, steps: list[Any]) -> int:
     """The optimizer steps of a whole run."""
-    return len(steps) if o["batch_tokens"] else rows // o["batch_size"] * o["num_train_epochs"]
+    return len(steps) if o["batch_tokens"] else math.ceil(rows / o["batch_size"]) * o["num_train_epochs"]
 
 
 Ratings = tuple[tuple[str, tuple[float, float]], ...]

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlhf import plugins
 from rlhf.engine.nonfinite import NonFiniteError, save_batch
 from rlhf.types import Samples, ScoredRollout
+from step3_ppo import stage
 from step3_ppo.rollout import nonfinite
 from tests.support import tiny
 from tests.support.players import Players, count_of_words, on_course, players, prompts_to_train_on, scored_by
@@ -146,3 +148,16 @@ def test_an_algorithm_that_selects_names_the_rows_it_learned_from(
     next(iterations(game))
     (row,) = [i for i, prompt in enumerate(prompts_to_train_on()) if prompt.row == blamed[0]]
     assert f"loss is nan (training rows {row});" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("prompts", "episodes", "said"),
+    [(100, 192, True), (100, 128, False), (96, 640, False)],  # a whole pass; less than one; nothing is left
+)
+def test_prompts_that_a_pass_leaves_out_are_named(
+    prompts: int, episodes: int, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = plugins.find("step3_ppo.algorithms", "rloo").Config
+    stage.describe_left_out(prompts, options(batch_size=64, num_generations=2, total_episodes=episodes))
+    line = "step3_ppo: 4 of the 100 prompts are left out of a pass over them, others in each pass, because every "
+    assert capsys.readouterr().out == f"{line}iteration takes 32\n" * said

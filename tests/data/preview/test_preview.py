@@ -143,7 +143,7 @@ def test_lengths_and_steps(run: Any, tmp_path: Path, words: str) -> None:
     printed = shown(run, write(tmp_path / "x.jsonl", *rows), words, "sft")
     assert numbers(printed, "prompt") == ["6", "51", "96", "101"]
     assert numbers(printed, "whole") == ["8", "53", "98", "103"]
-    assert "batches of 16: 6 optimizer steps an epoch" in printed
+    assert "batches of 16: 7 optimizer steps an epoch" in printed
 
 
 def test_each_data_path_has_its_share(run: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
