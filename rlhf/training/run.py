@@ -248,7 +248,7 @@ class Run:
             times = several if collectives.world_size() > 1 else {}
             yield {**metrics, **times, "peak_memory_gb": self.peak_memory_gb}
 
-    def leave_if_asked(self) -> None:
+    def leave_after_signal(self) -> None:
         """End the process of a finished stage if a signal came after its last step: the next stage must not begin."""
         end_signal, _ = self._ending.across_ranks(due=False)
         if end_signal:
@@ -365,7 +365,7 @@ def open_run(
         run = Run(declaration, options, status, inputs)
         try:
             yield run
-            run.leave_if_asked()
+            run.leave_after_signal()
         except NonFiniteError as error:
             note = ""
             if error.batch is not None:
