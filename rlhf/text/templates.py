@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,19 +144,43 @@ def _names_read(tree: jinja2.nodes.Template) -> set[str]:
 def _refuse_unknown_names(text: str, path: str) -> None:
     """Jinja renders an undefined name as nothing, so a mistyped name would silently leave messages out.
 
-    Raises: UserError with the line of a syntax error, or of an undefined name that is not tested with `is defined`.
+    A name is known if it is set anywhere, in one branch of an `if` for example, or if it is optional.
+    Raises: UserError with the line of a syntax error, or of an unknown name.
     """
     try:
         tree = _parse(text, path)
         unknown = _names_read(tree) - NAMES
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: not a chat template: {error.message}") from None
-    for guard in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)):
-        if guard.name in ("defined", "undefined", "default", "d") and isinstance(guard.node, jinja2.nodes.Name):
-            unknown.discard(guard.node.name)
+    unknown -= {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "store"}
+    unknown -= set(_optional_names(tree))
     for node in tree.find_all(jinja2.nodes.Name):
         if node.name in unknown:
             raise UserError(
                 f"{path}:{node.lineno}: the chat template has no variable '{node.name}'"
                 f"{suggest(node.name, sorted(NAMES))}; test an optional variable with '{node.name} is defined' first"
             )
+
+
+def _optional_names(tree: jinja2.nodes.Template) -> Iterator[str]:
+    """The names that a template tests with `is defined`, gives a default, or uses as a condition: `if xml_tools`.
+
+    A condition that resembles a name of every template (`if add_generation_promt`) is a mistake.
+    """
+    for guard in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)):
+        if guard.name in ("defined", "undefined", "default", "d") and isinstance(guard.node, jinja2.nodes.Name):
+            yield guard.node.name
+    branches = (*tree.find_all(jinja2.nodes.If), *tree.find_all(jinja2.nodes.CondExpr))
+    for test in (branch.test for branch in branches):
+        for name in _conditions(test):
+            if not suggest(name, sorted(NAMES), cutoff=0.8):
+                yield name
+
+
+def _conditions(test: jinja2.nodes.Node) -> Iterator[str]:
+    """The names in a test of which the truth alone counts: `a` and `b` of `a or not b`."""
+    if isinstance(test, jinja2.nodes.Name):
+        yield test.name
+    elif isinstance(test, (jinja2.nodes.And, jinja2.nodes.Or, jinja2.nodes.Not)):
+        for operand in test.iter_child_nodes():
+            yield from _conditions(operand)

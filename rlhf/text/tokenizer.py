@@ -24,6 +24,7 @@ from rlhf.hub.untrusted import (
     read_mappings,
     refuse_tokenizer,
     tokenizer_reason,
+    with_file,
 )
 from rlhf.storage import manifests
 from rlhf.text.encoder import Encoder, make_eos, special_tokens
@@ -52,6 +53,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     Raises: UserError if there is no tokenizer, or it has no EOS token.
     """
+    path = with_file(path, *TOKENIZER_FILES[1:], "tokenizer.json")
     if path.endswith((".yaml", ".yml")):
         return _word_tokenizer(path)
     if not Path(path).is_dir():

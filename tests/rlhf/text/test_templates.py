@@ -51,6 +51,9 @@ WRITTEN = {
 }
 """what each built-in template makes of the dialogue, without and with a system message"""
 
+HUB = sorted((Path(__file__).parent / "hub_templates").glob("*.jinja"))
+"""short templates in the shapes of those that most models of the hub have"""
+
 
 def prepared(tmp_path: Path, source: str) -> PreTrainedTokenizerBase:
     file = tmp_path / "mine.jinja"
@@ -150,6 +153,10 @@ SAYS = "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}\n"
             r"mine\.jinja:1: .* no variable 'mesages' \(did you mean 'messages'",
         ),
         (
+            SAYS + "{% if add_generation_promt %}Assistant:{% endif %}",
+            r"mine\.jinja:4: .* no variable 'add_generation_promt' \(did you mean 'add_generation_prompt'",
+        ),
+        (
             "{% for m in messages %}{{ m['contnet'] }}{% endfor %}",
             r"mine\.jinja: .*leaves out the content of a user message",
         ),
@@ -192,6 +199,7 @@ def test_a_template_file_that_is_no_text(tmp_path: Path) -> None:
         "{% if thinking is defined and thinking %}!{% endif %}",
         "{{ date | default('') }}",
         "{% if tools is not undefined and not tools %}!{% endif %}",
+        "{% if xml_tools or not python_tools %}{{ '!' if thinking else '?' }}{% endif %}",
         "{% generation %}{% endgeneration %}",
         "{% for i in range(9) %}{% if i %}{% break %}{% endif %}{% endfor %}",
         "{% set mine = 1 %}{{ mine }}{{ strftime_now('%Y') }}{{ messages | tojson }}",
@@ -199,6 +207,15 @@ def test_a_template_file_that_is_no_text(tmp_path: Path) -> None:
 )
 def test_what_hub_templates_do_is_accepted(tmp_path: Path, source: str) -> None:
     assert "hi" in Template(prepared(tmp_path, SAYS + source)).prompt_text(DIALOGUE)
+
+
+@pytest.mark.parametrize("file", HUB, ids=lambda file: file.stem)
+def test_templates_of_the_hub_write_what_transformers_writes(file: Path) -> None:
+    template = Template(prepare_tokenizer(byte_tokenizer(), str(file)))
+    for messages in (DIALOGUE, SYSTEM):
+        dicts = [{"role": message.role, "content": message.content} for message in messages]
+        options = {"chat_template": file.read_text(), "add_generation_prompt": True, "tokenize": False}
+        assert template.prompt_text(messages) == byte_tokenizer().apply_chat_template(dicts, **options)
 
 
 @pytest.mark.parametrize(
