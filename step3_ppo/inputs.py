@@ -91,7 +91,10 @@ def check(
     check_trackers(config.report_to)
     starts = {name: planned_start(path, config.output_dir, planned or {}) for name, path in inputs(config).items()}
     planned_starts = {name: start for name, start in starts.items() if start is not None}
-    models = with_inputs(config.model_copy(update=planned_starts))
+    options = dict(planned_starts)
+    if critic_starts_from_reward_model(config):
+        options.pop("critic_model", None)  # a path there would count as one that the user has named
+    models = with_inputs(config.model_copy(update=options))
     _check_engines(config, ranks)
     ranks = _shares(config, ranks)
     check_shares(config, ranks)

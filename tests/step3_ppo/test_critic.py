@@ -13,6 +13,7 @@ from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
 from step3_ppo import critic, stage
 from step3_ppo.algorithms import ppo
+from step3_ppo.critic import choose
 from step3_ppo.inputs import check, inputs, with_inputs
 from step3_ppo.models import set_up
 from step3_ppo.plan import workload
@@ -64,6 +65,22 @@ def test_the_critic_starts_from_a_model_with_the_actors_tokens(
     assert planned.model_path == str(folder / start)
     line = critic.describe(option, models)
     assert line.startswith(f"the critic starts from '{folder / start}'") and reason in line
+
+
+@pytest.mark.parametrize(("reward", "start"), [("same", "same"), ("other", "policy")])
+def test_before_the_earlier_stages_run_the_critic_starts_from_the_same_model(
+    reward: str, start: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policy and reward model are then what the earlier stages start from."""
+    chosen: list[str] = []
+    monkeypatch.setattr(critic, "choose", lambda option, models: chosen.append(choose(option, models)) or chosen[-1])
+    config = config_of(folder, actor_model=None, reward_model=None)
+    check(config, {"step1_sft": str(folder / "policy"), "step2_reward": str(folder / reward)})
+    assert chosen == [{"same": str(folder / "same"), "policy": "policy"}[start]]
+    if reward == "other":
+        with pytest.raises(UserError, match="other': its tokenizer or chat template gives other ids"):
+            named = config.model_copy(update={"critic_model": "reward"})
+            check(named, {"step1_sft": str(folder / "policy"), "step2_reward": str(folder / reward)})
 
 
 def test_a_new_head_is_on_a_copy_of_the_policy(folder: Path) -> None:
