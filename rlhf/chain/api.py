@@ -90,12 +90,12 @@ def ppo(
     return _stage(3, output_dir, {"data_path": data_path, **chosen, **options})
 
 
-def train(*, actor_model: str, reward_model: str, data_path: Any, output_dir: str | Path, **options: Any) -> Result:
+def train(*, actor_model: str, data_path: Any, output_dir: str | Path, **options: Any) -> Result:
     """The whole chain, as `rlhf train`; returns the result of its last step.
 
     options: those of `rlhf train`; options of one stage as a mapping: `ppo={"kl_coef": 0.1}`
     """
-    tree = {"actor_model": actor_model, "reward_model": reward_model, "data_path": data_path, **options}
+    tree = {"actor_model": actor_model, "data_path": data_path, **options}
     plain = {name: _plain(name, value, CLASSES.get(name, ChainConfig)) for name, value in tree.items()}
     steps = [int(step) for step in plain.get("steps") or SECTIONS]
     return _run("train", Path(output_dir), plain, max(steps))

@@ -50,8 +50,9 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
 
     actor_model: str = "opt-1.3b"
     """pretrained model that becomes the policy: directory, hub id, short name or .yaml"""
-    reward_model: str = "opt-350m"
-    """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml"""
+    reward_model: str | None = None
+    """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml; by default the
+    actor's"""
     reward_models: tuple[str, ...] = ()
     """several reward models, each trained on pairs of its own: NAME=PATH; of helpful=PATH safe=PATH the safe one
     decides where its score is low (Llama 2); those of one PATH are an ensemble (`uncertain`); else
@@ -172,7 +173,7 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
     """
     own = section_options(argv, overlay)
     anywhere = set_options(argv, overlay)
-    if chain.share_trunk and "reward_model" not in anywhere:
+    if chain.reward_model is None:
         chain = chain.model_copy(update={"reward_model": chain.actor_model})
     sections = {}
     for section in SECTIONS.values():
@@ -220,7 +221,7 @@ def refuse_options(chain: Any, names: Iterable[str], command: str, cure: str) ->
 
 def changed(chain: Any) -> dict[str, Any]:
     """The options that differ from their defaults and, in a section, from the top. `--config` can read them."""
-    tree = parser.changed(chain, type(chain)())
+    tree = parser.changed(chain, type(chain)(reward_model=chain.actor_model))
     for section in SECTIONS.values():
         own = getattr(chain, section)
         shared = {

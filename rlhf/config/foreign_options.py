@@ -7,6 +7,7 @@ from collections.abc import Sequence
 _GLOBAL = "batch sizes are global, so --batch-size is per_device x accumulation x processes"
 _ADAPTER = "for example lora,r=16,lora_alpha=32,target_modules=all-linear"
 _TOKENS = "in tokens"
+_ACTOR = "the reward model starts from it too, unless --reward-model names another"
 _NO_DROPOUT = "remove it: step 3 has no dropout, so that log-probs of one policy are equal in every pass"
 _SPLIT = "one split: files,split=NAME:PATH; a file has no splits"
 _WEIGHT = "PATH=0.7 gives a path its weight"
@@ -14,7 +15,7 @@ _EVALUATIONS = "in steps 1 and 2 optimizer steps (100) or epochs (0.5epochs), in
 
 FOREIGN: dict[str, tuple[str, str]] = {
     # TRL and transformers
-    "model-name-or-path": ("actor-model model", "the reward model starts from --reward-model"),
+    "model-name-or-path": ("actor-model model", _ACTOR),
     "dataset-name": ("data-path", ""),
     "dataset-config": ("data-path", "files,subset=NAME:OWNER/NAME"),
     "dataset-train-split": ("data-path", _SPLIT),
@@ -221,7 +222,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "val-size": ("eval-fraction", ""),
     "pref-beta": ("kl-coef", "there is no DPO here"),
     # Other common names
-    "model": ("actor-model", "the reward model starts from --reward-model"),
+    "model": ("actor-model", _ACTOR),
     "data": ("data-path", ""),
     "lr": ("learning-rate", ""),
     "kl": ("kl-coef", ""),

@@ -112,6 +112,20 @@ def test_what_is_given_at_the_top_holds_for_the_stages_that_set_nothing() -> Non
     assert (tree["sft"]["model"], tree["reward"]["model"], tree["ppo"]["actor_model"]) == ("a", "b", None)
 
 
+def test_the_reward_model_starts_from_the_actors_model_unless_it_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("actor_model: a")
+    for words, model in (
+        (["--actor-model", "a"], "a"),
+        (["--config", str(file)], "a"),
+        (["--config", str(file), "--actor-model", "b"], "b"),
+        (["--actor-model", "a", "--reward-model", "b"], "b"),
+        (["--config", str(CONFIGS / "demo.yaml"), "--actor-model", "a"], "demo-llama"),
+    ):
+        tree = resolved(*words)
+        assert (tree["reward_model"], tree["reward"]["model"]) == (model, model)
+
+
 @pytest.mark.parametrize("option", ["--max_length=100", "--max-length=100"])
 def test_the_top_of_the_command_line_is_over_the_sections_of_a_file(tmp_path: Path, option: str) -> None:
     file = tmp_path / "a.yaml"
@@ -185,6 +199,8 @@ def test_what_is_no_default_is_little_and_reads_back(tmp_path: Path) -> None:
          {"ppo": {"algorithm": "rloo", "actor": {"zero_stage": 3}}}),
         (["--ppo.algorithm", str(mine), "--max-grad-norm", "1.0"],
          {"ppo": {"algorithm": str(mine), "max_grad_norm": 1.0}}),
+        (["--actor-model", "a"], {"actor_model": "a"}),
+        (["--actor-model", "a", "--reward-model", "b"], {"actor_model": "a", "reward_model": "b"}),
         (["--config", str(CONFIGS / "demo.yaml")], None),
     ):  # fmt: skip
         chain = train.resolve(parser.parse(train.chain_config(argv), argv, "", ""), argv)
