@@ -15,21 +15,17 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from rlhf import plugins
-from rlhf.chain.options import SECTIONS, ChainConfig
+from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES
-from rlhf.config import Config, parser
+from rlhf.config import parser
 from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.launch.launcher import rank_environment
-from step1_sft.config import SFTConfig
-from step2_reward.config import RewardConfig
-from step3_ppo.config import Step3Config
 
-CLASSES: Mapping[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}
 TOP = {*LaunchOptions.model_fields, "deployment_type", "num_processes"}
 """options of processes and hosts, which are not those of a stage"""
 INSIDE = "RLHF_CALLED_FROM_PYTHON"
@@ -96,14 +92,14 @@ def train(*, actor_model: str, data_path: Any, output_dir: str | Path, **options
     options: those of `rlhf train`; options of one stage as a mapping: `ppo={"kl_coef": 0.1}`
     """
     tree = {"actor_model": actor_model, "data_path": data_path, **options}
-    plain = {name: _plain(name, value, CLASSES.get(name, ChainConfig)) for name, value in tree.items()}
-    steps = [int(step) for step in plain.get("steps") or SECTIONS]
-    return _run("train", Path(output_dir), plain, max(steps))
+    plain = {name: _plain(value) for name, value in tree.items()}
+    steps = plain.get("steps") or [*SECTIONS]
+    return _run("train", Path(output_dir), plain, max(map(int, steps)) if isinstance(steps, list) else int(steps))
 
 
 def _stage(step: int, output_dir: str | Path, options: Mapping[str, Any]) -> Result:
     section = SECTIONS[step]
-    plain = {name: _plain(name, value, CLASSES[section]) for name, value in options.items()}
+    plain = {name: _plain(value) for name, value in options.items()}
     own = {name: value for name, value in plain.items() if name not in TOP}
     top = {name: value for name, value in plain.items() if name in TOP}
     return _run(section, Path(output_dir), {"steps": [step], **top, section: own}, step)
@@ -154,26 +150,17 @@ def _call(command: list[str]) -> tuple[int, list[str]]:
     return process.returncode, lines
 
 
-def _plain(name: str, value: Any, options: type[Config]) -> Any:
-    """A value as a YAML file has it: paths and functions by name, one value of a list as a list."""
+def _plain(value: Any) -> Any:
+    """A value as a YAML file has it: paths and functions by name."""
     if isinstance(value, Mapping):
-        return {key: _plain(key, each, options) for key, each in value.items()}
-    if isinstance(value, str) and name == "data_split":
-        value = value.split(",")
-    field = options.model_fields.get(name)
-    if field is not None and _is_tuple(field.annotation) and not isinstance(value, list | tuple | None):
-        value = [value]
+        return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain("", each, options) for each in value]
+        return [_plain(each) for each in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, numbers.Number) and hasattr(value, "item"):  # of numpy
         return value.item()
     return _function_name(value) if callable(value) else value
-
-
-def _is_tuple(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple or any(get_origin(kind) is tuple for kind in get_args(annotation))
 
 
 def _function_name(function: Callable[..., Any]) -> str:

@@ -10,11 +10,11 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import tyro
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from rlhf.config import foreign_options
 from rlhf.config.secrets import refuse_secrets
@@ -35,6 +35,15 @@ class Config(BaseModel):
     NOTED: ClassVar[frozenset[str]] = frozenset()
     """other options: an interrupted run resumes with another value, with a note"""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_value_is_a_list(cls, values: Any) -> Any:
+        """`data_path: pairs.jsonl` in a file means a list of one path, as on the command line."""
+        if not isinstance(values, dict):
+            return values
+        lists = {name for name, field in cls.model_fields.items() if _is_list(field.annotation)}
+        return {n: [v] if n in lists and isinstance(v, str | int | float) else v for n, v in values.items()}
+
     @classmethod
     def adopt(cls, values: dict[str, Any], source: object) -> dict[str, Any]:
         """The plain values of a file, without those that a section leaves out."""
@@ -49,6 +58,12 @@ class Config(BaseModel):
     def declared(cls, kind: Literal["FREE", "TOTALS", "NOTED"]) -> frozenset[str]:
         """The options of that kind, of this class and its base classes."""
         return frozenset().union(*(vars(base).get(kind, ()) for base in cls.__mro__))
+
+
+def _is_list(annotation: Any) -> bool:
+    """Whether an option takes any number of values: `tuple[str, ...]`, or that or None."""
+    kinds = {*get_args(annotation)} - {type(None)} if type(None) in get_args(annotation) else {annotation}
+    return all(get_origin(kind) is tuple and get_args(kind)[1:] == (...,) for kind in kinds)
 
 
 C = TypeVar("C", bound=Config)
@@ -102,7 +117,11 @@ Cure = Callable[[type["Config"], list[str]], str]
 
 def _similar_key(cls: type[Config], path: list[str]) -> str:
     names = sorted(_config_at(cls, path[:-1]).model_fields)
-    return f"{suggest(path[-1], names)}; have {', '.join(names) or 'none'}"
+    have = f"; have {', '.join(names) or 'none'}"
+    options = (option.replace("-", "_") for option in option_names(cls))
+    same = sorted((o for o in options if o.rpartition(".")[2] == path[-1]), key=lambda option: option.count("."))
+    elsewhere = " or ".join(f"'{option}'" for option in same[:4])
+    return f" (did you mean {elsewhere}?){have}" if same else f"{suggest(path[-1], names)}{have}"
 
 
 def _foreign_or_similar_key(cls: type[Config], path: list[str]) -> str:

@@ -102,10 +102,25 @@ def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
     assert parse("--config", write(tmp_path / "a.yaml", "inner: {kl_coef: 1e-3}")).inner.kl_coef == 0.001
 
 
+def test_one_value_of_a_list_needs_no_brackets(tmp_path: Path) -> None:
+    class Lists(Root):
+        maybe: tuple[Literal[1, 2], ...] | None = None
+        pair: tuple[int, int] = (3, 4)
+
+    file = write(tmp_path / "a.yaml", "sizes: 7\nmaybe: 2")
+    lists = parser.compose(Lists, [file])
+    assert (lists.sizes, lists.maybe, lists.pair) == ((7,), (2,), (3, 4))
+    for mistake in ("sizes: seven", "sizes: {a: 1}", "sizes:", "pair: 3"):
+        with pytest.raises(UserError, match=rf"a\.yaml: {mistake.partition(':')[0]}"):
+            parser.compose(Lists, [write(tmp_path / "a.yaml", mistake)])
+
+
 @pytest.mark.parametrize(
     ("yaml", "parts"),
     [
         ("inner: {kl_cof: 1}", ["no option 'inner.kl_cof' (did you mean 'kl_coef'?)", "have adapter, kl_coef, steps"]),
+        ("kl_coef: 1", ["no option 'kl_coef' (did you mean 'inner.kl_coef'?); have every, inner, name, "]),
+        ("inner: {every: 1}", ["no option 'inner.every' (did you mean 'every'?)"]),
         ("inner: {zzz: 1}", ["no option 'inner.zzz';", "have adapter, kl_coef, steps"]),
         ("inner: {kl_coef: much}", ["inner.kl_coef", "valid number", "'much'"]),
         ("inner: {kl_coef: -1}", ["inner.kl_coef", "greater than or equal to 0", "got -1"]),
