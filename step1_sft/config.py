@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf.config.declaration import Curve, Declaration, ModelWords, Phase, ReportParts, Result
+from rlhf.config.options import ModelPath
 from rlhf.supervised.options import SupervisedOptions
 
 STAGE = Declaration(
@@ -52,7 +53,7 @@ STAGE = Declaration(
 class SFTConfig(SupervisedOptions):
     """Supervised fine-tuning of a causal language model on responses."""
 
-    model: str = "opt-1.3b"
+    model: ModelPath = "opt-1.3b"
     """pretrained model: directory, hub id, short name or .yaml"""
     objective: Literal["response", "text"] = "response"
     """response = learn responses to prompts; text = continued pretraining on rows of plain text, packed end to end into

@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf.config.declaration import Curve, Declaration, ModelWords, Phase, ReportParts, Result
+from rlhf.config.options import ModelPath
 from rlhf.supervised.options import SupervisedOptions
 
 STAGE = Declaration(
@@ -52,7 +53,7 @@ STAGE = Declaration(
 class RewardConfig(SupervisedOptions):
     """A pairwise reward model: the backbone of a language model with a scalar head."""
 
-    model: str = "opt-350m"
+    model: ModelPath = "opt-350m"
     """pretrained model, or the directory of a finished step 1: directory, hub id, short name or .yaml"""
     num_train_epochs: int = Field(1, ge=1)
     """passes over the data; more than one pass overfits human preferences"""

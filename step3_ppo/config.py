@@ -11,6 +11,7 @@ from rlhf.config.declaration import Curve, Declaration, Frontier, ModelWords, Ph
 from rlhf.config.options import (
     EngineOptions,
     FrozenOptions,
+    ModelPath,
     OptimizerOptions,
     OwnEngineOptions,
     RunOptions,
@@ -190,11 +191,11 @@ class Step3Config(
 
     algorithm: str = "ppo"
     """a name in step3_ppo/algorithms/"""
-    actor_model: str | None = None
+    actor_model: ModelPath | None = None
     """policy to start from, also the reference; by default OUT/step1_sft"""
-    reward_model: str | None = None
+    reward_model: ModelPath | None = None
     """trained reward model; by default OUT/step2_reward"""
-    critic_model: str | None = None
+    critic_model: ModelPath | None = None
     """what the critic starts from, if the algorithm has one: reward = the reward model, policy = a copy of the actor's
     model with a new value head, shared = a new value head on the actor itself (one model computes both), or the path of
     a trained reward model or critic; by default reward if it has the actor's tokenizer, else policy"""

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,12 +37,12 @@ from rlhf.hub import push
 from rlhf.launch import launcher, rank_variables, supervisor
 from rlhf.launch.failure_summary import command_to_resume, failure_summary
 from rlhf.launch.hosts import Deployment
-from rlhf.shipped import CONFIGS
+from rlhf.shipped import CONFIGS, config_file
 from rlhf.training import stage_process
 
 TEXTS = {"--help", "-h", "--help-all", "--plan"}
 """options with which the chain only prints a text"""
-DEMO = CONFIGS / "demo.yaml"
+DEMO, RECIPES = CONFIGS / "demo.yaml", CONFIGS / "recipes"
 UNFINISHED = (
     "exit code 0 without a manifest.json (look for sys.exit and os._exit in your reward function and other files of "
     "your own)"
@@ -180,6 +181,7 @@ def run_chain(ranks: Any = None) -> int:
     program = console.program("python train.py")
     typed = foreign_settings.plain_words(sys.argv[1:])
     argv, note = with_base(typed)
+    over = max(int(argv != typed), shipped_runs(argv))
     shown = parser.PRINT_OPTIONS & {*argv} if "--print-config" in argv else set()
     streams.ignore_broken_streams(report=not shown and not TEXTS & {*argv})
     argv = [word for word in argv if word not in shown]
@@ -189,7 +191,7 @@ def run_chain(ranks: Any = None) -> int:
         print(short_help(help_config(argv), program, about, SHORT_HELP))
         return 0
     options = chain_config(argv)
-    settings = overlay(argv, over=int(argv != typed))
+    settings = overlay(argv, over)
     chain = resolve(parser.parse(options, argv, program, about, settings), argv, settings)
     require_agreement(argv, chain)
     if shown:
@@ -269,6 +271,14 @@ def sweep(directory: Path) -> None:
     for stage in STAGES.values():
         for path in directory.glob(f".{stage.name}-*.yaml"):
             path.unlink(missing_ok=True)
+
+
+def shipped_runs(argv: list[str]) -> int:
+    """How many of the first --config files are the demo or a recipe of this project: the user wrote none of their
+    options."""
+    files, _ = parser.split_config_files(argv)
+    resolved = (config_file(file).resolve() for file in files)
+    return len([*takewhile(lambda file: file == DEMO.resolve() or file.parent == RECIPES.resolve(), resolved)])
 
 
 def with_base(argv: list[str]) -> tuple[list[str], str]:

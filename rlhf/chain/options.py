@@ -10,7 +10,7 @@ from pydantic import Field, create_model
 from data.config import DataOptions
 from rlhf.chain.stages import STAGES
 from rlhf.config import Config, foreign_settings, parser, validate
-from rlhf.config.options import EngineOptions, OutputDir, RunOptions, SharedOptimizerOptions
+from rlhf.config.options import EngineOptions, ModelPath, OutputDir, RunOptions, SharedOptimizerOptions
 from rlhf.config.origins import command_line_options, set_options, trees_of
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
@@ -48,9 +48,9 @@ SHARED = (DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions)
 class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions, LaunchOptions, PlanOptions):
     """All three stages. An option given here holds for every stage that does not set its own."""
 
-    actor_model: str = "opt-1.3b"
+    actor_model: ModelPath = "opt-1.3b"
     """pretrained model that becomes the policy: directory, hub id, short name or .yaml"""
-    reward_model: str | None = None
+    reward_model: ModelPath | None = None
     """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml; by default the
     actor's"""
     reward_models: tuple[str, ...] = ()

@@ -25,6 +25,8 @@ def _on_a_file_system(path: str) -> str:
 
 
 OutputDir = Annotated[str, AfterValidator(_on_a_file_system)]
+ModelPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A directory, hub id or short name of a model; `~` is the home directory, as in a shell."""
 Quantize = Literal["none", "nf4", "fp4", "int8"]
 Optim = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
 

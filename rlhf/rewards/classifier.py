@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from rlhf.config import Config as Base
 from rlhf.config import suggest
+from rlhf.config.options import ModelPath
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.models.load import context_length, explain_load_errors, load_config, refuse_non_finite
@@ -21,7 +22,7 @@ from rlhf.types import Samples, length_groups
 
 
 class Config(Base):
-    model: str
+    model: ModelPath
     """directory or hub id of a sequence classifier with its tokenizer"""
     label: int | str | None = None
     """number or name of the label whose score counts; optional if there is only one"""

@@ -267,6 +267,7 @@ def resolve_model_path(path: str, *folders: str) -> str:
 
     Raises: UserError for an unfinished or damaged stage, or one that made none of `folders`.
     """
+    path = os.path.expanduser(path)
     stage = stage_of(path)
     if stage is None:
         return path

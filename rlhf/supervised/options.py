@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from data.config import BatchOptions, DataOptions
-from rlhf.config.options import EngineOptions, OptimizerOptions, RunOptions
+from rlhf.config.options import EngineOptions, ModelPath, OptimizerOptions, RunOptions
 
 _INTERVAL = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>epochs?)?")
 
@@ -33,7 +33,7 @@ class SupervisedOptions(DataOptions, BatchOptions, EngineOptions, OptimizerOptio
     TOTALS: ClassVar[frozenset[str]] = frozenset({"num_train_epochs"})
     NOTED: ClassVar[frozenset[str]] = frozenset({"eval_every", "patience"})
 
-    model: str
+    model: ModelPath
     """model to start from"""
     num_train_epochs: int = Field(1, ge=1)
     """passes over the data"""

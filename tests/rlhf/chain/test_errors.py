@@ -199,6 +199,13 @@ def test_the_home_directory_has_a_name(
     train.main()
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["output_dir"], shown["ppo"]["output_dir"], shown["seed"]) == (f"{tmp_path}/x", f"{tmp_path}/x", 7)
+    (tmp_path / "a.yaml").write_text("actor_model: ~/a\nppo: {reward_model: ~/b, critic_model: ~/c}\n")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", f"{tmp_path}/a.yaml", "--print-config"])
+    train.main()
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert {shown["actor_model"], shown["sft"]["model"], shown["reward"]["model"]} == {f"{tmp_path}/a"}
+    assert (shown["ppo"]["reward_model"], shown["ppo"]["critic_model"]) == (f"{tmp_path}/b", f"{tmp_path}/c")
+    assert manifests.resolve_model_path("~/a") == f"{tmp_path}/a"  # of a score source or a policy
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,22 @@ def test_accelerate_and_options_that_contradict(
     assert line.startswith("--dtype fp32: got it with accelerate launch (ACCELERATE_MIXED_PRECISION=bf16); expected")
 
 
+@pytest.mark.parametrize("file", ["demo.yaml", "recipes/stories260k-sentiment-cpu.yaml"])
+def test_accelerate_comes_before_a_file_of_the_project_but_not_of_the_user(
+    file: str, printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = str(train.CONFIGS / file)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    tree = printed(train.main, "--config", shipped)
+    assert {tree[section]["dtype"] for section in ("sft", "reward", "ppo")} == {"bf16"}
+    line = refusal(monkeypatch, capsys, train.main, "--config", shipped, "--actor-model", "./no")
+    assert "./no: no such directory" in line
+    (tmp_path / "mine.yaml").write_text("dtype: fp32")
+    for words in (["--dtype", "fp32"], ["mine.yaml"], ["mine.yaml", "--print-config"]):
+        line = refusal(monkeypatch, capsys, train.main, "--config", shipped, *words)
+        assert line.startswith("--sft.dtype fp32: got it with accelerate launch (ACCELERATE_MIXED_PRECISION=")
+
+
 def test_accelerate_on_the_cpu_hides_the_gpus() -> None:
     environment = {"ACCELERATE_USE_CPU": "True"}
     accelerate_settings.adopt(environment)
