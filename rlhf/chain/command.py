@@ -177,7 +177,18 @@ def typed_output_dir() -> str:
 
 
 def run_chain(ranks: Any = None) -> int:
-    """Run the command line; ranks: the team of processes that this process leads, or None."""
+    """Run the command line, and print what comes next. ranks: the team of processes that this process leads, or
+    None."""
+    chain = _run(ranks)
+    if chain is not None:
+        from rlhf.chain.steps import next_step  # imported here because it imports torch
+
+        print(next_step(chain))
+    return 0
+
+
+def _run(ranks: Any) -> Any:
+    """Run the command line. Returns: the options of the chain, or None if only a text was asked for."""
     program = console.program("python train.py")
     typed = foreign_settings.plain_words(sys.argv[1:])
     argv, note = with_base(typed)
@@ -189,14 +200,14 @@ def run_chain(ranks: Any = None) -> int:
     about = (__doc__ or "").split("\n")[0]
     if {"--help", "-h"} & {*argv}:
         print(short_help(help_config(argv), program, about, SHORT_HELP))
-        return 0
+        return None
     options = chain_config(argv)
     settings = overlay(argv, over)
     chain = resolve(parser.parse(options, argv, program, about, settings), argv, settings)
     require_agreement(argv, chain)
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")
-        return 0
+        return None
     launcher.require_open_files()
     with stage_process.fast_imports():
         console.quiet_libraries()
@@ -204,7 +215,7 @@ def run_chain(ranks: Any = None) -> int:
 
     if chain.plan:
         print(planning.forecast(chain, 1 if chain.devices else resolve_deployment(chain).processes))
-        return 0
+        return None
     if chain.reward_models:
         return reward_models.train(chain, argv, partial(_run_words, ranks))
     from rlhf.storage import manifests
@@ -225,21 +236,20 @@ def run_chain(ranks: Any = None) -> int:
             if failed is not None:
                 exit_with_failure(*failed, todo)
     from rlhf.chain import report
-    from rlhf.chain.steps import chosen_steps, next_step
+    from rlhf.chain.steps import chosen_steps
 
     if todo or not (Path(chain.output_dir) / report.REPORT).exists():
         print(report.write_at_end(chain.output_dir), flush=True)
     if chain.push_to_hub is not None:
         stage = Path(chain.output_dir) / STAGES[max(chosen_steps(chain))].name
         print(f"uploaded: {push.push_model(str(stage), chain.push_to_hub)}", flush=True)
-    print(next_step(chain))
-    return 0
+    return chain
 
 
-def _run_words(ranks: Any, words: list[str]) -> int:
+def _run_words(ranks: Any, words: list[str]) -> Any:
     """Run the chain with another command line."""
     sys.argv = [sys.argv[0], *words]
-    return run_chain(ranks)
+    return _run(ranks)
 
 
 def run_all(todo: dict[int, Any], deployment: Deployment, ranks: Any) -> tuple[int, launcher.ExitStatus] | None:

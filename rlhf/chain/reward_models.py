@@ -76,10 +76,11 @@ def scoring_of(run: Path) -> "Scoring | None":
     return Scoring(tuple(specs), config["reward_combine"], **combination)
 
 
-def train(chain: Any, argv: list[str], run: Callable[[list[str]], int]) -> int:
+def train(chain: Any, argv: list[str], run: Callable[[list[str]], Any]) -> Any:
     """Fine-tuning, one reward model after the other in OUT/reward-NAME, and step 3 with all of them.
 
-    run: runs the chain with a command line
+    run: runs the chain with a command line, and returns its options
+    Returns: the options of step 3.
     All options are saved, for a later call that names the output directory only.
     Model k has the seed of step 2 plus k: another head and another order of the pairs, of which the same are held out.
     The critic starts from `helpful`, else from the first model that is not `safe`.

@@ -1,12 +1,12 @@
 """Which steps of the chain a command runs, and which command comes next."""
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from rlhf import console
 from rlhf.chain.stages import STAGES
+from rlhf.launch.failure_summary import on_every_host
 from rlhf.storage.manifests import MANIFEST, planned_start
 from step3_ppo.inputs import inputs
 
@@ -47,7 +47,7 @@ def next_step(chain: Any) -> str:
     done = [step for step, stage in STAGES.items() if (Path(chain.output_dir) / stage.name / MANIFEST).is_file()]
     if 3 not in done:
         steps = [str(step) for step in needed(chain) if step not in done]
-        return "next: " + shlex.join([*_program(), "--steps", *steps, "--output-dir", chain.output_dir])
+        return "next: " + on_every_host([*_program(), "--steps", *steps, "--output-dir", chain.output_dir])
     program = console.program("python train.py")
     return (
         f"\nThe tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"

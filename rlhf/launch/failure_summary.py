@@ -65,7 +65,10 @@ def command_to_resume(overwritten: Mapping[str, Path]) -> str:
     """
     words = [word for word in sys.orig_argv if not re.match(r"--((\w+\.)?overwrite(=|$)|local[-_]rank=)", word)]
     options = [f"--{section}.overwrite" for section, manifest in overwritten.items() if manifest.exists()]
-    command = shlex.join([*words, *options])
-    return (
-        command if rank_variables.world_size() == 1 else f"on every host, with the launcher that started it: {command}"
-    )
+    return on_every_host([*words, *options])
+
+
+def on_every_host(words: Sequence[str]) -> str:
+    """A command for the user, whose launcher does not tell its own words to the processes that it starts."""
+    launched = rank_variables.world_size() > 1
+    return ("on every host, with the launcher that started it: " if launched else "") + shlex.join(words)

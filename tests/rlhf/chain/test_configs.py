@@ -10,6 +10,7 @@ import pytest
 from rlhf import plugins
 from rlhf.chain import command as train
 from rlhf.chain.options import SHORT_HELP, changed
+from rlhf.chain.steps import next_step
 from rlhf.config import parser, read_yaml
 from rlhf.config.short_help import STAGE_GROUPS, short_help
 from rlhf.errors import UserError
@@ -223,6 +224,20 @@ def test_a_stage_has_a_short_help(
     listed = [*main.STAGE.help_groups.values(), *STAGE_GROUPS.values()]
     assert text.count("\n  --") == sum(map(len, listed)) < 30 and "--help-all" in text
     assert f"usage: python -m {stage} " in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_the_next_command_after_a_launcher_of_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As deepspeed starts it. Without the launcher the next step would run in one process."""
+    words = ["--steps", "1", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["train.py", "--local_rank=0", *words])
+    monkeypatch.setattr("sys.orig_argv", ["python", "-u", "train.py", "--local_rank=0", *words])
+    chain = train.resolve(parser.parse(train.chain_config(words), words, "", ""), words)
+    command = f"python -u train.py --steps 1 2 3 --output-dir {tmp_path}"
+    assert next_step(chain) == f"next: {command}"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert next_step(chain) == f"next: on every host, with the launcher that started it: {command}"
 
 
 def test_a_section_has_no_directory_of_its_own() -> None:
