@@ -45,7 +45,9 @@ def merge(path: str, out: Path) -> None:
     from rlhf.text.tokenizer import load_tokenizer
 
     if not is_adapter(Path(path)):
-        raise UserError(f"{path}: got no adapter, expected that of a run with --share-trunk; other models are whole")
+        raise UserError(
+            f"{path}: got no adapter, expected that of a run with --share-trunk or of peft; other models are whole"
+        )
     if are_in(path):
         raise UserError(f"{path}: got virtual tokens, which have no merged form, expected another adapter")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -75,10 +77,11 @@ def main() -> int:
     console.quiet_libraries()
     from rlhf.chain.chat import BY_NAME
     from rlhf.chat.run_models import run_models
+    from rlhf.hub.untrusted import is_adapter
     from rlhf.storage import manifests
 
     path = manifests.resolve_model_path(options.model, *FOLDERS)
-    if not (Path(path) / "config.json").is_file():
+    if not is_adapter(Path(path)) and not (Path(path) / "config.json").is_file():
         run = run_models(path, BY_NAME)
         path = run.path(run.newest)
     merge(path, Path(options.merge))

@@ -72,10 +72,24 @@ def refuse_model(path: str) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a local directory is an adapter of peft with the config of its whole model, as this project saves it."""
+    """Whether a local directory is an adapter of peft without other weights.
+
+    This project saves the config and the tokenizer of the whole model beside it; peft alone does not (`with_file`).
+    """
     names = {file.name for file in folder.glob("*.*")}
     weights = {name for name in names if name.endswith((".safetensors", ".bin"))}
-    return {ADAPTER, "config.json"} <= names and weights == {ADAPTER_WEIGHTS}
+    return ADAPTER in names and weights == {ADAPTER_WEIGHTS}
+
+
+def with_file(path: str, *names: str) -> str:
+    """`path`; of an adapter with none of the files `names`, the base model that its adapter_config.json names."""
+    folder = Path(path)
+    if not is_adapter(folder) or any((folder / name).is_file() for name in names):
+        return path
+    base = read_mappings(f"model '{path}'", folder, [ADAPTER])[ADAPTER].get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"model '{path}': {ADAPTER} names no base_model_name_or_path; expected the base model")
+    return base
 
 
 def refuse_adapter(path: str, model: Any) -> None:
@@ -139,7 +153,7 @@ def read_mappings(what: str, folder: Path, names: Sequence[str]) -> dict[str, di
 def reason(path: str, error: BaseException) -> str:
     """Why a model cannot be loaded, in one line; it names the faulty file if `path` is a directory."""
     if "trust_remote_code" in str(error):
-        return CUSTOM_CODE
+        return _custom_code(path)
     if isinstance(error, pickle.UnpicklingError):
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
         problem = f"asks for code ({code[1]})" if code else "does not hold plain tensors"
@@ -155,10 +169,17 @@ def reason(path: str, error: BaseException) -> str:
     return f"{file}: {message}" if file and file not in message else message
 
 
+def _custom_code(path: str) -> str:
+    """Why a model with custom code is refused. Of ChatGLM, transformers has a later model."""
+    config = read_mappings(path, Path(path), ["config.json"]).get("config.json", {})
+    is_glm = config.get("model_type") == "chatglm" or "glm" in path.lower()
+    return CUSTOM_CODE + (", such as glm-4-9b-chat-hf or glm-4-9b-0414 of the same family" if is_glm else "")
+
+
 def tokenizer_reason(path: str, error: BaseException) -> str:
     """Why a tokenizer cannot be loaded, in one line; it names tokenizer.json if that file is faulty."""
     if "trust_remote_code" in str(error):
-        return CUSTOM_CODE
+        return _custom_code(path)
     message = " ".join(str(error).split())[:300] or type(error).__name__
     file = Path(path) / TOKENIZER
     try:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
-from rlhf.hub.untrusted import ADAPTER, ADAPTER_WEIGHTS, is_adapter, read_mappings
+from rlhf.hub.untrusted import ADAPTER_WEIGHTS, is_adapter, with_file
 from rlhf.storage import disk
 
 if TYPE_CHECKING:
@@ -50,12 +50,7 @@ def base_of(path: str) -> str:
 
     Raises: UserError if the file of the adapter does not name its base.
     """
-    path = resolve(path)
-    if is_adapter(Path(path)):
-        base = read_mappings(f"model '{path}'", Path(path), [ADAPTER])[ADAPTER].get("base_model_name_or_path")
-        if not isinstance(base, str) or not base:
-            raise UserError(f"model '{path}': {ADAPTER} names no base_model_name_or_path; expected the base model")
-        path = base
+    path = with_file(resolve(path))
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 

@@ -20,7 +20,15 @@ from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import Shards, full_shape, gather_weights
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
-from rlhf.hub.untrusted import LOAD_ERRORS, is_adapter, reason, refuse_adapter, refuse_model, refuse_whole_numbers
+from rlhf.hub.untrusted import (
+    LOAD_ERRORS,
+    is_adapter,
+    reason,
+    refuse_adapter,
+    refuse_model,
+    refuse_whole_numbers,
+    with_file,
+)
 from rlhf.models import adapter_files, new_rows, packing, quantized, virtual_tokens
 from rlhf.models.cpu import attention
 from rlhf.models.traits import causal_lm_class, has_key_value_cache
@@ -44,7 +52,7 @@ def load_config(path: str) -> PreTrainedConfig:
     Dropout would make the first ratio of PPO differ from 1 and the reference differ from itself.
     Raises: UserError if there is no model at `path`, it needs remote code, or the hub cannot be reached.
     """
-    path = resolve(path)
+    path = with_file(resolve(path), "config.json")
     if path.endswith((".yaml", ".yml")):
         values = read_yaml(path)
         if not isinstance(values.get("model"), dict) or "model_type" not in values["model"]:
@@ -141,8 +149,17 @@ def require_context(path: str, tokens: int) -> None:
 
 
 def require_decoder(path: str) -> None:
-    """Raises: UserError for a model with an encoder, such as T5 or BART, which no stage can use."""
-    config = load_config(path)
+    """Raises: UserError for a model that no stage can use: with an encoder (T5, BART), or recurrent (Mamba, RWKV)."""
+    _refuse_architecture(load_config(path), path)
+
+
+def _refuse_architecture(config: PreTrainedConfig, path: str) -> None:
+    text = config.get_text_config()
+    if "num_attention_heads" not in {*vars(text), *text.attribute_map}:
+        raise UserError(
+            f"model '{path}': got a {config.model_type}, expected an attention model such as those of the families "
+            "Llama, Qwen, OPT and GPT-2; recurrent (state-space) models are not supported"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"model '{path}': got an encoder-decoder ({config.model_type}), expected a causal language model (a "
@@ -233,6 +250,7 @@ def load_backbone(path: str, dtype: torch.dtype, tokenizer_size: int, loading: L
 
 def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading: Loading) -> PreTrainedModel:
     config, source = load_config(path), resolve(path)
+    _refuse_architecture(config, path)
     shards, quantize, new_tokens = loading.shards, loading.quantize, loading.new_tokens
     if is_adapter(Path(source)):
         virtual = virtual_tokens.are_in(source)

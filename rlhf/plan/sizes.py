@@ -111,12 +111,14 @@ def read_config(model_path: str) -> PreTrainedConfig:
     if path.endswith((".yaml", ".yml")) and "tokenizer" not in read_yaml(path):
         return _config_from_yaml(path)
     try:
-        return load.load_config(path)
+        config = load.load_config(path)
     except UserError as error:
         raise UserError(
             f"{error}; a plan needs the config alone: a directory with config.json, or a .yaml file with a 'model' "
             "section"
         ) from None
+    load.require_decoder(path)
+    return config
 
 
 @functools.cache

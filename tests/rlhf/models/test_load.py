@@ -8,15 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf import plugins
+from rlhf.chain.export import merge
 from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
 from rlhf.maths.uniforms import uniforms
+from rlhf.models.adapter_files import base_of
 from rlhf.models.load import (
     context_length,
     load_backbone,
@@ -27,6 +32,8 @@ from rlhf.models.load import (
 )
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import new_scalar_model
+from rlhf.plan.sizes import read_config
+from rlhf.text.tokenizer import load_tokenizer
 from tests.support import tiny
 
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
@@ -317,3 +324,50 @@ def test_weights_begin_where_a_line_of_the_cache_does(model_path: Path) -> None:
     assert not any(x.data_ptr() % 64 for x in model.parameters())
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, mapped.get(name, weight)), name
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("mamba", "got a mamba, expected an attention model"),
+        ("mamba2", "got a mamba2, expected an attention model"),
+        ("rwkv", "got a rwkv, expected an attention model"),
+        ("t5", r"got an encoder-decoder \(t5\), expected a causal language model"),
+    ],
+)
+def test_what_no_stage_can_use_is_refused_by_plan_and_loading(family: str, message: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(family, vocab_size=tiny.VOCAB).save_pretrained(tmp_path)
+    for read in (read_config, lambda path: load_causal_lm(path, torch.float32, tiny.VOCAB)):
+        with pytest.raises(UserError, match=message) as error:
+            read(str(tmp_path))
+        assert "\n" not in str(error.value)
+
+
+def test_chatglm_is_refused_with_the_name_of_what_serves(model_path: Path) -> None:
+    code = {"AutoConfig": "configuration_chatglm.ChatGLMConfig"}
+    (model_path / "config.json").write_text(json.dumps({"model_type": "chatglm", "auto_map": code}))
+    with pytest.raises(UserError, match=r"custom code of its own.*such as glm-4-9b-chat-hf"):
+        load_config(str(model_path))
+    assert resolve("glm-4-9b-chat-hf") == "zai-org/glm-4-9b-chat-hf"
+
+
+def test_an_adapter_that_peft_saved_is_its_base_model_with_the_update(model_path: Path, tmp_path: Path) -> None:
+    """peft saves neither the config nor the tokenizer of the whole model."""
+    tiny.tokenizer().save_pretrained(model_path)
+    options = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), options)
+    theirs.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter/config.json").exists()
+    ids = torch.arange(4, 40)[None]
+    ours = load_causal_lm(str(tmp_path / "adapter"), torch.float32, tiny.VOCAB)
+    base = load_causal_lm(str(model_path), torch.float32, tiny.VOCAB)
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        assert (base(ids).logits - expected).abs().max() > 0.1
+        torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-4, atol=1e-4)  # merged or beside: fp32 rounding
+    assert load_tokenizer(str(tmp_path / "adapter")).get_vocab() == tiny.tokenizer().get_vocab()
+    assert base_of(str(tmp_path / "adapter")) == str(model_path.resolve())
+    merge(str(tmp_path / "adapter"), tmp_path / "merged")
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(whole(ids).logits, expected, rtol=1e-4, atol=1e-4)
