@@ -222,6 +222,9 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "val-size": ("eval-fraction", ""),
     "pref-beta": ("kl-coef", "there is no DPO here"),
     # Other common names
+    "nproc-per-node": ("num-processes num-gpus", "or start with torchrun: it comes before the name of the program"),
+    "node-rank": ("hostfile", "or start with torchrun on every host: it comes before the name of the program"),
+    "attn-implementation": ("", "remove it: sdpa or eager is chosen for each model, by what its architecture allows"),
     "model": ("actor-model", _ACTOR),
     "data": ("data-path", ""),
     "lr": ("learning-rate", ""),

@@ -105,3 +105,15 @@ def test_a_config_file_gets_the_same_answer(tmp_path: Path) -> None:
 
 def test_what_no_library_has_gets_no_answer() -> None:
     assert answer("zzz", KNOWN) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("nproc-per-node", ": here --num-processes; or start with torchrun"),
+        ("node-rank", ": here --hostfile; or start with torchrun on every host"),
+        ("attn-implementation", ": remove it: sdpa or eager is chosen"),
+    ],
+)
+def test_options_of_torchrun_and_of_loading(name: str, line: str) -> None:
+    assert answer(name, ["num-processes", "num-gpus", "hostfile"]).startswith(line)
