@@ -132,28 +132,25 @@ def _parse(text: str, source: str) -> jinja2.nodes.Template:
     return tree
 
 
-def _names_read(tree: jinja2.nodes.Template) -> set[str]:
-    """The names that a template reads and sets nowhere. jinja2.meta has a function for this, which computes constant
-    expressions of the template without a limit."""
-    names = {"load": {"loop", "self", "caller", "varargs", "kwargs"}, "read": set[str]()}
-    for node in tree.find_all((jinja2.nodes.Name, jinja2.nodes.Macro)):
-        names["read" if isinstance(node, jinja2.nodes.Name) and node.ctx == "load" else "load"].add(node.name)
-    return names["read"] - names["load"]
+def _unset_names(tree: jinja2.nodes.Template) -> set[str]:
+    """The names that a template reads and sets nowhere, not in one branch of an `if` either. jinja2.meta has a function
+    for this, which computes constant expressions of the template without a limit."""
+    names = list(tree.find_all(jinja2.nodes.Name))
+    macros = {macro.name for macro in tree.find_all(jinja2.nodes.Macro)}
+    of_jinja = {"loop", "self", "caller", "varargs", "kwargs"}
+    return {x.name for x in names if x.ctx == "load"} - {x.name for x in names if x.ctx != "load"} - macros - of_jinja
 
 
 def _refuse_unknown_names(text: str, path: str) -> None:
     """Jinja renders an undefined name as nothing, so a mistyped name would silently leave messages out.
 
-    A name is known if it is set anywhere, in one branch of an `if` for example, or if it is optional.
     Raises: UserError with the line of a syntax error, or of an unknown name.
     """
     try:
         tree = _parse(text, path)
-        unknown = _names_read(tree) - NAMES
+        unknown = _unset_names(tree) - NAMES - set(_optional_names(tree))
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: not a chat template: {error.message}") from None
-    unknown -= {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "store"}
-    unknown -= set(_optional_names(tree))
     for node in tree.find_all(jinja2.nodes.Name):
         if node.name in unknown:
             raise UserError(
@@ -170,8 +167,8 @@ def _optional_names(tree: jinja2.nodes.Template) -> Iterator[str]:
     for guard in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)):
         if guard.name in ("defined", "undefined", "default", "d") and isinstance(guard.node, jinja2.nodes.Name):
             yield guard.node.name
-    branches = (*tree.find_all(jinja2.nodes.If), *tree.find_all(jinja2.nodes.CondExpr))
-    for test in (branch.test for branch in branches):
+    tests = [branch.test for branch in tree.find_all(jinja2.nodes.If)]
+    for test in (*tests, *(choice.test for choice in tree.find_all(jinja2.nodes.CondExpr))):
         for name in _conditions(test):
             if not suggest(name, sorted(NAMES), cutoff=0.8):
                 yield name
