@@ -24,6 +24,11 @@ def _on_a_file_system(path: str) -> str:
     return os.path.expanduser(path)
 
 
+def _without_none(trackers: tuple[str, ...]) -> tuple[str, ...]:
+    """No tracker for `none`, as transformers calls it."""
+    return () if trackers == ("none",) else trackers
+
+
 OutputDir = Annotated[str, AfterValidator(_on_a_file_system)]
 ModelPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A directory, hub id or short name of a model; `~` is the home directory, as in a shell."""
@@ -56,9 +61,9 @@ class RunOptions(Config):
     """directory of the whole run; each stage writes its own folder inside"""
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """seed of initial heads, data order and sampling"""
-    report_to: tuple[str, ...] = ()
-    """trackers in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, comet_ml, clearml, dvclive,
-    aim (wandb,project=NAME with its options), or a Python file of yours"""
+    report_to: Annotated[tuple[str, ...], AfterValidator(_without_none)] = ()
+    """trackers in addition to metrics.jsonl: none, tensorboard, wandb, trackio, mlflow, swanlab, comet_ml, clearml,
+    dvclive, aim (wandb,project=NAME with its options), or a Python file of yours"""
     sample_rows: int = Field(4, ge=0)
     """number of held-out prompts whose responses are printed at the end, and sent to the trackers"""
     overwrite: bool = False

@@ -30,6 +30,8 @@ Sampled = tuple[str, bool, tuple[float, ...]]
 """a response, whether it ended, and its score by each source"""
 CUT, EQUAL, TIE = "cut at --response-length", "equal responses", "tie"
 """reasons to drop a pair"""
+CURES = {CUT: "raise --response-length", EQUAL: "raise --temperature", TIE: "lower --tie, or name another --reward"}
+"""what the user can do against each reason"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +59,16 @@ def run(options: PairsConfig) -> None:
     model_paths, prompt_set = check(options)
     rows, dropped = to_rows(sample_pairs(prompt_set, model_paths, options), options)
     drop_counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+    cure = CURES[dropped.most_common(1)[0][0]] if dropped else ""
     if not rows:
-        raise UserError(
-            f"--prompts {options.prompts}: no pair is left ({drop_counts}); raise --temperature, or add prompts"
-        )
+        raise UserError(f"--prompts {options.prompts}: no pair is left ({drop_counts}); {cure}, or add prompts")
     samples = [tuple(_prompt_text(value) for value in list(row.values())[:3]) for row in rows[: options.sample_rows]]
     console.show_table("pairs", tuple(rows[0])[:3], samples)
     if collectives.is_main():
         _write(Path(str(options.output)), rows)
     labels = "labelled" if options.reward is not None else "to fill in: preference a, b or tie"
     dropped_note = f"; dropped {drop_counts}" if drop_counts else ""
+    dropped_note += f"; {cure} to drop fewer" if dropped.total() > len(rows) else ""
     console.say(f"wrote {len(rows)} pairs, {labels}, to {options.output}{dropped_note}")
 
 

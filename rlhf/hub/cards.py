@@ -13,6 +13,8 @@ from rlhf.hub.short_names import resolve
 
 TAG = "rlhf-pipeline"
 """tag of the models of this project"""
+LOCAL_BASE = "local_base_model"
+"""in a card's metadata: the name of the model that a chain started from, if that one has no hub id"""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+/?$")
 """a directory of the hub's cache"""
@@ -75,4 +77,5 @@ def base_model(path: str) -> BaseModel:
     datasets = tuple(each for each in named if isinstance(each, str) and HUB_ID.fullmatch(each)) if named else ()
     if isinstance(start, str) and HUB_ID.fullmatch(start):
         return BaseModel(start, start, licence, datasets)
-    return BaseModel(f"{local.parent.name}/{local.name}", None, licence, datasets)
+    name = metadata.get(LOCAL_BASE)
+    return BaseModel(name if isinstance(name, str) else f"{local.parent.name}/{local.name}", None, licence, datasets)

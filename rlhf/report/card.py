@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from rlhf.config.declaration import Declaration, ModelWords
 from rlhf.config.secrets import masked
-from rlhf.hub.cards import TAG, BaseModel, base_model
+from rlhf.hub.cards import LOCAL_BASE, TAG, BaseModel, base_model
 from rlhf.pages.page import picture, render_part, visible
 from rlhf.report.figures import curves
 from rlhf.report.records import Row, read_stage
@@ -102,6 +102,7 @@ def _metadata(
         tags=[TAG, *words.tags],
         model_name=words.title,
         eval_results=evaluations or None,
+        **({LOCAL_BASE: base.name} if base.hub_id is None else {}),
     )
 
 

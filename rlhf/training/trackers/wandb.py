@@ -1,5 +1,6 @@
 """Weights & Biases. Variables such as WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE=offline apply."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,16 @@ from rlhf.training.trackers import Scalar, TrackedRun
 from rlhf.training.trackers._accelerate import AccelerateTracker, alert_level
 from rlhf.training.trackers._accelerate import ServiceOptions as Config
 
+YES = ("1", "on", "true", "yes")
+"""values with which transformers takes WANDB_DISABLED as set"""
+
 
 class WandB(AccelerateTracker):
     def open(self, project: str, name: str, run: TrackedRun) -> Any:
-        resumed = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
-        return WandBTracker(project, name=name, dir=str(run.directory), **resumed)
+        settings = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
+        if os.environ.get("WANDB_DISABLED", "").lower() in YES:
+            settings["mode"] = "disabled"
+        return WandBTracker(project, name=name, dir=str(run.directory), **settings)
 
     def run_id(self) -> str:
         return str(self.service.tracker.id)

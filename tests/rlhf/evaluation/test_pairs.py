@@ -15,7 +15,8 @@ import transformers
 
 from data.build.mixture import open_origin
 from data.read.records import Skipped
-from rlhf.evaluation import pairs
+from rlhf.errors import UserError
+from rlhf.evaluation import label_pairs, pairs
 from rlhf.evaluation.label_pairs import CUT, EQUAL, TIE, Pair, Side, labels, to_rows
 from rlhf.evaluation.options import PairsConfig
 from rlhf.launch import launcher
@@ -93,6 +94,29 @@ def test_without_scores_the_order_is_random_and_the_preference_empty() -> None:
         firsts += row["response_a"].startswith("first")
     assert 70 < firsts < 130
     assert to_rows(pairs_without_scores, options_of(reward=None))[0] == rows
+
+
+@pytest.mark.parametrize(
+    ("sides", "cure"),
+    [
+        ([(GOOD, Side("bad", False, 0.0))] * 36 + [(GOOD, GOOD)] * 4, "raise --response-length"),
+        ([(GOOD, Side("bad", False, 0.0))] * 4 + [(GOOD, GOOD)] * 36, "raise --temperature"),
+        ([(GOOD, BAD)] * 9 + [(GOOD, Side("bad", False, 0.0))] * 31, "raise --response-length"),
+        ([(GOOD, BAD)] * 31 + [(GOOD, Side("bad", False, 0.0))] * 9, ""),
+    ],
+)
+def test_the_advice_is_for_the_most_frequent_reason(
+    sides: list[tuple[Side, Side]], cure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(label_pairs, "check", lambda _: ([], None))
+    monkeypatch.setattr(label_pairs, "sample_pairs", lambda *_: [pair(*both) for both in sides])
+    try:
+        label_pairs.run(options_of(output=str(tmp_path / "x.jsonl")))
+        said = capsys.readouterr().out
+    except UserError as error:
+        said = str(error)
+    assert [cure] == [each for each in label_pairs.CURES.values() if each in said] or (not cure and "raise" not in said)
 
 
 # --- the program
@@ -225,7 +249,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no reward": (["--reward", "vadr"], ["no 'vadr'", "did you mean 'vader'"]),
     "no reward model": (["--reward", "learned"], ["--reward learned", "learned,model=DIR"]),
     "another tokenizer": (["--policies", "base", "demo-llama"], ["demo-llama", "gives other ids"]),
-    "all cut": (["--response-length", "1"], ["no pair is left", CUT]),
+    "all cut": (["--response-length", "1"], ["no pair is left", CUT, "raise --response-length,"]),
     "all ties": (["--tie", "1000"], ["no pair is left", "tie"]),
     "unknown option": (["--samples", "3"], ["no option '--samples'"]),
 }

@@ -153,6 +153,16 @@ def test_the_base_of_a_model(tmp_path: Path, home: Path) -> None:
         assert cards.base_model(str(foreign)) == cards.BaseModel("foreign", None, None)
 
 
+def test_the_base_is_the_model_that_the_chain_started_from(tmp_path: Path) -> None:
+    """A local model without a card, through three stages."""
+    run, path = recorded_runs.run(tmp_path / "run"), str(tmp_path / "my-llama")
+    Path(path).mkdir()
+    for step, option in ((1, "model"), (2, "model"), (3, "actor_model")):
+        card = card_of(run, step, {option: path})
+        assert "Made from my-llama, a local model" in card.text and card.data.base_model is None
+        path = str(run / STAGES[step].name / STAGES[step].models[0])
+
+
 @pytest.mark.parametrize("template", ["human_assistant", "llama_2", "alpaca"])
 def test_the_code_of_a_reward_model_reads_the_ids_that_it_has_learned(template: str, tmp_path: Path) -> None:
     """The code of the card as printed, with a tokenizer and a model that only show what they get."""

@@ -146,6 +146,35 @@ def test_a_text_is_an_alert_where_the_service_has_alerts(name: str, monkeypatch:
     ]
 
 
+@pytest.mark.parametrize(("value", "mode"), [("1", "disabled"), ("true", "disabled"), ("0", None), ("", None)])
+def test_a_variable_switches_wandb_off(value: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mode` is that of wandb.init."""
+    installed = importlib.machinery.ModuleSpec("wandb", None, origin="there")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: installed)
+    monkeypatch.setenv("WANDB_DISABLED", value)
+    run = trackers.TrackedRun("demo", "step1_sft", Path(), 0, None)
+    opened: Any = trackers.open_tracker("wandb")
+    assert opened.open("demo", "step1_sft", run).init_kwargs.get("mode") == mode
+
+
+def test_none_is_no_tracker() -> None:
+    assert RunOptions.model_validate({"report_to": ["none"]}).report_to == ()
+    assert RunOptions(report_to=("wandb",)).report_to == ("wandb",)
+
+
+def test_dvclive_makes_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.machinery.ModuleSpec("dvclive", None, origin="there")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: installed)
+    (tmp_path / "repository/folder").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "repository/folder")
+    trackers.check_trackers(["dvclive"])
+    (tmp_path / "repository/.git").mkdir()
+    with pytest.raises(UserError, match=r"--report-to dvclive: .*run `dvc init` there"):
+        trackers.check_trackers(["dvclive"])
+    (tmp_path / "repository/.dvc").mkdir()
+    trackers.check_trackers(["dvclive"])
+
+
 def test_options_reach_a_tracker_flat_and_without_secrets(stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_TOKEN", "12345678-secret")
     configs: list[Any] = []
@@ -241,6 +270,7 @@ def test_a_tracker_fits_accelerates_class_and_names_its_package(
             trackers.check_trackers([name])
     installed = importlib.machinery.ModuleSpec(name, None, origin="there")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: installed)
+    monkeypatch.chdir(tmp_path)
     trackers.check_trackers([name])
     for run_id in (None, "id-7"):
         opened: Any = trackers.open_tracker(name)
