@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from rlhf.plugins import load_file
 from tests.rules import test_architecture as rules
@@ -47,6 +49,22 @@ def test_the_reference_has_every_public_module() -> None:
     public = {name for name in rules.MODULES if not any(part.startswith("_") for part in name.split("."))}
     empty = {name for name in public if not rules.MODULES[name].read_text(encoding="utf-8").strip()}
     assert listed == public - empty - {"train"}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """As mkdocs requires with --strict, which is not installed everywhere."""
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    excluded = config["exclude_docs"].split()
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    expected = {page for page in there if not page.startswith(tuple(excluded))} | {*pages.OTHER_PAGES}
+
+    def listed(entry: Any) -> list[str]:
+        return [entry] if isinstance(entry, str) else [
+            page for nested in (entry.values() if isinstance(entry, dict) else entry) for page in listed(nested)
+        ]  # fmt: skip
+
+    assert sorted(listed(config["nav"])) == sorted(expected)
+    assert "\nmake docs\n" in (ROOT / ".ci/run").read_text(encoding="utf-8")
 
 
 def test_links_of_the_repository_become_links_of_the_site() -> None:
