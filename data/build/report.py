@@ -100,6 +100,16 @@ def dropped(report: dict[str, Any]) -> dict[str, int]:
     return {reason: count for reason, count in count_outcomes(report).items() if reason not in NORMAL_OUTCOMES}
 
 
+def is_cut(report: dict[str, Any]) -> bool:
+    """Whether a limit on tokens has cut or dropped a row."""
+    cut = any(report[name]["shortened"] for name in SPLITS)
+    return cut or any(map(_is_too_long, dropped(report)))
+
+
+def _is_too_long(reason: str) -> bool:
+    return "long" in reason or "truncation" in reason
+
+
 def data_warnings(report: dict[str, Any], phase: Phase, options: DataOptions) -> list[str]:
     """Warnings on the rows of a phase before training: how many were truncated, and how many other phases own."""
     warnings, train = [], report["train"]
@@ -150,10 +160,10 @@ def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -
         share = sum(reasons.values()) / max(1, sum(reasons.values()) + usable)
         if share > options.max_dropped:
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-            too_long = any("long" in reason or "truncation" in reason for reason in reasons)
             cure = (
-                "raise --max-length or --max-prompt-length, or cut such rows with --truncate tokens"
-                if too_long
+                "raise --max-length or --max-prompt-length (rlhf preview says to what), or cut such rows with "
+                "--truncate tokens"
+                if any(map(_is_too_long, reasons))
                 else "fix the data"
             )
             raise UserError(

@@ -1,7 +1,7 @@
 """`python -m data.preview`: rows as the model will see them, and the outcome of each, before training."""
 
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,10 @@ from rlhf.errors import UserError
 NAME = "python -m data.preview"
 MODELS = ("model", "actor")
 """models in a stage's output directory that have a tokenizer"""
+UNLIMITED = 2**24
+"""tokens; no row is longer"""
+MEASURED = 20_000
+"""rows whose lengths are measured without limits"""
 
 
 class PreviewConfig(DataOptions):
@@ -36,11 +40,34 @@ class PreviewConfig(DataOptions):
 
 
 def undivided(options: PreviewConfig, phase: str) -> PreviewConfig:
-    """The options that leave all rows to one phase, and hold none out."""
+    """The options that leave all rows to one phase, hold none out, and refuse none."""
     from data.build.split import PHASES
 
     shares = tuple(float(name == phase) for name in PHASES)
-    return options.model_copy(update={"data_split": shares, "eval_fraction": 0.0})
+    return options.model_copy(update={"data_split": shares, "eval_fraction": 0.0, "max_dropped": 1.0})
+
+
+def lengths_without_limits(
+    options: PreviewConfig, recipe: Any, tokenizer: Any, opened: Any
+) -> tuple[dict[str, Any], str] | None:
+    """(tokens of all rows, the limits that hold them) if a limit cuts or drops a row of `opened`, or all rows (None).
+
+    Of more than MEASURED rows, a random sample of as many.
+    """
+    from data.build.report import is_cut
+    from data.dataset import open_datasets
+    from data.preview import show
+
+    if recipe.objective == "text" or (opened is not None and not is_cut(opened.report)):
+        return None
+    most = min(MEASURED, options.max_train_rows or MEASURED)
+    limits = {"max_length": UNLIMITED, "max_prompt_length": UNLIMITED, "max_train_rows": most}
+    try:
+        train = open_datasets(undivided(options, recipe.phase).model_copy(update=limits), recipe, tokenizer).train
+    except UserError:
+        return None
+    lengths = {"prompt": train.prompt_lengths} if recipe.phase == "ppo" else show.lengths(train, recipe)
+    return lengths, show.limits_that_hold(lengths)
 
 
 def preview(options: PreviewConfig) -> list[str]:
@@ -49,7 +76,7 @@ def preview(options: PreviewConfig) -> list[str]:
     Of a phase that gets too few rows, all that it could use are shown.
     Raises: UserError if there is no such tokenizer, or `output` cannot be written.
     """
-    from data.dataset import Recipe, open_datasets
+    from data.dataset import Recipe
     from data.preview import page, show
     from rlhf.hub.short_names import resolve
     from rlhf.storage.manifests import resolve_model_path
@@ -57,7 +84,7 @@ def preview(options: PreviewConfig) -> list[str]:
 
     path = resolve(resolve_model_path(options.model, *MODELS))
     tokenizer = prepare_tokenizer(load_tokenizer(path), options.chat_template)
-    recipes = {
+    recipes: dict[str, Recipe] = {
         "sft": Recipe("sft", options.loss_on, options.objective),
         "reward": Recipe("reward"),
         "ppo": Recipe("ppo"),
@@ -66,24 +93,39 @@ def preview(options: PreviewConfig) -> list[str]:
     errors = []
     phases = []
     for phase in dict.fromkeys(options.phases):
-        try:
-            datasets = open_datasets(options, recipes[phase], tokenizer)
-        except UserError as error:
-            try:
-                datasets = open_datasets(undivided(options, phase), recipes[phase], tokenizer)
-            except UserError:
-                errors.append(str(error))
-                continue
-            errors.append(f"{error}; above are all rows that {phase} can use")
-        screen.show(datasets, recipes[phase], options.rows)
+        recipe = recipes[phase]
+        datasets, error = _open(options, recipe, tokenizer)
+        measured = lengths_without_limits(options, recipe, tokenizer, datasets)
+        if datasets is not None:
+            screen.show(datasets, recipe, options.rows)
+        if measured is not None:
+            screen.show_lengths(*measured)
+        if error:
+            shown = "" if datasets is None else f"; above are all rows that {phase} can use"
+            errors.append(error + shown + (f"; {measured[1]}" if measured is not None else ""))
+        if datasets is None:
+            continue
         if options.html is not None:
-            phases.append(page.describe_phase(datasets, recipes[phase], tokenizer, options.rows))
+            phases.append(page.describe_phase(datasets, recipe, tokenizer, options.rows))
         if options.output is not None:
             show.export(datasets, options.output)
     different_errors = list(dict.fromkeys(errors))
     if options.html is not None:
         page.write(options.html, options.model, phases, different_errors)
     return different_errors
+
+
+def _open(options: PreviewConfig, recipe: Any, tokenizer: Any) -> tuple[Any, str]:
+    """(the data of a phase; of one that is refused all that it could use, or None; why it is refused)."""
+    from data.dataset import open_datasets
+
+    try:
+        return open_datasets(options, recipe, tokenizer), ""
+    except UserError as error:
+        try:
+            return open_datasets(undivided(options, recipe.phase), recipe, tokenizer), str(error)
+        except UserError:
+            return None, str(error)
 
 
 def main() -> int:

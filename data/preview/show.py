@@ -124,6 +124,11 @@ class Screen:
             self._console.print(table)
         self._print(f"\n{describe_batches(train)}\n")
 
+    def show_lengths(self, measured: dict[str, np.ndarray], proposal: str) -> None:
+        """Print the lengths of all rows as they are without limits, and which limits hold them."""
+        self._console.print(_length_table(measured, "tokens without limits"))
+        self._print(f"\n{proposal}\n")
+
     def _print(self, text: str | Text, style: str = "") -> None:
         self._console.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
@@ -142,7 +147,7 @@ class Screen:
 
 def tables(opened: PhaseData, recipe: Recipe) -> tuple[Table, ...]:
     """Lengths, outcomes of all rows, data paths."""
-    return _length_table(opened.train, recipe), _outcome_table(opened), _source_table(opened)
+    return _length_table(lengths(opened.train, recipe)), _outcome_table(opened), _source_table(opened)
 
 
 def _table(*columns: str) -> Table:
@@ -152,15 +157,31 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _length_table(train: PromptDataset, recipe: Recipe) -> Table:
-    """Percentiles of tokens: of the prompt, if the items separate it from the response, and of the row."""
-    table = _table("tokens", *("max" if share == 100 else f"{share} %" for share in PERCENTILES))
+def lengths(train: PromptDataset, recipe: Recipe) -> dict[str, np.ndarray]:
+    """Tokens [N] of the prompt, if the items separate it from the response, and of the whole row."""
     has_prompt = recipe.phase != "sft" or (recipe.objective == "response" and recipe.loss_on != "all")
-    measured = {"prompt": train.prompt_lengths} if has_prompt else {}
-    measured["whole"] = train.lengths
-    for name, lengths in measured.items():
-        percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
-        table.add_row(name, *(f"{int(length):,}" for length in percentiles))
+    return ({"prompt": train.prompt_lengths} if has_prompt else {}) | {"whole": train.lengths}
+
+
+def limits_that_hold(measured: dict[str, np.ndarray]) -> str:
+    """The limits under which 95 % and all of the rows stay whole."""
+    names = {"whole": "--max-length", "prompt": "--max-prompt-length"}
+    shares = []
+    for share in (95, 100):
+        limits = [f"{names[name]} {_percentile(measured[name], share)}" for name in names if name in measured]
+        shares.append(f"{' '.join(limits)} holds {'all' if share == 100 else f'{share} %'}")
+    return f"{' and '.join(shares)} of the {len(next(iter(measured.values()))):,} rows whole"
+
+
+def _percentile(tokens: np.ndarray, share: int) -> int:
+    return int(np.percentile(tokens, share, method="inverted_cdf"))
+
+
+def _length_table(measured: dict[str, np.ndarray], title: str = "tokens") -> Table:
+    """Percentiles of tokens."""
+    table = _table(title, *("max" if share == 100 else f"{share} %" for share in PERCENTILES))
+    for name, tokens in measured.items():
+        table.add_row(name, *(f"{_percentile(tokens, share):,}" for share in PERCENTILES))
     return table
 
 

@@ -146,6 +146,36 @@ def test_lengths_and_steps(run: Any, tmp_path: Path, words: str) -> None:
     assert "batches of 16: 7 optimizer steps an epoch" in printed
 
 
+@pytest.mark.parametrize(
+    ("low", "limit", "code"),
+    [
+        (1, 64, 0),  # 61 of 100 rows fit: below --max-dropped
+        (1, 32, 2),
+        (70, 64, 2),  # none fits
+    ],
+)
+def test_lengths_of_all_rows_where_a_limit_drops_some(
+    low: int, limit: int, code: int, run: Any, tmp_path: Path, words: str
+) -> None:
+    """Row n has n + 3 tokens: 2 are <s> and one word, n + 1 the response with </s>; n is `low` to `low` + 99."""
+    rows = [{"prompt": f"w{n}", "response": " ".join(["w1"] * n)} for n in range(low, low + 100)]
+    argv = ["--data-path", write(tmp_path / "x.jsonl", *rows), "--model", words, "--phases", "sft", *OPEN]
+    argv += ["--data-split", "1,0,0", "--max-length"]
+    result, printed, message = run(*argv, str(limit))
+    table = printed.partition("tokens without limits")[2]
+    assert (result, bool(message)) == (code, code == 2)
+    assert numbers(table, "prompt") == ["2", "2", "2", "2"]
+    assert numbers(table, "whole") == [str(low + n + 2) for n in (5, 50, 95, 100)]
+    proposal = (
+        f"--max-length {low + 97} --max-prompt-length 2 holds 95 % and "
+        f"--max-length {low + 102} --max-prompt-length 2 holds all of the 100 rows whole"
+    )
+    assert proposal in printed and (proposal in message) == (code == 2)
+    assert "sft row 1: " in printed or low == 70
+    result, printed, _ = run(*argv, str(low + 102))
+    assert result == 0 and "without limits" not in printed
+
+
 def test_each_data_path_has_its_share(run: Any, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     one = write(Path("one.jsonl"), *({"prompt": f"w{i}", "response": "w1"} for i in range(30)))
