@@ -20,6 +20,11 @@ from rlhf.streams import printable
 EVERY_S = 30.0
 """seconds between two lines of a loop in a log"""
 Numbers = Mapping[str, float]
+ASCII = {
+    "▁": ".", "▂": ":", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "#", "█": "@",
+    "→": "->", "±": "+-", "\N{MINUS SIGN}": "-",
+}  # fmt: skip
+"""for a stdout without UTF-8"""
 
 
 class Bar(Protocol):
@@ -130,11 +135,9 @@ def _is_rank_0() -> bool:
 def say(text: str) -> None:
     """Print one line on stdout."""
     if _is_rank_0():
-        ascii_bars = (
-            {} if (sys.stdout.encoding or "").lower().startswith("utf") else str.maketrans("▁▂▃▄▅▆▇█", ".:-=+*#@")
-        )
+        plain = {} if (sys.stdout.encoding or "").lower().startswith("utf") else str.maketrans(ASCII)
         with tqdm.external_write_mode():  # hides a progress bar while the line is printed
-            print(printable(text).translate(ascii_bars), flush=True)
+            print(printable(text).translate(plain), flush=True)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -141,7 +141,7 @@ def exit_with_failure(step: int, status: launcher.ExitStatus, todo: dict[int, An
     if (status.crashed or status == supervisor.NON_FINITE) and any(directory.glob("*/metrics.jsonl")):
         from rlhf.chain.report import write_at_end
 
-        print(write_at_end(str(directory)), flush=True)
+        console.say(write_at_end(str(directory)))
     if status not in supervisor.EXPLAINED:
         overwritten = {
             SECTIONS[s]: Path(o.output_dir) / STAGES[s].name / "manifest.json" for s, o in todo.items() if o.overwrite
@@ -239,7 +239,7 @@ def _run(ranks: Any) -> Any:
     from rlhf.chain.steps import chosen_steps
 
     if todo or not (Path(chain.output_dir) / report.REPORT).exists():
-        print(report.write_at_end(chain.output_dir), flush=True)
+        console.say(report.write_at_end(chain.output_dir))
     if chain.push_to_hub is not None:
         stage = Path(chain.output_dir) / STAGES[max(chosen_steps(chain))].name
         print(f"uploaded: {push.push_model(str(stage), chain.push_to_hub)}", flush=True)

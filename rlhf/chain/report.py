@@ -55,11 +55,17 @@ def write(options: ReportConfig) -> Path:
 
 
 def write_at_end(output_dir: str) -> str:
-    """Write the report of a chain that has ended. Returns the line to print: its path, or a warning with the reason."""
+    """Write the report of a chain that has ended. Returns what to print: the verdict and the report's path, or a
+    warning with the reason."""
+    from rlhf.report.records import read_runs  # here: they import torch
+    from rlhf.report.verdict import judge
+
     try:
-        return f"report: {write(ReportConfig(runs=(output_dir,)))}"
+        path = write(ReportConfig(runs=(output_dir,)))
     except UserError as error:
         return f"warning: {error}"
+    [run] = read_runs((output_dir,), [*STAGES.values()])
+    return f"\n{judge(run).sentence}\nreport: {path}"
 
 
 def main() -> int:

@@ -48,11 +48,10 @@ def next_step(chain: Any) -> str:
     if 3 not in done:
         steps = [str(step) for step in needed(chain) if step not in done]
         return "next: " + on_every_host([*_program(), "--steps", *steps, "--output-dir", chain.output_dir])
-    program = console.program("python train.py")
+    chat = ["rlhf"] if console.program("").startswith("rlhf ") else [sys.orig_argv[0], "-m", "rlhf"]
     return (
-        f"\nThe tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
-        f"Numbers: {chain.output_dir}/step*/metrics.jsonl and manifest.json. Your own data and models:\n"
-        f"  {program} --actor-model DIR --reward-model DIR --data-path my_pairs.jsonl --output-dir runs/mine"
+        f"The tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
+        f"next: {shlex.join([*chat, 'chat', chain.output_dir])}"
     )
 
 

@@ -69,6 +69,11 @@ class ReportParts:
     pair_scores: str = ""
     """the file with the scores of held-out pairs: lists `chosen`, `rejected`, `weight`"""
 
+    def first(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """The first three results, before and after, for the last line of a stage; all metrics if there are none."""
+        names = [name for each in self.results[:3] for name in (f"{each.metric}_before", each.metric)]
+        return {name: metrics[name] for name in names if name in metrics} or metrics
+
 
 @dataclass(frozen=True, slots=True)
 class ModelWords:

@@ -66,6 +66,11 @@ class Verdict:
     evidence: tuple[str, ...]
     cautions: tuple[str, ...]
 
+    @property
+    def sentence(self) -> str:
+        """The headline with the first evidence, for the end of a run."""
+        return " ".join((self.headline, *self.evidence[:1]))
+
 
 def changes(stage: StageRecord) -> list[Change]:
     """The results that the stage has recorded."""

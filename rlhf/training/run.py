@@ -293,7 +293,7 @@ class Run:
         except OSError as error:
             raise UserError(f"{self.directory}: cannot be written ({error}); free space there and run again") from error
         collectives.barrier()
-        console.say(f"{self.stage}: {console.metrics_line(metrics)}")
+        console.say(f"{self.stage}: {console.metrics_line(self._declaration.report.first(metrics))}")
         console.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in self.models)}")
 
     def _write_manifest(self, metrics: Metrics) -> None:

@@ -185,9 +185,21 @@ def test_nothing_is_said_but_our_lines(finished: tuple[Path, subprocess.Complete
         assert own[0] == "loading libraries" and own[1] == "reading the data" and own[2].startswith("loading the model")
         assert own[-1].startswith(f"{steps} of {steps} (100 %), ") and own[-1].count("=") == 0
     ours = re.compile(
-        r"step\d_\w+: |chosen |rejected |held-out prompts|[+|-]|report: |The tuned policy|Numbers: |  python |$"
+        r"step\d_\w+: |chosen |rejected |held-out prompts|[+|-]|(The policy|No difference) .* By the judge `[^`]*` "
+        r"|report: |The tuned policy|next: |$"
     )
     assert all(ours.match(line) for line in done.stdout.splitlines()), done.stdout
+    [end] = re.findall(r"^step3_ppo: (eval_.*)$", done.stdout, re.MULTILINE)
+    assert re.sub(r" -?\d[\d.e-]*", "", end) == "eval_judge_before, eval_judge, eval_score_before, eval_score, eval_kl"
+    assert done.stdout.endswith(
+        f"\nreport: {out}/report.html\nThe tuned policy is {out}/step3_ppo/actor: "
+        f"AutoModelForCausalLM.from_pretrained loads it.\nnext: {sys.executable} -m rlhf chat {out}\n"
+    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [printed] = re.findall(r"```\n(step1_sft: .*?)```", readme, re.DOTALL)
+    said = done.stdout.replace(str(out), "runs/demo").replace(sys.executable, ".venv/bin/python")
+    shown = [re.sub(r" -?\d[\d.e-]*", "", line) for line in printed.splitlines() if not line.startswith("The policy")]
+    assert [line for line in re.sub(r" -?\d[\d.e-]*", "", said).splitlines() if line in shown] == shown
     assert done.stdout.isascii() and "|" in done.stdout
     for stage in STAGES:
         assert f"{stage}: wrote " in done.stdout
