@@ -36,6 +36,7 @@ READMES = [
         for name in ("index", "tutorial", "running", "machines", "datasets", "results", "limits")
     ),
     *(ROOT / "docs" / f"{name}.md" for name in ("extending", "architecture", "testing", "zh/quickstart")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("rewards", "reasoning")),
 ]
 CONFIGS: dict[str, Any] = {
     "data.preview": PreviewConfig,
@@ -88,6 +89,17 @@ def test_there_is_something_to_test() -> None:
 def test_readme_is_skimmed_in_two_minutes() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120 and "```python" not in lines
+
+
+def test_the_page_of_rewards_has_every_option_of_each() -> None:
+    page = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
+    name, table = "", dict[str, set[str]]()
+    for line in re.findall(r"^\|(.*)$", page.partition("|---|---|---|---|\n")[2], re.MULTILINE):
+        source, options = (cell.strip() for cell in line.split("|")[:2])
+        name = source.strip("`") or name
+        table.setdefault(name, set()).update(re.findall(r"`(\w+)`", options))
+    configs = {name: plugins.find("rlhf.rewards", name).Config for name in plugins.names("rlhf.rewards")}
+    assert table == {name: set(config.model_fields) for name, config in configs.items()}
 
 
 @pytest.mark.parametrize("command", commands())

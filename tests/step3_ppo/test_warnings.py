@@ -339,3 +339,9 @@ def test_the_page_has_every_warning() -> None:
     page = (Path(warnings.__file__).parents[1] / "docs/metrics.md").read_text(encoding="utf-8")
     table = page[page.index("## Warnings") :]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {rule.name for rule in RULES} | {spikes.NAME}
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    cures = {cells[1].strip(" `"): cells[-2].strip() for cells in rows}
+    advice = {rule.name: rule.advice for rule in RULES} | {spikes.NAME: spikes.ADVICE}
+    assert {name: cure.replace("`", "") for name, cure in cures.items()} == {
+        name: text.replace("`", "") for name, text in advice.items()
+    }
