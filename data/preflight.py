@@ -1,6 +1,6 @@
 """A check before training: whether the data fills at least one batch."""
 
-from data.build.report import REQUIRED, count_outcomes
+from data.build.report import REQUIRED, count_outcomes, text_hint
 from data.config import DataOptions
 from data.dataset import PhaseData
 from rlhf.errors import UserError
@@ -22,4 +22,5 @@ def require_rows(opened: PhaseData, options: DataOptions, batch_size: int, ranks
         f"{', '.join(source['data_path'] for source in sources)}: {phase} got {train} rows with {REQUIRED[phase]} "
         f"to train on and {held_out} held out, of {sum(source['rows'] for source in sources)} rows ({counts}); "
         f"expected at least {batch_size} (one batch) and {ranks}; add rows, or lower --batch-size"
+        + text_hint(opened.report)
     )

@@ -138,6 +138,17 @@ def data_warnings(report: dict[str, Any], phase: Phase, options: DataOptions) ->
     return warnings
 
 
+def text_hint(report: dict[str, Any]) -> str:
+    """What to type for a .txt file that was read as one document, to be added to an error; else nothing."""
+    whole = [each["data_path"] for each in report["sources"] if each["rows"] == 1]
+    texts = [path for path in whole if path.removesuffix(".gz").endswith(".txt") and "lines=true" not in path]
+    return "".join(
+        f"; {path} is one document, because no empty line divides it: with a document on each line, name it "
+        f"files,lines=true:{path.rpartition(':')[2]}"
+        for path in texts
+    )
+
+
 def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -> None:
     """Raises: UserError if no row is left for training or evaluation, or too many rows were dropped."""
     data_paths = ", ".join(source["data_path"] for source in report["sources"])
@@ -151,7 +162,7 @@ def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -
                 f"expected rows with {REQUIRED[phase]}; add some, or change "
                 f"--data-split ({','.join(f'{share:g}' for share in options.data_split)}), "
                 f"--eval-fraction ({options.eval_fraction:g}), --max-length ({options.max_length}) or "
-                f"--max-prompt-length ({options.max_prompt_length})"
+                f"--max-prompt-length ({options.max_prompt_length}){text_hint(report)}"
             )
     empty = {reason: count for reason, count in count_outcomes(report).items() if reason in EMPTY_OUTCOMES}
     train = report["train"]

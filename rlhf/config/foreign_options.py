@@ -11,6 +11,7 @@ _ACTOR = "the reward model starts from it too, unless --reward-model names anoth
 _NO_DROPOUT = "remove it: step 3 has no dropout, so that log-probs of one policy are equal in every pass"
 _SPLIT = "one split: files,split=NAME:PATH; a file has no splits"
 _WEIGHT = "PATH=0.7 gives a path its weight"
+_FSDP = "DeepSpeed's ZeRO shards the models: 3 for FULL_SHARD, 2 for SHARD_GRAD_OP"
 _EVALUATIONS = "in steps 1 and 2 optimizer steps (100) or epochs (0.5epochs), in step 3 iterations"
 
 FOREIGN: dict[str, tuple[str, str]] = {
@@ -79,7 +80,9 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "load-in-8bit": ("quantize", "--quantize int8, with an adapter"),
     "adam-beta-1": ("adam-beta1", ""),
     "adam-eps": ("adam-epsilon", ""),
-    "fsdp": ("zero-stage", "DeepSpeed's ZeRO shards the models"),
+    "fsdp": ("zero-stage", _FSDP),
+    "fsdp-config": ("zero-stage", _FSDP),
+    "use-fsdp": ("zero-stage", _FSDP),
     "pipeline-parallel-size": (
         "tensor-parallel-size",
         "there is no pipeline parallelism here; use it, --sequence-parallel-size or --zero-stage 3",

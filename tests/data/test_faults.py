@@ -206,6 +206,15 @@ def test_no_usable_text_stops_the_run(refused: Callable[..., str]) -> None:
     assert message.startswith("x.jsonl: 0 usable rows for training in sft; of 0 rows: none;")
 
 
+def test_a_document_on_each_line_is_named_so(refused: Callable[..., str]) -> None:
+    Path("x.txt").write_text("".join(f"word{i} and word{i + 1}\n" for i in range(40)))
+    argv = [*SMALL, *ONE_SHARE, "--objective", "text", "--batch-size", "2", "--data-path"]
+    assert refused(sft.main, *argv, "x.txt").endswith(
+        "; x.txt is one document, because no empty line divides it: with a document on each line, name it "
+        "files,lines=true:x.txt"
+    )
+
+
 def test_too_many_pairs_that_are_equal_stop_the_run(refused: Callable[..., str]) -> None:
     Path("x.jsonl").write_text(lines(20).replace("rude", "kind", 12))
     message = refused(reward.main, *SMALL, *REWARD_SHARE, "--eval-fraction", "0", "--data-path", "x.jsonl")

@@ -283,6 +283,11 @@ def test_a_tracker_fits_accelerates_class_and_names_its_package(
     [
         (("wandbb",), "--report-to wandbb: no 'wandbb' in rlhf.training.trackers; .*did you mean 'wandb'"),
         (("tensorboard", "tensorboard"), "got tensorboard twice"),
+        (
+            ("neptune",),
+            "--report-to neptune: no such tracker; wandb, mlflow or comet_ml serve instead, or a Python file",
+        ),
+        (("visdom",), "--report-to visdom: no such tracker; trackio or tensorboard"),
         (("tensorboard,projct=x",), "projct"),
         (("nothing.py",), "nothing.py: no such Python file"),
         (("half.py",), "half.py: build returned a value of type Half, which has no function log_config"),
