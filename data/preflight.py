@@ -1,9 +1,36 @@
-"""A check before training: whether the data fills at least one batch."""
+"""Before training: whether the data fills at least one batch, and for a plan about how many rows there are."""
 
+import functools
+from pathlib import Path
+
+from data.build.mixture import open_origin, parse_data_path
 from data.build.report import REQUIRED, count_outcomes, text_hint
+from data.build.split import PHASES
 from data.config import DataOptions
 from data.dataset import PhaseData
+from data.read.records import Phase
 from rlhf.errors import UserError
+from rlhf.types import Row
+
+
+def expected_rows(options: DataOptions, phase: Phase) -> int:
+    """About how many rows an epoch of the phase has, by its share of the files; 0 if they are not all files here."""
+    counts = [_rows_of_file(path, phase) for path in options.data_path]
+    if not all(counts):
+        return 0
+    share = options.data_split[PHASES.index(phase)] / sum(options.data_split) * (1 - options.eval_fraction)
+    return min(round(sum(counts) * share), options.max_train_rows or sum(counts))
+
+
+@functools.cache
+def _rows_of_file(data_path: str, phase: Phase) -> int:
+    _, path, weight = parse_data_path(data_path)
+    if weight is not None or not Path(path).expanduser().is_file():
+        return 0
+    try:
+        return sum(isinstance(row, Row) for row in open_origin(data_path).rows(phase))
+    except UserError:
+        return 0  # the stage says it
 
 
 def require_rows(opened: PhaseData, options: DataOptions, batch_size: int, ranks: int = 1) -> None:

@@ -3,9 +3,12 @@
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from data.preflight import expected_rows
+from data.read.records import Phase
 from rlhf import console
 from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS, changed
@@ -48,6 +51,7 @@ def workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
 def forecast(chain: Any, processes: int) -> str:
     """The text of `--plan`: memory, time and disk of every stage, and the command of the fastest setting that fits."""
     stages, plan_options, model_paths = workloads(chain)
+    stages = {section: (options, _with_rows(section, function)) for section, (options, function) in stages.items()}
     plans = plan_stages(stages, plan_options, processes, model_paths)
     proposals = {section: plan.proposal for section, plan in zip(stages, plans, strict=True)}
     if None in proposals.values():
@@ -55,6 +59,19 @@ def forecast(chain: Any, processes: int) -> str:
     argv = foreign_settings.plain_words(sys.argv[1:])
     deployment = _deployment(chain, plan_options.devices or processes)
     return f"{format_plans(plans)}\n\n{proposal(chain, argv, proposals, deployment)}"
+
+
+def _with_rows(section: str, function: Callable[..., Workload]) -> Callable[..., Workload]:
+    """The workload function of a stage, with the rows of the user's own files where epochs are over rows."""
+
+    def counted(options: Any, *others: Any) -> Workload:
+        work = function(options, *others)
+        if section == "ppo" or getattr(options, "objective", "response") == "text":
+            return work
+        phase: Phase = "sft" if section == "sft" else "reward"
+        return replace(work, rows=options.num_train_epochs * expected_rows(options, phase))
+
+    return counted
 
 
 def _deployment(chain: Any, devices: int) -> dict[str, str]:

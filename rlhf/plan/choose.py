@@ -2,7 +2,7 @@
 
 import functools
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
@@ -29,6 +29,8 @@ SHARDING: tuple[dict[str, Any], ...] = (
 )
 """What ZeRO shards, and what lies in CPU memory. Without gather_whole no device holds all weights at any time."""
 FLAGS = ("offload_optimizer", "offload_param", "gradient_checkpointing")
+SHARDED = ("zero_stage", "offload_optimizer", "offload_param", "gather_whole")
+"""the options of SHARDING"""
 ROWS = ("micro_batch_size", "rollout_batch_size")
 """options that are halved as long as they are above 1"""
 ADAPTER = "lora,r=16,lora_alpha=32"
@@ -84,13 +86,13 @@ def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> t
     """(options with the fastest setting that fits, else with the least demanding one; its forecast).
 
     Of the settings that take at most SAME_SPEED as long as the fastest one, the first in the order of SHARDING, then
-    without gradient checkpointing, then with the most rows.
+    without gradient checkpointing, then with the most rows. None is chosen because sharding more would be faster.
     """
     settings = [(candidate, workload(candidate)) for candidate in candidates(options, machine)]
     settings = [each for each in settings if not _runs_as_stage_1(*each) and _has_whole_weights(*each, machine.count)]
     if not settings:
         require_whole(options, workload(options).b, machine.count)
-    seconds = [cost(work, machine).seconds for _, work in settings]
+    seconds = _seconds(settings, machine)
 
     @functools.cache
     def plan(index: int) -> Forecast | None:
@@ -108,6 +110,26 @@ def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> t
         if fitting is not None:
             return candidate, fitting
     raise AssertionError("the fastest setting is one of the settings")
+
+
+def _seconds(settings: Sequence[tuple[C, Workload]], machine: Machine) -> list[float]:
+    """The time of each setting, at least that of each setting with the same rows that shards and offloads less.
+
+    By its bytes ZeRO-3 may be faster than ZeRO-1, whose gradients DeepSpeed all-reduces; but it waits for the weights
+    of each layer, which bytes do not show.
+    """
+    seconds = [cost(work, machine).seconds for _, work in settings]
+    groups: dict[str, list[tuple[tuple[int, ...], int]]] = {}
+    for index, (candidate, _) in enumerate(settings):
+        rest = candidate.model_dump_json(exclude={*SHARDED})
+        held = tuple(int(getattr(candidate, name)) for name in SHARDED[:-1])
+        groups.setdefault(rest, []).append(((*held, int(not candidate.gather_whole)), index))
+    result = list(seconds)
+    for group in groups.values():
+        for held, index in group:
+            less = [other for others, other in group if all(a <= b for a, b in zip(others, held, strict=True))]
+            result[index] = max(seconds[other] for other in less)
+    return result
 
 
 def _runs_as_stage_1(candidate: EngineOptions, workload: Workload) -> bool:

@@ -96,6 +96,8 @@ class Workload:
     """whether checkpoints are written from a copy in CPU memory"""
     iterations: int = 0
     """iterations of the whole run; 0: as many optimizer steps as the data have batches"""
+    rows: int = 0
+    """rows of all epochs together, about; 0: not known"""
     note: str = ""
     """a limit of the plan, for the user: a cost that depends on the data"""
 

@@ -83,6 +83,9 @@ def _total_time(plan: Forecast, step_seconds: float) -> str:
     if workload.iterations:
         total = console.duration(workload.iterations * step_seconds)
         return f"{workload.iterations:,} iterations: about {total}, and the evaluations"
+    if workload.rows:
+        total = console.duration(workload.rows / workload.batch * step_seconds)
+        return f"about {workload.rows:,} rows of your files, all epochs together: about {total}, and the evaluations"
     return f"1,000 rows: about {console.duration(1000 / workload.batch * step_seconds)} an epoch, and the evaluations"
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,18 +163,40 @@ def test_step_3_halves_its_rollout_and_offloads_frozen_models(model_path: str) -
     }
 
 
+def held(options: Any) -> tuple[int, ...]:
+    """How much a setting shards and offloads."""
+    return options.zero_stage, options.offload_optimizer, options.offload_param, not options.gather_whole
+
+
 def test_no_setting_that_fits_is_much_faster(model_path: str) -> None:
-    """The property that defines the choice, over all settings, for memories from plenty to none."""
+    """The property that defines the choice, over all settings, for memories from plenty to none: none is that does not
+    shard more."""
     start = sft(model_path)
     plans = [forecast(workload(setting), gpus(80e9)) for setting in choose.candidates(start, gpus(80e9))]
     peaks = sorted({plan.peak for plan in plans})
     for memory in (peaks[-1], peaks[len(peaks) // 2], peaks[len(peaks) // 4], peaks[0]):
         machine = gpus(memory)
-        _, chosen = choose.choose(start, workload, machine)
-        seconds = [cost.cost(plan.workload, machine).seconds for plan in plans if plan.peak <= memory]
+        setting, chosen = choose.choose(start, workload, machine)
+        fitting = [plan for plan in plans if plan.peak <= memory]
+        options = [plan.workload.models[0].options for plan in fitting]
+        seconds = [
+            cost.cost(plan.workload, machine).seconds
+            for plan, other in zip(fitting, options, strict=True)
+            if all(a <= b for a, b in zip(held(other), held(setting), strict=True))
+        ]
         assert chosen.fits and cost.cost(chosen.workload, machine).seconds <= choose.SAME_SPEED * min(seconds)
     _, chosen = choose.choose(start, workload, gpus(peaks[0] * 0.99))
     assert not chosen.fits
+
+
+def test_the_lowest_stage_that_fits_is_chosen(model_path: str) -> None:
+    """Also where ZeRO-3 sends fewer bytes: 8 devices with a slow link, one micro-batch."""
+    start = sft(model_path, batch_size=32)
+    slow = replace(gpus(80e9, count=8), device=Device("A100", 80e9, 1e15, 1e14, 3e12, 1e6, 1e6))
+    sent = {stage: cost.cost(workload(sft(model_path, batch_size=32, zero_stage=stage)), slow) for stage in (1, 3)}
+    assert sent[3].seconds * choose.SAME_SPEED < sent[1].seconds
+    chosen, plan = choose.choose(start, workload, slow)
+    assert (chosen.zero_stage, plan.fits) == (1, True)
 
 
 def test_the_unchanged_setting_is_chosen_where_memory_is_plenty(model_path: str) -> None:
@@ -261,6 +284,16 @@ def test_the_proposed_command_and_file_set_the_fastest_setting(
     plan = forecast(sft_plan.workload(by_words.sft, "H100", {}), describe_machine(PlanOptions(
         device="3090", device_memory=memory, host_memory=host), 1))  # fmt: skip
     assert plan.fits
+
+
+def test_the_time_is_for_the_rows_of_a_file(model_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of 100 pairs step 1 gets a fifth, of which a tenth is held out: 18, in each of three epochs."""
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100)
+    argv = ["--data-path", f"{tmp_path}/x.jsonl", "--sft.num-train-epochs", "3"]
+    assert "\n  about 54 rows of your files, all epochs together: about " in plan_text(
+        model_path, "24GB", "9GB", monkeypatch, *argv
+    )
+    assert "\n  1,000 rows: about " in plan_text(model_path, "24GB", "9GB", monkeypatch, "--data-path", "owner/name")
 
 
 def test_a_plan_that_cannot_fit_names_the_cure(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
