@@ -41,7 +41,7 @@ class SupervisedOptions(DataOptions, BatchOptions, EngineOptions, OptimizerOptio
     """share of activations that are dropped in training, wherever the architecture has a dropout (Llama: in attention);
     0 whatever the model's config has; with LoRA in the frozen model"""
     eval_every: Interval | None = None
-    """optimizer steps (100) or epochs (0.5epochs) between evaluations on the held-out rows; none: only at the end. It
+    """optimizer steps (100) or epochs (0.5epochs) between evaluations on the held-out rows; none: after every epoch. It
     does not change training"""
     keep_best: str | None = None
     """metric of these evaluations; the model with its best value is the result, not the last model"""
@@ -50,8 +50,11 @@ class SupervisedOptions(DataOptions, BatchOptions, EngineOptions, OptimizerOptio
 
     @model_validator(mode="after")
     def _keep_best_needs_evaluation(self) -> Self:
-        if self.keep_best is not None and self.eval_every is None:
-            raise ValueError("keep_best: expected eval_every, or there is one evaluation, of the last model")
+        if self.keep_best is not None and self.eval_every is None and self.num_train_epochs == 1:
+            raise ValueError(
+                "keep_best: expected eval_every or several num_train_epochs, or there is one evaluation, of the last "
+                "model"
+            )
         if self.patience is not None and self.keep_best is None:
             raise ValueError("patience: expected keep_best, the metric that must improve")
         return self
@@ -66,9 +69,9 @@ class SupervisedOptions(DataOptions, BatchOptions, EngineOptions, OptimizerOptio
         return self
 
 
-def steps_between(interval: str, steps_per_epoch: int) -> int:
-    """The optimizer steps of an Interval; at least 1."""
-    parsed = _INTERVAL.fullmatch(interval)
+def steps_between(interval: str | None, steps_per_epoch: int) -> int:
+    """The optimizer steps of an Interval, at least 1; of None those of an epoch."""
+    parsed = _INTERVAL.fullmatch(interval or "1epochs")
     assert parsed is not None, interval
     number = float(parsed["number"])
     return max(1, round(number * steps_per_epoch)) if parsed["unit"] else int(number)

@@ -156,11 +156,11 @@ class Supervised(Generic[C]):
             if learner.before and not run.done:
                 run.record_evaluation(learner.before)
             speed = Speed(self._arithmetic(config, model_path, data))
-            every = 0 if config.eval_every is None else steps_between(config.eval_every, batches.steps(1))
+            every = steps_between(config.eval_every, batches.steps(1))
             steps = with_evaluations(
                 run.with_exports(speed.observe(learner.train(batches)), learner.save),
                 EvaluationSchedule(every, total, run.done, at_end=best_model is not None),
-                lambda _: learner.evaluate(),
+                partial(self._evaluate, learner, batches.steps(1)),
                 None if best_model is None else best_model.best,
             )
             run.run_loop(steps, total, learner.shown)
@@ -173,6 +173,15 @@ class Supervised(Generic[C]):
                 console.say(f"{name}: {console.metrics_line(numbers)}")
             run.finish({"model": partial(learner.save, metrics=metrics)}, metrics)
             run.recorder.verdict(run.step, partial(stage_verdict, run.directory, self.declaration))
+
+    def _evaluate(self, learner: Learner, steps_per_epoch: int, step: int) -> Metrics:
+        """The metrics on the held-out rows after `step` steps; prints those that are results of the stage."""
+        metrics = learner.evaluate()
+        shown = {
+            each.metric: metrics[each.metric] for each in self.declaration.report.results if each.metric in metrics
+        }
+        console.say(f"{self.declaration.name}: epoch {step / steps_per_epoch:.3g}: {console.metrics_line(shown)}")
+        return metrics
 
     def _arithmetic(self, config: C, model_path: str, data: PhaseData[Any]) -> Arithmetic | None:
         """The operations of the model in training, where the peak of the devices is known."""

@@ -58,7 +58,7 @@ class Watch:
     ):
         self.o, self.network, self.total, self.evaluate = o, network, total, evaluate
         self.best, self.values, self.best_step = network.copy(), list[float](), 0
-        number, epochs, _ = (o["eval_every"] or "0").partition("epoch")
+        number, epochs, _ = (o["eval_every"] or "1epochs").partition("epoch")
         self.every = round(float(number) * (total / o["num_train_epochs"] if epochs else 1))
 
     def after(self, step: int) -> dict[str, float]:

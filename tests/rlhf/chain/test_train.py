@@ -145,7 +145,8 @@ def test_metrics_have_one_line_a_step(out: Path) -> None:
         rows = metrics(out, stage)
         assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, count + 1))
         before = [] if stage == "step2_reward" else [0]
-        assert [row["step"] for row in rows if row["kind"] == "eval"] == [*before, count]
+        each_epoch = [count // 2] if stage == "step1_sft" else []
+        assert [row["step"] for row in rows if row["kind"] == "eval"] == [*before, *each_epoch, count]
         seconds = [row["seconds"] for row in rows]
         assert seconds == sorted(seconds)
     first = metrics(out, "step3_ppo")[1]

@@ -27,6 +27,11 @@ def test_an_interval_is_of_steps_or_epochs(interval: Any, steps: int) -> None:
     assert options.eval_every is not None and steps_between(options.eval_every, 40) == steps
 
 
+def test_without_an_interval_it_is_an_epoch() -> None:
+    several = parser.validate(SFTConfig, {"num_train_epochs": 3, "keep_best": "eval_perplexity"}, "x")
+    assert several.eval_every is None and steps_between(several.eval_every, 40) == 40
+
+
 @pytest.mark.parametrize("interval", ["0.5", 0.5, "0", "0epochs", "-1", "often", "1 epoch"])
 def test_another_interval_is_refused(interval: Any) -> None:
     with pytest.raises(UserError, match=r"eval_every: expected a number of optimizer steps such as 100, or of epochs"):
