@@ -1,5 +1,6 @@
 """Which steps of the chain a command runs, and which command comes next."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any

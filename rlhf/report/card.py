@@ -93,6 +93,7 @@ def _metadata(
         )
         for change in results
     ]
+    local_base: dict[str, Any] = {LOCAL_BASE: base.name} if base.hub_id is None else {}
     return ModelCardData(
         base_model=base.hub_id,
         datasets=sorted({*datasets, *earlier}) or None,
@@ -102,7 +103,7 @@ def _metadata(
         tags=[TAG, *words.tags],
         model_name=words.title,
         eval_results=evaluations or None,
-        **({LOCAL_BASE: base.name} if base.hub_id is None else {}),
+        **local_base,
     )
 
 
