@@ -14,7 +14,7 @@ from rlhf.launch.supervisor import ExitStatus
 
 def failure_summary(stage: Path, status: ExitStatus, command: str) -> str:
     """Two lines about the stage in the directory `stage`: the command to resume, and how the stage ended."""
-    if (stage / "manifest.json").is_file():
+    if (stage / "manifest.json").is_file() and not status.crashed:
         return f"to go on: {command}\n{stage.name} is finished; then {status.cause}"
     step, checkpoint = last_step(stage), newest_checkpoint(stage)
     position = f"at step {step}" if step else "before its first step"

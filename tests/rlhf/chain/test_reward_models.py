@@ -52,7 +52,7 @@ def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any, mo
     ]
     code, output, err = program(*words)
     assert code == 0, err
-    assert "next:" not in output and output.count("The tuned policy is runs/two/step3_ppo/actor") == 1
+    assert output.count("next:") == 1 and output.count("The tuned policy is runs/two/step3_ppo/actor") == 1
     assert calls == ["two 1", "reward-helpful 2", "reward-safe 2", "two 3"]
     config = json.loads(Path("runs/two/step3_ppo/manifest.json").read_text())["config"]
     models = [f"runs/two/reward-{name}/step2_reward" for name in ("safe", "helpful")]

@@ -135,8 +135,8 @@ def test_metrics_have_one_line_a_step(out: Path) -> None:
     account = {stage: json.loads((out / stage / "data.json").read_text()) for stage in STAGES}
     trained_on = {stage: account[stage]["train"]["rows"] for stage in STAGES}
     steps = {
-        "step1_sft": 2 * (trained_on["step1_sft"] // 32),
-        "step2_reward": trained_on["step2_reward"] // 32,
+        "step1_sft": 2 * math.ceil(trained_on["step1_sft"] / 32),
+        "step2_reward": math.ceil(trained_on["step2_reward"] / 32),
         "step3_ppo": 384 // 128,
     }
     for stage, count in steps.items():
