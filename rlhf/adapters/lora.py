@@ -14,7 +14,7 @@ from rlhf.adapters import _starts
 from rlhf.adapters._peft import PeftAdapter, Targets, refuse_compiler
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
-from rlhf.models.adapter_files import precise, tuner_layers
+from rlhf.models.adapter_files import ONLY, precise, start_at_model, tuner_layers
 
 LEARNING_RATE = 2e-4
 """of GPT-2 and GPT-3 in the paper (tables 11 and 12); peft's method_comparison has 1e-4 (0.478 on Llama-3.2-3B)"""
@@ -104,6 +104,7 @@ class LoRA(PeftAdapter):
 
     def wrap(self, model: PreTrainedModel) -> None:
         super().wrap(model)
+        start_at_model(model, ONLY)
         if not self._starts_moved:
             return
         options: Any = self._options
