@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.maths import losses, ops
-from rlhf.models.policy import ActorCritic
+from rlhf.models.policy import ActorCritic, Learns
 from rlhf.models.scalar import state_values
 from rlhf.types import Metrics, Sequences, length_groups
 from step3_ppo.algorithms import Algorithm
@@ -124,7 +124,8 @@ def update(
                 learners.ema.update()
         # A step that the actor skips (in fp16: an overflow) is skipped for the critic too.
         if critic is not None and not joint and not metrics.get("policy_skipped"):
-            metrics |= _prefixed("value", critic.step(micros, step_losses.of_critic, micro_indices))
+            learns: Learns = "head" if isinstance(critic.module, ActorCritic) else "all"
+            metrics |= _prefixed("value", critic.step(micros, step_losses.of_critic, micro_indices, learns))
         steps += 1
         skipped += any([metrics.pop("policy_skipped", 0.0), metrics.pop("value_skipped", 0.0)])
         for name, value in metrics.items():

@@ -18,6 +18,8 @@ MASTER = "weight"
 """the key of the fp32 weight in the optimizer state of a narrower one"""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's, fp32"""
+OWN_RATE = "own_rate"
+"""the key of a parameter group whose weights have a learning rate of their own"""
 
 
 def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, Any]]:
@@ -40,7 +42,7 @@ def rate_groups(weights: Mapping[str, Tensor], decay: float, rates: Mapping[str,
     without_rate = {name: w for name, w in weights.items() if name not in rates}
     groups = decay_groups(without_rate, decay) if without_rate else []
     for name, rate in rates.items():
-        groups += [{**group, "lr": rate} for group in decay_groups({name: weights[name]}, decay)]
+        groups += [{**group, "lr": rate, OWN_RATE: True} for group in decay_groups({name: weights[name]}, decay)]
     return groups
 
 
@@ -108,11 +110,14 @@ class MasterAdamW(torch.optim.AdamW):
             maximize=False,
         )
 
-    def resume(self, steps: float) -> None:
-        """Make the state of every weight after `steps` steps, with moments that are still to be restored."""
+    def resume(self, steps: float, held: float = 0) -> None:
+        """Make the state of every weight after `steps` steps, with moments that are still to be restored.
+
+        held: steps that only weights with a learning rate of their own took
+        """
         for group in self.param_groups:
             for weight in group["params"]:
-                self.resume_weight(weight, group, steps)
+                self.resume_weight(weight, group, steps if OWN_RATE in group else steps - held)
 
     def resume_weight(self, weight: Tensor, group: Mapping[str, Any], steps: float) -> None:
         self.state[weight] |= initial_state(weight, steps)

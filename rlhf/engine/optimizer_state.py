@@ -3,6 +3,7 @@
 So a checkpoint depends neither on the number of ranks nor on the ZeRO stage that wrote it.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf.distributed.tensor_parallel import full_numel, gather_full, local_part
 from rlhf.distributed.zero3 import is_sharded
-from rlhf.engine.adamw import MOMENTS, MasterAdamW, initial_state
+from rlhf.engine.adamw import MOMENTS, OWN_RATE, MasterAdamW, initial_state
 
 Named = Sequence[tuple[str, nn.Parameter]]
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -21,12 +22,17 @@ def numbers(engine: Any) -> dict[str, float]:
     """The optimizer's and the schedule's step counts, and fp16's loss scale.
 
     Weights that never have a gradient count fewer steps, or none: one rank leaves them out, several give them zeros.
-    Their moments are 0, so that after a resume any count is right.
+    Their moments are 0, so that after a resume any count is right. `held_steps` are those of `heads_alone`.
     """
-    counts = {float(state["step"]) for state in _adam(engine).state.values() if "step" in state}
+    counts = {own: [0.0] for own in (True, False)}
+    weights = list(_weights(engine))
+    for group, weight in weights:
+        counts[OWN_RATE in group].append(float(_adam(engine).state.get(weight, {}).get("step", 0)))
+    steps = max(max(own) for own in counts.values())
+    held = steps - max(counts[False]) if any(OWN_RATE not in group for group, _ in weights) else 0.0
     scaler = _loss_scaler(engine)
     scale = {} if scaler is None else {name: float(getattr(scaler, name)) for name in SCALE}
-    return {"adam_steps": max(counts, default=0.0), "schedule_steps": engine.lr_scheduler.last_epoch, **scale}
+    return {"adam_steps": steps, "held_steps": held, "schedule_steps": engine.lr_scheduler.last_epoch, **scale}
 
 
 def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
@@ -87,11 +93,12 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
     """Restore the result of `numbers`; call it before `restore_tensors`."""
     adam = _adam(engine)
     if saved["adam_steps"]:
+        steps, held = saved["adam_steps"], saved["held_steps"]
         if isinstance(adam, MasterAdamW):
-            adam.resume(saved["adam_steps"])
+            adam.resume(steps, held)
         else:
-            for weight in _shards(engine):
-                adam.state[weight] |= initial_state(weight, saved["adam_steps"])
+            for group, weight in _weights(engine):
+                adam.state[weight] |= initial_state(weight, steps if OWN_RATE in group else steps - held)
         if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
             engine.optimizer._lazy_init_hp_params_optimizer_state()
     set_schedule(engine, int(saved["schedule_steps"]))
@@ -108,6 +115,30 @@ def set_schedule(engine: Any, steps: int) -> None:
     schedule._last_lr = [base * factor(steps) for base, factor in rates]
     for group, rate in zip(_adam(engine).param_groups, schedule._last_lr, strict=True):
         group["lr"] = rate
+
+
+@contextlib.contextmanager
+def heads_alone(engine: Any) -> Iterator[None]:
+    """Inside, an optimizer step changes only the weights that have a learning rate of their own.
+
+    Of the others, whose gradient is 0, AdamW would decay the weights and count a step, so that its correction of the
+    moments would make their first real steps too small.
+    """
+    adam = _adam(engine)
+    still = [(group, weight) for group, weight in _weights(engine) if OWN_RATE not in group]
+    if isinstance(adam, MasterAdamW):
+        for _, weight in still:
+            weight.grad = None
+        yield
+        return
+    counts = [float(adam.state[weight]["step"]) if weight in adam.state else 0.0 for _, weight in still]
+    for group, _ in still:
+        group["lr"] = 0.0
+    yield
+    for (_, weight), count in zip(still, counts, strict=True):
+        if weight in adam.state:
+            adam.state[weight]["step"].fill_(count)
+    set_schedule(engine, engine.lr_scheduler.last_epoch)
 
 
 def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tensor]]) -> None:
@@ -161,7 +192,11 @@ def _loss_scaler(engine: Any) -> Any:
     return scaler if getattr(scaler, "dynamic", False) else None
 
 
-def _shards(engine: Any) -> list[Tensor]:
-    """The flat shards that ZeRO's AdamW updates on this rank."""
-    flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
-    return list(flat) if flat else [p for group in _adam(engine).param_groups for p in group["params"]]
+def _weights(engine: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """The tensors that AdamW updates on this rank, flat shards under ZeRO, each with its parameter group."""
+    groups, zero = _adam(engine).param_groups, engine.optimizer
+    flat = getattr(zero, "fp32_partitioned_groups_flat", None)
+    if flat:  # ZeRO-3: several shards of a group, which has them during a step only
+        yield from ((groups[zero.sub_group_to_group_id[i]], weight) for i, weight in enumerate(flat))
+    else:
+        yield from ((group, weight) for group in groups for weight in group["params"])

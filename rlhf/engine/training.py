@@ -33,7 +33,7 @@ from rlhf.engine.nonfinite import Tolerance
 from rlhf.errors import UserError
 from rlhf.models.cpu import compiling
 from rlhf.models.head import ScoreHead
-from rlhf.models.policy import generator
+from rlhf.models.policy import Learns, generator
 from rlhf.models.trunk import prepare_inference
 from rlhf.types import Metrics
 
@@ -137,12 +137,14 @@ class Engine(Generic[M]):
         micro_batches: Iterable[Any],
         loss: Callable[[Any], tuple[Tensor, dict[str, Tensor]]],
         rows: Sequence[Sequence[int]] = (),
+        learns: Learns = "all",
     ) -> Metrics:
         """One optimizer step over `micro_batches`.
 
         `loss(micro)` gives the micro-batch's share of the step's loss (normalised by the token or row count
         of the whole step over all ranks) and metrics of the same kind. Returns the metrics added up over
-        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping), `skipped` 0.
+        micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping), `skipped` 0. If a "head"
+        alone learns, weights without a learning rate of their own take no step.
         If a number is not finite, no rank changes its weights, and only `learning_rate` and `skipped` 1 are returned;
         `rows`, the row numbers of each micro-batch in the data, are named in the warning. If fp16 overflows, DeepSpeed
         skips the step and lowers its loss scale: `skipped` is 1 beside the other metrics, and only more than
@@ -173,7 +175,8 @@ class Engine(Generic[M]):
         nonfinite = [f"{name} is {value}" for name, value in summed.items() if not math.isfinite(value)]
         if nonfinite:
             self._set_gradient_to_nan()
-        norm, applied = self._apply()
+        with optimizer_state.heads_alone(self._engine) if learns == "head" else contextlib.nullcontext():
+            norm, applied = self._apply()
         self._steps += 1
         self._overflows = 0 if applied else self._overflows + 1
         if not nonfinite and (applied or (self._options.dtype == "fp16" and self._overflows <= FP16_SEARCH)):
@@ -201,8 +204,7 @@ class Engine(Generic[M]):
         optimizer_state.set_schedule(self._engine, self._engine.lr_scheduler.last_epoch + steps)
 
     def _apply(self) -> tuple[float, bool]:
-        """Apply the optimizer step. Returns the norm of the gradient before clipping, and whether the step was
-        applied."""
+        """Apply the optimizer step. Returns the gradient's norm before clipping, and whether the step was applied."""
         if not self._plain:
             self._engine.step()
             return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
@@ -215,8 +217,7 @@ class Engine(Generic[M]):
         return norm, math.isfinite(norm)
 
     def _set_gradient_to_nan(self) -> None:
-        """Set the gradient to NaN, so that no step is applied: after a non-finite loss the gradient may still be
-        finite."""
+        """Set the gradient to NaN, so that no step is applied: after a non-finite loss it may still be finite."""
         from deepspeed.utils import safe_set_full_grad
 
         sums: list[Tensor] = getattr(self._engine.optimizer, "fp32_groups_gradients_flat", [])  # under ZeRO-1 in bf16
@@ -229,10 +230,8 @@ class Engine(Generic[M]):
         norms.update(dict.fromkeys(norms, torch.tensor(torch.nan, device=self.device)))
 
     def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained weight, whole and in fp32, one after the other, the same on every rank; read-only.
-
-        Every rank iterates over all of them, because ZeRO gathers the shards of each weight.
-        """
+        """Every trained weight, whole and in fp32, one after the other, the same on every rank; read-only. Every rank
+        iterates over all of them, because ZeRO gathers the shards of each weight."""
         for name, parameter in self._trained():
             yield name, optimizer_state.master(self._engine, parameter)
 

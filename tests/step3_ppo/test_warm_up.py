@@ -1,0 +1,68 @@
+"""While the critic warms up, the policy takes no step, and afterwards it learns as a policy does at its start."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rlhf.engine.training import Engine
+from tests.support import tiny
+from tests.support.players import ONE_STEP, SHARED, Players, on_course, players
+
+RATE, DECAY = 1e-3, 0.1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    with tiny.one_rank():
+        yield
+
+
+def shared(stage: int) -> Players:
+    options = {"critic_warmup_iterations": 4, "total_episodes": 48, "weight_decay": DECAY, "zero_stage": stage}
+    return players("ppo", **SHARED, **ONE_STEP, **options, learning_rate=RATE, max_grad_norm=1.0)
+
+
+def masters(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: weight.double().clone() for name, weight in engine.fp32_weights()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_of_the_policy_take_no_step(stage: int) -> None:
+    """The oracle: AdamW's first step is w (1 - rate * decay) - rate * g / (|g| + eps), so its largest is `rate`.
+
+    If four steps of a zero gradient were counted, it would be 0.44 to 0.66 of that, by beta_2.
+    """
+    game = shared(stage)
+    course, before = on_course(game), masters(game.actor)
+    for _ in range(4):
+        next(course)
+    after = masters(game.actor)
+    moved = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert moved == {"score.weight"}
+    next(course)
+    shares = []
+    for name, weight in masters(game.actor).items():
+        decayed = after[name] * (1 - RATE * DECAY * (weight.dim() > 1 and not name.endswith("bias")))
+        if name != "score.weight":
+            shares.append(float(((decayed - weight) / RATE).abs().max()))
+    assert max(shares) == pytest.approx(1.0, abs=1e-2)  # |g| / (|g| + 1e-5) of its largest gradient
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_resumed_run_counts_the_same_steps(stage: int) -> None:
+    """The head has taken five steps by then, the policy one."""
+    game, resumed = shared(stage), shared(stage)
+    course = on_course(game)
+    for _ in range(5):
+        next(course)
+    numbers = game.actor.state_dict()
+    assert (numbers["adam_steps"], numbers["held_steps"]) == (5, 4)
+    tensors = [(name, value.detach().clone()) for name, value in game.actor.tensors()]
+    resumed.actor.load_state_dict(numbers)
+    resumed.actor.load_tensors(tensors)
+    rollout = game.score(game.sample(tiny.prompts([3, 9, 8, 4])))
+    for each in (game, resumed):
+        each.update(rollout)
+    own, other = masters(game.actor), masters(resumed.actor)
+    assert all(torch.equal(own[name], other[name]) for name in own)
