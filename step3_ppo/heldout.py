@@ -49,9 +49,10 @@ def gather_evaluation(
 ) -> Evaluation:
     """The numbers of a scored rollout, of all ranks. source_scores: [B] of each reward source by its name.
 
-    The KL is the mean of log pi_s(y|x) - log ref(y|x), pi_s being the policy as it sampled y: no rounding makes its
-    expectation negative. A second pass over the same weights gives another pi_t in bf16, and with log pi_t in its place
-    the mean is too small by KL(pi_s, pi_t).
+    The KL is the mean of log pi(y|x) - log ref(y|x), both by the training forward pass in the same batches: so it is 0
+    for equal weights in any dtype. The policy as it sampled y, pi_s, is another one in bf16, by which the mean is too
+    small by KL(pi_s, pi): up to about 0.001 nats a token. With log pi_s in place of log pi the KL would be too large by
+    the rounding of sampling.
     """
     samples = as_samples(rollout, tokenizer)
     judge_scores = None if judge is None else _all(judge(samples))
@@ -60,7 +61,7 @@ def gather_evaluation(
         responses=tuple(_of_all_ranks(samples.responses)),
         scores=_all(rollout.scores),
         judge_scores=judge_scores,
-        kl=_all(ops.zero_off_mask(rollout.sampled_logprobs - rollout.ref_logprobs, rollout.mask).sum(1)),
+        kl=_all(ops.zero_off_mask(rollout.logprobs - rollout.ref_logprobs, rollout.mask).sum(1)),
         ref_nll=_all(-rollout.ref_logprobs.sum(1)),
         lengths=_all(rollout.lengths),
         ended=_all(rollout.ended),
@@ -101,7 +102,7 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
         "eval_score_ci95": _ci95(after.scores),
         "eval_kl": after.kl.mean().item(),
         "eval_kl_ci95": _ci95(after.kl),
-        "eval_kl_floor": before.kl.mean().item(),  # the weights were the reference's: only rounding is left
+        "eval_kl_floor": before.kl.mean().item(),  # the weights were the reference's
         "eval_response_length": after.lengths.mean().item(),
         "eval_ended": after.ended.mean().item(),
         "eval_ref_nll_before": (before.ref_nll.sum() / before.lengths.sum()).item(),

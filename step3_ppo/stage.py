@@ -197,7 +197,7 @@ def evaluate(
     )
     sampled = sample(models, evaluation, rows, config, number=HELD_OUT)
     with random_sources.apart(config.seed):
-        rollout = score(sampled, models.actor, None, replace(models.scorer, rescore=False))
+        rollout = score(sampled, models.actor, None, replace(models.scorer, rescore=True))
         return gather_evaluation(rollout, judge, models.scorer.tokenizer, scores_by_source(models.scorer, rollout))
 
 

@@ -12,7 +12,7 @@ import torch
 from rlhf.maths.intervals import mean_interval
 from rlhf.text.rendering import last_question
 from rlhf.types import Samples, ScoredRollout
-from step3_ppo import heldout
+from step3_ppo import heldout, stage
 from step3_ppo.heldout import (
     Evaluation,
     at_start,
@@ -24,6 +24,7 @@ from step3_ppo.heldout import (
     write_samples,
 )
 from tests.support import tiny
+from tests.support.players import ONE_STEP, PROMPTS, on_stage, players, prompts_to_train_on
 
 
 def evaluation_of(scores: list[float], judged: list[float] | None, words: str) -> Evaluation:
@@ -89,20 +90,17 @@ def scored(words: list[int]) -> ScoredRollout:
     )  # fmt: skip
 
 
-def test_rounding_makes_no_kl_negative() -> None:
-    """Samples in the proportions of pi_s, which is the reference: KL 0, where the second pass's pi_t gave less."""
-    sampler, second = torch.tensor([0.5, 0.25, 0.25]).log(), torch.tensor([0.45, 0.3, 0.25]).log()
-    drawn = torch.tensor([0, 0, 1, 2])
-    rollout = scored([5, 6, 7, 8])
-    here = rollout.mask.float() * torch.tensor([1.0, 0.0])
-    logs = {name: here * of[drawn][:, None] for name, of in (("sampled_logprobs", sampler), ("logprobs", second))}
-    evaluation = gather_evaluation(
-        replace(rollout, **logs, ref_logprobs=logs["sampled_logprobs"]), None, tiny.tokenizer(), {}
-    )
-    assert evaluation.kl.tolist() == [0.0] * 4
-    assert (logs["logprobs"] - logs["sampled_logprobs"]).sum(1).mean() < -0.005  # what was reported
-    floor = replace(evaluation, kl=torch.tensor([0.01, 0.03, 0.02, 0.02]))
-    assert compare(floor, evaluation)["eval_kl_floor"] == pytest.approx(0.02)
+@pytest.mark.parametrize("changes", [{}, {"rescore": False, **ONE_STEP}], ids=["", "no rescore"])
+def test_the_kl_before_training_is_0_in_bf16(changes: dict[str, Any]) -> None:
+    """The policy has the weights of the reference. Its log-probs at sampling, of other matrix products, differ."""
+    with tiny.one_rank():
+        game = players("rloo", dtype="bf16", response_length=40, **changes)
+        before = stage.evaluate(on_stage(game), prompts_to_train_on(), None, game.config)  # type: ignore[arg-type]
+        sampled = game.score(game.sample(PROMPTS))
+    assert len(before.kl) == 8 and before.kl.tolist() == [0.0] * 8
+    assert ((sampled.sampled_logprobs - sampled.ref_logprobs).abs() > 0).any()
+    moved = replace(before, kl=torch.full((8,), 0.5))
+    assert compare(before, moved)["eval_kl_floor"] == 0.0
 
 
 def test_several_sources_each_have_their_number() -> None:
