@@ -96,4 +96,6 @@ class RewardConfig(SupervisedOptions):
             raise ValueError("sft_coef: expected no attributes, which have the place of the second head")
         if self.token_coef and second:
             raise ValueError(f"token_coef: expected no {second}, whose model has another head beside the score")
+        if second and self.head_learning_rate is not None and self.learning_rate == 0:
+            raise ValueError(f"{second}: expected learning_rate above 0, or the score head alone learns")
         return self
