@@ -225,19 +225,22 @@ def load_causal_lm(path: str, dtype: torch.dtype, tokenizer_size: int, loading: 
     model = _load(AutoModelForCausalLM, path, dtype, tokenizer_size, loading)
     head = model.get_output_embeddings()
     if full_shape(head.weight)[0] > tokenizer_size:
-        head.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
+        capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
+        last = model if capped else head  # Gemma 2 would make -30 of -inf
+        last.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
     return model
 
 
-def _hide_from(size: int, head: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+def _hide_from(size: int, last: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
     logits[..., size:] = -torch.inf
-    return logits
+    return output
 
 
 def count_ids(model: PreTrainedModel) -> int:
     """How many ids of a causal language model can have a probability: those of the tokenizer it was loaded for."""
     head = model.get_output_embeddings()
-    for hook in (hook for module in head.modules() for hook in module._forward_hooks.values()):
+    for hook in (hook for module in (model, *head.modules()) for hook in module._forward_hooks.values()):
         if isinstance(hook, functools.partial) and hook.func is _hide_from:
             return int(hook.args[0])
     return int(model.config.get_text_config().vocab_size)

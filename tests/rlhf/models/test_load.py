@@ -24,6 +24,7 @@ from rlhf.maths.uniforms import uniforms
 from rlhf.models.adapter_files import base_of
 from rlhf.models.load import (
     context_length,
+    count_ids,
     load_backbone,
     load_causal_lm,
     load_config,
@@ -268,6 +269,10 @@ def test_new_tokens_get_average_rows_and_the_old_stay(tmp_path: Path, family: st
         old, new = before(input_ids=ROWS.ids).logits, model(input_ids=ROWS.ids).logits
     assert new.shape[-1] == model.config.vocab_size == tiny.VOCAB + 2
     torch.testing.assert_close(new[..., : tiny.VOCAB], old)
+    for layer, own in ((model.get_input_embeddings(), before.get_input_embeddings()),
+                       (model.get_output_embeddings(), before.get_output_embeddings())):  # fmt: skip
+        mean = own.weight.double().mean(0).float().expand(2, -1)
+        torch.testing.assert_close(layer.weight[tiny.VOCAB :], mean, rtol=1e-5, atol=1e-6)
     # Jensen: an average logit never outweighs the average token.
     assert (new[..., tiny.VOCAB :].exp() <= old.exp().mean(-1, keepdim=True) * (1 + 1e-5)).all()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -303,6 +308,18 @@ def test_rows_without_a_token_are_never_sampled_and_have_no_share(tmp_path: Path
             spread = -(exact.exp() * exact).sum(-1)[counted]
             torch.testing.assert_close(entropy[b, rows.loss_mask[b]].double(), spread, rtol=0, atol=1e-5)
         assert torch.allclose(got[:, prompts.ids.shape[1] :], rollout.sampled_logprobs, atol=1e-5)
+
+
+def test_a_cap_on_the_logits_hides_rows_without_a_token_too(tmp_path: Path) -> None:
+    """Gemma 2 ends with cap * tanh(logits / cap), which is -cap for a row that its head hides."""
+    plain = tiny.causal_lm("gemma2", final_logit_softcapping=0.5)
+    plain.save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), torch.float32, 12)
+    assert count_ids(model) == 12
+    ids = ROWS.ids % 12
+    with torch.no_grad():
+        got, whole = model(input_ids=ids).logits, plain(input_ids=ids).logits
+    assert torch.equal(got[..., :12], whole[..., :12]) and (got[..., 12:] == -torch.inf).all()
 
 
 def test_rows_without_a_token_get_no_gradient(tmp_path: Path) -> None:
