@@ -36,7 +36,7 @@ class EvaluateRewardConfig(Config):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """dtype of the models; auto = bf16 on devices that compute it fast, else fp32"""
     micro_batch_size: int = Field(8, ge=1)
-    """pairs in one forward pass; changes memory and speed, never results"""
+    """pairs in one forward pass; changes memory and speed, and results by rounding alone"""
     data_workers: int | None = Field(None, ge=1)
     """processes that tokenise; none: one per core, at most 8"""
     data_cache: str | None = None

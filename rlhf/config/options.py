@@ -226,7 +226,7 @@ class SharedOptimizerOptions(Config):
     FREE: ClassVar[frozenset[str]] = frozenset({"micro_batch_size", "max_bad_steps"})
 
     micro_batch_size: int = Field(8, ge=1)
-    """rows in one forward and backward pass on one device; changes memory and speed, never results"""
+    """rows in one forward and backward pass on one device; changes memory and speed, and results by rounding alone"""
     lr_scheduler_type: LearningRateShape = "linear"
     """learning rate after warm-up, as in transformers; constant has no warm-up"""
     lr_num_cycles: int = Field(1, ge=1)
@@ -284,7 +284,8 @@ class PromptFileOptions(SamplingOptions):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """dtype of the models; auto = bf16 on devices that compute it fast, else fp32"""
     rollout_batch_size: int = Field(64, ge=1)
-    """responses generated and scored at once; changes memory and speed, not the sampled responses"""
+    """responses generated and scored at once; changes memory and speed, not the random numbers. The sum of a product
+    may be rounded otherwise, so in bf16 a few responses can differ"""
     deployment_type: Literal["single_gpu", "single_node"] = "single_gpu"
     """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU. Processes
     share the batches, and the results are those of one process"""

@@ -20,7 +20,7 @@ class EvaluateConfig(PromptFileOptions):
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """seed of the sampling; every policy uses the same random numbers"""
     micro_batch_size: int = Field(8, ge=1)
-    """responses in one forward pass for log-probs; changes memory and speed, never results"""
+    """responses in one forward pass for log-probs; changes memory and speed, and results by rounding alone"""
     sample_rows: int = Field(4, ge=0)
     """number of prompts printed with a response of each policy"""
     output: str | None = None
