@@ -242,6 +242,12 @@ def test_what_rounding_takes_from_a_kl_is_no_warning() -> None:
     for dtype, kl, expected in (("fp32", -0.16, 1), ("bf16", -0.16, 0), ("bf16", -0.2, 1)):
         watch = Watch(Limits(), dtype)
         assert len([n for i in range(4) for n in watch.check(i, rows | {"kl": kl})]) == expected
+    for kl, expected in ((-0.16, 0), (-0.2, 1)):  # the longest of the three iterations counts, the first one does not
+        watch = Watch(Limits(), "bf16")
+        lengths = enumerate((400.0, 32.0, 64.0, 32.0))
+        noticed = [watch.check(i, {"kl": kl, "response_length": length}) for i, length in lengths]
+        names_of_each = [[notice.name for notice in notices].count("negative_kl") for notices in noticed]
+        assert names_of_each == [0, 0, 0, expected]
 
 
 def test_what_rounding_does_between_sampling_and_training_is_no_warning() -> None:

@@ -85,7 +85,9 @@ def test_steps_are_the_librarys_on_fp32_weights(kind: Any, dtype: torch.dtype) -
     mine.scale = 0.25
     theirs = library(kind, list(copies.named_parameters()))
     draw = torch.Generator().manual_seed(1)
-    for _ in range(3):
+    for rate in (0.01, 0.03, 0.002):  # as a schedule sets them
+        for group in (group for optimizer in (mine, *theirs) for group in optimizer.param_groups):
+            group["lr"] = rate
         for own, other in zip(model.parameters(), copies.parameters(), strict=True):
             gradient = torch.randn(own.shape, generator=draw).to(dtype)
             own.grad, other.grad = gradient, gradient.float() * 0.25
@@ -102,6 +104,32 @@ def test_steps_are_the_librarys_on_fp32_weights(kind: Any, dtype: torch.dtype) -
         state = mine.moments(own).values()
         assert sum(x.nbytes for x in state) == 4 * numbers + codes, name
         assert mine.state_numbers(own) == numbers + codes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_optimizer_goes_on_as_one_that_never_stopped(kind: Any) -> None:
+    """To the bit: the libraries' moments and step counts. Adafactor's decay of the moments depends on the count."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: Sequence[int]) -> None:
+        for seed in seeds:
+            draw = torch.Generator().manual_seed(seed)
+            for weight in model.parameters():
+                weight.grad = torch.randn(weight.shape, generator=draw)
+            optimizer.step()
+
+    model, other = Layers(torch.float32), Layers(torch.float32)
+    whole, resumed = (build(each, kind, OPTIONS, {}, plain=True) for each in (model, other))
+    assert isinstance(whole, LibraryOptimizer) and isinstance(resumed, LibraryOptimizer)
+    train(model, whole, range(5))
+    resumed.resume(5.0)
+    for own, copied in zip(model.parameters(), other.parameters(), strict=True):
+        copied.data.copy_(own.data)
+        for name, moment in resumed.moments(copied).items():
+            moment.copy_(whole.moments(own)[name])
+    assert {float(resumed.state[weight]["step"]) for weight in other.parameters()} == {5.0}
+    train(model, whole, [5, 6])
+    train(other, resumed, [5, 6])
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def test_the_first_steps_by_hand() -> None:

@@ -251,6 +251,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "another tokenizer": (["--policies", "base", "demo-llama"], ["demo-llama", "gives other ids"]),
     "all cut": (["--response-length", "1"], ["no pair is left", CUT, "raise --response-length,"]),
     "all ties": (["--tie", "1000"], ["no pair is left", "tie"]),
+    "no source votes": (["--vote", "length,target=5", "--tie", "1000"], ["no pair is left", "tie"]),
     "unknown option": (["--samples", "3"], ["no option '--samples'"]),
 }
 
