@@ -1,5 +1,6 @@
 """The mutants of a few lines, the tables beside the tool, and one run of it on a tree of two files."""
 
+import ast
 import subprocess
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def test_the_tables_name_files_and_mutants_that_there_are() -> None:
     every = {file: list(mutants(ROOT, file)) for file in {entry.file for entry in equivalents()}}
     for entry in equivalents():
         assert entry.file in table and any(map(entry.is_of, every[entry.file])), f"no such mutant: {entry}"
+
+
+def test_every_product_file_with_a_function_has_owners() -> None:
+    tree = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    rooms = ("rlhf/", "data/", "step1_sft/", "step2_reward/", "step3_ppo/")
+    files = [file for file in tree.splitlines() if file.startswith(rooms) and (ROOT / file).is_file()]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    with_functions = {
+        file
+        for file in files
+        if any(isinstance(node, functions) for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
+    }
+    assert with_functions <= set(owners()), f"no owners: {', '.join(sorted(with_functions - set(owners())))}"
 
 
 def test_a_run_in_a_copy_of_the_tree(tmp_path: Path) -> None:
