@@ -99,7 +99,7 @@ def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, co
             del metrics["sampling_mismatch"]  # the update measures it
         metrics["kl_coef"] = models.kl.coef
         if not models.algorithm.pretrains_critic:  # the policy of a warm-up is still the reference
-            models.kl.observe(metrics["kl"], config.batch_size)
+            models.kl.observe(metrics["kl"])
         clock.lap("record")
         yield {**metrics, **updated, **speed(metrics["tokens"], clock.seconds)}
 

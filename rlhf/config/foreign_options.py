@@ -29,7 +29,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "mini-batch-size": ("num-mini-batches", "--ppo.batch-size is divided by it"),
     "ppo-epochs": ("num-ppo-epochs", ""),
     "init-kl-coef": ("kl-coef", "--kl-target makes it adaptive"),
-    "horizon": ("kl-horizon", ""),
+    "horizon": ("kl-target", "how fast kl_coef moves follows from the length of the run"),
     "beta": ("kl-coef", "there is no DPO here"),
     "epsilon": ("cliprange", ""),
     "epsilon-high": ("cliprange-high", ""),

@@ -93,7 +93,7 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
     """Restore the result of `numbers`; call it before `restore_tensors`."""
     adam = _adam(engine)
     if saved["adam_steps"]:
-        steps, held = saved["adam_steps"], saved["held_steps"]
+        steps, held = saved["adam_steps"], saved.get("held_steps", 0.0)
         if isinstance(adam, MasterAdamW):
             adam.resume(steps, held)
         else:

@@ -3,8 +3,6 @@
 Shapes as in rlhf.types: B responses, T response tokens, mask [B, T] True on the tokens that the policy sampled.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -105,17 +103,3 @@ def _grouped(values: Tensor, group: int) -> Tensor:
     """Groups [B / group, group] in float64, where the mean of equal float32 values is exactly that value."""
     assert group >= 2 and len(values) % group == 0, f"{len(values)} responses in groups of {group}"
     return values.double().reshape(-1, group)
-
-
-def adapt_kl_coef(kl_coef: float, kl: float, target: float, episodes: int, horizon: int) -> float:
-    """The next KL coefficient of a proportional controller.
-
-        error = clip(kl / target - 1, -0.2, 0.2);  kl_coef * (1 + error * episodes / horizon)
-
-    Ziegler et al. 2019 (arXiv 1909.08593, section 2.2). kl: mean over responses of the KL summed over a
-    response, nats; episodes: responses since the last call. episodes < 5 * horizon keeps the result positive.
-    """
-    assert math.isfinite(kl), f"adapt_kl_coef: kl is {kl}"
-    assert target > 0 and 0 <= episodes < 5 * horizon, f"adapt_kl_coef: {target=} {episodes=} {horizon=}"
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * episodes / horizon)

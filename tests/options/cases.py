@@ -94,7 +94,6 @@ RL: dict[str, Any] = {
     "score_clip": 1.3,
     "kl_coef": 0.2,
     "kl_target": 0.5,
-    "kl_horizon": 20,
     "kl_estimator": "k3",
     "gamma": 0.9,
     "lam": 0.8,
@@ -190,9 +189,9 @@ CLIPPED: Table = {
 
 
 def kl(target: float, **context: Any) -> Table:
-    """`target` is near the KL of the second iteration: further away than a fifth, all targets steer alike."""
+    """`target` is near the KL of the second iteration: e times further away, all targets steer alike."""
     steered = alone(target, total_episodes=24, **context)
-    return {"kl_coef": [0.6], "kl_horizon": [45], "kl_target": [steered]}
+    return {"kl_coef": [0.6], "kl_target": [steered]}
 
 
 GAE: Table = {"gamma": [0.4], "lam": [0.3], "lam_value": [0.55], "whiten_advantages": [False]}

@@ -162,9 +162,31 @@ def value_loss(o: dict[str, Any], new: Tensor, t: Tokens) -> tuple[Tensor, dict[
     return 0.5 * torch.maximum(free, clipped).mean(), {"value_clip_fraction": binds.double().mean()}
 
 
-def adapted(o: dict[str, Any], kl_coef: float, kl_of_responses: float) -> float:
-    """kl_coef * (1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon) (Ziegler et al. 2019)."""
-    if o.get("kl_target") is None:
-        return kl_coef
-    error = min(max(kl_of_responses / o["kl_target"] - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * o["batch_size"] / o["kl_horizon"])
+class Steering:
+    """The KL coefficient of each iteration, by the closed form of its controller.
+
+    log kl_coef = log kl_coef_1 + 1/N sum_i g_i e_i + (2 or 1) e_n, 2 if e_n > 0, with e = log of
+    (KL + target/10) / (wanted + target/10), within +-1, and g = 12 if e < 0, 24 if KL > target, else 0. From the first
+    iteration on, where it is 0, the wanted KL rises for 0.3 N iterations to the target, with their square.
+    """
+
+    def __init__(self, o: dict[str, Any]) -> None:
+        self.o, self.lasting, self.errors = o, list[float](), list[float]()
+        self.iterations = o["total_episodes"] // o["batch_size"] - o["critic_warmup_iterations"]
+
+    def coef(self) -> float:
+        first: float = self.o.get("kl_coef", 0.0)
+        if not self.errors:
+            return first
+        last = self.errors[-1]
+        return first * math.exp(math.fsum(self.lasting) / self.iterations + (2 if last > 0 else 1) * last)
+
+    def observe(self, kl_of_responses: float) -> None:
+        target = self.o.get("kl_target")
+        if target is None:
+            return
+        wanted = target * min(1.0, len(self.errors) / (0.3 * self.iterations)) ** 2
+        ratio = (kl_of_responses + target / 10) / (wanted + target / 10)
+        error = min(1.0, max(-1.0, math.log(ratio))) if ratio > 0 else -1.0
+        self.errors.append(error)
+        self.lasting.append(error * (12 if error < 0 else 24 if kl_of_responses > target else 0))

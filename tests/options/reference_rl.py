@@ -19,7 +19,7 @@ from tests.options import reference
 from tests.options.comparison import Comparison
 from tests.options.harness import Ids
 from tests.options.reference import Network, Trainer
-from tests.options.reference_credit import Row, Scaling, Scored, Tokens, adapted, credit, policy_loss, value_loss
+from tests.options.reference_credit import Row, Scaling, Scored, Steering, Tokens, credit, policy_loss, value_loss
 from tests.options.reference_metrics import averaged, compared, deviation, mean, name_of, named, rollout_metrics
 from tests.options.reference_supervised import require_micro_batches, token_loss
 from tests.support import tiny
@@ -57,7 +57,7 @@ class Reinforcement:
         self.actor = self.trainer_of_actor()
         self.reference, self.average = self.actor.network.copy(), self.actor.network.copy()
         self.critic = Trainer(self.critic_start(), o, o["critic_learning_rate"], self.steps(of_actor=False))
-        self.scaling, self.kl_coef = Scaling(o), o.get("kl_coef", 0.0)
+        self.scaling, self.steering = Scaling(o), Steering(o)
         self.texts = self.batches_of_texts(texts)
 
     def trainer_of_actor(self) -> Trainer:
@@ -215,16 +215,16 @@ class Reinforcement:
         spread = mean([deviation(each) for each in self.members])
         plain = scored.scores
         scored.scores = self.scaling(self.relative(plain, indices))
-        advantages, returns = credit(self.options_at(iteration), scored, self.kl_coef)
+        advantages, returns = credit(self.options_at(iteration), scored, self.steering.coef())
         metrics = {f"score_{name_of(spec)}": sum(scores) / len(scores) for spec, scores in sources.items()}
-        metrics |= rollout_metrics(o, scored, plain, pairs, (advantages, returns)) | {"kl_coef": self.kl_coef}
+        metrics |= rollout_metrics(o, scored, plain, pairs, (advantages, returns)) | {"kl_coef": self.steering.coef()}
         metrics |= {"score_disagreement": spread} if o["reward_combine"] == "uncertain" else {}
         rows = list(range(len(pairs)))
         if o["algorithm"] == "best_of_n":
             rows = [i for i in rows if advantages[i][0] == 1.0]
         steps = self.update(pairs, rows, (scored, advantages, returns), iteration)
         if iteration > o["critic_warmup_iterations"]:
-            self.kl_coef = adapted(o, self.kl_coef, metrics["kl"])
+            self.steering.observe(metrics["kl"])
         return metrics | averaged(steps)
 
     def relative(self, scores: Row, indices: list[int]) -> Row:
@@ -284,7 +284,7 @@ class Reinforcement:
 
         def loss(network: Network) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, entropies = (torch.cat(x) for x in self.logprobs(network, pairs))
-            value, metrics = policy_loss(o, logprobs, constant, self.kl_coef)
+            value, metrics = policy_loss(o, logprobs, constant, self.steering.coef())
             value = value - o["entropy_coef"] * entropies.mean()
             if texts:
                 metrics["ptx_nll"] = token_loss(network, {"ptx_objective": o["ptx_objective"]}, texts)

@@ -118,7 +118,7 @@ def test_a_learning_rate_of_0_is_said(models: Path, tmp_path: Path, capsys: pyte
 
 def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> None:
     extras = {"ptx_coef": 0.5, "ptx_batch_size": 8, "ema_decay": 0.5, "entropy_coef": 0.01, "use_score_scaling": True}
-    extras |= {"score_clip": 2.0, "reward": "learned,normalize=true", "kl_target": 1.0, "kl_horizon": 1000}
+    extras |= {"score_clip": 2.0, "reward": "learned,normalize=true", "kl_target": 1.0}
     stage.run(options(models, tmp_path, **extras))
     out = tmp_path / "step3_ppo"
     steps = rows(tmp_path)

@@ -258,7 +258,7 @@ PARITY = {
     "ppo, not whitened": ("ppo", {"whiten_advantages": False}),
     "ppo, zero 2": ("ppo", {"zero_stage": 2}),
     "ppo, zero 3": ("ppo", {"zero_stage": 3}),
-    "ppo, adaptive KL": ("ppo", {"kl_target": 0.01, "kl_horizon": 20}),
+    "ppo, adaptive KL": ("ppo", {"kl_target": 0.01}),
     "ppo, critic warm-up": ("ppo", {"critic_warmup_iterations": 1}),
     "ppo, micro-batches of one": ("ppo", {"micro_batch_size": 1, "rollout_batch_size": 1}),
     "rloo, whitened": ("rloo", {"whiten_advantages": True}),

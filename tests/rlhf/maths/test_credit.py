@@ -185,25 +185,6 @@ def test_a_batch_of_one_token_is_finite() -> None:
     assert torch.equal(whitened(advantages, mask), torch.zeros(3, 4)) and bool(returns.isfinite().all())
 
 
-# The controller of the KL coefficient
-
-
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [(6.0, 0.2), (6.6, 0.2 * 1.01), (5.4, 0.2 * 0.99), (60.0, 0.2 * 1.02), (0.0, 0.2 * 0.98), (-3.0, 0.2 * 0.98)],
-)
-def test_adaptive_kl_by_hand(kl: float, expected: float) -> None:
-    # error = kl / 6 - 1 within +-0.2, and 64 / 640 = 0.1 of it is applied.
-    assert math.isclose(credit.adapt_kl_coef(0.2, kl, target=6.0, episodes=64, horizon=640), expected, rel_tol=1e-12)
-
-
-def test_adaptive_kl_refuses_nan_and_a_horizon_that_flips_the_sign() -> None:
-    with pytest.raises(AssertionError, match="nan"):
-        credit.adapt_kl_coef(0.2, math.nan, target=6.0, episodes=64, horizon=10_000)
-    with pytest.raises(AssertionError, match="horizon"):
-        credit.adapt_kl_coef(0.2, 1.0, target=6.0, episodes=50, horizon=10)
-
-
 # --- groups of responses to one prompt
 
 
