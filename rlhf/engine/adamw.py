@@ -1,7 +1,7 @@
 """AdamW with fp32 weights, moments and arithmetic for a model of any dtype, and its learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def rate_groups(weights: Mapping[str, Tensor], decay: float, rates: Mapping[str,
 class MasterAdamW(torch.optim.AdamW):
     """AdamW (I. Loshchilov and F. Hutter, arXiv 1711.05101) with master weights (P. Micikevicius et al., 1710.03740).
 
-    Weights are updated one by one, so that only one gradient at a time is copied to fp32.
+    Several weights are updated by one kernel. Their gradients in fp32 together are no larger than the largest one.
     """
 
     scale = 1.0
@@ -81,25 +81,30 @@ class MasterAdamW(torch.optim.AdamW):
         """Update every weight that has a gradient. The gradients are scaled in place."""
         assert closure is None, "a closure is not supported"
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                self.update(weight, weight.grad.float().mul_(self.scale), group)
-                if MASTER in self.state[weight]:
-                    weight.copy_(self.state[weight][MASTER])
+            for weights in batches([weight for weight in group["params"] if weight.grad is not None]):
+                gradients = [weight.grad.float() for weight in weights]
+                torch._foreach_mul_(gradients, self.scale)
+                self.update(weights, gradients, group)
+                rounded = [weight for weight in weights if MASTER in self.state[weight]]
+                if rounded:
+                    torch._foreach_copy_(rounded, [self.state[weight][MASTER] for weight in rounded])
 
-    def update(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        """One step of the master weight of `weight`. gradient: in fp32"""
-        state, (beta1, beta2) = self.state[weight], group["betas"]
-        if "step" not in state:
-            state |= initial_state(weight)
+    def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+        """One step of the master weights of `weights`. gradients: in fp32"""
+        if not weights:
+            return
+        beta1, beta2 = group["betas"]
+        for weight in weights:
+            if "step" not in self.state[weight]:
+                self.state[weight] |= initial_state(weight)
+        states = [self.state[weight] for weight in weights]
         update(
-            [self.master(weight)],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
+            [self.master(weight) for weight in weights],
+            list(gradients),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
-            [state["step"]],
+            [state["step"] for state in states],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -134,6 +139,19 @@ class MasterAdamW(torch.optim.AdamW):
     def state_numbers(self, weight: Tensor) -> int:
         """How many numbers `moments` has after a step."""
         return len(MOMENTS) * full_numel(weight)
+
+
+def batches(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The weights in their order, as many at once as together have no more numbers than the largest one."""
+    most = max((weight.numel() for weight in weights), default=0)
+    batch: list[Tensor] = []
+    for weight in weights:
+        if batch and sum(w.numel() for w in batch) + weight.numel() > most:
+            yield batch
+            batch = []
+        batch.append(weight)
+    if batch:
+        yield batch
 
 
 def initial_state(weight: Tensor, steps: float = 0) -> dict[str, Tensor]:

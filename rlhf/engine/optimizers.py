@@ -6,7 +6,7 @@ on blocks of it. ZeRO 1 to 3 have flat shards, which are none of these.
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,8 +125,8 @@ def build(
 class LibraryOptimizer(MasterAdamW):
     """The optimizer `kind` for the weights that suit it, AdamW for the others.
 
-    Each weight has an object of the library's class, which updates its fp32 master weight: so one gradient at a time is
-    in fp32, and the numbers are the library's.
+    Each weight has an object of the library's class, which updates its fp32 master weight: so the numbers are the
+    library's.
     """
 
     def __init__(self, weights: Iterable[Any], kind: Optim, outer: set[int], **options: Any) -> None:
@@ -135,13 +135,15 @@ class LibraryOptimizer(MasterAdamW):
         self._kind, self._outer = kind, outer
         self._libraries: dict[Tensor, torch.optim.Optimizer] = {}
 
-    def update(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        """One step of the master weight of `weight`."""
-        if not self._is_special(weight):
-            return super().update(weight, gradient, group)
-        state = self.state[weight]
-        state["step"] = state.get("step", 0) + 1
-        return self._step(weight, gradient, group, group["lr"])
+    def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+        """One step of the master weights of `weights`."""
+        others = [i for i, weight in enumerate(weights) if not self._is_special(weight)]
+        super().update([weights[i] for i in others], [gradients[i] for i in others], group)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if self._is_special(weight):
+                state = self.state[weight]
+                state["step"] = state.get("step", 0) + 1
+                self._step(weight, gradient, group, group["lr"])
 
     def _step(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], rate: float) -> None:
         master = self.master(weight)
