@@ -82,7 +82,7 @@ class MasterAdamW(torch.optim.AdamW):
         assert closure is None, "a closure is not supported"
         for group in self.param_groups:
             for weights in batches([weight for weight in group["params"] if weight.grad is not None]):
-                gradients = [weight.grad.float() for weight in weights]
+                gradients = [weight.grad.float() for weight in weights if weight.grad is not None]
                 torch._foreach_mul_(gradients, self.scale)
                 self.update(weights, gradients, group)
                 rounded = [weight for weight in weights if MASTER in self.state[weight]]

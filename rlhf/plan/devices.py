@@ -39,7 +39,11 @@ DEVICES = (
     Device("A800", 80e9, 312e12, 19.5e12, 2.04e12, 200e9, 25e9),
     Device("V100", 32e9, 125e12, 15.7e12, 0.9e12, 150e9, 12.5e9, bf16=False),
     Device("V100-16GB", 16e9, 125e12, 15.7e12, 0.9e12, 150e9, 12.5e9, bf16=False),
-    # NVIDIA's data sheets of PCIe cards for servers and workstations
+    # NVIDIA's data sheets of PCIe cards for servers and workstations. H100 (1,513 TFLOPS with sparsity as a PCIe card,
+    # 1,671 as NVL, 1,979 as SXM) and H200: a bridge joins two or four cards only, so links are those of PCIe
+    Device("H200-NVL", 141e9, 835.5e12, 60e12, 4.8e12, PCIE_5, 50e9),
+    Device("H100-NVL", 94e9, 835.5e12, 60e12, 3.9e12, PCIE_5, 50e9),
+    Device("H100-PCIe", 80e9, 756.5e12, 51.2e12, 2.0e12, PCIE_5, 50e9),
     Device("L40S", 48e9, 362e12, 91e12, 0.86e12, PCIE_4, 12.5e9),
     Device("L40", 48e9, 181e12, 90.5e12, 0.86e12, PCIE_4, 12.5e9),
     Device("L20", 48e9, 119.5e12, 59.8e12, 0.86e12, PCIE_4, 12.5e9),

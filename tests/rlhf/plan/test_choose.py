@@ -86,7 +86,10 @@ def workload(candidate: Any) -> Workload:
         ("NVIDIA RTX A6000", "A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
         ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
         ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("Tesla T4", "T4"),
         ("AMD Instinct MI300X OAM", "MI300X"),
@@ -99,7 +102,15 @@ def test_a_device_is_known_by_the_name_of_its_driver(name: str, kind: str | None
 
 
 def test_a_device_is_named_in_full_or_by_the_part_that_only_it_has() -> None:
-    for name, kind in {"3090": "RTX-3090", "mi300": "MI300X", "a10": "A10", "a6000": "A6000", "h200": "H200"}.items():
+    for name, kind in {
+        "3090": "RTX-3090",
+        "mi300": "MI300X",
+        "a10": "A10",
+        "a6000": "A6000",
+        "h200": "H200",
+        "h100": "H100",
+        "h100-pcie": "H100-PCIe",
+    }.items():
         assert device_of_kind(name).kind == kind
     for unknown in ("H10", "RTX", "4"):
         with pytest.raises(UserError, match=f"--device {unknown}: expected one of B200, .*, cpu"):
