@@ -199,9 +199,8 @@ def train(options: Options, results: Results) -> None:
 
 def demo(options: Options, results: Results) -> None:
     """The README's demo in the two 16-bit types: exit code, seconds, and what the policy gained."""
-    small = ["--data-path", "demo,rows=400", "--batch-size", "32", "--micro-batch-size", "32", "--max-length", "48"]
-    small += ["--max-prompt-length", "24", "--max-eval-rows", "8", "--sft.num-train-epochs", "1"]
-    small += ["--reward.num-train-epochs", "1", "--ppo.total-episodes", "32"]
+    small = ["--data-path", "demo,rows=400", "--max-eval-rows", "8", "--sft.num-train-epochs", "1"]
+    small += ["--reward.num-train-epochs", "1", "--ppo.total-episodes", "128"]
     for dtype in ("fp32",) if options.tiny else ("bf16", "fp16"):
         out = Path(options.output) / f"demo-{dtype}"
         command = ["train.py", "--output-dir", str(out), "--dtype", dtype, "--overwrite"]

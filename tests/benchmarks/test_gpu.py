@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import gpu, sft
 from benchmarks.gpu import Options, Results
+from rlhf.chain import command as train
 from rlhf.errors import UserError
 
 
@@ -52,6 +53,20 @@ def test_parts_that_are_programs_start_them(folder: Path, monkeypatch: pytest.Mo
     root = Path(gpu.__file__).parents[1]
     assert all((root / "tests" / name).exists() for name in (*gpu.TESTS, *gpu.TINY_TESTS))
     assert all((root / "benchmarks" / f"{name}.py").is_file() for name in gpu.BENCHMARKS)
+
+
+@pytest.mark.parametrize("tiny", [True, False])
+def test_train_takes_the_options_of_the_demo(
+    tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parse(words: list[str], **_: str) -> int:
+        monkeypatch.setattr("sys.argv", [*words, "--print-config"])
+        return train.main()
+
+    monkeypatch.setattr(gpu, "_run", parse)
+    results = Results(tmp_path / "demo.json")
+    gpu.demo(Options(tiny=tiny, output=str(tmp_path)), results)
+    assert not results.failed and capsys.readouterr().out.count("actor_model: demo-llama") == (1 if tiny else 2)
 
 
 def test_a_part_whose_program_fails_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
