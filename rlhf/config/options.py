@@ -54,6 +54,7 @@ class RunOptions(Config):
             "export_every",
             "allow_config_change",
             "timeout_s",
+            "deterministic",
         }
     )
 
@@ -61,6 +62,9 @@ class RunOptions(Config):
     """directory of the whole run; each stage writes its own folder inside"""
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """seed of initial heads, data order and sampling"""
+    deterministic: bool = False
+    """GPUs use torch's deterministic algorithms, so that a run, also a resumed one, repeats to the byte on the same
+    machine; slower. A CPU does so without it"""
     report_to: Annotated[tuple[str, ...], AfterValidator(_without_none)] = ()
     """trackers in addition to metrics.jsonl: none, tensorboard, wandb, trackio, mlflow, swanlab, comet_ml, clearml,
     dvclive, aim (wandb,project=NAME with its options), or a Python file of yours"""

@@ -7,8 +7,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import deterministic
 
+from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
+
+
+def begin(options: RunOptions) -> None:
+    """Seed all generators the same on each rank, and (`deterministic`) choose the algorithms of a GPU.
+
+    Flash attention, scatters and others add up with atomics in a backward pass: another order, other last bits. An
+    operation that has no deterministic algorithm is named in a warning of torch.
+    """
+    seed_all(options.seed)
+    if options.deterministic and collectives.local_device().type != "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # It would write every new tensor once more, to find reads of memory that nothing has set.
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property of the module
 
 
 def seed_all(number: int) -> None:

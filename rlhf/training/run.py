@@ -361,7 +361,7 @@ def open_run(
     stage, replace = declaration.name, options.overwrite or status == "extended"
     directory = Path(options.output_dir) / stage
     with collectives.process_group(options.timeout_s), progress.locked_directory(directory, replace):
-        random_sources.seed_all(options.seed)
+        random_sources.begin(options)
         run = Run(declaration, options, status, inputs)
         try:
             yield run

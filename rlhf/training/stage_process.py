@@ -33,6 +33,8 @@ C = TypeVar("C", bound=RunOptions)
 
 SPINS = "10000"
 """rounds that a waiting thread of libgomp spins before it sleeps; libgomp's default is 300,000"""
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""cuBLAS reads it when CUDA starts; with it, its products are the same each time (NVIDIA's documentation of cuBLAS)"""
 PATIENCE_S = 5.0
 """a rank with no error of its own waits this long for the launcher to end it, so that it prints nothing"""
 
@@ -123,6 +125,8 @@ def stage_main(
             complete = partial(_with_adapter_rates, set_options(argv, overlay))
             options = parser.parse(options_of(argv), argv, program, description, overlay, complete)
             foreign_settings.require_agreement(settings, options)
+            for name, value in CUBLAS.items() if options.deterministic else ():
+                os.environ.setdefault(name, value)
             from rlhf.distributed import rendezvous
             from rlhf.storage import manifests
 

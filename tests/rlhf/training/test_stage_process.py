@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import deterministic
 
 from rlhf.config.options import RunOptions
+from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.launch.supervisor import REQUEUE
-from rlhf.training import stage_process
+from rlhf.training import random_sources, stage_process
 from tests.support import forked
 
 ROOT = Path(__file__).parents[3]
@@ -43,6 +45,32 @@ def test_between_stages_usr1_asks_to_be_started_again() -> None:
 
 def test_the_deepspeed_launchers_extra_word_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert stage_main(monkeypatch, tmp_path, None, "--local_rank=1", "--seed", "3").seed == 3
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_cublas_hears_of_determinism_before_cuda_starts(
+    chosen: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"})
+    assert stage_main(monkeypatch, tmp_path, None, *["--deterministic"] * chosen).deterministic == chosen
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if chosen else None)
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "expected"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_only_a_gpu_needs_deterministic_algorithms(
+    device: str, chosen: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the option is accepted, and changes nothing."""
+    monkeypatch.setattr(collectives, "local_device", lambda: torch.device(device))
+    monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
+    try:
+        random_sources.begin(RunOptions(deterministic=chosen, seed=3))
+        assert torch.are_deterministic_algorithms_enabled() == expected
+        assert deterministic.fill_uninitialized_memory != expected and torch.initial_seed() == 3
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
