@@ -71,7 +71,7 @@ def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], co
     share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
     nll, tokens = torch.zeros((), dtype=torch.float64, device=policy.device), torch.zeros((), dtype=torch.float64)
     with policy.inference() as model:
-        for rows in length_groups(torch.tensor(dataset.lengths[share]), config.micro_batch_size):
+        for rows in length_groups(torch.tensor(dataset.lengths[share]), config.eval_rows):
             batch = sft_batch([dataset[share[i]] for i in rows], pad_id)
             logprobs, _ = model(batch)
             nll -= logprobs.sum().double()

@@ -41,7 +41,7 @@ def evaluate(
     """
     share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
     weights = dataset.weights.tolist()
-    groups = length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), config.micro_batch_size)
+    groups = length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), config.eval_rows)
     scores: list[Tensor] = []
     length_gaps: list[Tensor] = []
     with reward.inference() as model:

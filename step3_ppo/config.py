@@ -39,7 +39,8 @@ STAGE = Declaration(
     losses=("policy_loss", "value_loss"),
     phases={
         ("step3_ppo.rollout", "generate"): Phase("generation", "rollout_batch_size"),
-        ("step3_ppo.rollout", "score"): Phase("scoring", "rollout_batch_size"),
+        ("step3_ppo.rollout", "score"): Phase("scoring", "eval_batch_size"),
+        ("rlhf.rewards.learned", "score_sequences"): Phase("scoring by a reward model", "rollout_batch_size"),
     },
     report=ReportParts(
         section="Step 3, reinforcement learning",

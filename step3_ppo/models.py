@@ -87,7 +87,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequen
         ),
         tokenizer,
         config,
-        config.micro_batch_size,
+        config.eval_rows,
         config.missing_eos_penalty,
         config.rescore,
     )

@@ -55,7 +55,8 @@ class Scorer:
     sources: Sources
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingOptions
-    micro_batch_size: int
+    batch_size: int
+    """rows of one pass"""
     missing_eos_penalty: float | None
     rescore: bool = True
     """whether a pass of its own computes the old log-probs"""
@@ -120,14 +121,14 @@ def score(rollout: SampledRollout, actor: Engine[Any], critic: Engine[Any] | Non
     if scorer.rescore:
         with actor.inference() as policy:
             if critic is actor:
-                old, values = per_token(rollout, logprobs_and_values, scorer.micro_batch_size)
+                old, values = per_token(rollout, logprobs_and_values, scorer.batch_size)
             else:
-                old = per_token(rollout, logprobs(policy), scorer.micro_batch_size)
+                old = per_token(rollout, logprobs(policy), scorer.batch_size)
     with scorer.reference.of(actor) as reference:
-        ref = per_token(rollout, logprobs(reference), scorer.micro_batch_size)
+        ref = per_token(rollout, logprobs(reference), scorer.batch_size)
     if critic is not None and critic is not actor:
         with critic.inference() as model:
-            values = per_token(rollout, critic_values(model), scorer.micro_batch_size)
+            values = per_token(rollout, critic_values(model), scorer.batch_size)
     scores, source_scores = combined_scores(rollout, scorer)
     sampled = {field.name: getattr(rollout, field.name) for field in fields(SampledRollout)}
     numbers = {"logprobs": old, "ref_logprobs": ref, "scores": scores, "source_scores": source_scores, "values": values}
@@ -174,13 +175,13 @@ def critic_values(model: ScalarModel | Engine) -> Callable[[Sequences, int], Ten
     return lambda sequences, prompt: state_values(model(sequences), prompt)
 
 
-def per_token(rollout: SampledRollout, forward: Callable[[Sequences, int], Tensor], micro_batch_size: int) -> Tensor:
+def per_token(rollout: SampledRollout, forward: Callable[[Sequences, int], Tensor], batch_size: int) -> Tensor:
     """`forward(sequences, P)` for every response token, [B, T] on the device of its results, 0 off the mask; rows of
     similar length together.
 
     If `forward` gives K numbers for each token, [K, b, t]: [K, B, T].
     """
-    groups = length_groups(rollout.sequences.lengths, micro_batch_size)
+    groups = length_groups(rollout.sequences.lengths, batch_size)
     columns = []
     for rows in groups:
         micro = rollout[rows].trimmed()

@@ -23,7 +23,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "dataset-test-split": ("eval-data-path", _SPLIT),
     "dataset-num-proc": ("data-workers", ""),
     "per-device-train-batch-size": ("micro-batch-size", _GLOBAL),
-    "per-device-eval-batch-size": ("micro-batch-size", "evaluation takes as many rows at once as training"),
+    "per-device-eval-batch-size": ("eval-batch-size", ""),
     "gradient-accumulation-steps": ("batch-size", "it is global: micro-batch size x accumulation x processes"),
     "local-rollout-forward-batch-size": ("rollout-batch-size", ""),
     "mini-batch-size": ("num-mini-batches", "--ppo.batch-size is divided by it"),

@@ -227,10 +227,13 @@ LearningRateShape = Literal[
 class SharedOptimizerOptions(Config):
     """Options of AdamW, its schedule and micro-batches that have the same defaults in all stages."""
 
-    FREE: ClassVar[frozenset[str]] = frozenset({"micro_batch_size", "max_bad_steps"})
+    FREE: ClassVar[frozenset[str]] = frozenset({"micro_batch_size", "eval_batch_size", "max_bad_steps"})
 
     micro_batch_size: int = Field(8, ge=1)
     """rows in one forward and backward pass on one device; changes memory and speed, and results by rounding alone"""
+    eval_batch_size: int | None = Field(None, ge=1)
+    """rows in one pass without gradients on one device: held-out evaluation, and log-probs and values of a rollout;
+    none = --micro-batch-size; more may be faster on a GPU with free memory"""
     lr_scheduler_type: LearningRateShape = "linear"
     """learning rate after warm-up, as in transformers; constant has no warm-up"""
     lr_num_cycles: int = Field(1, ge=1)
@@ -252,6 +255,11 @@ class SharedOptimizerOptions(Config):
     max_bad_steps: int = Field(5, ge=1)
     """number of consecutive optimizer steps skipped for a non-finite loss or gradient, after which the run ends (exit
     code 3, the last batch is saved)"""
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows in one pass without gradients."""
+        return self.eval_batch_size or self.micro_batch_size
 
 
 class OptimizerOptions(SharedOptimizerOptions):

@@ -32,7 +32,7 @@ FLAGS = ("offload_optimizer", "offload_param", "gradient_checkpointing")
 SHARDED = ("zero_stage", "offload_optimizer", "offload_param", "gather_whole")
 """the options of SHARDING"""
 ROWS = ("micro_batch_size", "rollout_batch_size")
-"""options that are halved as long as they are above 1"""
+"""options that are halved as long as they are above 1; --eval-batch-size is halved with the micro-batch size"""
 ADAPTER = "lora,r=16,lora_alpha=32"
 SAME_SPEED = 1.1
 """a plan does not know times more exactly"""
@@ -79,7 +79,14 @@ def _sharding(machine: Machine) -> list[dict[str, Any]]:
 
 def _halvings(options: EngineOptions, name: str) -> list[dict[str, Any]]:
     value = getattr(options, name)
-    return [{name: value >> times} for times in range(value.bit_length())]
+    halves: list[dict[str, Any]] = [{name: value >> times} for times in range(value.bit_length())]
+    if name == "micro_batch_size" and getattr(options, "eval_batch_size", None):
+        rows = options.eval_batch_size  # type: ignore[attr-defined]  # of options with an optimizer
+        for times, half in enumerate(halves[1:], 1):
+            half["eval_batch_size"] = max(1, rows >> times)
+        if halves[-1].get("eval_batch_size", rows) > 1:
+            halves.append({name: 1, "eval_batch_size": 1})
+    return halves
 
 
 def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> tuple[C, Forecast]:

@@ -98,6 +98,8 @@ class Workload:
     """iterations of the whole run; 0: as many optimizer steps as the data have batches"""
     rows: int = 0
     """rows of all epochs together, about; 0: not known"""
+    eval_rows: int = 0
+    """rows of a pass without gradients; 0: those of a micro-batch"""
     note: str = ""
     """a limit of the plan, for the user: a cost that depends on the data"""
 
@@ -237,20 +239,31 @@ def _forecast_model(workload: Workload, spec: ModelSpec, layout: RankLayout) -> 
             spec.model_path, spec.head, Setup(spec.adapter, ids=spec.ids), workload.dtype, checkpointing, shape
         )
     else:
-        rows = min(spec.inference_rows, step_rows) or shape.rows
-        shape = replace(shape, rows=rows, entropy="none")
+        activations = Activations(0, 0, 0)
+    rows = (min(spec.inference_rows, step_rows) or _eval_rows(workload, layout.ranks)) * sides or shape.rows
+    scored = shape if spec.trained and rows == shape.rows else replace(shape, rows=rows, entropy="none")
+    if scored is not shape:
         setup = Setup(ids=spec.ids)
-        inference = activation_peaks.inference(spec.model_path, spec.head, workload.dtype, shape, setup)
-        activations = Activations(0, 0, inference)
+        inference = activation_peaks.inference(spec.model_path, spec.head, workload.dtype, scored, setup)
+        activations = replace(activations, inference=inference)
     if spec.head == "lm" and not layout.on_cpu:
-        more = activation_peaks.more_on_gpu(shape.rows * shape.predicted * model_size.vocabulary)
-        activations = replace(activations, head=activations.head + more, inference=activations.inference + more)
+        head, inference = (
+            activation_peaks.more_on_gpu(each.rows * each.predicted * model_size.vocabulary) for each in (shape, scored)
+        )
+        activations = replace(activations, head=activations.head + head, inference=activations.inference + inference)
     cache = 0.0
     if workload.rollout and not workload.rollout.share and spec.role == "actor":
         r = workload.rollout
         rows = min(r.rows, math.ceil(workload.batch / layout.ranks))
         cache = workload.b * model_size.cache * rows * (r.prompt + r.response)
     return ModelForecast(spec, model_size, memory, activations, cache)
+
+
+def _eval_rows(workload: Workload, ranks: int) -> int:
+    """Rows of a pass without gradients, where they are not those of a micro-batch; else 0."""
+    if workload.eval_rows == workload.micro_batch:
+        return 0
+    return min(workload.eval_rows, math.ceil(workload.batch / ranks)) if workload.rollout else workload.eval_rows
 
 
 def _moments(

@@ -24,5 +24,6 @@ def supervised_workload(
         config.keep,
         averages=int(config.keep_best is not None),
         copied=config.async_checkpoints,
+        eval_rows=config.eval_rows,
         note=note,
     )

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Any
 
 from rlhf.config.declaration import Phase
-from rlhf.config.options import FrozenOptions, RunOptions
+from rlhf.config.options import FrozenOptions, RunOptions, SharedOptimizerOptions
 
 PHASES = {
     ("rlhf.engine.training", "__init__"): Phase("the optimizer's set-up"),
@@ -26,6 +26,8 @@ def memory_advice(error: BaseException, options: RunOptions, phases: Phases, ran
     options, phases: of the stage that runs; an option is named only if it is not already set.
     """
     phase, values = phase_of(error, phases), dict(options)
+    if isinstance(options, SharedOptimizerOptions):
+        values["eval_batch_size"] = options.eval_rows
     remedies = ", ".join(_remedies(phase, values, ranks))
     library = (str(error).splitlines() or [type(error).__name__])[0][:SHOWN]
     return f"rank {rank}: out of memory in {phase.name} ({_size(phase, values)}); try {remedies} ({library})"

@@ -135,7 +135,7 @@ def test_scoring_does_not_depend_on_micro_batches_or_padding(game: Players, roll
         mask=pad(rollout.mask, (0, 5)),
         sampled_logprobs=pad(rollout.sampled_logprobs, (0, 5)),
     )
-    one_by_one = replace(game, scorer=replace(game.scorer, micro_batch_size=1))
+    one_by_one = replace(game, scorer=replace(game.scorer, batch_size=1))
     for other in (game.score(wider), one_by_one.score(rollout)):
         for name in ("logprobs", "ref_logprobs", "values", "scores"):
             expected = getattr(rollout, name)

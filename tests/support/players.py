@@ -140,7 +140,7 @@ def players(algorithm: str, **changes: Any) -> Players:
             Sources((WeightedSource("words", 1.0, count_of_words),)),
             tiny.tokenizer(),
             config,
-            config.micro_batch_size,
+            config.eval_rows,
             config.missing_eos_penalty,
             config.rescore,
         ),

@@ -152,6 +152,9 @@ def test_settings_change_memory_and_speed_only(model_path: str) -> None:
                        "micro_batch_size"}  # fmt: skip
     assert changed <= SFTConfig.declared("FREE")
     assert {setting.micro_batch_size for setting in settings} == {4, 2, 1}
+    large = choose.candidates(sft(model_path, eval_batch_size=64), gpus(80e9))
+    assert {(setting.micro_batch_size, setting.eval_batch_size) for setting in large} == {
+        (4, 64), (2, 32), (1, 16), (1, 1)}  # fmt: skip
     alone = list(choose.candidates(start, gpus(80e9, count=1)))
     assert {setting.zero_stage for setting in alone if not setting.offload_optimizer} == {1}
     on_cpu = list(choose.candidates(start, describe_machine(PlanOptions(device="cpu"), 2)))

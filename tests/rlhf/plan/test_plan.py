@@ -296,6 +296,19 @@ def test_memory_of_step_3_is_that_of_all_models(model_path: str) -> None:
     assert result.models[0].cache == 2 * sizes.size(model_path, "lm").cache * rows * (256 + 64)
 
 
+def test_passes_without_gradients_have_rows_of_their_own(model_path: str) -> None:
+    """The logits of a fine-tuned row are those of 511 tokens, in bf16."""
+
+    def evaluation(rows: int | None) -> float:
+        config = SFTConfig(model=model_path, dtype="bf16", micro_batch_size=2, eval_batch_size=rows, max_length=512)
+        (model,) = forecast(sft_plan.workload(config, "H100", {}), four_gpus(80e9)).models
+        return model.activations.inference
+
+    logits = 2 * 511 * sizes.size(model_path, "lm").vocabulary
+    assert evaluation(64) - evaluation(8) >= 56 * logits
+    assert evaluation(None) == evaluation(2)
+
+
 def test_a_backend_with_its_own_memory(model_path: str) -> None:
     """While it generates, its share of the 80 GB replaces the actor's cache; other moments do not change."""
 

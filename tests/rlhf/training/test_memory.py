@@ -6,6 +6,7 @@ import torch
 from rlhf import errors
 from rlhf.chain.stages import STAGES
 from rlhf.training import out_of_memory
+from step1_sft.config import STAGE as SFT_STAGE
 from step1_sft.config import SFTConfig
 from step3_ppo.algorithms.ppo import Config as PPO
 from step3_ppo.config import STAGE as PPO_STAGE
@@ -73,6 +74,14 @@ def test_a_rollout_has_knobs_of_its_own() -> None:
     assert (
         "--rollout-batch-size 32" in advice and "--reference.offload" in advice and "--micro-batch-size" not in advice
     )
+
+
+@pytest.mark.parametrize(("chosen", "rows"), [(64, 64), (None, 8)])
+def test_an_evaluation_names_the_rows_of_its_passes(chosen: int | None, rows: int) -> None:
+    options = SFTConfig(micro_batch_size=8, eval_batch_size=chosen)
+    error = raised_in("step1_sft.stage", "perplexity", MemoryError())
+    advice = out_of_memory.memory_advice(error, options, SFT_STAGE.phases, 0, 1)
+    assert f"in evaluation (at once {rows} rows of" in advice and f"try --eval-batch-size {rows // 2}, " in advice
 
 
 def test_the_innermost_phase_counts() -> None:
