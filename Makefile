@@ -72,7 +72,7 @@ bench: $(INSTALLED) $(SMOLLM2)  ## everything measured beside what others use, i
 	$(PY) -m benchmarks.scaling
 	$(PY) -m benchmarks.data
 
-gpu: $(INSTALLED)  ## what only a GPU can answer, into build/gpu/, at most 8 minutes a part
+gpu: $(INSTALLED)  ## what only a GPU can answer, into build/gpu/, at most 2 minutes a part
 	$(PY) -m benchmarks.gpu $(ARGS)
 
 bench-data: $(INSTALLED)  ## what tokenised data costs, into benchmarks/results/data.json: two minutes

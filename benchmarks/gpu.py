@@ -1,162 +1,54 @@
 """`python -m benchmarks.gpu`, or `make gpu`: everything that only a GPU can answer, in order of worth.
 
-Each part is a process of at most 8 minutes, and writes its result to build/gpu/NAME.json as it goes, so that a machine
-that is lent for half an hour leaves results behind. Models have random weights: no model hub is needed.
+Each part is a process of at most two minutes, and writes its result to build/gpu/gpu-PART.json as it goes, so that a
+machine that is lent for a quarter of an hour leaves results behind. Models have random weights: no model hub is needed.
+Results worth keeping go to benchmarks/results/ (`--output`).
 
 | part | what it answers |
 |---|---|
-| decode | share of the memory bandwidth in decode steps, eager and compiled |
 | ppo | OPT-1.3B with a reward model of 350M, 256 + 256 tokens, beside DeepSpeed-Chat; its memory beside the plan |
+| profile | the kernels of decode steps, scoring and the update |
+| sweep | the same with other batches and micro-batches |
+| rates | what bounds them: memory, products, the host, the optimizer step |
+| decode | share of the memory bandwidth in decode steps, eager and compiled, and whether the tokens are the same |
+| determinism | bits of a backward pass, with `--deterministic` and without |
 | train | share of the peak in fine-tuning (MFU) |
+| resume | an interrupted run and one that was not, under `--deterministic`, byte for byte |
 | demo | all stages of the demo in bf16 and fp16 |
-| tests | the tests of tensor code on the GPU |
-| peers | fine-tuning, reward model and PPO beside TRL |
+| tests | the tests of tensor code on the GPU; those of two processes need two |
+| trl-sft, trl-reward, trl-ppo | fine-tuning, reward model and PPO beside TRL |
 
 `--tiny` runs the same parts with tiny models on any machine: a test of this program.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field
-
-from benchmarks import random_models
+from benchmarks import gpu_device, gpu_ppo, random_models
+from benchmarks.gpu_part import Options, Results
 from benchmarks.random_models import timed
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLISHED = 3212
-"""tokens per second and GPU: DeepSpeed-Chat, OPT-1.3B with a reward model of 350M, 256 + 256 tokens"""
-PROMPT, RESPONSE = 256, 256
 BENCHMARKS = ("sft", "reward", "ppo")
 TESTS = ("contracts", "rlhf/maths", "rlhf/models", "rlhf/generation", "rlhf/engine", "step3_ppo")
 TINY_TESTS = ("rlhf/maths/test_draws.py",)
-
-
-class Options(parser.Config):
-    """What to run, and how large."""
-
-    only: tuple[str, ...] = ()
-    """parts to run; none: all"""
-    tiny: bool = False
-    """tiny models, on any machine"""
-    limit_s: int = Field(480, ge=1)
-    """seconds of each part"""
-    output: str = "build/gpu"
-    """folder of the results"""
-    part: str | None = None
-    """run this part in this process; the program sets it itself"""
-
-
-class Results:
-    """The numbers of a part, written to disk after each of them."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._numbers = path, dict[str, Any]()
-        self.failed = False
-        """whether a program of the part ended with an exit code other than 0"""
-
-    def add_code(self, name: str, code: int) -> None:
-        """Record and print the exit code of a program."""
-        self.failed |= code != 0
-        self.add(**{name: code})
-
-    def add(self, **numbers: Any) -> None:
-        """Record and print numbers."""
-        self._numbers |= numbers
-        self._path.write_text(json.dumps(self._numbers, indent=1), encoding="utf-8")
-        print(" ".join(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
-                       for name, value in numbers.items()), flush=True)  # fmt: skip
-
-
-def decode(options: Options, results: Results) -> None:
-    """Decode steps of 16 and 64 rows without an end: bytes of weights and cache over the bandwidth of the machine."""
-    import torch
-
-    from benchmarks.limits import read_rate
-    from rlhf.config.options import SamplingOptions
-    from rlhf.generation import open_backend
-    from rlhf.maths.uniforms import uniforms
-    from rlhf.models.cpu import compiling
-    from rlhf.models.load import load_causal_lm
-
-    device, (actor, _) = random_models.device(), random_models.models(options.tiny, Path(options.output))
-    ids, size = random_models.vocabulary(actor), random_models.size(actor)
-    lm = load_causal_lm(actor, random_models.dtype(), ids).to(device)
-    width = next(lm.parameters()).element_size()
-    bandwidth = read_rate(torch.ones(2**20 if options.tiny else 2**30, device=device))
-    results.add(read_gb_per_s=bandwidth / 1e9, model=Path(actor).stem, dtype=str(random_models.dtype()))
-    backend = open_backend("loop", eos_token_id=-1, pad_token_id=0)
-    prompt, response = (8, 8) if options.tiny else (PROMPT, RESPONSE)
-
-    def seconds(rows: int, length: int) -> float:
-        draws = uniforms([(0, i) for i in range(rows)], length)
-        prompts = random_models.prompts(rows, prompt, ids)
-        with timed() as clock:
-            backend(lm, prompts, SamplingOptions(response_length=length), draws)
-        return clock[0]
-
-    for name in ("eager",) if options.tiny else ("eager", "compiled"):
-        if name == "compiled":
-            compiling.compile_layers(lm)
-        for rows in (2,) if options.tiny else (16, 64):
-            seconds(rows, response)
-            step = (seconds(rows, response) - seconds(rows, 1)) / (response - 1)
-            read = width * ((size.total - size.outer) + size.vocabulary * size.hidden)
-            read += width * size.cache * rows * (prompt + response / 2)
-            results.add(**{f"{name}_{rows}_step_ms": 1e3 * step, f"{name}_{rows}_share": read / bandwidth / step})
-
-
-def ppo(options: Options, results: Results) -> None:
-    """Iterations of step 3 on prompts and responses of full length, scoring counted; peak memory beside the plan."""
-    from dataclasses import replace
-
-    import torch
-
-    from rlhf import plugins
-    from rlhf.distributed import collectives
-    from rlhf.generation import open_backend
-    from rlhf.plan.forecast import forecast
-    from rlhf.plan.machine import describe_machine
-    from rlhf.plan.options import PlanOptions
-    from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
-    from step3_ppo import stage
-    from step3_ppo.models import set_up
-    from step3_ppo.plan import workload
-    from step3_ppo.schedule import Schedule
-
-    prompt, response, batch, micro = (8, 8, 4, 2) if options.tiny else (PROMPT, RESPONSE, 64, 8)
-    actor, reward = random_models.models(options.tiny, Path(options.output))
-    config = plugins.find("step3_ppo.algorithms", "ppo").Config(
-        actor_model=actor, reward_model=reward, critic_model=reward, batch_size=batch, micro_batch_size=micro,
-        rollout_batch_size=batch, max_prompt_length=prompt, response_length=response, num_ppo_epochs=1,
-        num_mini_batches=1, total_episodes=100 * batch, output_dir=str(Path(options.output) / "run"), zero_stage=0,
-        dtype="auto",
-    )  # fmt: skip
-    machine = describe_machine(PlanOptions(), 1)
-    planned = forecast(workload(config, machine.device.kind, {}), machine)
-    results.add(planned_peak_gb=planned.peak / 1e9, moment=planned.peak_moment.name)
-    with collectives.process_group(config.timeout_s):
-        tokenizer = prepare_tokenizer(load_tokenizer(actor), "auto")
-        models = replace(set_up(config, tokenizer), backend=open_backend("loop", eos_token_id=-1, pad_token_id=0))
-        items = random_models.prompt_items(2 * batch, prompt, random_models.vocabulary(actor))
-        steps = stage.train(models, items, Schedule(len(items), config, config.seed), config)
-        for number in range(2 if options.tiny else 4):
-            with timed() as clock:
-                metrics = next(steps)
-            rate = batch * (prompt + response) / clock[0]
-            parts = {name: metrics[f"seconds_{name}"] for name in ("generate", "score", "update")}
-            results.add(iteration=number, seconds=clock[0], tokens_per_s=rate, over_published=rate / PUBLISHED, **parts)
-            if torch.cuda.is_available():
-                results.add(peak_gb=torch.cuda.max_memory_allocated() / 1e9)
+SMALL = ("--data-path", "demo,rows=400", "--max-eval-rows", "8", "--sft.num-train-epochs", "1",
+         "--reward.num-train-epochs", "1", "--ppo.total-episodes", "128")  # fmt: skip
+"""a demo of seconds"""
+MODELS = ("step1_sft/model", "step2_reward/model", "step3_ppo/actor", "step3_ppo/critic")
+SLOW = 10
+"""how many times as long a part may take with --tiny, on a busy CPU"""
 
 
 def train(options: Options, results: Results) -> None:
@@ -174,7 +66,7 @@ def train(options: Options, results: Results) -> None:
     from step1_sft.config import SFTConfig
 
     rows, tokens, micro = (4, 16, 2) if options.tiny else (64, 512, 8)
-    actor, _ = random_models.models(options.tiny, Path(options.output))
+    actor, _ = random_models.models(options.tiny, Path(options.work))
     ids, size = random_models.vocabulary(actor), random_models.size(actor)
     flops = 3 * forward_flops(size, rows, tokens, tokens - 1)
     gpu = known_gpu()
@@ -199,18 +91,36 @@ def train(options: Options, results: Results) -> None:
 
 def demo(options: Options, results: Results) -> None:
     """The README's demo in the two 16-bit types: exit code, seconds, and what the policy gained."""
-    small = ["--data-path", "demo,rows=400", "--max-eval-rows", "8", "--sft.num-train-epochs", "1"]
-    small += ["--reward.num-train-epochs", "1", "--ppo.total-episodes", "128"]
     for dtype in ("fp32",) if options.tiny else ("bf16", "fp16"):
-        out = Path(options.output) / f"demo-{dtype}"
+        out = Path(options.work) / f"demo-{dtype}"
         command = ["train.py", "--output-dir", str(out), "--dtype", dtype, "--overwrite"]
         with timed() as clock:
-            code = _run([*command, *(small if options.tiny else [])])
+            code = _run([*command, *(SMALL if options.tiny else [])])
         manifest = out / "step3_ppo" / "manifest.json"
         metrics = json.loads(manifest.read_text())["metrics"] if manifest.is_file() else {}
         gain = metrics.get("eval_score", 0.0) - metrics.get("eval_score_before", 0.0)
         results.add_code(f"{dtype}_code", code)
         results.add(**{f"{dtype}_seconds": clock[0], f"{dtype}_score_gain": gain})
+
+
+def resume(options: Options, results: Results) -> None:
+    """A run that is interrupted in its last stage and resumed, beside one that is not: models with equal bytes."""
+    words = ["train.py", "--deterministic", "--save-every", "1", *SMALL, *["--steps", "1"] * options.tiny]
+    whole, broken = (Path(options.work) / f"resume-{name}" for name in ("whole", "broken"))
+    for folder in (whole, broken):
+        shutil.rmtree(folder, ignore_errors=True)
+    results.add_code("whole_code", _run([*words, "--output-dir", str(whole)]))
+    again = [*words, "--output-dir", str(broken)]
+    process = subprocess.Popen([sys.executable, *again], cwd=ROOT)
+    log = broken / ("step1_sft" if options.tiny else "step3_ppo") / "metrics.jsonl"
+    while process.poll() is None and not (log.is_file() and log.read_text().count("\n") >= 2):
+        time.sleep(0.1)
+    process.terminate()
+    results.add(interrupted_code=process.wait())
+    results.add_code("resumed_code", _run(again))
+    for name in MODELS[: 1 if options.tiny else None]:
+        one, other = (folder / name / "model.safetensors" for folder in (whole, broken))
+        results.add(**{name: one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()})
 
 
 def tests(options: Options, results: Results) -> None:
@@ -221,18 +131,19 @@ def tests(options: Options, results: Results) -> None:
         results.add_code(name, _run(command, DS_ACCELERATOR=accelerator))
 
 
-def peers(options: Options, results: Results) -> None:
-    """The comparisons of `make bench` with TRL, which each of them installs."""
-    for name in BENCHMARKS:
-        words = ["-m", f"benchmarks.{name}", "--output", str(Path(options.output) / f"beside-trl-{name}.json")]
-        if options.tiny:
-            results.add(**{name: "left out"})
-        else:
-            results.add_code(name, _run(words))
+def beside_trl(name: str, options: Options, results: Results) -> None:
+    """A comparison of `make bench` with TRL, which it installs."""
+    words = ["-m", f"benchmarks.{name}", "--output", str(Path(options.output) / f"gpu-{name}.json")]
+    if options.tiny:
+        results.add(**{name: "left out"})
+    else:
+        results.add_code(name, _run(words))
 
 
 PARTS: dict[str, Callable[[Options, Results], None]] = {
-    "decode": decode, "ppo": ppo, "train": train, "demo": demo, "tests": tests, "peers": peers,
+    "ppo": gpu_ppo.ppo, "profile": gpu_ppo.profile, "sweep": gpu_ppo.sweep, "rates": gpu_device.rates,
+    "decode": gpu_device.decode, "determinism": gpu_device.determinism, "train": train, "resume": resume, "demo": demo,
+    "tests": tests, **{f"trl-{name}": partial(beside_trl, name) for name in BENCHMARKS},
 }  # fmt: skip
 
 
@@ -243,16 +154,17 @@ def _run(words: list[str], **variables: str) -> int:
 
 def run_part(name: str, options: Options) -> str:
     """Run a part in a process of its own. Returns how it ended."""
-    words = ["-m", "benchmarks.gpu", "--part", name, "--output", options.output]
+    words = ["-m", "benchmarks.gpu", "--part", name, "--output", options.output, "--work", options.work]
+    limit = options.limit_s * (SLOW if options.tiny else 1)
     process = subprocess.Popen(
         [sys.executable, *words, *(["--tiny"] if options.tiny else [])], cwd=ROOT, start_new_session=True
     )
     try:
-        code = process.wait(options.limit_s)
+        code = process.wait(limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with the programs that it has started
         process.wait()
-        return f"stopped after {options.limit_s} s"
+        return f"stopped after {limit} s"
     return "done" if code == 0 else f"exit code {code}"
 
 
@@ -265,11 +177,12 @@ def main() -> int:
 
     if not options.tiny and not torch.cuda.is_available():
         raise UserError("make gpu: torch finds no GPU here; --tiny runs the same parts with tiny models on a CPU")
-    folder = Path(options.output).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    options = options.model_copy(update={"output": str(folder)})
+    folders = {name: Path(getattr(options, name)).resolve() for name in ("output", "work")}
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    options = options.model_copy(update={name: str(folder) for name, folder in folders.items()})
     if options.part is not None:
-        results = Results(folder / f"{options.part}.json")
+        results = Results(folders["output"] / f"gpu-{options.part}.json")
         PARTS[options.part](options, results)
         return int(results.failed)
     ends = {name: run_part(name, options) for name in options.only or PARTS}

@@ -91,6 +91,14 @@ class WorkerPipe:
         self._answers.flush()
 
 
+def clock() -> float:
+    """Seconds, once the device has done what was started: TRL's loops end while a GPU still works."""
+    torch = sys.modules.get("torch")  # the harness itself does without it
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def memory_bytes(name: str) -> int:
     """VmRSS or VmHWM of this process. ru_maxrss would include the memory of the parent process."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())

@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -122,9 +121,9 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         steps = stage.train(players, data.train, Schedule(len(data.train), config, config.seed), config)
         pipe.ready()
         while pipe.next_request():
-            start = time.perf_counter()
+            start = harness.clock()
             metrics = next(steps)
-            seconds = time.perf_counter() - start
+            seconds = harness.clock() - start
             assert metrics["response_length"] == config.response_length, metrics
             parts = {name: metrics[f"seconds_{name}"] for name in PARTS}
             pipe.reply(seconds=seconds, episodes=config.batch_size, **parts, first_approx_kl=metrics["first_approx_kl"])
@@ -149,9 +148,9 @@ def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         for batch in itertools.cycle(config):
             if not pipe.next_request():
                 raise StopTraining
-            start = time.perf_counter()
+            start = harness.clock()
             yield batch
-            pipe.reply(seconds=time.perf_counter() - start, episodes=len(batch["input_ids"]))
+            pipe.reply(seconds=harness.clock() - start, episodes=len(batch["input_ids"]))
 
     trainer.dataloader = paced()
     with contextlib.suppress(StopTraining):

@@ -14,14 +14,18 @@ ACTOR, REWARD = "opt-1.3b", "opt-350m"
 
 
 def models(tiny: bool, folder: Path) -> tuple[str, str]:
-    """Paths of (the policy, as a YAML file, of which every process draws the same weights; the reward model)."""
-    actor, reward = (folder / f"{'tiny-' * tiny}{name}.yaml" for name in (ACTOR, REWARD))
-    saved = reward.with_suffix("")
-    if not (saved / "config.json").is_file():
-        for path, name in ((actor, ACTOR), (reward, REWARD)):
-            _describe(path, name, tiny)
-        _save_scalar(reward, saved)
-    return str(actor), str(saved)
+    """Folders of (the policy, the reward model), made at the first call."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    paths = []
+    for name, auto in ((ACTOR, AutoModelForCausalLM), (REWARD, AutoModelForSequenceClassification)):
+        saved = folder / f"{'tiny-' * tiny}{name}"
+        if not (saved / "config.json").is_file():
+            description = saved.with_suffix(saved.suffix + ".yaml")
+            _describe(description, name, tiny)
+            _save(auto, description, saved)
+        paths.append(str(saved))
+    return paths[0], paths[1]
 
 
 def _describe(path: Path, name: str, tiny: bool) -> None:
@@ -36,18 +40,18 @@ def _describe(path: Path, name: str, tiny: bool) -> None:
     path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
 
 
-def _save_scalar(description: Path, folder: Path) -> None:
-    """Save a one-label sequence classifier with random weights."""
-    from transformers import AutoModelForSequenceClassification
-
+def _save(auto: Any, description: Path, folder: Path) -> None:
+    """Save a model with random weights, which are drawn on the device: a CPU takes 20 s for 1.3 billion."""
     from rlhf.models.load import load_config
     from rlhf.text.tokenizer import load_tokenizer
 
     config = load_config(str(description))
     config.num_labels = 1
     torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(config).to(dtype()).save_pretrained(folder)
+    with device():
+        model = auto.from_config(config)
     load_tokenizer(str(description)).save_pretrained(folder)
+    model.to(dtype()).save_pretrained(folder)
 
 
 def size(path: str) -> Any:

@@ -14,7 +14,6 @@ measurement. With --lora R both sides train the same adapter.
 import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -140,9 +139,9 @@ def run_ours(
         batches = batches_of(sides, config, config.seed, (0, 1))
         batches.set_epoch(epoch)
         until = config.model_copy(update={"num_train_epochs": epoch + 1})
-        start = time.perf_counter()
+        start = harness.clock()
         metrics = list(itertools.islice(train(batches, until), 1 if work == WARM_UP else None))
-        seconds = time.perf_counter() - start
+        seconds = harness.clock() - start
         means = {name: sum(one[name] for one in metrics) / len(metrics) for name in ("loss", "padding")}
         pipe.reply(seconds=seconds, steps=len(metrics), **counted(metrics, work), **means)
 
@@ -236,7 +235,7 @@ def run_paced(trainer: Any, pipe: WorkerPipe, steps: int, unit: str = "tokens") 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.done += 1
             if self.done == self.wanted:
-                pipe.reply(seconds=time.perf_counter() - self.began, **{unit: trainer.counted}, steps=self.done)
+                pipe.reply(seconds=harness.clock() - self.began, **{unit: trainer.counted}, steps=self.done)
                 self.wait(control)
 
         def wait(self, control: Any) -> None:
@@ -244,7 +243,7 @@ def run_paced(trainer: Any, pipe: WorkerPipe, steps: int, unit: str = "tokens") 
             if work is None:
                 control.should_training_stop = True
             self.done, self.wanted = 0, 1 if work == WARM_UP else steps
-            trainer.counted, self.began = 0, time.perf_counter()
+            trainer.counted, self.began = 0, harness.clock()
 
     trainer.add_callback(Pace())
     trainer.train()

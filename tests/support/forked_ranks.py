@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import pytest
+import torch
 from torch.distributed import TCPStore
 
 from tests.support import forked
@@ -47,7 +49,10 @@ def launch(module: str, argv: Sequence[str], processes: int) -> int:
 
 
 def finish(module: str, *argv: str, timeout_s: float = 600.0) -> Ended:
-    """The same until both have ended, the first has failed, or `timeout_s` have passed."""
+    """The same until both have ended, the first has failed, or `timeout_s` have passed. One GPU cannot serve two ranks:
+    the test is skipped."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("two ranks need two GPUs; this machine has one")
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with TemporaryDirectory() as folder:

@@ -1,0 +1,174 @@
+"""The headline of benchmarks/gpu.py: iterations of step 3 on OPT-1.3B with a reward model and a critic of 350M.
+
+Random weights, prompts and responses of full length, as in DeepSpeed-Chat's benchmark; scoring counts.
+"""
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import random_models
+from benchmarks.gpu_part import Options, Results
+from benchmarks.random_models import timed
+
+PUBLISHED = 3213
+"""tokens per second and GPU: DeepSpeed-Chat, 264,292 rows of 512 tokens in 11.7 h on one A100 of 80 GB"""
+PARTS = ("generate", "score", "update")
+SWEEP = ((64, 16), (64, 32), (256, 16), (256, 32), (64, 4))
+"""rows of an iteration, and of a micro-batch, beside the headline's"""
+PROFILED_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """Step 3, ready to run."""
+
+    models: Any
+    config: Any
+    actor: str
+    reward: str
+
+    def steps(self, items: list[Any]) -> Iterator[Any]:
+        """Iterations of `batch_size` rows."""
+        from step3_ppo import stage
+        from step3_ppo.schedule import Schedule
+
+        return stage.train(self.models, items, Schedule(len(items), self.config, self.config.seed), self.config)
+
+    def items(self) -> list[Any]:
+        """Prompts of two iterations."""
+        ids = random_models.vocabulary(self.actor)
+        return random_models.prompt_items(2 * self.config.batch_size, self.config.max_prompt_length, ids)
+
+    def measured(self, repeats: int) -> dict[str, float]:
+        """Medians of iterations after a warm-up, and rates."""
+        steps, found = self.steps(self.items()), list[dict[str, float]]()
+        next(steps)
+        for _ in range(repeats):
+            with timed() as clock:
+                metrics = next(steps)
+            found.append({"seconds": clock[0], **{part: metrics[f"seconds_{part}"] for part in PARTS}})
+        medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
+        c, flops = self.config, self.flops()
+        rate = c.batch_size * (c.max_prompt_length + c.response_length) / medians["seconds"]
+        shares = {f"{part}_tflops": flops[part] / medians[part] / 1e12 for part in flops}
+        return {**medians, "tokens_per_s": rate, "over_published": rate / PUBLISHED, **shares}
+
+    def flops(self) -> dict[str, float]:
+        """Operations of the update and of scoring in an iteration."""
+        from rlhf.plan import sizes
+        from rlhf.plan.cost import forward_flops
+
+        c = self.config
+        tokens = c.max_prompt_length + c.response_length
+        policy = forward_flops(sizes.size(self.actor, "lm"), c.batch_size, tokens, c.response_length)
+        scalar = forward_flops(sizes.size(self.reward, "scalar"), c.batch_size, tokens, 0)
+        return {"score": policy * (1 + c.rescore) + 2 * scalar, "update": 3 * (policy + scalar)}
+
+    def with_rows(self, rows: int, micro: int) -> "Iterations":
+        """The same models with other batches."""
+        changes = {"batch_size": rows, "micro_batch_size": micro, "rollout_batch_size": rows}
+        return replace(self, config=self.config.model_copy(update=changes))
+
+
+def configured(options: Options) -> tuple[Any, str, str]:
+    """Options of step 3, the policy, the reward model."""
+    from rlhf import plugins
+
+    (prompt, response), (batch, micro) = options.lengths, (4, 2) if options.tiny else (64, 8)
+    actor, reward = random_models.models(options.tiny, Path(options.work))
+    config = plugins.find("step3_ppo.algorithms", "ppo").Config(
+        actor_model=actor, reward_model=reward, critic_model=reward, batch_size=batch, micro_batch_size=micro,
+        rollout_batch_size=batch, max_prompt_length=prompt, response_length=response, num_ppo_epochs=1,
+        num_mini_batches=1, total_episodes=100 * batch, output_dir=str(Path(options.work) / "run"), zero_stage=0,
+        dtype="auto", eval_batch_size=batch,
+    )  # fmt: skip
+    return config, actor, reward
+
+
+@contextlib.contextmanager
+def opened(options: Options) -> Iterator[Iterations]:
+    """Step 3 with its models on the device; responses have no end."""
+    from rlhf.distributed import collectives
+    from rlhf.generation import open_backend
+    from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+    from step3_ppo.models import set_up
+
+    config, actor, reward = configured(options)
+    with collectives.process_group(config.timeout_s):
+        models = set_up(config, prepare_tokenizer(load_tokenizer(actor), "auto"))
+        endless = open_backend("loop", eos_token_id=-1, pad_token_id=0)
+        yield Iterations(replace(models, backend=endless), config, actor, reward)
+
+
+def ppo(options: Options, results: Results) -> None:
+    """Iterations of 64 rows in micro-batches of 8; peak memory beside the plan."""
+    from rlhf.plan.forecast import forecast
+    from rlhf.plan.machine import describe_machine
+    from rlhf.plan.options import PlanOptions
+    from step3_ppo.plan import workload
+
+    device = describe_machine(PlanOptions(), 1)
+    planned = forecast(workload(configured(options)[0], device.device.kind, {}), device)
+    results.add(planned_peak_gb=planned.peak / 1e9, moment=planned.peak_moment.name)
+    with opened(options) as iterations:
+        results.add(**iterations.measured(1 if options.tiny else 3))
+        if torch.cuda.is_available():
+            results.add(peak_gb=torch.cuda.max_memory_allocated() / 1e9)
+
+
+def sweep(options: Options, results: Results) -> None:
+    """Other numbers of rows in an iteration and in a micro-batch."""
+    with opened(options) as iterations:
+        for rows, micro in ((4, 1),) if options.tiny else SWEEP:
+            numbers = iterations.with_rows(rows, micro).measured(1)
+            results.add(**{f"{rows}_{micro}_{name}": value for name, value in numbers.items()})
+
+
+def profile(options: Options, results: Results) -> None:
+    """The kernels of decode steps, of scoring and of the update: tables beside the numbers, in gpu-profile.txt."""
+    from step3_ppo import rollout, stage
+    from step3_ppo.global_rollout import CreditedRollout
+
+    texts: list[str] = []
+    with opened(options) as iterations:
+        models, config, items = iterations.models, iterations.config, iterations.items()
+        next(iterations.steps(items))  # the warm-up
+        indices = list(range(config.batch_size))
+        short = config.model_copy(update={"response_length": min(PROFILED_TOKENS, config.response_length)})
+        brief = replace(models, scorer=replace(models.scorer, sampling=short))
+        _profiled("decode", lambda: stage.sample(brief, items, indices, short, 900), results, texts)
+        sampled = stage.sample(models, items, indices, config, 901)
+        scored = _profiled(
+            "score", lambda: rollout.score(sampled, models.actor, models.critic, models.scorer), results, texts
+        )
+        credited = CreditedRollout(scored, models.algorithm.credit(scored))
+        _profiled("update", lambda: stage.learn(models, credited, indices, config, 90), results, texts)
+    results.path.with_suffix(".txt").write_text("\n".join(texts), encoding="utf-8")
+
+
+def _profiled(name: str, call: Callable[[], Any], results: Results, texts: list[str]) -> Any:
+    """The value of a call; its seconds and kernels into the results, its table into `texts`."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profiler(activities=activities) as recorded, timed() as clock:
+        value = call()
+    events = recorded.key_averages()
+    kernels = [event for event in events if "cuda" in str(event.device_type).lower()]
+    results.add(**{
+        f"{name}_s": clock[0],
+        f"{name}_device_s": sum(event.self_device_time_total for event in kernels) / 1e6,
+        f"{name}_kernels": sum(event.count for event in kernels),
+        f"{name}_operations": sum(event.count for event in events if event.key.startswith("aten::")),
+    })  # fmt: skip
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    texts.append(f"{name}\n{events.table(sort_by=order, row_limit=30, max_name_column_width=70)}")
+    return value
