@@ -95,7 +95,7 @@ class Base:
         for batch, uniforms in prompt_set.batches(stream):
             sampled = torch.full((len(batch), tokens), eos)
             for t, step in enumerate(loop.steps(lm, batch, options, uniforms, config)):
-                sampled[step.rows, t] = step.tokens.masked_fill(~step.unfinished, eos)
+                sampled[:, t] = step.tokens
             texts += map(template.response_text, sampled.tolist())
         return texts
 

@@ -1,6 +1,7 @@
 """Generation backends, one per file: `Config`, a subclass of `BackendOptions`, and `build(config)`, which returns a
 `Backend`."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -40,6 +41,8 @@ class Backend(Protocol):
 
     takes_all: bool = False
     """optional; True: one call gets all prompts of a rollout, instead of `rollout_batch_size` of them"""
+    release: Callable[[], None] | None = None
+    """optional; called after each rollout: other models compute now, and need the memory of the device"""
 
     def __call__(
         self, lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None

@@ -26,30 +26,34 @@ class StaticLayer(DynamicLayer):
         super().__init__()
         self.lazy_initialization(keys, values)
         self._buffers = (keys, values)
-        self._set_length(tokens)
+        self.show(tokens)
 
-    def _set_length(self, tokens: int) -> None:
+    def show(self, tokens: int) -> None:
+        """Let attention have the first `tokens` tokens of the buffers."""
         self.keys, self.values = (states[:, :, :tokens] for states in self._buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         start = self.get_seq_length()
-        self._set_length(start + key_states.shape[2])
+        self.show(start + key_states.shape[2])
         self.keys[:, :, start:], self.values[:, :, start:] = key_states, value_states
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
         tokens, (keys, values) = self.get_seq_length(), self._buffers
-        self._buffers = (_first(keys, indices), _first(values, indices))
-        self._set_length(tokens)
+        self._buffers = (move_to_front(keys, indices), move_to_front(values, indices))
+        self.show(tokens)
 
 
-def _first(states: Tensor, indices: Tensor) -> Tensor:
+def move_to_front(x: Tensor, indices: Tensor) -> Tensor:
     """The rows at `indices`, moved to the first rows of the same memory, which cannot be freed in parts."""
-    return states[: len(indices)].copy_(states[indices])
+    return x[: len(indices)].copy_(x[indices])
 
 
 class MaskedStaticLayer(StaticLayer):
-    """A layer whose attention gets the whole buffers, with a mask over unused tokens: oneDNN would copy a slice."""
+    """A layer whose attention gets unused tokens too, with a mask over them: its shapes do not change with each step.
+
+    On a CPU it gets the whole buffers: oneDNN would copy a slice.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
         super().__init__(keys, values, keys.shape[2])
@@ -61,20 +65,51 @@ class MaskedStaticLayer(StaticLayer):
         return self.keys, self.values
 
 
+class Block:
+    """Zeroed memory for the keys and values of all layers, in one piece."""
+
+    def __init__(self, states: Sequence[States], rows: int, capacity: int) -> None:
+        """states: of each layer, for heads, widths and dtype. capacity: tokens per row."""
+        shapes = [(rows, heads, capacity, d) for heads, d in _shapes(states)]
+        sizes = [math.prod(shape) for shape in shapes]
+        self._memory = states[0][0].new_zeros(sum(sizes))
+        self._tensors = [x.view(shape) for x, shape in zip(self._memory.split(sizes), shapes, strict=True)]
+        self._kind, self._rows, self._capacity = _kind(states), rows, capacity
+
+    @property
+    def bytes(self) -> int:
+        return self._memory.nbytes
+
+    def fits(self, states: Sequence[States], rows: int, capacity: int) -> bool:
+        """Whether a rollout of this many rows and tokens has space in it."""
+        return self._kind == _kind(states) and rows <= self._rows and capacity <= self._capacity
+
+    def zero(self) -> None:
+        """Forget all states: hidden ones that are not finite would spoil those that are seen."""
+        self._memory.zero_()
+
+    def part(self, rows: int, capacity: int) -> list[Tensor]:
+        """Keys and values of each layer in turn, [rows, heads, capacity, d] each."""
+        return [x[:rows, :, :capacity] for x in self._tensors]
+
+
+def _shapes(states: Sequence[States]) -> list[tuple[int, int]]:
+    return [(x.shape[1], x.shape[2]) for layer in states for x in layer]
+
+
+def _kind(states: Sequence[States]) -> Any:
+    return _shapes(states), states[0][0].dtype, states[0][0].device
+
+
 class StaticCache:
     """The keys and values of all layers, filled from prompts that were processed together, left-padded to the longest.
 
-    They share one block of memory, which is freed as a whole before the next rollout.
+    They share one block of memory.
     """
 
-    def __init__(self, states: Sequence[States], lengths: Tensor, capacity: int) -> None:
-        """states: of each layer, for the shapes. lengths [B]: prompt tokens of each row, on the CPU. capacity: tokens
-        per row."""
-        shapes = [(len(lengths), x.shape[1], capacity, x.shape[2]) for layer in states for x in layer]
-        sizes = [math.prod(shape) for shape in shapes]
-        buffer = states[0][0].new_zeros(sum(sizes))
-        self._states = [tensor.view(shape) for tensor, shape in zip(buffer.split(sizes), shapes, strict=True)]
-        self._lengths, self._width = lengths, int(lengths.max())
+    def __init__(self, states: list[Tensor], lengths: Tensor) -> None:
+        """states: a part of a `Block`. lengths [B]: prompt tokens of each row, on the CPU"""
+        self._states, self._lengths, self._width = states, lengths, int(lengths.max())
 
     def fill(self, states: Sequence[States], rows: Tensor, starts: Tensor) -> None:
         """Copy prompts into rows of the cache; several rows may share a prompt.

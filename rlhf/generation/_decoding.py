@@ -1,6 +1,6 @@
 """Fast decoding of one token per row on a CPU: weights in the memory order of the matrix product and, if layers are
-compiled, one graph for the whole step, with the matrix products and attention of rlhf/models/cpu/kernels.py. On a GPU
-that graph is a CUDA graph, with torch's products.
+compiled, one graph for the whole step, with the matrix products and attention of rlhf/models/cpu/kernels.py; on a GPU
+with torch's. There `_graphs.py` records the step, compiled or not.
 
 Measured with a model of 135M in bf16, two cores, 16 rows: the products of a step take half the time (Zen 4), because
 otherwise oneDNN reorders every weight for each product; the graph halves the time of a step (Xeon with AMX).
@@ -37,6 +37,12 @@ def step(lm: PreTrainedModel, ids: Tensor, attention_mask: Tensor, positions: Te
     outputs = lm(**inputs, use_cache=True)
     logits: Tensor = outputs.logits[:, -1]
     return logits
+
+
+def plain_step(*arguments: Any) -> Tensor:
+    """`step`, without compiled layers."""
+    with compiling.eager():
+        return step(*arguments)
 
 
 @contextlib.contextmanager
@@ -80,16 +86,12 @@ def _varying(graph: Step) -> Step:
 
     def run(lm: PreTrainedModel, ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         nonlocal last_shape
-        if attention_mask.is_cuda:
-            torch.compiler.cudagraph_mark_step_begin()  # the logits of the last step may be overwritten
         if attention_mask.shape == last_shape:
             with compiling.unguarded():
                 return graph(lm, ids, attention_mask, positions, cache)
         last_shape = attention_mask.shape
         static_layers = cast(list[MaskedStaticLayer], cache.layers)
         states = [(x, (0, 2)) for layer in static_layers for x in (layer.keys, layer.values)]
-        if attention_mask.is_cuda:
-            compiling.mark_static(*(x for x, _ in states))
         for x, dimensions in ((ids, (0,)), (attention_mask, (0, 3)), (positions, (0,)), *states):
             compiling.mark_dynamic(x, *dimensions)
         return graph(lm, ids, attention_mask, positions, cache)

@@ -1,8 +1,9 @@
 """Sampling token by token with a key-value cache; the log-probs are those of the sampling distribution."""
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,7 +15,9 @@ from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
 from rlhf.generation import BackendOptions
 from rlhf.generation._cache import StaticCache, StaticLayer
-from rlhf.generation._decoding import decoding
+from rlhf.generation._decoding import Step as Decoding
+from rlhf.generation._decoding import decoding, plain_step
+from rlhf.generation._memory import Memory, Table
 from rlhf.maths import ops
 from rlhf.models import virtual_tokens
 from rlhf.models.cpu import compiling
@@ -37,19 +40,26 @@ class Config(BackendOptions):
     """The loop has no options of its own."""
 
 
-def build(
-    config: BackendOptions,
-) -> Callable[[PreTrainedModel, Prompts, SamplingOptions, Tensor | None], SampledRollout]:
+class Loop:
     """The backend. It raises a UserError for a recurrent model such as Mamba."""
 
-    def generate(
-        lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None
+    def __init__(self, config: BackendOptions) -> None:
+        self._config, self._memory = config, Memory()
+
+    def __call__(
+        self, lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None
     ) -> SampledRollout:
         refuse_recurrent(lm)
-        tokens, logprobs, mask = _sample(lm, prompts, sampling, uniforms, config)
-        return sampled(prompts, tokens, mask, logprobs, config)
+        tokens, logprobs, mask = _Rollout(lm, prompts, sampling, uniforms, self._config, self._memory).sample()
+        return sampled(prompts, tokens, mask, logprobs, self._config)
 
-    return generate
+    def release(self) -> None:
+        """Free the memory of the cache, unless there is room for it beside the models that train next."""
+        self._memory.release()
+
+
+def build(config: BackendOptions) -> Loop:
+    return Loop(config)
 
 
 def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, config: BackendOptions) -> SampledRollout:
@@ -69,37 +79,16 @@ def refuse_recurrent(lm: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One token of each of R responses, on the device of the model."""
+    """One token of each of B responses, on the device of the model."""
 
-    rows: Tensor
-    """[R] long, rows of the batch"""
     tokens: Tensor
-    """[R] long"""
+    """[B] long; padding after an end"""
     logprobs: Tensor
-    """[R] fp32, at the sampling temperature"""
+    """[B] fp32, at the sampling temperature; 0 after an end"""
     unfinished: Tensor
-    """[R] bool, False if the response had ended before this token, which is then not a part of it"""
+    """[B] bool, False if the response had ended before this token, which is then not a part of it"""
 
 
-def _sample(
-    lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None, config: BackendOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, log-probs and mask, each [B, T] on the CPU, with T at most `response_length`."""
-    shape, device = (len(prompts), sampling.response_length), lm.device
-    tokens = torch.full(shape, config.pad_token_id, device=device)
-    logprobs = torch.zeros(shape, device=device)
-    mask = torch.zeros(shape, dtype=torch.bool, device=device)
-    for t, step in enumerate(steps(lm, prompts, sampling, uniforms, config)):
-        ended = ~step.unfinished
-        tokens[step.rows, t] = step.tokens.masked_fill(ended, config.pad_token_id)
-        logprobs[step.rows, t] = step.logprobs.masked_fill(ended, 0.0)
-        mask[step.rows, t] = step.unfinished
-    mask = mask.cpu()
-    length = int(mask.any(0).sum())
-    return tokens.cpu()[:, :length], logprobs.cpu()[:, :length], mask[:, :length]
-
-
-@torch.no_grad()
 def steps(
     lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None, config: BackendOptions
 ) -> Generator[Step, None, None]:
@@ -108,40 +97,101 @@ def steps(
     On devices other than a CPU the host learns late that they have (`_Unfinished`), so some further steps follow.
     Between two steps no other pass of `lm` may run: its layers are prepared for decoding. Arguments: as of `Backend`.
     """
-    prompts, batch, length, device = prompts.to("cpu"), len(prompts), sampling.response_length, lm.device
-    no_tokens = torch.zeros(batch, length, dtype=torch.bool)
-    attention_mask = to_device(torch.cat([prompts.mask[:, prompts.mask.any(0)], no_tokens], dim=1), device)
-    start = attention_mask.shape[1] - length
-    positions = to_device(prompts.mask.sum(1), device)
-    uniforms = None if uniforms is None else to_device(uniforms, device)
-    rows = torch.arange(batch, device=device)  # rows that are still in the cache
-    active, unfinished = torch.ones(batch, dtype=torch.bool, device=device), _Unfinished()
-    droppable = attends_to_all(lm.config)  # other caches may not support the removal of rows
-    position = torch.full((1,), start, device=device) if packs(lm) else None
-    # With a growing cache, layers would be compiled again for every length.
-    with contextlib.nullcontext() if position is not None else compiling.eager():
-        logits, cache = _read(lm, prompts, attention_mask.shape[1], position)
-    with decoding(lm) as step:
-        for t in range(length):
-            token, logprob = choose(logits, sampling.temperature, None if uniforms is None else uniforms[rows, t])
-            yield Step(rows, token, logprob, active)
-            active = active & (token != config.eos_token_id)
-            known = unfinished.observe(active)
-            if t == length - 1 or (known is not None and not known.any()):
-                return
-            if known is not None and droppable and int(known.sum()) <= UNFINISHED_SHARE * len(rows):
-                remaining = to_device(known.nonzero().squeeze(1), device)
-                cache.batch_select_indices(remaining)
-                rows, token, positions, attention_mask, active = (
-                    x[remaining] for x in (rows, token, positions, attention_mask, active)
-                )
-                unfinished.forget()
-            attention_mask[:, start + t] = True
-            visible = attention_mask[:, : start + t + 1].long() if position is None else attention_mask[:, None, None]
-            logits = step(lm, token[:, None], visible, positions[:, None], cache)
-            positions += 1
-            if position is not None:
-                position += 1
+    rollout = _Rollout(lm, prompts, sampling, uniforms, config, Memory())
+    table = rollout.table
+    for column in rollout.columns():
+        yield Step(table.tokens[:, column], table.logprobs[:, column], table.sampled[:, column])
+
+
+class _Rollout:
+    """B responses while they are sampled, into a table with B rows."""
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        prompts: Prompts,
+        sampling: SamplingOptions,
+        uniforms: Tensor | None,
+        config: BackendOptions,
+        memory: Memory,
+    ) -> None:
+        self._lm, self._prompts, self._memory = lm, prompts.to("cpu"), memory
+        self._choice = _Choice(sampling.temperature, uniforms is None, config.eos_token_id, config.pad_token_id)
+        self._fixed = packs(lm)
+        """whether the shapes of a step do not depend on the tokens so far"""
+        device, mask = lm.device, self._prompts.mask[:, self._prompts.mask.any(0)]
+        self._start, self._end = mask.shape[1], mask.shape[1] + sampling.response_length
+        memory.begin(lm, self._fixed)
+        self.table = memory.table(len(prompts), memory.capacity(self._end))
+        on_device = None if uniforms is None else to_device(uniforms[:, : sampling.response_length], device)
+        self.table.begin(to_device(mask, device), to_device(mask.sum(1), device), on_device, config.pad_token_id)
+
+    def sample(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, log-probs and mask, each [B, T] on the CPU, with T at most `response_length`."""
+        end = 1 + max(self.columns())
+        table = (x[:, self._start : end] for x in (self.table.tokens, self.table.logprobs, self.table.sampled))
+        tokens, logprobs, mask = (x.cpu() for x in table)
+        length = int(mask.any(0).sum())
+        return tokens[:, :length], logprobs[:, :length], mask[:, :length]
+
+    @torch.no_grad()
+    def columns(self) -> Generator[int, None, None]:
+        """Sample into the columns of the table. Yields each of them."""
+        lm, table, memory, unfinished = self._lm, self.table, self._memory, _Unfinished()
+        droppable = attends_to_all(lm.config)  # other caches may not support the removal of rows
+        # With a growing cache, layers would be compiled again for every length.
+        with contextlib.nullcontext() if self._fixed else compiling.eager():
+            logits, cache = _read(lm, self._prompts, table, table.column if self._fixed else None, memory)
+        self._choice.append(table, logits)
+        del logits
+        with decoding(lm) as step:
+            for column in range(self._start, self._end):
+                yield column
+                known = unfinished.observe(table.active)
+                if column == self._end - 1 or (known is not None and not known.any()):
+                    return
+                if known is not None and droppable:
+                    count = memory.row_count(int(known.sum()), len(known))
+                    if count <= UNFINISHED_SHARE * len(known):
+                        order = known.byte().argsort(descending=True, stable=True)  # those that go on are first
+                        remaining = to_device(order[:count], lm.device)
+                        cache.batch_select_indices(remaining)
+                        table = table.moved_to_front(remaining)
+                        unfinished.forget()
+                if memory.graphs is None:
+                    self._advance(step, table, cache, table.visible.shape[1] if self._fixed else column + 1)
+                else:
+                    width = memory.capacity(column + 1)
+                    for layer in cast(list[StaticLayer], cache.layers):
+                        layer.show(width)
+                    memory.graphs.run(
+                        (len(table.rows), width, self._choice),
+                        partial(self._advance, step, table, cache, width),
+                        partial(self._advance, plain_step, table, cache, width),
+                    )
+
+    def _advance(self, step: Decoding, table: Table, cache: DynamicCache, width: int) -> None:
+        """Sample the next column. width: the number of columns that it depends on, or more"""
+        table.visible.index_fill_(1, table.column, True)
+        visible = table.visible[:, None, None, :width] if self._fixed else table.visible[:, :width].long()
+        logits = step(self._lm, table.newest[:, None], visible, table.positions[:, None], cache)
+        table.positions.add_(1)
+        self._choice.append(table, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """How the next token is chosen."""
+
+    temperature: float
+    greedy: bool
+    eos_token_id: int
+    pad_token_id: int
+
+    def append(self, table: Table, logits: Tensor) -> None:
+        """Choose a token of each row from logits [R, V], and append it to the table."""
+        token, logprob = choose(logits, self.temperature, None if self.greedy else table.next_uniforms())
+        table.append(token, logprob, self.eos_token_id, self.pad_token_id)
 
 
 class _Unfinished:
@@ -170,7 +220,9 @@ class _Unfinished:
         self._download = None
 
 
-def _read(lm: PreTrainedModel, prompts: Prompts, capacity: int, position: Tensor | None) -> tuple[Tensor, DynamicCache]:
+def _read(
+    lm: PreTrainedModel, prompts: Prompts, table: Table, position: Tensor | None, memory: Memory
+) -> tuple[Tensor, DynamicCache]:
     """(logits of each first token [B, V], a cache of the prompts, left-padded to the longest).
 
     Rows of similar length are processed together, and a repeated prompt only once.
@@ -189,7 +241,7 @@ def _read(lm: PreTrainedModel, prompts: Prompts, capacity: int, position: Tensor
         order[target] = read + source
         read += len(group)
         logits.append(first_logits)
-        cache = cache or StaticCache(states, lengths, capacity)
+        cache = cache or StaticCache(memory.states(states, *table.visible.shape), lengths)
         cache.fill(states, target, starts[source])
         del states  # frees their memory for the next group
     assert cache is not None, "no prompts"

@@ -10,7 +10,7 @@ import copy
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -109,6 +109,8 @@ class VllmBackend:
 
     takes_all = True
     """vLLM makes its own batches, and every call copies the weights"""
+    release: Callable[[], None] | None = None
+    """the engine sleeps after every call"""
 
     def __init__(self, config: Config) -> None:
         self._config = config

@@ -8,6 +8,7 @@ import torch
 
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.engine.training import compute_dtype
+from rlhf.generation._memory import ROUNDED
 from rlhf.plan import activations as activation_peaks
 from rlhf.plan import zero
 from rlhf.plan.activations import Activations, PassShape
@@ -255,7 +256,7 @@ def _forecast_model(workload: Workload, spec: ModelSpec, layout: RankLayout) -> 
     if workload.rollout and not workload.rollout.share and spec.role == "actor":
         r = workload.rollout
         rows = min(r.rows, math.ceil(workload.batch / layout.ranks))
-        cache = workload.b * model_size.cache * rows * (r.prompt + r.response)
+        cache = workload.b * model_size.cache * rows * _cached_tokens(r, layout)
     return ModelForecast(spec, model_size, memory, activations, cache)
 
 
@@ -264,6 +265,12 @@ def _eval_rows(workload: Workload, ranks: int) -> int:
     if workload.eval_rows == workload.micro_batch:
         return 0
     return min(workload.eval_rows, math.ceil(workload.batch / ranks)) if workload.rollout else workload.eval_rows
+
+
+def _cached_tokens(rollout: RolloutWork, layout: RankLayout) -> int:
+    """Tokens of a row for which the key-value cache of the sampler `loop` has space."""
+    tokens = rollout.prompt + rollout.response
+    return tokens if layout.on_cpu else -(-tokens // ROUNDED) * ROUNDED
 
 
 def _moments(
@@ -317,7 +324,7 @@ def _rollout_moments(
     assert rollout is not None
     actor = next(model for model in models if model.spec.role == "actor")
     # The logits of one token of each row: in the compute dtype, and three fp32 tensors for its softmax.
-    rows = actor.cache / max(1, workload.b * actor.size.cache * (rollout.prompt + rollout.response))
+    rows = actor.cache / max(1, workload.b * actor.size.cache * _cached_tokens(rollout, layout))
     sampling = rows * actor.size.vocabulary * (workload.b + 3 * MASTER) + actor.cache / actor.size.layers
     sorts = layout.on_cpu and not rollout.share and not getattr(actor.spec.options, "torch_compile", False)
     ordered = workload.b * actor.spec.size().linear if sorts else 0

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 RUNS = [name for name in device_runs.runs(Path()) if name != "instrument"]
 ENGINE = ("rlhf/engine/training.py:step", "rlhf/distributed/tensor_parallel.py:gradient_norm")
 """where an optimizer step waits: for its summed metrics, and for the norm of the gradient"""
-SAMPLE, SCORE = "rlhf/generation/loop.py:_sample", "step3_ppo/rollout.py:score"
+SAMPLE, SCORE = "rlhf/generation/loop.py:sample", "step3_ppo/rollout.py:score"
 """where a rollout is copied to the CPU: its ids, log-probs and mask of each batch; then its old and reference log-probs
 and values"""
 WAITS = {

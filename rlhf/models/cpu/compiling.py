@@ -84,8 +84,7 @@ def compiled(model: nn.Module) -> bool:
 def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) -> Callable[..., Tensor]:
     """Compile `function`, which runs a model without gradients, as one graph changed by `rewrite`.
 
-    One graph has no Python overhead between operations. On a GPU it is one CUDA graph for each shape (not run on a GPU
-    yet). If it cannot be compiled, it runs eagerly, with one warning.
+    One graph has no Python overhead between operations. If it cannot be compiled, it runs eagerly, with one warning.
     """
     from torch._dynamo.exc import TorchDynamoException
 
@@ -98,8 +97,7 @@ def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.
         newly_compiled = True
         rewrite(module.graph)
         module.recompile()
-        on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in inputs)
-        return compile_fx(module, inputs, config_patches={"triton.cudagraphs": True} if on_gpu else None)
+        return compile_fx(module, inputs)
 
     graph = torch.compile(function, fullgraph=True, backend=backend)
 
@@ -125,15 +123,6 @@ def mark_dynamic(x: Tensor, *dimensions: int) -> None:
     """Mark these dimensions of `x` as varying between calls, for the compiler."""
     for dimension in dimensions:
         torch._dynamo.maybe_mark_dynamic(x, dimension)
-
-
-def mark_static(*tensors: Tensor) -> None:
-    """Let CUDA graphs read and write these tensors where they are; other arguments they copy at every launch."""
-    import torch._inductor.config as settings
-
-    settings.triton.cudagraph_unexpected_rerecord_limit = sys.maxsize  # each rollout has another cache
-    for x in tensors:
-        torch._dynamo.mark_static_address(x, guard=False)
 
 
 def round_like_eager() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.generation._cache import MaskedStaticLayer, StaticCache, StaticLayer
+from rlhf.generation._cache import Block, MaskedStaticLayer, StaticCache, StaticLayer
 
 LAYERS, HEADS, SIZE, ROOM = 2, 3, 4, 9
 LENGTHS = (2, 5, 3, 5)
@@ -17,7 +17,7 @@ def filled(at: Tensor | None) -> tuple[list[StaticLayer], list[tuple[Tensor, Ten
     first, second = (
         [tuple(torch.randn(n, HEADS, SIZE, generator=draw) for _ in range(2)) for _ in range(LAYERS)] for n in (5, 5)
     )
-    rooms = StaticCache(first, torch.tensor(LENGTHS), ROOM)
+    rooms = StaticCache(Block(first, len(LENGTHS), ROOM).part(len(LENGTHS), ROOM), torch.tensor(LENGTHS))
     rooms.fill(first, torch.tensor([0, 2]), torch.tensor([0, 2]))
     rooms.fill(second, torch.tensor([1, 3]), torch.tensor([0, 0]))
     return rooms.cache(at).layers, [*first, *second]  # type: ignore[return-value]
