@@ -15,16 +15,20 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from rlhf import console
 from rlhf.types import to_device
 
-PROBE = (7, 12, 5, 11)
-"""lengths of the rows on which a kernel is tested"""
+PROBE = (70, 120, 50, 110)
+"""lengths of the rows on which a kernel is tested: several blocks, as flex attention has another kernel for few"""
+BLOCK = 128
+"""tokens that flex attention computes or leaves out together"""
 
 
 class Rows:
     """Which of N packed tokens see which: those before them in their row, with one exception.
 
-    lengths [B] on the CPU. branch [N] on the CPU: tokens of branch 2 do not see those of branch 1; None: no exception
+    lengths [B] on the CPU. branch [N] on the CPU: after the common tokens, 0, a row has those of branch 1, then those
+    of branch 2, which do not see branch 1; None: no exception
     """
 
     def __init__(self, lengths: Tensor, branch: Tensor | None, device: torch.device) -> None:
@@ -37,20 +41,44 @@ class Rows:
         """[B + 1] int32, the number of tokens before each row, and of all rows."""
         return to_device(F.pad(self._lengths.cumsum(0), (1, 0)).int(), self.device)
 
+    def _bounds(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each token, [N] each: it sees those from the first bound to itself, without those from the second to
+        before the third."""
+        number = torch.arange(len(self._lengths)).repeat_interleave(self._lengths)
+        first = (self._lengths.cumsum(0) - self._lengths)[number]
+        if self._branch is None:
+            return first, first.clone(), first.clone()
+        common, other = (torch.bincount(number[self._branch == i], minlength=len(self._lengths)) for i in (0, 1))
+        hidden = first + common[number]
+        return first, hidden, hidden + other[number].masked_fill(self._branch != 2, 0)
+
     @functools.cached_property
     def block_mask(self) -> Any:
-        """The mask for flex attention."""
-        from torch.nn.attention.flex_attention import create_block_mask
+        """The mask for flex attention, from the bounds: torch would compute it for all N x N pairs of tokens."""
+        from torch.nn.attention.flex_attention import BlockMask
 
-        number = torch.arange(len(self._lengths)).repeat_interleave(self._lengths)
-        row, branch = (to_device(number if x is None else x, self.device) for x in (number, self._branch))
-        plain = self.plain
+        first, hidden, shown = (to_device(x, self.device) for x in self._bounds())
 
         def visible(_: Tensor, __: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            before = (row[i] == row[j]) & (j <= i)
-            return before if plain else before & ~((branch[i] == 2) & (branch[j] == 1))
+            return (first[i] <= j) & (j <= i) & ~((hidden[i] <= j) & (j < shown[i]))
 
-        return create_block_mask(visible, None, None, self.tokens, self.tokens, device=self.device)
+        token = torch.arange(self.tokens, device=self.device)
+        counts = self._in_blocks(first, token + 1) - self._in_blocks(hidden, shown)
+        rows = F.pad(counts, (0, 0, 0, -self.tokens % BLOCK)).unflatten(0, (-1, BLOCK))  # [blocks, BLOCK, blocks]
+        whole = (rows == BLOCK).all(1)
+        part = (rows > 0).any(1) & ~whole
+        return BlockMask.from_kv_blocks(*_table(part), *_table(whole), BLOCK, visible, (self.tokens, self.tokens))
+
+    def _in_blocks(self, start: Tensor, end: Tensor) -> Tensor:
+        """How many of the tokens from `start` to before `end`, [N] each, are in each block of tokens. [N, blocks]"""
+        block = torch.arange(0, self.tokens, BLOCK, device=self.device)
+        return torch.minimum(end[:, None], block + BLOCK).sub_(torch.maximum(start[:, None], block)).clamp_(min=0)
+
+
+def _table(some: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many of each row of `some` are True, their indices, then the others), as a `BlockMask` has them."""
+    indices = some.byte().argsort(dim=1, descending=True, stable=True)
+    return some.sum(1)[None, None].int(), indices[None, None].int()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> Tensor | None:
@@ -59,7 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> Tensor 
     if q.device.type == "cpu" or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return None
     for kernel, supported in ((flash, rows.plain), (flex, True)):
-        if supported and works(kernel, q.device, q.dtype, q.shape[-1]):
+        if supported and works(kernel, q.device, q.dtype, q.shape[-1], (q.shape[1], k.shape[1])):
             return kernel(q, k, v, rows, scale)
     return None
 
@@ -90,16 +118,24 @@ def flex_kernel() -> Callable[..., Any]:
 
 
 @functools.cache
-def works(kernel: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether `kernel` is right on this device, for heads of `width` numbers, forward and backward."""
+def works(
+    kernel: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, width: int, heads: tuple[int, int] = (4, 2)
+) -> bool:
+    """Whether `kernel` is right on this device, for heads of `width` numbers, forward and backward.
+
+    heads: of queries, and of keys and values. They are those of the model, laid out as a model does, because flex
+    attention is compiled for them: what this test compiles serves the model.
+    """
     if device.type != "cuda":
         return False
     from torch._dynamo.exc import TorchDynamoException
 
+    if kernel is flex:
+        console.status("attention of packed rows is compiled: up to a minute")
     lengths, generator = torch.tensor(PROBE), torch.Generator().manual_seed(0)
     rows = Rows(lengths, None, device)
-    qkv = [torch.randn(1, heads, rows.tokens, width, generator=generator) for heads in (4, 2, 2)]
-    q, k, v = (x.to(device, dtype).requires_grad_() for x in qkv)
+    qkv = [torch.randn(1, rows.tokens, count, width, generator=generator) for count in (heads[0], heads[1], heads[1])]
+    q, k, v = (x.to(device, dtype).transpose(1, 2).requires_grad_() for x in qkv)
     try:
         with torch.enable_grad():
             attended = kernel(q, k, v, rows, width**-0.5)

@@ -2,13 +2,16 @@
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlhf.models import variable_length
 from rlhf.models.variable_length import Rows
@@ -107,6 +110,88 @@ def test_flex_attention_separates_the_sides_of_a_pair(monkeypatch: pytest.Monkey
     got = variable_length.flex(q, k, v, Rows(LENGTHS, branch, CPU), SCALE)
     expected = scaled_dot_product_attention(q, k, v, visible, scale=SCALE, enable_gqa=True).transpose(1, 2)
     assert close(got, expected)
+
+
+def pairs_of(sizes: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
+    """(lengths, branch) of rows with this many tokens in common, of branch 1 and of branch 2."""
+    branch = [torch.arange(3).repeat_interleave(torch.tensor(size)) for size in sizes]
+    return torch.tensor([sum(size) for size in sizes]), torch.cat(branch)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(5, 4, 6)], [(300, 20, 200), (1, 0, 0), (40, 330, 290), (128, 128, 128), (0, 3, 2)], [(0, 1, 1)] * 70]
+)
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_block_mask_is_that_of_all_pairs_of_tokens(sizes: list[tuple[int, int, int]], joined: bool) -> None:
+    """torch's own, from the definition: which blocks are computed, with the mask or without, and the mask itself."""
+    lengths, branch = pairs_of(sizes)
+    row = torch.arange(len(lengths)).repeat_interleave(lengths)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (row[i] == row[j]) & (j <= i) & ~((branch[i] == 2) & (branch[j] == 1) & joined)
+
+    tokens = len(row)
+    mask = Rows(lengths, branch if joined else None, CPU).block_mask
+    expected = create_block_mask(visible, None, None, tokens, tokens, device="cpu")
+    for name in ("kv", "q", "full_kv", "full_q"):
+        counts, wanted = (getattr(x, f"{name}_num_blocks") for x in (mask, expected))
+        assert torch.equal(counts, wanted), name
+        indices, wanted_indices = (getattr(x, f"{name}_indices") for x in (mask, expected))
+        for i, count in enumerate(wanted.flatten().tolist()):
+            assert torch.equal(indices[0, 0, i, :count], wanted_indices[0, 0, i, :count]), name
+    assert mask.seq_lengths == expected.seq_lengths and mask.BLOCK_SIZE == expected.BLOCK_SIZE
+    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+    zero = torch.tensor(0)
+    assert torch.equal(mask.mask_mod(zero, zero, i, j), visible(zero, zero, i, j))
+
+
+def test_no_tensor_of_a_block_mask_has_all_pairs_of_tokens() -> None:
+    """Of N tokens in n blocks there are at most N x n numbers; torch's own has N x N."""
+    lengths, branch = pairs_of([(300, 200, 524)] * 2)
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = op(*args, **(kwargs or {}))
+            largest = max([largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+            return result
+
+    with Largest():
+        _ = Rows(lengths, branch, CPU).block_mask
+    assert largest == 2048 * 2048 // variable_length.BLOCK
+
+
+def test_the_test_of_a_kernel_is_of_the_models_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it compiles then serves the model: shapes and strides are those that a model's attention gets."""
+    asked = []
+    monkeypatch.setattr(variable_length, "works", lambda *arguments: asked.append(arguments))
+    q, k, v = (torch.empty(1, 300, heads, 16, device="meta").transpose(1, 2) for heads in (6, 3, 3))
+    rows = Rows(torch.tensor([100, 200]), None, CPU)
+    assert variable_length.attend(q, k, v, rows, SCALE) is None
+    assert [(arguments[0], *arguments[3:]) for arguments in asked] == [
+        (variable_length.flash, 16, (6, 3)),
+        (variable_length.flex, 16, (6, 3)),
+    ]
+
+
+def test_compiling_flex_attention_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the test has tokens for more than two blocks: of fewer, flex attention compiles another kernel."""
+    shapes = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float) -> Tensor:
+        shapes.append((q.shape, q.stride(), k.shape, rows.block_mask.kv_indices.shape))
+        raise RuntimeError
+
+    monkeypatch.setattr(variable_length, "flex", attend)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x)
+    cuda = torch.device("cuda")
+    rows = Rows
+    monkeypatch.setattr(variable_length, "Rows", lambda lengths, branch, _: rows(lengths, branch, CPU))
+    assert not variable_length.works.__wrapped__(attend, cuda, torch.float32, 16, (6, 3))
+    tokens = sum(variable_length.PROBE)
+    assert shapes == [((1, 6, tokens, 16), (tokens * 96, 16, 96, 1), (1, 3, tokens, 16), (1, 1, 3, 3))]
+    assert "compiled" in capsys.readouterr().err
 
 
 def test_kernels_are_for_gpus_that_pass_the_test() -> None:
