@@ -232,9 +232,8 @@ class Step3Config(
     missing_eos_penalty: float | None = Field(None, ge=0)
     """subtracted from the score of a response that was cut before its EOS (before scaling and clipping)"""
     rollout_backend: str = "loop"
-    """backend that samples responses: loop, vllm (on a CUDA GPU, installed with the extra vllm; it uses
-    memory_share=0.4 of the GPU during a rollout), another name in rlhf/generation/ or a Python file, with its
-    options"""
+    """backend that samples responses: loop, vllm (for GPUs, installed with the extra vllm; it uses memory_share=0.4 of
+    the GPU during a rollout), another name in rlhf/generation/ or a Python file, with its options"""
     rollout_batch_size: int = Field(64, ge=1)
     """responses generated (vllm: always all), or scored by the reward model, at once on one device; changes memory and
     speed, not the random numbers"""

@@ -1,6 +1,7 @@
 """Reinforcement learning from scores: generate, score, assign credit, update (InstructGPT, arXiv 2203.02155)."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -246,9 +247,11 @@ def run(config: Step3Config) -> None:
     user_config, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
     config = choose_compiler(config, STAGE.name, str(config.actor_model), computed_tokens(config, prompts))
-    with open_run(STAGE, user_config, stage_status, input_paths(user_config)) as stage:
+    with open_run(STAGE, user_config, stage_status, input_paths(user_config)) as stage, ExitStack() as at_end:
         status(f"{STAGE.name}: loading the models")
         models = set_up(config, tokenizer, sample_rows(prompts, config.seed, adapters.START_TOKENS))
+        if models.backend.close is not None:
+            at_end.callback(models.backend.close)
         if config.adapter is not None:
             console.say(f"{STAGE.name}: {adapters.describe_rates(config)}")
         if models.critic is not None:

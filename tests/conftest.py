@@ -100,7 +100,9 @@ def seeds() -> None:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     """`import vllm` finds the stand-in meanwhile; its LLM, which knows the engines made."""
+    from rlhf.generation import _vllm_private
     from tests.support import stand_in_vllm
 
+    monkeypatch.setattr(_vllm_private, "shut_down", stand_in_vllm.shut_down)
     monkeypatch.setitem(sys.modules, "vllm", stand_in_vllm.module())
     yield stand_in_vllm.LLM

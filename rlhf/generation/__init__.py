@@ -43,6 +43,8 @@ class Backend(Protocol):
     """optional; True: one call gets all prompts of a rollout, instead of `rollout_batch_size` of them"""
     release: Callable[[], None] | None = None
     """optional; called after each rollout: other models compute now, and need the memory of the device"""
+    close: Callable[[], None] | None = None
+    """optional; called once at the end, also after an error, while the process group is still there"""
 
     def __call__(
         self, lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None

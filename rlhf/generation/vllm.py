@@ -1,8 +1,8 @@
-"""vLLM on the GPU that also trains: one engine per rank, which sleeps between rollouts. At the start of each rollout it
-copies the actor's weights.
+"""vLLM on the device that also trains: one engine per rank, which copies the actor's weights at the start of each
+rollout. On a GPU it sleeps between rollouts.
 
-Written for vLLM 0.33. The engine runs in this process ("external_launcher" uses RANK and LOCAL_RANK of this process),
-so it copies from the actor's own memory.
+Written for vLLM 0.32 and 0.33. The engine runs in this process ("external_launcher" uses its RANK and LOCAL_RANK), so
+it copies from the actor's own memory.
 """
 
 import contextlib
@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlhf import console
 from rlhf.adapters import require_merging
 from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.engine import export
 from rlhf.errors import UserError
-from rlhf.generation import Backend, BackendOptions, loop
+from rlhf.generation import BackendOptions, _vllm_private, loop
 from rlhf.models.load import count_ids
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, SampledRollout
@@ -35,8 +36,14 @@ MAX_LOGPROB_DIFFERENCE = 0.5
 about 0.05)"""
 CHECKED_RESPONSES = 4
 """number of responses of the first rollout whose log-probs are compared with the actor's"""
-DEFAULT_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-"""environment variables that are set if they are not: no usage statistics, and only warnings in vLLM's log"""
+DEFAULT_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+"""environment variables that are set if they are not: no usage statistics, and only errors in vLLM's log"""
+
+GPU_OPTIONS: dict[str, Any] = {"enable_sleep_mode": True}
+CPU_OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,  # compiling takes longer than a short run
+    "enable_chunked_prefill": False,  # after a chunk vLLM takes a seeded draw back, which a CPU's generator cannot
+}
 
 
 class Config(BackendOptions):
@@ -49,10 +56,6 @@ class Config(BackendOptions):
     def check(self, engine: EngineOptions, sampling: SamplingOptions) -> None:
         """Raises: UserError if vLLM cannot sample on this machine from an actor with these engine options."""
         _require_installed()
-        if not torch.cuda.is_available():
-            raise UserError(
-                "rollout backend 'vllm': got a machine without a CUDA GPU, expected one; use --rollout-backend loop"
-            )
         if engine.share_trunk:
             raise UserError(
                 "rollout backend 'vllm': got --share-trunk; use --rollout-backend loop, which samples on it"
@@ -84,7 +87,7 @@ class Config(BackendOptions):
         return self.memory_share
 
 
-def build(config: Config) -> Backend:
+def build(config: Config) -> "VllmBackend":
     """A backend like the loop, except for `uniforms`: the first number of a row is the seed of its request. The same
     numbers give the same tokens, up to rounding of the logits in another batch. All ranks must make the first call at
     the same time.
@@ -125,7 +128,7 @@ class VllmBackend:
         # For a greedy request vLLM returns the log-probs at temperature 1.
         assert uniforms is not None or sampling.temperature == 1, f"greedy at temperature {sampling.temperature}"
         if self._engine is None:
-            self._engine = _sleeping_engine(lm, self._config)
+            self._engine = _start_engine(lm, self._config)
         requests = [
             {"prompt_token_ids": ids[real].tolist()} for ids, real in zip(prompts.ids, prompts.mask, strict=True)
         ]
@@ -138,14 +141,25 @@ class VllmBackend:
             _check_logprobs(lm, rollout[:CHECKED_RESPONSES], sampling)
         return rollout
 
+    def close(self) -> None:
+        if self._engine is not None:
+            _vllm_private.shut_down(self._engine)
+            self._engine = None
 
-def _sleeping_engine(lm: PreTrainedModel, config: Config) -> Any:
-    """A sleeping engine for models of the shape of `lm`, with arbitrary weights."""
+
+def _start_engine(lm: PreTrainedModel, config: Config) -> Any:
+    """An engine for models of the shape of `lm`, with arbitrary weights; on a GPU it sleeps."""
     for name, value in DEFAULT_VARIABLES.items():
         os.environ.setdefault(name, value)
     import vllm
 
+    if not sleeps(lm):
+        console.say(
+            "warning: rollout backend 'vllm' on a CPU: the loop is as fast there, and needs no second copy of the "
+            "weights; use --rollout-backend loop"
+        )
     devices = [lm.device] if lm.device.type == "cuda" else []
+    variables = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices):  # vLLM sets the seed of this process
         config_of_actor = copy.deepcopy(lm.config)
         config_of_actor.architectures = [type(lm).__name__]
@@ -161,8 +175,8 @@ def _sleeping_engine(lm: PreTrainedModel, config: Config) -> Any:
                 max_model_len=config.max_tokens,
                 gpu_memory_utilization=config.memory_share,
                 distributed_executor_backend="external_launcher",
-                enable_sleep_mode=True,
                 logprobs_mode="processed_logprobs",  # log-probs at the sampling temperature
+                **(GPU_OPTIONS if sleeps(lm) else CPU_OPTIONS),
             )
         except ValueError as error:
             reason = " ".join(str(error).split())[:400]
@@ -170,21 +184,35 @@ def _sleeping_engine(lm: PreTrainedModel, config: Config) -> Any:
                 f"rollout backend 'vllm' with memory_share {config.memory_share}: vLLM does not start: {reason}; "
                 "change memory_share (--rollout-backend vllm,memory_share=0.3), or use --rollout-backend loop"
             ) from None
-    engine.sleep(level=config.sleep_level)
+        finally:  # vLLM sets variables for workers of its own, such as LOCAL_WORLD_SIZE
+            os.environ |= variables
+    _vllm_private.restore_classes(lm)
+    if sleeps(lm):
+        engine.sleep(level=config.sleep_level)
     return engine
+
+
+def sleeps(lm: PreTrainedModel) -> bool:
+    """Whether the engine of `lm` gives its memory back between rollouts, as it can on a GPU only."""
+    return lm.device.type == "cuda"
 
 
 @contextlib.contextmanager
 def _awake_engine(engine: Any, lm: PreTrainedModel, config: Config) -> Iterator[None]:
     """A context in which the engine has its memory and the current weights of `lm`."""
     try:
-        engine.wake_up(tags=["weights"])
+        if sleeps(lm):
+            engine.wake_up(tags=["weights"])
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights(lm, config).items())})
-        engine.wake_up(tags=["kv_cache"])  # after the weights, for which vLLM may need memory twice
+        if sleeps(lm):
+            engine.wake_up(tags=["kv_cache"])  # after the weights, for which vLLM may need memory twice
+        else:
+            engine.collective_rpc(_vllm_private.pack_heads)
         engine.reset_prefix_cache()  # its states were computed with the old weights
         yield
     finally:
-        engine.sleep(level=config.sleep_level)
+        if sleeps(lm):
+            engine.sleep(level=config.sleep_level)
 
 
 def weights(lm: PreTrainedModel, config: Config) -> dict[str, Tensor]:

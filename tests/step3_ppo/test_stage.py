@@ -19,7 +19,6 @@ from rlhf.config import parser
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
-from rlhf.generation import vllm as served
 from rlhf.launch.supervisor import NON_FINITE
 from rlhf.models.load import load_causal_lm
 from rlhf.models.scalar import load_scalar_model, score_separately
@@ -147,11 +146,9 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return float(torch.stack([(value - other[name]).norm() for name, value in one.items()]).norm())
 
 
-def test_vllm_samples_in_the_place_of_the_loop(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: Any
-) -> None:
-    """A stand-in for it, on a CPU: one engine takes the weights before each rollout, those of the last look too."""
-    monkeypatch.setattr(served.Config, "check", lambda *_: None)
+def test_vllm_samples_in_the_place_of_the_loop(models: Path, tmp_path: Path, vllm: Any) -> None:
+    """A stand-in for it, on a CPU: one engine takes the weights before each rollout, those of the last look too, and is
+    shut down once."""
     changes = {"adapter": "lora,r=4", "rollout_backend": "vllm,memory_share=0.3", "ema_decay": 0.5}
     chosen = options(models, tmp_path, **changes)
     stage.run(chosen)
@@ -160,7 +157,7 @@ def test_vllm_samples_in_the_place_of_the_loop(
     (engine,) = vllm.made
     assert engine.share == 0.3 and engine.max_model_len == chosen.max_prompt_length + chosen.response_length
     assert engine.calls.count("generate") == engine.calls.count("reload_weights") == 3 + 2
-    assert engine.asleep
+    assert engine.calls.index("shut_down") == len(engine.calls) - 1
     last, average, first = (
         AutoModelForCausalLM.from_pretrained(path).state_dict()
         for path in (tmp_path / "step3_ppo/actor", tmp_path / "step3_ppo/ema", models / "step1_sft/model")

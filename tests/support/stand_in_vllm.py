@@ -33,7 +33,7 @@ INTERFACE: dict[str, set[str]] = {
     "LLM.wake_up": {"self", "tags"},
     "EngineArgs": {
         "load_format", "generation_config", "max_model_len", "distributed_executor_backend", "enable_sleep_mode",
-        "logprobs_mode",
+        "logprobs_mode", "enforce_eager", "enable_chunked_prefill",
     },
     "SamplingParams": {
         "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "ignore_eos", "stop_token_ids", "logprobs",
@@ -104,7 +104,8 @@ class LLM:
         torch.manual_seed(seed)  # of the whole process, as the real one does
         random.seed(seed)
         assert skip_tokenizer_init and kwargs["load_format"] == "dummy" and kwargs["generation_config"] == "vllm"
-        assert kwargs["enable_sleep_mode"] and kwargs["distributed_executor_backend"] == "external_launcher"
+        assert kwargs["distributed_executor_backend"] == "external_launcher"
+        self.may_sleep = kwargs.get("enable_sleep_mode", False)
         assert kwargs["logprobs_mode"] == "processed_logprobs"
         self.config = AutoConfig.from_pretrained(model)
         assert self.config.architectures and sorted(p.name for p in Path(model).iterdir()) == ["config.json"]
@@ -125,6 +126,7 @@ class LLM:
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self._called(f"sleep {level}")
+        assert self.may_sleep
         if "weights" in self.asleep:
             return
         self.asleep = {"weights", "kv_cache"}
@@ -148,6 +150,9 @@ class LLM:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        if callable(method):  # what only vLLM itself can do
+            self._called(method.__name__)
+            return [None]
         assert method == "reload_weights" and not args and kwargs is not None
         assert set(kwargs) <= INTERFACE["Worker.reload_weights"]
         self._called(method)
@@ -225,6 +230,11 @@ def module() -> ModuleType:
     stand_in.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
     stand_in.LLM, stand_in.SamplingParams = LLM, SamplingParams  # type: ignore[attr-defined]
     return stand_in
+
+
+def shut_down(engine: LLM) -> None:
+    """In place of `_vllm_private.shut_down`."""
+    engine._called("shut_down")
 
 
 def arguments(function: Any) -> set[str]:
