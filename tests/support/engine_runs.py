@@ -68,11 +68,17 @@ def micro_batches(rows: Sequences, size: int) -> list[Sequences]:
     return [rows[index].trimmed() for index in length_groups(rows.lengths, size)]
 
 
-def engine(options: dict[str, Any], optimizer: OptimizerOptions = OPTIMIZER, adapter: str | None = None) -> Engine:
+def engine(
+    options: dict[str, Any],
+    optimizer: OptimizerOptions = OPTIMIZER,
+    adapter: str | None = None,
+    model: PreTrainedModel | None = None,
+) -> Engine:
+    """model: by default that of `start`"""
     chosen = EngineOptions(**{"dtype": "fp32", **options})
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.dtype]
     torch.manual_seed(0)  # of the adapter's first weights
-    lm = adapters.wrap(start().to(dtype), adapter)
+    lm = adapters.wrap((model or start()).to(dtype), adapter)
     return Engine(sequence_parallel.policy(lm, chosen.sequence_parallel_size), chosen, optimizer, STEPS)
 
 
