@@ -39,7 +39,7 @@ def restore_classes(lm: PreTrainedModel) -> None:
     for kind in {type(module) for module in lm.modules()}:
         theirs = vars(kind).get("__call__")
         if theirs is not None and theirs.__module__.partition(".")[0] == "vllm":
-            kind.__call__ = _dispatching(theirs)
+            kind.__call__ = _dispatching(theirs)  # type: ignore[method-assign]
 
 
 def _dispatching(theirs: Any) -> Any:
