@@ -93,7 +93,7 @@ def device() -> torch.device:
 def dtype() -> torch.dtype:
     """The compute dtype of this device."""
     from rlhf.config.options import EngineOptions
-    from rlhf.engine.training import compute_dtype
+    from rlhf.engine.precision import compute_dtype
 
     return compute_dtype(EngineOptions(), device())
 

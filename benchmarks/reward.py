@@ -51,7 +51,8 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """Step 2 without evaluation, checkpoints and files."""
     from rlhf import adapters
     from rlhf.distributed import collectives
-    from rlhf.engine.training import Engine, compute_dtype, shards_of
+    from rlhf.engine.precision import compute_dtype
+    from rlhf.engine.training import Engine, shards_of
     from rlhf.models.load import Loading
     from rlhf.models.scalar import new_scalar_model
     from step2_reward import stage

@@ -94,7 +94,8 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """Step 1 without evaluation, checkpoints and files."""
     from rlhf import adapters
     from rlhf.distributed import collectives
-    from rlhf.engine.training import Engine, compute_dtype, shards_of
+    from rlhf.engine.precision import compute_dtype
+    from rlhf.engine.training import Engine, shards_of
     from rlhf.models.load import Loading, load_causal_lm
     from rlhf.models.policy import Policy
     from step1_sft import stage

@@ -14,7 +14,7 @@ from rlhf import rewards
 from rlhf.console import quiet_libraries
 from rlhf.distributed import collectives
 from rlhf.engine.adamw import schedule
-from rlhf.engine.training import compute_dtype
+from rlhf.engine.precision import compute_dtype
 from rlhf.types import SampledRollout, Samples
 from step3_ppo.inputs import check, with_inputs
 from step3_ppo.models import reward_context

@@ -22,7 +22,8 @@ from rlhf.distributed import collectives
 from rlhf.engine.adapter_export import save_policy_adapter
 from rlhf.engine.export import save_policy
 from rlhf.engine.nonfinite import NonFiniteError
-from rlhf.engine.training import Engine, compute_dtype, shards_of
+from rlhf.engine.precision import compute_dtype
+from rlhf.engine.training import Engine, shards_of
 from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
 from rlhf.models import adapter_files, new_rows, sequence_parallel

@@ -18,7 +18,7 @@ from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.distributed import collectives
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.nonfinite import NonFiniteError
-from rlhf.engine.training import compute_dtype
+from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.models.load import require_context

@@ -17,7 +17,8 @@ from rlhf import adapters, console
 from rlhf.distributed import collectives
 from rlhf.engine.adapter_export import save_scalar_adapter
 from rlhf.engine.export import save_scalar
-from rlhf.engine.training import Engine, compute_dtype, shards_of
+from rlhf.engine.precision import compute_dtype
+from rlhf.engine.training import Engine, shards_of
 from rlhf.models import adapter_files, sequence_parallel
 from rlhf.models.load import Loading, load_causal_lm, set_dropout
 from rlhf.models.policy import ActorCritic

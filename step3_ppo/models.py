@@ -12,7 +12,8 @@ from rlhf.distributed import collectives
 from rlhf.engine import frozen, training
 from rlhf.engine.ema import EMA
 from rlhf.engine.frozen import FrozenEngine
-from rlhf.engine.training import Engine, compute_dtype
+from rlhf.engine.precision import compute_dtype
+from rlhf.engine.training import Engine
 from rlhf.generation import Backend
 from rlhf.models.cpu import compiling
 from rlhf.models.load import Loading, load_causal_lm

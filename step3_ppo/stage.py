@@ -20,7 +20,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.adapter_export import save_policy_adapter, save_scalar_adapter
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.nonfinite import Tolerance
-from rlhf.engine.training import compute_dtype
+from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.maths import credit as crediting
 from rlhf.models.adapter_files import base_of

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import rewards
 from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.distributed import collectives
-from rlhf.engine.training import compute_dtype
+from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import common_tokenizer, left_padded
 from rlhf.evaluation.comparison import kl_to, response_logprobs

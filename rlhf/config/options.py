@@ -118,8 +118,8 @@ class EngineOptions(Config):
     )
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """compute dtype; auto = bf16 on devices that compute it fast (AVX512-BF16, AMX, Ampere GPUs), else fp32.
-    Master weights, sums of gradients and score heads are always fp32"""
+    """compute dtype; auto = bf16 on devices that compute it fast (AVX512-BF16, AMX, Ampere GPUs), fp16 on Volta and
+    Turing GPUs (V100, T4), else fp32. Master weights, sums of gradients and score heads are always fp32"""
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 1
     """what ZeRO shards over the ranks: 0 nothing (in bf16 and fp16 as 1), 1 optimizer state, 2 also gradients, 3 also
     weights; auto = the fastest setting that fits, with offloading, gradient checkpointing and fewer rows at once if

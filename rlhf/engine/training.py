@@ -30,6 +30,7 @@ from rlhf.distributed.zero3 import (
 from rlhf.engine import optimizer_state, optimizers
 from rlhf.engine.adamw import schedule
 from rlhf.engine.nonfinite import Tolerance
+from rlhf.engine.precision import compute_dtype, with_dtype
 from rlhf.errors import UserError
 from rlhf.models.cpu import compiling
 from rlhf.models.head import ScoreHead
@@ -42,24 +43,6 @@ BUCKET = 500_000_000
 """gradients that DeepSpeed reduces at once, if there are so many"""
 FP16_SEARCH = 24
 """steps in a row that fp16 may skip while DeepSpeed lowers its loss scale from 2^16"""
-
-
-def compute_dtype(options: EngineOptions, device: torch.device) -> torch.dtype:
-    """The torch dtype that `options.dtype` means on `device`.
-
-    Raises: UserError for fp16 on a CPU.
-    """
-    if options.dtype == "fp16" and device.type == "cpu":
-        raise UserError("--dtype fp16: the device is a CPU, expected bf16 or fp32 there")
-    if options.dtype == "auto":
-        return torch.bfloat16 if _bf16_is_fast(device) else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
-
-
-def _bf16_is_fast(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 class Engine(Generic[M]):
@@ -84,6 +67,7 @@ class Engine(Generic[M]):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # important messages are ours
         self.device = collectives.local_device()
         dtype = compute_dtype(options, self.device)
+        options = with_dtype(options, dtype)
         if options.gradient_checkpointing:
             _checkpoint_activations(model)
         if options.torch_compile:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import plugins, rewards
 from rlhf.config.options import EngineOptions, PromptFileOptions
 from rlhf.distributed import collectives
-from rlhf.engine.training import compute_dtype
+from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.generation import Backend, open_backend
 from rlhf.hub.short_names import resolve

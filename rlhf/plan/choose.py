@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.config.parser import changed
 from rlhf.engine.optimizers import require_whole
+from rlhf.engine.precision import with_dtype
 from rlhf.errors import UserError
 from rlhf.plan.cost import cost
 from rlhf.plan.forecast import Forecast, Workload, forecast, resident_bytes
@@ -98,7 +99,8 @@ def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> t
     settings = [(candidate, workload(candidate)) for candidate in candidates(options, machine)]
     settings = [each for each in settings if not _runs_as_stage_1(*each) and _has_whole_weights(*each, machine.count)]
     if not settings:
-        require_whole(options, workload(options).b, machine.count)
+        work = workload(options)
+        require_whole(with_dtype(options, work.dtype), work.b, machine.count)
     seconds = _seconds(settings, machine)
 
     @functools.cache
@@ -145,7 +147,7 @@ def _runs_as_stage_1(candidate: EngineOptions, workload: Workload) -> bool:
 
 def _has_whole_weights(candidate: EngineOptions, workload: Workload, ranks: int) -> bool:
     """Whether the optimizer of a setting, if it is not AdamW, has the whole weights that it needs."""
-    return candidate.optim == "adamw" or effective_stage(candidate, workload.b, ranks) == 0
+    return candidate.optim == "adamw" or effective_stage(with_dtype(candidate, workload.dtype), workload.b, ranks) == 0
 
 
 def _least_rows(candidate: EngineOptions) -> bool:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from rlhf import console
 from rlhf.config.options import E
 from rlhf.distributed import collectives
-from rlhf.engine.training import compute_dtype
+from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.models.load import load_config
 from rlhf.plan.forecast import DTYPES

@@ -21,7 +21,7 @@ class Device:
     link: float
     network: float
     bf16: bool = True
-    """whether it multiplies bf16 fast; otherwise `--dtype auto` is fp32 there"""
+    """whether it multiplies bf16 fast; otherwise `--dtype auto` is fp16 there"""
 
 
 PCIE_3, PCIE_4, PCIE_5 = 16e9, 32e9, 64e9

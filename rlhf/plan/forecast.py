@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
-from rlhf.engine.training import compute_dtype
+from rlhf.engine.precision import BY_NAME, compute_dtype, with_dtype
 from rlhf.generation._memory import ROUNDED
 from rlhf.plan import activations as activation_peaks
 from rlhf.plan import zero
@@ -103,6 +103,15 @@ class Workload:
     """rows of a pass without gradients; 0: those of a micro-batch"""
     note: str = ""
     """a limit of the plan, for the user: a cost that depends on the data"""
+
+    def __post_init__(self) -> None:
+        models = (
+            replace(spec, options=with_dtype(spec.options, self.dtype))
+            if isinstance(spec.options, EngineOptions)
+            else spec
+            for spec in self.models
+        )
+        object.__setattr__(self, "models", tuple(models))
 
     @property
     def b(self) -> int:
@@ -339,7 +348,7 @@ def _rollout_moments(
 def dtype_on(options: EngineOptions, device: str) -> torch.dtype:
     """The compute dtype on a kind of device, which this machine need not have."""
     if options.dtype != "auto":
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
+        return BY_NAME[options.dtype]
     if device == "cpu":
         return compute_dtype(options, torch.device("cpu"))
-    return torch.float32 if device in SLOW_BF16 else torch.bfloat16
+    return torch.float16 if device in SLOW_BF16 else torch.bfloat16

@@ -7,7 +7,8 @@ from rlhf.config import deepspeed_json, foreign_settings
 from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.engine import optimizers
-from rlhf.engine.training import compute_dtype, require_possible
+from rlhf.engine.precision import compute_dtype, with_dtype
+from rlhf.engine.training import require_possible
 from rlhf.errors import UserError
 from rlhf.hub import short_names
 from rlhf.hub.untrusted import is_adapter
@@ -28,7 +29,8 @@ def check_engine(options: EngineOptions, ranks: int = 1) -> None:
     device = collectives.local_device()
     require_possible(options, device)
     optimizers.require_usable(options, device)
-    optimizers.require_whole(options, compute_dtype(options, device).itemsize, ranks)
+    dtype = compute_dtype(options, device)
+    optimizers.require_whole(with_dtype(options, dtype), dtype.itemsize, ranks)
     quantized.require_possible(options)
     if options.share_trunk:
         _check_trunk_options(options)

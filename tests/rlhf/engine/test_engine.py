@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf.config.options import EngineOptions, OptimizerOptions
-from rlhf.engine.training import Engine, compute_dtype
+from rlhf.engine.precision import compute_dtype
+from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.models.policy import Policy
 from rlhf.supervised.runner import batches_for

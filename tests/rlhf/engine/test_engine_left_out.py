@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf.config.options import EngineOptions
+from rlhf.engine import precision
 from rlhf.engine.nonfinite import NonFiniteError
-from rlhf.engine.training import FP16_SEARCH, _allow_overflows
+from rlhf.engine.training import FP16_SEARCH, Engine, _allow_overflows
+from rlhf.models.policy import Policy
 from tests.support import engine_runs, tiny
-from tests.support.engine_runs import apart, batches, require_left_out, step, weights
+from tests.support.engine_runs import OPTIMIZER, STEPS, apart, batches, require_left_out, step, weights
 
 alone = pytest.mark.parametrize("stage", engine_runs.ALONE)
 OFFLOADED: dict[str, Any] = {"offload_optimizer": True}
@@ -99,6 +102,26 @@ def test_a_number_without_a_trace_in_the_gradient_is_enough(
     for each in (engine, undisturbed):
         step(each, second, 3)
     assert apart(weights(engine), weights(undisturbed)) == 0
+
+
+def test_auto_that_is_fp16_trains_with_a_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a V100 or T4. Its norm is that of fp32, and an overflow is a step of the search, not a bad one."""
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    monkeypatch.setattr(precision, "_fast_dtype", lambda device: torch.float16)
+    rows = batches(1)[0]
+    exact = step(engine_runs.engine({"dtype": "fp32"}), rows)
+    engine = Engine(Policy(engine_runs.start()), EngineOptions(), OPTIMIZER, STEPS)
+    assert engine.state_dict()["cur_scale"] == 2**16
+    scaled = step(engine, rows)
+    # Rounding is 2^-11 in each of some tens of operations; a scale that stayed in would be a factor of 65536.
+    assert scaled["skipped"] == 0 and math.isclose(scaled["grad_norm"], exact["grad_norm"], rel_tol=0.05)
+    before = weights(engine)
+    skipped = engine.step([rows], lambda micro: (1e3 * engine(micro)[0].float().mean(), {}))
+    assert skipped["skipped"] == 1 and math.isfinite(skipped["loss"])
+    state = engine.state_dict()
+    assert (state["overflows"], state["bad_in_a_row"]) == (1, 0) and apart(weights(engine), before) == 0
 
 
 def test_the_search_for_a_loss_scale_raises_nothing_of_its_own() -> None:

@@ -10,7 +10,8 @@ import torch
 from rlhf.chain import command as train
 from rlhf.config import parser
 from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions, OwnEngineOptions
-from rlhf.engine.training import compute_dtype, deepspeed_config, require_possible, shards_of
+from rlhf.engine.precision import compute_dtype
+from rlhf.engine.training import deepspeed_config, require_possible, shards_of
 from rlhf.errors import UserError
 from rlhf.models.cpu import compiling
 from step3_ppo.algorithms.ppo import Config as PPOConfig
@@ -64,7 +65,7 @@ def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) 
 def test_layers_are_compiled_where_no_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[torch.device] = []
     monkeypatch.setattr(compiling, "require_compiler", devices.append)
-    require_possible(EngineOptions(torch_compile=True, zero_stage=2), GPU)
+    require_possible(EngineOptions(torch_compile=True, zero_stage=2, dtype="bf16"), GPU)
     for more in ({"zero_stage": 3}, {"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}):
         with pytest.raises(UserError, match="--torch-compile: expected --zero-stage 0, 1 or 2"):
             require_possible(EngineOptions(torch_compile=True, **more), CPU)  # type: ignore[arg-type]
@@ -81,6 +82,26 @@ def test_bf16_is_chosen_where_the_cpu_multiplies_in_it(
     for dtype, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("auto", None)):
         chosen = expected or (torch.bfloat16 if avx512 or amx else torch.float32)
         assert compute_dtype(EngineOptions(dtype=dtype), CPU) == chosen  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"),
+    [
+        ((6, 1), torch.float32),
+        ((7, 0), torch.float16),
+        ((7, 5), torch.float16),
+        ((8, 0), torch.bfloat16),
+        ((12, 0), torch.bfloat16),
+    ],
+)
+def test_auto_on_a_gpu_is_what_its_tensor_cores_multiply(
+    capability: tuple[int, int], chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's compute capabilities: Pascal has none, V100 and T4 have fp16 only, from Ampere on there is bf16."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert compute_dtype(EngineOptions(), GPU) == chosen
+    assert compute_dtype(EngineOptions(dtype="fp32"), GPU) == torch.float32
+    assert compute_dtype(EngineOptions(dtype="bf16"), GPU) == torch.bfloat16
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlhf.chain import command as train
 from rlhf.chain import planning
@@ -227,6 +228,19 @@ def test_an_optimizer_of_whole_weights_has_no_settings_that_shard_them(model_pat
     assert several.zero_stage == 0
     with pytest.raises(UserError, match="--optim muon: got --zero-stage 1 with 4 processes"):
         choose.choose(sft(model_path, optim="muon"), workload, gpus(80e9))
+
+
+def test_auto_on_a_card_without_bf16_is_planned_as_fp16(model_path: str) -> None:
+    """Its optimizer has other buffers than that of bf16, and splits the state of one process too."""
+
+    def work(candidate: Any) -> Workload:
+        return sft_plan.workload(candidate, "T4", {})
+
+    auto, fp16, bf16 = (forecast(work(sft(model_path, dtype=dtype)), gpus(16e9)) for dtype in ("auto", "fp16", "bf16"))
+    assert auto.workload.dtype == torch.float16
+    assert auto.moments == fp16.moments != bf16.moments
+    with pytest.raises(UserError, match="--optim muon: got --zero-stage 1 with 1 process, expected whole weights"):
+        choose.choose(sft(model_path, optim="muon", dtype="auto"), work, gpus(16e9, count=1))
 
 
 class Auto(SFTConfig):
