@@ -21,6 +21,7 @@ import yaml
 
 from rlhf import errors
 from rlhf.config import suggest, validate
+from rlhf.config.foreign_options import METHODS, plain
 from rlhf.errors import UserError
 
 Spec = str | dict[str, Any]
@@ -44,7 +45,10 @@ def find(folder: str, name: str) -> ModuleType:
     else:
         available = names(folder)
         if name not in available:
-            raise UserError(f"no '{name}' in {folder}; have {', '.join(available)}{suggest(name, available)}")
+            method = METHODS.get(plain(name))
+            if method is not None:
+                raise UserError(f"no '{name}' in {folder}: here {method}")
+            raise UserError(f"no '{name}' in {folder}; have {', '.join(available)}{suggest(plain(name), available)}")
         module = importlib.import_module(f"{folder}.{name}")
     missing = [member for member in ("Config", "build") if not hasattr(module, member)]
     if missing:

@@ -2,6 +2,7 @@
 
 Torch-free."""
 
+import re
 from collections.abc import Sequence
 
 _GLOBAL = "batch sizes are global, so --batch-size is per_device x accumulation x processes"
@@ -236,6 +237,24 @@ FOREIGN: dict[str, tuple[str, str]] = {
 }
 """By the name of an option in another project: its names in this project, of which the first that a program has
 applies (none for what needs no option here), and a note on the difference."""
+
+METHODS = {
+    "qlora": "--adapter lora --quantize nf4: QLoRA is LoRA on weights of 4 bits",
+    "dora": "--adapter lora,use_dora=true",
+    "rslora": "--adapter lora,use_rslora=true",
+    "pissa": "--adapter lora,init_lora_weights=pissa",
+    "p_tuning_v2": "--adapter prefix_tuning: P-Tuning v2 is prefix tuning",
+}
+"""By the name of a method elsewhere, as `plain` writes it: what it is here."""
+
+
+def plain(name: str) -> str:
+    """A name without differences of spelling.
+
+    >>> plain("P-Tuning-v2")
+    'p_tuning_v2'
+    """
+    return re.sub(r"[\s-]+", "_", name.strip().lower())
 
 
 def answer(name: str, available: Sequence[str]) -> str:

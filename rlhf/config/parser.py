@@ -145,7 +145,14 @@ def _one_line(cls: type[Config], error: Any, cure: Cure = _similar_key) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] != "value_error" or not isinstance(error["input"], dict | Config):  # an error of several options
         message += f", got {_short(error['input'])}"
+    if error["type"] == "literal_error":
+        message += _suggest_choice(str(error["input"]), error["ctx"]["expected"])
     return f"{'.'.join(path)}: {message}" if path else message
+
+
+def _suggest_choice(value: str, expected: str) -> str:
+    """` (did you mean 'single_node'?)` for `single-node`; expected: the choices, in quotes"""
+    return suggest(foreign_options.plain(value), re.findall(r"'([^']*)'", expected))
 
 
 def _short(value: object) -> str:
@@ -340,8 +347,11 @@ def _unboxed_line(text: str) -> str:
     after_rule = itertools.dropwhile(lambda words: not words.strip("─-+"), lines)
     message = " ".join(itertools.takewhile(lambda words: words.strip("─-+"), after_rule))
     message = re.sub(r"(?<=one of )\(('.*')\)", lambda match: ", ".join(sorted(match[1].split(", "))), message)
-    spaces = "; several values are separated by spaces" if re.search(r"invalid choice '[^']*,", message) else ""
-    return f"{message}{spaces}; see --help"
+    wrong = re.search(r"invalid choice '([^']*)'.* one of (.*)", message)
+    if wrong is None:
+        return f"{message}; see --help"
+    nearest = _suggest_choice(wrong[1], wrong[2])
+    return f"{message}{'; several values are separated by spaces' if ',' in wrong[1] else nearest}; see --help"
 
 
 def to_yaml(config: Config) -> str:

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 
 from rlhf import plugins
+from rlhf.adapters import open_adapter
+from rlhf.config import parser
+from rlhf.config.foreign_options import METHODS
+from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
 
 MODULE = """
@@ -66,7 +70,30 @@ def test_an_unknown_name_lists_what_there_is(folder: str, name: str) -> None:
 
 
 def test_the_nearest_name_is_suggested(folder: str) -> None:
-    assert mistake(folder, "lroa").endswith(" (did you mean 'lora'?)")
+    for name, nearest in {"lroa": "lora", "LoRA": "lora", "IA-3": "ia3"}.items():
+        assert mistake(folder, name).endswith(f" (did you mean '{nearest}'?)")
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("QLoRA", "--adapter lora --quantize nf4: "),
+        ("qlora,r=8", "--adapter lora --quantize nf4: "),
+        ("P-Tuning-v2", "--adapter prefix_tuning: "),
+        ("p tuning v2", "--adapter prefix_tuning: "),
+        ("DoRA", "--adapter lora,use_dora=true"),
+        ("rsLoRA", "--adapter lora,use_rslora=true"),
+        ("PiSSA", "--adapter lora,init_lora_weights=pissa"),
+    ],
+)
+def test_a_method_that_has_another_name_here_is_answered(name: str, cure: str) -> None:
+    assert mistake("rlhf.adapters", name).startswith(f"no '{name.split(',')[0]}' in rlhf.adapters: here {cure}")
+    options = parser.parse(EngineOptions, cure.rstrip(": ").split(), "program", "what it does")
+    open_adapter(str(options.adapter))
+
+
+def test_an_answered_method_is_no_plug_in() -> None:
+    assert not {*METHODS} & {*plugins.names("rlhf.adapters")}
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,13 @@ def test_the_tree_reads_back_as_itself(tmp_path: Path) -> None:
     assert after == before
 
 
+def test_a_choice_in_another_spelling_gets_the_right_one(tmp_path: Path) -> None:
+    for written, meant in {"RLOO": "rloo", "p-p-o": "ppo"}.items():
+        assert mistake("--name", written).endswith(f" (did you mean '{meant}'?); see --help")
+        file = write(tmp_path / "options.yaml", f"name: {written}")
+        assert mistake("--config", file).endswith(f", got '{written}' (did you mean '{meant}'?)")
+
+
 def test_print_config_prints_the_whole_tree_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse("--inner.steps", "7", "--print-config")
