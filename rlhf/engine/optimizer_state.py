@@ -104,7 +104,7 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
     set_schedule(engine, int(saved["schedule_steps"]))
     scaler = _loss_scaler(engine)
     for name in SCALE if scaler is not None else ():
-        setattr(scaler, name, saved[name])
+        setattr(scaler, name, saved.get(name, getattr(scaler, name)))  # none of a run that began in another dtype
 
 
 def set_schedule(engine: Any, steps: int) -> None:

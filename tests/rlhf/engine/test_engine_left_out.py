@@ -111,7 +111,8 @@ def test_auto_that_is_fp16_trains_with_a_loss_scale(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     monkeypatch.setattr(precision, "_fast_dtype", lambda device: torch.float16)
     rows = batches(1)[0]
-    exact = step(engine_runs.engine({"dtype": "fp32"}), rows)
+    in_fp32 = engine_runs.engine({"dtype": "fp32"})
+    exact = step(in_fp32, rows)
     engine = Engine(Policy(engine_runs.start()), EngineOptions(), OPTIMIZER, STEPS)
     assert engine.state_dict()["cur_scale"] == 2**16
     scaled = step(engine, rows)
@@ -122,6 +123,11 @@ def test_auto_that_is_fp16_trains_with_a_loss_scale(monkeypatch: pytest.MonkeyPa
     assert skipped["skipped"] == 1 and math.isfinite(skipped["loss"])
     state = engine.state_dict()
     assert (state["overflows"], state["bad_in_a_row"]) == (1, 0) and apart(weights(engine), before) == 0
+    resumed = Engine(Policy(engine_runs.start()), EngineOptions(), OPTIMIZER, STEPS)
+    resumed.load_state_dict(in_fp32.state_dict())  # of a run that began on another device
+    resumed.load_tensors(in_fp32.tensors())
+    assert resumed.state_dict()["cur_scale"] == 2**16
+    assert math.isclose(step(resumed, rows)["grad_norm"], step(in_fp32, rows)["grad_norm"], rel_tol=0.05)
 
 
 def test_the_search_for_a_loss_scale_raises_nothing_of_its_own() -> None:
