@@ -31,7 +31,7 @@ from rlhf.hub.untrusted import (
 )
 from rlhf.models import adapter_files, new_rows, packing, quantized, virtual_tokens
 from rlhf.models.cpu import attention
-from rlhf.models.traits import causal_lm_class, has_key_value_cache
+from rlhf.models.traits import causal_lm_class, has_attention, has_key_value_cache
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 
@@ -154,8 +154,7 @@ def require_decoder(path: str) -> None:
 
 
 def _refuse_architecture(config: PreTrainedConfig, path: str) -> None:
-    text = config.get_text_config()
-    if "num_attention_heads" not in {*vars(text), *text.attribute_map}:
+    if not has_attention(config):
         raise UserError(
             f"model '{path}': got a {config.model_type}, expected an attention model such as those of the families "
             "Llama, Qwen, OPT and GPT-2; recurrent (state-space) models are not supported"

@@ -37,10 +37,15 @@ def cache_input(model: Any, cache: Cache | None) -> dict[str, Cache | None]:
     return {name: cache}
 
 
+def has_attention(config: PretrainedConfig) -> bool:
+    """Whether a model of this config has attention: Mamba, RWKV and their like have none."""
+    text = config.get_text_config()
+    return not isinstance(text, PretrainedConfig) or "num_attention_heads" in {*vars(text), *text.attribute_map}
+
+
 def has_key_value_cache(model: Any, config: PretrainedConfig) -> bool:
     """Whether a model, or class, can generate with keys and values: Mamba and its like have a cache without any."""
-    text = config.get_text_config()
-    return cache_argument(model) is not None and "num_attention_heads" in {*vars(text), *text.attribute_map}
+    return cache_argument(model) is not None and has_attention(config)
 
 
 def causal_lm_class(config: PretrainedConfig) -> Any:

@@ -118,7 +118,8 @@ class Trainer:
         self.rates = torch.cat(
             [torch.full((shape.numel(),), own.get(name, rate)).double() for name, shape in network.shapes.items()]
         )
-        self.first, self.second = (torch.zeros_like(network.vector) for _ in range(2))
+        self.first, self.second, self.taken = (torch.zeros_like(network.vector) for _ in range(3))
+        self.of_head = torch.cat([torch.full((n.numel(),), float(k in own)) for k, n in network.shapes.items()]).bool()
         sizes = [torch.full((shape.numel(),), float(len(shape) > 1)) for shape in network.shapes.values()]
         self.decay = o["weight_decay"] * torch.cat(sizes)  # of matrices, not of norms and biases
 
@@ -143,8 +144,11 @@ class Trainer:
             "inverse_sqrt": (1 + (step - rising) / (rising or 10_000)) ** -0.5,
         }[kind]
 
-    def take_step(self, loss: Loss) -> dict[str, float]:
-        """One optimizer step: the metrics of the loss, the norm of its gradient, the learning rate."""
+    def take_step(self, loss: Loss, head_alone: bool = False) -> dict[str, float]:
+        """One optimizer step: the metrics of the loss, the norm of its gradient, the learning rate.
+
+        head_alone: the other weights stay as they are, and count no step
+        """
         o, network = self.o, self.network
         network.vector = network.vector.detach().requires_grad_()
         value, metrics = loss(network)
@@ -156,9 +160,12 @@ class Trainer:
         beta1, beta2 = o["adam_beta1"], o["adam_beta2"]
         self.first = beta1 * self.first + (1 - beta1) * gradient
         self.second = beta2 * self.second + (1 - beta2) * gradient**2
-        mean, square = self.first / (1 - beta1**self.step), self.second / (1 - beta2**self.step)
+        moving = self.of_head if head_alone else torch.ones_like(self.of_head)
+        self.taken += moving
+        taken = self.taken.clamp(min=1)
+        mean, square = self.first / (1 - beta1**taken), self.second / (1 - beta2**taken)
         vector = network.vector.detach()
-        rates = self.rates * self.factor(self.step - 1 + self.left_out)
+        rates = moving * self.rates * self.factor(self.step - 1 + self.left_out)
         network.vector = vector - rates * (self.decay * vector + mean / (square.sqrt() + o["adam_epsilon"]))
         numbers = {name: metric.item() for name, metric in metrics.items()}
         return {"loss": value.item(), **numbers, "grad_norm": norm, "learning_rate": rate}

@@ -306,7 +306,9 @@ class Reinforcement:
 
     def critic_step(self, pairs: list[Pair], constant: Tokens, o: dict[str, Any]) -> dict[str, float]:
         trainer = self.actor if self.shared else self.critic
-        return trainer.take_step(lambda _: value_loss(o, torch.cat(self.values(pairs, self.shared)), constant))
+        return trainer.take_step(
+            lambda _: value_loss(o, torch.cat(self.values(pairs, self.shared)), constant), self.shared
+        )
 
     def batches_of_texts(self, texts: Sequence[Ids]) -> Iterator[list[Ids]]:
         batches = Batches(len(texts), self.o["ptx_batch_size"], self.o["seed"])

@@ -12,8 +12,8 @@ from tests.options.prediction import reinforcement
 STEADY: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}
 EXPLODING: dict[str, Any] = {**STEADY, "learning_rate": 1e30}
 CASES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("step1_sft", "", {"num_train_epochs": 4}, "step"),
-    ("step2_reward", "", {"num_train_epochs": 4}, "step"),
+    ("step1_sft", "", {"num_train_epochs": 4, "eval_every": "4epochs"}, "step"),
+    ("step2_reward", "", {"num_train_epochs": 4, "eval_every": "4epochs"}, "step"),
     ("step3_ppo", "ppo", {"num_ppo_epochs": 9}, "actor step"),
     ("step3_ppo", "ppo", {"num_ppo_epochs": 9, "critic_learning_rate": 1e30, "learning_rate": 1e-4}, "critic step"),
     ("step3_ppo", "ppo", {"num_ppo_epochs": 1, "total_episodes": 64}, "iteration"),

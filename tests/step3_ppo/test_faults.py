@@ -258,7 +258,7 @@ class Overflowing:
     """An engine that leaves out the steps of these numbers."""
 
     def __init__(self, left_out: set[int]) -> None:
-        self.left_out, self.calls = left_out, 0
+        self.left_out, self.calls, self.module = left_out, 0, None
 
     def step(self, *_: Any) -> dict[str, float]:
         self.calls += 1
