@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from rlhf import plugins
@@ -20,6 +22,8 @@ from rlhf.types import Pairs, Sequences
 from tests.support import tiny
 
 TAKE = {"opt", "gpt2", "llama", "qwen2", "qwen3", "gpt_neox", "mixtral"}
+if Version(transformers.__version__) >= Version("5.24"):  # before, it had an attention of its own
+    TAKE.add("gptj")
 LENGTHS = [12, 20, 17, 6, 19, 1]
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config
+import transformers
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from packaging.version import Version
 from torch import Tensor
 from torch._inductor import compile_fx
 from torch._inductor.exc import InductorError
@@ -80,7 +82,8 @@ def test_training_scoring_and_sampling_are_those_of_the_same_model(
     assert torch.equal(sampled, tokens)
     # Pieces of a layer, with gradients and without: none for another layer, another length or a longer cache.
     assert before < first == later[-1] < after
-    assert family != "llama" or after - before == 10
+    pieces = 14 if Version(transformers.__version__) >= Version("5.24") else 10
+    assert family != "llama" or after - before == pieces
 
 
 def compiled_frames() -> int:
