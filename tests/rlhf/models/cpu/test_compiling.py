@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config
-import transformers
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from packaging.version import Version
 from torch import Tensor
 from torch._inductor import compile_fx
 from torch._inductor.exc import InductorError
@@ -82,8 +80,11 @@ def test_training_scoring_and_sampling_are_those_of_the_same_model(
     assert torch.equal(sampled, tokens)
     # Pieces of a layer, with gradients and without: none for another layer, another length or a longer cache.
     assert before < first == later[-1] < after
-    pieces = 14 if Version(transformers.__version__) >= Version("5.24") else 10
-    assert family != "llama" or after - before == pieces
+    assert after - before < 20  # 10 with torch 2.13, 12 with 2.11, 14 with 2.14; twice as many if layers did not share
+
+
+MIXED = ([3, 9, 5, 7], [2, 4, 11, 3, 6])
+"""tokens of the prompts of two rollouts"""
 
 
 def compiled_frames() -> int:
@@ -105,19 +106,22 @@ def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path
         lm = load_causal_lm(str(tmp_path / "model"), torch.float32, tiny.VOCAB)
         if compiled:
             compiling.compile_layers(lm)
-        first = backend(lm, tiny.prompts([3, 9, 5, 7]), SamplingOptions(response_length=9), draws[:4])
+        for lengths in MIXED:  # reads prompts alone, by pieces of a layer, of which each torch makes others
+            backend(lm, tiny.prompts(lengths), SamplingOptions(response_length=1), draws[: len(lengths)])
+        counts.append(graphs())
+        first = backend(lm, tiny.prompts(MIXED[0]), SamplingOptions(response_length=9), draws[:4])
         counts.append(graphs())
         with torch.no_grad():
             for weight in lm.parameters():
                 weight.mul_(1.5)  # as an optimizer does, in place
-        second = backend(lm, tiny.prompts([2, 4, 11, 3, 6]), SamplingOptions(response_length=12), draws)
+        second = backend(lm, tiny.prompts(MIXED[1]), SamplingOptions(response_length=12), draws)
         counts.append(graphs())
         rollouts.append((first, second))
     for plain, fast in zip(*rollouts, strict=True):
         assert torch.equal(plain.response_ids, fast.response_ids)
         torch.testing.assert_close(fast.sampled_logprobs, plain.sampled_logprobs, rtol=0, atol=1e-5)
     assert not torch.equal(rollouts[0][0].sampled_logprobs[:, 0], rollouts[0][1].sampled_logprobs[:4, 0])
-    assert counts[0] == counts[1] and counts[2] == counts[3] == counts[1] + 5  # four pieces of a layer read prompts
+    assert counts[0] == counts[1] == counts[2] and counts[4] == counts[5] == counts[3] + 1
     torch._dynamo.reset()
 
 
