@@ -145,11 +145,13 @@ def batches(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The weights in their order, as many at once as together have no more numbers than the largest one."""
     most = max((weight.numel() for weight in weights), default=0)
     batch: list[Tensor] = []
+    numbers = 0
     for weight in weights:
-        if batch and sum(w.numel() for w in batch) + weight.numel() > most:
+        if batch and numbers + weight.numel() > most:
             yield batch
-            batch = []
+            batch, numbers = [], 0
         batch.append(weight)
+        numbers += weight.numel()
     if batch:
         yield batch
 

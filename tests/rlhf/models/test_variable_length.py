@@ -51,24 +51,9 @@ def packed_attention(
     return torch.cat(attended, 1).transpose(0, 1)
 
 
-def packed_attention_of_torch_2_11(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-) -> Tensor:
-    """Its contract in torch 2.11, where heads share keys without a word."""
-    grouped = query.shape[1] != key.shape[1]
-    ends, longest = (cu_seq_q, cu_seq_k), (max_q, max_k)
-    return packed_attention(
-        query, key, value, *ends, *longest, scale=scale, window_size=window_size, enable_gqa=grouped
-    )
+def packed_attention_of_torch_2_11(query: Tensor, key: Tensor, *others: Any, **options: Any) -> Tensor:
+    """Its contract in torch 2.11, which has no `enable_gqa`: heads share keys without a word."""
+    return packed_attention(query, key, *others, **options, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def close(got: Tensor, expected: Tensor) -> bool:
