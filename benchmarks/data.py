@@ -130,7 +130,7 @@ def drawn_lengths() -> np.ndarray:
 def prepare(folder: str, rows: int, vocabulary: int, tokenizer: str | None) -> dict[str, Any]:
     """Write the rows, and train a tokenizer unless one is given. Returns its path and size."""
     from benchmarks import corpus
-    from rlhf.text.tokenizer import Template
+    from rlhf.text.dialogues import Template
 
     path = tokenizer or f"{folder}/tokenizer"
     if tokenizer is None:

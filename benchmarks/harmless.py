@@ -109,8 +109,9 @@ def test_prompts(options: Options) -> Iterator[Any]:
     """The prompts of TEST of at most the recipe's length."""
     from data.build.mixture import open_origin
     from rlhf.hub.short_names import resolve
+    from rlhf.text.dialogues import Template
     from rlhf.text.prompt_file import format_prompt
-    from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
+    from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
     chain = chain_of(options, 0)
     tokenizer = prepare_tokenizer(load_tokenizer(resolve(chain.sft.model)), chain.chat_template)

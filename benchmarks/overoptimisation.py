@@ -158,8 +158,8 @@ def sample(options: Options, seed: int) -> None:
     from rlhf import rewards
     from rlhf.config.options import PromptFileOptions
     from rlhf.evaluation.batch_generation import PromptSet, common_tokenizer, generation_setup
+    from rlhf.text.dialogues import Template
     from rlhf.text.prompt_file import read_prompts
-    from rlhf.text.tokenizer import Template
 
     ppo = resolve_chain(options.words).ppo
     proxies = {variant.name: variant for variant in proxy_variants(options)}
@@ -168,7 +168,7 @@ def sample(options: Options, seed: int) -> None:
     prompts = [row for _, row in read_prompts(ppo.ppo_only_data_path[0])[: options.prompts]]
     rows = tuple(row for row in prompts for _ in range(options.best_of))
     tokenizer = common_tokenizer([policy_path], "auto")
-    ids = Template(tokenizer).prompt_ids_many([row.prompt for row in prompts])
+    ids = Template(tokenizer).prompt_ids_many(prompts)
     repeated = tuple(each for each in ids for _ in range(options.best_of))
     settings = PromptFileOptions(
         seed=seed, response_length=ppo.response_length, temperature=ppo.temperature, dtype="fp32",

@@ -80,7 +80,7 @@ class Base:
         from rlhf.evaluation.batch_generation import PromptSet, common_tokenizer, generation_setup
         from rlhf.generation import loop
         from rlhf.hub.short_names import resolve
-        from rlhf.text.tokenizer import Template
+        from rlhf.text.dialogues import Template
         from rlhf.types import Message, Row
 
         path = resolve(self.model)
@@ -88,7 +88,7 @@ class Base:
         rows = tuple(Row((Message("user", prompt),)) for prompt in prompts)
         options = PromptFileOptions(seed=self.seed, response_length=tokens, dtype="fp32", rollout_batch_size=256)
         template, eos = Template(tokenizer), tokenizer.eos_token_id
-        prompt_set = PromptSet(options, tokenizer, rows, tuple(template.prompt_ids_many([row.prompt for row in rows])))
+        prompt_set = PromptSet(options, tokenizer, rows, tuple(template.prompt_ids_many(rows)))
         lm = generation_setup(prompt_set).load(path).double().lm
         config = loop.Config(eos_token_id=eos, pad_token_id=eos)
         texts: list[str] = []

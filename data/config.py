@@ -1,5 +1,6 @@
 """Options of the data, the same in all three stages. This module must not import torch."""
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -68,6 +69,10 @@ class DataOptions(Config):
     """auto (the tokenizer's own, else human_assistant), plain, human_assistant, chatml, llama-2, llama-3, alpaca, or
     the path of a Jinja file"""
 
+    chat_template_kwargs: str | None = None
+    """what the chat template gets beside the messages, as JSON, such as '{"enable_thinking": false}'; a row's column of
+    this name comes first, and the saved model has it too"""
+
     max_prompt_length: int = Field(256, ge=1)
     """tokens; a longer prompt loses its oldest turns"""
 
@@ -99,6 +104,19 @@ class DataOptions(Config):
 
     data_cache: str | None = None
     """directory for the cache of tokenised rows; none: $RLHF_CACHE, else ~/.cache/rlhf-pipeline"""
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _variables(cls, value: Any) -> Any:
+        """A mapping, as a YAML file has it, or JSON on the command line."""
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise ValueError(f"got {value!r}, expected JSON such as '{{\"enable_thinking\": false}}'") from None
+        if value is not None and not (isinstance(value, dict) and all(map(str.isidentifier, value))):
+            raise ValueError(f"got {value!r}, expected an object of names and values")
+        return json.dumps(value, sort_keys=True) if value else None
 
     @field_validator("data_split", mode="before")
     @classmethod

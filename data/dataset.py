@@ -25,11 +25,11 @@ from data.config import DataOptions
 from data.read.records import Phase, Skipped
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
-from rlhf.text.tokenizer import Template
+from rlhf.text.dialogues import Template
 
 T = TypeVar("T", bound=Item)
 
-NOT_IN_CACHE_KEY = {"data_workers", "data_cache", "max_dropped", "chat_template"}
+NOT_IN_CACHE_KEY = {"data_workers", "data_cache", "max_dropped", "chat_template", "chat_template_kwargs"}
 """options that do not change the items; the tokenizer's digest includes the template"""
 MAX_JOINED_SHARE = 0.9
 """pairs are joined if that leaves at most this share of the tokens: attention is slower for joined rows"""
@@ -75,9 +75,11 @@ class PromptDataset(Sequence[T]):
 
     @property
     def weights(self) -> np.ndarray:
-        """The loss weight of each item, 1 / (items of its batch element), so that each element weighs 1. [N]"""
+        """The loss weight of each item: its own, divided by the items of its batch element, so that an element weighs
+        1. [N]"""
         numbers = np.arange(len(self)) if self.elements is None else self.elements
-        return 1 / np.bincount(numbers)[numbers]
+        own = 1.0 if self.table is None or self.phase == "ppo" else self._column("weight")
+        return own / np.bincount(numbers)[numbers]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -90,7 +92,13 @@ class PromptDataset(Sequence[T]):
         names = ("length", "shorter") if self.phase == "reward" else ("length",)
         if self.table is None:
             return np.zeros((0, len(names)), dtype=np.int32)
-        return np.stack([self.table.data.column(name).to_numpy()[self.positions] for name in names], axis=1)
+        return np.stack([self._column(name) for name in names], axis=1)
+
+    def _column(self, name: str) -> np.ndarray:
+        """A column of numbers of the items. [N]"""
+        assert self.table is not None
+        values: np.ndarray = self.table.data.column(name).to_numpy()[self.positions]
+        return values
 
     @property
     def row_lengths(self) -> np.ndarray:

@@ -15,10 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a dialogue. `role` is system, user or assistant."""
+    """One turn of a dialogue. `role` is system, user, assistant or tool (what a called tool returned)."""
 
     role: str
     content: str
+    keys: dict[str, Any] = field(default_factory=dict, hash=False)
+    """what else a chat template renders of it: reasoning_content, tool_calls, ..."""
+    learned: bool = True
+    """False: an assistant turn that is context, and no loss counts on it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Row:
     Rows with the same `group` are in the same split; by default the group is the prompt's text.
     `columns` has other values of the source, for reward functions.
     Preferences with the same `ranking`, other than "", are pairs of one ranked list and together weigh as one pair.
+    `variables` is what the chat template gets beside the messages: `tools`, and options such as `enable_thinking`.
     """
 
     prompt: tuple[Message, ...]
@@ -38,6 +43,14 @@ class Row:
     group: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
     ranking: str = ""
+    variables: dict[str, Any] = field(default_factory=dict)
+    response_keys: dict[str, Any] = field(default_factory=dict)
+    """`Message.keys` of the response"""
+    rejected_keys: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    """of the row in the loss, at least 0; with 0 it serves as a prompt only"""
+    location: str = field(default="", compare=False)
+    """file:line, for messages about keys that the chat template does not read"""
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
@@ -341,7 +354,14 @@ class Samples:
 
     prompts: tuple[str, ...]
     responses: tuple[str, ...]
+    """with the thought before an answer, if the policy writes one"""
     rollout: SampledRollout
+    answers: tuple[str, ...] = ()
+    """the responses without their thoughts; empty where a thought has no end"""
+
+    def __post_init__(self) -> None:
+        if not self.answers:
+            object.__setattr__(self, "answers", self.responses)
 
 
 Metrics = dict[str, float]

@@ -45,23 +45,30 @@ MEASURED = 200
 def train(
     policy: Engine[Policy], dataset: PromptDataset[Demonstration], batches: Batches, config: SFTConfig, pad_id: int
 ) -> Iterator[Metrics]:
-    """The algorithm: one optimizer step on the mean token loss of each batch."""
+    """The algorithm: one optimizer step on the mean token loss of each batch, in which a token has its row's weight."""
+    weight_of = torch.from_numpy(dataset.weights)
     for indices in batches.until_epoch(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id)
         counted = torch.from_numpy(counted_rows(indices))[:, None]
         batch = replace(batch, loss_mask=batch.loss_mask & counted)
-        sums = torch.stack([batch.loss_mask.sum(), (batch.mask & counted).sum()])
-        count, tokens = collectives.sum_over_ranks(sums)
+        weights = weight_of[indices]
+        sums = torch.stack(
+            [(weights[:, None] * batch.loss_mask).sum(), batch.loss_mask.sum(), (batch.mask & counted).sum()]
+        )
+        count, learned, tokens = collectives.sum_over_ranks(sums)
         groups = length_groups(batch.lengths, config.micro_batch_size)
-        micros = [batch[rows].trimmed() for rows in groups]
+        micros = [(batch[rows].trimmed(), weights[rows].float()) for rows in groups]
 
-        def loss(micro: Sequences, count: Tensor = count) -> losses.Loss:
-            logprobs = policy(micro)[0]
-            return losses.token_nll(logprobs, to_device(micro.loss_mask, logprobs.device), count)
+        def loss(micro: tuple[Sequences, Tensor], count: Tensor = count) -> losses.Loss:
+            sequences, weight = micro
+            logprobs = policy(sequences)[0]
+            mask, weight = (to_device(x, logprobs.device) for x in (sequences.loss_mask, weight))
+            return losses.token_nll(logprobs, mask, count, weight)
 
         metrics = policy.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
-        numbers = {"tokens": tokens.item(), "tokens_learned": count.item()}
-        yield {**metrics, **numbers, "padding": 0.0 if policy.module.packs else padding_share(micros)}
+        numbers = {"tokens": tokens.item(), "tokens_learned": learned.item()}
+        padding = 0.0 if policy.module.packs else padding_share([sequences for sequences, _ in micros])
+        yield {**metrics, **numbers, "padding": padding}
 
 
 def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], config: SFTConfig, pad_id: int) -> float:

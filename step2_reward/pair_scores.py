@@ -24,8 +24,9 @@ from rlhf.hub.short_names import resolve
 from rlhf.models.load import require_context
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_separately
 from rlhf.storage.manifests import resolve_model_path
+from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
-from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import length_groups
 from step2_reward.evaluation_options import EvaluateRewardConfig
 

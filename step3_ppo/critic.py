@@ -54,7 +54,7 @@ def describe(option: str | None, models: Step3Config) -> str:
 def reads_same_ids(models: Step3Config, path: str) -> bool:
     """Whether the tokenizer and template of the model at `path` give the same ids as the actor's."""
     actor, other = (
-        prepare_tokenizer(load_tokenizer(resolve(str(model))), models.chat_template)
-        for model in (models.actor_model, path)
+        prepare_tokenizer(load_tokenizer(resolve(str(model))), models.chat_template, variables)
+        for model, variables in ((models.actor_model, models.chat_template_kwargs), (path, None))
     )
     return same_ids(actor, other)

@@ -203,7 +203,9 @@ def _backend_options(config: Step3Config, eos_token_id: int, pad_token_id: int) 
 
 def open_data(config: Step3Config, model_path: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Prompt]]:
     """The prepared tokenizer of the actor at `model_path`, and the prompts in its ids."""
-    tokenizer = prepare_tokenizer(load_tokenizer(resolve(model_path)), config.chat_template)
+    tokenizer = prepare_tokenizer(
+        load_tokenizer(resolve(model_path)), config.chat_template, config.chat_template_kwargs
+    )
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
@@ -315,5 +317,5 @@ def _check_lengths(
         if same_ids(own_tokenizer, tokenizer):
             require_context(path, config.max_prompt_length + config.response_length)
         else:
-            prompts = [item.row.prompt for part in (data.train, data.evaluation) for item in part]
+            prompts = [item.row for part in (data.train, data.evaluation) for item in part]
             learned.require_fitting(path, own_tokenizer, prompts)

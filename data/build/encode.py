@@ -7,11 +7,13 @@ from typing import Literal
 
 from data.config import DataOptions
 from data.read.columns import ATTRIBUTE_RATINGS
-from data.read.records import Phase, Unusable
+from data.read.records import Phase, Skipped, Unusable
+from rlhf.text.dialogues import Template
+from rlhf.text.messages import unread
 from rlhf.text.rendering import Unrenderable
-from rlhf.text.tokenizer import Template
 from rlhf.text.truncate import FittedPrompt, Ids, fit_prompt, min_prompt_length
-from rlhf.types import Row
+from rlhf.text.turns import Altered
+from rlhf.types import Message, Row
 
 LossOn = Literal["last", "every", "all"]
 Spans = tuple[tuple[int, int], ...]
@@ -36,6 +38,8 @@ class Demonstration:
     """prompt and response"""
     spans: Spans
     """ranges [start, end) of the ids that count in the loss, in order; none begins at 0"""
+    weight: float = 1.0
+    """of its tokens in the loss: `Row.weight`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Preference:
     """the group of pairs that it is evaluated with: the row's column `subset`"""
     ratings: tuple[tuple[str, float, float], ...] = ()
     """(attribute, of the chosen side, of the rejected side): the row's column `attribute_ratings`"""
+    weight: float = 1.0
+    """of the pair in the loss: `Row.weight`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,23 @@ class Prompt:
 Item = Demonstration | Preference | Prompt
 Encoded = tuple[Item, Truncation] | str
 """an item and what was truncated, or the reason why the row was dropped"""
+
+
+def divided(template: Template, loss_on: LossOn, row: Row) -> Iterator[Row | Skipped]:
+    """The row; one row for each assistant turn, if all turns are learned and the template writes earlier ones otherwise
+    than the model generates them; or why the template would leave a part of it out."""
+    refusal = unread(row, template.tokenizer)
+    if refusal:
+        yield Skipped(f"{row.location}: {refusal}" if row.location else refusal, bad=True)
+    elif loss_on == "every" and row.response is not None and template.rewrites_turns(row):
+        context = tuple(replace(message, learned=False) for message in row.prompt)
+        for i, message in enumerate(row.prompt):
+            if message.role == "assistant" and message.learned and i > 0:
+                turn = replace(row, response=message.content, response_keys=message.keys)
+                yield replace(turn, prompt=context[:i])
+        yield replace(row, prompt=context)
+    else:
+        yield row
 
 
 @dataclass(frozen=True)
@@ -86,7 +109,7 @@ class RowEncoder:
             return list(self._texts(rows) if self.plain_text else encode(rows))
         except Unrenderable as error:
             if len(rows) == 1:
-                return [f"the chat template refuses it ({error.reason})"]
+                return [str(error) if isinstance(error, Altered) else f"the chat template refuses it ({error.reason})"]
             return [result for row in rows for result in self([row])]
 
     def _texts(self, rows: Sequence[Row]) -> Iterator[Encoded]:
@@ -98,7 +121,7 @@ class RowEncoder:
             yield "not plain text" if row.prompt else (Demonstration(item_ids, ((1, len(item_ids)),)), Truncation())
 
     def _demonstrations(self, rows: Sequence[Row]) -> Iterator[Encoded]:
-        responses = self._responses(rows, [row.response or "" for row in rows])
+        responses = self._responses(rows)
         for row, prompt, response in zip(rows, self._prompt_ids(rows), responses, strict=True):
             try:
                 fitted, (answer,), cut = self._truncate(row, prompt, response)
@@ -106,20 +129,20 @@ class RowEncoder:
                 yield str(reason)
                 continue
             ids = (*fitted.ids, *answer)
-            yield Demonstration(ids, self._spans(fitted, len(ids))), cut
+            yield Demonstration(ids, self._spans(row, fitted, len(ids)), row.weight), cut
 
-    def _spans(self, prompt: FittedPrompt, size: int) -> Spans:
+    def _spans(self, row: Row, prompt: FittedPrompt, size: int) -> Spans:
         if self.loss_on == "all":
             return ((1, size),)
         start = len(prompt.ids)
-        if self.loss_on == "last" or not any(message.role == "assistant" for message in prompt.messages):
+        earlier = any(message.role == "assistant" and message.learned for message in prompt.messages)
+        if self.loss_on == "last" or not earlier:
             return ((start, size),)
-        _, flags = self.template.prompt_ids_and_turns(prompt.messages)
+        _, flags = self.template.prompt_ids_and_turns(replace(row, prompt=tuple(prompt.messages)))
         return _find_spans([False, *flags[1:], *[True] * (size - start)])
 
     def _preferences(self, rows: Sequence[Row]) -> Iterator[Encoded]:
-        sides = [self._responses(rows, [row.response or "" for row in rows])]
-        sides.append(self._responses(rows, [row.rejected or "" for row in rows]))
+        sides = [self._responses(rows), self._rejected(rows)]
         for row, prompt, chosen, rejected in zip(rows, self._prompt_ids(rows), *sides, strict=True):
             try:
                 yield self._preference(row, prompt, chosen, rejected)
@@ -138,7 +161,7 @@ class RowEncoder:
         subset = str(subset) if isinstance(subset, str | int) else ""
         ratings = tuple((name, *map(float, both)) for name, both in (row.columns.get(ATTRIBUTE_RATINGS) or {}).items())
         sides = (*fitted.ids, *chosen), (*fitted.ids, *rejected)
-        return Preference(*sides, len(fitted.ids), margin, subset, ratings), cut
+        return Preference(*sides, len(fitted.ids), margin, subset, ratings, row.weight), cut
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         for row, ids in zip(rows, self._prompt_ids(rows), strict=True):
@@ -154,11 +177,17 @@ class RowEncoder:
             )
 
     def _prompt_ids(self, rows: Sequence[Row]) -> list[Ids]:
-        return self.template.prompt_ids_many([row.prompt for row in rows])
+        return self.template.prompt_ids_many(rows)
 
-    def _responses(self, rows: Sequence[Row], texts: Sequence[str]) -> list[Ids]:
-        opening = [not any(message.content for message in row.prompt) for row in rows]
-        return self.template.response_ids_many(texts, opening)
+    def _responses(self, rows: Sequence[Row]) -> list[Ids]:
+        return self.template.turn_ids_many(
+            rows, [Message("assistant", row.response or "", row.response_keys) for row in rows]
+        )
+
+    def _rejected(self, rows: Sequence[Row]) -> list[Ids]:
+        return self.template.turn_ids_many(
+            rows, [Message("assistant", row.rejected or "", row.rejected_keys) for row in rows]
+        )
 
     def _truncate(self, row: Row, prompt: Ids, *responses: Ids) -> tuple[FittedPrompt, list[Ids], Truncation]:
         """Truncate the prompt and the responses to max_length together: (prompt, responses, what was truncated).
@@ -184,7 +213,7 @@ class RowEncoder:
     def _fit_prompt(self, row: Row, ids: Ids, limit: int) -> FittedPrompt:
         if len(ids) <= limit:
             return FittedPrompt(ids, row.prompt)
-        fitted = fit_prompt(self.template, row.prompt, limit, by_tokens=self.options.truncate == "tokens")
+        fitted = fit_prompt(self.template, row, limit, by_tokens=self.options.truncate == "tokens")
         if fitted is None:
             raise Unusable("prompt too long")
         return fitted

@@ -3,8 +3,9 @@
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from json import JSONEncoder
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from data.build.split import PHASES, group_digest, share_of_points, text_digest
 from data.config import DataOptions
 from data.read.columns import ATTRIBUTE_RATINGS
 from data.read.contract import STORED_AS_TEXT
-from data.read.records import Phase
+from data.read.records import Phase, Skipped
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
@@ -36,6 +37,13 @@ OTHER_PHASE = "of another phase's share"
 HELD_OUT = "prompt held out for evaluation"
 UNDECIDED = "undecided"
 """the share of a row until all rows of its prompt have been read"""
+
+
+Divide = Callable[[Row], Iterable[Row | Skipped]]
+
+
+def one_row(row: Row) -> Iterable[Row | Skipped]:
+    return (row,)
 
 
 @dataclass
@@ -81,9 +89,16 @@ class GatheredRows:
 
 
 def gather(
-    origins: Sequence[Origin], options: DataOptions, phase: Phase, file: Path, own_data_only: bool = False
+    origins: Sequence[Origin],
+    options: DataOptions,
+    phase: Phase,
+    file: Path,
+    own_data_only: bool = False,
+    divide: Divide = one_row,
 ) -> GatheredRows:
     """Read every origin to its end, or a stream as far as needed. own_data_only: see `Recipe`.
+
+    divide: the rows that the chat template makes of one, or why it makes none
 
     Raises: UserError if an origin cannot be read or has more malformed rows than skip_bad_rows; the error lists the
     first ten.
@@ -93,7 +108,7 @@ def gather(
     with RowWriter(file) as writer:
         for number, (origin, row_counts) in enumerate(zip(origins, counts, strict=True)):
             limit = StreamLimit(origin, options, phase)
-            for row in _valid_rows(origin, phase, options, row_counts):
+            for row in _valid_rows(origin, phase, options, row_counts, divide):
                 share, group, point = _assign_share(row, origin, phase, options, owners)
                 excluded = own_data_only and share == "evaluation" and origin.use != "evaluation"
                 reason = HELD_OUT if excluded else unusable_reason(row, phase)
@@ -213,9 +228,12 @@ def _assign_share(
     return share, group, point
 
 
-def _valid_rows(origin: Origin, phase: Phase, options: DataOptions, row_counts: RowCounts) -> Iterator[Row]:
+def _valid_rows(
+    origin: Origin, phase: Phase, options: DataOptions, row_counts: RowCounts, divide: Divide
+) -> Iterator[Row]:
     """The rows of an origin. Those that are skipped are counted."""
-    for row in origin.rows(phase):
+    parsed = (divide(row) if isinstance(row, Row) else (row,) for row in origin.rows(phase))
+    for row in chain.from_iterable(parsed):
         row_counts.rows += 1
         if isinstance(row, Row):
             yield row
@@ -313,6 +331,16 @@ PAIR_COLUMNS = ("margin", "subset", ATTRIBUTE_RATINGS)
 """columns that a pair keeps"""
 
 
+MORE = ("variables", "response_keys", "rejected_keys", "weight")
+"""fields of a row that few rows have"""
+PLAIN = Row(())
+
+
+def _message_to_json(message: Message) -> list[Any]:
+    plain = [message.role, message.content]
+    return [*plain, message.keys, message.learned] if message.keys or not message.learned else plain
+
+
 def row_to_json(row: Row, phase: Phase) -> str:
     """A row as JSON, reduced to what the phase needs: only ppo keeps group and all columns, for reward functions.
 
@@ -321,9 +349,10 @@ def row_to_json(row: Row, phase: Phase) -> str:
     group, columns = row.group, row.columns
     if phase != "ppo":
         group, columns = "", {k: v for k, v in columns.items() if k in PAIR_COLUMNS}
-    prompt = [[message.role, message.content] for message in row.prompt]
+    prompt = [_message_to_json(message) for message in row.prompt]
+    more = {name: value for name in MORE if (value := getattr(row, name)) != getattr(PLAIN, name)}
     try:
-        return JSON_ENCODER.encode([prompt, row.response, row.rejected, group, columns])
+        return JSON_ENCODER.encode([prompt, row.response, row.rejected, group, columns, *([more] if more else [])])
     except (TypeError, ValueError) as error:
         raise UserError(f"columns {', '.join(columns)}: {error}; expected text, numbers, lists and mappings") from None
 
@@ -340,5 +369,6 @@ JSON_ENCODER = JSONEncoder(default=_encode_column)
 
 
 def row_from_json(text: str) -> Row:
-    prompt, response, rejected, group, columns = json.loads(text)
-    return Row(tuple(Message(role, content) for role, content in prompt), response, rejected, group, columns)
+    prompt, response, rejected, group, columns, *more = json.loads(text)
+    messages = tuple(Message(*message) for message in prompt)
+    return Row(messages, response, rejected, group, columns, **(more[0] if more else {}))

@@ -23,11 +23,13 @@ def unusable_reason(row: Row, phase: Phase) -> str:
     """The reason why the phase cannot use the row, or an empty string."""
     if phase == "ppo":
         return "" if any(message.content.strip() for message in row.prompt) else "empty prompt"
-    if phase == "reward":
-        return "no rejected side" if row.rejected is None or row.response is None else ""
+    if phase == "reward" and (row.rejected is None or row.response is None):
+        return "no rejected side"
     if row.response is None:
         return "no response"
-    return "" if row.response.strip() else "empty response"
+    if not row.weight:
+        return "weight 0"
+    return "" if phase == "reward" or row.response.strip() or row.response_keys else "empty response"
 
 
 def usable_phases(row: Row) -> int:

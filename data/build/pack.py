@@ -58,4 +58,4 @@ def _contexts(texts: datasets.Dataset, index: np.ndarray, size: int) -> Iterator
 
 def _item(ids: np.ndarray) -> dict[str, object]:
     common = {"length": len(ids), "prompt_cut": False, "response_cut": False, "reason": ""}
-    return {"ids": ids.tolist(), "spans": [1, len(ids)]} | common
+    return {"ids": ids.tolist(), "spans": [1, len(ids)], "weight": 1.0} | common

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from data.build.encode import LossOn, RowEncoder
-from data.build.gather import GatheredRows, gather
+from data.build.encode import LossOn, RowEncoder, divided
+from data.build.gather import GatheredRows, gather, one_row
 from data.build.mixture import Origin
 from data.build.pack import pack
 from data.build.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_outcomes, make_report, prompt_digests
@@ -20,7 +20,7 @@ from data.config import DataOptions
 from data.read.records import Phase
 from rlhf.errors import UserError
 from rlhf.launch.launcher import cores
-from rlhf.text.tokenizer import Template
+from rlhf.text.dialogues import Template
 
 MAX_WORKERS = 8
 MAX_OVERSAMPLING = 8
@@ -43,7 +43,8 @@ def build_dataset(
 ) -> dict[str, Any]:
     """Write the items, and the item numbers of both splits, into `folder`. Returns the report."""
     raw = folder / "rows.arrow"
-    rows = gather(origins, options, recipe.phase, raw, recipe.own_data_only)
+    divide = one_row if recipe.objective == "text" else partial(divided, template, recipe.loss_on)
+    rows = gather(origins, options, recipe.phase, raw, recipe.own_data_only, divide)
     held_out, train = (_order_rows(rows, side & rows.usable) for side in (rows.held_out, ~rows.held_out))
     rows.count(held_out[options.max_eval_rows :], BEYOND_LIMIT["evaluation"])
     held_out = held_out[: options.max_eval_rows]

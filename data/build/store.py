@@ -28,7 +28,7 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
     """The columns of an item. `reason`: why the row was dropped, or empty."""
     ids = datasets.List(datasets.Value("uint16" if vocabulary <= 2**16 else "int32"))
     phase_columns: dict[Phase, dict[str, Any]] = {
-        "sft": {"ids": ids, "spans": datasets.List(datasets.Value("int32"))},
+        "sft": {"ids": ids, "spans": datasets.List(datasets.Value("int32")), "weight": datasets.Value("float32")},
         "reward": {
             "prompt": ids,
             "chosen": ids,
@@ -37,6 +37,7 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
             "subset": datasets.Value("string"),
             "ratings": datasets.Value("string"),
             "shorter": datasets.Value("int32"),
+            "weight": datasets.Value("float32"),
         },
         "ppo": {"ids": ids, "row": datasets.Value("string")},
     }
@@ -64,7 +65,7 @@ def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -
 
 
 EMPTY_COLUMNS: dict[Phase, dict[str, Any]] = {
-    "sft": {"ids": [], "spans": [], "length": 0},
+    "sft": {"ids": [], "spans": [], "weight": 1.0, "length": 0},
     "reward": {
         "prompt": [],
         "chosen": [],
@@ -74,6 +75,7 @@ EMPTY_COLUMNS: dict[Phase, dict[str, Any]] = {
         "ratings": "",
         "length": 0,
         "shorter": 0,
+        "weight": 1.0,
     },
     "ppo": {"ids": [], "row": "", "length": 0},
 }
@@ -81,7 +83,8 @@ EMPTY_COLUMNS: dict[Phase, dict[str, Any]] = {
 
 def _phase_columns(item: Item, text: str, cut: Truncation) -> dict[str, Any]:
     if isinstance(item, Demonstration):
-        return {"ids": item.ids, "spans": [edge for span in item.spans for edge in span], "length": len(item.ids)}
+        edges = [edge for span in item.spans for edge in span]
+        return {"ids": item.ids, "spans": edges, "weight": item.weight, "length": len(item.ids)}
     if isinstance(item, Prompt):
         return {"ids": item.ids, "row": row_to_json(item.row, "ppo") if cut.prompt else text, "length": len(item.ids)}
     start = item.prompt_length
@@ -94,6 +97,7 @@ def _phase_columns(item: Item, text: str, cut: Truncation) -> dict[str, Any]:
         "ratings": json.dumps(item.ratings) if item.ratings else "",
         "length": max(len(item.chosen), len(item.rejected)),
         "shorter": min(len(item.chosen), len(item.rejected)),
+        "weight": item.weight,
     }
 
 
@@ -101,13 +105,13 @@ def to_item(phase: Phase, columns: dict[str, Any]) -> Item:
     """The item of one stored row."""
     if phase == "sft":
         edges = columns["spans"]
-        return Demonstration(tuple(columns["ids"]), tuple(zip(edges[::2], edges[1::2], strict=True)))
+        return Demonstration(tuple(columns["ids"]), tuple(zip(edges[::2], edges[1::2], strict=True)), columns["weight"])
     if phase == "ppo":
         return Prompt(tuple(columns["ids"]), row_from_json(columns["row"]))
     prompt = columns["prompt"]
     sides = (*prompt, *columns["chosen"]), (*prompt, *columns["rejected"])
     ratings = tuple(map(tuple, json.loads(columns["ratings"]))) if columns["ratings"] else ()
-    return Preference(*sides, len(prompt), columns["margin"], columns["subset"], ratings)
+    return Preference(*sides, len(prompt), columns["margin"], columns["subset"], ratings, columns["weight"])
 
 
 class EncodeBatch:

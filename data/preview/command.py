@@ -83,7 +83,7 @@ def preview(options: PreviewConfig) -> list[str]:
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
     path = resolve(resolve_model_path(options.model, *MODELS))
-    tokenizer = prepare_tokenizer(load_tokenizer(path), options.chat_template)
+    tokenizer = prepare_tokenizer(load_tokenizer(path), options.chat_template, options.chat_template_kwargs)
     recipes: dict[str, Recipe] = {
         "sft": Recipe("sft", options.loss_on, options.objective),
         "reward": Recipe("reward"),

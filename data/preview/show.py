@@ -21,6 +21,7 @@ from data.dataset import PhaseData, PromptDataset
 from data.read.records import Phase
 from rlhf.errors import UserError
 from rlhf.storage.disk import atomic_directory, write_json
+from rlhf.text.dialogues import Template
 
 BATCHES: dict[Phase, tuple[int, int]] = {"sft": (16, 8), "reward": (16, 8), "ppo": (64, 64)}
 """(rows of a batch, rows that are padded together), the defaults of each stage"""
@@ -98,6 +99,12 @@ def item_blocks(tokenizer: PreTrainedTokenizerBase, title: str, item: Item) -> I
     yield f"{title}: {len(item.ids)} tokens, {learned} learned", split_segments(tokenizer, item.ids, spans)
 
 
+def describe_frame(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Which parts of a target are the template's."""
+    before, after = Template(tokenizer).frame
+    return f"the template writes {before!r} before a plain answer and {after!r} after it"
+
+
 class Screen:
     """Prints the data of a phase. Without colours, brackets mark the tokens of the loss."""
 
@@ -112,6 +119,8 @@ class Screen:
         train = opened.train
         unit = "contexts" if recipe.objective == "text" else "rows"
         self._print(f"{recipe.phase}: {len(train):,} {unit} to train on, {len(opened.evaluation):,} held out")
+        if recipe.phase != "ppo" and recipe.objective != "text":
+            self._print(f"{recipe.phase}: {describe_frame(self._tokenizer)}")
         if rows:
             self._print(self._style([TokenSegment("context ", False, False), TokenSegment("learned", True, False)]))
         for number, item in enumerate(train[:rows], start=1):

@@ -8,13 +8,15 @@ import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from data.read.records import Record, Unusable, column_names, read_text, short_json
+from data.read.records import Record, Unusable, column_names, read_text
 from rlhf.errors import UserError
+from rlhf.text.messages import short_json
 from rlhf.types import Message
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 ATTRIBUTE_RATINGS = "attribute_ratings"
 """column of a pair: its ratings by attribute"""
 
@@ -126,13 +128,26 @@ def merge_turns(turns: Iterable[tuple[str, str]]) -> tuple[Message, ...]:
     return tuple(merged)
 
 
+def merge_messages(turns: Iterable[Message]) -> tuple[Message, ...]:
+    """Messages in which consecutive ones of one role are merged, except results of tools and those with keys."""
+    merged: list[Message] = []
+    for turn in turns:
+        last = merged[-1] if merged else None
+        apart = last is None or last.role != turn.role or turn.role == "tool" or last.learned != turn.learned
+        if apart or turn.keys or (last and last.keys):
+            merged.append(turn)
+        elif last:
+            merged[-1] = replace(last, content=f"{last.content}\n\n{turn.content}".strip())
+    return tuple(merged)
+
+
 def as_prompt(turns: Sequence[Message]) -> tuple[Message, ...]:
     """`turns` as a prompt. An empty last assistant turn is removed, because it only opens the response.
 
     Raises: Unusable if the prompt does not end in the user's turn.
     """
     prompt = tuple(turns[:-1] if turns and turns[-1] == Message("assistant", "") else turns)
-    if not prompt or prompt[-1].role != "user":
+    if not prompt or prompt[-1].role not in ("user", "tool"):
         raise Unusable("prompt does not end in the user's turn")
     return prompt
 

@@ -5,13 +5,15 @@ import datetime
 import decimal
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
 from data.read.columns import ROLES, read_attribute_ratings, read_number
-from data.read.records import DataSource, Phase, Skipped, require_text, short_json
+from data.read.records import DataSource, Phase, Skipped
 from rlhf import plugins
 from rlhf.errors import UserError
+from rlhf.text.messages import require_text, short_json
 from rlhf.types import Message, Row
 
 STORED_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
@@ -35,7 +37,7 @@ def checked_rows(source: DataSource, phase: Phase, data_path: str) -> Iterator[R
                 require_row(row)
             except UserError as error:
                 raise UserError(f"{data_path}: row {count} of rows('{phase}'): {error}") from None
-            yield row
+            yield replace(row, location=f"{data_path}: row {count}") if isinstance(row, Row) else row
     if caught.error is not None:
         location = plugins.error_location(caught.error, own_frames=1)
         raise UserError(f"{data_path}: rows('{phase}') failed after {count} rows: {location}") from caught.error
@@ -64,7 +66,9 @@ def _require_message(message: object, location: str) -> None:
     if not isinstance(message, Message):
         raise UserError(f"{location}: got {_describe(message)}, expected rlhf.types.Message")
     if message.role not in ROLES:
-        raise UserError(f"{location}: got the role {short_json(message.role)}, expected system, user or assistant")
+        raise UserError(
+            f"{location}: got the role {short_json(message.role)}, expected system, user, assistant or tool"
+        )
     require_text(message.content, f"{location}.content")
 
 

@@ -5,26 +5,16 @@ transcript: a dialogue written as one text.
 """
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
-from data.read.columns import as_prompt, merge_turns
-from data.read.records import Record, read_text, require_text, short_json
+from data.read.columns import as_prompt, merge_messages, merge_turns
+from data.read.records import Record, read_text
 from rlhf.errors import UserError
+from rlhf.text.messages import ROLES, read_message, require_text, short_json
 from rlhf.text.prompt_file import has_paragraphs, is_transcript
 from rlhf.types import Message
 
-ROLES = {
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "system": "system",
-    "developer": "system",
-}
 TURN = re.compile(r"(?:^|\s+)(Human|Assistant):")
 
 
@@ -35,28 +25,10 @@ def read_dialogue(record: Record, column: str, location: str) -> tuple[Message, 
         raise UserError(
             f"{location}: {column}: got {short_json(values)}, expected a list of messages {{role, content}}"
         )
-    turns = tuple([_read_message(value, location, column, i) for i, value in enumerate(values)])
+    turns = tuple([read_message(value, f"{location}: {column}[{i}]") for i, value in enumerate(values)])
     if any(turn.role == following.role for turn, following in pairwise(turns)):
-        return merge_turns((turn.role, turn.content) for turn in turns)
+        return merge_messages(turns)
     return turns
-
-
-def _read_message(value: object, location: str, column: str, i: int) -> Message:
-    location = f"{location}: {column}[{i}]"
-    if not isinstance(value, dict):
-        raise UserError(f"{location}: got {short_json(value)}, expected a message {{role, content}}")
-    role, content = value.get("role"), value.get("content")
-    role = value.get("from") if role is None else role
-    content = value.get("value") if content is None else content
-    if not isinstance(role, str):
-        raise UserError(f"{location}: got {short_json(value)}, expected a message with a role")
-    standard_role = ROLES.get(role) or ROLES.get(role.lower())
-    if not standard_role:
-        expected = "expected system, user or assistant (or human, gpt); calls of tools cannot be used"
-        raise UserError(f"{location}: got the role {short_json(role)}, {expected}")
-    if type(content) is str and content.isascii():
-        return Message(standard_role, content)
-    return Message(standard_role, require_text(content, f"{location}.content"))
 
 
 def read_prompt(record: Record, column: str, location: str) -> tuple[Message, ...]:
@@ -124,15 +96,24 @@ def with_system_message(record: Record, prompt: tuple[Message, ...], location: s
     return (Message("system", text), *prompt) if text and (not prompt or prompt[0].role != "system") else prompt
 
 
-def read_response(record: Record, column: str, location: str) -> tuple[tuple[Message, ...], str]:
+def read_response(record: Record, column: str, location: str) -> tuple[tuple[Message, ...], Message]:
     """(messages before the response, the response). Many datasets repeat the prompt before each response."""
     value = record[column]
     if not isinstance(value, list | dict):
-        return (), read_text(record, column, location)
+        return (), Message("assistant", read_text(record, column, location))
     *before, last = read_dialogue({column: value if isinstance(value, list) else [value]}, column, location)
     if last.role != "assistant":
         raise UserError(f"{location}: {column}: got a last message of role '{last.role}', expected 'assistant'")
-    return tuple(before), last.content
+    return tuple(before), last
+
+
+def read_response_text(record: Record, column: str, location: str) -> str:
+    """The response of a list of several. Raises: UserError for one with more than a text."""
+    response = read_response(record, column, location)[1]
+    if response.keys or not response.learned:
+        keys = ", ".join(response.keys) or "a flag of the loss"
+        raise UserError(f"{location}: {column}: got {keys} beside the content, expected text; write pairs instead")
+    return response.content
 
 
 def join_prompt(record: Record, column: str, before: tuple[Message, ...], location: str) -> tuple[Message, ...]:
@@ -156,9 +137,9 @@ def _divide_system(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], 
     return messages[:count], messages[count:]
 
 
-def strip_speaker(record: Record, prompt_column: str, response: str) -> str:
+def strip_speaker(record: Record, prompt_column: str, response: Message) -> Message:
     """The response; if the prompt is a transcript, without the speaker `Assistant:` and the spaces around it."""
     prompt = record[prompt_column]
     if isinstance(prompt, str) and is_transcript(prompt):
-        return response.strip().removeprefix("Assistant:").strip()
+        return replace(response, content=response.content.strip().removeprefix("Assistant:").strip())
     return response

@@ -1,11 +1,11 @@
 """Records as a file holds them, and the protocol of a source, which turns them into rows."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rlhf.errors import UserError
+from rlhf.text.messages import require_text
 from rlhf.types import Row
 
 Phase = Literal["sft", "reward", "ppo"]
@@ -62,29 +62,6 @@ def read_text(record: Record, column: str, location: str) -> str:
     if type(value) is str and value.isascii():
         return value
     return require_text(value, f"{location}: {column}")
-
-
-def require_text(value: object, location: str) -> str:
-    """`value`, if it is text that UTF-8 can encode.
-
-    Raises: UserError for another type, or for half a surrogate pair, which no tokenizer accepts.
-    """
-    if not isinstance(value, str):
-        raise UserError(f"{location}: got {short_json(value)}, expected text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{location}: got half a surrogate pair at character {error.start}, expected text") from None
-    return value
-
-
-def short_json(value: object) -> str:
-    """A value as JSON on one line of at most 60 characters."""
-    try:
-        line = json.dumps(value, default=str)
-    except (TypeError, ValueError, RecursionError):  # keys that are not text, cycles, deep nesting
-        line = f"a {type(value).__name__}"
-    return line if len(line) <= 60 else line[:57] + "..."
 
 
 def column_names(columns: Iterable[object]) -> str:

@@ -8,7 +8,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,12 +19,14 @@ from data.read.dialogues import (
     read_optional_text,
     read_prompt,
     read_response,
+    read_response_text,
     strip_speaker,
     with_system_message,
 )
-from data.read.records import Record, Unusable, column_names, read_text, short_json
+from data.read.records import Record, Unusable, column_names, read_text
 from data.read.table import Labelled, Parsed, Ranked
 from rlhf.errors import UserError
+from rlhf.text.messages import short_json
 from rlhf.types import Message, Row
 
 LABELS = {"true": True, "1": True, True: True, "false": False, "0": False, False: False}
@@ -116,7 +118,14 @@ def _read_pair(
     before, chosen, rejected = _read_sides(record, location, columns)
     prompt = join_prompt(record, prompt_column, before, location)
     chosen, rejected = (strip_speaker(record, prompt_column, response) for response in (chosen, rejected))
-    return Row(prompt, chosen, rejected, first_user_text(prompt), _read_pair_columns(extra, location))
+    return _pair(prompt, chosen, rejected, _read_pair_columns(extra, location))
+
+
+def _pair(prompt: tuple[Message, ...], chosen: Message, rejected: Message, columns: dict[str, Any]) -> Row:
+    """A pair; a response with a flag against the loss gives it the weight 0."""
+    weight = float(chosen.learned and rejected.learned)
+    row = Row(prompt, chosen.content, rejected.content, first_user_text(prompt), columns, weight=weight)
+    return replace(row, response_keys=chosen.keys, rejected_keys=rejected.keys)
 
 
 def _is_several(value: object) -> bool:
@@ -133,8 +142,8 @@ def _read_sides_of_several(
     for column, rating in zip(columns, (1.0, 0.0), strict=True):
         values = record[column] if _is_several(record[column]) else [record[column]]
         elements = {f"{column}[{i}]": value for i, value in enumerate(values)}
-        texts = (read_response(elements, name, location)[1] for name in elements)
-        responses += [(strip_speaker(record, prompt_column, text), rating) for text in texts]
+        texts = (Message("assistant", read_response_text(elements, name, location)) for name in elements)
+        responses += [(strip_speaker(record, prompt_column, text).content, rating) for text in texts]
     prompt = read_prompt(record, prompt_column, location)
     return Ranked(prompt, tuple(responses), first_user_text(prompt), _read_pair_columns(extra, location))
 
@@ -147,15 +156,15 @@ def _read_pair_without_prompt(record: Record, location: str, extra: dict[str, An
     elif "messages" in record:
         prompt = read_prompt(record, "messages", location)
     else:
-        beginning = "" if _names_another_prompt(record, extra) else _common_words(chosen, rejected)
+        beginning = "" if _names_another_prompt(record, extra) else _common_words(chosen.content, rejected.content)
         if not beginning:
             raise UserError(
                 f"{location}: chosen: got no prompt before it, and there is no column 'prompt'; "
                 f"{_missing_prompt_cure(record)}"
             )
         prompt = with_system_message(record, (Message("user", beginning),), location)
-        chosen, rejected = chosen[len(beginning) :], rejected[len(beginning) :]
-    return Row(prompt, chosen, rejected, first_user_text(prompt), _read_pair_columns(extra, location))
+        chosen, rejected = (replace(side, content=side.content[len(beginning) :]) for side in (chosen, rejected))
+    return _pair(prompt, chosen, rejected, _read_pair_columns(extra, location))
 
 
 def _names_another_prompt(record: Record, extra: dict[str, Any]) -> bool:
@@ -212,7 +221,7 @@ def _missing_prompt_cure(record: Record) -> str:
 
 def _read_sides(
     record: Record, location: str, columns: tuple[str, str] = SIDES
-) -> tuple[tuple[Message, ...], str, str]:
+) -> tuple[tuple[Message, ...], Message, Message]:
     """(messages before the responses, response of the first column, response of the second)."""
     (before, chosen), (before_rejected, rejected) = (read_response(record, column, location) for column in columns)
     if before != before_rejected:
@@ -227,7 +236,9 @@ def _read_single(prompt_column: str, column: str, record: Record, location: str,
         return _rank_by_order(read_prompt(record, prompt_column, location), record, column, location, extra)
     before, response = read_response(record, column, location)
     prompt = join_prompt(record, prompt_column, before, location)
-    return Row(prompt, strip_speaker(record, prompt_column, response), None, first_user_text(prompt), extra)
+    response = strip_speaker(record, prompt_column, response)
+    keys, weight = response.keys, float(response.learned)
+    return Row(prompt, response.content, None, first_user_text(prompt), extra, response_keys=keys, weight=weight)
 
 
 def _read_ranked(prompt_column: str, record: Record, location: str, extra: dict[str, Any]) -> Ranked:
@@ -252,7 +263,7 @@ def _rank_by_order(
     values = {f"{column}[{i}]": value for i, value in enumerate(record[column])}
     if not values:
         raise Unusable("no response")
-    responses = tuple((read_response(values, name, location)[1], -float(i)) for i, name in enumerate(values))
+    responses = tuple((read_response_text(values, name, location), -float(i)) for i, name in enumerate(values))
     return Ranked(prompt, responses, first_user_text(prompt), extra)
 
 
@@ -277,6 +288,8 @@ def _read_labelled(shape: Shape, record: Record, location: str, extra: dict[str,
     row = shape.read(record, location, extra)
     if not isinstance(row, Row) or row.response is None:
         raise UserError(f"{location}: got a label but no single response, expected one response that is good or bad")
+    if row.response_keys or not row.weight:
+        raise UserError(f"{location}: got keys beside the response's content and a label, expected a pair or no label")
     label = record["label"]
     key = label.lower() if isinstance(label, str) else label
     good = LABELS.get(key) if isinstance(key, str | int | float) else None
@@ -289,9 +302,14 @@ def _read_labelled(shape: Shape, record: Record, location: str, extra: dict[str,
 
 def _read_conversation(column: str, record: Record, location: str, extra: dict[str, Any]) -> Row:
     turns = with_system_message(record, read_dialogue(record, column, location), location)
-    if turns[-1].role == "assistant":
-        return Row(turns[:-1], turns[-1].content, None, first_user_text(turns), extra)
-    return Row(as_prompt(turns), None, None, first_user_text(turns), extra)
+    group = first_user_text(turns)
+    if turns[-1].role != "assistant":
+        return Row(as_prompt(turns), None, None, group, extra)
+    # What follows the last learned turn is no context of anything.
+    answers = [i for i, turn in enumerate(turns) if turn.role == "assistant" and turn.learned]
+    last = answers[-1] if answers else len(turns) - 1
+    answer, weight = turns[last], float(bool(answers))
+    return Row(turns[:last], answer.content, None, group, extra, response_keys=answer.keys, weight=weight)
 
 
 def _read_plain_text(record: Record, location: str, extra: dict[str, Any]) -> Row:

@@ -7,7 +7,7 @@ OWNER/NAME[@REVISION] on the hub. The names of the columns determine the shape. 
 reward functions: with `files,shape=prompt,prompt=question:PATH` the answers go there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pydantic import field_validator
@@ -18,6 +18,8 @@ from data.read.shapes import SHAPES, match_shape
 from data.read.table import Parsed, Table
 from rlhf.config import suggest
 from rlhf.errors import UserError
+from rlhf.text.messages import KWARGS, row_variables
+from rlhf.types import Row
 
 HUB_IDS = ()
 
@@ -118,7 +120,16 @@ def parse(record: Record, location: str, options: ColumnOptions = DEFAULT_COLUMN
     match = match_shape(tuple(record), options.shape, options.mapped)
     if isinstance(match, str):
         raise UserError(f"{location}: {match}")
-    return match.shape.read(record, location, {column: record[column] for column in match.extra})
+    extra = {column: record[column] for column in match.extra}
+    variables, weight = row_variables(extra, location)
+    row = match.shape.read(record, location, extra)
+    if not isinstance(row, Row):
+        if variables or weight != 1:
+            raise UserError(
+                f"{location}: got tools, {KWARGS} or a weight, expected them only beside one response or a pair"
+            )
+        return row
+    return replace(row, variables=variables, weight=weight * row.weight, location=location)
 
 
 def _rename(record: Record, location: str, options: ColumnOptions) -> Record:

@@ -6,9 +6,10 @@ file, such as all.jsonl. The English Hello-SimpleAI/HC3 has the same columns.
 
 from data.read.columns import read_list, select_columns, user_prompt
 from data.read.paths import TableConfig
-from data.read.records import Record, Unusable, read_text, require_text
+from data.read.records import Record, Unusable, read_text
 from data.read.table import Table
 from data.sources._scripts import open_download
+from rlhf.text.messages import require_text
 from rlhf.types import Row
 
 HUB_IDS = ("Hello-SimpleAI/HC3-Chinese", "Hello-SimpleAI/HC3")

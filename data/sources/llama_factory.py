@@ -20,13 +20,14 @@ from data.read.columns import first_user_text, read_flag, read_list, read_struct
 from data.read.dialogues import read_prompt
 from data.read.formats import LocatedRecords
 from data.read.paths import DataFiles, HubDataset, RecordReader, TableConfig, data_files, is_hub_id, open_path
-from data.read.records import Phase, Record, Skipped, short_json
+from data.read.records import Phase, Record, Skipped
 from data.read.remote import is_remote
 from data.read.table import Parsed, Table
 from data.sources.files import ColumnOptions, parse
 from rlhf.config import Config as Options
 from rlhf.config import suggest, validate
 from rlhf.errors import UserError
+from rlhf.text.messages import short_json
 from rlhf.types import Row
 
 HUB_IDS = ()

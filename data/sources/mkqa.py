@@ -10,9 +10,10 @@ from typing import Literal
 
 from data.read.columns import read_list, read_struct, read_structs, read_value, select_columns, user_prompt
 from data.read.paths import TableConfig
-from data.read.records import Record, Unusable, read_text, require_text
+from data.read.records import Record, Unusable, read_text
 from data.read.table import Table
 from data.sources._scripts import open_download
+from rlhf.text.messages import require_text
 from rlhf.types import Row
 
 HUB_IDS = ("apple/mkqa",)

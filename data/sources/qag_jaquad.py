@@ -6,9 +6,10 @@ loading script: give a local file. Splits: train, validation, test.
 
 from data.read.columns import read_list, user_prompt
 from data.read.paths import TableConfig
-from data.read.records import Record, Unusable, read_text, require_text
+from data.read.records import Record, Unusable, read_text
 from data.read.table import Table
 from data.sources._scripts import open_download
+from rlhf.text.messages import require_text
 from rlhf.types import Row
 
 HUB_IDS = ("lmqg/qag_jaquad",)

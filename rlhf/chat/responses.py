@@ -22,8 +22,8 @@ from rlhf.generation.loop import refuse_recurrent, sampled, steps
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.load import context_length, load_causal_lm
 from rlhf.models.policy import Policy
+from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
-from rlhf.text.tokenizer import Template
 from rlhf.types import Message, Row, SampledRollout
 
 

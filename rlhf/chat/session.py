@@ -16,6 +16,7 @@ from rlhf.config.options import MAX_SEED
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import check_reward_spec
 from rlhf.rewards import Scoring
+from rlhf.text.templates import thought_form
 from rlhf.types import Message
 
 
@@ -92,7 +93,7 @@ class Session:
     def go_on_with(self, side: int) -> bool:
         """The dialogue continues with this answer. False: it is empty, and the question is dropped too."""
         turn = self._answered()
-        return self._continue(turn.responses[side].text)
+        return self._continue(self._message(turn.responses[side]))
 
     def vote(self, preference: Preference) -> None:
         """Append a vote on two answers, a: the left one, b: the right one; the dialogue continues with the better one.
@@ -115,7 +116,7 @@ class Session:
         if not text.strip() or text.strip() == turn.responses[side].text.strip():
             raise UserError("a better answer: got an empty or unchanged text, expected another answer")
         self._append(turn, (side,), "a", text)
-        self._continue(text)
+        self._continue(Message("assistant", text))
 
     def _append(self, turn: Turn, sides: Sequence[int], preference: Preference, edited: str | None) -> None:
         responses = [turn.responses[side] for side in sides]
@@ -137,12 +138,19 @@ class Session:
         row = votes.row(turn.messages, (texts[0], texts[1]), preference, (names[0], names[1]), details)
         votes.append(self.votes, row)
 
-    def _continue(self, answer: str) -> bool:
+    def _message(self, response: Response) -> Message:
+        """The response as a turn; what later prompts have of its thought is up to the template."""
+        tokenizer = self.models.tokenizer
+        if thought_form(str(tokenizer.chat_template)) == "none":
+            return Message("assistant", response.text)
+        return self.models.template.answer(response.rollout.response_tokens()[0])
+
+    def _continue(self, answer: Message) -> bool:
         turn = self._answered()
         self.turn = None
-        if not answer.strip():
+        if not answer.content.strip():
             return False
-        self.history = (*turn.messages, Message("assistant", answer))
+        self.history = (*turn.messages, answer)
         return True
 
     def _answered(self) -> Turn:

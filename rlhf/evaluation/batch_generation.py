@@ -21,8 +21,10 @@ from rlhf.maths.uniforms import uniforms
 from rlhf.models.load import Loading, context_length, load_causal_lm, load_config
 from rlhf.models.policy import Policy
 from rlhf.storage.manifests import resolve_model_path
+from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
-from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
+from rlhf.text.messages import unread
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Prompts, Row
 
 T = TypeVar("T")
@@ -160,8 +162,11 @@ def _encode(prompts: Sequence[tuple[str, Row]], tokenizer: PreTrainedTokenizerBa
     template = Template(tokenizer)
     ids = []
     for location, row in prompts:
+        refusal = unread(row, tokenizer)
+        if refusal:
+            raise UserError(f"{location}: {refusal}")
         try:
-            ids.append(template.prompt_ids(row.prompt))
+            ids.append(template.prompt_ids(row.prompt, row.variables))
         except UserError as error:
             raise UserError(f"{location}: {error}") from None
     return ids

@@ -19,8 +19,8 @@ from rlhf.evaluation.comparison import RESULTS, Comparison, Responses
 from rlhf.maths.intervals import Interval, mean_interval, pair_differences, pair_wins, win_rate_interval
 from rlhf.maths.length_control import length_controlled_win_rate
 from rlhf.storage import disk, manifests
+from rlhf.text.dialogues import Template
 from rlhf.text.rendering import last_question
-from rlhf.text.tokenizer import Template
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """title, column names, rows"""
@@ -208,7 +208,10 @@ def report_results(comparison: Comparison, responses: dict[str, Responses]) -> N
 def prompt_texts(comparison: Comparison) -> list[str]:
     """The N rendered prompts."""
     template = Template(comparison.prompts.tokenizer)
-    return [template.prompt_text(row.prompt) for row in comparison.prompts.rows[:: comparison.options.samples]]
+    return [
+        template.prompt_text(row.prompt, row.variables)
+        for row in comparison.prompts.rows[:: comparison.options.samples]
+    ]
 
 
 def _write(

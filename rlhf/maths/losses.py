@@ -21,12 +21,13 @@ LOG_RATIO = 20.0
 """bound of |log ratio| of a policy"""
 
 
-def token_nll(logprobs: Tensor, mask: Tensor, count: Count) -> Loss:
-    """Negative log-likelihood: loss = -sum_mask logprobs / count. logprobs, mask [B, S].
+def token_nll(logprobs: Tensor, mask: Tensor, count: Count, weight: Tensor | None = None) -> Loss:
+    """Negative log-likelihood: loss = -sum_mask weight logprobs / count. logprobs, mask [B, S]; weight [B], 1 if None.
 
     Metrics: nll, nats per token; perplexity is exp of its sum over micro-batches and ranks.
     """
-    loss = masked_mean(-at_least_fp32(logprobs), mask, count)
+    nll = -at_least_fp32(logprobs)
+    loss = masked_mean(nll if weight is None else weight.unsqueeze(1) * nll, mask, count)
     return loss, {"nll": loss.detach()}
 
 

@@ -21,7 +21,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.models.load import load_config
 from rlhf.models.scalar import ScalarModel, read_head
 from rlhf.storage.manifests import resolve_model_path
-from rlhf.text.tokenizer import Template
+from rlhf.text.dialogues import Template
 from rlhf.types import SampledRollout, Samples
 
 Combine = Literal["sum", "min", "safety", "uncertain"]
@@ -49,7 +49,8 @@ class Function(Protocol):
     def __call__(self, prompts: list[str], responses: list[str], /, **columns: list[Any]) -> Iterable[float]:
         """One finite number for each of the B responses.
 
-        columns: those of the rows that the function has a parameter for, each a list of B; `**columns` takes all.
+        columns: those of the rows that the function has a parameter for, each a list of B; `**columns` takes all. A
+        parameter `answers` gets the responses without their thoughts.
         """
         ...
 
@@ -317,8 +318,10 @@ def _numbered(names: list[str]) -> list[str]:
 def as_samples(rollout: SampledRollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
     """Prompts and responses of a rollout as text."""
     template = Template(tokenizer)
-    prompts = tuple(template.prompt_text(row.prompt) for row in rollout.rows)
-    return Samples(prompts, tuple(map(template.response_text, rollout.response_tokens())), rollout)
+    prompts = tuple(template.prompt_text(row.prompt, row.variables) for row in rollout.rows)
+    tokens = rollout.response_tokens()
+    answers = tuple(template.answer(ids).content for ids in tokens)
+    return Samples(prompts, tuple(map(template.response_text, tokens)), rollout, answers)
 
 
 def columns_of(samples: Samples) -> dict[str, list[Any]]:

@@ -62,8 +62,8 @@ def build(config: Config, context: Context) -> Source:
     independent = classifier.model.config.problem_type == "multi_label_classification"
 
     def score(samples: Samples) -> Tensor:
-        prompts = samples.prompts if config.with_prompt else [""] * len(samples.responses)
-        logits = all_logits(classifier, list(zip(prompts, samples.responses, strict=True)), context)
+        prompts = samples.prompts if config.with_prompt else [""] * len(samples.answers)
+        logits = all_logits(classifier, list(zip(prompts, samples.answers, strict=True)), context)
         label_logits = logits[:, label]
         if config.output == "logit" or independent or logits.shape[1] == 1:
             return label_logits

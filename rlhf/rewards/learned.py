@@ -15,10 +15,11 @@ from rlhf.models.load import Loading, context_length, load_config
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_statistics, scores
 from rlhf.rewards import Context, Source
 from rlhf.storage.manifests import resolve_model_path
+from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
-from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer, same_ids
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.text.truncate import fit_prompt, fit_sequence, min_prompt_length
-from rlhf.types import Message, SampledRollout, Samples, Sequences, length_groups, to_device
+from rlhf.types import Message, Row, SampledRollout, Samples, Sequences, length_groups, to_device
 
 AT_ONCE = 1000
 """prompts that are tokenised together"""
@@ -47,10 +48,11 @@ def build(config: Config, context: Context) -> Source:
     same_tokenizer = same_ids(tokenizer, context.tokenizer)
     statistics = score_statistics(model_path) if config.normalize else None
     limit = context_length(model.backbone.config)
+    policy, template = Template(context.tokenizer), Template(tokenizer)
     engine = FrozenEngine(model, context.model_options, context.dtype)
 
     def score(samples: Samples) -> Tensor:
-        sequences = samples.rollout.sequences if same_tokenizer else _retokenized(samples, Template(tokenizer), limit)
+        sequences = samples.rollout.sequences if same_tokenizer else _retokenized(samples, policy, template, limit)
         longest = int(sequences.lengths.max())
         if longest > limit:
             raise UserError(
@@ -73,19 +75,19 @@ def score_sequences(model: ScalarModel, sequences: Sequences, micro_batch_size: 
     return by_group[to_device(torch.cat(groups).argsort(), by_group.device)]
 
 
-def require_fitting(path: str, tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[Sequence[Message]]) -> None:
-    """Check that the reward model at `path` can score a response of any length to each of the prompts.
+def require_fitting(path: str, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> None:
+    """Check that the reward model at `path` can score a response of any length to the prompt of each row.
 
     tokenizer: that of the reward model, prepared
     Raises: UserError if a prompt does not fit into its context beside a response, however it is truncated.
     """
     template, limit = Template(tokenizer), context_length(load_config(path))
     smallest = min_prompt_length(template, limit)
-    for start in range(0, len(dialogues), AT_ONCE):
-        batch = dialogues[start : start + AT_ONCE]
-        for dialogue, ids in zip(batch, template.prompt_ids_many(batch), strict=True):
-            if len(ids) > smallest and fit_prompt(template, dialogue, smallest, by_tokens=True) is None:
-                raise _too_long(path, limit, dialogue, len(ids))
+    for start in range(0, len(rows), AT_ONCE):
+        batch = rows[start : start + AT_ONCE]
+        for row, ids in zip(batch, template.prompt_ids_many(batch), strict=True):
+            if len(ids) > smallest and fit_prompt(template, row, smallest, by_tokens=True) is None:
+                raise _too_long(path, limit, row.prompt, len(ids))
 
 
 def _too_long(path: str, limit: int, prompt: Sequence[Message], tokens: int) -> UserError:
@@ -96,17 +98,20 @@ def _too_long(path: str, limit: int, prompt: Sequence[Message], tokens: int) -> 
     )
 
 
-def _retokenized(samples: Samples, template: Template, limit: int) -> Sequences:
-    """The samples encoded with another tokenizer and template, each at most `limit` tokens; a response that was cut
-    gets no EOS."""
+def _retokenized(samples: Samples, policy: Template, template: Template, limit: int) -> Sequences:
+    """The samples encoded with another tokenizer and template than the `policy`'s, each at most `limit` tokens; a
+    response that was cut gets no EOS. A thought is scored if the template writes thoughts."""
     rollout: SampledRollout = samples.rollout
     rows = []
-    for row, response, ended in zip(rollout.rows, samples.responses, rollout.ended.tolist(), strict=True):
-        response_ids = template.response_ids(response)
-        fitted = fit_sequence(template, row.prompt, response_ids if ended else response_ids[:-1], limit)
+    for row, tokens, ended in zip(rollout.rows, rollout.response_tokens(), rollout.ended.tolist(), strict=True):
+        response_ids = template.scored_ids(row, policy.answer(tokens))
+        fitted = fit_sequence(template, row, response_ids if ended else response_ids[:-1], limit)
         if fitted is None:
             raise _too_long(
-                str(template.tokenizer.name_or_path), limit, row.prompt, len(template.prompt_ids(row.prompt))
+                str(template.tokenizer.name_or_path),
+                limit,
+                row.prompt,
+                len(template.prompt_ids(row.prompt, row.variables)),
             )
         rows.append(fitted)
     width = max(map(len, rows))

@@ -16,6 +16,7 @@ from rlhf.types import Samples
 
 # A hyphen between words or digits (3-4) is not a sign; a comma separates thousands only if three digits follow.
 NUMBER = re.compile(r"((?:(?<![\w)])[-\N{MINUS SIGN}])?)[$€£¥]?((?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+EVERYTHING = r"(?s).+"
 
 
 class Config(Base):
@@ -25,9 +26,9 @@ class Config(Base):
     compare: Literal["number", "text"] = "number"
     """number: compare the values of the last number in both, so that $1,200 equals 1200.00; text: compare the texts
     without regard to case and white space"""
-    pattern: str = r"(?s).+"
-    """regular expression of the result in a response: its last match, or the group in it, counts; by default all text.
-    Quote it if it has a #, as in pattern='#### (.+)'"""
+    pattern: str = EVERYTHING
+    """regular expression of the result in a response: its last match, or the group in it, counts; by default all text
+    after a thought. Quote it if it has a #, as in pattern='#### (.+)'"""
     column_pattern: str = r"(?s)(?:.*####)?(.+)"
     """the same for the column; by default the text after the last ####, or all text if there is none"""
     right: float = Field(1.0, allow_inf_nan=False)
@@ -53,7 +54,8 @@ def build(config: Config, context: Context) -> Source:
 
     def score(samples: Samples) -> Tensor:
         values = []
-        for response, cell in zip(samples.responses, _cells(config.column, samples), strict=True):
+        responses = samples.answers if config.pattern == EVERYTHING else samples.responses
+        for response, cell in zip(responses, _cells(config.column, samples), strict=True):
             accepted = [_accepted(item, cell, config, normalize) for item in (cell if _is_list(cell) else [cell])]
             matched = last_match(config.pattern, response)
             result = None if matched is None else normalize(matched)

@@ -14,6 +14,8 @@ from rlhf.errors import UserError
 from rlhf.rewards import Context, Function, Source, columns_of
 from rlhf.types import Samples
 
+ANSWERS = "answers"
+"""the parameter that gets the responses without the thoughts before them"""
 DEFAULT = "score"
 """the function of a file that the spec names alone"""
 EXPECTED = "function(prompts, responses, **columns)"
@@ -28,7 +30,8 @@ def build(config: Config, context: Context) -> Source:
     """The function as a score source: lists of B prompts and responses in, B numbers out.
 
     The columns of the rows are passed by name, each a list of B, if the function has a parameter for them; one of them
-    is `reference`, the response in the data (a demonstration, or the chosen side of a pair).
+    is `reference`, the response in the data (a demonstration, or the chosen side of a pair). A parameter `answers` gets
+    the responses without their thoughts.
     Raises: UserError for a function that cannot be called as `rewards.Function`; when scoring, if a parameter without a
     default names a column that no row of the batch has.
     """
@@ -40,6 +43,8 @@ def build(config: Config, context: Context) -> Source:
 
     def score(samples: Samples) -> Tensor:
         all_columns = columns_of(samples)
+        if ANSWERS in parameters:
+            all_columns = {ANSWERS: list(samples.answers), **all_columns}
         missing = [name for name in required if name not in all_columns]
         if missing:
             raise UserError(

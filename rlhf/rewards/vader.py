@@ -23,7 +23,7 @@ def build(config: Config, context: Context) -> Source:
     analyzer = SentimentIntensityAnalyzer()
 
     def score(samples: Samples) -> Tensor:
-        texts = [p + r if config.with_prompt else r for p, r in zip(samples.prompts, samples.responses, strict=True)]
+        texts = [p + r if config.with_prompt else r for p, r in zip(samples.prompts, samples.answers, strict=True)]
         return torch.tensor([analyzer.polarity_scores(text)["compound"] for text in texts], device=context.device)
 
     return score

@@ -94,7 +94,9 @@ class Supervised(Generic[C]):
 
     def open_data(self, config: C, model_path: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
         """The prepared tokenizer of the model at `model_path`, and the data in its ids."""
-        tokenizer = prepare_tokenizer(self.tokenizer(config, model_path), config.chat_template)
+        tokenizer = prepare_tokenizer(
+            self.tokenizer(config, model_path), config.chat_template, config.chat_template_kwargs
+        )
         return tokenizer, open_datasets(config, self.recipe(config), tokenizer)
 
     def check(

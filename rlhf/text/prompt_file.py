@@ -8,10 +8,10 @@ from typing import Any
 
 from rlhf.config import suggest
 from rlhf.errors import UserError
+from rlhf.text.messages import read_message, row_variables
 from rlhf.text.strict_json import DECODER
 from rlhf.types import Message, Row
 
-ROLES = ("system", "user", "assistant")
 TRANSCRIPT = re.compile(r"\s*Human:")
 
 
@@ -47,7 +47,7 @@ def different(lines: list[tuple[str, Row]]) -> list[tuple[str, Row]]:
     return [*first.values()]
 
 
-def format_prompt(prompt: Sequence[Message]) -> str | list[dict[str, str]]:
+def format_prompt(prompt: Sequence[Message]) -> str | list[dict[str, Any]]:
     """A prompt as a value of the column `prompt`: the text of a single user message, else the list of messages.
 
     A text that starts with `Human:` would be read as a dialogue, so it is written as a list of messages too.
@@ -56,7 +56,7 @@ def format_prompt(prompt: Sequence[Message]) -> str | list[dict[str, str]]:
         return ""
     if len(prompt) == 1 and prompt[0].role == "user" and not prompt[0].content.lstrip().startswith("Human:"):
         return prompt[0].content
-    return [{"role": message.role, "content": message.content} for message in prompt]
+    return [{"role": message.role, "content": message.content, **message.keys} for message in prompt]
 
 
 def _decode(line: bytes, location: str) -> str:
@@ -82,7 +82,8 @@ def _json_row(line: str, location: str) -> Row:
         columns = ", ".join(record) or "none"
         raise UserError(f"{location}: no column 'prompt'; have {columns}{suggest('prompt', list(record))}")
     prompt = record.pop("prompt")
-    return Row(_messages(prompt, location), columns=record)
+    variables, _ = row_variables(record, location)
+    return Row(_messages(prompt, location), columns=record, variables=variables, location=location)
 
 
 def _messages(prompt: Any, location: str) -> tuple[Message, ...]:
@@ -93,8 +94,11 @@ def _messages(prompt: Any, location: str) -> tuple[Message, ...]:
         return (Message("user", _content(prompt, f"{location}: prompt")),)
     if not isinstance(prompt, list) or not prompt:
         raise UserError(f"{location}: prompt: got {_short(prompt)}, expected text, or a list of messages")
-    messages = tuple(_message(value, f"{location}: prompt[{i}]") for i, value in enumerate(prompt))
-    if messages[-1].role != "user":
+    messages = tuple(read_message(value, f"{location}: prompt[{i}]") for i, value in enumerate(prompt))
+    for i, message in enumerate(messages):
+        if not message.keys:
+            _content(message.content, f"{location}: prompt[{i}].content")
+    if messages[-1].role not in ("user", "tool"):
         raise UserError(f"{location}: prompt: the last message has the role '{messages[-1].role}', expected user")
     return messages
 
@@ -107,13 +111,6 @@ def is_transcript(text: str) -> bool:
 def has_paragraphs(text: str) -> bool:
     """Whether the turns of a transcript are paragraphs."""
     return text.startswith("\n\n") or "\n\nAssistant:" in text
-
-
-def _message(value: Any, location: str) -> Message:
-    role = value.get("role") if isinstance(value, dict) else None
-    if role not in ROLES:
-        raise UserError(f"{location}: got {_short(value)}, expected {{role: {' or '.join(ROLES)}, content: text}}")
-    return Message(role, _content(value.get("content"), f"{location}.content"))
 
 
 def _content(text: Any, location: str) -> str:

@@ -1,10 +1,14 @@
 """Chat templates: built-in ones by name, and those of the user's Jinja files."""
 
 import contextlib
+import datetime
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2.ext
 import jinja2.nodes
@@ -22,6 +26,9 @@ NAMES = {
     "raise_exception", "strftime_now", "range", "dict", "namespace", "lipsum", "cycler", "joiner",
 }  # fmt: skip
 """Names that are defined in every template."""
+
+RESERVED = frozenset(("messages", "conversation", "add_generation_prompt", "tokenize", "chat_template", "return_dict"))
+"""names that no row may give to a template"""
 
 BUILT_IN = {
     # The text without a frame. A language model needs a first token, hence EOS if there is no BOS.
@@ -68,6 +75,82 @@ BUILT_IN = {
         "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateWords:
+    """What a template reads."""
+
+    variables: frozenset[str]
+    """names beside the messages"""
+    keys: frozenset[str]
+    """attributes and texts, among them the keys of messages"""
+
+
+@lru_cache(maxsize=64)
+def words_of(text: str) -> TemplateWords:
+    """What a template reads; nothing if it is no template."""
+    try:
+        tree = _parse(text, "the chat template")
+    except (jinja2.TemplateSyntaxError, UserError):
+        return TemplateWords(frozenset(), frozenset())
+    attributes = {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
+    texts = {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+    names = {node.name for node in tree.find_all(jinja2.nodes.Name)}
+    return TemplateWords(frozenset(names), frozenset(attributes | texts))
+
+
+def thought_form(text: str) -> Literal["inside", "beside", "both", "none"]:
+    """Where a template reads the thought before an answer: inside a message's content, as those of DeepSeek-R1 do,
+    beside it, as those of gpt-oss do, or both."""
+    keys = words_of(text).keys
+    beside = bool(keys & {"reasoning_content", "thinking", "reasoning"})
+    inside = any("</think>" in key for key in keys)
+    if beside:
+        return "both" if inside else "beside"
+    return "inside" if inside else "none"
+
+
+DATE = "2026-01-01"
+"""what a template that asks for the time is told, so that a run is the same on every day"""
+
+
+def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
+    """The template with a value for each variable that it is not given, and with DATE as the time.
+
+    Raises: UserError for a variable that the template does not read.
+    """
+    words = words_of(template)
+    unread = sorted(set(variables) - words.variables)
+    if unread:
+        hint = suggest(unread[0], sorted(words.variables))
+        raise UserError(f"--chat-template-kwargs: the chat template does not read '{unread[0]}'{hint}")
+    lines = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in variables.items()
+    ]
+    if "strftime_now" in words.variables and "macro strftime_now" not in template:
+        lines.append(_fixed_time())
+    prefix = "".join(lines)
+    # A text after the last tag keeps the template's first line break, which Jinja would drop.
+    return template if not lines or template.startswith(prefix) else f"{prefix}{{{{ '' }}}}{template}"
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as an expression of Jinja."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)}: {_literal(item)}' for key, item in value.items())}}}"
+    return "none" if value is None else json.dumps(value)
+
+
+def _fixed_time() -> str:
+    """A macro that replaces transformers' `strftime_now`."""
+    codes = [*"aAdbBmyYHIpMSjUwWfZzcxXDFTRe", *("-" + code for code in "dmyHIMSj")]
+    time = datetime.datetime.fromisoformat(DATE)
+    replaced = "".join(f".replace('%{code}', '{time.strftime('%' + code)}')" for code in codes)
+    return "{%- macro strftime_now(format) -%}{{ format" + replaced + " }}{%- endmacro %}"
 
 
 def find_template(name: str, tokenizer_template: Any) -> str:

@@ -1,14 +1,8 @@
-"""Tokenizers and chat templates: the only module that turns text into ids and ids into text.
-
-A prompt and a response are always encoded separately and joined as ids, so that a text has the same ids
-in fine-tuning, in reward modelling and in a rollout.
-"""
+"""Tokenizers: loaded, and prepared with a chat template, one end token and a padding token."""
 
 import copy
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -27,25 +21,13 @@ from rlhf.hub.untrusted import (
     with_file,
 )
 from rlhf.storage import manifests
-from rlhf.text.encoder import Encoder, make_eos, special_tokens
-from rlhf.text.rendering import (
-    assistant_turns,
-    check_template,
-    frame,
-    render,
-    split_prompt,
-    split_special_tokens,
-    template_output,
-    turn_end,
-)
-from rlhf.text.templates import find_template
-from rlhf.types import Message
+from rlhf.text.encoder import make_eos, special_tokens
+from rlhf.text.rendering import check_template, template_output
+from rlhf.text.templates import find_template, with_defaults
+from rlhf.text.turns import turn_end
 
 PAD = "<|pad|>"
 IS_CHECKPOINT = "; this directory is a checkpoint, from which a stage resumes; --export-every N writes models too"
-
-EMPTY_PROMPT = (Message("user", ""),)
-"""what a prompt without messages is replaced by"""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -108,7 +90,9 @@ def _word_tokenizer(path: str) -> PreTrainedTokenizerBase:
     )
 
 
-def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> PreTrainedTokenizerBase:
+def prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str, variables: str | None = None
+) -> PreTrainedTokenizerBase:
     """A copy of `tokenizer` with the named template, one end token, and a padding token that is not the end token.
 
     If the template ends an assistant turn with a token of the tokenizer, that token becomes EOS, so that responses end
@@ -116,11 +100,14 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, chat_template: str) ->
     last id that is not padding: with pad = EOS they would miss the end of a response. `len(result)` may exceed the
     model's embedding by one, when a padding token had to be added.
 
-    `chat_template`: 'auto' (the tokenizer's own, else human_assistant), a name in BUILT_IN, or a Jinja file.
+    chat_template: 'auto' (the tokenizer's own, else human_assistant), a name in BUILT_IN, or a Jinja file. variables:
+    what the template gets unless a row says otherwise, as JSON; the template then says so itself, and the saved model
+    has it.
     Raises: UserError for an unknown name or a template that does not render.
     """
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = find_template(chat_template, tokenizer.chat_template)
+    template = find_template(chat_template, tokenizer.chat_template)
+    tokenizer.chat_template = with_defaults(template, json.loads(variables or "{}"))
     try:
         check_template(tokenizer)
     except UserError as error:
@@ -142,172 +129,6 @@ def _choose_pad(tokenizer: PreTrainedTokenizerBase, ends: set[int | None]) -> st
         return text
     tokenizer.add_special_tokens({"pad_token": PAD})
     return PAD
-
-
-@dataclass(frozen=True)
-class Template:
-    """Messages and responses to ids, with a tokenizer from `prepare_tokenizer`.
-
-    The methods for many rows give the same results as those for one row, but faster.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-
-    def prompt_text(self, messages: Sequence[Message]) -> str:
-        """The rendered prompt, with the prefix of a response. No messages count as one empty user message."""
-        return render(self.tokenizer, [messages or EMPTY_PROMPT])[0]
-
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of the rendered prompt; BOS only if the template writes it.
-
-        If a message contains the text of a special token ("</s>"), it is encoded as ordinary text. Only then is the
-        prompt encoded in parts, between the template's own special tokens. A tokenizer that puts a space before a text
-        then does so for each part, and special tokens do not remove spaces beside them.
-        """
-        return self.prompt_ids_many([messages])[0]
-
-    def prompt_ids_many(self, dialogues: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """`prompt_ids` of each dialogue.
-
-        Raises: UserError if the template cannot render a dialogue; the error does not name the dialogue.
-        """
-        spells_special = [self._spells_special(messages) for messages in dialogues]
-        ordinary = [
-            messages or EMPTY_PROMPT for messages, spells in zip(dialogues, spells_special, strict=True) if not spells
-        ]
-        encoded = iter(self.encode_many(render(self.tokenizer, ordinary), split=False))
-        return [
-            self._ids_by_part(messages) if spells else next(encoded) or [self._first_id]
-            for messages, spells in zip(dialogues, spells_special, strict=True)
-        ]
-
-    def prompt_ids_and_turns(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """(`prompt_ids`, True for each token of an assistant turn in them).
-
-        A turn has the tokens of `response_ids`: the content, the white space that the template writes before and after
-        it, and the end token if the template writes one. A token that is partly inside a turn counts too.
-        Raises: UserError for a slow tokenizer, or a template that changes contents in another way than trimming them.
-        """
-        messages = messages or EMPTY_PROMPT
-        segments = split_prompt(self.tokenizer, messages)
-        text = "".join(segment.text for segment in segments)
-        in_turn = bytearray(len(text))  # 1 for each character of an assistant turn
-        for turn in assistant_turns(segments, messages, self._white_space, str(self.tokenizer.eos_token)):
-            in_turn[turn] = b"\1" * len(in_turn[turn])
-        ids: list[int] = []
-        turn_mask: list[bool] = []
-        offset = 0
-        split = self._spells_special(messages)
-        for part, special in split_special_tokens(self._special_pattern, segments) if split else [(text, False)]:
-            tokens, spans = self._encoder.encode_with_spans(part, split and not special)
-            ids += tokens
-            turn_mask += [any(in_turn[offset + start : offset + end]) for start, end in spans]
-            offset += len(part)
-        return (ids, turn_mask) if ids else ([self._first_id], [False])
-
-    def response_ids(self, text: str) -> list[int]:
-        """The ids of a response with the template's white space, and one EOS.
-
-        If the text already begins with white space, the template's white space is not added.
-        """
-        return self.response_ids_many([text])[0]
-
-    def opening_ids(self, text: str) -> list[int]:
-        """`response_ids` after an empty prompt: if the template writes nothing there, the response starts the text.
-
-        A tokenizer that puts a space before a text then does so.
-        """
-        return self.response_ids_many([text], [True])[0]
-
-    def response_ids_many(self, texts: Sequence[str], opening: Sequence[bool] = ()) -> list[list[int]]:
-        """`response_ids` of each text; `opening_ids` where `opening`, empty or one bool for each text, is True."""
-        starts = [after_nothing and self._prompt_starts_text for after_nothing in opening or [False] * len(texts)]
-        first = [text for text, start in zip(texts, starts, strict=True) if start]
-        later = [self._with_white_space(text) for text, start in zip(texts, starts, strict=True) if not start]
-        first_ids, later_ids = iter(self.encode_many(first, split=True)), iter(self._encoder.encode_inside(later))
-        return [[*next(first_ids if start else later_ids), self.tokenizer.eos_token_id] for start in starts]
-
-    def response_text(self, ids: Sequence[int]) -> str:
-        """The text of a response without special tokens and without the template's white space."""
-        before, after = self._white_space
-        return self._encoder.decode_inside(ids).removeprefix(before).removesuffix(after)
-
-    def settled_text(self, ids: Sequence[int]) -> str:
-        """The start of `response_text` that no further id can change: for a response that is still being written.
-
-        The bytes of an unfinished character are left out, and white space that may prove to be the template's.
-        """
-        before, after = self._white_space
-        if self._encoder.ends_in_a_byte(ids):  # the next byte decides how all bytes before it are read
-            return ""
-        text = self._encoder.decode_inside(ids).rstrip("\ufffd")
-        if before.startswith(text):
-            return ""
-        text = text.removeprefix(before)
-        overlap = max((size for size in range(len(after) + 1) if text.endswith(after[:size])), default=0)
-        return text[: len(text) - overlap]
-
-    def encode_many(self, texts: Sequence[str], split: bool) -> list[list[int]]:
-        """The ids of each text, without BOS; with `split`, the text of a special token is ordinary text."""
-        return self._encoder.encode_many(texts, split)
-
-    def token_counts(self, texts: Sequence[str]) -> list[int]:
-        """The number of tokens of each text in the middle of a longer text."""
-        return [len(ids) for ids in self._encoder.encode_inside(texts)]
-
-    def _spells_special(self, messages: Sequence[Message]) -> bool:
-        text = "".join(message.content for message in messages)  # a template may put nothing between two contents
-        return any(start in text for start in self._special_starts) and any(token in text for token in self._special)
-
-    def _ids_by_part(self, messages: Sequence[Message]) -> list[int]:
-        parts = list(split_special_tokens(self._special_pattern, split_prompt(self.tokenizer, messages)))
-        encoded = iter(self.encode_many([text for text, special in parts if not special], split=True))
-        return [i for text, special in parts for i in ([self._special[text]] if special else next(encoded))]
-
-    def _with_white_space(self, text: str) -> str:
-        """A response with the white space that the template writes before and after an assistant's content."""
-        before, after = self._white_space
-        if not text:
-            return text
-        return text + after if text[0].isspace() else before + text + after
-
-    @property
-    def _first_id(self) -> int:
-        """The only id of a prompt that renders to an empty text: BOS, else EOS."""
-        bos = self.tokenizer.bos_token_id
-        return int(self.tokenizer.eos_token_id if bos is None else bos)
-
-    @cached_property
-    def _encoder(self) -> Encoder:
-        return Encoder(self.tokenizer)
-
-    @cached_property
-    def _special(self) -> dict[str, int]:
-        return special_tokens(self.tokenizer)
-
-    @cached_property
-    def _special_starts(self) -> frozenset[str]:
-        """The first characters of special tokens: a text without them contains no special token (a quick test)."""
-        return frozenset(token[0] for token in self._special)
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        longest_first = sorted(self._special, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-
-    @cached_property
-    def _white_space(self) -> tuple[str, str]:
-        """The white space that the template writes before an assistant's content, and between that and EOS."""
-        before, after = frame(self.tokenizer)
-        space, eos, _ = after.partition(str(self.tokenizer.eos_token))
-        return before, space if eos and space.isspace() else ""
-
-    @cached_property
-    def _prompt_starts_text(self) -> bool:
-        """Whether an empty prompt has special tokens only, and a text after it is encoded like the start of a text."""
-        alone = self._encoder.encode("a")
-        after = self.encode_many([self.prompt_text(()) + "a"], split=False)[0]
-        return not self._encoder.decode(self.prompt_ids(())) and after[-len(alone) :] == alone
 
 
 def same_ids(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:

@@ -109,7 +109,7 @@ def test_a_model_with_another_tokenizer_gets_the_text_in_its_own_template(tmp_pa
     for b in range(3):
         prompt = [words[i] for i in r.prompt_ids[b][r.prompt_mask[b]].tolist()[1:]]
         response = [words[i] for i in r.response_ids[b][r.mask[b]].tolist()]
-        text = ["<s>", "w4", "w5", *prompt, "w6", *response]
+        text = ["<s>", "w4", "w5", *prompt, "w6", "w4", "w5", *response]
         assert ("</s>" in text) == bool(r.ended[b])
         assert scores[b].item() == pytest.approx(alone(model, [theirs[word] for word in text]), abs=1e-5)
 
@@ -120,12 +120,11 @@ def test_a_swapped_pair_of_ids_makes_another_tokenizer(tmp_path: Path) -> None:
     words[0], words[1] = words[1], words[0]
     swapped = tiny.tokenizer(words=words)
     model = reward_model(tmp_path, swapped, pad_token_id=tiny.PAD)
-    one = samples(rollout())
-    one = replace(
-        one,
-        rollout=replace(one.rollout, rows=tuple(replace(r, prompt=(Message("user", "w4"),)) for r in one.rollout.rows)),
-    )
-    scores = rewards.open_source("learned", context(tmp_path))(replace(one, responses=("w4 w5",) * 3))
+    r = rollout()
+    rows = tuple(replace(row, prompt=(Message("user", "w4"),)) for row in r.rows)
+    ids = torch.tensor([[4, 5, tiny.EOS]] * 3)
+    ours = replace(r, rows=rows, response_ids=ids, mask=ids >= 0, ended=ids[:, 0] > 0)
+    scores = rewards.open_source("learned", context(tmp_path))(samples(ours))
     expected = alone(model, [tiny.BOS, 5, 5, 4, tiny.EOS])
     assert scores[0].item() == pytest.approx(expected, abs=1e-5)
 

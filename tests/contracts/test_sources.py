@@ -17,7 +17,8 @@ from data.sources.demo import words
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.plugins import build, find, names
-from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
 from tests.contracts.source_examples import (
     COUNT,

@@ -21,7 +21,8 @@ from rlhf.chat.options import ChatOptions, ServeOptions
 from rlhf.chat.server import Server
 from rlhf.config import parser
 from rlhf.models.scalar import load_scalar_model, scores
-from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Sequences
 from tests.support import chat_runs, tiny
 

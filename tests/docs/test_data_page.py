@@ -19,6 +19,7 @@ from rlhf import errors, plugins
 from rlhf.chain import command as train
 from rlhf.types import Row
 from tests.support import programs
+from tests.support.texts import byte_tokenizer
 
 ROOT = Path(train.__file__).parents[2]
 PAGE = (ROOT / "docs/data.md").read_text(encoding="utf-8")
@@ -69,12 +70,14 @@ def enlarged(name: str, text: str) -> str:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files().items():
         (tmp_path / name).write_text(enlarged(name, text), encoding="utf-8")
+    byte_tokenizer().save_pretrained(tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def test_there_is_something_to_test() -> None:
     own = {"pairs.jsonl", "answers.csv", "chat.jsonl", "alpaca.json", "my_dataset.py", "notes.txt"}
+    own |= {"thinking.jinja", "thoughts.jsonl", "tools.jsonl"}
     assert set(files()) == own | {"dataset_info.json", "questions.json", "talks.jsonl"}
     assert len(commands()) >= 14
     assert all(line.startswith(("python -m data.preview ", "python -m step")) for line in commands())
@@ -93,6 +96,22 @@ def test_a_preview(
     named = re.search(r"--phases ((?:sft|reward|ppo| )+)", command)
     for phase in named[1].split() if named else ["sft"]:
         assert re.search(rf"\b{phase}\b", captured.out), captured.err
+
+
+SHOWN = re.findall(r"```bash\n(python -m data.preview [^\n]*)\n```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN)
+def test_a_preview_as_printed(
+    command: str, shown: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in files().items():
+        (home / name).write_text(text, encoding="utf-8")  # the two rows of the page alone
+    monkeypatch.setattr(sys, "argv", [*shlex.split(command)[2:], "--eval-fraction", "0", "--data-split", "1", "0", "0"])
+    assert errors.run_as_user(preview.main) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    for line in filter(None, shown.splitlines()):
+        assert f"\n{line}\n" in printed
 
 
 @pytest.mark.parametrize("command", [line for line in commands() if "data.preview" not in line])

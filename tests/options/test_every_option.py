@@ -23,7 +23,7 @@ FAR = 5.0
 
 TEXT_AND_PLACES = {
     "model", "data_path", "sft_only_data_path", "reward_only_data_path", "ppo_only_data_path", "eval_data_path",
-    "chat_template", "algorithm", "add_tokens", "extend_tokenizer",
+    "chat_template", "chat_template_kwargs", "algorithm", "add_tokens", "extend_tokenizer",
 }  # fmt: skip
 """which rows and which model; every algorithm has its own table"""
 TESTED_ELSEWHERE = {

@@ -16,7 +16,8 @@ from data.build.encode import Preference
 from rlhf.maths import preferences
 from rlhf.models.scalar import HEAD
 from rlhf.storage import disk
-from rlhf.text.tokenizer import Template, prepare_tokenizer
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.types import Message
 from step2_reward import evaluate_reward
 from step2_reward.pair_scores import Reformatted, SourceScores, reformat

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from data.build.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
 from data.build.split import PHASES
 from data.config import DataOptions
-from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.text.truncate import fit_prompt
 from rlhf.types import Message, Row
 from tests.support import tiny
@@ -117,7 +118,7 @@ def test_the_eos_that_stands_for_a_bos_stays_at_the_head() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.bos_token = None
     template = Template(prepare_tokenizer(tokenizer, "plain"))
-    assert list(fit_prompt(template, (Message("user", "w4 w5 w6 w7"),), 3, True).ids) == [tiny.EOS, 6, 7]
+    assert list(fit_prompt(template, Row((Message("user", "w4 w5 w6 w7"),)), 3, True).ids) == [tiny.EOS, 6, 7]
 
 
 @pytest.mark.parametrize(("margin", "expected"), [(2, 2.0), (0.5, 0.5), (None, None), ("much", None)])
@@ -169,17 +170,16 @@ def test_a_plain_text_without_a_bos_begins_with_its_first_word() -> None:
 
 def test_a_response_to_no_words_opens_its_text(plain: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     """What SentencePiece writes before the first word of a text is the template's to know."""
-    openings: list[Any] = []
+    asked: list[Any] = []
 
-    def response_ids(template: Template, texts: Any, opening: Any) -> list[list[int]]:
-        openings.append(opening)
-        return [[5, EOS] for _ in texts]
+    def turn_ids(template: Template, rows: Any, answers: Any) -> list[list[int]]:
+        asked.extend(rows)
+        return [[5, EOS] for _ in rows]
 
-    monkeypatch.setattr(Template, "response_ids_many", response_ids)
-    RowEncoder("sft", Template(plain), DataOptions())(
-        [Row((), "w1"), Row((Message("user", "w1"),), "w1"), Row((Message("user", ""),), "w1")]
-    )
-    assert openings == [[True, False, True]]
+    monkeypatch.setattr(Template, "turn_ids_many", turn_ids)
+    rows = [Row((), "w1"), Row((Message("user", "w1"),), "w1"), Row((Message("user", ""),), "w1")]
+    RowEncoder("sft", Template(plain), DataOptions())(rows)
+    assert asked == rows
 
 
 def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) -> None:

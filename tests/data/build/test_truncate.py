@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from data.build.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
 from data.config import DataOptions
 from data.read.records import Phase
-from rlhf.text.tokenizer import Template, prepare_tokenizer
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.text.truncate import fit_prompt
 from rlhf.types import Message, Row
 from tests.support.texts import MAKERS, slow_tokenizer, words_tokenizer
@@ -54,7 +55,7 @@ def test_a_long_dialogue_is_encoded_a_few_times(
         return encode(template, messages)
 
     monkeypatch.setattr(Template, "prompt_ids", counted)
-    fitted = fit_prompt(Template(plain), [*turns, Message("user", words(5))], 21, by_tokens=False)
+    fitted = fit_prompt(Template(plain), Row((*turns, Message("user", words(5)))), 21, by_tokens=False)
     assert fitted is not None and fitted.messages == [*turns[-12:], Message("user", words(5))]
     assert len(calls) < 15
 
@@ -131,18 +132,21 @@ def test_what_goes_when(plain: PreTrainedTokenizerBase, limit: int, expected: An
     dialogue = [Message(role, f"{words(*numbers)} ") for role, numbers in TURNS]  # plain puts nothing between turns
     for by_tokens in (True, False):
         if expected is not None and (by_tokens or by_turns):
-            result = fit_prompt(Template(plain), dialogue, limit, by_tokens)
+            result = fit_prompt(Template(plain), Row(tuple(dialogue)), limit, by_tokens)
             assert tuple(result.ids) == (BOS, *ids(*expected))
             assert Template(plain).prompt_ids(result.messages) == result.ids
         else:
-            assert fit_prompt(Template(plain), dialogue, limit, by_tokens) is None
+            assert fit_prompt(Template(plain), Row(tuple(dialogue)), limit, by_tokens) is None
 
 
 def test_a_system_message_goes_where_it_leaves_too_little(plain: PreTrainedTokenizerBase) -> None:
     """Of 12 tokens a fourth is the user's: BOS and 8 of the system's leave it 3, and 9 leave it 2."""
     for size, remaining in ((8, (*range(8), 107, 108, 109)), (9, tuple(range(100, 110)))):
         messages = (Message("system", words(*range(size)) + " "), Message("user", words(*range(100, 110))))
-        assert tuple(fit_prompt(Template(plain), messages, 12, by_tokens=True).ids) == (BOS, *ids(*remaining))
+        assert tuple(fit_prompt(Template(plain), Row(tuple(messages)), 12, by_tokens=True).ids) == (
+            BOS,
+            *ids(*remaining),
+        )
 
 
 # --- templates and tokenizers of every kind
@@ -161,7 +165,7 @@ def test_a_cut_prompt_is_what_the_template_writes_around_as_many_last_words_as_f
         sizes = {end: len(template.prompt_ids((system, Message("user", end)))) for end in ends}
         for share in (3, 2):
             limit = sizes[ends[0]] // share + min(sizes.values())
-            fitted = fit_prompt(template, dialogue, limit, by_tokens=True)
+            fitted = fit_prompt(template, Row(tuple(dialogue)), limit, by_tokens=True)
             best = next(end for end in ends if sizes[end] <= limit)
             assert fitted.messages == [system, Message("user", best)], name
             assert fitted.ids == template.prompt_ids(fitted.messages)
@@ -170,7 +174,7 @@ def test_a_cut_prompt_is_what_the_template_writes_around_as_many_last_words_as_f
 def test_a_text_without_spaces_is_cut_between_characters() -> None:
     template = Template(prepare_tokenizer(MAKERS["chat bytes"](), "chatml"))
     text = "".join(chr(0x4E00 + i) for i in range(200))  # of three bytes each
-    fitted = fit_prompt(template, (Message("user", text),), 300, by_tokens=True)
+    fitted = fit_prompt(template, Row((Message("user", text),)), 300, by_tokens=True)
     assert 300 - 16 * 3 < len(fitted.ids) <= 300
     assert text.endswith(fitted.messages[-1].content)
 

@@ -348,9 +348,9 @@ def test_export_writes_the_opened_data(run: Any, tmp_path: Path, words: str) -> 
             for row in table.to_pylist()
         ]
         assert tuple(result) == side[:] != ()
-    for phase, own in {"sft": "spans", "ppo": "row"}.items():
+    for phase, own in {"sft": ("spans", "weight"), "ppo": ("row",)}.items():
         columns = pyarrow.parquet.read_schema(out / phase / "train.parquet").names
-        assert columns == ["ids", own, "length", "prompt_cut", "response_cut", "prompt_digest"]
+        assert columns == ["ids", *own, "length", "prompt_cut", "response_cut", "prompt_digest"]
 
 
 def test_the_page_has_what_the_terminal_has(run: Any, tmp_path: Path, letters: str) -> None:

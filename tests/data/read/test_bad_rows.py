@@ -217,9 +217,8 @@ ROWS = (
         'messages[0]: got {"content": "x"}, expected a message with a role',
     ),
     (
-        '{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}',
-        'messages[1]: got the role "tool", expected system, user or assistant (or human, gpt); calls of tools cannot '
-        "be used",
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "cook", "content": "y"}]}',
+        'messages[1]: got the role "cook", expected system, user, assistant or tool (or human, gpt)',
     ),
     (
         '{"chosen": "x", "rejected": "y"}',

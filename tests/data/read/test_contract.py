@@ -53,7 +53,7 @@ def write(expression: str, fingerprint: str = "") -> None:
 
 ASK = 'Row((Message("user", "w5"),), "w6", "w7"'
 TYPES = "expected text, numbers, lists and mappings with names that are text"
-ROLES = "expected system, user or assistant"
+ROLES = "expected system, user, assistant or tool"
 HALF = "got half a surrogate pair at character"
 RATINGS = 'expected numbers by attribute, as {"helpfulness": [4, 1]}'
 BROKEN = (
@@ -64,7 +64,7 @@ BROKEN = (
     ("yield Row(None)", "prompt: got null, expected a tuple of messages"),
     ('yield Row(({"role": "user"},))', 'prompt[0]: got {"role": "user"}, expected rlhf.types.Message'),
     ('yield Row((Message("user", None),))', "prompt[0].content: got null, expected text"),
-    ('yield Row((Message("user", "x"), Message("tool", "y")))', f'prompt[1]: got the role "tool", {ROLES}'),
+    ('yield Row((Message("user", "x"), Message("cook", "y")))', f'prompt[1]: got the role "cook", {ROLES}'),
     ("yield Row((), 5)", "response: got 5, expected text"),
     ('yield Row((), "x", ["y"])', 'rejected: got ["y"], expected text'),
     ('yield Row((), "é\\ud800")', f"response: {HALF} 1, expected text"),

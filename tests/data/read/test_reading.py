@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from data.read.records import column_names, read_text, require_text, short_json
+from data.read.records import column_names, read_text
 from rlhf.errors import UserError
+from rlhf.text.messages import require_text, short_json
 
 
 @pytest.mark.parametrize("words", ["", "plain", "naïve 漢字 🙂", "a\u2028b\x00c", "\n\t"])

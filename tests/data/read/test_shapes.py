@@ -288,7 +288,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"messages": [3]}, "messages[0]: got 3, expected a message {role, content}"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0]: got {"),
     ({"messages": [{"role": "narrator", "content": "x"}]}, 'messages[0]: got the role "narrator", expected system'),
-    ({"messages": [{"role": "function", "content": "x"}]}, 'messages[0]: got the role "function", expected system'),
+    ({"messages": [{"role": "cook", "content": "x"}]}, 'messages[0]: got the role "cook", expected system'),
     ({"instruction": "x", "output": "y", "input": 3}, "input: got 3, expected text"),
     ({"instruction": "x", "output": "y", "system": {}}, "system: got {}, expected text"),
     ({"instruction": "x", "output": "y", "history": "z"}, 'history: got "z", expected a list of pairs'),

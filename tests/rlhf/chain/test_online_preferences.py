@@ -26,7 +26,8 @@ from rlhf.config import parser
 from rlhf.evaluation import evaluate, pairs
 from rlhf.maths.intervals import Interval, mean_interval
 from rlhf.models.scalar import load_scalar_model, scores
-from rlhf.text.tokenizer import Template, load_tokenizer
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import load_tokenizer
 from rlhf.types import Message, Row, Sequences
 from step1_sft import __main__ as sft
 from step2_reward import __main__ as reward

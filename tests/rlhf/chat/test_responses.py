@@ -14,7 +14,8 @@ from rlhf.errors import UserError
 from rlhf.evaluation import comparison
 from rlhf.evaluation.options import EvaluateConfig
 from rlhf.rewards import Scoring
-from rlhf.text.tokenizer import Template, prepare_tokenizer
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.types import Message
 from tests.support import chat_runs, texts, tiny
 

@@ -21,7 +21,8 @@ from rlhf.maths import losses
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.plan.sizes import size
-from rlhf.text.tokenizer import Template, load_tokenizer, prepare_tokenizer
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.training.checks import check_start
 from rlhf.types import Message, Row
 from step3_ppo.algorithms import ppo

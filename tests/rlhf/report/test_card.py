@@ -16,7 +16,8 @@ from markdown_it import MarkdownIt
 from rlhf.chain.stages import STAGES
 from rlhf.hub import cards
 from rlhf.report.card import data_name, plain, published, write_card
-from rlhf.text.tokenizer import Template, prepare_tokenizer
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.training.run import Run
 from rlhf.types import Message
 from step1_sft.config import SFTConfig

@@ -43,7 +43,7 @@ def encoder(path: Path, labels: int = 2, **changes: Any) -> PreTrainedModel:
 
 
 def scores_from(spec: str, folder: Path, responses: tuple[str, ...] = TEXTS, micro_batch_size: int = 2) -> list[float]:
-    s: Samples = replace(samples(rollout()), responses=responses)
+    s: Samples = replace(samples(rollout()), responses=responses, answers=responses)
     source = rewards.open_source(f"classifier,model={folder}{spec}", context(folder, micro_batch_size))
     scores: list[float] = source(s).tolist()
     return scores
@@ -118,7 +118,7 @@ def test_a_label_by_its_name(tmp_path: Path) -> None:
 
 def test_the_prompt_is_read_where_asked(tmp_path: Path) -> None:
     model = encoder(tmp_path)
-    s = replace(samples(rollout()), prompts=("w4 ", "w5 ", ""), responses=TEXTS)
+    s = replace(samples(rollout()), prompts=("w4 ", "w5 ", ""), responses=TEXTS, answers=TEXTS)
     spec = f"classifier,model={tmp_path},label=1,with_prompt=true"
     scores = rewards.open_source(spec, context(tmp_path))(s).tolist()
     for prompt, text, score in zip(s.prompts, TEXTS, scores, strict=True):
@@ -174,7 +174,7 @@ def test_a_prompt_beyond_the_context_loses_its_first_words(tmp_path: Path) -> No
     """Of 16 tokens two are special, and three are the response's."""
     model = encoder(tmp_path)
     prompt = " ".join(f"w{i}" for i in range(4, 40)) + " "
-    s = replace(samples(rollout()), prompts=(prompt,) * 3, responses=TEXTS)
+    s = replace(samples(rollout()), prompts=(prompt,) * 3, responses=TEXTS, answers=TEXTS)
     source = rewards.open_source(f"classifier,model={tmp_path},label=1,with_prompt=true", context(tmp_path))
     for text, score in zip(TEXTS, source(s).tolist(), strict=True):
         no, yes = alone(model, " ".join((prompt + text).split()[-14:]), bert)

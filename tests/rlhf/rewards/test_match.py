@@ -18,7 +18,7 @@ from tests.rlhf.rewards.responses import context, rollout, samples
 def scores(spec: str, responses: list[str], cells: list[Any], column: str = "answer") -> list[float]:
     r = rollout()
     rows = tuple(replace(row, columns={column: cell}) for row, cell in zip(r.rows, cells, strict=True))
-    s = replace(samples(replace(r, rows=rows)), responses=tuple(responses))
+    s = replace(samples(replace(r, rows=rows)), responses=tuple(responses), answers=tuple(responses))
     last_match: list[float] = rewards.open_source(spec, context(Path()))(s).tolist()
     return last_match
 
@@ -66,7 +66,7 @@ def test_gsm8k_as_its_file_is_read(tmp_path: Path) -> None:
     for options in ({}, {"shape": "prompt", "prompt": "question"}):
         (row,) = files.build(files.Config(**options), str(tmp_path / "gsm8k.jsonl")).rows("ppo")
         r = replace(rollout(), rows=(row,) * 3)  # type: ignore[arg-type]
-        s = replace(samples(r), responses=("72", "7", "#### 72"))
+        s = replace(samples(r), responses=("72", "7", "#### 72"), answers=("72", "7", "#### 72"))
         assert rewards.open_source("match", context(Path()))(s).tolist() == [1.0, 0.0, 1.0]
 
 

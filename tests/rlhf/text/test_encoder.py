@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.text.dialogues import Template
 from rlhf.text.encoder import Encoder
 from rlhf.text.templates import BUILT_IN
-from rlhf.text.tokenizer import Template, prepare_tokenizer
-from rlhf.types import Message
+from rlhf.text.tokenizer import prepare_tokenizer
+from rlhf.types import Message, Row
 from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, slow_tokenizer, user, words_tokenizer
 
 TEXTS = ["", "the fox", " ", " the", "\n", "\n\nthe", "é漢", *HORRIBLE]
@@ -73,16 +74,14 @@ def test_spans_keep_the_spaces_that_a_post_processor_would_trim() -> None:
 def test_many_rows_are_each_row(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     template = Template(prepare_tokenizer(tokenizer, name))
     dialogues = [[], DIALOGUE, *map(user, TEXTS), *([*DIALOGUE, Message("user", text)] for text in TEXTS)]
-    assert template.prompt_ids_many(dialogues) == [template.prompt_ids(messages) for messages in dialogues]
-    assert template.prompt_ids_many([]) == []
-    expected = [template.response_ids(text) for text in TEXTS]
-    assert template.response_ids_many(TEXTS) == template.response_ids_many(TEXTS, [False] * len(TEXTS)) == expected
-    opening = [bool(i % 2) for i in range(len(TEXTS))]
-    assert template.response_ids_many(TEXTS, opening) == [
-        template.opening_ids(text) if opens else template.response_ids(text)
-        for text, opens in zip(TEXTS, opening, strict=True)
+    rows = [Row(tuple(messages)) for messages in dialogues]
+    assert template.prompt_ids_many(rows) == [template.prompt_ids(messages) for messages in dialogues]
+    assert template.prompt_ids_many([]) == template.turn_ids_many([], []) == []
+    answers = [Message("assistant", text) for text in TEXTS]
+    opening = [Row(()) if i % 2 else rows[1] for i in range(len(TEXTS))]
+    assert template.turn_ids_many(opening, answers) == [
+        template.opening_ids(text) if i % 2 else template.response_ids(text) for i, text in enumerate(TEXTS)
     ]
-    assert template.response_ids_many([]) == []
 
 
 def test_rows_are_what_transformers_makes_of_each(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -94,4 +93,4 @@ def test_rows_are_what_transformers_makes_of_each(tokenizer: PreTrainedTokenizer
         )
         for text in harmless
     ]
-    assert template.prompt_ids_many(list(map(user, harmless))) == expected
+    assert template.prompt_ids_many([Row(tuple(user(text))) for text in harmless]) == expected

@@ -12,10 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.errors import UserError
-from rlhf.text.rendering import split_prompt
+from rlhf.text.dialogues import Template
 from rlhf.text.templates import BUILT_IN
-from rlhf.text.tokenizer import Template, prepare_tokenizer
-from rlhf.types import Message
+from rlhf.text.tokenizer import prepare_tokenizer
+from rlhf.text.turns import Altered
+from rlhf.types import Message, Row
 from tests.support.texts import (
     DIALOGUE,
     HORRIBLE,
@@ -42,7 +43,7 @@ SAID = [
 
 def turn_ids(template: Template, messages: list[Message]) -> list[list[int]]:
     """The ids of each stretch of marked tokens."""
-    ids, turns = template.prompt_ids_and_turns(messages)
+    ids, turns = template.prompt_ids_and_turns(Row(tuple(messages)))
     assert ids == template.prompt_ids(messages)
     stretches = itertools.groupby(zip(ids, turns, strict=True), key=lambda pair: pair[1])
     return [[i for i, _ in pairs] for marked, pairs in stretches if marked]
@@ -88,7 +89,7 @@ def test_a_turn_is_a_response(kind: str, name: str) -> None:
 def test_the_ids_are_those_of_the_prompt(kind: str, name: str) -> None:
     template = Template(prepare_tokenizer(MAKERS[kind](), name))
     for messages in ([], *(dialogue(text, text, "ok") for text in HORRIBLE), *map(user, HORRIBLE)):
-        ids, turns = template.prompt_ids_and_turns(messages)
+        ids, turns = template.prompt_ids_and_turns(Row(tuple(messages)))
         assert ids == template.prompt_ids(messages)
         assert len(turns) == len(ids)
         assert any(turns) == (len(messages) > 1)
@@ -108,7 +109,7 @@ def test_words_of_the_assistant(tmp_path: Path) -> None:
 
 def test_the_same_words_of_both_sides_by_hand() -> None:
     template = Template(prepare_tokenizer(MAKERS["chat bytes"](), "chatml"))
-    ids, turns = template.prompt_ids_and_turns(dialogue("ok", "ok", "ok", "ok", "ok"))
+    ids, turns = template.prompt_ids_and_turns(Row(tuple(dialogue("ok", "ok", "ok", "ok", "ok"))))
     frame = {"user": "<|im_start|>user\n", "assistant": "<|im_start|>assistant\n"}
     expected: list[bool] = [False]  # <s>
     for role in ("user", "assistant", "user", "assistant", "user"):
@@ -150,60 +151,40 @@ def own(source: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Templa
         ("m.content.rstrip()", [" a</s>", "</s>", "b</s>"]),
         ("(m.content | trim if m.role == 'user' else m.content)", [" a \n</s>", "\n\n</s>", "b</s>"]),
         ("(m.content if m.role == 'user' else m.content | trim)", ["a</s>", "</s>", "b</s>"]),
-        ("m.content | upper", [" A \n</s>", "\n\n</s>", "B</s>"]),
-        ("(m.content if m.content.strip() else '-')", [" a \n</s>", "b</s>"]),  # what it puts in nobody said
-        ("m.content + (eos_token if loop.last else '')", [" a \n</s>", "\n\n</s>", "b</s>"]),
     ],
 )
-def test_trimming_and_letter_by_letter(content: str, expected: list[str]) -> None:
+def test_trimming(content: str, expected: list[str]) -> None:
     template = own("{% for m in messages %}[{{ m.role }}]{{ " + content + " }}{{ eos_token }}\n{% endfor %}")
     messages = dialogue(" </s> ", " a \n", "\n", "\n\n", " u", "b", "ok\n")
-    assert [template.tokenizer.decode(ids) for ids in turn_ids(template, messages)] == expected
+    turns = [f"[assistant]{text}" for text in expected]  # the template asks for no header, so the model writes it
+    assert [template.tokenizer.decode(ids) for ids in turn_ids(template, messages)] == turns
 
 
 def test_a_template_that_says_nothing_for_nothing() -> None:
     template = own("{% for m in messages if m.content %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}")
     messages = dialogue("a", "", "b", "c", "d")
-    assert [template.tokenizer.decode(ids) for ids in turn_ids(template, messages)] == ["c</s>"]
+    assert [template.tokenizer.decode(ids) for ids in turn_ids(template, messages)] == ["[assistant]c</s>"]
 
 
-def test_a_template_that_leaves_messages_out() -> None:
-    template = own("{{ messages[-1].content }}")
-    assert turn_ids(template, dialogue("a", "b", "c")) == []
-    assert [template.tokenizer.decode(ids) for ids in turn_ids(template, dialogue("a", "b"))] == ["b"]
-
-
-@pytest.mark.parametrize(
-    "content", ["m.content.split('.')[-1]", "m.content[:3]", "m.content | title | replace(' ', '')"]
-)
-def test_a_template_that_rewrites_messages_is_refused_only_where_it_matters(content: str) -> None:
+@pytest.mark.parametrize("content", ["m.content.split('.')[-1]", "m.content[:3]", "m.content | upper"])
+def test_a_template_that_rewrites_turns_is_refused_only_where_it_matters(content: str) -> None:
     template = own("{% for m in messages %}{{ " + content + " }}{% endfor %}")
-    assert template.prompt_ids(dialogue("Abc", "a. b. cde", "c"))
-    with pytest.raises(UserError, match=r"rewrites messages.*another --chat-template"):
-        template.prompt_ids_and_turns(dialogue("Abc", "a. b. cde", "c"))
-    with pytest.raises(UserError, match="rewrites messages"):
-        template.prompt_ids(dialogue("Abc", "a. </s> cde", "c"))
+    messages = dialogue("Abc", "a. b. cde", "c")
+    assert template.prompt_ids(messages)
+    with pytest.raises(Altered, match="the chat template leaves out a part of the response"):
+        template.prompt_ids_and_turns(Row(tuple(messages)))
 
 
 def test_special_tokens_in_a_text_that_is_changed_letter_by_letter() -> None:
     template = own("{% for m in messages %}{{ m.content | lower }}{{ eos_token }}{% endfor %}")
-    tokens = template.tokenizer.convert_ids_to_tokens(template.prompt_ids(user("The </s> </S>")))
-    assert tokens == [*["the", "Ġ"], *"</s>", "Ġ", *"</s>", "</s>"]
-
-
-def test_pieces_alternate_and_join_to_the_prompt() -> None:
-    template = Template(prepare_tokenizer(byte_tokenizer(), "llama_2"))
-    messages = [Message("system", " s "), *DIALOGUE]
-    pieces = split_prompt(template.tokenizer, messages)
-    assert "".join(piece.text for piece in pieces) == template.prompt_text(messages)
-    assert [(piece.text, piece.message) for piece in pieces[1::2]] == [(" s ", 0), ("hi", 1), ("yes", 2), ("go on", 3)]
-    assert {piece.message for piece in pieces[::2]} == {None}
+    tokens = template.tokenizer.convert_ids_to_tokens(template.prompt_ids(user("The </s>")))
+    assert tokens == [*["the", "Ġ"], *"</s>", "</s>"]
 
 
 def test_a_slow_tokenizer_does_not_know() -> None:
     template = Template(prepare_tokenizer(slow_tokenizer(), "alpaca"))
     with pytest.raises(UserError, match=r"fast tokenizer.*tokenizer\.json"):
-        template.prompt_ids_and_turns(DIALOGUE)
+        template.prompt_ids_and_turns(Row(tuple(DIALOGUE)))
 
 
 # --- real ones

@@ -7,11 +7,11 @@ import pytest
 from transformers import AddedToken, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
-from rlhf.text import rendering
+from rlhf.text.dialogues import Template
 from rlhf.text.templates import BUILT_IN, MAX_TEMPLATE, find_template, template_name
-from rlhf.text.tokenizer import Template, describe_template, prepare_tokenizer
+from rlhf.text.tokenizer import describe_template, prepare_tokenizer
 from rlhf.training.checks import check_start
-from rlhf.types import Message
+from rlhf.types import Message, Row
 from tests.support.texts import CHAT_TOKENS, DIALOGUE, MAKERS, byte_tokenizer, slow_tokenizer, user, with_chat_tokens
 
 ALPACA = (
@@ -264,21 +264,13 @@ def test_what_a_template_may_not_know_is_nothing(tmp_path: Path, question: str) 
     assert Template(prepared(tmp_path, f"{SAYS}[{{{{ {question} }}}}]")).prompt_text(user("hi")) == "hi\n[]"
 
 
-@pytest.mark.parametrize("only", ["user", "assistant", "system"])
-def test_a_template_that_loops_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: str) -> None:
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(UserError, match=r"mine\.jinja: the chat template, line 5, still runs after 0.2 seconds"):
-        prepared(tmp_path, SAYS + f"{{% if messages[0]['role'] == '{only}' or messages[1] %}}\n{loop}\n{{% endif %}}")
-
-
 def test_roles_that_a_template_refuses(tmp_path: Path) -> None:
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\nsystem') }}{% endif %}"
     template = Template(prepared(tmp_path, refusal + SAYS))
     with pytest.raises(UserError, match=r"roles \(system, user\): no system"):
         template.prompt_ids([Message("system", "s"), *user("x")])
     with pytest.raises(UserError, match=r"roles \(system, user\): no system"):
-        template.prompt_ids_many([user("x"), [Message("system", "s"), *user("x")]])
+        template.prompt_ids_many([Row(tuple(user("x"))), Row((Message("system", "s"), *user("x")))])
 
 
 # --- one end token

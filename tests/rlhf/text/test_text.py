@@ -6,8 +6,9 @@ import pytest
 from huggingface_hub import constants
 
 from rlhf.errors import UserError
+from rlhf.text.dialogues import Template
 from rlhf.text.templates import BUILT_IN
-from rlhf.text.tokenizer import PAD, Template, load_tokenizer, prepare_tokenizer, require_hub
+from rlhf.text.tokenizer import PAD, load_tokenizer, prepare_tokenizer, require_hub
 from rlhf.types import Message
 from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, byte_tokenizer, llama_tokenizer, user, words_tokenizer
 
@@ -217,11 +218,12 @@ def test_a_word_tokenizer_never_reads_a_special_token_out_of_text(tmp_path: Path
 
 def test_a_response_ends_in_one_eos_and_comes_back(template: Template) -> None:
     eos, special = template.tokenizer.eos_token_id, template.tokenizer.all_special_ids
-    spaced = template.prompt_text(user("x")).endswith(("Assistant:", "[/INST]"))
+    end = template.prompt_text(user("x"))
+    spaced, trims = end.endswith(("Assistant:", "[/INST]")), end.endswith(("[/INST]", "<|end_header_id|>\n\n"))
     for text in [*HORRIBLE, "the end.", "a"]:
         ids = template.response_ids(text)
         assert [i for i in ids if i in special] == [eos] == ids[-1:], text
-        placed = text.removeprefix(" ") if spaced else text
+        placed = text.strip() if trims else text.removeprefix(" ") if spaced else text
         assert template.response_text(ids) == placed
         assert template.response_text(ids[:-1]) == placed  # a response cut short has no EOS
 
