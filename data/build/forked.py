@@ -1,14 +1,16 @@
 """Jobs in forked processes, none of which outlives the process that started them."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from rlhf.errors import UserError
-from rlhf.hub.limits import leave_signals_to, uninterrupted
+from rlhf.launch.launcher import end_with_parent
 
 
 def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
@@ -24,7 +26,7 @@ def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
         for job in jobs:
             receiver, sender = fork.Pipe(duplex=False)
             process = fork.Process(target=_run_job, args=(job, sender, os.getpid()), daemon=True)
-            with uninterrupted():
+            with _uninterrupted():
                 process.start()
             sender.close()
             processes[receiver] = process
@@ -57,9 +59,33 @@ def _wait_for_success(receiver: Connection, process: Any) -> None:
 
 
 def _run_job(job: Callable[[], object], sender: Connection, parent: int) -> None:
-    leave_signals_to(parent)
+    _leave_signals_to(parent)
     try:
         job()
         sender.send("")
     except UserError as error:
         sender.send(str(error))
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Delay Ctrl-C until the block ends. Python loses a KeyboardInterrupt that it raises between a fork and the next
+    line, and a child that has just been forked would print a traceback."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread is interrupted
+        yield
+        return
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if received:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _leave_signals_to(parent: int) -> None:
+    """In a process forked by `parent`: ignore Ctrl-C, which the parent handles, and end when the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent(parent)

@@ -16,7 +16,6 @@ from data.build.encode import Demonstration, Prompt
 from rlhf import plugins
 from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
-from rlhf.hub import untrusted
 from rlhf.maths import losses
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
@@ -293,7 +292,6 @@ def test_a_tokenizer_that_makes_no_sense_is_one_line(model_path: Path, change: d
 
 
 A_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-TWICE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 
 
 @pytest.mark.parametrize(
@@ -302,14 +300,10 @@ TWICE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
         ({"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": {"<unk>": 3, "</s>": 2**31 + 5}}},
          "got id 2147483653 for '</s>', expected ids below 16777216"),
         ({"pre_tokenizer": {**A_SPLIT, "pattern": {"Regex": "(x+x+)+y"}}}, "fails on a text (Onig: Regex search error"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [TWICE] * 40}}, "got a lack of memory, expected at most"),
     ],
-    ids=["an id", "a regular expression", "a normalizer"],
+    ids=["an id", "a regular expression"],
 )  # fmt: skip
-def test_a_tokenizer_that_explodes_is_one_line(
-    model_path: Path, change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(untrusted, "TOKENIZER_BYTES", 1 << 26)
+def test_a_tokenizer_that_explodes_is_one_line(model_path: Path, change: dict[str, Any], reason: str) -> None:
     path = model_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     message = refusal(lambda: load_tokenizer(str(model_path)))
