@@ -1,6 +1,7 @@
 """A folder is a registry: a name is a module in it, and the module has `Config` and `build`.
 
-There is nothing to register, subclass or decorate. A user's own plug-in is the path of a Python file.
+There is nothing to register, subclass or decorate. A user's own plug-in is the path of a Python file. Plug-ins of one
+shape are rows of one table, `ROWS` of the folder's module `_table`, instead of a module each.
 """
 
 import importlib
@@ -12,10 +13,10 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -28,32 +29,53 @@ Spec = str | dict[str, Any]
 Plugin = TypeVar("Plugin")
 
 
+class Row(Protocol):
+    """A plug-in of a table, with the members that a module has."""
+
+    Config: type[Any]
+    build: Callable[..., Any]
+
+
 def names(folder: str) -> list[str]:
-    """The plug-ins of a package, by name. Imports none of them."""
+    """The plug-ins of a package, by name. Imports none of its modules but the table."""
+    return sorted({*_modules(folder), *_table(folder)})
+
+
+def _modules(folder: str) -> list[str]:
     package = importlib.import_module(folder)
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
 
 
-def find(folder: str, name: str) -> ModuleType:
-    """The plug-in's module: the one named `name` in `folder`, or the user's Python file at the path `name`.
+def _table(folder: str) -> Mapping[str, Row]:
+    """The rows of the package's table, by name; none if it has no table."""
+    if importlib.util.find_spec(f"{folder}._table") is None:
+        return {}
+    rows: Mapping[str, Row] = importlib.import_module(f"{folder}._table").ROWS
+    return rows
+
+
+def find(folder: str, name: str) -> Any:
+    """The plug-in: the module or row named `name` in `folder`, or the user's Python file at the path `name`.
 
     Raises: UserError for an unknown name, with the existing and the most similar name, or for a file without `Config`
     and `build`.
     """
     if name.endswith(".py"):
-        module = load_file(name)
+        plugin: Any = load_file(name)
+    elif name in _modules(folder):
+        plugin = importlib.import_module(f"{folder}.{name}")
+    elif name in (table := _table(folder)):
+        plugin = table[name]
     else:
+        method = METHODS.get(plain(name))
+        if method is not None:
+            raise UserError(f"no '{name}' in {folder}: here {method}")
         available = names(folder)
-        if name not in available:
-            method = METHODS.get(plain(name))
-            if method is not None:
-                raise UserError(f"no '{name}' in {folder}: here {method}")
-            raise UserError(f"no '{name}' in {folder}; have {', '.join(available)}{suggest(plain(name), available)}")
-        module = importlib.import_module(f"{folder}.{name}")
-    missing = [member for member in ("Config", "build") if not hasattr(module, member)]
+        raise UserError(f"no '{name}' in {folder}; have {', '.join(available)}{suggest(plain(name), available)}")
+    missing = [member for member in ("Config", "build") if not hasattr(plugin, member)]
     if missing:
         raise UserError(f"{name}: has no {' and no '.join(missing)}; a plug-in has Config and build(config, ...)")
-    return module
+    return plugin
 
 
 def load_file(path: str) -> ModuleType:

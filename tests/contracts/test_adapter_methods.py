@@ -281,7 +281,7 @@ def test_the_plan_refuses_what_it_cannot_trace(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_butterflies_are_not_silently_one_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf.adapters.boft.get_fbd_cuda", lambda: None)
+    monkeypatch.setattr("rlhf.adapters._layers.get_fbd_cuda", lambda: None)
     with pytest.raises(UserError, match="boft_n_butterfly_factor 2, expected 1"):
         adapters.open_adapter("boft,boft_n_butterfly_factor=2")
 

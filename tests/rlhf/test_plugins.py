@@ -64,6 +64,19 @@ def test_only_the_named_module_is_imported(folder: str) -> None:
     assert {name for name in sys.modules if name.startswith(f"{folder}.")} == {f"{folder}.lora"}
 
 
+def test_a_row_of_the_table_is_a_plug_in(folder: str, tmp_path: Path) -> None:
+    """Of one shape with a module: options are checked, and its name is in the list. A module imports no table."""
+    table = f"{MODULE}\nfrom types import SimpleNamespace as Row\nROWS = {{'hra': Row(Config=Config, build=build)}}\n"
+    (tmp_path / folder / "_table.py").write_text(table)
+    assert plugins.build(folder, "lora")[1].rank == 4
+    assert f"{folder}._table" not in sys.modules
+    module, built, *rest = plugins.build(folder, "hra,rank=8", "a model")
+    assert (module, built.rank, rest) == (f"{folder}._table", 8, ["a model"])
+    assert plugins.names(folder) == ["broken", "hra", "ia3", "lora"]
+    assert f"{folder}.hra: no option 'rnk' (did you mean 'rank'?)" in mistake(folder, "hra,rnk=8")
+    assert "have broken, hra, ia3, lora" in mistake(folder, "_table")
+
+
 @pytest.mark.parametrize("name", ["lroa", "lora.py.txt", "../lora", "_private", ""])
 def test_an_unknown_name_lists_what_there_is(folder: str, name: str) -> None:
     assert mistake(folder, name).startswith(f"no '{name}' in {folder}; have broken, ia3, lora")

@@ -1,0 +1,178 @@
+"""The methods of peft that need no file of their own, one row each: peft's options, learning rate, options here.
+
+A rate is that of supervised fine-tuning, and its source stands above it: "accuracy" is that of peft's method_comparison
+(Llama-3.2-3B on MetaMathQA), where LoRA has 0.48 at 1e-4. A method starts as the model itself unless its row says more.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import peft
+from peft import PeftConfig
+from pydantic import ConfigDict, Field, create_model
+
+from rlhf.adapters import _layers
+from rlhf.adapters._peft import PeftAdapter
+from rlhf.adapters._virtual import VirtualTokens
+from rlhf.config import Config
+from rlhf.errors import UserError
+
+
+class Options(Config):
+    """Base of the options here. Their fields have descriptions: pydantic finds no docstrings of a class in a table."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
+
+class Option:
+    """An option by the name that peft gives it. kind: its type, if that is not the default's; limits: as pydantic's"""
+
+    def __init__(self, default: Any, meaning: str, kind: Any = None, **limits: Any) -> None:
+        self.field = (kind or type(default), Field(default, description=meaning, **limits))
+
+
+class Method:
+    """A plug-in: a method of peft, with its learning rate and options.
+
+    fixed: options of peft that are none here
+    """
+
+    def __init__(
+        self,
+        peft_options: type[PeftConfig],
+        learning_rate: float,
+        options: Mapping[str, Option],
+        fixed: Mapping[str, Any] = MappingProxyType({}),
+        adapter: Callable[[Any, float], PeftAdapter | VirtualTokens] = PeftAdapter,
+    ) -> None:
+        self._peft_options, self._learning_rate = peft_options, learning_rate
+        self._fixed, self._adapter = fixed, adapter
+        fields: Any = {name: option.field for name, option in options.items()}
+        self.Config: type[Options] = create_model("Config", __base__=Options, **fields)
+
+    def build(self, config: Options) -> PeftAdapter | VirtualTokens:
+        """Raises: UserError for options that peft refuses."""
+        try:
+            return self._adapter(self._peft_options(**config.model_dump(), **self._fixed), self._learning_rate)
+        except ValueError as error:
+            name = self._peft_options.__name__.removesuffix("Config").lower()
+            raise UserError(f"adapter {name}: {error}") from None
+
+
+Names = list[str] | None
+LAYERS: Mapping[str, Option] = {
+    "target_modules": Option(
+        "all-linear", "layers that the method changes, as peft names them: all-linear, a list or a regular expression",
+        str | list[str],
+    )
+}  # fmt: skip
+TOKENS: Mapping[str, Option] = {"num_virtual_tokens": Option(20, "number of embeddings before every row", ge=1)}
+SCALE = "the update is scaled by alpha / r"
+FROM_ZERO = {"init_weights": True}
+"""The update starts at 0. peft's default is random, and the model would compute something else."""
+
+ROWS: Mapping[str, Method] = MappingProxyType({
+    # BOFT: weights times products of sparse orthogonal matrices (arXiv 2311.06243). Ten times the rate of OFT, whose
+    # blocks have 64 times as many weights: at 1e-4 accuracy 0.34.
+    "boft": Method(peft.BOFTConfig, 1e-3, {
+        **LAYERS,
+        "boft_block_size": Option(4, "rows of each orthogonal block; it must divide the inputs of every layer", ge=2),
+        "boft_n_butterfly_factor": Option(1, "number of sparse matrices that are multiplied; 1 = OFT with a "
+                                           "learned scale of each output. More need peft's CUDA extension", ge=1),
+    }, adapter=_layers.BOFT),
+    # C3A: updates of circulant blocks, computed by FFT (arXiv 2407.19342). Accuracy 0.49 with blocks of 64. The rate is
+    # large because the update is divided by the number of a layer's inputs.
+    "c3a": Method(peft.C3AConfig, 0.3, {
+        **LAYERS,
+        "block_size": Option(64, "rows and columns of a block; it must divide inputs and outputs of every layer. "
+                              "Larger blocks have fewer weights", ge=1),
+    }, FROM_ZERO),
+    # FourierFT: a few learned frequencies of each update's Fourier transform (arXiv 2405.03003). At 1e-4 accuracy 0.00
+    # with 1,000 frequencies and 0.10 with 5,000; the paper has rates of 1e-3 to 1e-1.
+    "fourierft": Method(peft.FourierFTConfig, 1e-2, {
+        **LAYERS,
+        "n_frequency": Option(1000, "learned frequencies of each layer, at most inputs * outputs", ge=1),
+        "scaling": Option(300.0, "factor of the update; 300 for Llama in the paper", gt=0),
+        "random_loc_seed": Option(777, "seed of the choice of frequencies, which is not saved"),
+    }, FROM_ZERO),
+    # HRA: weights times a chain of Householder reflections (arXiv 2405.17484). A reflection is of a vector's direction,
+    # so a step turns it by the rate over its length; docs/adapters.md has the measurement.
+    "hra": Method(peft.HRAConfig, 1e-3, {
+        **LAYERS,
+        "r": Option(8, "reflections of each layer; even, so that they cancel in pairs at the start", ge=2,
+                    multiple_of=2),
+    }, adapter=_layers.HRA),
+    # (IA)^3: learned scales of keys, values and the inputs of feed-forward layers (arXiv 2205.05638). Accuracy 0.31 at
+    # 1e-4, 0.40 at 1e-3, 0.46 at 5e-3; the paper has 3e-3. All scales start at 1.
+    "ia3": Method(peft.IA3Config, 5e-3, {
+        "target_modules": Option(None, "layers whose outputs are scaled; none = keys, values and the last feed-forward "
+                                 "layer, as peft knows the model", Names),
+        "feedforward_modules": Option(None, "those whose inputs are scaled instead", Names),
+    }),
+    # LN tuning: only weights and biases of the normalisation layers are trained (arXiv 2312.11420). The rate of BitFit,
+    # which has about as few weights: at 1e-4 accuracy 0.00.
+    "ln_tuning": Method(peft.LNTuningConfig, 1e-3, {}, adapter=_layers.LNTuning),
+    # LoHa: the Hadamard product of two low-rank matrices (FedPara, arXiv 2108.06098). A product of four matrices, of
+    # which one starts at 0, learns more slowly than LoRA: accuracy 0.39 at 1e-4.
+    "loha": Method(peft.LoHaConfig, 5e-4, {
+        **LAYERS,
+        "r": Option(16, "rank of the two matrices; the update has a rank of up to r * r", ge=1),
+        "alpha": Option(32, SCALE, ge=1),
+    }, adapter=_layers.LoHa),
+    # LoKr: Kronecker products of small matrices (arXiv 2309.14859). Accuracy 0.47 with these options.
+    "lokr": Method(peft.LoKrConfig, 3e-3, {
+        **LAYERS,
+        "r": Option(32, "rank of the larger factor, which is whole if it is small", ge=1),
+        "alpha": Option(64, SCALE, ge=1),
+        "decompose_factor": Option(4, "rows and columns of the smaller factor at most; -1 = near the square "
+                                    "root of the layer's", ge=-1),
+    }),
+    # MiSS: one small matrix for each layer, repeated along its inputs (arXiv 2409.15371). Accuracy 0.49.
+    "miss": Method(peft.MissConfig, 1e-4, {**LAYERS, "r": Option(64, "rows of the matrix", ge=1)}),
+    # OFT: weights times orthogonal matrices of blocks (arXiv 2306.07280). Accuracy 0.49.
+    "oft": Method(peft.OFTConfig, 1e-4, {
+        **LAYERS,
+        "oft_block_size": Option(32, "rows of each block; peft takes the nearest divisor of the layer's inputs", ge=2),
+    }, {"r": 0}),
+    # P-tuning: embeddings before every row, computed by a learned MLP (arXiv 2103.10385). Accuracy 0.35. They start at
+    # random, so the model does not compute what it did before.
+    "p_tuning": Method(peft.PromptEncoderConfig, 1e-4, {
+        **TOKENS,
+        "encoder_hidden_size": Option(None, "width of the MLP; none = the model's", int | None, ge=1),
+    }, adapter=VirtualTokens),
+    # Prefix tuning: learned keys and values before every row, in all layers (arXiv 2101.00190). Accuracy 0.19 at 1e-3,
+    # 0.36 at 5e-3 from zeros. Attention to these takes weight from the row: the model computes something else.
+    "prefix_tuning": Method(peft.PrefixTuningConfig, 5e-3, {
+        "num_virtual_tokens": Option(30, "number of keys and values of each layer", ge=1),
+    }, {"init_weights": "zero"}, VirtualTokens),
+    # Prompt tuning: learned embeddings before every row (arXiv 2104.08691). Accuracy 0.06 at 1e-4, 0.34 at 1e-3. They
+    # start as those of random tokens, so the model does not compute what it did before.
+    "prompt_tuning": Method(
+        peft.PromptTuningConfig, 1e-3, TOKENS, {"prompt_tuning_init": "SAMPLE_VOCAB"}, VirtualTokens
+    ),
+    # RandLoRA: learned combinations of random low-rank matrices, of full rank (arXiv 2502.00987). Accuracy 0.48.
+    "randlora": Method(peft.RandLoraConfig, 1e-4, {
+        **LAYERS,
+        "r": Option(32, "rank of the random matrices; of a larger one fewer are needed, so fewer weights", ge=1),
+        "randlora_alpha": Option(640, "the update is scaled by randlora_alpha / r", ge=1),
+        "projection_prng_key": Option(0, "seed of the random matrices"),
+    }),
+    # SHiRA: a few weights of every matrix, chosen at random, are trained (arXiv 2406.13175). Accuracy 0.51.
+    "shira": Method(peft.ShiraConfig, 3e-4, {
+        **LAYERS,
+        "r": Option(32, "as many weights of a layer as LoRA of this rank has: r * (inputs + outputs)", ge=1),
+        "random_seed": Option(42, "seed of the choice, which is not saved"),
+    }, adapter=_layers.SHiRA),
+    # Some rows of the embeddings, and of a head that is tied to them; for new tokens, say. The rate of prompt tuning,
+    # which also trains rows of embeddings.
+    "trainable_tokens": Method(peft.TrainableTokensConfig, 1e-3, {
+        "token_indices": Option(..., "ids of the tokens", list[int], min_length=1),
+    }, adapter=_layers.TrainableTokens),
+    # VeRA: two learned vectors scale a random low-rank update that all layers share (arXiv 2310.11454). Accuracy 0.35.
+    "vera": Method(peft.VeraConfig, 1e-3, {
+        **LAYERS,
+        "r": Option(256, "rank of the shared update", ge=1),
+        "projection_prng_key": Option(0, "seed of the random matrices"),
+    }),
+})  # fmt: skip
