@@ -42,15 +42,16 @@ def names(folder: str) -> list[str]:
 
 
 def _modules(folder: str) -> list[str]:
-    package = importlib.import_module(folder)
-    return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+    return [name for name in _files(folder) if not name.startswith("_")]
+
+
+def _files(folder: str) -> list[str]:
+    return [m.name for m in pkgutil.iter_modules(importlib.import_module(folder).__path__)]
 
 
 def _table(folder: str) -> Mapping[str, Row]:
     """The rows of the package's table, by name; none if it has no table."""
-    if importlib.util.find_spec(f"{folder}._table") is None:
-        return {}
-    rows: Mapping[str, Row] = importlib.import_module(f"{folder}._table").ROWS
+    rows: Mapping[str, Row] = importlib.import_module(f"{folder}._table").ROWS if "_table" in _files(folder) else {}
     return rows
 
 

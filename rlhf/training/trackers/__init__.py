@@ -1,4 +1,4 @@
-"""Trackers, one per file: `Config` and `build(config)`, which returns a `Tracker`.
+"""Trackers: `Config` and `build(config)`, which returns a `Tracker`. Those of accelerate are in `_table`.
 
 A tracker gets what metrics.jsonl has, and samples as tables. Only rank 0 has trackers. One that raises an exception is
 left out for the rest of the run (rlhf.training.reporting).

@@ -1,0 +1,300 @@
+"""The services that accelerate has a class for, which opens a service's run and sends it numbers. Each class here adds
+what accelerate does not know: how a run is continued, and how texts and tables are sent.
+
+Their own variables and files apply, such as WANDB_API_KEY, WANDB_MODE=offline, COMET_WORKSPACE, CLEARML_API_HOST,
+MLFLOW_TRACKING_URI, SWANLAB_MODE or TRACKIO_SPACE_ID (docs/running.md).
+"""
+
+import importlib.util
+import os
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+from accelerate import tracking
+from accelerate.state import PartialState
+
+from rlhf.config import Config as Options
+from rlhf.errors import UserError
+from rlhf.training.trackers import VERDICT, Scalar, TrackedRun, Tracker
+
+YES = ("1", "on", "true", "yes")
+"""values with which transformers takes WANDB_DISABLED as set"""
+Rows = Sequence[Sequence[Scalar]]
+
+
+class ServiceOptions(Options):
+    """Where a service lists the run."""
+
+    project: str = ""
+    """project or experiment; by default the name of the output directory"""
+    name: str = ""
+    """the run in the project; by default the name of the stage"""
+
+
+class NoOptions(Options):
+    """Files in the directory of the stage need no names."""
+
+
+class Service(Tracker):
+    """A tracker that sends through one of accelerate's classes. The class is also the plug-in."""
+
+    Config: ClassVar[type[Options]] = ServiceOptions
+    package: ClassVar[str]
+
+    def __init__(self, project: str = "", name: str = "") -> None:
+        self._project, self._name = project, name
+        self.service: Any = None
+
+    @classmethod
+    def build(cls, config: Options) -> Self:
+        """Raises: UserError if the package is not installed."""
+        spec = importlib.util.find_spec(cls.package)
+        if spec is None or spec.origin is None:  # a folder ./wandb or ./aim, which these write, has no origin
+            raise UserError(f"the package is not installed; pip install {cls.package}, or leave the tracker out")
+        return cls(**config.model_dump())
+
+    @abstractmethod
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        """accelerate's tracker, not started."""
+
+    @abstractmethod
+    def run_id(self) -> str:
+        """The id of the service's run."""
+
+    def start(self, run: TrackedRun) -> str:
+        PartialState()  # accelerate's logger, to which each of its trackers writes, raises an error without it
+        self.service = self.open(self._project or run.project, self._name or run.stage, run)
+        self.service.start()
+        return self.run_id()
+
+    def log_config(self, config: Mapping[str, Scalar]) -> None:
+        self.service.store_init_configuration(dict(config))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.service.log(dict(metrics), step=step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self.service.log({name: text}, step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        self.log_text(name, as_markdown(columns, rows), step)
+
+    def finish(self) -> None:
+        self.service.finish()
+
+
+class Aim(Service):
+    """The repository is OUT/.aim, shared by the stages of a run. It has no tables: they are texts."""
+
+    package = "aim"
+
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        return tracking.AimTracker(name, str(run.directory.parent), experiment=project, run_hash=run.run_id)
+
+    def run_id(self) -> str:
+        return str(self.service.tracker.hash)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        import aim
+
+        self.service.tracker.track(aim.Text(text), name=name, step=step)
+
+
+class ClearML(Service):
+    package = "clearml"
+
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        task = {"reuse_last_task_id": False} if run.run_id is None else {"continue_last_task": run.run_id}
+        return tracking.ClearMLTracker(project_name=project, task_name=name, auto_connect_frameworks=False, **task)
+
+    def run_id(self) -> str:
+        self.service.tracker.set_initial_iteration(0)  # a continued task adds its last iteration to every later one
+        return str(self.service.tracker.id)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self.service.tracker.get_logger().report_text(f"{name}, step {step}: {text}", print_console=False)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        self.service.log_table(name, columns=[*columns], data=_lists(rows), step=step)
+
+
+class Comet(Service):
+    package = "comet_ml"
+
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        return tracking.CometMLTracker(project, experiment_key=run.run_id)
+
+    def start(self, run: TrackedRun) -> str:
+        run_id = super().start(run)
+        self.service.tracker.set_name(self._name or run.stage)
+        return run_id
+
+    def run_id(self) -> str:
+        return str(self.service.tracker.get_key())
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self.service.tracker.log_text(text, step=step, metadata={"name": name})
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        self.service.tracker.log_table(f"{name}-{step:08d}.csv", tabular_data=_lists(rows), headers=[*columns])
+
+
+class DVCLive(Service):
+    """Files in OUT/STAGE/dvclive. It has numbers only; warnings and samples are in the files of the stage."""
+
+    Config = NoOptions
+    package = "dvclive"
+
+    @classmethod
+    def build(cls, config: Options) -> Self:
+        """Raises: UserError in a git repository without DVC, where the library would run `dvc init` (dvclive 3.49)."""
+        tracker = super().build(config)
+        folders = (Path.cwd(), *Path.cwd().parents)
+        repository = next((folder for folder in folders if (folder / ".git").exists()), None)
+        if repository is not None and not any((folder / ".dvc").is_dir() for folder in folders):
+            raise UserError(
+                f"dvclive would make a DVC repository of {repository}; run `dvc init` there if you want one, or name "
+                "another tracker"
+            )
+        return tracker
+
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        # No commit into the user's git repository, and no dvc.yaml beside it.
+        directory, resume = str(run.directory / "dvclive"), run.run_id is not None
+        return tracking.DVCLiveTracker(dir=directory, resume=resume, save_dvc_exp=False, dvcyaml=None)
+
+    def run_id(self) -> str:
+        return "dvclive"
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Nothing is sent, nor of a table."""
+
+
+class MLflow(Service):
+    """Texts and tables are artifacts."""
+
+    package = "mlflow"
+
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        return tracking.MLflowTracker(project, run_id=run.run_id, run_name=name)
+
+    def run_id(self) -> str:
+        return str(self.service.tracker.info.run_id)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        import mlflow
+
+        mlflow.log_text(text, f"{name}/step-{step:08d}.txt")
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        import mlflow
+
+        by_column = {column: [row[i] for row in rows] for i, column in enumerate(columns)}
+        mlflow.log_table(by_column, f"{name}/step-{step:08d}.json")
+
+
+class SwanLab(Service):
+    """It has no tables: they are texts."""
+
+    package = "swanlab"
+
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        resumed = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
+        return tracking.SwanLabTracker(project, name=name, log_dir=str(run.directory / "swanlog"), **resumed)
+
+    def run_id(self) -> str:
+        return str(self.service.tracker.id)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        import swanlab
+
+        self.service.log({name: swanlab.Text(text)}, step=step)
+
+
+class TensorBoard(Service):
+    """Event files in OUT/STAGE/tensorboard."""
+
+    Config = NoOptions
+    package = "tensorboard"
+    rewinds = True
+
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        # An event at `purge_step` makes TensorBoard ignore earlier events of that step and later ones.
+        first_step = 0 if run.run_id is None else run.done + 1
+        return tracking.TensorBoardTracker("tensorboard", run.directory, purge_step=first_step)
+
+    def run_id(self) -> str:
+        return "tensorboard"
+
+
+class Trackio(Service):
+    """It stores runs on this machine, or in a Space with the variable TRACKIO_SPACE_ID."""
+
+    package = "trackio"
+
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        resume = "never" if run.run_id is None else "allow"
+        return tracking.TrackioTracker(project, name=run.run_id or name, resume=resume)
+
+    def run_id(self) -> str:
+        return str(self.service.tracker.name)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        from trackio import AlertLevel
+
+        super().log_text(name, text, step)
+        self.service.tracker.alert(name, text, AlertLevel(alert_level(name)), step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        import trackio
+        from pandas import DataFrame
+
+        table = trackio.Table(dataframe=DataFrame(_lists(rows), columns=[*columns]))
+        self.service.log({name: table}, step=step)
+
+
+class WandB(Service):
+    package = "wandb"
+
+    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+        settings = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
+        if os.environ.get("WANDB_DISABLED", "").lower() in YES:
+            settings["mode"] = "disabled"
+        return tracking.WandBTracker(project, name=name, dir=str(run.directory), **settings)
+
+    def run_id(self) -> str:
+        return str(self.service.tracker.id)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        super().log_text(name, text, step)
+        self.service.tracker.alert(name, text, alert_level(name).upper())
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        self.service.log_table(name, columns=[*columns], data=_lists(rows), step=step)
+
+
+SERVICES = (Aim, ClearML, Comet, DVCLive, MLflow, SwanLab, TensorBoard, Trackio, WandB)
+ROWS: Mapping[str, type[Service]] = MappingProxyType({service.package: service for service in SERVICES})
+
+
+def alert_level(name: str) -> str:
+    """The level of the alert for a text: the result of a stage is information, all else a warning."""
+    return "info" if name == VERDICT else "warn"
+
+
+def as_markdown(columns: Sequence[str], rows: Rows) -> str:
+    """The table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+
+
+def _cell(value: Scalar) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
+
+
+def _lists(rows: Rows) -> list[list[Scalar]]:
+    return [[*row] for row in rows]
