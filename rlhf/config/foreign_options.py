@@ -78,7 +78,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "assistant-only-loss": ("loss-on", "--sft.loss-on every"),
     "packing": ("", "remove it: padding is not computed in any case"),
     "load-in-4bit": ("quantize", "--quantize nf4, with an adapter"),
-    "load-in-8bit": ("quantize", "--quantize int8, with an adapter"),
+    "load-in-8bit": ("quantize", "--quantize nf4, with an adapter"),
     "adam-beta-1": ("adam-beta1", ""),
     "adam-eps": ("adam-epsilon", ""),
     "fsdp": ("zero-stage", _FSDP),

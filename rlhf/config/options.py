@@ -32,8 +32,8 @@ def _without_none(trackers: tuple[str, ...]) -> tuple[str, ...]:
 OutputDir = Annotated[str, AfterValidator(_on_a_file_system)]
 ModelPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """A directory, hub id or short name of a model; `~` is the home directory, as in a shell."""
-Quantize = Literal["none", "nf4", "fp4", "int8"]
-Optim = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
+Quantize = Literal["none", "nf4", "fp4"]
+Optim = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"]
 
 
 class RunOptions(Config):
@@ -125,9 +125,9 @@ class EngineOptions(Config):
     weights; auto = the fastest setting that fits, with offloading, gradient checkpointing and fewer rows at once if
     needed (--plan shows it)"""
     optim: Optim = "adamw"
-    """optimizer, named as in transformers: adamw; adamw_8bit (bitsandbytes, extra quantize), adafactor and muon have
-    less state, and need whole weights: one process, or several with ZeRO 0 in fp32; paged_adamw_8bit: as adamw_8bit on
-    a CUDA GPU, whose full memory sends the state to CPU memory (docs/scaling.md)"""
+    """optimizer, named as in transformers: adamw; adamw_8bit (bitsandbytes, extra quantize) and muon have less state,
+    and need whole weights: one process, or several with ZeRO 0 in fp32; paged_adamw_8bit: as adamw_8bit on a CUDA GPU,
+    whose full memory sends the state to CPU memory (docs/scaling.md)"""
     offload_optimizer: bool = False
     """keep optimizer state in CPU memory"""
     offload_param: bool = False
@@ -149,8 +149,8 @@ class EngineOptions(Config):
     """keep one frozen base model for all roles: steps 1 and 2 train and save adapters on it (--adapter), and in step 3
     policy, reference, critic and reward model are adapters on one copy of it; ZeRO 0 to 2"""
     quantize: Quantize = "none"
-    """bits of the frozen weights under an adapter, by bitsandbytes (extra quantize): nf4 = 4 bits as in QLoRA, fp4,
-    int8; ZeRO 0 to 2; merging dequantises"""
+    """bits of the frozen weights under an adapter, by bitsandbytes (extra quantize): nf4 = 4 bits as in QLoRA, or fp4;
+    ZeRO 0 to 2; merging dequantises"""
     tensor_parallel_size: int = Field(1, ge=1)
     """number of devices that split the matrices of a trained model's layers (DeepSpeed AutoTP) and share their rows"""
     sequence_parallel_size: int = Field(1, ge=1)

@@ -1,13 +1,12 @@
 """The optimizer of a model: AdamW, or (`--optim`) one of a library for the weights that suit it, AdamW for the others.
 
-Optimizers other than AdamW work on whole weights: Muon and Adafactor on the rows and columns of a matrix, 8-bit AdamW
-on blocks of it. ZeRO 1 to 3 have flat shards, which are none of these.
+Muon works on the rows and columns of a matrix, 8-bit AdamW on blocks of it. ZeRO 1 to 3 have flat shards, which are
+none of these: both need whole weights.
 """
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,15 +42,9 @@ def outer_weights(model: nn.Module) -> set[int]:
 def is_special(kind: Optim, shape: Iterable[int], outer: bool) -> bool:
     """Whether a weight gets the optimizer `kind` rather than AdamW. outer: one of `outer_weights`"""
     sizes = tuple(shape)
-    match kind:
-        case "adamw":
-            return False
-        case "adafactor":
-            return True
-        case "muon":
-            return len(sizes) == 2 and not outer
-        case "adamw_8bit" | "paged_adamw_8bit":
-            return math.prod(sizes) >= LEAST_8BIT and not outer
+    if outer or kind == "adamw":
+        return False
+    return len(sizes) == 2 if kind == "muon" else math.prod(sizes) >= LEAST_8BIT
 
 
 def state_numbers(kind: Optim, shape: Iterable[int], outer: bool) -> tuple[int, int]:
@@ -60,13 +53,7 @@ def state_numbers(kind: Optim, shape: Iterable[int], outer: bool) -> tuple[int, 
     count = math.prod(sizes)
     if not is_special(kind, sizes, outer):
         return 2 * count, 0
-    match kind:
-        case "muon":
-            return count, 0
-        case "adamw_8bit" | "paged_adamw_8bit":
-            return 2 * math.ceil(count / BLOCK), 2 * count
-    factored = len(sizes) > 1
-    return (count // sizes[-1] + count // sizes[-2] if factored else count), 0
+    return (count, 0) if kind == "muon" else (2 * math.ceil(count / BLOCK), 2 * count)
 
 
 def require_whole(options: EngineOptions, b: int, ranks: int) -> None:
@@ -148,7 +135,7 @@ class LibraryOptimizer(MasterAdamW):
     def _step(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], rate: float) -> None:
         master = self.master(weight)
         if weight not in self._libraries:
-            self._libraries[weight] = _CLASSES[self._kind](nn.Parameter(master), group)
+            self._libraries[weight] = _library(self._kind, nn.Parameter(master), group)
         library = self._libraries[weight]
         own = library.param_groups[0]
         parameter = own["params"][0]
@@ -194,31 +181,13 @@ class LibraryOptimizer(MasterAdamW):
         return state
 
 
-def _muon(weight: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Its update has the size of AdamW's (arXiv 2502.16982, section 2.2), so that AdamW's rates and decay suit it."""
-    decay = group["weight_decay"]
-    return torch.optim.Muon([weight], lr=group["lr"], weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-
-
-def _adafactor(weight: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """With the rates of the schedule, as transformers' `--optim adafactor`."""
-    from transformers.optimization import Adafactor  # imports PEFT and bitsandbytes, for seconds, in every stage
-
-    own: Any = {"scale_parameter": False, "relative_step": False, "weight_decay": group["weight_decay"]}
-    return Adafactor([weight], lr=group["lr"], **own)
-
-
-def _adamw_8bit(weight: nn.Parameter, group: Mapping[str, Any], paged: bool = False) -> torch.optim.Optimizer:
+def _library(kind: Optim, weight: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Muon's update has the size of AdamW's (arXiv 2502.16982, section 2.2), so AdamW's rates and decay suit it."""
+    if kind == "muon":
+        decay = group["weight_decay"]
+        return torch.optim.Muon([weight], lr=group["lr"], weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     from bitsandbytes.optim import AdamW  # an extra
 
     own = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    optimizer: torch.optim.Optimizer = AdamW([weight], **own, optim_bits=8, is_paged=paged)
+    optimizer: torch.optim.Optimizer = AdamW([weight], **own, optim_bits=8, is_paged=kind == "paged_adamw_8bit")
     return optimizer
-
-
-_CLASSES: dict[str, Callable[[nn.Parameter, Mapping[str, Any]], torch.optim.Optimizer]] = {
-    "muon": _muon,
-    "adafactor": _adafactor,
-    "adamw_8bit": _adamw_8bit,
-    "paged_adamw_8bit": partial(_adamw_8bit, paged=True),
-}

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 or 8 bits, stored by bitsandbytes, under an adapter that is trained (QLoRA, arXiv 2305.14314).
+"""Frozen weights in 4 bits, stored by bitsandbytes, under an adapter that is trained (QLoRA, arXiv 2305.14314).
 
 The matrices of the layers are quantised; embeddings, heads, norms and biases keep the model's dtype. Every product is
 that of the dequantised weight, whatever the batch: a row's log-probs are the same in sampling, scoring and training.
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -24,51 +23,10 @@ WHOLE = ("lm_head", "embed_out", "score")
 """heads, which are not quantised: their logits are the result"""
 BLOCK = 64
 """weights of a row that share a scale in 4 bits"""
-BITS = {"nf4": 4 + 8 / BLOCK + 32 / (256 * BLOCK), "fp4": 4 + 8 / BLOCK + 32 / (256 * BLOCK), "int8": 8.0}
-"""of a weight, with its share of the scales: 8 bits a block, and 32 for 256 blocks. int8 has one scale a row"""
-FLAGS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_8bit")
+BITS = {"nf4": 4 + 8 / BLOCK + 32 / (256 * BLOCK), "fp4": 4 + 8 / BLOCK + 32 / (256 * BLOCK)}
+"""of a weight, with its share of the scales: 8 bits a block, and 32 for 256 blocks"""
+FLAGS = ("hf_quantizer", "quantization_method", "is_quantized")
 """attributes with which transformers would refuse to save or move the model; PEFT needs `is_loaded_in_4bit`"""
-
-
-class Int8Linear(nn.Linear):
-    """A frozen linear layer whose matrix is `scale` [out, 1] times whole numbers in int8, a row at a time.
-
-    Only the weights are quantised. LLM.int8() (arXiv 2208.07339) also quantises activations, and finds outliers in the
-    whole batch: on SmolLM2-135M a row's logits change by up to 6 with the other rows of its batch (2026-11-23).
-    """
-
-    scale: Tensor
-
-    def __init__(self, layer: Any) -> None:
-        """layer: a `Linear8bitLt` of bitsandbytes, as loaded"""
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
-        self.source_cls = layer.source_cls
-        self.weight = nn.Parameter(layer.weight.data.detach().clone(), requires_grad=False)
-        self.register_buffer("scale", layer.weight.SCB.float()[:, None] / 127, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = _Int8Product.apply(x, self.weight, self.scale, self.bias)
-        return product
-
-
-class _Int8Product(torch.autograd.Function):
-    """x W^T + b, whose backward pass dequantises W again rather than keep it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight, scale)
-        return F.linear(x, _int8_values(weight, scale, x.dtype), bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        weight, scale = ctx.saved_tensors
-        return gradient @ _int8_values(weight, scale, gradient.dtype), None, None, None
-
-
-def _int8_values(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (weight * scale).to(dtype)
 
 
 def require_possible(options: EngineOptions) -> None:
@@ -114,16 +72,13 @@ def load_options(kind: Quantize, dtype: torch.dtype, device: torch.device) -> di
     """Arguments of `from_pretrained` that load a model quantised, straight to its device."""
     if kind == "none":
         return {}
-    if kind == "int8":
-        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(WHOLE))
-    else:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=kind,
-            bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_use_double_quant=True,
-            llm_int8_skip_modules=list(WHOLE),
-        )
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_use_double_quant=True,
+        llm_int8_skip_modules=list(WHOLE),
+    )
     return {"quantization_config": config, "device_map": {"": device}}
 
 
@@ -134,10 +89,8 @@ def complete(model: PreTrainedModel, path: str, kind: Quantize) -> None:
     """
     import bitsandbytes as bnb
 
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, bnb.nn.Linear8bitLt):
-            model.set_submodule(name, Int8Linear(layer))
-        elif isinstance(layer, bnb.nn.Linear4bit):
+    for layer in model.modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
             # On CPUs with AVX512-BF16 bitsandbytes 0.50 would repack the weights in the first pass without gradients,
             # round their scales to bf16, and from then on give no gradient to what comes before the layer.
             layer.support_avx512bf16_for_cpu = False
@@ -152,12 +105,12 @@ def complete(model: PreTrainedModel, path: str, kind: Quantize) -> None:
             f"model '{path}': --quantize {kind}: a {model.config.model_type} has no linear layers that bitsandbytes "
             "quantises; remove the option"
         )
-    if kind != "int8" and collectives.local_device().type == "cpu":
+    if collectives.local_device().type == "cpu":
         for name, layer in layers.items():
             if layer.in_features % BLOCK:  # bitsandbytes 0.50 would multiply by the scales of other blocks
                 raise UserError(
                     f"model '{path}': --quantize {kind}: {name} has rows of {layer.in_features} weights, expected a "
-                    f"multiple of {BLOCK} on a CPU; use --quantize int8"
+                    f"multiple of {BLOCK} on a CPU; leave --quantize out"
                 )
     count = sum(layer.in_features * layer.out_features for layer in layers.values())
     unquantized = sum(weight.numel() for weight in model.parameters() if weight.is_floating_point())
@@ -189,8 +142,6 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
 
 def dequantized_weight(layer: Any) -> Tensor:
     """The matrix of a quantised layer, [out, in]."""
-    if isinstance(layer, Int8Linear):
-        return _int8_values(layer.weight, layer.scale, torch.float32)
     import bitsandbytes as bnb
 
     weight: Tensor = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)

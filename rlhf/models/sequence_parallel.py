@@ -1,4 +1,4 @@
-"""Policies and scalar models whose ranks share the tokens of each row (Ulysses, arXiv 2309.14509).
+"""Policies and scalar models whose ranks share the tokens of each row (Ulysses, arXiv 2309.14509, by DeepSpeed).
 
 Each rank computes its stretch of every row. In attention, where tokens interact, the ranks exchange: each gets all
 tokens for its share of the heads, and afterwards its own tokens for all heads. The result is gathered and the same on
@@ -80,6 +80,9 @@ class Stretch:
     def __init__(self, model: PreTrainedModel) -> None:
         self._group = collectives.share_group()
         self._size, self._number = collectives.ranks_per_share(), collectives.rank() % collectives.ranks_per_share()
+        from deepspeed.sequence.layer import DistributedAttention  # einops and an operator, which few runs need
+
+        self._exchanging: Any = DistributedAttention(self._attend_to_all, self._group, scatter_idx=2, gather_idx=1)
         AttentionInterface.register(ATTENTION, self._attend)
         model.set_attn_implementation(ATTENTION)
 
@@ -104,36 +107,17 @@ class Stretch:
     def _attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **more: Any
     ) -> tuple[Tensor, None]:
-        """Causal attention over whole rows for a share of the heads. q, k, v [B, heads, L, d]."""
+        """Causal attention over whole rows for a share of the heads. q, k, v [B, heads, L, d] -> [B, L, heads, d]"""
         assert attention_mask is None, "there is no mask over whole rows"
-        q, k, v = map(self._all_tokens, (q, k, v))
-        attended, _ = sdpa_attention_forward(module, q, k, v, None, **more)
-        return self._all_heads(attended), None
-
-    def _all_tokens(self, x: Tensor) -> Tensor:
-        """[B, heads, L, d] -> [B, heads / ranks, L * ranks, d]"""
-        return self._exchange_heads(x.unflatten(1, (self._size, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
-
-    def _all_heads(self, x: Tensor) -> Tensor:
-        """[B, L * ranks, heads / ranks, d] -> [B, L, heads, d]"""
-        return self._exchange_heads(x.unflatten(1, (self._size, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
-
-    def _exchange_heads(self, parts: Tensor) -> Tensor:
-        exchanged: Tensor = _Exchanged.apply(parts, self._group)
-        return exchanged
-
-
-class _Exchanged(torch.autograd.Function):
-    """Send the i-th part of [ranks, ...] to rank i, and receive the i-th part from rank i: its own inverse."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return self._exchanging(q, k, v, 0, module=module, **more), None
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _exchange(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _exchange(gradients[0], ctx.group), None
+    def _attend_to_all(q: Tensor, k: Tensor, v: Tensor, module: nn.Module, **more: Any) -> Tensor:
+        """The same inside the exchange. q, k, v [B, L * ranks, heads / ranks, d]"""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        attended: Tensor = sdpa_attention_forward(module, q, k, v, None, **more)[0]
+        return attended
 
 
 class _Gathered(torch.autograd.Function):
@@ -150,9 +134,3 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0][:, ctx.number * ctx.length : (ctx.number + 1) * ctx.length], None
-
-
-def _exchange(parts: Tensor, group: Any) -> Tensor:
-    received = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
-    torch.distributed.all_to_all_single(received, parts.contiguous(), group=group)
-    return received

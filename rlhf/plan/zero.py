@@ -24,7 +24,7 @@ REUSE = 1_000_000_000
 """ZeRO-3: a weight stays gathered if it is used again within this number of weights (stage3_max_reuse_distance)"""
 SUB_GROUP = 1_000_000_000
 """ZeRO-3: number of weights that the optimizer updates at one time (sub_group_size)"""
-STEPPING = {"adamw": 0, "adamw_8bit": 20, "paged_adamw_8bit": 20, "adafactor": 8, "muon": 10}
+STEPPING = {"adamw": 0, "adamw_8bit": 20, "paged_adamw_8bit": 20, "muon": 10}
 """bytes of a number of the tensor that an optimizer's step updates, for the numbers between; 8-bit AdamW: on a CPU"""
 
 

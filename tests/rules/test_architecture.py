@@ -40,11 +40,11 @@ TORCH_FREE = (
     "rlhf.config.declaration", "rlhf.supervised.options", "step2_reward.evaluation_options",
     *(f"{stage}.config" for stage in STAGES),
 )  # fmt: skip
-# Engines, how they hold weights and what their optimizer knows, the module through which ranks meet, and its hostfile.
+# Engines, their weights and optimizers, attention of ranks that share rows, where ranks meet, and the hostfile.
 KNOW_DEEPSPEED = (
     "rlhf/engine/training.py", "rlhf/engine/optimizer_state.py", "rlhf/engine/frozen.py",
     "rlhf/distributed/zero3.py", "rlhf/distributed/tensor_parallel.py", "rlhf/distributed/collectives.py",
-    "rlhf/launch/hosts.py",
+    "rlhf/launch/hosts.py", "rlhf/models/sequence_parallel.py",
 )  # fmt: skip
 PLUGIN_FOLDERS = ("data/sources", "rlhf/rewards", "rlhf/generation", "rlhf/adapters", "step3_ppo/algorithms",
                   "rlhf/training/trackers")  # fmt: skip

@@ -37,9 +37,9 @@ def test_all_stages_train_adapters_over_quantised_weights(
     tokenizer.save_pretrained(start)
     models = ("--actor-model", str(start), "--reward-model", str(start))
     options = ("--dtype", "fp32", "--quantize", "nf4", "--adapter", LOFTQ, "--output-dir", str(tmp_path / "run"))
-    code, out, err = train(*models, *options, *SMALL, "--ppo.reward-models.quantize", "int8", "--ppo.kl-coef", "0.1")
+    code, out, err = train(*models, *options, *SMALL, "--ppo.reward-models.quantize", "fp4", "--ppo.kl-coef", "0.1")
     assert code == 0, err
-    assert out.count("million weights in nf4") == 4 and out.count("million weights in int8") == 1
+    assert out.count("million weights in nf4") == 4 and out.count("million weights in fp4") == 1
     [first, *_] = metrics(tmp_path / "run/step3_ppo")
     assert first["first_approx_kl"] == pytest.approx(0, abs=1e-6) and abs(first["kl"]) < 1e-4
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/step3_ppo/actor").dtype == torch.float32

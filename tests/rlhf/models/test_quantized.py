@@ -38,7 +38,7 @@ LORA = "lora,r=4"
 NF4 = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
        0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]  # fmt: skip
 needs_package = pytest.mark.skipif(not INSTALLED, reason="the package bitsandbytes is not installed")
-kinds = pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+kinds = pytest.mark.parametrize("kind", ["nf4", "fp4"])
 families = pytest.mark.parametrize("family", ["llama", "gpt2"])  # GPT-2 has transposed matrices, and biases
 
 
@@ -155,7 +155,7 @@ def test_an_adapter_trains_over_them_and_merges_into_dequantised_weights(
 
 
 @needs_package
-@pytest.mark.parametrize(("kind", "family"), [("nf4", "llama"), ("int8", "gpt2")])
+@pytest.mark.parametrize(("kind", "family"), [("nf4", "llama"), ("fp4", "gpt2")])
 def test_loftq_starts_at_the_best_correction_of_the_error(saved: Path, kind: Any, family: str) -> None:
     """No update of rank 4 is nearer to W - Q than its singular values from the fifth on (Eckart and Young)."""
     path, spec = str(saved / family), "lora,r=4,init_lora_weights=loftq"
@@ -193,7 +193,7 @@ def test_below_fp32_the_adapter_has_the_dtype_of_the_model_and_the_head_stays_ex
     save_scalar(engine, LORA, tiny.tokenizer(), tmp_path)
     whole = load_scalar_model(str(tmp_path), torch.bfloat16, tiny.VOCAB)
     again = load_scalar_model(
-        str(tmp_path), torch.bfloat16, tiny.VOCAB, Loading(quantize="int8")
+        str(tmp_path), torch.bfloat16, tiny.VOCAB, Loading(quantize="fp4")
     )  # as a frozen reward model
     assert torch.equal(again.score.exact, engine.module.score.exact) and torch.equal(
         whole.score.exact, again.score.exact
@@ -225,7 +225,7 @@ def test_a_frozen_model_that_moves_or_is_sharded_is_not_quantised(options: dict[
 def test_without_the_package_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'rlhf-pipeline\[quantize\]'"):
-        check_engine(EngineOptions(quantize="int8", adapter="lora", dtype="fp32"))
+        check_engine(EngineOptions(quantize="fp4", adapter="lora", dtype="fp32"))
 
 
 @needs_package

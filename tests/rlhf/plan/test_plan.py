@@ -220,7 +220,6 @@ SETTINGS = [
     {"dtype": "bf16", "zero_stage": 2, "offload_optimizer": True},
     {"dtype": "bf16", "zero_stage": 3, "offload_optimizer": True},
     {"dtype": "bf16", "zero_stage": 0, "optim": "muon"},
-    {"dtype": "fp32", "zero_stage": 0, "optim": "adafactor"},
 ]
 
 

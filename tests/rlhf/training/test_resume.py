@@ -37,7 +37,7 @@ KINDS = {
     )
 }
 NEEDS_PACKAGE = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-OPTIMIZERS = [("muon", "fp32"), ("adafactor", "bf16"), pytest.param("adamw_8bit", "bf16", marks=NEEDS_PACKAGE)]
+OPTIMIZERS = [("muon", "fp32"), pytest.param("adamw_8bit", "bf16", marks=NEEDS_PACKAGE)]
 
 
 def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
