@@ -4,24 +4,17 @@ The entry says where the rows are, in which format, and what their columns and r
 have LLaMA-Factory's defaults. A relative `file_name` is beside the dataset_info.json.
 """
 
-import heapq
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
 from data.read.columns import first_user_text, read_flag, read_list, read_struct, read_value
 from data.read.dialogues import read_prompt
-from data.read.formats import LocatedRecords
-from data.read.paths import DataFiles, HubDataset, RecordReader, TableConfig, data_files, is_hub_id, open_path
-from data.read.records import Phase, Record, Skipped
-from data.read.remote import is_remote
+from data.read.paths import DataFiles, RecordReader, TableConfig, data_files, is_hub_id, open_path
+from data.read.records import Record
 from data.read.table import Parsed, Table
 from data.sources.files import ColumnOptions, parse
 from rlhf.config import Config as Options
@@ -31,15 +24,8 @@ from rlhf.text.messages import short_json
 from rlhf.types import Row
 
 HUB_IDS = ()
-UNSUPPORTED = {
-    "script_url": "loading scripts are code and are not run; give the files that it reads as file_name",
-    "ms_hub_url": "ModelScope is not read; download the files and give them as file_name, or add hf_hub_url",
-    "om_hub_url": "Modelers is not read; download the files and give them as file_name, or add hf_hub_url",
-    "columns.images": "the models here read text only; remove the key if the rows have no images",
-    "columns.videos": "the models here read text only; remove the key if the rows have no videos",
-    "columns.audios": "the models here read text only; remove the key if the rows have no sound",
-    "columns.tools": "calls of tools cannot be learned; remove the key if the rows have none",
-}
+TEXT_ONLY = ("columns.images", "columns.videos", "columns.audios", "columns.tools")
+"""keys of what the models here do not read or call; `validate` refuses all other unknown keys by name"""
 OTHER_HUBS = ("ms_hub_url", "om_hub_url")
 """used by LLaMA-Factory only where they are asked for, if there is an hf_hub_url beside them"""
 STANDARD = frozenset(
@@ -82,7 +68,6 @@ class Entry(Options):
     """One dataset of a dataset_info.json."""
 
     hf_hub_url: str | None = None
-    cloud_file_name: str | None = None
     file_name: str | None = None
     revision: str | None = None
     """of hf_hub_url"""
@@ -91,35 +76,21 @@ class Entry(Options):
     subset: str | None = None
     split: str = "train"
     folder: str | None = None
-    num_samples: int | None = Field(None, ge=1)
-    """rows that are used; fewer if the dataset has fewer"""
     columns: Columns = Columns(prompt="instruction", query="input", response="output", messages="conversations")
     tags: Tags = Tags()
 
 
-def build(config: Config, path: str) -> "LlamaFactory":
-    entry, file = read_entry(path)
-    reader, table_config = _open(entry, path, file)
-    sampled = reader if entry.num_samples is None else _Sample(reader, entry.num_samples)
-    read = _read_alpaca if entry.formatting == "alpaca" else _read_dialogue
-    return LlamaFactory(Table(sampled, table_config, partial(read, entry)), entry, isinstance(reader, HubDataset))
+class EntryConfig(TableConfig):
+    """Which part of the dataset, and how it is read: the rows change with the entry."""
 
-
-@dataclass(frozen=True, slots=True)
-class LlamaFactory:
-    """The source of one entry."""
-
-    table: Table
     entry: Entry
-    remote: bool
-    streaming: bool = False
 
-    def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
-        return self.table.rows(phase)
 
-    def fingerprint(self, phase: Phase) -> str:
-        """A text that changes whenever the records or the entry change."""
-        return f"{self.entry!r}\0{self.table.fingerprint(phase)}"
+def build(config: Config, path: str) -> Table:
+    entry, file = read_entry(path)
+    reader, split = _open(entry, path, file)
+    part = EntryConfig(split=split, subset=entry.subset, data_dir=entry.folder, entry=entry)
+    return Table(reader, part, partial(_read_alpaca if entry.formatting == "alpaca" else _read_dialogue, entry))
 
 
 def read_entry(path: str) -> tuple[Entry, Path]:
@@ -129,8 +100,6 @@ def read_entry(path: str) -> tuple[Entry, Path]:
     file = Path(before if named else path).expanduser()
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise UserError(f"{file}: is nested too deeply for a dataset_info.json") from None
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); expected a dataset_info.json of LLaMA-Factory"
@@ -153,21 +122,17 @@ def _check(values: Mapping[str, Any], location: str) -> Entry:
             values[section] = {key: value for key, value in values[section].items() if value is not None}
     if "hf_hub_url" in values:
         values = {key: value for key, value in values.items() if key not in OTHER_HUBS}
-    for key, cure in UNSUPPORTED.items():
-        section, _, name = key.rpartition(".")
-        branch = values.get(section, {}) if section else values
-        if isinstance(branch, dict) and name in branch:
-            raise UserError(f"{location}: {key} {short_json(branch[name])}: not supported; {cure}")
+    for section, name in (key.split(".") for key in TEXT_ONLY):
+        if isinstance(values.get(section), dict) and name in values[section]:
+            raise UserError(
+                f"{location}: {section}.{name}: the models here read text only, and call no tools; remove it"
+            )
     if values.get("formatting") == "openai" and "tags" not in values:
-        values["tags"] = {
-            "role_tag": "role",
-            "content_tag": "content",
-            "user_tag": "user",
-            "assistant_tag": "assistant",
-        }
+        tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+        values["tags"] = tags
     entry = validate(Entry, values, location)
-    if not (entry.hf_hub_url or entry.cloud_file_name or entry.file_name):
-        raise UserError(f"{location}: names no data; expected file_name, hf_hub_url or cloud_file_name")
+    if not (entry.hf_hub_url or entry.file_name):
+        raise UserError(f"{location}: names no data; expected file_name or hf_hub_url")
     alpaca = entry.formatting == "alpaca"
     needed = ["prompt"] if alpaca else ["messages"]
     if entry.ranking and not (alpaca and entry.columns.response):
@@ -178,43 +143,17 @@ def _check(values: Mapping[str, Any], location: str) -> Entry:
     return entry
 
 
-def _open(entry: Entry, path: str, file: Path) -> tuple[RecordReader, TableConfig]:
-    """The reader of the entry's records, and the part of the dataset to read."""
+def _open(entry: Entry, path: str, file: Path) -> tuple[RecordReader, str | None]:
+    """The reader of the entry's records, and the split to read."""
     if entry.hf_hub_url:
         if not is_hub_id(entry.hf_hub_url):
             raise UserError(f"{path}: hf_hub_url '{entry.hf_hub_url}': expected OWNER/NAME on the hub")
-        hub = TableConfig(split=entry.split, subset=entry.subset, data_dir=entry.folder)
-        return open_path(f"{entry.hf_hub_url}@{entry.revision}" if entry.revision else entry.hf_hub_url), hub
+        return open_path(f"{entry.hf_hub_url}@{entry.revision}" if entry.revision else entry.hf_hub_url), entry.split
     split = None if entry.split == "train" else entry.split  # files are the split train
-    config = TableConfig(split=split, subset=entry.subset, data_dir=entry.folder)
-    if entry.cloud_file_name:
-        if not is_remote(entry.cloud_file_name):
-            raise UserError(f"{path}: cloud_file_name '{entry.cloud_file_name}': expected an address such as s3://...")
-        return open_path(entry.cloud_file_name), config
     name = os.path.normpath(entry.file_name or "")
     if os.path.isabs(name) or name.split(os.sep)[0] == "..":  # a stranger's entry must not lead to a private file
         raise UserError(f"{path}: file_name '{entry.file_name}': expected a file beside dataset_info.json or below")
-    return DataFiles(path, tuple(data_files(str(file.parent / name)))), config
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """`count` of the records, chosen by the digest of their content: the same ones in every stage."""
-
-    reader: RecordReader
-    count: int
-
-    def records(self, split: str, config: TableConfig) -> LocatedRecords:
-        numbered = enumerate(self.reader.records(split, config))
-        chosen = {number for _, number in heapq.nsmallest(self.count, ((_digest(r), n) for n, (_, r) in numbered))}
-        return (record for n, record in enumerate(self.reader.records(split, config)) if n in chosen)
-
-    def fingerprint(self, split: str, config: TableConfig) -> str:
-        return self.reader.fingerprint(split, config)
-
-
-def _digest(record: Record | Skipped) -> bytes:
-    return blake2b(repr(record).encode(errors="surrogatepass"), digest_size=8).digest()
+    return DataFiles(path, tuple(data_files(str(file.parent / name)))), split
 
 
 def _read_alpaca(entry: Entry, record: Record, location: str) -> Parsed:

@@ -8,20 +8,7 @@ import pytest
 
 from data.read.records import Phase, Skipped, Unusable
 from data.read.table import Ranked
-from data.sources import (
-    chatbot_arena,
-    helpsteer,
-    miracl,
-    mkqa,
-    rlhf_reward_datasets,
-    rm_static,
-    safe_rlhf,
-    sharegpt_vicuna,
-    shp,
-    stack_exchange,
-    ultrafeedback,
-    webgpt,
-)
+from data.sources import _table, helpsteer, stack_exchange
 from rlhf.errors import UserError
 from rlhf.plugins import build
 from rlhf.types import Message, Row
@@ -50,22 +37,22 @@ def pairs(result: list[Row | Skipped]) -> list[tuple[str | None, str | None] | s
 
 def test_a_prompt_that_opens_the_response() -> None:
     prompt = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: C?\n\nAssistant:"
-    row = rm_static.parse({"prompt": prompt, "chosen": " D. ", "rejected": " E."}, "f:1")
+    row = _table.rm_static({"prompt": prompt, "chosen": " D. ", "rejected": " E."}, "f:1")
     assert row == Row(say("A?", "B.", "C?"), "D.", "E.", "A?")
 
 
 def test_a_prompt_with_words_of_the_assistant_is_left_out() -> None:
     record = {"prompt": "\n\nHuman: A?\n\nAssistant: Well,", "chosen": " D.", "rejected": " E."}
     with pytest.raises(Unusable, match="prompt does not end in the user's turn"):
-        rm_static.parse(record, "f:1")
+        _table.rm_static(record, "f:1")
 
 
 def test_responses_with_their_marker() -> None:
     record = {"prompt": "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: C?\n\n", "chosen": "Assistant: D. Assistant: too."}
-    row = rlhf_reward_datasets.parse({**record, "rejected": "Assistant: E."}, "f:1")
+    row = _table.rlhf_reward_datasets({**record, "rejected": "Assistant: E."}, "f:1")
     assert row == Row(say("A?", "B.", "C?"), "D. Assistant: too.", "E.", "A?")
     with pytest.raises(UserError, match=r"f:1: rejected: got text that begins 'E\.', expected 'Assistant: \.\.\.'"):
-        rlhf_reward_datasets.parse({**record, "rejected": "E."}, "f:1")
+        _table.rlhf_reward_datasets({**record, "rejected": "E."}, "f:1")
 
 
 @pytest.mark.parametrize(
@@ -78,14 +65,14 @@ def test_responses_with_their_marker() -> None:
     ],
 )
 def test_vicuna_turns(prompt: str, turns: tuple[Message, ...]) -> None:
-    assert sharegpt_vicuna.parse({"prompt": prompt, "label": " Z "}, "f:1") == Row(
+    assert _table.sharegpt_vicuna({"prompt": prompt, "label": " Z "}, "f:1") == Row(
         turns, "Z", None, next(turn.content for turn in turns if turn.role == "user")
     )
 
 
 def test_vicuna_text_without_a_turn() -> None:
     with pytest.raises(UserError, match=r"f:1: prompt: got text that begins 'Hello', expected 'USER:"):
-        sharegpt_vicuna.parse({"prompt": "Hello", "label": "Z"}, "f:1")
+        _table.sharegpt_vicuna({"prompt": "Hello", "label": "Z"}, "f:1")
 
 
 # --- pairs with a label
@@ -98,7 +85,7 @@ def test_shp_by_label_and_ratio(tmp_path: Path) -> None:
     assert pairs(rows(tmp_path, "shp,min_score_ratio=1.5", "reward", *records))[2] == ("a", "b")
     with pytest.raises(UserError, match=r"min_score_ratio: .*got 0\.5"):
         rows(tmp_path, "shp,min_score_ratio=0.5", "reward")
-    assert shp.parse({**record, "domain": "d", "post_id": "p", "score_A": 9}, "f:1", 2.0).columns == {
+    assert _table.shp({**record, "domain": "d", "post_id": "p", "score_A": 9}, "f:1", 2.0).columns == {
         "domain": "d",
         "post_id": "p",
         "score_ratio": 2.0,
@@ -107,17 +94,17 @@ def test_shp_by_label_and_ratio(tmp_path: Path) -> None:
 
 def test_the_two_labels_of_safe_rlhf() -> None:
     record = {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 0, "safer_response_id": 1}
-    assert safe_rlhf.parse(record, "f:1", "better").response == "a"
-    assert safe_rlhf.parse(record, "f:1", "safer").response == "b"
+    assert _table.safe_rlhf(record, "f:1", "better").response == "a"
+    assert _table.safe_rlhf(record, "f:1", "safer").response == "b"
     with pytest.raises(UserError, match=r"f:1: safer_response_id: got 2, expected 0 or 1"):
-        safe_rlhf.parse({**record, "safer_response_id": 2}, "f:1", "safer")
+        _table.safe_rlhf({**record, "safer_response_id": 2}, "f:1", "safer")
 
 
 def test_webgpt_scores_and_citations(tmp_path: Path) -> None:
     record = {"question": {"full_text": "q"}, "answer_0": "Up [1]. Down[2][3] and [4, 5], see list[i].", "score_0": 1}
     other = {"answer_1": "Left [1]", "score_1": -1.0}
     clean = "Up. Down and, see list[i]."
-    assert webgpt.parse({**record, **other}, "f:1").responses == ((clean, 1.0), ("Left", -1.0))
+    assert _table.webgpt({**record, **other}, "f:1").responses == ((clean, 1.0), ("Left", -1.0))
     tie = {**record, **other, "score_1": 1}
     assert pairs(rows(tmp_path, "webgpt", "reward", {**record, **other}, tie)) == [(clean, "Left"), "tie"]
     assert len(rows(tmp_path, "webgpt", "ppo", tie)) == 1
@@ -136,10 +123,10 @@ def test_arena_votes(tmp_path: Path) -> None:
     votes = [{**record, "winner": winner} for winner in ("model_a", "model_b", "tie", "tie (bothbad)")]
     result = rows(tmp_path, "chatbot_arena", "reward", *votes, {**later, "winner": "model_a"})
     assert pairs(result) == [("a", "b"), ("b", "a"), "tie", "tie", "conversations differ before the last turn"]
-    row = chatbot_arena.parse({**same, "winner": "model_b"}, "f:1")
+    row = _table.chatbot_arena({**same, "winner": "model_b"}, "f:1")
     assert row == Row(say("q", "a", "then?"), "y", "x", "q")
     with pytest.raises(Unusable, match="does not end in the assistant's turn"):
-        chatbot_arena.parse({**record, "conversation_b": messages_of("q"), "winner": "model_a"}, "f:1")
+        _table.chatbot_arena({**record, "conversation_b": messages_of("q"), "winner": "model_a"}, "f:1")
 
 
 def test_ultrafeedback_pairs_and_splits(tmp_path: Path) -> None:
@@ -152,8 +139,8 @@ def test_ultrafeedback_pairs_and_splits(tmp_path: Path) -> None:
     assert pairs(rows(tmp_path, "ultrafeedback", "reward", record)) == ["tie"]
     assert pairs(rows(tmp_path, "ultrafeedback", "sft", record)) == [("a", None)]
     with pytest.raises(Unusable, match="differ before the last turn"):
-        ultrafeedback.parse({**record, "rejected": messages_of("other", "b")}, "f:1")
-    assert ultrafeedback.SPLITS == {"sft": "train_sft", "reward": "train_prefs", "ppo": "train_gen"}
+        _table.ultrafeedback({**record, "rejected": messages_of("other", "b")}, "f:1")
+    assert _table.SPLITS == {"sft": "train_sft", "reward": "train_prefs", "ppo": "train_gen"}
 
 
 # --- ratings and ranks
@@ -266,18 +253,18 @@ def test_miracl_without_passages(tmp_path: Path) -> None:
     assert pairs(rows(tmp_path, "miracl", "reward", record)) == ["only one response"]
     assert pairs(rows(tmp_path, "miracl", "sft", record)) == [("good", None)]
     with pytest.raises(Unusable, match="no positive passage"):
-        miracl.parse({**record, "positive_passages": []}, "f:1")
+        _table.miracl({**record, "positive_passages": []}, "f:1")
 
 
 def test_mkqa_takes_the_first_answer_in_text() -> None:
     every = [{"type": "x", "text": None}, {"type": "date", "text": "b", "aliases": ["c", "b"]}, {"text": "d"}]
     record = {"example_id": 5, "queries": {"ja": "q", "ko": "k"}, "answers": {"ja": every, "ko": every[:1]}}
-    row = mkqa.parse(record, "f:1", "ja")
+    row = _table.mkqa(record, "f:1", "ja")
     assert row == Row(say("q"), "b", None, "q", {"example_id": 5, "answers": ["b", "c", "d"]})
     with pytest.raises(Unusable, match="no short answer"):
-        mkqa.parse(record, "f:1", "ko")
+        _table.mkqa(record, "f:1", "ko")
     with pytest.raises(UserError, match=r"f:1: queries: no column 'zh_tw'; have ja, ko"):
-        mkqa.parse(record, "f:1", "zh_tw")
+        _table.mkqa(record, "f:1", "zh_tw")
 
 
 @pytest.mark.parametrize(
