@@ -48,7 +48,7 @@ from rlhf.storage import disk
 
 WINDOW = 2
 """iterations of PPO whose mean is one point"""
-REMEDIES = {"KL penalty": "--ppo.kl-coef 0.1", "PAR": "--ppo.reference-responses 4"}
+REMEDIES = {"KL penalty": "--ppo.kl-coef 0.1"}
 """options of PPO that may move the peak, by their names"""
 UNCERTAINTY = 0.5
 """weight of the members' variance"""

@@ -107,11 +107,8 @@ REWARD, POLICY, SHARED = "reward", "policy", "shared"
 
 
 class ScoreOptions(Config):
-    """Scores before the algorithm: relative to the reference's, scaled, clipped, in this order."""
+    """Scores before the algorithm: scaled, then clipped."""
 
-    reference_responses: int = Field(0, ge=0)
-    """responses that the reference samples to each prompt; above 0 a score becomes the mean of sigmoid(score - score of
-    a reference response), between 0 and 1 (PAR). Evaluations have the score itself"""
     use_score_scaling: bool = False
     """divide scores by their standard deviation over the run so far"""
     use_score_norm: bool = False
@@ -131,7 +128,7 @@ class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
 
     num_mini_batches: int = Field(1, ge=1)
     """optimizer steps in one pass over an iteration's rollout"""
-    num_ppo_epochs: int = Field(4, ge=1)
+    num_ppo_epochs: int = Field(1, ge=1)
     """passes over an iteration's rollout"""
     target_kl: float | None = Field(None, gt=0)
     """approx_kl of an optimizer step above which the other steps of the iteration are skipped; needs three steps or

@@ -83,7 +83,7 @@ def shaped_metrics(scores: Tensor, options: ScoreOptions) -> Metrics:
     """Of the scores [B] that the algorithm gets, where the options change them: `shaped_score`, its standard deviation,
     and with `score_clip` the share of scores at that limit, `score_at_clip`. Means over the responses of all ranks."""
     clip = options.score_clip
-    if clip is None and not (options.reference_responses or options.use_score_scaling):
+    if clip is None and not options.use_score_scaling:
         return {}
     at_clip = scores.abs() >= (math.inf if clip is None else clip * (1 - 1e-6))
     columns = torch.stack([torch.ones_like(scores), scores, scores.square(), at_clip]).double()

@@ -22,7 +22,6 @@ from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
-from rlhf.maths import credit as crediting
 from rlhf.models.adapter_files import base_of
 from rlhf.plan.compile_choice import choose_compiler
 from rlhf.report.verdict import stage_verdict
@@ -47,12 +46,11 @@ from step3_ppo.heldout import (
     write_rollout,
     write_samples,
 )
-from step3_ppo.inputs import check, content, input_paths, inputs, open_backend, ptx_content, with_inputs
+from step3_ppo.inputs import check, content, input_paths, inputs, ptx_content, with_inputs
 from step3_ppo.metrics import Clock, credit_metrics, rollout_metrics, shaped_metrics, speed
 from step3_ppo.models import Models, set_up
 from step3_ppo.plan import workload
 from step3_ppo.rollout import (
-    combined_scores,
     generate,
     nonfinite,
     prompts_and_uniforms,
@@ -65,8 +63,6 @@ from step3_ppo.warnings import Limits, Watch
 
 HELD_OUT = 2**20 - 1
 """number of the rollout of held-out responses, which no iteration has"""
-REFERENCE = HELD_OUT - 1
-"""number of the rollout of the reference's responses"""
 
 
 def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, config: Step3Config) -> Iterator[Metrics]:
@@ -76,15 +72,12 @@ def train(models: Models, prompts: PromptDataset[Prompt], schedule: Schedule, co
         sampled = sample(models, prompts, indices, config, iteration)
         clock.lap("generate")
         rollout = score(sampled, models.actor, models.critic, models.scorer)
-        relative = rollout
-        if config.reference_responses:
-            relative = relative_to_reference(rollout, models, prompts, indices, config)
         clock.lap("score")
         source_scores = scores_by_source(models.scorer, rollout)
-        if _must_skip(relative, source_scores, indices, iteration, schedule.tolerance):
+        if _must_skip(rollout, source_scores, indices, iteration, schedule.tolerance):
             yield {"skipped_iteration": 1.0}
             continue
-        shaped = replace(relative, scores=models.scaling(relative.scores))
+        shaped = replace(rollout, scores=models.scaling(rollout.scores))
         models.algorithm.kl_coef = models.kl.coef
         models.algorithm.pretrains_critic = iteration < config.critic_warmup_iterations
         credit = models.algorithm.credit(shaped)
@@ -160,30 +153,6 @@ def sample(
     batch, draws = prompts_and_uniforms(prompts, indices, config, models.scorer.tokenizer.pad_token_id, number)
     policy = models.actor.inference()
     return generate(policy, models.backend, batch, models.scorer.sampling, draws, config.rollout_batch_size)
-
-
-def relative_to_reference(
-    rollout: ScoredRollout,
-    models: Models,
-    prompts: PromptDataset[Prompt],
-    indices: list[int],
-    config: Step3Config,
-) -> ScoredRollout:
-    """The rollout with scores relative to those of the reference's own responses (PAR, `credit.relative_scores`).
-
-    The responses to a prompt are the same in every iteration, and need no state in a checkpoint. The loop samples
-    them, whatever samples the policy's: a backend such as vLLM has the weights of the policy, merged with its adapter.
-    """
-    scorer, copies = models.scorer, config.reference_responses
-    rows = [i for i in indices[:: config.num_generations] for _ in range(copies)]
-    eos, pad = scorer.tokenizer.eos_token_id, scorer.tokenizer.pad_token_id
-    batch, draws = prompts_and_uniforms(prompts, rows, config, pad, REFERENCE)
-    loop = open_backend(config.model_copy(update={"rollout_backend": "loop"}), eos, pad)
-    reference = scorer.reference.of(models.actor)
-    sampled = generate(reference, loop, batch, scorer.sampling, draws, config.rollout_batch_size)
-    reference_scores, _ = combined_scores(sampled, scorer)
-    of_responses = reference_scores.cpu().view(-1, copies).repeat_interleave(config.num_generations, dim=0)
-    return replace(rollout, scores=crediting.relative_scores(rollout.scores, of_responses))
 
 
 def evaluate(

@@ -32,19 +32,6 @@ def kl_rewards(
     return penalty + zero_off_mask(scores.to(penalty.dtype).unsqueeze(1).expand_as(penalty), last)
 
 
-def relative_scores(scores: Tensor, reference_scores: Tensor) -> Tensor:
-    """How much better each response scores than M responses of the reference to its prompt, between 0 and 1.
-
-        score' = 1/M * sum_m sigmoid(score - reference_score_m)
-
-    PAR (arXiv 2502.18770): under a Bradley-Terry reward model, the probability that the response is preferred. It is
-    bounded, and steepest where policy and reference are equally good. scores [B], reference_scores [B, M] -> [B], NaN
-    where a difference is not finite.
-    """
-    difference = at_least_fp32(scores).unsqueeze(1) - at_least_fp32(reference_scores)
-    return torch.where(difference.isfinite(), difference.sigmoid(), torch.nan).mean(1)
-
-
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: (advantages, returns), both [B, T], 0 off the mask.
 

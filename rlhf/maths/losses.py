@@ -160,19 +160,16 @@ def clipped_policy(
     mask: Tensor,
     cliprange: tuple[float, float],
     count: Count,
-    dual_clip: float | None = None,
 ) -> Loss:
     """PPO's clipped surrogate, negated. All tensors [B, T]; only `logprobs` carries a gradient.
 
         loss = sum_mask max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) / count
 
     with ratio = exp(logprobs - old_logprobs) and (low, high) = cliprange: arXiv 1707.06347, eq. 7, where the two are
-    equal, and DAPO (arXiv 2503.14476, eq. 10), where high is larger. `dual_clip` c > 1 bounds the loss of a token with
-    A < 0 by -c * A (Ye et al., arXiv 1912.09729, eq. 5).
+    equal, and DAPO (arXiv 2503.14476, eq. 10), where high is larger.
     Metrics, means over tokens: approx_kl, the k3 estimate of KL(old || new), never negative;
     clip_fraction, tokens on which the clip of eq. 7 binds; ratio_mean; ratio_square, the mean of (ratio - 1)^2.
     """
-    assert dual_clip is None or dual_clip > 1, f"clipped_policy: {dual_clip=}, expected > 1"
     logprobs, old_logprobs, advantages = _masked(mask, logprobs, old_logprobs, advantages)
     # An infinite ratio would have a gradient of 0 * inf = NaN.
     logprobs = torch.clamp(logprobs, old_logprobs - LOG_RATIO, old_logprobs + LOG_RATIO)
@@ -181,8 +178,6 @@ def clipped_policy(
     low, high = cliprange
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     losses = torch.maximum(free, clipped)
-    if dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
     with torch.no_grad():
         metrics = {
             "approx_kl": masked_mean(kl_estimate(old_logprobs, logprobs, "k3"), mask, count),

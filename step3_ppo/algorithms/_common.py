@@ -83,7 +83,6 @@ def clipped_loss(
     credit: Credit,
     count: Tensor,
     config: ClippedConfig,
-    dual_clip: float | None = None,
 ) -> losses.Loss:
     """The actor's clipped loss on (part of) a rollout. logprobs [B, T], count = tokens of the optimizer step.
 
@@ -101,7 +100,7 @@ def clipped_loss(
         metrics["tis_weight"] = ops.masked_mean(ratios.clamp(max=config.tis_cap), mask, count)
         metrics["tis_capped"] = ops.masked_mean((ratios > config.tis_cap).float(), mask, count)
     clip = (low, low if high is None else high)
-    loss, clip_metrics = losses.clipped_policy(logprobs, old, advantages, mask, clip, count, dual_clip)
+    loss, clip_metrics = losses.clipped_policy(logprobs, old, advantages, mask, clip, count)
     return loss, {**clip_metrics, **metrics}
 
 

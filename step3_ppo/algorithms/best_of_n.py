@@ -24,7 +24,7 @@ class Config(Step3Config):
     num_ppo_epochs: int = Field(1, ge=1)
     """passes over an iteration's chosen responses"""
 
-    @field_validator("use_score_scaling", "score_clip", "reference_responses")
+    @field_validator("use_score_scaling", "score_clip")
     @classmethod
     def _refuse_score_scaling(cls, value: Any) -> Any:
         if value:

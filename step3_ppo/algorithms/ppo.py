@@ -15,8 +15,6 @@ class Config(GAEConfig, ClippedConfig):
 
     cliprange_value: float = Field(0.2, gt=0)
     """the value counts within +- cliprange_value of the old one"""
-    dual_clip: float | None = Field(None, gt=1)
-    """bound on the loss of a bad token whose ratio has grown, in advantages (arXiv 1912.09729); none = unbounded"""
 
 
 class PPO:
@@ -31,7 +29,7 @@ class PPO:
 
     def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The actor's loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
-        return clipped_loss(logprobs, rollout, credit, count, self.config, self.config.dual_clip)
+        return clipped_loss(logprobs, rollout, credit, count, self.config)
 
     def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
         """The critic's loss on (part of) a rollout, not clipped while it is pretrained; values [B, T]."""

@@ -193,7 +193,7 @@ def test_reward_models_of_all_sizes_train_for_about_as_many_steps_and_remedies_s
     options = overoptimisation.Options(pairs=(100, 400, 1400), epochs=2)
     variants = overoptimisation.variants(options)
     assert list(variants.values()) == [
-        ("PPO", 100), ("PPO", 400), ("PPO", 1400), ("PPO, KL penalty", 400), ("PPO, PAR", 400),
+        ("PPO", 100), ("PPO", 400), ("PPO", 1400), ("PPO, KL penalty", 400),
         *((f"PPO, {name}", 400) for name in overoptimisation.ENSEMBLES),
     ]  # fmt: skip
     rows = [variant.words_but("sft", "ppo") for variant in variants]

@@ -99,7 +99,6 @@ RL: dict[str, Any] = {
     "lam": 0.8,
     "cliprange": 0.15,
     "cliprange_value": 0.1,
-    "dual_clip": 1.3,
 }
 OWN: dict[str, dict[str, Any]] = {
     "a2c": {"num_ppo_epochs": 1},
@@ -163,7 +162,6 @@ STEP3: Table = {
     "use_score_scaling": [alone(False, use_score_norm=False)],
     "use_score_norm": [False],
     "score_clip": [0.6, None],
-    "reference_responses": [3],
     "missing_eos_penalty": [2.1],
     "reward_model": ["{folder}/critic"],
     "reward": [
@@ -214,7 +212,7 @@ TABLES: dict[str, Table] = {
     | {"sft_coef": [alone(0.6)], "length_coef": [alone(0.8)], "token_coef": [alone(0.7, micro_batch_size=2)]}
     | {"attributes": [alone(("long",)), alone(("kind", "long"))], "attribute_coef": [alone(0.7, attributes=("kind",))]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
-    | {"cliprange_value": [0.04], "dual_clip": [1.05]},
+    | {"cliprange_value": [0.04]},
     "a2c": kl(0.75) | GAE | {"whiten_advantages": [True]},
     "reinforce": kl(0.53) | CLIPPED | {"gamma": [0.4]},
     "rloo": kl(0.9) | CLIPPED | GROUPED | {"whiten_advantages": [True]},

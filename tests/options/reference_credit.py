@@ -141,8 +141,6 @@ def policy_loss(o: dict[str, Any], new: Tensor, t: Tokens, kl_coef: float) -> tu
     clipped = -t.advantage * ratio.clamp(1 - o["cliprange"], 1 + high)
     loss = torch.maximum(free, clipped)
     metrics["clip_fraction"] = (clipped > free).double().mean()
-    if name == "ppo" and o["dual_clip"] is not None:
-        loss = torch.where(t.advantage < 0, torch.minimum(loss, -o["dual_clip"] * t.advantage), loss)
     weight, cap = weights(o, t.lengths), o["tis_cap"]
     if cap is not None:  # the sampler has the log-probs of the trainer
         metrics |= {"tis_weight": torch.tensor(min(1.0, cap)), "tis_capped": torch.tensor(float(cap < 1))}

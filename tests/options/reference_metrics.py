@@ -69,7 +69,7 @@ def rollout_metrics(
     if "value" in tables:
         errors = [(r - v) ** 2 for r, v in zip(returns, [x for row in scored.values for x in row], strict=True)]
         metrics["critic_error"] = mean(errors) / deviation(returns) ** 2
-    if o["score_clip"] is not None or o["use_score_scaling"] or o["reference_responses"]:
+    if o["score_clip"] is not None or o["use_score_scaling"]:
         metrics |= {"shaped_score": mean(scored.scores), "shaped_score_std": deviation(scored.scores)}
     if o["score_clip"] is not None:
         metrics["score_at_clip"] = mean([float(abs(s) >= o["score_clip"] * (1 - 1e-6)) for s in scored.scores])

@@ -26,8 +26,6 @@ from tests.support import tiny
 
 HELD_OUT = 2**20 - 1
 """the number of the rollout that held-out responses are drawn in"""
-REFERENCE = HELD_OUT - 1
-"""the number of the rollout that the reference's responses are drawn in"""
 NEAR = 1e-5
 """how far from a token's share of the probability its uniform number may be: the errors, a few times 2^-24 each, of the
 18 probabilities add up"""
@@ -214,7 +212,7 @@ class Reinforcement:
         scored, sources = self.scored(pairs, o["missing_eos_penalty"])
         spread = mean([deviation(each) for each in self.members])
         plain = scored.scores
-        scored.scores = self.scaling(self.relative(plain, indices))
+        scored.scores = self.scaling(plain)
         advantages, returns = credit(self.options_at(iteration), scored, self.steering.coef())
         metrics = {f"score_{name_of(spec)}": sum(scores) / len(scores) for spec, scores in sources.items()}
         metrics |= rollout_metrics(o, scored, plain, pairs, (advantages, returns)) | {"kl_coef": self.steering.coef()}
@@ -226,17 +224,6 @@ class Reinforcement:
         if iteration > o["critic_warmup_iterations"]:
             self.steering.observe(metrics["kl"])
         return metrics | averaged(steps)
-
-    def relative(self, scores: Row, indices: list[int]) -> Row:
-        """The mean over the reference's responses of sigmoid(score - theirs)."""
-        copies, group = self.o["reference_responses"], self.o["num_generations"]
-        if not copies:
-            return scores
-        rows = [i for i in indices[::group] for _ in range(copies)]
-        pairs = self.sampled(REFERENCE, self.prompts, rows, self.reference)
-        of_reference = self.scored(pairs, self.o["missing_eos_penalty"])[0].scores
-        groups = [of_reference[j * copies : (j + 1) * copies] for j in range(len(scores) // group)]
-        return [sum(1 / (1 + math.exp(x - s)) for x in groups[i // group]) / copies for i, s in enumerate(scores)]
 
     def options_at(self, iteration: int) -> dict[str, Any]:
         """While only the critic learns: lambda 1, and no clip."""

@@ -171,7 +171,6 @@ def test_the_chosen_rows_alone_are_the_update() -> None:
     [
         ({"num_generations": 1}, ["num_generations", "greater than or equal to 2"]),
         ({"score_clip": 2.0}, ["score_clip", "only the order of the scores of one prompt matters"]),
-        ({"reference_responses": 1}, ["reference_responses", "expected no change of scores"]),
         ({"kl_coef": 0.1}, ["no option 'kl_coef'"]),
     ],
 )

@@ -19,7 +19,7 @@ from tests.contracts.test_algorithms import built, losses_and_gradients, moved, 
 
 GROUP = 4
 OPTIONS: dict[str, dict[str, Any]] = {
-    "ppo": {"gamma": 0.9, "lam": 0.5, "cliprange": 0.1, "cliprange_value": 0.3, "dual_clip": 1.2},
+    "ppo": {"gamma": 0.9, "lam": 0.5, "cliprange": 0.1, "cliprange_value": 0.3},
     "a2c": {"gamma": 0.9, "lam": 0.5},
     "reinforce": {"gamma": 0.9, "cliprange": 0.1},
     "rloo": {"num_generations": GROUP, "cliprange": 0.1, "cliprange_high": 0.25},
@@ -140,8 +140,6 @@ def policy_loss_of_a_token(name: str, new: float, old: float, ref: float, advant
         return -advantage * ratio
     high = 1.25 if name == "rloo" else 1.1
     loss = -min(advantage * ratio, advantage * min(max(ratio, 0.9), high))
-    if name == "ppo" and advantage < 0:
-        loss = min(loss, -1.2 * advantage)
     return loss + KL_COEF * (new - ref) ** 2 / 2 if name == "grpo" else loss
 
 
@@ -259,7 +257,7 @@ def test_whitening_is_over_all_ranks(name: str) -> None:
         torch.testing.assert_close(advantages, whole[mine], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", ["tis_cap", "cliprange", "cliprange_high", "cliprange_value", "dual_clip"])
+@pytest.mark.parametrize("option", ["tis_cap", "cliprange", "cliprange_high", "cliprange_value"])
 def test_an_algorithm_that_clips_nothing_has_no_such_option(option: str) -> None:
     with pytest.raises(UserError, match=f"{option}"):
         validate(a2c.Config, {option: 1.5}, "x")

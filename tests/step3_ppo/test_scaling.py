@@ -8,11 +8,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from step3_ppo import rollout, stage
 from step3_ppo.config import Step3Config
 from step3_ppo.scaling import ScoreScaling
 from tests.support import tiny
-from tests.support.players import ONE_STEP, count_of_words, on_course, players, scored_by
+from tests.support.players import count_of_words, on_course, players, scored_by
 
 BATCHES = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 3 + torch.arange(5)[:, None] - 7
 
@@ -73,26 +72,3 @@ def test_the_state_goes_through_json() -> None:
 def test_a_part_without_its_whole_is_refused() -> None:
     with pytest.raises(ValidationError, match="use_score_norm: expected use_score_scaling"):
         Step3Config(use_score_norm=True)
-
-
-def test_a_reference_on_the_trunk_answers_alike_while_the_policy_learns() -> None:
-    """Two epochs of prompts: in the second one the policy has moved, and the reference's responses are the same.
-    (tests/options computes those of a reference of its own.)"""
-    shared = {"share_trunk": True, "adapter": "lora,r=4"}
-    with tiny.one_rank():
-        quick = {**ONE_STEP, "micro_batch_size": 8, "rollout_batch_size": 8, "response_length": 6}
-        game = players("ppo", reference_responses=2, total_episodes=32, learning_rate=0.1, **quick, **shared)
-        with mock.patch.object(stage, "generate", wraps=stage.generate) as generate:
-            sampled: list[Any] = []
-            generate.side_effect = lambda *arguments: sampled.append(rollout.generate(*arguments)) or sampled[-1]
-            metrics = list(on_course(scored_by(game, count_of_words)))
-
-    def responses(number: int) -> dict[str, list[list[int]]]:
-        by_prompt: dict[str, list[list[int]]] = {}
-        for each in (sampled[number], sampled[number + 2]):
-            for row, tokens in zip(each.rows, each.response_tokens(), strict=True):
-                by_prompt.setdefault(row.prompt[0].content, []).append(tokens)
-        return by_prompt
-
-    assert len(sampled) == 8 and responses(1) == responses(5) and responses(0) != responses(4)
-    assert all(0 < each["shaped_score"] < 1 for each in metrics) and all(map(len, responses(1).values()))

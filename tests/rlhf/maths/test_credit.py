@@ -59,24 +59,6 @@ def test_the_score_is_paid_once_at_the_last_token() -> None:
     assert torch.equal(rewards, torch.tensor(paid))
 
 
-@pytest.mark.parametrize("copies", [1, 3])
-def test_scores_relative_to_the_reference_s(copies: int) -> None:
-    """By hand: sigmoid(log 3) = 3/4 and sigmoid(-log 3) = 1/4; and a shift of all scores changes nothing."""
-    far = math.log(3.0)
-    scores, reference = torch.tensor([0.0, far, -far]), torch.zeros(3, copies)
-    expected = torch.tensor([0.5, 0.75, 0.25])
-    torch.testing.assert_close(credit.relative_scores(scores, reference), expected)
-    torch.testing.assert_close(credit.relative_scores(scores + 2, reference + 2), expected)
-    mixed = torch.tensor([[0.0, far], [0.0, far], [math.inf, 0.0], [math.nan, 0.0]])
-    result = credit.relative_scores(torch.tensor([0.0, far, math.inf, 0.0]), mixed)
-    torch.testing.assert_close(result[:2], torch.tensor([0.375, 0.625]))
-    assert result[2:].isnan().all()
-    assert credit.relative_scores(torch.tensor([200.0, -200.0]), torch.zeros(2, 1)).isfinite().all()
-
-
-# Advantages
-
-
 def double_sum(rewards: Tensor, values: Tensor, length: int, gamma: float, lam: float) -> list[float]:
     """advantage_t = sum_l (gamma lam)^l delta_{t+l}, term by term in float64; V = 0 past the end."""
     r, v = rewards.double().tolist()[:length], [*values.double().tolist()[:length], 0.0]

@@ -32,10 +32,6 @@ def policy(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
     return losses.clipped_policy(x, data[0], data[1], mask, CLIP, COUNT)
 
 
-def dual(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
-    return losses.clipped_policy(x, data[0], data[1], mask, CLIP, COUNT, dual_clip=1.5)
-
-
 def value(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
     return losses.clipped_value(x, data[0], data[1], mask, 0.2, COUNT)
 
@@ -45,7 +41,7 @@ def kl(x: Tensor, data: list[Tensor], mask: Tensor) -> Result:
 
 
 Loss = Callable[[Tensor, list[Tensor], Tensor], Result]
-TOKEN_LOSSES: list[Loss] = [nll, policy, dual, value, kl]
+TOKEN_LOSSES: list[Loss] = [nll, policy, value, kl]
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
@@ -95,17 +91,6 @@ def test_policy_loss_by_hand() -> None:
     assert float(metrics["clip_fraction"]) == 0.5 and float(metrics["ratio_mean"]) == pytest.approx(1.25)
     assert float(metrics["approx_kl"]) == pytest.approx((2 * (1 - d) + 2 * (d - 0.5)) / 4)
     assert float(metrics["ratio_square"]) == pytest.approx((2 * 1.0 + 2 * 0.25) / 4)
-
-
-def test_dual_clip_by_hand() -> None:
-    # Only A < 0 with a large ratio is bounded: a ratio of 8 at A = -2 costs 16, with dual clip 3 it costs 6.
-    far = math.log(8.0)
-    ratios = torch.tensor([[far, far, 0.0, far]]).requires_grad_()
-    advantages, mask = torch.tensor([[-2.0, 2.0, -2.0, 0.5]]), torch.ones(1, 4, dtype=torch.bool)
-    for dual_clip, expected in ((None, 16 - 2.4 + 2 - 0.6), (3.0, 6 - 2.4 + 2 - 0.6)):
-        loss, _ = losses.clipped_policy(ratios, torch.zeros(1, 4), advantages, mask, CLIP, 1, dual_clip=dual_clip)
-        assert float(loss.detach()) == pytest.approx(expected, abs=1e-5)
-    assert torch.autograd.grad(loss, ratios)[0].tolist() == [[0.0, 0.0, 2.0, 0.0]]
 
 
 def test_first_minibatch_is_the_policy_gradient() -> None:
