@@ -20,6 +20,7 @@ from rlhf.evaluation.comparison import kl_to, response_logprobs
 from rlhf.generation import BackendOptions
 from rlhf.generation.loop import refuse_recurrent, sampled, steps
 from rlhf.maths.uniforms import uniforms
+from rlhf.models.ends import end_ids
 from rlhf.models.load import context_length, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.text.dialogues import Template
@@ -165,6 +166,7 @@ class Generation:
         lm, template = m.policies[self.policy].lm, m.template
         uniform = None if self._greedy else uniforms([sampling.key], sampling.response_length)
         config = BackendOptions(eos_token_id=m.tokenizer.eos_token_id, pad_token_id=m.tokenizer.pad_token_id)
+        ends = end_ids(lm, m.tokenizer.eos_token_id)
         ids: list[int] = []
         logprobs: list[float] = []
         shown, stop = "", None
@@ -174,30 +176,28 @@ class Generation:
                 for step in sampler:
                     ids.append(int(step.tokens))
                     logprobs.append(float(step.logprobs))
-                    text = template.settled_text(ids)
+                    text = template.settled_text(ids[:-1] if ids[-1] in ends else ids)
                     stop = first_stop(text, self._stops)
                     settled = text[: stop if stop is not None else len(text) - overlap(text, self._stops)]
                     if len(settled) > len(shown):
                         yield settled[len(shown) :]
                         shown = settled
-                    if stop is not None or ids[-1] == config.eos_token_id:
+                    if stop is not None or ids[-1] in ends:
                         break
             finally:
                 sampler.close()  # restores the layers if the response was cut
-        text = template.response_text(ids)
+        text = template.response_text(ids[:-1] if ids[-1] in ends else ids)
         stop = first_stop(text, self._stops)
         text = text[:stop]
-        rollout = self._rollout(ids, logprobs, config)
+        rollout = self._rollout(ids, logprobs, ends)
         ended = stop is None and bool(rollout.ended)
         self.response = Response(text, ended, stop is not None, rollout, sampling.options.temperature)
         if len(text) > len(shown):
             yield text[len(shown) :]
 
-    def _rollout(self, ids: list[int], logprobs: list[float], config: BackendOptions) -> SampledRollout:
+    def _rollout(self, ids: list[int], logprobs: list[float], ends: Sequence[int]) -> SampledRollout:
         tokens = torch.tensor([ids])
-        return sampled(
-            self._prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), torch.tensor([logprobs]), config
-        )
+        return sampled(self._prompts, tokens, torch.ones_like(tokens, dtype=torch.bool), torch.tensor([logprobs]), ends)
 
     def finish(self) -> Response:
         """The whole response; what has not been sampled yet is sampled now."""

@@ -20,6 +20,7 @@ from rlhf.distributed.zero3 import gather_weights, is_sharded
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.models import new_rows, quantized, traits
+from rlhf.models.ends import saved_ends
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
 from rlhf.storage import disk
@@ -67,12 +68,13 @@ def _untie_changed(lm: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
 
 
 def set_special_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the ids of the end and of padding in the config and the generation config of a policy that is saved."""
+    """Set the ids of the ends and of padding in the config and the generation config of a policy that is saved."""
+    ends = saved_ends(lm, tokenizer.eos_token_id)
     try:
         lm.generation_config.validate(strict=True)
     except ValueError:  # contradictory sampling settings would make save_pretrained fail
         lm.generation_config = GenerationConfig(bos_token_id=lm.config.bos_token_id)
-    lm.config.eos_token_id = lm.generation_config.eos_token_id = tokenizer.eos_token_id
+    lm.config.eos_token_id = lm.generation_config.eos_token_id = ends
     lm.config.pad_token_id = lm.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
@@ -125,7 +127,7 @@ def save_scalar_config(
     """Write the config and the tokenizer of a scalar model."""
     config = copy.deepcopy(model.backbone.config)  # an actor may have the same one
     config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-    config.eos_token_id = tokenizer.eos_token_id
+    config.eos_token_id = saved_ends(model.backbone, tokenizer.eos_token_id)
     classifier = traits.classifier_class(config)
     if classifier is not None:
         config.architectures = [classifier.__name__]

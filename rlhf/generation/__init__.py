@@ -20,7 +20,7 @@ class BackendOptions(Config):
     """Options that the stage sets for every backend. A backend may add its own options and override the methods."""
 
     eos_token_id: int
-    """the only token that ends a response"""
+    """the tokenizer's end token; `rlhf.models.ends.end_ids(lm, eos_token_id)` has all ids that end a response"""
     pad_token_id: int
     """padding after the end of a response"""
     max_tokens: int | None = None

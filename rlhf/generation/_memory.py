@@ -79,7 +79,7 @@ class Table:
         """[R], of the next column"""
         return self.uniforms.index_select(1, self.column + 1).squeeze(1)[self.rows]
 
-    def append(self, token: Tensor, logprob: Tensor, eos_token_id: int, pad_token_id: int) -> None:
+    def append(self, token: Tensor, logprob: Tensor, ends: Sequence[int], pad_token_id: int) -> None:
         """Write a token of each row, [R], and its log-prob into the next column; after an end, padding and 0."""
         self.column.add_(1)
         cells, ended = (self.rows, self.column), ~self.active
@@ -87,7 +87,8 @@ class Table:
         self.tokens.index_put_(cells, token.masked_fill(ended, pad_token_id))
         self.logprobs.index_put_(cells, logprob.masked_fill(ended, 0.0).to(self.logprobs.dtype))
         self.sampled.index_put_(cells, self.active)
-        self.active.logical_and_(token != eos_token_id)
+        for end in ends:
+            self.active.logical_and_(token != end)
 
     def moved_to_front(self, remaining: Tensor) -> "Table":
         """Only the remaining of the R rows, [fewer] long, moved to the front of the same memory."""

@@ -1,7 +1,7 @@
 """Sampling token by token with a key-value cache; the log-probs are those of the sampling distribution."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -21,6 +21,7 @@ from rlhf.generation._memory import Memory, Table
 from rlhf.maths import ops
 from rlhf.models import virtual_tokens
 from rlhf.models.cpu import compiling
+from rlhf.models.ends import end_ids
 from rlhf.models.packing import States, model_inputs, packs
 from rlhf.models.policy import restrict_head
 from rlhf.models.traits import attends_to_all, cache_input, has_argument, has_key_value_cache
@@ -51,7 +52,7 @@ class Loop:
     ) -> SampledRollout:
         refuse_recurrent(lm)
         tokens, logprobs, mask = _Rollout(lm, prompts, sampling, uniforms, self._config, self._memory).sample()
-        return sampled(prompts, tokens, mask, logprobs, self._config)
+        return sampled(prompts, tokens, mask, logprobs, end_ids(lm, self._config.eos_token_id))
 
     def release(self) -> None:
         """Free the memory of the cache, unless there is room for it beside the models that train next."""
@@ -62,9 +63,9 @@ def build(config: BackendOptions) -> Loop:
     return Loop(config)
 
 
-def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, config: BackendOptions) -> SampledRollout:
-    """The rollout of sampled tokens, [B, T] each. A response has ended if it has EOS."""
-    ended = ((tokens == config.eos_token_id) & mask).any(1)
+def sampled(prompts: Prompts, tokens: Tensor, mask: Tensor, logprobs: Tensor, ends: Sequence[int]) -> SampledRollout:
+    """The rollout of sampled tokens, [B, T] each. A response has ended if it has one of the ends."""
+    ended = (torch.isin(tokens, torch.tensor(ends, device=tokens.device)) & mask).any(1)
     return SampledRollout(prompts.ids, prompts.mask, tokens, mask, logprobs, ended, prompts.rows)
 
 
@@ -116,7 +117,9 @@ class _Rollout:
         memory: Memory,
     ) -> None:
         self._lm, self._prompts, self._memory = lm, prompts.to("cpu"), memory
-        self._choice = _Choice(sampling.temperature, uniforms is None, config.eos_token_id, config.pad_token_id)
+        self._choice = _Choice(
+            sampling.temperature, uniforms is None, end_ids(lm, config.eos_token_id), config.pad_token_id
+        )
         self._fixed = packs(lm)
         """whether the shapes of a step do not depend on the tokens so far"""
         device, mask = lm.device, self._prompts.mask[:, self._prompts.mask.any(0)]
@@ -185,13 +188,13 @@ class _Choice:
 
     temperature: float
     greedy: bool
-    eos_token_id: int
+    ends: tuple[int, ...]
     pad_token_id: int
 
     def append(self, table: Table, logits: Tensor) -> None:
         """Choose a token of each row from logits [R, V], and append it to the table."""
         token, logprob = choose(logits, self.temperature, None if self.greedy else table.next_uniforms())
-        table.append(token, logprob, self.eos_token_id, self.pad_token_id)
+        table.append(token, logprob, self.ends, self.pad_token_id)
 
 
 class _Unfinished:

@@ -10,7 +10,7 @@ import copy
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.engine import export
 from rlhf.errors import UserError
 from rlhf.generation import BackendOptions, _vllm_private, loop
+from rlhf.models.ends import end_ids
 from rlhf.models.load import count_ids
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, SampledRollout
@@ -129,13 +130,14 @@ class VllmBackend:
         assert uniforms is not None or sampling.temperature == 1, f"greedy at temperature {sampling.temperature}"
         if self._engine is None:
             self._engine = _start_engine(lm, self._config)
+        ends = end_ids(lm, self._config.eos_token_id)
         requests = [
             {"prompt_token_ids": ids[real].tolist()} for ids, real in zip(prompts.ids, prompts.mask, strict=True)
         ]
-        parameters = _parameters(sampling, uniforms, len(prompts), self._config)
+        parameters = _parameters(sampling, uniforms, len(prompts), ends)
         with _awake_engine(self._engine, lm, self._config):
             outputs = self._engine.generate(requests, parameters, use_tqdm=False)
-        rollout = _rollout(prompts, [each.outputs[0] for each in outputs], self._config)
+        rollout = _rollout(prompts, [each.outputs[0] for each in outputs], ends, self._config.pad_token_id)
         if not self._checked:
             self._checked = True
             _check_logprobs(lm, rollout[:CHECKED_RESPONSES], sampling)
@@ -250,8 +252,9 @@ def _check_logprobs(lm: PreTrainedModel, rollout: SampledRollout, sampling: Samp
         )
 
 
-def _parameters(sampling: SamplingOptions, uniforms: Tensor | None, rows: int, config: Config) -> list[Any]:
-    """The sampling parameters of each row: the whole distribution, until EOS, which is part of the response."""
+def _parameters(sampling: SamplingOptions, uniforms: Tensor | None, rows: int, ends: Sequence[int]) -> list[Any]:
+    """The sampling parameters of each row: the whole distribution, until one of the ends, which is part of the
+    response."""
     from vllm import SamplingParams
 
     # Numbers in [0, 1) with 53 bits become integer seeds without loss.
@@ -265,7 +268,7 @@ def _parameters(sampling: SamplingOptions, uniforms: Tensor | None, rows: int, c
             seed=seed,
             max_tokens=sampling.response_length,
             ignore_eos=True,  # EOS of the model's config, which may differ
-            stop_token_ids=[config.eos_token_id],
+            stop_token_ids=list(ends),
             logprobs=0,  # of the sampled token only
             detokenize=False,
         )
@@ -273,11 +276,11 @@ def _parameters(sampling: SamplingOptions, uniforms: Tensor | None, rows: int, c
     ]
 
 
-def _rollout(prompts: Prompts, outputs: list[Any], config: Config) -> SampledRollout:
+def _rollout(prompts: Prompts, outputs: list[Any], ends: Sequence[int], pad_token_id: int) -> SampledRollout:
     device = prompts.ids.device
     lengths = torch.tensor([len(output.token_ids) for output in outputs], device=device)
     mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
-    tokens = torch.full(mask.shape, config.pad_token_id, device=device)
+    tokens = torch.full(mask.shape, pad_token_id, device=device)
     logprobs = torch.zeros(mask.shape, device=device)
     tokens[mask] = torch.tensor([token for output in outputs for token in output.token_ids], device=device)
     logprobs[mask] = torch.tensor(
@@ -288,4 +291,4 @@ def _rollout(prompts: Prompts, outputs: list[Any], config: Config) -> SampledRol
         ],
         device=device,
     )
-    return loop.sampled(prompts, tokens, mask, logprobs, config)
+    return loop.sampled(prompts, tokens, mask, logprobs, ends)

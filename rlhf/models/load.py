@@ -29,7 +29,7 @@ from rlhf.hub.untrusted import (
     refuse_whole_numbers,
     with_file,
 )
-from rlhf.models import adapter_files, new_rows, packing, quantized, virtual_tokens
+from rlhf.models import adapter_files, ends, new_rows, packing, quantized, virtual_tokens
 from rlhf.models.cpu import attention
 from rlhf.models.traits import causal_lm_class, has_attention, has_key_value_cache
 from rlhf.text.encoder import id_count
@@ -227,6 +227,11 @@ def load_causal_lm(path: str, dtype: torch.dtype, tokenizer_size: int, loading: 
         capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
         last = model if capped else head  # Gemma 2 would make -30 of -inf
         last.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
+    for name in ends.ignored(model):
+        console.say(
+            f"note: model '{path}': {name} of its generation_config.json is not used: a response ends in the "
+            "tokenizer's end token or one of eos_token_id there"
+        )
     return model
 
 

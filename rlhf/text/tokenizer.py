@@ -120,12 +120,14 @@ def prepare_tokenizer(
 
 
 def _choose_pad(tokenizer: PreTrainedTokenizerBase, ends: set[int | None]) -> str:
-    """The padding token: an unused special token that is not in `ends`, which needs no new embedding row; else PAD."""
+    """The padding token: an unused special token for padding, unknown words or later use, which needs no new embedding
+    row; else PAD. Other special tokens have a meaning, such as `<|observation|>` of GLM-4, which ends a response."""
     used = template_output(tokenizer)
     unused = [text for text, i in special_tokens(tokenizer).items() if i not in ends and text not in used]
     named_pad = [text for text in unused if "pad" in text.lower()]
     unknown = [text for text in unused if text == tokenizer.unk_token or "unk" in text.lower()]
-    for text in named_pad + unknown + unused:
+    reserved = [text for text in unused if any(word in text.lower() for word in ("reserved", "unused"))]
+    for text in named_pad + unknown + reserved:
         return text
     tokenizer.add_special_tokens({"pad_token": PAD})
     return PAD

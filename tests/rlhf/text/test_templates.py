@@ -317,10 +317,10 @@ def test_a_response_has_the_ids_of_an_earlier_turn(kind: str, name: str) -> None
 def test_an_end_token_keeps_its_ways(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<|end|>", rstrip=True, normalized=False)])  # as Phi 3's, but not marked special
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|spare|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|unused_0|>"]})
     tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>\n' }}{% endfor %}"
     ready = prepare_tokenizer(tokenizer, "auto")
-    assert (ready.eos_token, ready.pad_token) == ("<|end|>", "<|spare|>")  # the roles' tokens are in use
+    assert (ready.eos_token, ready.pad_token) == ("<|end|>", "<|unused_0|>")  # the roles' tokens are in use
     assert ready.encode("<|end|>\n\na") == tokenizer.encode("<|end|>\n\na")
     assert ready.eos_token_id not in Template(ready).response_ids("<|end|>")[:-1]
 

@@ -110,7 +110,8 @@ def test_a_directory_that_is_no_model_says_where_models_are(
         ({"eos_token": "</s>", "pad_token": "<pad>"}, [], "<pad>"),
         ({"eos_token": "</s>", "pad_token": "</s>", "unk_token": "<?>"}, ["<|right_pad|>"], "<|right_pad|>"),
         ({"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<?>"}, ["<mask>"], "<?>"),
-        ({"eos_token": "</s>", "bos_token": "<s>"}, ["<mask>"], "<mask>"),
+        ({"eos_token": "</s>", "bos_token": "<s>"}, ["<|reserved_0|>"], "<|reserved_0|>"),
+        ({"eos_token": "</s>", "bos_token": "<s>"}, ["<|observation|>"], PAD),  # it has a meaning
         ({"eos_token": "</s>", "bos_token": "</s>", "pad_token": "</s>"}, [], PAD),
         ({"eos_token": "</s>", "bos_token": "<s>"}, ["<|im_start|>", "<|im_end|>"], PAD),  # the template needs them
     ],
