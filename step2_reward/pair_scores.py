@@ -22,6 +22,7 @@ from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.models.load import require_context
+from rlhf.models.reading import Reading, compare, describe, reading_of
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_separately
 from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.dialogues import Template
@@ -107,7 +108,12 @@ def score_models(options: EvaluateRewardConfig) -> list[SourceScores]:
         console.status(f"scoring with {name}")
         engine = FrozenEngine(load_scalar_model(path, dtype, id_count(tokenizer)), FrozenOptions(zero_stage=0), dtype)
         with engine.inference() as model:
-            scored += [_score_source(name, model, source, options, tokenizer.pad_token_id) for source in sources]
+            template = Template(tokenizer)
+            reading = reading_of(path, template)
+            line = describe(name, reading, tokenizer)
+            if line is not None:
+                console.say(line + (compare(name, path, model, reading, template) if reading.foreign else ""))
+            scored += [_score_source(name, Reader(model, reading, template), source, options) for source in sources]
         del engine, model
         gc.collect()  # before the next model is loaded: modules with hooks are reference cycles
     return scored
@@ -150,16 +156,15 @@ def reformat(
     A response that was cut, or whose ids do not come back from its text, stays as it is; so does one that would be
     longer than `max_length` with its prompt.
     """
-    numbers, changed = [], []
+    numbers, changed, rest = [], [], template.ending[1:]
     for number, pair in enumerate(pairs):
         prompt = pair.chosen[: pair.prompt_length]
         sides = []
         for side in (pair.chosen, pair.rejected):
             ids = list(side[pair.prompt_length :])
-            text = template.response_text(ids)
-            other = (
-                template.response_ids(change_white_space(text, change)) if template.response_ids(text) == ids else ids
-            )
+            text = template.response_text(ids[: len(ids) - len(rest)])
+            same = [*template.response_ids(text), *rest] == ids
+            other = [*template.response_ids(change_white_space(text, change)), *rest] if same else ids
             sides.append((*prompt, *other) if len(prompt) + len(other) <= max_length else side)
         if (*sides,) != (pair.chosen, pair.rejected):
             numbers.append(number)
@@ -167,11 +172,33 @@ def reformat(
     return numbers, changed
 
 
-def _score_source(
-    name: str, model: ScalarModel, source: Encoded, options: EvaluateRewardConfig, pad_id: int
-) -> SourceScores:
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A reward model, and how it reads the pairs of its template."""
+
+    model: ScalarModel
+    reading: Reading
+    template: Template
+
+    def scores(self, pairs: Sequence[Preference], micro_batch_size: int) -> Tensor:
+        """As of `score_pairs`, with the model's ending in place of that of training."""
+        return score_pairs(
+            self.model, list(map(self._finished, pairs)), micro_batch_size, self.template.tokenizer.pad_token_id
+        )
+
+    def _finished(self, pair: Preference) -> Preference:
+        chosen, rejected = (self._side(side) for side in (pair.chosen, pair.rejected))
+        return replace(pair, chosen=chosen, rejected=rejected)
+
+    def _side(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        ending = self.template.ending
+        whole = ids[-len(ending) :] == ending and ending != self.reading.ending  # a response that was cut has none
+        return (*self.reading.finished(ids, len(ending)),) if whole else ids
+
+
+def _score_source(name: str, reader: Reader, source: Encoded, options: EvaluateRewardConfig) -> SourceScores:
     items = source.dataset[:]
-    scores = score_pairs(model, items, options.micro_batch_size, pad_id)
+    scores = reader.scores(items, options.micro_batch_size)
     nonfinite = int((~scores.isfinite()).any(1).sum())
     if nonfinite:
         raise NonFiniteError(
@@ -181,7 +208,7 @@ def _score_source(
     for change, (numbers, pairs) in source.reformatted.items():
         before = [items[number] for number in numbers]
         changed = [[x.chosen != y.chosen, x.rejected != y.rejected] for x, y in zip(before, pairs, strict=True)]
-        after = score_pairs(model, pairs, options.micro_batch_size, pad_id)
+        after = reader.scores(pairs, options.micro_batch_size)
         sides = torch.tensor(changed, dtype=torch.bool).view(-1, 2)
         reformatted[change] = Reformatted(torch.tensor(numbers, dtype=torch.long), sides, after)
     elements = source.dataset.elements

@@ -22,6 +22,7 @@ from rlhf.engine.training import Engine, shards_of
 from rlhf.models import adapter_files, sequence_parallel
 from rlhf.models.load import Loading, load_causal_lm, set_dropout
 from rlhf.models.policy import ActorCritic
+from rlhf.models.reading import set_reading
 from rlhf.models.scalar import (
     HEAD,
     RatedModel,
@@ -34,6 +35,7 @@ from rlhf.models.scalar import (
     score_separately,
 )
 from rlhf.supervised.runner import Supervised
+from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
 from rlhf.types import Metrics, length_groups
 from step2_reward.config import STAGE, RewardConfig
@@ -142,6 +144,7 @@ class RewardModelling:
         dtype = compute_dtype(config, collectives.local_device())
         rows = sample_rows(data.train, config.seed, adapters.START_TOKENS)
         model = new_model(config, model_path, dtype, id_count(tokenizer), rows)
+        set_reading((model.lm if isinstance(model, ActorCritic) else model.backbone).config, Template(tokenizer))
         rates = {} if config.head_learning_rate is None else {HEAD: config.head_learning_rate}
         if rates and config.learning_rate == 0:  # no gradients of what would not change
             for name, weight in model.named_parameters():

@@ -143,9 +143,10 @@ class RowEncoder:
 
     def _preferences(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         sides = [self._responses(rows), self._rejected(rows)]
+        rest = list(self.template.ending[1:])  # a score is read where the template's text ends
         for row, prompt, chosen, rejected in zip(rows, self._prompt_ids(rows), *sides, strict=True):
             try:
-                yield self._preference(row, prompt, chosen, rejected)
+                yield self._preference(row, prompt, chosen + rest, rejected + rest)
             except Unusable as reason:
                 yield str(reason)
 

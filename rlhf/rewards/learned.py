@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf import console
 from rlhf.config import Config as Base
 from rlhf.engine import frozen
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.models.load import Loading, context_length, load_config
+from rlhf.models.reading import Reading, compare, describe, reading_of
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_statistics, scores
 from rlhf.rewards import Context, Source
 from rlhf.storage.manifests import resolve_model_path
@@ -49,10 +51,15 @@ def build(config: Config, context: Context) -> Source:
     statistics = score_statistics(model_path) if config.normalize else None
     limit = context_length(model.backbone.config)
     policy, template = Template(context.tokenizer), Template(tokenizer)
+    reading = reading_of(model_path, template)
     engine = FrozenEngine(model, context.model_options, context.dtype)
+    _say_reading(model_path, reading, template, engine, context)
 
     def score(samples: Samples) -> Tensor:
-        sequences = samples.rollout.sequences if same_tokenizer else _retokenized(samples, policy, template, limit)
+        if same_tokenizer:
+            sequences = finished_sequences(samples.rollout, reading, tokenizer.eos_token_id, limit)
+        else:
+            sequences = _retokenized(samples, policy, template, reading, limit)
         longest = int(sequences.lengths.max())
         if longest > limit:
             raise UserError(
@@ -98,14 +105,43 @@ def _too_long(path: str, limit: int, prompt: Sequence[Message], tokens: int) -> 
     )
 
 
-def _retokenized(samples: Samples, policy: Template, template: Template, limit: int) -> Sequences:
+def _say_reading(path: str, reading: Reading, template: Template, engine: FrozenEngine, context: Context) -> None:
+    """Say where a reward model is read that is not read where ours are. Sharded weights are compared with nothing."""
+    line = describe(path, reading, template.tokenizer)
+    if line is None:
+        return
+    if reading.foreign and context.model_options.zero_stage != 3:
+        with engine.inference() as model:
+            line += compare(path, path, model, reading, template)
+    console.say(line)
+
+
+def finished_sequences(rollout: SampledRollout, reading: Reading, eos: int, limit: int) -> Sequences:
+    """The prompts and responses of a rollout as the reward model has learned to read them.
+
+    A response that has ended gets the model's ending in place of the token that it ended in, if there is room in
+    `limit` tokens; a response that was cut stays as it is.
+    """
+    responses, ended = rollout.response_tokens(), rollout.ended.tolist()
+    if reading.ending == (eos,) and all(ids[-1] == eos for ids, end in zip(responses, ended, strict=True) if end):
+        return rollout.sequences
+    rows = []
+    for prompt, mask, response, end in zip(rollout.prompt_ids, rollout.prompt_mask, responses, ended, strict=True):
+        ids = prompt[mask].tolist()
+        finished = reading.finished(response, 1) if end else response
+        rows.append([*ids, *(finished if len(ids) + len(finished) <= limit else response)])
+    return _padded(rows)
+
+
+def _retokenized(samples: Samples, policy: Template, template: Template, reading: Reading, limit: int) -> Sequences:
     """The samples encoded with another tokenizer and template than the `policy`'s, each at most `limit` tokens; a
-    response that was cut gets no EOS. A thought is scored if the template writes thoughts."""
+    response that was cut gets no ending. A thought is scored if the template writes thoughts."""
     rollout: SampledRollout = samples.rollout
     rows = []
     for row, tokens, ended in zip(rollout.rows, rollout.response_tokens(), rollout.ended.tolist(), strict=True):
-        response_ids = template.scored_ids(row, policy.answer(tokens))
-        fitted = fit_sequence(template, row, response_ids if ended else response_ids[:-1], limit)
+        # The end may be an ordinary token of a list in the policy's config, which decoding would show.
+        ids = template.scored_ids(row, policy.answer(tokens[:-1] if ended else tokens))
+        fitted = fit_sequence(template, row, reading.finished(ids, 1) if ended else ids[:-1], limit)
         if fitted is None:
             raise _too_long(
                 str(template.tokenizer.name_or_path),
@@ -114,7 +150,12 @@ def _retokenized(samples: Samples, policy: Template, template: Template, limit: 
                 len(template.prompt_ids(row.prompt, row.variables)),
             )
         rows.append(fitted)
+    return _padded(rows)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Sequences:
+    """Right-padded rows, which end where they are read."""
     width = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
     return Sequences(ids, mask, torch.zeros_like(mask))

@@ -291,6 +291,26 @@ class Template:
         return (str(self.tokenizer.eos_token),)
 
     @cached_property
+    def ending(self) -> tuple[int, ...]:
+        """The ids after a response's content in a whole dialogue: EOS, and what the template writes after it; without
+        padding at the end, which a sequence classifier does not read."""
+        ids = self.written_ending(self.tokenizer.pad_token_id)
+        eos = int(self.tokenizer.eos_token_id)
+        return ids if ids[:1] == (eos,) else (eos,)
+
+    def written_ending(self, pad_token_id: int | None) -> tuple[int, ...]:
+        """The same as the template writes it: without EOS if it writes none. pad_token_id: of the model that reads"""
+        try:
+            _, after = turn_frame(self.tokenizer)
+        except UserError:  # a template for single prompts
+            return (int(self.tokenizer.eos_token_id),)
+        before, eos, rest = after.partition(str(self.tokenizer.eos_token))
+        ids = self.encode_many([after if before.strip() else eos + rest or after], split=False)[0]
+        while ids and ids[-1] == pad_token_id:
+            ids.pop()
+        return tuple(ids)
+
+    @cached_property
     def frame(self) -> tuple[str, str]:
         """What the template writes between the prompt and an assistant's content, and after that content to the end."""
         before, after = turn_frame(self.tokenizer)

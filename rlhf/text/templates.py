@@ -133,7 +133,7 @@ def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
         lines.append(_fixed_time())
     prefix = "".join(lines)
     # A text after the last tag keeps the template's first line break, which Jinja would drop.
-    return template if not lines or template.startswith(prefix) else f"{prefix}{{{{ '' }}}}{template}"
+    return template if not lines or prefix in template else f"{prefix}{{{{ '' }}}}{template}"
 
 
 def _literal(value: Any) -> str:

@@ -113,7 +113,12 @@ def prepare_tokenizer(
     except UserError as error:
         raise UserError(f"--chat-template {chat_template}: {error}") from None
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    make_eos(tokenizer, turn_end(tokenizer) or tokenizer.eos_token)
+    end = turn_end(tokenizer) or str(tokenizer.eos_token)
+    if end != tokenizer.eos_token and re.search(r"\beos_token\b", tokenizer.chat_template):  # it means the former one
+        tokenizer.chat_template = (
+            f"{{% set eos_token = {tokenizer.eos_token!r} %}}{{{{ '' }}}}{tokenizer.chat_template}"
+        )
+    make_eos(tokenizer, end)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = _choose_pad(tokenizer, ends | {tokenizer.eos_token_id})
     return tokenizer
