@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 
 from data.build.mixture import open_origin, parse_data_path
-from data.build.report import REQUIRED, count_outcomes, text_hint
+from data.build.report import REQUIRED, count_outcomes, opening_hint, text_hint
 from data.build.split import PHASES
 from data.config import DataOptions
 from data.dataset import PhaseData
@@ -50,4 +50,5 @@ def require_rows(opened: PhaseData, options: DataOptions, batch_size: int, ranks
         f"to train on and {held_out} held out, of {sum(source['rows'] for source in sources)} rows ({counts}); "
         f"expected at least {batch_size} (one batch) and {ranks}; add rows, or lower --batch-size"
         + text_hint(opened.report)
+        + opening_hint(opened.report)
     )

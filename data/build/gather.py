@@ -17,7 +17,7 @@ from data.build.mixture import Origin, origins_of_other_phases
 from data.build.owners import PromptOwners, unusable_reason
 from data.build.split import PHASES, group_digest, share_of_points, text_digest
 from data.config import DataOptions
-from data.read.columns import ATTRIBUTE_RATINGS
+from data.read.columns import ATTRIBUTE_RATINGS, first_user_text
 from data.read.contract import STORED_AS_TEXT
 from data.read.records import Phase, Skipped
 from rlhf.errors import UserError
@@ -31,6 +31,9 @@ MAX_BAD_ROWS = 1000
 
 ROWS_PER_STREAMED_ROW = 2
 """rows that are read of a stream for each training row, because some are dropped"""
+
+ONE_GROUP_SHARE = 0.9
+"""share of the rows in one group from which on the group is named as the cause of an empty split"""
 
 MALFORMED = "malformed"
 OTHER_PHASE = "of another phase's share"
@@ -57,6 +60,20 @@ class RowCounts:
     """outcome -> rows; each row has one outcome"""
     bad: list[str] = field(default_factory=list)
     """error messages of malformed rows"""
+    first: tuple[int, str] | None = None
+    """of the first row that could be read: the digest of its group, and its first user message"""
+    like_first: int = 0
+    """rows with the group of the first row"""
+
+    def add_group(self, group: int, row: Row) -> None:
+        self.first = self.first or (group, first_user_text(row.prompt))
+        self.like_first += group == self.first[0]
+
+    @property
+    def one_opening(self) -> str:
+        """The first user message that nearly all rows share, by which they are one group; else empty."""
+        count, (_, text) = self.rows, self.first or (0, "")
+        return text if count > 1 and self.like_first >= ONE_GROUP_SHARE * count else ""
 
     def add(self, reason: str, count: int = 1) -> None:
         if count:
@@ -110,6 +127,7 @@ def gather(
             limit = StreamLimit(origin, options, phase)
             for row in _valid_rows(origin, phase, options, row_counts, divide):
                 share, group, point = _assign_share(row, origin, phase, options, owners)
+                row_counts.add_group(group, row)
                 excluded = own_data_only and share == "evaluation" and origin.use != "evaluation"
                 reason = HELD_OUT if excluded else unusable_reason(row, phase)
                 row_counts.useful += not reason

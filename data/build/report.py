@@ -9,7 +9,7 @@ import numpy as np
 
 from data.build.gather import OTHER_PHASE, GatheredRows
 from data.build.mixture import Origin, hub_id, licence
-from data.build.split import PHASES
+from data.build.split import OWN_GROUP, PHASES
 from data.build.store import read_items
 from data.config import DataOptions
 from data.read.records import Phase
@@ -64,6 +64,7 @@ def make_report(
             "rows": row_counts.rows,
             "outcomes": dict(row_counts.outcomes),
             "bad": row_counts.bad,
+            "one_opening": row_counts.one_opening,
         }
         for origin, row_counts in zip(origins, rows.counts, strict=True)
     ]
@@ -149,6 +150,17 @@ def text_hint(report: dict[str, Any]) -> str:
     )
 
 
+def opening_hint(report: dict[str, Any]) -> str:
+    """The cause where nearly all rows begin with one user message, to be added to an error; else nothing."""
+    return "".join(
+        f"; nearly all rows of {source['data_path']} begin with the user message {source['one_opening'][:60]!r}, and "
+        "dialogues with one first message are never divided: make it a system message, or add a column "
+        f"{OWN_GROUP} with a number or text for each dialogue"
+        for source in report["sources"]
+        if source["one_opening"]
+    )
+
+
 def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -> None:
     """Raises: UserError if no row is left for training or evaluation, or too many rows were dropped."""
     data_paths = ", ".join(source["data_path"] for source in report["sources"])
@@ -162,7 +174,7 @@ def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -
                 f"expected rows with {REQUIRED[phase]}; add some, or change "
                 f"--data-split ({','.join(f'{share:g}' for share in options.data_split)}), "
                 f"--eval-fraction ({options.eval_fraction:g}), --max-length ({options.max_length}) or "
-                f"--max-prompt-length ({options.max_prompt_length}){text_hint(report)}"
+                f"--max-prompt-length ({options.max_prompt_length}){text_hint(report)}{opening_hint(report)}"
             )
     empty = {reason: count for reason, count in count_outcomes(report).items() if reason in EMPTY_OUTCOMES}
     train = report["train"]

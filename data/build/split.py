@@ -17,6 +17,8 @@ from data.read.records import Phase
 from rlhf.types import Row
 
 PHASES: tuple[Phase, ...] = ("sft", "reward", "ppo")
+OWN_GROUP = "split_group"
+"""the column that names the group of a row: rows of one group are in one share"""
 WORDS = re.compile(r"\w+")
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 ASCII_WORDS = b" " * 48 + b"0123456789" + b" " * 7 + LETTERS + b"    _ " + LETTERS + b" " * 133
@@ -49,15 +51,18 @@ def phase_of_point(point: int, shares: Sequence[float]) -> Phase:
 
 
 def group_of(row: Row) -> str:
-    """The text that decides the split: the row's group, else the first user message, the prompt, or the response.
+    """The text that decides the split: the row's column `split_group`, its group, the first user message, what else is
+    said in its prompt, the response, or the system message.
 
     So a dialogue and its continuations are one group. Texts that differ only in case, spaces, punctuation or Unicode
     form (NFKC) are equal.
     """
-    text = row.group if row.group.strip() else first_user_text(row.prompt)
-    if not text.strip():
-        prompt = " ".join(message.content for message in row.prompt)
-        text = prompt if prompt.strip() else row.response or ""
+    own = row.columns.get(OWN_GROUP)
+    said = " ".join(message.content for message in row.prompt if message.role != "system")
+    system = " ".join(message.content for message in row.prompt if message.role == "system")
+    named = str(own) if isinstance(own, str | int) else ""
+    texts = (named, row.group, first_user_text(row.prompt), said, row.response or "", system)
+    text = next((text for text in texts if text.strip()), "")
     return normalise(text)
 
 

@@ -24,7 +24,7 @@ from data.read.dialogues import (
     with_system_message,
 )
 from data.read.records import Record, Unusable, column_names, read_text
-from data.read.table import Labelled, Parsed, Ranked
+from data.read.table import Labelled, Parsed, Ranked, Unanswered
 from rlhf.errors import UserError
 from rlhf.text.messages import short_json
 from rlhf.types import Message, Row
@@ -300,15 +300,21 @@ def _read_labelled(shape: Shape, record: Record, location: str, extra: dict[str,
     return Labelled(row.prompt, row.response, good, row.group, row.columns)
 
 
-def _read_conversation(column: str, record: Record, location: str, extra: dict[str, Any]) -> Row:
+def _read_conversation(column: str, record: Record, location: str, extra: dict[str, Any]) -> Row | Unanswered:
     turns = with_system_message(record, read_dialogue(record, column, location), location)
     group = first_user_text(turns)
-    if turns[-1].role != "assistant":
-        return Row(as_prompt(turns), None, None, group, extra)
     # What follows the last learned turn is no context of anything.
     answers = [i for i, turn in enumerate(turns) if turn.role == "assistant" and turn.learned]
-    last = answers[-1] if answers else len(turns) - 1
-    answer, weight = turns[last], float(bool(answers))
+    if turns[-1].role == "assistant":
+        last, weight = (answers or [len(turns) - 1])[-1], float(bool(answers))
+        return _answered(turns, last, group, extra, weight)
+    whole = Row(as_prompt(turns), None, None, group, extra)
+    return Unanswered(whole, _answered(turns, answers[-1], group, extra)) if answers else whole
+
+
+def _answered(turns: tuple[Message, ...], last: int, group: str, extra: dict[str, Any], weight: float = 1.0) -> Row:
+    """A dialogue up to its turn number `last`, which is the response."""
+    answer = turns[last]
     return Row(turns[:last], answer.content, None, group, extra, response_keys=answer.keys, weight=weight)
 
 

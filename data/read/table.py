@@ -40,7 +40,17 @@ class Labelled:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-Parsed = Row | Ranked | Labelled | list[Row]
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """A dialogue that ends in the user's turn after an answer, such as a word of thanks."""
+
+    whole: Row
+    """a prompt that ends there"""
+    answered: Row
+    """its last answer, and what came before"""
+
+
+Parsed = Row | Ranked | Labelled | Unanswered | list[Row]
 """what the `parse` of an adapter returns for one record"""
 
 
@@ -48,8 +58,8 @@ def phase_rows(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row 
     """The rows of one phase.
 
     Rows pass unchanged. Ranked responses give the best one (sft), all pairs of different rating (reward) or the prompt
-    (ppo). Labelled responses give the good ones (sft), pairs of a good and a bad one to the same prompt (reward) or the
-    prompts (ppo).
+    (ppo). A dialogue that ends in the user's turn gives its last answer (sft), or is a prompt. Labelled responses give
+    the good ones (sft), pairs of a good and a bad one to the same prompt (reward) or the prompts (ppo).
     """
     pairs = _LabelPairs()
     for number, item in enumerate(items):
@@ -57,6 +67,8 @@ def phase_rows(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row 
             yield item
         elif isinstance(item, Ranked):
             yield from ranked_rows(item, phase, f"{number}")
+        elif isinstance(item, Unanswered):
+            yield item.answered if phase == "sft" else item.whole
         elif isinstance(item, Labelled):
             yield from pairs.add(item) if phase == "reward" else _labelled_row(item, phase)
         elif item:

@@ -9,13 +9,14 @@ reward functions: with `files,shape=prompt,prompt=question:PATH` the answers go 
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from pydantic import field_validator
 
 from data.read.paths import TableConfig, open_path
 from data.read.records import Record, column_names
 from data.read.shapes import SHAPES, match_shape
-from data.read.table import Parsed, Table
+from data.read.table import Parsed, Table, Unanswered
 from rlhf.config import suggest
 from rlhf.errors import UserError
 from rlhf.text.messages import KWARGS, row_variables
@@ -123,13 +124,16 @@ def parse(record: Record, location: str, options: ColumnOptions = DEFAULT_COLUMN
     extra = {column: record[column] for column in match.extra}
     variables, weight = row_variables(extra, location)
     row = match.shape.read(record, location, extra)
+    common: dict[str, Any] = {"variables": variables, "location": location}
+    if isinstance(row, Unanswered):
+        return Unanswered(*(replace(part, **common, weight=weight) for part in (row.whole, row.answered)))
     if not isinstance(row, Row):
         if variables or weight != 1:
             raise UserError(
                 f"{location}: got tools, {KWARGS} or a weight, expected them only beside one response or a pair"
             )
         return row
-    return replace(row, variables=variables, weight=weight * row.weight, location=location)
+    return replace(row, **common, weight=weight * row.weight)
 
 
 def _rename(record: Record, location: str, options: ColumnOptions) -> Record:

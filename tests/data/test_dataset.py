@@ -267,3 +267,46 @@ def test_nothing_usable(
 def test_impossible_shares(split: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match=r"three shares|a finite number"):
         DataOptions(data_split=split)
+
+
+# --- dialogues that begin or end alike
+
+
+def dialogue(*turns: str) -> dict[str, Any]:
+    """The template writes nothing between two contents, so each ends in a space."""
+    return {"messages": [dict(zip(("role", "content"), f"{turn} ".split(": "), strict=True)) for turn in turns]}
+
+
+def test_a_dialogue_that_ends_in_thanks_has_a_last_answer(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    """Fine-tuning learns it; PPO responds to the whole."""
+    row = dialogue("user: w1", "assistant: w2", "user: w3", "assistant: w4", "user: w5")
+    learned = one_item(tmp_path, plain, "sft", row)
+    assert isinstance(learned, Demonstration)
+    assert learned.ids == (BOS, *ids(1, 2, 3, 4), EOS) and learned.spans == ((4, 6),)
+    prompt = one_item(tmp_path, plain, "ppo", row)
+    assert isinstance(prompt, Prompt) and prompt.ids == (BOS, *ids(1, 2, 3, 4, 5))
+
+
+def opened_lengths(tmp_path: Path, plain: PreTrainedTokenizerBase, rows: Iterable[dict[str, Any]]) -> tuple[int, int]:
+    path = write(tmp_path / "x.jsonl", rows)
+    opened = open_datasets(DataOptions(data_path=path, data_split=(1, 0, 0), eval_fraction=0.2), Recipe("sft"), plain)
+    return len(opened.train), len(opened.evaluation)
+
+
+def test_one_opening_of_all_rows_is_named_and_its_cure_works(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    rows = [dialogue("user: w1 w2", "assistant: w3", f"user: w{i}", f"assistant: w{i + 1}") for i in range(4, 64)]
+    with pytest.raises(UserError, match=r"begin with the user message 'w1 w2 '.*system message.*split_group"):
+        opened_lengths(tmp_path, plain, rows)
+    numbered = [row | {"split_group": i} for i, row in enumerate(rows)]
+    as_system = [{"messages": [{"role": "system", "content": "w1 w2"}, *row["messages"][2:]]} for row in rows]
+    for cured in (numbered, as_system):
+        train, held_out = opened_lengths(tmp_path, plain, cured)
+        assert train + held_out == 60 and 4 <= held_out <= 24  # 12 expected, standard deviation 3
+
+
+def test_openings_of_the_assistant_after_one_system_message_are_divided(
+    tmp_path: Path, plain: PreTrainedTokenizerBase
+) -> None:
+    rows = [dialogue("system: w1", f"assistant: w{i}") for i in range(4, 64)]
+    train, held_out = opened_lengths(tmp_path, plain, rows)
+    assert train + held_out == 60 and 4 <= held_out <= 24

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from data.build.split import PHASES
 from data.read.records import Unusable
 from data.read.shapes import SHAPES, Shape, ShapeMatch, match_shape
-from data.read.table import Labelled, Ranked
+from data.read.table import Labelled, Ranked, Unanswered, phase_rows
 from data.sources.files import ColumnOptions, parse
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
@@ -141,7 +142,10 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
         {"prompt": "q", "messages": [ASK, ONE], "text": "Q: q A: good"},
         Row(Q, "good", None, "q", {"prompt": "q", "text": "Q: q A: good"}),
     ),
-    "messages that end with the user": ({"messages": MORE}, Row(LONG, None, None, "q")),
+    "messages that end with the user": (
+        {"messages": MORE},
+        Unanswered(Row(LONG, None, None, "q"), Row(Q, "good", None, "q")),
+    ),
     "messages of an assistant alone": ({"messages": [ONE]}, Row((), "good")),
     "messages with {from, content}": (
         {"messages": [{"from": "user", "content": "q"}, {"from": "assistant", "content": "good"}]},
@@ -256,8 +260,11 @@ def test_columns_determine_the_shape(shape: Shape) -> None:
 
 
 def test_a_conversation_and_its_continuation_are_one_group() -> None:
-    groups = {parse({"messages": turns}, "f:1").group for turns in ([ASK, ONE], MORE, [SYSTEM, *MORE, TWO])}  # type: ignore[union-attr]
-    assert groups == {"q"}
+    dialogues = ([ASK, ONE], MORE, [SYSTEM, *MORE, TWO])
+    rows = [
+        row for phase in PHASES for turns in dialogues for row in phase_rows([parse({"messages": turns}, "f:1")], phase)
+    ]
+    assert len(rows) == 9 and {row.group for row in rows if isinstance(row, Row)} == {"q"}
 
 
 UNUSABLE = (
