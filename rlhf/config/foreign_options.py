@@ -51,6 +51,10 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lora-alpha": ("adapter", _ADAPTER),
     "lora-target-modules": ("adapter", _ADAPTER),
     "use-vllm": ("rollout-backend", "--ppo.rollout-backend vllm"),
+    "max-steps": (
+        "num-train-epochs total-episodes",
+        "a run has as many steps as its rows fill: --max-train-rows limits them, in step 3 --ppo.total-episodes",
+    ),
     "logging-dir": ("output-dir", "numbers are in OUT/step*/metrics.jsonl; --report-to tensorboard adds its files"),
     "log-with": ("report-to", "for example --report-to wandb"),
     "run-name": ("report-to", "--report-to wandb,name=NAME"),

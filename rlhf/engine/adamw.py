@@ -192,6 +192,17 @@ def schedule(options: OptimizerOptions, total_steps: int) -> Callable[[int], flo
     return factor
 
 
+def warmup_warning(options: OptimizerOptions, total_steps: int) -> str | None:
+    """A line for the user if the warm-up is longer than the run, so that it never reaches its learning rate."""
+    warmup = warmup_steps(options, total_steps)
+    if warmup <= total_steps or options.lr_scheduler_type == "constant":
+        return None
+    return (
+        f"warning: --warmup-steps {warmup} is more than the {total_steps} steps of this run, whose rate rises to "
+        f"{total_steps / warmup:.0%} of --learning-rate only; lower it, or use --warmup-ratio"
+    )
+
+
 def warmup_steps(options: OptimizerOptions, total_steps: int) -> int:
     """Steps of the warm-up: as many as the options say, or their share of all steps."""
     if options.warmup_steps is not None:

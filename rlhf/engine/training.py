@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf import console
 from rlhf.config import deepspeed_json, merge
 from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
@@ -28,7 +29,7 @@ from rlhf.distributed.zero3 import (
     zero3_config,
 )
 from rlhf.engine import optimizer_state, optimizers
-from rlhf.engine.adamw import schedule
+from rlhf.engine.adamw import schedule, warmup_warning
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.engine.precision import compute_dtype, with_dtype
 from rlhf.errors import UserError
@@ -73,6 +74,9 @@ class Engine(Generic[M]):
         if options.torch_compile:
             compiling.compile_layers(model)
         o = optimizer_options
+        warning = warmup_warning(o, total_steps)
+        if warning is not None:
+            console.say(f"{title}: {warning}" if title else warning)
         split = options.tensor_parallel_size > 1
         if split:
             tensor_parallel.set_autotp_config(model)

@@ -113,7 +113,8 @@ def test_what_no_library_has_gets_no_answer() -> None:
         ("nproc-per-node", ": here --num-processes; or start with torchrun"),
         ("node-rank", ": here --hostfile; or start with torchrun on every host"),
         ("attn-implementation", ": remove it: sdpa or eager is chosen"),
+        ("max-steps", ": here --num-train-epochs; a run has as many steps as its rows fill: --max-train-rows"),
     ],
 )
-def test_options_of_torchrun_and_of_loading(name: str, line: str) -> None:
-    assert answer(name, ["num-processes", "num-gpus", "hostfile"]).startswith(line)
+def test_options_of_torchrun_loading_and_trainers(name: str, line: str) -> None:
+    assert answer(name, ["num-processes", "num-gpus", "hostfile", "num-train-epochs"]).startswith(line)

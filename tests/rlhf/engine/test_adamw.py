@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from rlhf.config.options import OptimizerOptions
-from rlhf.engine.adamw import MASTER, MasterAdamW, decay_groups, schedule
+from rlhf.engine.adamw import MASTER, MasterAdamW, decay_groups, schedule, warmup_warning
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -141,3 +141,13 @@ def test_warm_up_in_steps_takes_the_place_of_a_share() -> None:
     assert factor(3 + 9) == pytest.approx(0.5)  # three times the warm-up later: sqrt(3 / 12)
     none = OptimizerOptions(lr_scheduler_type="constant_with_warmup", warmup_ratio=0.5, warmup_steps=0)
     assert schedule(none, 100)(0) == 1
+
+
+def test_a_warm_up_longer_than_the_run_is_a_warning() -> None:
+    """Its rate ends at steps / warm-up, as the schedule itself says."""
+    options = OptimizerOptions(lr_scheduler_type="cosine", warmup_steps=50)
+    assert schedule(options, 20)(19) == pytest.approx(0.4)
+    warning = warmup_warning(options, 20)
+    assert warning is not None and "--warmup-steps 50 is more than the 20 steps" in warning and "40%" in warning
+    assert warmup_warning(options, 50) is None
+    assert warmup_warning(OptimizerOptions(lr_scheduler_type="constant", warmup_steps=50), 20) is None
