@@ -6,7 +6,7 @@ Texts are compared by 64-bit digests. Among a million rows, two different texts 
 import re
 import struct
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -51,19 +51,24 @@ def phase_of_point(point: int, shares: Sequence[float]) -> Phase:
 
 
 def group_of(row: Row) -> str:
-    """The text that decides the split: the row's column `split_group`, its group, the first user message, what else is
-    said in its prompt, the response, or the system message.
+    """The text that decides the split: the first of `_group_texts` that is not empty.
 
     So a dialogue and its continuations are one group. Texts that differ only in case, spaces, punctuation or Unicode
     form (NFKC) are equal.
     """
-    own = row.columns.get(OWN_GROUP)
-    said = " ".join(message.content for message in row.prompt if message.role != "system")
-    system = " ".join(message.content for message in row.prompt if message.role == "system")
-    named = str(own) if isinstance(own, str | int) else ""
-    texts = (named, row.group, first_user_text(row.prompt), said, row.response or "", system)
-    text = next((text for text in texts if text.strip()), "")
-    return normalise(text)
+    return normalise(next(filter(str.strip, _group_texts(row)), ""))
+
+
+def _group_texts(row: Row) -> Iterator[str]:
+    """The column `split_group`, the row's group, the first user message, the prompt without the system message, the
+    response, the system message."""
+    named = row.columns.get(OWN_GROUP)
+    yield str(named) if isinstance(named, str | int) else ""
+    yield row.group
+    yield first_user_text(row.prompt)
+    yield " ".join(message.content for message in row.prompt if message.role != "system")
+    yield row.response or ""
+    yield " ".join(message.content for message in row.prompt)
 
 
 def normalise(text: str) -> str:

@@ -77,7 +77,7 @@ def describe(name: str, reading: Reading, tokenizer: PreTrainedTokenizerBase) ->
         )
     if not reading.foreign:
         return None
-    last = repr(tokenizer.decode(reading.ending[-1:])) if reading.ending else "the last token of the response"
+    last = repr(tokenizer.decode(list(reading.ending[-1:]))) if reading.ending else "the last token of the response"
     return (
         f"reward model '{name}' was made elsewhere: read at {last}, where plain transformers reads its template's text"
     )

@@ -143,8 +143,8 @@ def test_the_line_has_both_scores_and_a_difference_is_a_warning(tmp_path: Path) 
     line = reading.compare("it", path, model, how, own)
     assert "warning" not in line and line.count(f"{plain_score(path, reading.PROBE[:1], 'It is four.'):.4g}") == 2
     assert "warning" in reading.compare("it", path, model, reading.Reading(own.ending[:1]), own)
-    said = reading.describe("it", how, own.tokenizer)
-    assert said is not None and "read at '\\n'" in said
+    line = reading.describe("it", how, own.tokenizer)
+    assert line is not None and "read at '\\n'" in line
 
 
 # --- ours
@@ -178,8 +178,8 @@ def test_a_model_of_an_earlier_version_is_read_where_it_was_trained(tmp_path: Pa
     own, _ = prepared(path)
     how = reading.reading_of(path, own)
     assert how.ending == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
-    said = reading.describe("it", how, own.tokenizer)
-    assert said is not None and "train it again" in said
+    line = reading.describe("it", how, own.tokenizer)
+    assert line is not None and "train it again" in line
 
 
 @pytest.mark.parametrize("template", ["human_assistant", "plain"])
