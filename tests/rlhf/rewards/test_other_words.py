@@ -30,6 +30,7 @@ CHAT = (
     "{% for m in messages %}{{ 'w94' if m['role'] == 'user' else 'w95' }} {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}w95 {% endif %}"
 )
+ENDED = CHAT.replace("['content'] }} ", "['content'] }}{% if m['role'] == 'assistant' %} </s>{% endif %} ")
 
 
 def letters() -> PreTrainedTokenizerFast:
@@ -57,9 +58,10 @@ def spelled(responses: tuple[str, ...], ended: tuple[bool, ...]) -> SampledRollo
 
 @torch.no_grad()
 @pytest.mark.parametrize("ended", [(True, True, True), (True, False, False)])
-def test_it_says_of_a_text_what_it_says_of_it_alone(ended: tuple[bool, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [CHAT, ENDED])
+def test_it_says_of_a_text_what_it_says_of_it_alone(ended: tuple[bool, ...], template: str, tmp_path: Path) -> None:
     theirs = tiny.tokenizer(reverse=True)
-    theirs.chat_template = CHAT
+    theirs.chat_template = template
     model = reward_model(tmp_path, theirs, "llama", pad_token_id=theirs.pad_token_id)
     context = Context(letters(), torch.device("cpu"), torch.float32, str(tmp_path), 2)
     s = as_samples(spelled(RESPONSES, ended), letters())
@@ -67,8 +69,8 @@ def test_it_says_of_a_text_what_it_says_of_it_alone(ended: tuple[bool, ...], tmp
     scores = rewards.open_source("learned", context)(s)
     for dialogue, response, end, score in zip(DIALOGUES, RESPONSES, ended, scores.tolist(), strict=True):
         messages = [{"role": m.role, "content": m.content} for m in (*dialogue, Message("assistant", response))]
-        text = str(theirs.apply_chat_template(messages, tokenize=False)).rstrip() + (" </s>" if end else "")
-        ids = theirs(text, return_tensors="pt")["input_ids"]
+        text = str(theirs.apply_chat_template(messages, tokenize=False)).rstrip()
+        ids = theirs(text if end else text.removesuffix(" </s>"), return_tensors="pt")["input_ids"]
         assert score == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
 
 
@@ -79,7 +81,7 @@ def test_a_text_beyond_its_context_loses_the_oldest_of_the_prompt_then_the_end(
 ) -> None:
     """Of two turns `w94 .. w95 .. w94 .. w95 `, with a response of three words and EOS, by hand."""
     theirs = tiny.tokenizer(reverse=True)
-    theirs.chat_template = CHAT
+    theirs.chat_template = ENDED
     model = reward_model(
         tmp_path, theirs, "llama", pad_token_id=theirs.pad_token_id, max_position_embeddings=context_length
     )
