@@ -143,7 +143,8 @@ class Session:
         tokenizer = self.models.tokenizer
         if thought_form(str(tokenizer.chat_template)) == "none":
             return Message("assistant", response.text)
-        return self.models.template.answer(response.rollout.response_tokens()[0])
+        ids = response.rollout.response_tokens()[0]
+        return self.models.template.answer(ids[:-1] if response.ended else ids)
 
     def _continue(self, answer: Message) -> bool:
         turn = self._answered()

@@ -110,7 +110,8 @@ def test_a_model_with_another_tokenizer_gets_the_text_in_its_own_template(tmp_pa
         prompt = [words[i] for i in r.prompt_ids[b][r.prompt_mask[b]].tolist()[1:]]
         response = [words[i] for i in r.response_ids[b][r.mask[b]].tolist()]
         text = ["<s>", "w4", "w5", *prompt, "w6", "w4", "w5", *response]
-        assert ("</s>" in text) == bool(r.ended[b])
+        if r.ended[b]:  # read where the template's text ends, and it writes no end token
+            text[-1] = "w6"
         assert scores[b].item() == pytest.approx(alone(model, [theirs[word] for word in text]), abs=1e-5)
 
 

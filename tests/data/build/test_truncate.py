@@ -50,9 +50,9 @@ def test_a_long_dialogue_is_encoded_a_few_times(
     turns = [Message(turn.role, f"{turn.content} ") for turn in turns]  # plain puts nothing between turns
     calls, encode = [], Template.prompt_ids
 
-    def counted(template: Template, messages: Sequence[Message]) -> list[int]:
+    def counted(template: Template, messages: Sequence[Message], *variables: Any) -> list[int]:
         calls.append(len(messages))
-        return encode(template, messages)
+        return encode(template, messages, *variables)
 
     monkeypatch.setattr(Template, "prompt_ids", counted)
     fitted = fit_prompt(Template(plain), Row((*turns, Message("user", words(5)))), 21, by_tokens=False)

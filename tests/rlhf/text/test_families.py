@@ -79,7 +79,7 @@ def test_prompt_and_target_are_the_dialogue_that_transformers_renders(name: str)
         if name == "glm_4":  # it ends a turn with nothing
             assert (both[:-1], both[-1]) == (whole, template.tokenizer.eos_token_id)
         else:
-            assert both == whole[: len(both)] and rest in ("", "<|end|>")
+            assert both == whole[: len(both)] and rest in ("", "</s>")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
