@@ -22,7 +22,6 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "evaluate-reward": ("step2_reward.evaluate_reward", (), "how well reward models order the pairs of a file"),
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
     "chat": ("rlhf.chain.chat", (), "talk to the policies of a run, compare them, and vote"),
-    "serve": ("rlhf.chain.serve", (), "policies of a run behind an HTTP interface like OpenAI's"),
     "average": ("rlhf.chain.average", (), "one model whose weights are the mean of those of several"),
     "export": ("rlhf.chain.export", (), "a plain model of an adapter, merged into its base model"),
     "push": ("rlhf.hub.push", (), "upload a saved model to the hub"),

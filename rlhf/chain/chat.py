@@ -2,37 +2,30 @@
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rlhf import console
 from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES
-from rlhf.chat.options import ChatOptions, ModelOptions, check_chat
+from rlhf.chat.options import ChatOptions, check_chat
 from rlhf.config import parser
 
 if TYPE_CHECKING:
     from rlhf.chat.run_models import RunModels
-
-Options = TypeVar("Options", bound=ModelOptions)
-Checked = TypeVar("Checked")
 
 NAME = "python -m rlhf chat"
 BY_NAME = {SECTIONS[step]: stage for step, stage in STAGES.items()}
 """the stages by the names of their options"""
 
 
-def open_run(
-    program: str, about: str, options_class: type[Options], check: Callable[[Options], Checked]
-) -> tuple[Options, Checked, "RunModels"]:
-    """The start of `rlhf chat` and `rlhf serve`: the options of the command line, what `check` returns of them, and the
-    models of the run that they name. Raises: UserError."""
-    name = console.program(program)
-    options = parser.parse(options_class, sys.argv[1:], name, about)
-    checked = check(options)
+def open_run() -> tuple[ChatOptions, "RunModels"]:
+    """The options of the command line, and the models of the run that they name. Raises: UserError."""
+    name = console.program(NAME)
+    options = parser.parse(ChatOptions, sys.argv[1:], name, "Talk to the policies of a run.")
+    check_chat(options)
     console.loading(name, sys.argv)
     console.quiet_libraries()
     from rlhf.chat.run_models import run_models  # imported here because it imports torch
@@ -41,12 +34,12 @@ def open_run(
     if run.scoring is None:
         run = replace(run, scoring=reward_models.scoring_of(Path(options.run)))
     console.status("loading the models")
-    return options, checked, run
+    return options, run
 
 
 def main() -> int:
     """Until the person ends the chat. Exit code 2 for a user's mistake."""
-    options, _, run = open_run(NAME, "Talk to the policies of a run.", ChatOptions, check_chat)
+    options, run = open_run()
     from rlhf.chat.session import open_session
 
     session = open_session(options, run)

@@ -1,9 +1,7 @@
-"""Options of `rlhf chat` and `rlhf serve`. Torch-free."""
+"""Options of `rlhf chat`. Torch-free."""
 
 import importlib.util
-import os
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 import tyro
 from pydantic import Field
@@ -13,22 +11,10 @@ from rlhf.config.options import MAX_SEED
 from rlhf.errors import UserError
 
 NONE = "none"
-API_KEY = "RLHF_API_KEY"
-"""environment variable for --api-key, which other users of the machine do not see"""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""addresses that only this machine reaches"""
 
 
-def is_loopback(value: str) -> bool:
-    """Whether a Host or Origin header names this machine: localhost, 127.0.0.1 or [::1], with any port."""
-    try:
-        return urlsplit(value if "://" in value else f"//{value}").hostname in LOOPBACK
-    except ValueError:
-        return False
-
-
-class ModelOptions(Config):
-    """The models of a run, and how they respond."""
+class ChatOptions(Config):
+    """The models of a run, how they respond, and where votes are written."""
 
     run: Annotated[str, tyro.conf.Positional] = ""
     """output directory of a chain, directory of a stage or of a model, hub id or short name"""
@@ -42,11 +28,6 @@ class ModelOptions(Config):
     """auto (the policies' own template), a name such as chatml, or a Jinja file"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """dtype of the models; auto = bf16 on devices that compute it fast, else fp32"""
-
-
-class ChatOptions(ModelOptions):
-    """The policies that answer, and where votes are written."""
-
     policy: str | None = None
     """which policy of the run answers: base, sft, ppo, ppo/best or ppo/ema; by default the last that was trained"""
     compare: tuple[str, ...] = ()
@@ -67,28 +48,10 @@ class ChatOptions(ModelOptions):
     """port of the page, on 127.0.0.1; 0: any free port"""
 
 
-class ServeOptions(ModelOptions):
-    """The policies to serve, and the address."""
-
-    policies: tuple[str, ...] = ()
-    """policies of the run, as of `rlhf chat --policy`, or paths; by default the last that was trained"""
-    host: str = "127.0.0.1"
-    """address to listen on; another than this machine's own needs --api-key"""
-    port: int = Field(8000, ge=0, le=65535)
-    """port to listen on; 0: any free port"""
-    api_key: str | None = Field(None, repr=False)
-    """key that every request must have (Authorization: Bearer KEY); better in the environment as RLHF_API_KEY"""
-
-
-def require_run(options: ModelOptions, verb: str) -> None:
-    """Raises: UserError if no run is named."""
-    if not options.run:
-        raise UserError(f"rlhf {verb}: no run is named; expected the --output-dir of a run, or a model's directory")
-
-
 def check_chat(options: ChatOptions) -> None:
     """Raises: UserError for options that contradict each other, or none where one is needed."""
-    require_run(options, "chat")
+    if not options.run:
+        raise UserError("rlhf chat: no run is named; expected the --output-dir of a run, or a model's directory")
     if options.compare and len(options.compare) != 2:
         raise UserError(
             f"--compare {' '.join(options.compare)}: got {len(options.compare)} policies, expected two; write RUN first"
@@ -101,15 +64,3 @@ def check_chat(options: ChatOptions) -> None:
         raise UserError(f"--votes {options.votes}: expected a .jsonl file")
     if options.web and importlib.util.find_spec("gradio") is None:
         raise UserError('--web: needs Gradio; install it with: pip install "rlhf-pipeline[chat]"')
-
-
-def api_key(options: ServeOptions) -> str | None:
-    """The key of the option or the environment. Raises: UserError for an open address without a key."""
-    require_run(options, "serve")
-    key = options.api_key or os.environ.get(API_KEY) or None
-    if key is None and options.host not in LOOPBACK:
-        raise UserError(
-            f"--host {options.host}: other machines reach this address, and everyone there could use the models; add "
-            f"--api-key KEY or set {API_KEY}, or leave out --host"
-        )
-    return key

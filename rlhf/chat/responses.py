@@ -56,15 +56,9 @@ class Response:
     text: str
     ended: bool
     """it ended with EOS"""
-    stopped: bool
-    """it was cut before a text at which the client wanted it to stop"""
     rollout: SampledRollout
     temperature: float
     """of the log-probs"""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return int(self.rollout.prompt_mask.sum())
 
     @property
     def tokens(self) -> int:
@@ -137,16 +131,11 @@ def load_models(
 class Generation:
     """A response that is sampled while it is iterated over: pieces of its text, then `response`."""
 
-    def __init__(
-        self, models: Models, policy: str, messages: Sequence[Message], sampling: Sampling, stops: Sequence[str] = ()
-    ) -> None:
-        """stops: texts before which the response is cut.
-
-        Raises: TooLong; UserError if the template cannot render the messages.
-        """
+    def __init__(self, models: Models, policy: str, messages: Sequence[Message], sampling: Sampling) -> None:
+        """Raises: TooLong; UserError if the template cannot render the messages."""
         self.policy, self.messages = policy, tuple(messages)
         self.response: Response | None = None
-        self._models, self._stops = models, tuple(stops)
+        self._models = models
         lm = models.policies[policy].lm
         ids = models.template.prompt_ids(messages)
         space = context_length(lm.config) - len(ids)
@@ -169,29 +158,24 @@ class Generation:
         ends = end_ids(lm, m.tokenizer.eos_token_id)
         ids: list[int] = []
         logprobs: list[float] = []
-        shown, stop = "", None
+        shown = ""
         with m.lock:
             sampler = steps(lm, self._prompts, sampling.options, uniform, config)
             try:
                 for step in sampler:
                     ids.append(int(step.tokens))
                     logprobs.append(float(step.logprobs))
-                    text = template.settled_text(ids[:-1] if ids[-1] in ends else ids)
-                    stop = first_stop(text, self._stops)
-                    settled = text[: stop if stop is not None else len(text) - overlap(text, self._stops)]
+                    settled = template.settled_text(ids[:-1] if ids[-1] in ends else ids)
                     if len(settled) > len(shown):
                         yield settled[len(shown) :]
                         shown = settled
-                    if stop is not None or ids[-1] in ends:
+                    if ids[-1] in ends:
                         break
             finally:
                 sampler.close()  # restores the layers if the response was cut
         text = template.response_text(ids[:-1] if ids[-1] in ends else ids)
-        stop = first_stop(text, self._stops)
-        text = text[:stop]
         rollout = self._rollout(ids, logprobs, ends)
-        ended = stop is None and bool(rollout.ended)
-        self.response = Response(text, ended, stop is not None, rollout, sampling.options.temperature)
+        self.response = Response(text, bool(rollout.ended), rollout, sampling.options.temperature)
         if len(text) > len(shown):
             yield text[len(shown) :]
 
@@ -206,14 +190,3 @@ class Generation:
                 pass
         assert self.response is not None
         return self.response
-
-
-def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of the stops begins in the text; None if it has none of them."""
-    positions = [position for stop in stops if (position := text.find(stop)) >= 0]
-    return min(positions, default=None)
-
-
-def overlap(text: str, stops: Sequence[str]) -> int:
-    """The number of characters at the end of the text with which one of the stops may begin."""
-    return max((size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])), default=0)

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import gradio as gr
 from starlette.datastructures import Headers
@@ -20,7 +21,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf import console
-from rlhf.chat.options import ChatOptions, is_loopback
+from rlhf.chat.options import ChatOptions
 from rlhf.chat.session import Session, Turn, pieces
 from rlhf.chat.votes import Preference
 from rlhf.engine.nonfinite import NonFiniteError
@@ -198,6 +199,14 @@ def build(session: Session, options: ChatOptions) -> Any:
     return blocks
 
 
+def is_own(origin: str) -> bool:
+    """Whether an Origin names this machine, with any port."""
+    try:
+        return urlsplit(origin).hostname in HOSTS
+    except ValueError:
+        return False
+
+
 class OwnPagesOnly:
     """Refuses requests that a page of another site sends (a browser names the site in Origin), and files: the page has
     no use for them, and Gradio would store any number."""
@@ -209,7 +218,7 @@ class OwnPagesOnly:
         origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
         if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
             await PlainTextResponse("the page takes no files", 403)(scope, receive, send)
-        elif origin is None or is_loopback(origin):
+        elif origin is None or is_own(origin):
             await self.app(scope, receive, send)
         else:
             await PlainTextResponse("Origin: expected this machine (localhost)", 403)(scope, receive, send)

@@ -1,13 +1,17 @@
 """docs/chat.md: its commands, on a run of tiny models: people vote, and the next reward model learns the votes."""
 
 import contextlib
+import importlib.util
 import json
+import os
 import random
 import re
-import runpy
 import shlex
+import socket
+import subprocess
 import sys
-import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,8 @@ import torch
 
 from rlhf import cli, console, errors
 from rlhf.chat import session as sessions
-from rlhf.chat.options import ChatOptions, ServeOptions
-from rlhf.chat.server import Server
+from rlhf.chat.options import ChatOptions
+from rlhf.chat.responses import Generation, Sampling
 from rlhf.config import parser
 from rlhf.models.scalar import load_scalar_model, scores
 from rlhf.text.dialogues import Template
@@ -95,7 +99,7 @@ def rlhf(patch: pytest.MonkeyPatch, command: str, *more: str) -> None:
 
 @pytest.mark.long
 def test_from_a_chat_to_the_next_reward_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    single, compare, web, reward, serve = commands()
+    single, compare, web, reward = commands()
     Person(monkeypatch)
     rlhf(monkeypatch, single, "--dtype", "fp32")
     rlhf(monkeypatch, compare, "--dtype", "fp32", "--response-length", "24", "--seed", "0")
@@ -111,7 +115,6 @@ def test_from_a_chat_to_the_next_reward_model(folder: Path, monkeypatch: pytest.
     assert agreement(folder / "runs/round1/step2_reward/model", labelled) > 0.75
     options = parser.parse(ChatOptions, shlex.split(web)[2:], "rlhf chat", "")
     assert options.web and options.compare == ("sft", "ppo")
-    assert parser.parse(ServeOptions, shlex.split(serve)[2:], "rlhf serve", "").policies == ("sft", "ppo")
 
 
 @torch.no_grad()
@@ -131,38 +134,64 @@ def agreement(path: Path, labelled: list[dict[str, Any]]) -> float:
     return right / len(labelled)
 
 
+def answer(url: str, model: str, prompt: str, folder: Path) -> str:
+    """One greedy answer: by ask.py of the page if the client is installed, else by the same request."""
+    if importlib.util.find_spec("openai") is not None:
+        code = re.search(r"```python\n(# ask\.py.*?)```", PAGE, re.DOTALL)[1]  # type: ignore[index]  # there is one
+        for printed, here in {
+            "http://127.0.0.1:8000": url, "Why is the sky blue?": prompt, "seed=1": "temperature=0",
+        }.items():  # fmt: skip
+            assert printed in code
+            code = code.replace(printed, here)
+        (folder / "ask.py").write_text(code)
+        return subprocess.check_output([sys.executable, "ask.py"], cwd=folder, text=True).removesuffix("\n")
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 64, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as reply:
+        return str(json.load(reply)["choices"][0]["message"]["content"])
+
+
 @contextlib.contextmanager
-def background(server: Server) -> Iterator[None]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
+def running(command: str, folder: Path) -> Iterator[str]:
+    """The server of a command line, offline, on a free port. Yields its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = str(Path(sys.executable).with_name("transformers"))
+    words = [program, *shlex.split(command, comments=True)[1:], "--port", str(port), "--device", "cpu"]
+    server = subprocess.Popen(words, cwd=folder, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     try:
-        yield
+        for _ in range(1200):
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                break
+            assert server.poll() is None
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
     finally:
-        server.shutdown()
-        thread.join()
+        server.terminate()
+        server.wait()
 
 
-def test_the_client_of_the_page(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`rlhf serve`, and ask.py with nothing changed but the port."""
-    pytest.importorskip("openai", reason="the client is not installed (extra dev)")
-    program = folder / "ask.py"
-    done: list[str] = []
-
-    def serve_forever(models: Any, options: ServeOptions, key: str | None) -> None:
-        with Server(models, options.model_copy(update={"port": 0}), key) as server, background(server):
-            code = re.search(r"```python\n(# ask\.py.*?)```", PAGE, re.DOTALL)[1]  # type: ignore[index]  # there is one
-            program.write_text(code.replace("http://127.0.0.1:8000/v1", server.url))
-            runpy.run_path(str(program))
-            done.append(server.url)
-
-    monkeypatch.setattr("rlhf.chat.server.serve", serve_forever)
-    rlhf(monkeypatch, commands()[-1], "--dtype", "fp32")
-    assert done and [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["sft", "ppo"]
+@pytest.mark.long
+def test_transformers_serves_a_saved_policy(folder: Path) -> None:
+    """The greedy answers of the page's command are those of `rlhf chat`, which has a sampler of its own."""
+    pytest.importorskip("uvicorn", reason="transformers[serving] is not installed")
+    [command] = re.findall(r"^transformers serve .*$", PAGE, re.MULTILINE)
+    models = chat_runs.loaded(folder / "runs/mine", "ppo")
+    texts = {}
+    for prompt in (f"w{first} w{second}" for first in range(4, 40) for second in (7, 9)):
+        asked = (Message("user", prompt),)
+        response = Generation(models, "ppo", asked, Sampling(0.0, 64, (0,))).finish()
+        texts |= {prompt: response.text} if response.ended else {}  # before the context is full
+    prompt = max(texts, key=lambda each: len(texts[each]))
+    assert len(texts[prompt].split()) > 3
+    with running(command, folder) as url:
+        assert answer(url, "runs/mine/step3_ppo/actor", prompt, folder) == texts[prompt]
 
 
 def test_the_page_names_existing_options() -> None:
-    known = {*parser.option_names(ChatOptions), *parser.option_names(ServeOptions)}
+    known = {*parser.option_names(ChatOptions)}
     foreign = {"model", "data-path", "reward-only-data-path", "output-dir", "prompts"}  # of rlhf reward and rlhf pairs
-    assert set(re.findall(r"--([a-z][a-z-]*)", PAGE)) <= known | foreign
+    served = {"host", "api-key", "share-trunk", "merge"}  # of other programs, of training and of rlhf export
+    assert set(re.findall(r"--([a-z][a-z-]*)", PAGE)) <= known | foreign | served

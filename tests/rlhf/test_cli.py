@@ -30,7 +30,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
     assert rlhf("rewad", "--seed", "1") == (
         2,
         "",
-        message + "preview, report, evaluate, evaluate-reward, pairs, chat, serve, average, export, push\n",
+        message + "preview, report, evaluate, evaluate-reward, pairs, chat, average, export, push\n",
     )
 
 
@@ -40,7 +40,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
         "train": "--ppo.kl-coef", "plan": "--ppo.kl-coef", "sft": "--loss-on", "reward": "--model", "ppo": "--kl-coef",
         "preview": "--phases", "report": "--output", "evaluate": "--prompts", "evaluate-reward": "--formatting-rows",
         "pairs": "--prompts",
-        "chat": "--compare", "serve": "--api-key", "average": "--out", "export": "--merge", "push": "--private",
+        "chat": "--compare", "average": "--out", "export": "--merge", "push": "--private",
     }.items(),
 )  # fmt: skip
 def test_the_help_of_a_verb_names_its_options(verb: str, option: str, rlhf: Run) -> None:

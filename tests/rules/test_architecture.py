@@ -36,7 +36,7 @@ TORCH_FREE = (
     "rlhf.errors", "rlhf.streams", "rlhf.hub.short_names", "rlhf.training.out_of_memory", "rlhf.training.stage_process",
     "rlhf.launch.hosts", "rlhf.launch.launcher", "rlhf.launch.rank_variables",
     "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "data.config",
-    "rlhf.chain.stages", "rlhf.chain.chat", "rlhf.chain.serve", "rlhf.chat.options",
+    "rlhf.chain.stages", "rlhf.chain.chat", "rlhf.chat.options",
     "rlhf.config.declaration", "rlhf.supervised.options", "step2_reward.evaluation_options",
     *(f"{stage}.config" for stage in STAGES),
 )  # fmt: skip

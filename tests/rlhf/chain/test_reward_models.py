@@ -12,7 +12,6 @@ import torch
 from rlhf import rewards
 from rlhf.chain import chat, command, reward_models
 from rlhf.chain.options import chain_config
-from rlhf.chat.options import ChatOptions, check_chat
 from rlhf.chat.session import open_session
 from rlhf.config import parser
 from rlhf.errors import UserError
@@ -65,7 +64,7 @@ def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any, mo
     moved = tuple(f"learned,model=moved/two/reward-{name}/step2_reward" for name in ("safe", "helpful"))
     assert reward_models.scoring_of(Path("moved/two")) == Scoring(moved, "safety", 0.15)
     monkeypatch.setattr(sys, "argv", ["rlhf chat", "moved/two", "--dtype", "fp32"])
-    options, _, opened = chat.open_run("rlhf chat", "", ChatOptions, check_chat)
+    options, opened = chat.open_run()
     session = open_session(options, opened)
     session.ask("tell me about the red fox")
     [measures] = session.measure()

@@ -91,6 +91,15 @@ def test_a_foreign_page_is_refused(served: Any, origin: str | None, status: int)
     assert connection.getresponse().status == status
 
 
+def test_which_origins_are_this_machine() -> None:
+    pytest.importorskip("gradio", reason="Gradio is not installed (extra chat)")
+    from rlhf.chat.web import is_own
+
+    assert all(map(is_own, ["http://localhost", "http://LOCALHOST:9", "http://127.0.0.1:7860"]))
+    foreign = ["http://localhost.evil.example", "http://127.0.0.1.evil.example:80", "http://[::1", "null", ""]
+    assert not any(map(is_own, foreign))
+
+
 @pytest.mark.parametrize("origin", ["http://evil.example", None])
 def test_nobody_can_upload(served: Any, origin: str | None) -> None:
     """A foreign page's request needs no permission of the server before it is sent. The page itself has no files."""
