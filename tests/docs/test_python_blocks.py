@@ -161,6 +161,7 @@ ELSEWHERE = {
     ("tutorial.md", "use_policy.py"),
     ("python.md", "my_run.py"),
     ("chat.md", "ask.py"),
+    ("online_preferences.md", "rounds.py"),
 }
 """run by tests/docs/test_tutorial.py, tests/rlhf/chain/test_api.py and tests/docs/test_chat_page.py"""
 

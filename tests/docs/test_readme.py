@@ -16,7 +16,6 @@ from benchmarks import sft as bench_sft
 from data.preview.command import PreviewConfig
 from rlhf import plugins
 from rlhf.chain import command as train
-from rlhf.chain.average import AverageConfig
 from rlhf.chat.options import ChatOptions
 from rlhf.config import option_names, parser
 from rlhf.evaluation.evaluate import EvaluateConfig
@@ -43,7 +42,6 @@ CONFIGS: dict[str, Any] = {
     "rlhf evaluate": EvaluateConfig,
     "rlhf evaluate-reward": EvaluateRewardConfig,
     "rlhf pairs": PairsConfig,
-    "rlhf average": AverageConfig,
     "rlhf chat": ChatOptions,
     "benchmarks.sft": bench_sft.Options,
     "benchmarks.reward": bench_reward.Options,

@@ -26,11 +26,11 @@ def test_the_usage_names_every_verb(words: tuple[str, ...], rlhf: Run) -> None:
 
 
 def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
-    message = "error: rlhf rewad: no such verb (did you mean 'reward'?); have train, plan, sft, reward, ppo, rounds, "
+    message = "error: rlhf rewad: no such verb (did you mean 'reward'?); have train, plan, sft, reward, ppo, preview, "
     assert rlhf("rewad", "--seed", "1") == (
         2,
         "",
-        message + "preview, report, evaluate, evaluate-reward, pairs, chat, average, export, push\n",
+        message + "report, evaluate, evaluate-reward, pairs, chat, export, push\n",
     )
 
 
@@ -40,7 +40,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
         "train": "--ppo.kl-coef", "plan": "--ppo.kl-coef", "sft": "--loss-on", "reward": "--model", "ppo": "--kl-coef",
         "preview": "--phases", "report": "--output", "evaluate": "--prompts", "evaluate-reward": "--formatting-rows",
         "pairs": "--prompts",
-        "chat": "--compare", "average": "--out", "export": "--merge", "push": "--private",
+        "chat": "--compare", "export": "--merge", "push": "--private",
     }.items(),
 )  # fmt: skip
 def test_the_help_of_a_verb_names_its_options(verb: str, option: str, rlhf: Run) -> None:

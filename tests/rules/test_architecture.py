@@ -80,10 +80,10 @@ MUTATORS = {
     "append", "add", "update", "extend", "insert", "setdefault", "pop", "popitem", "remove", "discard", "clear", "sort",
 }  # fmt: skip
 
-PACKAGES = ("rlhf", "data", *STAGES)
+PACKAGES, OTHERS = ("rlhf", "data", *STAGES), ("tests", "benchmarks", "scripts")
 PRODUCT = [*(path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))), ROOT / "train.py"]
 PRODUCT = [path for path in PRODUCT if path.is_file()]
-PYTHON = [*PRODUCT, *(path for name in ("tests", "benchmarks") for path in sorted((ROOT / name).rglob("*.py")))]
+PYTHON = [*PRODUCT, *(path for name in OTHERS for path in sorted((ROOT / name).rglob("*.py")))]
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".jinja", ".sh", ""}
 
 
@@ -322,7 +322,7 @@ def test_no_comment_promises_work(path: Path) -> None:
 
 def project_texts() -> list[Path]:
     """Files people wrote, in folders the project has; what runs and tools leave behind is not among them."""
-    folders = [ROOT / name for name in (*PACKAGES, "tests", "benchmarks", "configs", "docs", ".ci")]
+    folders = [ROOT / name for name in (*PACKAGES, *OTHERS, "configs", "docs", ".ci")]
     files = [
         *(path for path in ROOT.iterdir() if path.name != ".git"),
         *(path for folder in folders for path in folder.rglob("*")),

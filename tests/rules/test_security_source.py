@@ -13,7 +13,7 @@ from rlhf.config import yaml_files
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rlhf", "data", "step1_sft", "step2_reward", "step3_ppo")
 PRODUCT = [*(path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))), ROOT / "train.py"]
-OTHERS = [path for name in ("tests", "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))]
+OTHERS = [path for name in ("tests", "benchmarks", "scripts") for path in sorted((ROOT / name).rglob("*.py"))]
 
 # Whole modules that only serve to run what they read.
 MODULES = {"cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve", "telnetlib", "ftplib", "xmlrpc"}

