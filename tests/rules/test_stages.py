@@ -12,7 +12,7 @@ from tests.rules.test_architecture import PRODUCT, STAGES, module_name, room, sh
 
 # Rooms and files of rlhf that know stages: the chain; what a wheel contains; what other programs call our options; and
 # a backend, which names the option that chose it.
-KNOW_STAGES = ("rlhf.cli", "rlhf.chain", "rlhf/shipped.py", "rlhf/config/foreign_options.py", "rlhf/generation/vllm.py")
+KNOW_STAGES = ("rlhf.cli", "rlhf.chain", "rlhf/shipped.py", "rlhf/generation/vllm.py")
 
 
 def fields(paths: list[Path], names: str = "") -> set[str]:

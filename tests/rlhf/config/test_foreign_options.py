@@ -7,7 +7,7 @@ import pytest
 
 from rlhf.chain.options import chain_config
 from rlhf.config import Config, option_names, parser
-from rlhf.config.foreign_options import FOREIGN, answer
+from rlhf.config.foreign_options import answer, foreign
 from rlhf.errors import UserError
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -18,44 +18,15 @@ KNOWN = [*option_names(CHAIN)]
 NAMES = {name for config in (CHAIN, SFTConfig, RewardConfig, PPOConfig) for name in option_names(config)}
 
 
-DEEPSPEED_CHAT = """
-step actor-model reward-model actor-zero-stage reward-zero-stage output-dir deployment-type
-data-path data-split sft-only-data-path data-output-path model-name-or-path per-device-train-batch-size
-per-device-eval-batch-size max-seq-len learning-rate weight-decay num-train-epochs gradient-accumulation-steps
-lr-scheduler-type num-warmup-steps seed local-rank gradient-checkpointing dropout offload dtype zero-stage lora-dim
-lora-module-name only-optimize-lora lora-learning-rate compute-fp32-loss enable-tensorboard tensorboard-path
-add-eot-token eot-token print-loss
-num-padding-at-beginning eval-interval eval-iters
-unsupervised-dataset-name unsupervised-dataset-config-name unsup-coef actor-model-name-or-path critic-model-name-or-path
-per-device-generation-batch-size per-device-training-batch-size generation-batches ppo-epochs max-prompt-seq-len
-max-answer-seq-len actor-learning-rate critic-learning-rate actor-weight-decay critic-weight-decay
-preprocessing-num-workers enable-hybrid-engine unpin-actor-parameters release-inference-cache inference-tp-size
-tp-gather-partition-size offload-reference-model offload-reward-model actor-zero-stage critic-zero-stage
-actor-gradient-checkpointing critic-gradient-checkpointing actor-dropout critic-dropout actor-lora-dim
-actor-lora-module-name critic-lora-dim critic-lora-module-name actor-lora-learning-rate critic-lora-learning-rate
-enable-ema enable-mixed-precision-lora align-overflow print-answers print-answers-interval enable-test-mode
-test-stop-step deepspeed deepspeed-config num-gpus
-"""
-"""every option of DeepSpeed-Chat's train.py, e2e_rlhf.py and main.py of the three steps, and those of DeepSpeed"""
-
-
-def test_every_option_of_deepspeed_chat_is_known_or_answered() -> None:
-    """An option that this project has under the same name is accepted; of any other the answer names ours."""
-    accepted = {"local-rank", "deepspeed"}  # without a meaning here
-    for name in set(DEEPSPEED_CHAT.split()) - accepted:
-        ours = [option for option in KNOWN if option.rpartition(".")[2] == name]
-        assert ours or answer(name, KNOWN).startswith((": here --", ": remove it")), name
-
-
 def refusal(config: type[Config], option: str) -> str:
     with pytest.raises(UserError) as refused:
         parser.parse(config, [option, "1"], "program", "what it does")
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", foreign())
 def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
-    ours, note = FOREIGN[name]
+    ours, note = foreign()[name]
     assert set(ours.split()) <= NAMES
     written = {option for option in re.findall(r"--([\w.-]*\w)", note) if option.startswith("ppo.")}
     assert {*re.findall(r"--([\w.-]*\w)", note)} <= NAMES | written and written <= {*KNOWN}
@@ -93,7 +64,7 @@ def test_the_answer_fits_the_program(config: type[Config], option: str, line: st
 def test_a_config_file_gets_the_same_answer(tmp_path: Path) -> None:
     """At the top and in a section."""
     file = tmp_path / "theirs.yaml"
-    for key, option in [*((name, name) for name in FOREIGN), ("sft.cutoff_len", "sft.cutoff-len")]:
+    for key, option in [*((name, name) for name in foreign()), ("sft.cutoff_len", "sft.cutoff-len")]:
         section, _, last = key.rpartition(".")
         entry = f"{last.replace('-', '_')}: 1"
         file.write_text(f"{section}: {{{entry}}}" if section else entry)
