@@ -59,7 +59,7 @@ from step3_ppo.rollout import (
 )
 from step3_ppo.schedule import Schedule, computed_tokens, iterations
 from step3_ppo.update import Learners, update
-from step3_ppo.warnings import Limits, Watch
+from step3_ppo.warnings import Watch
 
 HELD_OUT = 2**20 - 1
 """number of the rollout of held-out responses, which no iteration has"""
@@ -247,7 +247,7 @@ def run(config: Step3Config) -> None:
 
         save_actor, save_critic = _exports(models, config, tokenizer)
         dtype = "fp32" if compute_dtype(config, models.actor.device) == torch.float32 else "bf16"
-        schedule, watch = Schedule(len(prompts), config, config.seed), Watch(Limits(), dtype)
+        schedule, watch = Schedule(len(prompts), config, config.seed), Watch(dtype)
         guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
         observers = {"schedule": schedule, "watch": watch, "guard": guard}
         best = None

@@ -12,68 +12,41 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from pydantic import Field
-
-from rlhf.config import Config
-
 Numbers = dict[str, float]
 Rows = Sequence[Mapping[str, float]]
 """Metrics of every iteration so far, the newest last."""
 
 
-class Limits(Config):
-    """The limits beyond which a metric of step 3 gives a warning."""
+START = 3
+"""iterations at the start; length and entropy are compared with their mean"""
+IN_A_ROW = 3
+"""iterations in a row for which a noisy condition must hold"""
+CRITIC_IN_A_ROW = 15
+"""the same for the critic: the demo's, which starts from the reward model, needs 12"""
+NEGATIVE_KL = -0.1
+"""nats per response"""
+EQUAL_ADVANTAGES = 1e-6
+"""standard deviation of the advantages (before whitening) or of the scores"""
+COLLAPSED = 0.1
+"""held-out distinct pairs of tokens, as a share of those before training"""
+OVER_OPTIMISED = 0.2
+"""held-out score below its best, as a share of its gain"""
 
-    start_iterations: int = Field(3, ge=1)
-    """iterations at the start; length and entropy are compared with their mean"""
-    in_a_row: int = Field(3, ge=1)
-    """iterations in a row for which a noisy condition must hold: negative_kl, clip_fraction, score_follows_length"""
-    first_ratio: float = Field(1e-3, gt=0)
-    """fp32: first_approx_kl, or the std of the first ratio, above this"""
-    first_ratio_low_precision: float = Field(5e-2, gt=0)
-    """the same in bf16 and fp16"""
-    sampling_mismatch: float = Field(1e-3, gt=0)
-    """fp32: mean difference of log-probs between sampling and training above this, nats per token"""
-    sampling_mismatch_low_precision: float = Field(0.2, gt=0)
-    """the same in bf16 and fp16"""
-    negative_kl: float = Field(-0.1, le=0)
-    """mean KL below this, nats per response"""
-    kl_rounding: float = Field(0.0, ge=0)
-    """the KL must also be below minus this, nats per token: the error that rounding can make"""
-    kl: float = Field(10.0, gt=0)
-    """mean KL above this, nats per response"""
-    equal_advantages: float = Field(1e-6, ge=0)
-    """standard deviation of the advantages (before whitening) or of the scores at most this"""
-    critic_error: float = Field(1.0, gt=0)
-    """mean squared error of the critic above this many times the variance of the returns, in critic_in_a_row iterations
-    in a row"""
-    critic_in_a_row: int = Field(15, ge=1)
-    """the demo's critic, which starts from the reward model, needs 12"""
-    advantage_peak: float = Field(0.5, ge=0, le=1)
-    """share of one token in the squares of all advantages above this"""
-    score_at_clip: float = Field(0.5, ge=0, le=1)
-    """share of scores at the reward clip above this"""
-    clip_fraction: float = Field(0.3, ge=0, le=1)
-    """share of tokens on which the policy's clip binds above this"""
-    length_growth: float = Field(2.0, gt=1)
-    """mean response length above this many times that of the start"""
-    length_shrink: float = Field(0.5, gt=0, lt=1)
-    """mean response length below this many times that of the start"""
-    truncated: float = Field(0.95, ge=0, le=1)
-    """share of responses cut before their EOS above this"""
-    score_length_correlation: float = Field(0.7, ge=0, le=1)
-    """correlation of score and response length above this"""
-    repeated_4_grams: float = Field(0.3, ge=0, le=1)
-    """share of 4-grams that occurred earlier in the same response above this"""
-    entropy: float = Field(0.2, gt=0, lt=1)
-    """entropy below this many times that of the start"""
-    distinct_pairs: float = Field(0.1, gt=0, lt=1)
-    """held-out distinct pairs of tokens below this many times those before training"""
-    disagreement: float = Field(2.0, gt=1)
-    """disagreement of the reward models above this many times that of the start, while the score is higher"""
-    over_optimisation: float = Field(0.2, ge=0)
-    """held-out score below its best, twice in a row, by more than this share of its gain and more than its 95 %
-    interval"""
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How far two passes of one policy may differ in a dtype."""
+
+    first_ratio: float
+    """first_approx_kl, or the std of the first ratio"""
+    sampling_mismatch: float
+    """mean difference of log-probs between sampling and training, nats per token"""
+    kl: float
+    """the error of a KL, nats per token: KL(pi_s, pi_t) is half the square of the ratio's std"""
+
+
+FP32, LOW_PRECISION = Rounding(1e-3, 1e-3, 0.0), Rounding(5e-2, 0.2, 5e-2**2 / 2)
+"""LOW_PRECISION: bf16 and fp16"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +64,16 @@ class Rule:
 
     name: str
     needs: tuple[str, ...]
-    condition: Callable[[Limits, Rows], Numbers | None]
+    condition: Callable[[Rounding, Rows], Numbers | None]
     advice: str
 
 
 class Watch:
     """The iterations so far, and the conditions that hold."""
 
-    def __init__(self, limits: Limits, dtype: str = "fp32") -> None:
+    def __init__(self, dtype: str = "fp32") -> None:
         """dtype: fp32, bf16 or fp16, in which the policy computes."""
-        if dtype != "fp32":
-            std = limits.first_ratio_low_precision  # of the ratio; KL(pi_s, pi_t) is half its square
-            low = {"first_ratio": std, "kl_rounding": std * std / 2}
-            low["sampling_mismatch"] = limits.sampling_mismatch_low_precision
-            limits = limits.model_copy(update=low)
-        self._limits = limits
+        self._rounding = FP32 if dtype == "fp32" else LOW_PRECISION
         self._rows: list[Mapping[str, float]] = []
         self._holding: set[str] = set()
 
@@ -116,7 +84,7 @@ class Watch:
         for rule in RULES:
             if not all(name in metrics for name in rule.needs):
                 continue
-            numbers = rule.condition(self._limits, self._rows)
+            numbers = rule.condition(self._rounding, self._rows)
             if numbers is None:
                 self._holding.discard(rule.name)
             elif rule.name not in self._holding:
@@ -135,19 +103,22 @@ class Watch:
 # --- conditions: the numbers to show if they hold for the newest row
 
 
-def _above(name: str, limit: str, limits: Limits, rows: Rows) -> Numbers | None:
-    value, most = rows[-1][name], getattr(limits, limit)
-    return {name: value, "limit": most} if value > most else None
+def _above(name: str, limit: float, _: Rounding, rows: Rows) -> Numbers | None:
+    value = rows[-1][name]
+    return {name: value, "limit": limit} if value > limit else None
 
 
-def _above_in_a_row(name: str, limit: str, limits: Limits, rows: Rows, count: str = "in_a_row") -> Numbers | None:
-    return _in_a_row(name, getattr(limits, limit), operator.gt, getattr(limits, count), rows)
+def _above_in_a_row(name: str, limit: float, count: int, _: Rounding, rows: Rows) -> Numbers | None:
+    return _in_a_row(name, limit, operator.gt, count, rows)
 
 
-def _negative_kl(limits: Limits, rows: Rows) -> Numbers | None:
-    newest = rows[-limits.in_a_row :]
-    limit = limits.negative_kl - limits.kl_rounding * max(row.get("response_length", 0.0) for row in newest)
-    return _in_a_row("kl", limit, operator.lt, limits.in_a_row, rows)
+def _sampling_mismatch(rounding: Rounding, rows: Rows) -> Numbers | None:
+    return _above("sampling_mismatch", rounding.sampling_mismatch, rounding, rows)
+
+
+def _negative_kl(rounding: Rounding, rows: Rows) -> Numbers | None:
+    limit = NEGATIVE_KL - rounding.kl * max(row.get("response_length", 0.0) for row in rows[-IN_A_ROW:])
+    return _in_a_row("kl", limit, operator.lt, IN_A_ROW, rows)
 
 
 def _in_a_row(
@@ -159,44 +130,43 @@ def _in_a_row(
     return {name: newest[-1][name], "limit": limit, "iterations": count}
 
 
-def _above_start(name: str, factor: str, limits: Limits, rows: Rows) -> Numbers | None:
-    value, start = rows[-1][name], _start(name, limits, rows)
-    return {name: value, "at_start": start} if value > getattr(limits, factor) * start else None
+def _above_start(name: str, factor: float, _: Rounding, rows: Rows) -> Numbers | None:
+    value, start = rows[-1][name], _start(name, rows)
+    return {name: value, "at_start": start} if value > factor * start else None
 
 
-def _below_start(name: str, factor: str, limits: Limits, rows: Rows) -> Numbers | None:
-    value, start = rows[-1][name], _start(name, limits, rows)
-    return {name: value, "at_start": start} if value < getattr(limits, factor) * start else None
+def _below_start(name: str, factor: float, _: Rounding, rows: Rows) -> Numbers | None:
+    value, start = rows[-1][name], _start(name, rows)
+    return {name: value, "at_start": start} if value < factor * start else None
 
 
-def _start(name: str, limits: Limits, rows: Rows) -> float:
+def _start(name: str, rows: Rows) -> float:
     """The mean of the first values there are (a critic's warm-up has no entropy), NaN as long as the start lasts."""
-    count = limits.start_iterations
-    first = list(islice((row[name] for row in rows if name in row), count + 1))
-    return sum(first[:count]) / count if len(first) > count else math.nan
+    first = list(islice((row[name] for row in rows if name in row), START + 1))
+    return sum(first[:START]) / START if len(first) > START else math.nan
 
 
-def _first_ratio(limits: Limits, rows: Rows) -> Numbers | None:
+def _first_ratio(rounding: Rounding, rows: Rows) -> Numbers | None:
     numbers = {name: rows[-1][name] for name in ("first_approx_kl", "first_ratio_std") if name in rows[-1]}
-    over = any(value > limits.first_ratio for value in numbers.values())
-    return {**numbers, "limit": limits.first_ratio} if over else None
+    over = any(value > rounding.first_ratio for value in numbers.values())
+    return {**numbers, "limit": rounding.first_ratio} if over else None
 
 
-def _equal_advantages(limits: Limits, rows: Rows) -> Numbers | None:
+def _equal_advantages(_: Rounding, rows: Rows) -> Numbers | None:
     row = rows[-1]
     spread = "raw_advantage_std" if "raw_advantage_std" in row else "advantage_std"
     numbers = {name: row[name] for name in (spread, "score_std") if name in row}
-    return numbers if any(value <= limits.equal_advantages for value in numbers.values()) else None
+    return numbers if any(value <= EQUAL_ADVANTAGES for value in numbers.values()) else None
 
 
-def _declined(name: str, limits: Limits, rows: Rows) -> Numbers | None:
+def _declined(name: str, _: Rounding, rows: Rows) -> Numbers | None:
     """`name`, a held-out number, was below its best in the last two evaluations; the training score has risen since."""
     evaluations = [(row[name], row["score"]) for row in rows if name in row and "score" in row]
     if len(evaluations) < 3:
         return None
     best, score_at_best = max(evaluations, key=lambda pair: pair[0])
     noise = rows[-1].get(f"{name}_ci95", 0.0)
-    floor = best - max(noise, limits.over_optimisation * (best - evaluations[0][0]))
+    floor = best - max(noise, OVER_OPTIMISED * (best - evaluations[0][0]))
     if not all(held_out < floor and score > score_at_best for held_out, score in evaluations[-2:]):
         return None
     spread = {key: rows[-1][key] for key in ("score_disagreement",) if key in rows[-1]}
@@ -208,9 +178,9 @@ def _declined(name: str, limits: Limits, rows: Rows) -> Numbers | None:
     } | spread
 
 
-def _members_disagree(limits: Limits, rows: Rows) -> Numbers | None:
-    numbers = _above_start("score_disagreement", "disagreement", limits, rows)
-    risen = rows[-1]["score"] > _start("score", limits, rows)
+def _members_disagree(rounding: Rounding, rows: Rows) -> Numbers | None:
+    numbers = _above_start("score_disagreement", 2.0, rounding, rows)
+    risen = rows[-1]["score"] > _start("score", rows)
     return {**numbers, "score": rows[-1]["score"]} if numbers is not None and risen else None
 
 
@@ -219,7 +189,7 @@ JUDGED = (
 )  # fmt: skip
 
 
-def _judge_diverges(limits: Limits, rows: Rows) -> Numbers | None:
+def _judge_diverges(_: Rounding, rows: Rows) -> Numbers | None:
     """The held-out score has risen since the start, and the judge has fallen, both by more than their intervals."""
     row = rows[-1]
     rise, fall = row["eval_score"] - row["eval_score_before"], row["eval_judge_before"] - row["eval_judge"]
@@ -228,17 +198,17 @@ def _judge_diverges(limits: Limits, rows: Rows) -> Numbers | None:
     return {name: row[name] for name in JUDGED if not name.endswith("_ci95")}
 
 
-def _collapsed(limits: Limits, rows: Rows) -> Numbers | None:
+def _collapsed(_: Rounding, rows: Rows) -> Numbers | None:
     numbers = {name: rows[-1][name] for name in ("eval_distinct_2_before", "eval_distinct_2")}
     before, now = numbers.values()
-    return numbers if now < limits.distinct_pairs * before else None
+    return numbers if now < COLLAPSED * before else None
 
 
-def _unmoved(limits: Limits, rows: Rows) -> Numbers | None:
+def _unmoved(_: Rounding, rows: Rows) -> Numbers | None:
     return {"eval_changed": 0.0} if rows[-1]["eval_changed"] == 0 else None
 
 
-def _skipped_steps(limits: Limits, rows: Rows) -> Numbers | None:
+def _skipped_steps(_: Rounding, rows: Rows) -> Numbers | None:
     skipped, steps = rows[-1]["skipped_steps"], rows[-1]["optimizer_steps"]
     return {"skipped_steps": skipped, "optimizer_steps": steps} if skipped >= steps > 0 else None
 
@@ -254,7 +224,7 @@ RULES = (
     Rule(
         "sampling_mismatch",
         ("sampling_mismatch",),
-        partial(_above, "sampling_mismatch", "sampling_mismatch"),
+        _sampling_mismatch,
         "the sampler's log-probs are not those of the training pass: check the rollout backend, its weights and its "
         "temperature, and do not turn rescore off",
     ),
@@ -268,7 +238,7 @@ RULES = (
     Rule(
         "kl_above_limit",
         ("kl",),
-        partial(_above, "kl", "kl"),
+        partial(_above, "kl", 10.0),
         "the policy is far from the reference: read samples, raise --kl-coef or lower --learning-rate",
     ),
     Rule(
@@ -281,7 +251,7 @@ RULES = (
     Rule(
         "critic_worse_than_mean",
         ("critic_error",),
-        partial(_above_in_a_row, "critic_error", "critic_error", count="critic_in_a_row"),
+        partial(_above_in_a_row, "critic_error", 1.0, CRITIC_IN_A_ROW),
         "the mean return predicts returns better than the critic: let it learn alone first "
         "(--critic-warmup-iterations), raise --critic-learning-rate, scale the scores (--use-score-scaling), or train "
         "the reward model that it starts from with token_coef 0.5",
@@ -289,58 +259,58 @@ RULES = (
     Rule(
         "advantage_of_one_token",
         ("advantage_peak",),
-        partial(_above, "advantage_peak", "advantage_peak"),
+        partial(_above, "advantage_peak", 0.5),
         "one token decides the update: look for a score far from the others (--export-rollouts), clip scores "
         "(--score-clip), or raise --batch-size",
     ),
     Rule(
         "score_at_clip",
         ("score_at_clip",),
-        partial(_above, "score_at_clip", "score_at_clip"),
+        partial(_above, "score_at_clip", 0.5),
         "better and worse responses score alike there: widen the clip, or scale the scores before it",
     ),
     Rule(
         "clip_fraction",
         ("clip_fraction",),
-        partial(_above_in_a_row, "clip_fraction", "clip_fraction"),
+        partial(_above_in_a_row, "clip_fraction", 0.3, IN_A_ROW),
         "updates go further than the clip allows: lower --learning-rate or --num-ppo-epochs",
     ),
     Rule(
         "length_exploding",
         ("response_length",),
-        partial(_above_start, "response_length", "length_growth"),
+        partial(_above_start, "response_length", 2.0),
         "read samples: the reward may pay for length; lower it for length, or raise --kl-coef",
     ),
     Rule(
         "length_collapsing",
         ("response_length",),
-        partial(_below_start, "response_length", "length_shrink"),
+        partial(_below_start, "response_length", 0.5),
         "read samples: the reward may pay for ending early; check --missing-eos-penalty, or raise --kl-coef",
     ),
     Rule(
         "truncated",
         ("truncated",),
-        partial(_above, "truncated", "truncated"),
+        partial(_above, "truncated", 0.95),
         "hardly a response writes its EOS: raise --response-length, set --missing-eos-penalty, "
         "or train step 1 on responses that end",
     ),
     Rule(
         "score_follows_length",
         ("score_length_correlation",),
-        partial(_above_in_a_row, "score_length_correlation", "score_length_correlation"),
+        partial(_above_in_a_row, "score_length_correlation", 0.7, IN_A_ROW),
         "longer responses score higher whatever they say: train the reward model on pairs of equal length, "
         "or add a length penalty",
     ),
     Rule(
         "repeated_ngrams",
         ("repeated_4_grams",),
-        partial(_above, "repeated_4_grams", "repeated_4_grams"),
+        partial(_above, "repeated_4_grams", 0.3),
         "responses repeat themselves: read samples, raise --kl-coef, or penalise repetition in the reward",
     ),
     Rule(
         "entropy_collapse",
         ("entropy",),
-        partial(_below_start, "entropy", "entropy"),
+        partial(_below_start, "entropy", 0.2),
         "the policy hardly explores any more: raise --kl-coef, lower --learning-rate, or stop here",
     ),
     Rule(

@@ -24,12 +24,8 @@ def failure_summary(stage: Path, status: ExitStatus, command: str) -> str:
     return f"to resume: {command}\n{stage.name} did not finish: {status.cause}, {position}; it {saved}"
 
 
-def has_unsaved_steps(module: str, argv: Sequence[str]) -> bool:
-    """Whether the stage `python -m module *argv`, whose options are in a file of its output directory, has finished
-    steps that are neither in a checkpoint nor in its result."""
-    if "--config" not in argv:
-        return False
-    stage = Path(argv[argv.index("--config") + 1]).parent / module
+def has_unsaved_steps(stage: Path) -> bool:
+    """Whether the stage in this directory has finished steps that are neither in a checkpoint nor in its result."""
     step, checkpoint = last_step(stage), newest_checkpoint(stage)
     saved = 0 if checkpoint is None else int(checkpoint.name[5:])
     return step is not None and step > saved and not (stage / "manifest.json").is_file()

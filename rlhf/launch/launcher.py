@@ -48,6 +48,7 @@ def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitS
     deployment = target if isinstance(target, Deployment) else Deployment(target)
     processes, grace_s = deployment.processes, deployment.options.grace_s
     devices = visible_devices(deployment.slots)
+    unsaved = partial(has_unsaved_steps, Path(*argv[1:2]).parent / module)  # of a stage: --config and its options_file
     command = [sys.executable, "-P", "-m", module, *argv]  # imports nothing from the current directory
     with Signals() as signals, _rendezvous(processes) as rendezvous, Ranks() as ranks:
         for rank in range(processes):
@@ -59,7 +60,7 @@ def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitS
                 ranks.add(rank, forks.Fork(module, argv, environment))
             else:
                 ranks.start(rank, command, environment)
-        return GroupWatch(ranks, signals, grace_s, partial(has_unsaved_steps, module, argv)).wait()
+        return GroupWatch(ranks, signals, grace_s, unsaved).wait()
 
 
 @contextlib.contextmanager

@@ -159,7 +159,8 @@ class Team:
             self._orders.add(asdict(order))
             if self._own:
                 order.start(self._ranks, stage)
-            return GroupWatch(self, signals, options.grace_s, partial(has_unsaved_steps, stage, argv)).wait()
+            unsaved = partial(has_unsaved_steps, Path(argv[1]).parent / stage)
+            return GroupWatch(self, signals, options.grace_s, unsaved).wait()
 
     def running(self) -> list[int]:
         return sorted(self._running)
@@ -318,7 +319,7 @@ class _Follower:
     def has_unsaved_steps(self, order: Order) -> bool:
         """Whether to wait for a checkpoint: not if the leader is gone, whose store the ranks may need."""
         name = OPTIONS_FILE.fullmatch(Path(order.file).name)
-        return not self.leader_is_gone and name is not None and has_unsaved_steps(name[1], ["--config", order.file])
+        return not self.leader_is_gone and name is not None and has_unsaved_steps(Path(order.file).parent / name[1])
 
 
 def follow(output_dir: Callable[[], str], stages: Collection[str]) -> NoReturn:

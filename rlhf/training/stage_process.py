@@ -54,33 +54,6 @@ def requeue_on_signal() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refuse_silent_end(stage: str) -> Iterator[None]:
-    """Inside, os._exit(0) ends this process with a line and code 1, because the stage has not finished.
-
-    Only the chain would notice it otherwise: it checks the manifest. Processes that were forked inside may end so.
-    """
-    end, process = os._exit, os.getpid()
-
-    def leave(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == process:
-            caller = traceback.extract_stack(limit=2)[0]
-            print(
-                f"{stage} did not finish: {caller.filename}:{caller.lineno} called os._exit(0), expected no end of the "
-                "process; return from the function, or raise an exception",
-                file=sys.stderr,
-                flush=True,
-            )
-            status = 1
-        end(status)
-
-    os._exit = leave
-    try:
-        yield
-    finally:
-        os._exit = end
-
-
-@contextlib.contextmanager
 def fast_imports() -> Iterator[None]:
     """Inside, libraries are imported: threads that start are theirs, and no garbage is collected, because collections
     find nothing then and take a fifth of the CPU time (1.0 of 5.2 s, 2026-11-23). torch's threads will sleep after a
@@ -112,7 +85,7 @@ def stage_main(
     program = console.program(f"python -m {stage}")
     argv = foreign_settings.plain_words(sys.argv[1:])
     try:
-        with requeue_on_signal(), refuse_silent_end(stage), _Patience():
+        with requeue_on_signal(), _Patience():
             require_open_files()
             rank_variables.adopt(os.environ)
             accelerate_settings.adopt(os.environ)

@@ -285,7 +285,6 @@ ROWS_C: dict[int, tuple[str, ...]] = {
     119: ("rlhf/test_plugins.py::test_a_file_that_cannot_be_imported_is_one_line",),
     120: (
         "rlhf/chain/test_restarts.py::test_a_stage_that_ends_without_its_manifest_has_failed",
-        "rlhf/training/test_stage_process.py::test_a_stage_that_os_exit_ends_has_failed",
         "rlhf/test_plugins.py::test_a_file_that_cannot_be_imported_is_one_line",
         "contracts/test_rewards.py::test_mistakes_of_a_function_are_one_line",
     ),

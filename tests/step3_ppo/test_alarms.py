@@ -15,7 +15,7 @@ from rlhf.types import Metrics, Samples, ScoredRollout
 from step3_ppo.algorithms import ppo
 from step3_ppo.guard import KLGuard, RunawayError
 from step3_ppo.metrics import credit_metrics, rollout_metrics
-from step3_ppo.warnings import Limits, Watch
+from step3_ppo.warnings import IN_A_ROW, Watch
 from tests.step3_ppo.test_bandit import ACTIONS, BATCH, logprobs_of, sampled
 from tests.support import tiny
 from tests.support.players import ONE_STEP, Players, players, twice_each
@@ -41,7 +41,7 @@ def iterations(game: Players, count: int) -> Iterator[Metrics]:
 def alarms(steps: Iterable[Metrics]) -> dict[str, int]:
     """The iteration at which each warning of a run was first said."""
     first_steps: dict[str, int] = {}
-    watch = Watch(Limits())
+    watch = Watch()
     for step, metrics in enumerate(steps, start=1):
         for notice in watch.check(step, metrics):
             first_steps.setdefault(notice.name, step)
@@ -204,7 +204,7 @@ def test_a_reward_for_length_is_hacked_and_told() -> None:
     game = scored_by(players("ppo", **options, num_mini_batches=1, micro_batch_size=8), length)
     rows = list(iterations(game, 5))
     warned = alarms(rows)
-    assert warned["score_follows_length"] == Limits().in_a_row
+    assert warned["score_follows_length"] == IN_A_ROW
     assert rows[-1]["response_length"] > 2 * rows[0]["response_length"]  # and it works
 
 

@@ -17,7 +17,7 @@ from rlhf.training import checks
 from step3_ppo.algorithms import grpo, ppo
 from step3_ppo.inputs import check
 from step3_ppo.metrics import credit_metrics, rollout_metrics
-from step3_ppo.warnings import Limits, Watch
+from step3_ppo.warnings import Watch
 from tests.support import engine_runs, tiny
 from tests.support.fault_names import require_collected
 from tests.support.players import Players, players, scored_by, twice_each
@@ -176,7 +176,7 @@ def test_equal_scores_move_nothing(name: str) -> None:
     metrics = rollout_metrics(rollout) | credit_metrics(rollout, credit) | game.update(rollout, credit)
     assert metrics["score_std"] == 0.0 and metrics["policy_grad_norm"] < 1e-3
     assert math.isfinite(metrics["policy_loss"])
-    assert "equal_advantages" in {notice.name for notice in Watch(Limits()).check(1, metrics)}
+    assert "equal_advantages" in {notice.name for notice in Watch().check(1, metrics)}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -203,7 +203,7 @@ def test_responses_that_never_end_are_cut_fined_and_told() -> None:
     torch.testing.assert_close(game.algorithm.credit(rollout).returns[:, -1], rollout.scores)
     metrics = rollout_metrics(rollout)
     assert metrics["truncated"] == 1.0 and metrics["ended"] == 0.0
-    assert [notice.name for notice in Watch(Limits()).check(1, metrics)] == ["truncated"]
+    assert [notice.name for notice in Watch().check(1, metrics)] == ["truncated"]
 
 
 def test_the_penalty_falls_on_cut_responses_alone_whatever_their_score() -> None:

@@ -18,7 +18,7 @@ from step3_ppo import warnings
 from step3_ppo.algorithms import ppo
 from step3_ppo.config import ScoreOptions
 from step3_ppo.metrics import credit_metrics, rollout_metrics, shaped_metrics
-from step3_ppo.warnings import RULES, Limits, Watch
+from step3_ppo.warnings import RULES, Watch
 from tests.support.provoked_warnings import GAINED, HEALTHY, PROVOKED, QUIET, Changes, names
 
 
@@ -66,7 +66,7 @@ def test_every_warning_is_provoked() -> None:
 
 @pytest.mark.parametrize("name", PROVOKED)
 def test_a_warning_comes_alone_and_at_its_onset_with_its_numbers(name: str) -> None:
-    watch = Watch(Limits())
+    watch = Watch()
     notices = [watch.check(i, HEALTHY | dict(changes)) for i, changes in enumerate(PROVOKED[name])]
     assert [[notice.name for notice in each] for each in notices] == [[]] * (len(notices) - 1) + [[name]]
     assert notices[-1][0].numbers == NUMBERS[name]
@@ -137,7 +137,7 @@ def test_the_spread_of_the_first_ratio_counts_and_low_precision_has_its_own_limi
 
 def test_a_policy_whose_critic_learns_alone_has_not_failed_to_move() -> None:
     warm_up = {name: value for name, value in HEALTHY.items() if name != "entropy"} | {"eval_changed": 0.0}
-    watch = Watch(Limits())
+    watch = Watch()
     assert watch.check(1, warm_up) == []
     assert [notice.name for notice in watch.check(2, HEALTHY | {"eval_changed": 0.0})] == ["policy_unmoved"]
 
@@ -148,19 +148,13 @@ def test_equal_scores_are_seen_behind_a_critic_that_differs() -> None:
 
 def test_advantages_that_are_not_whitened_have_one_spread() -> None:
     metrics = {name: value for name, value in HEALTHY.items() if name != "raw_advantage_std"}
-    [notice] = Watch(Limits()).check(1, metrics | {"advantage_std": 0.0})
+    [notice] = Watch().check(1, metrics | {"advantage_std": 0.0})
     assert (notice.name, notice.numbers) == ("equal_advantages", {"advantage_std": 0.0, "score_std": 0.7})
-
-
-def test_limits_are_the_callers() -> None:
-    assert names([{"kl": 5.0}], Limits(kl=4.0)) == [(1, "kl_above_limit")]
-    assert names([{"clip_fraction": 0.5}], Limits(in_a_row=1)) == [(1, "clip_fraction")]
-    assert names([QUIET, {"entropy": 0.1}], Limits(start_iterations=1)) == [(2, "entropy_collapse")]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_number_that_is_missing_or_undefined_warns_of_nothing(name: str) -> None:
-    watch = Watch(Limits())
+    watch = Watch()
     for iteration in range(6):
         lacking = {n: value for n, value in HEALTHY.items() if n != name}
         assert watch.check(iteration, lacking) == []
@@ -175,7 +169,7 @@ def test_evaluations_far_apart_do_not_repeat_a_warning() -> None:
 
 
 def test_after_a_resume_the_start_is_still_the_start() -> None:
-    before, after = Watch(Limits()), Watch(Limits())
+    before, after = Watch(), Watch()
     for iteration, row in enumerate([HEALTHY] * 4 + [HEALTHY | {"kl": 12.0}]):
         before.check(iteration, row)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
@@ -184,7 +178,7 @@ def test_after_a_resume_the_start_is_still_the_start() -> None:
 
 
 def test_a_warm_up_of_the_critic_is_not_the_start_of_the_policy() -> None:
-    watch = Watch(Limits())
+    watch = Watch()
     warm_up = {n: value for n, value in HEALTHY.items() if n != "entropy"}
     rows = [*[warm_up] * 4, *[HEALTHY] * 3, HEALTHY | {"entropy": 0.3}]
     warned = [[n.name for n in watch.check(i, row)] for i, row in enumerate(rows)]
@@ -219,7 +213,7 @@ def of_rollout(sample: ScoredRollout, iterations: int = 3, score_clip: float | N
     advantages = (sample.scores - sample.scores.mean())[:, None] * sample.mask
     metrics = rollout_metrics(sample) | shaped_metrics(sample.scores, ScoreOptions(score_clip=score_clip))
     metrics |= credit_metrics(sample, Credit(advantages, advantages))
-    watch = Watch(Limits())
+    watch = Watch()
     return {notice.name for i in range(iterations) for notice in watch.check(i, metrics)}
 
 
@@ -240,10 +234,10 @@ def test_what_rounding_takes_from_a_kl_is_no_warning() -> None:
     """In bf16 ratios of two passes over the same weights have a deviation of 0.05: half its square for each token."""
     rows = {"kl": -0.16, "response_length": 64.0}
     for dtype, kl, expected in (("fp32", -0.16, 1), ("bf16", -0.16, 0), ("bf16", -0.2, 1)):
-        watch = Watch(Limits(), dtype)
+        watch = Watch(dtype)
         assert len([n for i in range(4) for n in watch.check(i, rows | {"kl": kl})]) == expected
     for kl, expected in ((-0.16, 0), (-0.2, 1)):  # the longest of the three iterations counts, the first one does not
-        watch = Watch(Limits(), "bf16")
+        watch = Watch("bf16")
         lengths = enumerate((400.0, 32.0, 64.0, 32.0))
         noticed = [watch.check(i, {"kl": kl, "response_length": length}) for i, length in lengths]
         names_of_each = [[notice.name for notice in notices].count("negative_kl") for notices in noticed]
@@ -263,7 +257,7 @@ def test_warnings_follow_their_iteration_into_the_file_and_onto_one_line(
 ) -> None:
     recorder = Recorder(tmp_path)
     steps = [HEALTHY, HEALTHY | {"kl": 12.5}, HEALTHY | {"kl": 13.0}]
-    watch = Watch(Limits())
+    watch = Watch()
     for step, metrics in enumerate(recorder.follow(steps, 3, "step3_ppo", ()), start=1):
         for notice in watch.check(step, metrics):
             recorder.warn(step, notice.name, notice.numbers, notice.advice)
@@ -283,62 +277,6 @@ def test_advice_names_options_that_are_there() -> None:
         assert "\n" not in rule.advice
         for option in re.findall(r"--([\w-]+)", rule.advice):
             assert option in option_names(ppo.Config), f"{rule.name}: --{option}"
-
-
-TOLERANT = {
-    "start_iterations": 9,
-    "in_a_row": 9,
-    "first_ratio": 1.0,
-    "sampling_mismatch": 1.0,
-    "negative_kl": -9.0,
-    "kl": 99.0,
-    "equal_advantages": 0.0,
-    "critic_error": 9.0,
-    "critic_in_a_row": 99,
-    "advantage_peak": 1.0,
-    "score_at_clip": 1.0,
-    "clip_fraction": 1.0,
-    "length_growth": 9.0,
-    "length_shrink": 0.01,
-    "truncated": 1.0,
-    "score_length_correlation": 1.0,
-    "repeated_4_grams": 1.0,
-    "entropy": 0.01,
-    "distinct_pairs": 0.05,
-    "disagreement": 9.0,
-    "over_optimisation": 9.0,
-}
-"""Each limit at a value that silences something."""
-SILENCED = {
-    "start_iterations": "length_exploding",
-    "in_a_row": "negative_kl",
-    "kl": "kl_above_limit",
-    "critic_error": "critic_worse_than_mean",
-    "critic_in_a_row": "critic_worse_than_mean",
-    "advantage_peak": "advantage_of_one_token",
-    "length_growth": "length_exploding",
-    "length_shrink": "length_collapsing",
-    "score_length_correlation": "score_follows_length",
-    "repeated_4_grams": "repeated_ngrams",
-    "entropy": "entropy_collapse",
-    "distinct_pairs": "policy_collapsed",
-    "disagreement": "members_disagree",
-}
-"""What it silences, where the warning has another name."""
-
-
-@pytest.mark.parametrize("limit", TOLERANT)
-def test_each_limit_decides(limit: str) -> None:
-    provoked = PROVOKED[SILENCED.get(limit, limit)]
-    if limit == "equal_advantages":
-        provoked = [{"raw_advantage_std": 1e-7}]
-    assert len(names(provoked)) == 1
-    assert names(provoked, Limits(**{limit: TOLERANT[limit]})) == []
-
-
-def test_no_limit_is_forgotten() -> None:
-    of_dtype = {"first_ratio_low_precision", "kl_rounding", "sampling_mismatch_low_precision"}
-    assert set(TOLERANT) | of_dtype == set(Limits.model_fields)
 
 
 def test_the_page_has_every_warning() -> None:

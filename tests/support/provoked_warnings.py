@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from step3_ppo.warnings import Limits, Watch
+from step3_ppo.warnings import Watch
 
 Changes = Mapping[str, float]
 HEALTHY = {
@@ -29,9 +29,9 @@ HEALTHY = {
 }
 
 
-def names(rows: Sequence[Changes], limits: Limits | None = None, dtype: str = "fp32") -> list[tuple[int, str]]:
+def names(rows: Sequence[Changes], dtype: str = "fp32") -> list[tuple[int, str]]:
     """(iteration, warning) of all that is said of these changes to a healthy run, one iteration each."""
-    watch = Watch(limits or Limits(), dtype)
+    watch = Watch(dtype)
     return [
         (iteration, notice.name)
         for iteration, changes in enumerate(rows, start=1)

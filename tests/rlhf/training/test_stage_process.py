@@ -109,29 +109,6 @@ def test_who_lost_its_peer_lets_the_peer_speak(
     assert waited == waits, "the peer that has the message waits 5 s, too, and then the launcher ends both"
 
 
-@pytest.mark.parametrize("where", ["the stage", "a fork", "after it"])
-def test_a_stage_that_os_exit_ends_has_failed(where: str, tmp_path: Path) -> None:
-    """Processes that the user's code forks may end so, and the stage itself at its end."""
-    user_code = tmp_path / "reward.py"
-    user_code.write_text("import os\ndef score():\n    os._exit(0)\n")
-    body = {
-        "the stage": "reward.score()",
-        "a fork": "if not (child := os.fork()): reward.score()\n    sys.exit(os.waitpid(child, 0)[1] or 5)",
-        "after it": "return",
-    }[where]
-    program = (
-        "import os, sys, runpy\nfrom types import SimpleNamespace\nfrom rlhf.config.options import RunOptions\n"
-        f"from rlhf.training import stage_process\nreward = SimpleNamespace(**runpy.run_path({str(user_code)!r}))\n"
-        f"def run(options):\n    {body}\n"
-        f"sys.argv = ['x', '--output-dir', {str(tmp_path / 'out')!r}]\n"
-        "stage_process.stage_main(lambda _: RunOptions, 'x', '', {}, run)\nos._exit(0)"
-    )
-    done = forked.python("-c", program, cwd=ROOT)
-    assert done.returncode == {"the stage": 1, "a fork": 5, "after it": 0}[where]
-    line = f"x did not finish: {user_code}:3 called os._exit(0), expected no end of the process; "
-    assert (line in done.stderr) == (where == "the stage")
-
-
 def test_no_garbage_is_collected_while_libraries_are_imported() -> None:
     for enabled in (True, False):
         (gc.enable if enabled else gc.disable)()
