@@ -58,9 +58,7 @@ def label(data: Sequence[str], folder: Path, path: Path) -> None:
     from step2_reward.evaluation_options import EvaluateRewardConfig
     from step2_reward.pair_scores import score_models
 
-    evaluation = EvaluateRewardConfig(
-        models=(str(folder / "step2_reward"),), data_path=tuple(data), formatting_rows=0, dtype="fp32"
-    )
+    evaluation = EvaluateRewardConfig(models=(str(folder / "step2_reward"),), data_path=tuple(data), dtype="fp32")
     [scored] = score_models(evaluation)
     rows = [json.loads(line) for line in Path(*data).read_text(encoding="utf-8").splitlines()]
     disk.write_text(path, "".join(json.dumps(row) + "\n" for row in in_order(rows, scored.scores)))

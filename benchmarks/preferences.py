@@ -252,7 +252,7 @@ def score_pairs(models: Sequence[Path], data_paths: Sequence[str], lengths: Any)
     from step2_reward.pair_scores import score_models
 
     evaluation = EvaluateRewardConfig(
-        models=tuple(map(str, models)), data_path=tuple(data_paths), truncate="tokens", formatting_rows=0,
+        models=tuple(map(str, models)), data_path=tuple(data_paths), truncate="tokens",
         micro_batch_size=16, data_workers=1, max_prompt_length=lengths.max_prompt_length, max_length=lengths.max_length,
     )  # fmt: skip
     return score_models(evaluation)

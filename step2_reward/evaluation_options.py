@@ -31,8 +31,6 @@ class EvaluateRewardConfig(Config):
     """the program stops if more than this share of the pairs is too long, empty or equal on both sides"""
     skip_bad_rows: int = Field(0, ge=0)
     """malformed rows that are tolerated, per source"""
-    formatting_rows: int = Field(200, ge=0)
-    """pairs of each source whose responses are also scored with other white space; 0: none"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """dtype of the models; auto = bf16 on devices that compute it fast, else fp32"""
     micro_batch_size: int = Field(8, ge=1)

@@ -1,7 +1,6 @@
 """The scores of several reward models on the pairs of several sources, read as training reads them."""
 
 import gc
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,34 +30,6 @@ from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import length_groups
 from step2_reward.evaluation_options import EvaluateRewardConfig
 
-FORMATTING = ("a space at the end", "a line break at the end", "no white space at the ends", "no blank lines")
-"""changes of a response that change nothing for a reader"""
-
-
-def change_white_space(text: str, change: str) -> str:
-    """A response after one of the changes FORMATTING."""
-    match change:
-        case "a space at the end":
-            return text + " "
-        case "a line break at the end":
-            return text + "\n"
-        case "no white space at the ends":
-            return text.strip()
-        case _:
-            return re.sub(r"\n\s*\n", "\n", text)
-
-
-@dataclass(frozen=True, slots=True)
-class Reformatted:
-    """Pairs whose responses have other white space. n of the N pairs."""
-
-    pairs: Tensor
-    """their numbers, long [n]"""
-    changed: Tensor
-    """which of their sides have other tokens, bool [n, 2]; at least one of each pair"""
-    scores: Tensor
-    """of both sides after the change, float64 [n, 2]"""
-
 
 @dataclass(frozen=True, slots=True)
 class SourceScores:
@@ -74,8 +45,6 @@ class SourceScores:
     """long [N]; the pairs of one ranked list have one number"""
     subsets: tuple[str, ...]
     """[N]; empty if the data have no column of that name"""
-    reformatted: Mapping[str, Reformatted]
-    """by the name of the change"""
     dropped: Mapping[str, int]
     """reason -> rows that were left out"""
 
@@ -86,8 +55,6 @@ class Encoded:
 
     data_path: str
     dataset: PromptDataset[Preference]
-    reformatted: Mapping[str, tuple[list[int], list[Preference]]]
-    """by the name of a change: the numbers of the pairs that it changes, and these pairs changed"""
 
 
 def score_models(options: EvaluateRewardConfig) -> list[SourceScores]:
@@ -143,33 +110,7 @@ def encode(data_path: str, options: EvaluateRewardConfig, tokenizer: PreTrainedT
         **{name: getattr(options, name) for name in (*same, "data_workers", "data_cache")},
     )
     dataset: PromptDataset[Preference] = open_datasets(data, Recipe("reward"), tokenizer).train
-    template, rows = Template(tokenizer), dataset[: options.formatting_rows]
-    changes = {change: reformat(rows, template, change, options.max_length) for change in FORMATTING}
-    return Encoded(data_path, dataset, changes)
-
-
-def reformat(
-    pairs: Sequence[Preference], template: Template, change: str, max_length: int
-) -> tuple[list[int], list[Preference]]:
-    """The numbers of the pairs of which `change` changes a token, and these pairs with both responses changed.
-
-    A response that was cut, or whose ids do not come back from its text, stays as it is; so does one that would be
-    longer than `max_length` with its prompt.
-    """
-    numbers, changed, rest = [], [], template.ending[1:]
-    for number, pair in enumerate(pairs):
-        prompt = pair.chosen[: pair.prompt_length]
-        sides = []
-        for side in (pair.chosen, pair.rejected):
-            ids = list(side[pair.prompt_length :])
-            text = template.response_text(ids[: len(ids) - len(rest)])
-            same = [*template.response_ids(text), *rest] == ids
-            other = [*template.response_ids(change_white_space(text, change)), *rest] if same else ids
-            sides.append((*prompt, *other) if len(prompt) + len(other) <= max_length else side)
-        if (*sides,) != (pair.chosen, pair.rejected):
-            numbers.append(number)
-            changed.append(replace(pair, chosen=sides[0], rejected=sides[1]))
-    return numbers, changed
+    return Encoded(data_path, dataset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +145,6 @@ def _score_source(name: str, reader: Reader, source: Encoded, options: EvaluateR
         raise NonFiniteError(
             f"reward model '{name}': scores of {nonfinite} of {len(scores)} pairs of {source.data_path} are not finite"
         )
-    reformatted = {}
-    for change, (numbers, pairs) in source.reformatted.items():
-        before = [items[number] for number in numbers]
-        changed = [[x.chosen != y.chosen, x.rejected != y.rejected] for x, y in zip(before, pairs, strict=True)]
-        after = reader.scores(pairs, options.micro_batch_size)
-        sides = torch.tensor(changed, dtype=torch.bool).view(-1, 2)
-        reformatted[change] = Reformatted(torch.tensor(numbers, dtype=torch.long), sides, after)
     elements = source.dataset.elements
     return SourceScores(
         model=name,
@@ -219,7 +153,6 @@ def _score_source(name: str, reader: Reader, source: Encoded, options: EvaluateR
         lengths=torch.tensor([[len(side) - x.prompt_length for side in (x.chosen, x.rejected)] for x in items]),
         elements=torch.arange(len(items)) if elements is None else torch.from_numpy(elements.copy()),
         subsets=tuple(item.subset for item in items) if any(item.subset for item in items) else (),
-        reformatted=reformatted,
         dropped=source.dataset.dropped,
     )
 

@@ -18,7 +18,7 @@ from rlhf.evaluation.results_table import Table, markdown
 from rlhf.hub.short_names import resolve
 from rlhf.maths import preferences
 from rlhf.maths.intervals import Interval
-from rlhf.maths.preferences import CalibrationBin, Ensemble, LengthBin
+from rlhf.maths.preferences import CalibrationBin, Ensemble
 from rlhf.storage import disk, manifests
 from step2_reward.evaluation_options import EvaluateRewardConfig
 from step2_reward.pair_scores import SourceScores
@@ -31,8 +31,7 @@ NOTE = (
     "response; length rule: of the better of 'longer' and 'shorter'. Correlation: of the gaps in score and in "
     "length (tokens). Lists: the share of the lists whose pairs are all in the right order; of one chosen and "
     "several rejected responses, the best-of-n accuracy. Loss: -log sigmoid(gap). ECE: expected calibration error "
-    "of sigmoid(gap). Shift: mean change of the score of a changed response, in standard deviations of all scores. "
-    "Reordered: share of the changed pairs whose order changes."
+    "of sigmoid(gap)."
 )
 
 
@@ -44,18 +43,6 @@ class Group:
     accuracy: Interval
     lists: Interval | None
     """lists of which all pairs are in the right order; None if there are no lists"""
-
-
-@dataclass(frozen=True, slots=True)
-class Formatting:
-    """The effect of other white space in the responses."""
-
-    pairs: int
-    """pairs of which the change changes a token"""
-    shift: float | None
-    """mean absolute change of the score of a changed response, in standard deviations of all scores; None: no pair"""
-    reordered: float | None
-    """share of these pairs whose order changes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +60,8 @@ class PairResults:
     """accuracy of the better of "the longer" and "the shorter" response"""
     length_correlation: float | None
     calibration_error: float
-    by_length: list[LengthBin]
     calibration: list[CalibrationBin]
     subsets: dict[str, Group]
-    formatting: dict[str, Formatting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +90,8 @@ def pair_results(scored: SourceScores) -> PairResults:
         length_rule=rule.best,
         length_correlation=rule.correlation,
         calibration_error=preferences.calibration_error(bins),
-        by_length=preferences.accuracy_by_length(gaps, length_gaps, scored.elements),
         calibration=bins,
         subsets={name: _group(gaps[rows], scored.elements[rows]) for name, rows in sorted(rows_by_subset.items())},
-        formatting={name: _formatting(scored, name) for name in scored.reformatted},
     )
 
 
@@ -117,30 +100,12 @@ def _group(gaps: Tensor, elements: Tensor) -> Group:
     return Group(len(gaps), accuracy, lists)
 
 
-def _formatting(scored: SourceScores, name: str) -> Formatting:
-    after = scored.reformatted[name]
-    if not len(after.pairs):
-        return Formatting(0, None, None)
-    before, deviation = scored.scores[after.pairs], scored.scores.std(correction=0).item()
-    shift = (after.scores - before).abs()[after.changed].mean().item()
-    orders = [(scores[:, 0] - scores[:, 1]).sign() for scores in (before, after.scores)]
-    reordered = (orders[0] != orders[1]).double().mean().item()
-    return Formatting(len(before), shift / deviation if deviation else None, reordered)
-
-
 def together(sources: Sequence[SourceScores]) -> SourceScores:
     """One model's scores on the pairs of all sources."""
     first, *others = sources
     if not others:
         return first
     starts = torch.tensor([0, *(int(each.elements.max()) + 1 for each in sources)]).cumsum(0).tolist()
-    rows = torch.tensor([0, *(len(each.elements) for each in sources)]).cumsum(0).tolist()
-    reformatted = {}
-    for name, one in first.reformatted.items():
-        parts = [each.reformatted[name] for each in sources]
-        numbers = [part.pairs + row for part, row in zip(parts, rows, strict=False)]
-        sides = (torch.cat([getattr(part, field) for part in parts]) for field in ("changed", "scores"))
-        reformatted[name] = type(one)(torch.cat(numbers), *sides)
     has_subsets = any(each.subsets for each in sources)
     subsets = [subset for each in sources for subset in each.subsets or [each.data_path] * len(each.elements)]
     return SourceScores(
@@ -150,7 +115,6 @@ def together(sources: Sequence[SourceScores]) -> SourceScores:
         lengths=torch.cat([each.lengths for each in sources]),
         elements=torch.cat([each.elements + start for each, start in zip(sources, starts, strict=False)]),
         subsets=tuple(subsets) if has_subsets else (),
-        reformatted=reformatted,
         dropped={},
     )
 
@@ -173,11 +137,6 @@ def tables(results: Sequence[PairResults], whole: Sequence[PairResults], group: 
     result = [
         _main_table(results),
         _table(
-            "accuracy by gap in length",
-            ("model", "chosen - rejected, tokens", "pairs", "accuracy"),
-            ((one.model, _range(x), str(x.pairs), _share(x.accuracy)) for one in whole for x in one.by_length),
-        ),
-        _table(
             "accuracy by subset",
             ("model", "subset", "pairs", "accuracy", "lists"),
             ((one.model, name, *_group_cells(part)) for one in whole for name, part in one.subsets.items()),
@@ -189,16 +148,6 @@ def tables(results: Sequence[PairResults], whole: Sequence[PairResults], group: 
                 (one.model, f"{x.predicted:.3f}", _share(x.observed), str(x.pairs))
                 for one in whole
                 for x in one.calibration
-            ),
-        ),
-        _table(
-            "invariance to formatting",
-            ("model", "responses with", "pairs", "shift", "reordered"),
-            (
-                (one.model, change, str(x.pairs), _number(x.shift), _number(x.reordered))
-                for one in whole
-                for change, x in one.formatting.items()
-                if x.pairs
             ),
         ),
         *([] if group is None else _member_tables([one.model for one in whole], group)),
@@ -245,10 +194,6 @@ def _share(interval: Interval) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _range(each: LengthBin) -> str:
-    return f"{each.low:+d}" if each.low == each.high else f"{each.low:+d} to {each.high:+d}"
 
 
 def report_results(options: EvaluateRewardConfig, scored: Sequence[SourceScores]) -> None:

@@ -38,7 +38,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
     ("verb", "option"),
     {
         "train": "--ppo.kl-coef", "plan": "--ppo.kl-coef", "sft": "--loss-on", "reward": "--model", "ppo": "--kl-coef",
-        "preview": "--phases", "report": "--output", "evaluate": "--prompts", "evaluate-reward": "--formatting-rows",
+        "preview": "--phases", "report": "--output", "evaluate": "--prompts", "evaluate-reward": "--max-rows",
         "pairs": "--prompts",
         "chat": "--compare", "export": "--merge", "push": "--private",
     }.items(),
