@@ -4,10 +4,6 @@ A contender is `python -m benchmarks.NAME --contender WHO SETTINGS.json`. It loa
 does one piece of work for each line that it reads, and answers with a line of JSON; between them it sleeps in a read.
 So our code and the peer alternate, A B A B, under the same temperature and load of the machine, and their times are
 compared in pairs. Imports and loading are measured separately as start-up; the first piece of work is a warm-up.
-
-    python -m benchmarks.harness --check OLD.json NEW.json [SHARE]
-
-compares ratios, which are the same on any machine, never seconds: code 1 if one fell by more than SHARE (0.15).
 """
 
 import contextlib
@@ -24,7 +20,6 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import peers
-from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
 
@@ -220,23 +215,3 @@ def alternate(contenders: Mapping[str, Contender], repeats: int, works: Sequence
             numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
             print(f"{work} {number} {name}: " + " ".join(f"{k} {v:.6g}" for k, v in numbers.items()), flush=True)
     return rows
-
-
-def main() -> int:
-    from benchmarks.outcome import MAX_DROP, find_regressions
-
-    words = sys.argv[1:]
-    if len(words) not in (3, 4) or words[0] != "--check":
-        raise UserError("expected python -m benchmarks.harness --check OLD.json NEW.json [SHARE]")
-    try:
-        old, new = (json.loads(Path(path).read_text(encoding="utf-8")) for path in words[1:3])
-        least = float(words[3]) if len(words) == 4 else MAX_DROP
-    except (OSError, ValueError) as error:
-        raise UserError(f"{' '.join(words)}: {error}") from None
-    regressions = find_regressions(old, new, least)
-    print("\n".join(regressions) or f"no ratio fell by more than {least:.0%}")
-    return int(bool(regressions))
-
-
-if __name__ == "__main__":
-    raise SystemExit(errors.run_as_user(main))

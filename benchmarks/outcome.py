@@ -1,4 +1,9 @@
-"""Results of contenders: ratios of paired turns, and shares of the machine's limits. JSON file, table, check."""
+"""Results of contenders: ratios of paired turns, and shares of the machine's limits. JSON file, table, check.
+
+    python -m benchmarks.outcome --check OLD.json NEW.json [SHARE]
+
+compares ratios, which are the same on any machine, never seconds: code 1 if one fell by more than SHARE (0.15).
+"""
 
 import json
 import os
@@ -13,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import MACHINE, OURS, ROOT, WARM_UP, Contender, Options, Row, Rows
+from rlhf import errors
+from rlhf.errors import UserError
 from rlhf.storage import disk
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -203,3 +210,21 @@ def find_regressions(old: Mapping[str, Any], new: Mapping[str, Any], share: floa
             elif new_value["median"] < (1 - share) * value["median"]:
                 regressions.append(f"{name}: {new_value['median']:.3g}, it was {value['median']:.3g}")
     return regressions
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    if len(words) not in (3, 4) or words[0] != "--check":
+        raise UserError("expected python -m benchmarks.outcome --check OLD.json NEW.json [SHARE]")
+    try:
+        old, new = (json.loads(Path(path).read_text(encoding="utf-8")) for path in words[1:3])
+        least = float(words[3]) if len(words) == 4 else MAX_DROP
+    except (OSError, ValueError) as error:
+        raise UserError(f"{' '.join(words)}: {error}") from None
+    regressions = find_regressions(old, new, least)
+    print("\n".join(regressions) or f"no ratio fell by more than {least:.0%}")
+    return int(bool(regressions))
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run_as_user(main))

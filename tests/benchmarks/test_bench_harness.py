@@ -103,7 +103,7 @@ def test_the_check_as_a_command(ratio: float, words: list[str], code: int, tmp_p
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
     for path, one in zip(paths, (result(3.0, 0.6), result(ratio, 0.6)), strict=True):
         path.write_text(json.dumps(one))
-    command = [sys.executable, "-m", "benchmarks.harness", "--check", *map(str, paths), *words]
+    command = [sys.executable, "-m", "benchmarks.outcome", "--check", *map(str, paths), *words]
     ended = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == code, ended.stderr
 
