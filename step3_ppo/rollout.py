@@ -97,8 +97,7 @@ def generate(
             backend(policy.lm, prompts[slice(i, i + batch_size)], sampling, uniforms[i : i + batch_size])
             for i in range(0, len(prompts), batch_size)
         ]
-    if backend.release is not None:
-        backend.release()
+    backend.release()
     prompt, response = prompts.ids.shape[1], max(batch.response_ids.shape[1] for batch in batches)
     return SampledRollout.concatenated([batch.to("cpu").widened(prompt, response) for batch in batches])
 

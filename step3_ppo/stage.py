@@ -1,5 +1,6 @@
 """Reinforcement learning from scores: generate, score, assign credit, update (InstructGPT, arXiv 2203.02155)."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,13 +26,13 @@ from rlhf.errors import UserError
 from rlhf.models.adapter_files import base_of
 from rlhf.plan.compile_choice import choose_compiler
 from rlhf.report.verdict import stage_verdict
+from rlhf.text.prompt_file import format_prompt
 from rlhf.training import random_sources
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
 from rlhf.training.progress import report_status
 from rlhf.training.run import open_run
-from rlhf.types import Metrics, SampledRollout, ScoredRollout
-from step3_ppo.chosen import append_chosen
+from rlhf.types import Metrics, SampledRollout, Samples, ScoredRollout
 from step3_ppo.config import STAGE, Step3Config
 from step3_ppo.critic import describe as describe_critic
 from step3_ppo.global_rollout import CreditedRollout, gather
@@ -139,6 +140,27 @@ def _must_skip(
 def chosen_file(config: Step3Config) -> Path:
     """The file of the responses that an algorithm selects to learn from."""
     return Path(config.output_dir) / STAGE.name / "chosen.jsonl"
+
+
+def append_chosen(path: Path, iteration: int, chosen: ScoredRollout, samples: Samples) -> None:
+    """Append a row for each of the chosen responses of all ranks: prompt, response, score, iteration.
+
+    `samples` is the text of `chosen`. `--sft-only-data-path FILE` learns from it, or `--data-path FILE --data-split
+    1,0,0`. A response that was cut before its EOS is skipped: as a demonstration it would teach the model to end
+    there. Rank 0 writes; every rank must call.
+    """
+    own = [row for row, ended in zip(_rows(iteration, chosen, samples), chosen.ended.tolist(), strict=True) if ended]
+    shares = collectives.gather_shares(own)
+    if collectives.is_main():
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for share in shares for row in share)
+
+
+def _rows(iteration: int, chosen: ScoredRollout, samples: Samples) -> list[dict[str, Any]]:
+    return [
+        {"prompt": format_prompt(row.prompt), "response": response, "score": score, "iteration": iteration}
+        for row, response, score in zip(chosen.rows, samples.responses, chosen.scores.tolist(), strict=True)
+    ]
 
 
 def rollouts_file(config: Step3Config) -> Path:

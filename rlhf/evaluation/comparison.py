@@ -143,8 +143,7 @@ def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.
     batches: list[tuple[list[str], list[list[int]], Tensor]] = []
     for prompts, uniforms in measurement.comparison.prompts.batches():
         rollout = backend(policy.lm, prompts, o, uniforms)
-        if backend.release is not None:
-            backend.release()
+        backend.release()
         samples = rewards.as_samples(rollout, tokenizer)
         ref_logprobs = response_logprobs(measurement.reference, rollout, o.temperature, o.micro_batch_size)
         kl = kl_to(ref_logprobs, rollout)

@@ -106,8 +106,7 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
             batches: list[list[Sampled]] = []
             for prompts, uniforms in prompt_set.batches(stream):
                 samples = rewards.as_samples(backend(policy.lm, prompts, options, uniforms), prompt_set.tokenizer)
-                if backend.release is not None:
-                    backend.release()
+                backend.release()
                 scores = [source(samples).tolist() for source in sources]
                 by_row = list(zip(*scores, strict=True)) if scores else [()] * len(prompts)
                 batches.append(list(zip(samples.responses, samples.rollout.ended.tolist(), by_row, strict=True)))

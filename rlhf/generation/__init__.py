@@ -36,12 +36,16 @@ class BackendOptions(Config):
         return 0.0
 
 
+def nothing() -> None:
+    """The default of `Backend.release`."""
+
+
 class Backend(Protocol):
     """What a stage requires of a backend. B prompts, P prompt tokens, at most T = response_length new tokens."""
 
     takes_all: bool = False
     """optional; True: one call gets all prompts of a rollout, instead of `rollout_batch_size` of them"""
-    release: Callable[[], None] | None = None
+    release: Callable[[], None] = staticmethod(nothing)
     """optional; called after each rollout: other models compute now, and need the memory of the device"""
     close: Callable[[], None] | None = None
     """optional; called once at the end, also after an error, while the process group is still there"""

@@ -10,7 +10,7 @@ import copy
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -113,8 +113,9 @@ class VllmBackend:
 
     takes_all = True
     """vLLM makes its own batches, and every call copies the weights"""
-    release: Callable[[], None] | None = None
-    """the engine sleeps after every call"""
+
+    def release(self) -> None:
+        """Nothing to do: the engine sleeps after every call."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

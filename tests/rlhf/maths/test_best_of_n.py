@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.evaluation.best_of_n import selections
+from rlhf.evaluation.results_table import selections
 from rlhf.maths import best_of_n
 
 
