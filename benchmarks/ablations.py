@@ -8,18 +8,18 @@ reward model, prompts and random numbers, so differences are paired: their mean 
 Writes NAME.csv (a row for each run), the table in NAME.md, and NAME.svg. Runs that are finished are not repeated.
 """
 
-import csv
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import Field
 
+from benchmarks import page
 from benchmarks.cells import ROOT, Cell, CellOptions, read_variants, run_grid
 from benchmarks.frontier import local_line
 from rlhf import errors
@@ -124,32 +124,23 @@ def _entry(comparison: Comparison, is_default: bool) -> str:
 
 def write_csv(path: Path, cells: Sequence[Cell], options: Options) -> None:
     """A row for each run: its score at each KL, its end, and the last evaluation on held-out prompts."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        heldout = ("eval_judge_before", "eval_judge", "eval_kl", "eval_distinct_2")
-        writer.writerow(
-            ["variant", "seed", *(f"at_{kl:g}" for kl in options.kl), "score", "kl", *heldout, "cpu_seconds"]
-        )
-        for cell in cells:
-            numbers = [score_at(cell, kl, options.width) for kl in options.kl]
-            numbers += [fmean(cell.score[-LAST:]), fmean(cell.kl[-LAST:])]
-            numbers += [*(cell.metrics[name] for name in heldout), cell.seconds]
-            writer.writerow([cell.variant, cell.seed, *("" if x is None else f"{x:.5g}" for x in numbers)])
+    heldout = ("eval_judge_before", "eval_judge", "eval_kl", "eval_distinct_2")
+    rows = []
+    for cell in cells:
+        numbers = [score_at(cell, kl, options.width) for kl in options.kl]
+        numbers += [fmean(cell.score[-LAST:]), fmean(cell.kl[-LAST:])]
+        numbers += [*(cell.metrics[name] for name in heldout), cell.seconds]
+        rows.append([cell.variant, cell.seed, *("" if x is None else f"{x:.5g}" for x in numbers)])
+    head = ["variant", "seed", *(f"at_{kl:g}" for kl in options.kl), "score", "kl", *heldout, "cpu_seconds"]
+    page.write_csv(path, head, rows)
 
 
-def draw(path: Path, runs: Mapping[str, Sequence[Cell]], options: Options) -> None:
-    """Differences with their intervals at the last KL, and true score against KL. Raises: ModuleNotFoundError."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}  # text as text, the same bytes each time
-    from matplotlib import pyplot
-
+def plot(panels: Any, runs: Mapping[str, Sequence[Cell]], options: Options) -> None:
+    """Differences with their intervals at the last KL, and true score against KL."""
+    forest, curves = panels
     default, kl = next(iter(runs.values())), options.kl[-1]
     compared = {name: compare(default, cells, kl, options.width) for name, cells in runs.items()}
     intervals = {name: c.difference for name, c in reversed(compared.items()) if c.difference is not None}
-    height = 1.5 + 0.28 * len(runs)
-    figure, (forest, curves) = pyplot.subplots(1, 2, figsize=(14, max(4.5, height)), layout="constrained")
     for i, (name, interval) in enumerate(intervals.items()):
         colour = {"higher": "tab:green", "lower": "tab:red"}.get(compared[name].verdict, "tab:gray")
         forest.plot([interval.low, interval.high], [i, i], color=colour, linewidth=2)
@@ -166,17 +157,6 @@ def draw(path: Path, runs: Mapping[str, Sequence[Cell]], options: Options) -> No
     curves.legend(fontsize=7, ncols=2)
     for axes in (forest, curves):
         axes.grid(alpha=0.3)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-
-
-def write_table(page: Path, rows: Sequence[str]) -> None:
-    """Put a Markdown table in the place of the first one of `page`, or into a new page; print it."""
-    lines = page.read_text(encoding="utf-8").splitlines() if page.is_file() else []
-    start = next((i for i, line in enumerate(lines) if line.startswith("|")), len(lines))
-    end = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
-    page.write_text("\n".join([*lines[:start], *rows, *lines[end:]]) + "\n", encoding="utf-8")
-    print("\n".join(rows))
 
 
 def report(cells: Sequence[Cell], names: Sequence[str], options: Options) -> None:
@@ -184,11 +164,9 @@ def report(cells: Sequence[Cell], names: Sequence[str], options: Options) -> Non
     runs, results = by_variant(cells, names), Path(options.results)
     results.mkdir(parents=True, exist_ok=True)
     write_csv(results / f"{options.name}.csv", cells, options)
-    write_table(results / f"{options.name}.md", table(runs, options))
-    try:
-        draw(results / f"{options.name}.svg", runs, options)
-    except ModuleNotFoundError as error:
-        print(f"no picture: {error}; pip install matplotlib")
+    page.write_table(results / f"{options.name}.md", table(runs, options))
+    size = 14, max(4.5, 1.5 + 0.28 * len(runs))
+    page.draw(results / f"{options.name}.svg", (1, 2), size, lambda panels: plot(panels, runs, options))
 
 
 def main() -> int:

@@ -7,7 +7,6 @@ to repeat it. Only one process at a time may write to an --output-dir. Writes on
 docs/results/algorithms.csv, and a table of the same rows to algorithms.md.
 """
 
-import csv
 import json
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from benchmarks import page
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
@@ -168,10 +168,8 @@ def summary(results: Sequence[Result]) -> list[str]:
 def write(results: Sequence[Result], path: Path) -> None:
     """The CSV file, and the table beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([field.name for field in fields(Result)])
-        writer.writerows([f"{v:.6g}" if isinstance(v, float) else v for v in astuple(result)] for result in results)
+    rows = ([f"{v:.6g}" if isinstance(v, float) else v for v in astuple(result)] for result in results)
+    page.write_csv(path, [field.name for field in fields(Result)], rows)
     path.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
 
 

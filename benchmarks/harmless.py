@@ -12,7 +12,6 @@ of TEST the table has the accuracy of both, and the correlation of their score d
 Finished parts are skipped, so a run can be interrupted. Writes harmless.csv, and the table of harmless.md.
 """
 
-import csv
 import json
 import shutil
 import sys
@@ -26,7 +25,7 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.ablations import write_table
+from benchmarks import page
 from benchmarks.cells import ROOT, Job, resolve_chain, run_jobs
 from benchmarks.preferences import first_message_point, mean_text, read_rows, score_pairs
 from rlhf import errors
@@ -231,11 +230,10 @@ def report(options: Options) -> None:
     rows = [row_of(options, seed, reward, gold) for seed, reward in zip(seeds, rewards, strict=True)]
     folder = Path(options.results)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "harmless.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    page.write_csv(folder / "harmless.csv", COLUMNS, rows)
     accuracy = preferences.in_order(gold).mean().item()
     prompts = len((options.folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
-    write_table(folder / "harmless.md", table(rows, accuracy, len(gold), prompts))
+    page.write_table(folder / "harmless.md", table(rows, accuracy, len(gold), prompts))
 
 
 def table(rows: Sequence[Sequence[Any]], accuracy: float, pairs: int, prompts: int) -> list[str]:

@@ -1,6 +1,5 @@
 """The report of benchmarks/overoptimisation.py: the laws of Gao et al. 2023 (2210.10760), a table and a picture."""
 
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.ablations import write_table
+from benchmarks import page
 from rlhf.maths.intervals import Interval, mean_interval
 
 BEST_OF_N = "best of n"
@@ -108,25 +107,9 @@ def _text(i: Interval) -> str:
     return f"{i.mean:.3f} ± {i.half_width:.3f}"
 
 
-def write_csv(path: Path, points: Sequence[Points]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["method", "pairs", "seed", "kl", "gold_gain", "proxy_gain"])
-        for p in points:
-            for row in zip(p.kl, p.gold, p.proxy, strict=True):
-                writer.writerow([p.method, p.pairs, p.seed, *(f"{value:.5g}" for value in row)])
-
-
-def draw(path: Path, points: Sequence[Points], middle: int) -> None:
+def plot(panels: Any, points: Sequence[Points], middle: int) -> None:
     """Gain in true score against sqrt(KL), and the mean of the seeds' laws: of each size, and of all methods of the
-    middle one. Raises: ModuleNotFoundError."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}  # text as text, the same bytes each time
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
+    middle one."""
     for row, family, law in zip(panels, (BEST_OF_N, PPO), ("d (alpha - beta d)", "d (alpha - beta ln d)"), strict=True):
         for (method, pairs), seeds in groups(points).items():
             if method == family:
@@ -137,8 +120,6 @@ def draw(path: Path, points: Sequence[Points], middle: int) -> None:
             axes.set(xlabel="d = sqrt(KL to the SFT policy, nats)", ylabel="gain in true score", title=title)
             axes.grid(alpha=0.3)
             axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
 
 
 def _draw_gains(axes: Any, label: str, seeds: Sequence[Points]) -> None:
@@ -151,9 +132,11 @@ def _draw_gains(axes: Any, label: str, seeds: Sequence[Points]) -> None:
 def report(points: Sequence[Points], middle: int, results: Path) -> None:
     """Write overoptimisation.csv, the table of the page overoptimisation.md, and overoptimisation.svg."""
     results.mkdir(parents=True, exist_ok=True)
-    write_csv(results / "overoptimisation.csv", points)
-    write_table(results / "overoptimisation.md", table(points))
-    try:
-        draw(results / "overoptimisation.svg", points, middle)
-    except ModuleNotFoundError as error:
-        print(f"no picture: {error}; pip install matplotlib")
+    rows = (
+        [p.method, p.pairs, p.seed, *(f"{value:.5g}" for value in row)]
+        for p in points
+        for row in zip(p.kl, p.gold, p.proxy, strict=True)
+    )
+    page.write_csv(results / "overoptimisation.csv", ["method", "pairs", "seed", "kl", "gold_gain", "proxy_gain"], rows)
+    page.write_table(results / "overoptimisation.md", table(points))
+    page.draw(results / "overoptimisation.svg", (2, 2), (13, 9), lambda panels: plot(panels, points, middle))

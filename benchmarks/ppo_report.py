@@ -1,6 +1,5 @@
 """The report of benchmarks/ppo_quality.py: rollouts of both systems into a CSV, tables and a picture."""
 
-import csv
 import json
 import math
 from collections import defaultdict
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import page
 from benchmarks.frontier import Curve, FrontierPoint, compare, statement
 
 NAMES = {"ours": "ours", "trl": "TRL 1.12"}
@@ -119,25 +119,9 @@ def heldout_table(results: Path, folders: Mapping[Key, Path]) -> list[str]:
     return lines
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def draw(path: Path, curve_of: Mapping[str, Curve]) -> None:
-    """True score by iteration, KL by iteration, true score against KL. Line: mean of the seeds; band: all of them.
-
-    Raises: ModuleNotFoundError without matplotlib.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": path.name}  # text as text, the same bytes each time
-    from matplotlib import pyplot
-
-    figure, (score, kl, both) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+def plot(panels: Any, curve_of: Mapping[str, Curve]) -> None:
+    """True score by iteration, KL by iteration, true score against KL. Line: mean of the seeds; band: all of them."""
+    score, kl, both = panels
     points = compare(curve_of["ours"], curve_of["trl"]) if len(curve_of) == 2 else []
     for system, c in curve_of.items():
         steps = np.unique(c.iteration)
@@ -156,8 +140,6 @@ def draw(path: Path, curve_of: Mapping[str, Curve]) -> None:
     for axes in (score, kl, both):
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
 
 
 def report(folders: Mapping[Key, Path], heldout: Path, results: Path, name: str) -> None:
@@ -168,7 +150,7 @@ def report(folders: Mapping[Key, Path], heldout: Path, results: Path, name: str)
         print("report: no run is finished")
         return
     results.mkdir(parents=True, exist_ok=True)
-    write_csv(results / f"{name}.csv", rows)
+    page.write_csv(results / f"{name}.csv", COLUMNS, ([row[column] for column in COLUMNS] for row in rows))
     curve_of = curves(rows)
     lines = ["## Training", "", *course_table(curve_of, rows)]
     if len(curve_of) == 2:
@@ -179,8 +161,5 @@ def report(folders: Mapping[Key, Path], heldout: Path, results: Path, name: str)
     text = "\n".join(lines) + "\n"
     (results / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
-    try:
-        draw(results / f"{name}.svg", curve_of)
-    except ModuleNotFoundError as error:
-        print(f"report: no picture: {error}; pip install matplotlib")
+    page.draw(results / f"{name}.svg", (1, 3), (15, 4.2), lambda panels: plot(panels, curve_of))
     print(f"report: wrote {results}/{name}.*")

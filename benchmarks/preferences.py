@@ -13,7 +13,6 @@ all seeds: the mean of their scores, each divided by its standard deviation. A f
 Writes preferences.csv, and the table of preferences.md; with one data file preferences-FILE.csv and .md.
 """
 
-import csv
 import gzip
 import hashlib
 import json
@@ -31,8 +30,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from benchmarks import peers
-from benchmarks.ablations import write_table
+from benchmarks import page, peers
 from benchmarks.cells import ROOT, Job, run_jobs
 from rlhf import errors
 from rlhf.config import parser
@@ -329,11 +327,10 @@ def report(options: Options) -> None:
         for seed, scored in by_seed.items()
         for name in (*scored, ALL)
     ]
-    page = Path(options.results) / f"{options.report_name}.md"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    with page.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([["model", "pairs", "seed", "file", "accuracy"], *rows])
-    write_table(page, table(models))
+    path = Path(options.results) / f"{options.report_name}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page.write_csv(path.with_suffix(".csv"), ["model", "pairs", "seed", "file", "accuracy"], rows)
+    page.write_table(path, table(models))
 
 
 def main() -> int:

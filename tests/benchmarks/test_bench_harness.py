@@ -1,5 +1,7 @@
 """benchmarks/harness.py and its outcome on contenders that only count: no model, no peer, no clock that decides."""
 
+import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -217,3 +219,15 @@ def test_goals_depend_on_amx(
         monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     assert goals.goal("ppo") == ((3.0, 4.0) if expected else (2.3, 3.0))
     assert goals.goal("sft beside packed", lora=16) == ((3.0, 5.0) if expected else (3.0, 4.0))
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    """Neither at import time nor hidden in functions."""
+    graph: dict[str, set[str]] = {}
+    for path in (harness.ROOT / "benchmarks").glob("*.py"):
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        whole = {alias.name for node in imports if node.module == "benchmarks" for alias in node.names}
+        parts = {str(node.module).split(".")[1] for node in imports if str(node.module).startswith("benchmarks.")}
+        graph[path.stem] = whole | parts
+    assert graph["outcome"] == {"harness"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

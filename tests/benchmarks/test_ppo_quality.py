@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import frontier, ppo_quality, ppo_report, trl_judging
+from benchmarks import frontier, page, ppo_quality, ppo_report, trl_judging
 from benchmarks.frontier import Curve, FrontierPoint
 from benchmarks.trl_ppo import Recorder, batches, recording
 from rlhf.errors import UserError
@@ -114,7 +114,8 @@ def test_other_prompts_are_noticed(folders: dict[tuple[str, int], Path]) -> None
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_picture(folders: dict[tuple[str, int], Path], tmp_path: Path) -> None:
     rows = [row for key, folder in folders.items() for row in ppo_report.iteration_rows(key, folder)]
-    ppo_report.draw(tmp_path / "small.svg", ppo_report.curves(rows))
+    curves = ppo_report.curves(rows)
+    page.draw(tmp_path / "small.svg", (1, 3), (15, 4.2), lambda panels: ppo_report.plot(panels, curves))
     drawn = ElementTree.parse(tmp_path / "small.svg")
     assert {"true score (the judge)", "ours", "TRL 1.12"} <= {text.text for text in drawn.findall(".//{*}text")}
 
