@@ -14,7 +14,7 @@ import torch
 from data.build.encode import Demonstration, Preference, Prompt, Spans
 from data.config import BatchOptions
 from rlhf.errors import UserError
-from rlhf.types import JoinedPairs, Pairs, Prompts, Sequences
+from rlhf.types import JoinedPairs, Pairs, Prompts, Sequences, WeightedSequences
 
 SORTED_BATCHES = 50
 """number of batches whose rows are sorted by length together"""
@@ -22,9 +22,10 @@ NEAR_BATCHES = 4
 """number of batches of pairs with nearly the same longer side, sorted by the shorter side"""
 
 
-def sft_batch(items: Sequence[Demonstration], pad_id: int) -> Sequences:
+def sft_batch(items: Sequence[Demonstration], pad_id: int) -> WeightedSequences:
     """Right-padded [B, S]; the loss mask covers the items' spans, which include the EOS."""
-    return _sequences([item.ids for item in items], [item.spans for item in items], pad_id)
+    rows = _sequences([item.ids for item in items], [item.spans for item in items], pad_id)
+    return WeightedSequences(*rows.tensors(), weight=torch.tensor([item.weight for item in items]))
 
 
 def pair_batch(

@@ -147,10 +147,19 @@ class Sequences(TensorRecord):
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.ids, self.mask, self.loss_mask
 
-    def trimmed(self) -> "Sequences":
+    def trimmed(self) -> Self:
         """Without the columns that are padding in every row."""
         columns_in_use = self.mask.any(0)
-        return Sequences(self.ids[:, columns_in_use], self.mask[:, columns_in_use], self.loss_mask[:, columns_in_use])
+        ids, mask, loss_mask = (x[:, columns_in_use] for x in self.tensors())
+        return replace(self, ids=ids, mask=mask, loss_mask=loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSequences(Sequences):
+    """Sequences to learn, of which some weigh more than others."""
+
+    weight: Tensor
+    """[B] weight of each token of a row in the loss"""
 
 
 def _padded(x: Tensor, left: int = 0, right: int = 0) -> Tensor:

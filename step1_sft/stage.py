@@ -33,7 +33,7 @@ from rlhf.storage import manifests
 from rlhf.supervised.runner import Supervised
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
-from rlhf.types import Metrics, Sequences, length_groups, to_device
+from rlhf.types import Metrics, WeightedSequences, length_groups, to_device
 from step1_sft import vocabulary
 from step1_sft.config import STAGE, SFTConfig
 from step1_sft.plan import workload
@@ -46,29 +46,24 @@ def train(
     policy: Engine[Policy], dataset: PromptDataset[Demonstration], batches: Batches, config: SFTConfig, pad_id: int
 ) -> Iterator[Metrics]:
     """The algorithm: one optimizer step on the mean token loss of each batch, in which a token has its row's weight."""
-    weight_of = torch.from_numpy(dataset.weights)
     for indices in batches.until_epoch(config.num_train_epochs):
         batch = sft_batch([dataset[i] for i in indices], pad_id)
         counted = torch.from_numpy(counted_rows(indices))[:, None]
         batch = replace(batch, loss_mask=batch.loss_mask & counted)
-        weights = weight_of[indices]
-        sums = torch.stack(
-            [(weights[:, None] * batch.loss_mask).sum(), batch.loss_mask.sum(), (batch.mask & counted).sum()]
-        )
+        weights = batch.weight[:, None].double() * batch.loss_mask
+        sums = torch.stack([weights.sum(), batch.loss_mask.sum(), (batch.mask & counted).sum()])
         count, learned, tokens = collectives.sum_over_ranks(sums)
         groups = length_groups(batch.lengths, config.micro_batch_size)
-        micros = [(batch[rows].trimmed(), weights[rows].float()) for rows in groups]
+        micros = [batch[rows].trimmed() for rows in groups]
 
-        def loss(micro: tuple[Sequences, Tensor], count: Tensor = count) -> losses.Loss:
-            sequences, weight = micro
-            logprobs = policy(sequences)[0]
-            mask, weight = (to_device(x, logprobs.device) for x in (sequences.loss_mask, weight))
+        def loss(micro: WeightedSequences, count: Tensor = count) -> losses.Loss:
+            logprobs = policy(micro)[0]
+            mask, weight = (to_device(x, logprobs.device) for x in (micro.loss_mask, micro.weight))
             return losses.token_nll(logprobs, mask, count, weight)
 
         metrics = policy.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
         numbers = {"tokens": tokens.item(), "tokens_learned": learned.item()}
-        padding = 0.0 if policy.module.packs else padding_share([sequences for sequences, _ in micros])
-        yield {**metrics, **numbers, "padding": padding}
+        yield {**metrics, **numbers, "padding": 0.0 if policy.module.packs else padding_share(micros)}
 
 
 def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], config: SFTConfig, pad_id: int) -> float:

@@ -1,10 +1,10 @@
 """The loss of fine-tuning over the last batch of an epoch, which is smaller, on any number of ranks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,16 +17,8 @@ from step1_sft.config import SFTConfig
 
 ROWS = [Demonstration(tuple(range(1, 4 + n % 7)), ((1 + n % 2, 3 + n % 7),)) for n in range(19)]
 """19 rows of 3 to 9 tokens, of which 1 to 8 are learned"""
-EQUAL, UNEQUAL = np.ones(19), np.arange(19) % 4 / 2 + 0.25
+EQUAL, UNEQUAL = [1.0] * 19, [n % 4 / 2 + 0.25 for n in range(19)]
 """weights of the rows"""
-
-
-class Rows(list[Demonstration]):
-    """ROWS with weights, as a dataset."""
-
-    def __init__(self, weights: np.ndarray) -> None:
-        super().__init__(ROWS)
-        self.weights = weights
 
 
 class Model:
@@ -37,18 +29,18 @@ class Model:
     def __call__(self, rows: Sequences) -> tuple[Tensor, None]:
         return -rows.ids.float() * rows.loss_mask, None
 
-    def step(self, micros: Sequence[Any], loss: Callable[[Any], Any], _: object) -> dict[str, float]:
-        assert all(len(rows) == len(weights) <= 3 for rows, weights in micros)
+    def step(self, micros: Sequence[Sequences], loss: Callable[[Sequences], Any], _: object) -> dict[str, float]:
+        assert all(len(micro) <= 3 for micro in micros)
         return {"loss": sum(float(loss(micro)[0]) for micro in micros), "micros": len(micros)}
 
 
 def steps_of(
-    rank: int, ranks: int, weights: np.ndarray, sums: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+    rank: int, ranks: int, weights: list[float], sums: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> list[dict[str, float]]:
     config = SFTConfig(model="x", batch_size=8, micro_batch_size=3, num_train_epochs=2)
     batches = Batches(len(ROWS), 8, 5, (rank, ranks), drop_last=False)
     model: Any = Model()
-    dataset: Any = Rows(weights)
+    dataset: Any = [replace(row, weight=weight) for row, weight in zip(ROWS, weights, strict=True)]
     monkeypatch.setattr(stage.collectives, "sum_over_ranks", sums)
     return list(stage.train(model, dataset, batches, config, 0))
 
@@ -56,7 +48,7 @@ def steps_of(
 @pytest.mark.parametrize("weights", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_row_counts_once_in_the_mean_of_its_step(
-    ranks: int, weights: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    ranks: int, weights: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last batch of 3 rows: two ranks repeat one row, and one of four has none. A token has its row's weight."""
     shares: list[list[Tensor]] = []

@@ -49,10 +49,6 @@ class Rows(list[Any]):
     def lengths(self) -> np.ndarray:
         return np.array([len(row.ids) for row in self])
 
-    @property
-    def weights(self) -> np.ndarray:
-        return np.ones(len(self))
-
 
 def fine_tuning() -> Numbers:
     """An epoch of two optimizer steps on four micro-batches each, then held-out perplexity."""

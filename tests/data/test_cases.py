@@ -1,0 +1,85 @@
+"""Small inputs that a chat model's users have, from a folder beside the repository: rows, templates, what is expected.
+
+They are invented rows and tiny random models; the folder's README.md says what must come out.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.preview import command as preview
+from rlhf import errors
+
+CASES = Path(os.environ.get("RLHF_CASES", Path(__file__).parents[3] / "shared/cases"))
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(not CASES.is_dir(), reason="no folder of cases (RLHF_CASES)")
+
+PREVIEWS = {
+    "think plain": "<think>\n⟦\n</think>\n\nIt is white and quiet.<|im_end|>⟧",
+    "think think_inline": "<think>\n⟦Let me see number 28.\n</think>\n\nIt is white.<|im_end|>⟧",
+    "harmony plain": "<|start|>assistant⟦<|channel|>final<|message|>It is white and quiet.<|return|>⟧",
+    "hybrid plain": "assistant\n⟦<think>\n\n</think>\n\nIt is white and quiet.<|im_end|>⟧",
+    "hybrid reasoning_field": "assistant\n⟦<think>\nLet me see number 28.\n</think>\n\nIt is white.<|im_end|>⟧",
+    "chatml same_first_turn": "OK.<|im_end|>\n<|im_start|>user\nDescribe the",
+    "chatml trailing_user": "assistant\n⟦It is ",
+    "dated plain": "Today Date: 01 Jan 2026 00:00:00<|im_end|>",
+}
+"""by model and file, a part of what the preview prints"""
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cases") / "cases"
+    shutil.copytree(CASES, folder)
+    subprocess.run([sys.executable, "make_models.py"], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def printed(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["preview", *words])
+    code = errors.run_as_user(preview.main)
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+@pytest.mark.parametrize("case", PREVIEWS)
+def test_a_preview(case: str, cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    model, file = case.split()
+    words = ["--model", str(cases / "models" / model), "--data-path", str(cases / f"{file}.jsonl"), "--phases", "sft"]
+    code, text = printed([*words, "--data-split", "1,0,0", "--rows", "60"], monkeypatch, capsys)
+    assert code == 0 and PREVIEWS[case] in text, text
+
+
+def test_what_is_refused(cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for file, reason in (("tools_text", "does not read the key 'tool_calls'"), ("weights_last", "weight 0")):
+        words = ["--model", str(cases / "models/chatml"), "--data-path", str(cases / f"{file}.jsonl")]
+        code, text = printed([*words, "--phases", "sft", "--data-split", "1,0,0"], monkeypatch, capsys)
+        assert code == 2 and reason in text, text
+
+
+def run(cases: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf", *words], cwd=cases, check=False, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RLHF_CACHE": str(cases / "cache"), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_reward_model_from_elsewhere(cases: Path) -> None:
+    text = run(cases, "evaluate-reward", "models/rm", "--data-path", "pairs.jsonl", "--dtype", "fp32")
+    assert "0.767" in text and "0.658" in text
+
+
+def test_ends_of_a_list(cases: Path) -> None:
+    length = ("--response-length", "16", "--output", "evaluated")
+    run(cases, "evaluate", "--policies", "models/glm-ends", "--prompts", "prompts.jsonl", "--reward", "eos", *length)
+    results = (cases / "evaluated/results.json").read_text()
+    assert re.search(r'"ended"[^}]*1(\.0)?\b', results) and json.loads(results)
