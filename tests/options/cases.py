@@ -136,7 +136,7 @@ WATCHED: dict[str, Any] = {
     "judge": f"{SCORES}:score",
     "keep_best": "eval_judge",
     "patience": 2,
-    "total_episodes": 40,
+    "total_episodes": 48,
 }
 STEP3: Table = {
     "lr_num_cycles": [alone(2, lr_scheduler_type="cosine_with_restarts", total_episodes=24)],
@@ -151,7 +151,7 @@ STEP3: Table = {
     "response_length": [9],
     "temperature": [1.7],
     "rollout_batch_size": [2],
-    "target_kl": [alone(0.13, num_ppo_epochs=4, total_episodes=16)],
+    "target_kl": [alone(0.09, num_ppo_epochs=4, total_episodes=16)],
     "abort_kl": [alone(1.8, abort_kl_iterations=1, total_episodes=32, num_ppo_epochs=1)],
     "abort_kl_iterations": [alone(2, abort_kl=0.6, total_episodes=32, num_ppo_epochs=1)],
     "critic_warmup_iterations": [alone(1, total_episodes=24)],
