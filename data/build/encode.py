@@ -135,10 +135,14 @@ class RowEncoder:
         if self.loss_on == "all":
             return ((1, size),)
         start = len(prompt.ids)
+        if self.template.marks_generation:
+            answer = Message("assistant", row.response or "", row.response_keys)
+            start += min(self.template.context_size(row, answer), size - start - 1)
         earlier = any(message.role == "assistant" and message.learned for message in prompt.messages)
         if self.loss_on == "last" or not earlier:
             return ((start, size),)
         _, flags = self.template.prompt_ids_and_turns(replace(row, prompt=tuple(prompt.messages)))
+        flags += [False] * (start - len(flags))
         return _find_spans([False, *flags[1:], *[True] * (size - start)])
 
     def _preferences(self, rows: Sequence[Row]) -> Iterator[Encoded]:

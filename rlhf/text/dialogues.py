@@ -17,7 +17,7 @@ from rlhf.text.encoder import Encoder, special_tokens
 from rlhf.text.rendering import THOUGHT_END, Unrenderable, render
 from rlhf.text.special import SpecialTokens
 from rlhf.text.templates import words_of
-from rlhf.text.turns import Altered, render_turns, thought_frame, turn_frame, until_end
+from rlhf.text.turns import GENERATION, Altered, context_of, render_turns, thought_frame, turn_frame, until_end
 from rlhf.types import Message, Row
 
 EMPTY_PROMPT = (Message("user", ""),)
@@ -108,9 +108,10 @@ class Template:
                 if i == 0:
                     continue
                 raise Altered(REWRITES)
-            silence = len(body) if not message.content and not body.strip() else 0  # an empty turn is EOS alone
-            start = len(self._special.show(prompt)) + silence
-            slices.append(slice(start, start - silence + len(self._special.show(spoken))))
+            empty = not message.content and not body.strip()  # an empty turn is EOS alone
+            context = body if empty else context_of(self.tokenizer, row.prompt[: i + 1], row.variables, turn)
+            start, end_of_context = (len(self._special.show(text)) for text in (prompt, prompt + context))
+            slices.append(slice(end_of_context, start + len(self._special.show(spoken))))
         return slices
 
     def rewrites_turns(self, row: Row) -> bool:
@@ -163,6 +164,13 @@ class Template:
     def turn_ids(self, row: Row, answer: Message) -> list[int]:
         """`turn_ids_many` of one row."""
         return self.turn_ids_many([row], [answer])[0]
+
+    def context_size(self, row: Row, answer: Message) -> int:
+        """How many of the first `turn_ids` are context by the template's `{% generation %}` block."""
+        hidden = self._disguised(replace(row, prompt=(*(row.prompt or EMPTY_PROMPT), answer)))
+        [(_, turn)] = render_turns(self.tokenizer, [hidden.prompt], [hidden.variables])
+        context = context_of(self.tokenizer, hidden.prompt, hidden.variables, turn)
+        return len(self._ids_by_part(context, inside=True)) if context else 0
 
     def scored_ids(self, row: Row, answer: Message) -> list[int]:
         """`turn_ids` for a reward model: without the thought if the template writes none."""
@@ -284,6 +292,11 @@ class Template:
     @cached_property
     def _special(self) -> SpecialTokens:
         return SpecialTokens(special_tokens(self.tokenizer))
+
+    @cached_property
+    def marks_generation(self) -> bool:
+        """Whether the template says what of a turn is learned."""
+        return GENERATION.search(str(self.tokenizer.chat_template)) is not None
 
     @property
     def _ends(self) -> tuple[str, ...]:

@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf.errors import UserError
-from rlhf.text.rendering import MARK, THOUGHT_END, Unrenderable, folded, render, thought_of
+from rlhf.text.rendering import MARK, THOUGHT_END, Unrenderable, folded, message_dict, render, thought_of
 from rlhf.types import Message
 
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OPENED = re.compile(r"<([^<>/\s]+)>\s*$")
 """a tag that a generation prompt leaves open"""
 CLOSED_EMPTY = re.compile(r"\s*<([^<>/\s]+)>\s*</\1>\s*")
@@ -108,6 +110,25 @@ def _called(message: Message) -> list[str]:
     """The names of the functions that a message calls."""
     calls = message.keys.get("tool_calls") or []
     return [str((call.get("function") or call).get("name", "")) for call in calls if isinstance(call, dict)]
+
+
+def context_of(
+    tokenizer: PreTrainedTokenizerBase, dialogue: Sequence[Message], variables: Mapping[str, Any], turn: str
+) -> str:
+    """The beginning of the last turn, before the template's `{% generation %}` block; empty without one."""
+    template = str(tokenizer.chat_template)
+    if not GENERATION.search(template):
+        return ""
+    rendered: Any = render_jinja_template(
+        conversations=[[message_dict(message, tokenizer) for message in dialogue]],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **variables},
+    )
+    [whole], [blocks] = rendered
+    start = len(whole) - len(turn)
+    generated = [max(first - start, 0) for first, last in blocks if last > start]
+    return turn[: generated[0]] if generated and whole.endswith(turn) else ""
 
 
 def until_end(turn: str, ends: Sequence[str], after: str) -> tuple[str, str]:

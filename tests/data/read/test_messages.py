@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from data.build.encode import divided
+from data.build.encode import Demonstration, RowEncoder, divided
 from data.build.gather import row_from_json, row_to_json
 from data.build.owners import unusable_reason
+from data.config import DataOptions
 from data.read.records import Skipped
 from data.sources.files import parse
 from rlhf.errors import UserError
@@ -181,6 +182,21 @@ def test_a_role_that_the_template_does_not_write_is_refused(role: str) -> None:
         [result] = divided(template(source), "last", row)
         assert isinstance(result, Skipped) and f"does not write messages of the role {role}" in result.reason
     assert list(divided(template(BODY + ASKS), "last", row)) == [row]
+
+
+def test_a_generation_block_says_what_of_a_turn_is_learned() -> None:
+    marked = "[assistant](note){% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}"
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + marked + "{% else %}[user]{{ m.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    ours = template(source)
+    for loss_on in ("last", "every"):
+        [(item, _)] = RowEncoder("sft", ours, DataOptions(), loss_on=loss_on)([read(ASK, SAY, ASK, SAY)])  # type: ignore[misc]
+        assert isinstance(item, Demonstration)
+        learned = [ours.tokenizer.decode(item.ids[start:end]) for start, end in item.spans]
+        assert learned == ["a</s>"] * (1 if loss_on == "last" else 2)
+        assert ours.tokenizer.decode(item.ids).endswith("[user]q[assistant](note)a</s>")
 
 
 def test_every_turn_of_a_template_that_drops_old_thoughts_has_a_row_of_its_own() -> None:
