@@ -14,6 +14,7 @@ import torch
 from data.build.encode import Demonstration, Preference, Prompt, Spans
 from data.config import BatchOptions
 from rlhf.errors import UserError
+from rlhf.maths.uniforms import ORDER, PICKS, stream
 from rlhf.types import JoinedPairs, Pairs, Prompts, Sequences, WeightedSequences
 
 SORTED_BATCHES = 50
@@ -68,7 +69,7 @@ def prompt_batch(items: Sequence[Prompt], pad_id: int) -> Prompts:
 def sample_rows(items: Sequence[Demonstration | Preference | Prompt], seed: int, tokens: int) -> list[list[int]]:
     """Ids of random items, of pairs the chosen side, with `tokens` tokens in total, or fewer if there are no more."""
     rows: list[list[int]] = []
-    for index in np.random.default_rng(seed).permutation(len(items)).tolist():
+    for index in stream(PICKS, seed).permutation(len(items)).tolist():
         item = items[index]
         ids = item.chosen if isinstance(item, Preference) else item.ids
         rows.append(list(ids[:tokens]))
@@ -231,7 +232,7 @@ class Batches:
 
     def _epoch_order(self) -> tuple[np.ndarray, np.ndarray]:
         """(the elements of this epoch in order, the end of each batch)."""
-        random = np.random.default_rng([self.seed, self.epoch])
+        random = stream(ORDER, self.seed, self.epoch)
         order = random.permutation(self.size)
         rows, used = self.batch_size, self.size // self.batch_size * self.batch_size
         if self.batch_tokens is not None and self.tokens is not None:

@@ -23,6 +23,7 @@ from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
+from rlhf.maths.uniforms import MINI_BATCHES, torch_stream
 from rlhf.models.adapter_files import base_of
 from rlhf.plan.compile_choice import choose_compiler
 from rlhf.report.verdict import stage_verdict
@@ -112,7 +113,7 @@ def learn(
         append_chosen(chosen_file(config), iteration + 1, credited.rollout, samples)
     actor = None if iteration < config.critic_warmup_iterations else models.actor
     learners = Learners(actor, models.critic, models.algorithm, models.ptx, models.ema)
-    shuffle = torch.Generator().manual_seed(config.seed + iteration)
+    shuffle = torch_stream(MINI_BATCHES, config.seed, iteration)
     credited, indices = gather(credited, indices, group)
     return update(learners, credited, config, shuffle, indices)
 

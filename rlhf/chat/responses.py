@@ -19,7 +19,7 @@ from rlhf.evaluation.batch_generation import common_tokenizer, left_padded
 from rlhf.evaluation.comparison import kl_to, response_logprobs
 from rlhf.generation import BackendOptions
 from rlhf.generation.loop import refuse_recurrent, sampled, steps
-from rlhf.maths.uniforms import uniforms
+from rlhf.maths.uniforms import EVALUATION, uniforms
 from rlhf.models.ends import end_ids
 from rlhf.models.load import context_length, load_causal_lm
 from rlhf.models.policy import Policy
@@ -153,7 +153,7 @@ class Generation:
         """Pieces of the text; joined they are `response.text`. Only whole characters, no special tokens."""
         m, sampling = self._models, self.sampling
         lm, template = m.policies[self.policy].lm, m.template
-        uniform = None if self._greedy else uniforms([sampling.key], sampling.response_length)
+        uniform = None if self._greedy else uniforms([sampling.key], sampling.response_length, EVALUATION)
         config = BackendOptions(eos_token_id=m.tokenizer.eos_token_id, pad_token_id=m.tokenizer.pad_token_id)
         ends = end_ids(lm, m.tokenizer.eos_token_id)
         ids: list[int] = []

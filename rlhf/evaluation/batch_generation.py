@@ -17,7 +17,7 @@ from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.generation import Backend, open_backend
 from rlhf.hub.short_names import resolve
-from rlhf.maths.uniforms import uniforms
+from rlhf.maths.uniforms import EVALUATION, uniforms
 from rlhf.models.load import Loading, context_length, load_causal_lm, load_config
 from rlhf.models.policy import Policy
 from rlhf.storage.manifests import resolve_model_path
@@ -53,7 +53,7 @@ class PromptSet:
             batch = slice(start, start + o.rollout_batch_size)
             keys = [(o.seed, stream, i) for i in range(len(self.rows))[batch]]
             prompts = left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
-            yield prompts, uniforms(keys, o.response_length)
+            yield prompts, uniforms(keys, o.response_length, EVALUATION)
 
 
 def of_all_ranks(own: list[T]) -> list[T]:

@@ -1,4 +1,4 @@
-"""Random numbers for sampling: every response has its own stream, on every rank and in every batch."""
+"""Streams of random numbers: each has a purpose and a key of its own, so no two draws of a run are the same numbers."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+ORDER, PICKS, RESPONSES, MINI_BATCHES, EVALUATION = range(1, 6)
+"""purposes, the first word of a seed: the order of rows in an epoch; rows to start an adapter from; responses of a
+rollout; the order of its rows in an update; responses of `rlhf evaluate`, `rlhf pairs` and `rlhf chat`"""
 
-def uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
-    """Uniform numbers in [0, 1), [B, length] in float64: row b is the start of the stream with the seed `keys[b]`.
+
+def stream(purpose: int, *key: int) -> np.random.Generator:
+    """The stream of a purpose with this key, such as a seed and the number of an epoch."""
+    return np.random.default_rng((purpose, *key))
+
+
+def torch_stream(purpose: int, *key: int) -> torch.Generator:
+    """The same of torch, on the CPU."""
+    [seed] = np.random.SeedSequence((purpose, *key)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(seed))
+
+
+def uniforms(keys: Sequence[Sequence[int]], length: int, purpose: int = RESPONSES) -> Tensor:
+    """Uniform numbers in [0, 1), [B, length] in float64: row b is the start of the stream with the key `keys[b]`.
 
     A response therefore depends neither on the number of ranks nor on the other responses of its batch.
     """
-    return torch.from_numpy(np.stack([np.random.default_rng(key).random(length) for key in keys]))
+    return torch.from_numpy(np.stack([stream(purpose, *key).random(length) for key in keys]))

@@ -55,9 +55,8 @@ class Template:
         Raises: UserError if the template cannot render a dialogue; the error does not name the dialogue.
         """
         disguised = [self._disguised(row) for row in rows]
-        texts = render(
-            self.tokenizer, [row.prompt or EMPTY_PROMPT for row in disguised], variables=[row.variables for row in rows]
-        )
+        variables = [row.variables for row in disguised]
+        texts = render(self.tokenizer, [row.prompt or EMPTY_PROMPT for row in disguised], variables=variables)
         spelled = [mine is not row for mine, row in zip(disguised, rows, strict=True)]
         ordinary = iter(self.encode_many([t for t, own in zip(texts, spelled, strict=True) if not own], split=False))
         return [

@@ -5,7 +5,6 @@ They are invented rows and tiny random models; the folder's README.md says what 
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,11 +26,16 @@ PREVIEWS = {
     "harmony plain": "<|start|>assistant⟦<|channel|>final<|message|>It is white and quiet.<|return|>⟧",
     "hybrid plain": "assistant\n⟦<think>\n\n</think>\n\nIt is white and quiet.<|im_end|>⟧",
     "hybrid reasoning_field": "assistant\n⟦<think>\nLet me see number 28.\n</think>\n\nIt is white.<|im_end|>⟧",
-    "chatml same_first_turn": "OK.<|im_end|>\n<|im_start|>user\nDescribe the",
     "chatml trailing_user": "assistant\n⟦It is ",
     "dated plain": "Today Date: 01 Jan 2026 00:00:00<|im_end|>",
 }
 """by model and file, a part of what the preview prints"""
+REFUSED = {
+    "tools_text": "does not read the key 'tool_calls'",
+    "weights_last": "weight 0",
+    "same_first_turn": "begin with the user message 'You are a guide. Wait for my question.'",
+}
+"""by file, the reason that chatml's preview gives"""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def test_a_preview(case: str, cases: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_what_is_refused(cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for file, reason in (("tools_text", "does not read the key 'tool_calls'"), ("weights_last", "weight 0")):
+    for file, reason in REFUSED.items():
         words = ["--model", str(cases / "models/chatml"), "--data-path", str(cases / f"{file}.jsonl")]
         code, text = printed([*words, "--phases", "sft", "--data-split", "1,0,0"], monkeypatch, capsys)
         assert code == 2 and reason in text, text
@@ -75,11 +79,23 @@ def run(cases: Path, *words: str) -> str:
 
 def test_a_reward_model_from_elsewhere(cases: Path) -> None:
     text = run(cases, "evaluate-reward", "models/rm", "--data-path", "pairs.jsonl", "--dtype", "fp32")
-    assert "0.767" in text and "0.658" in text
+    assert "0.767" in text and "0.6577" in text
 
 
 def test_ends_of_a_list(cases: Path) -> None:
     length = ("--response-length", "16", "--output", "evaluated")
-    run(cases, "evaluate", "--policies", "models/glm-ends", "--prompts", "prompts.jsonl", "--reward", "eos", *length)
-    results = (cases / "evaluated/results.json").read_text()
-    assert re.search(r'"ended"[^}]*1(\.0)?\b', results) and json.loads(results)
+    shutil.copytree(cases / "models/glm-ends", cases / "models/same")
+    run(
+        cases,
+        "evaluate",
+        "--policies",
+        "models/glm-ends",
+        "models/same",
+        "--prompts",
+        "prompts.jsonl",
+        "--reward",
+        "eos",
+        *length,
+    )
+    results = json.loads((cases / "evaluated/results.json").read_text())
+    assert {(policy["response_length"], policy["ended"]) for policy in results["policies"]} == {(1.0, 1.0)}

@@ -152,7 +152,7 @@ STEP3: Table = {
     "temperature": [1.7],
     "rollout_batch_size": [2],
     "target_kl": [alone(0.09, num_ppo_epochs=4, total_episodes=16)],
-    "abort_kl": [alone(1.8, abort_kl_iterations=1, total_episodes=32, num_ppo_epochs=1)],
+    "abort_kl": [alone(2.2, abort_kl_iterations=1, total_episodes=32, num_ppo_epochs=1)],
     "abort_kl_iterations": [alone(2, abort_kl=0.6, total_episodes=32, num_ppo_epochs=1)],
     "critic_warmup_iterations": [alone(1, total_episodes=24)],
     "entropy_coef": [0.3],
@@ -187,8 +187,8 @@ CLIPPED: Table = {
 
 
 def kl(target: float, **context: Any) -> Table:
-    """`target` is near the KL of the second iteration: e times further away, all targets steer alike."""
-    steered = alone(target, total_episodes=24, **context)
+    """`target` is near the KL of the last iteration but one: e times further away, all targets steer alike."""
+    steered = alone(target, **({"total_episodes": 24} | context))
     return {"kl_coef": [0.6], "kl_target": [steered]}
 
 
@@ -207,14 +207,14 @@ TABLES: dict[str, Table] = {
     "step1_sft": OPTIMIZER | BATCHES | watched("eval_perplexity")
     | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
     "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss")
-    | {"centering": [0.5], "batch_tokens": [80], "label_smoothing": [0.3]}
+    | {"centering": [0.5], "batch_tokens": [88], "label_smoothing": [0.3]}
     | {"head_learning_rate": [0.013]}
     | {"sft_coef": [alone(0.6)], "length_coef": [alone(0.8)], "token_coef": [alone(0.7, micro_batch_size=2)]}
     | {"attributes": [alone(("long",)), alone(("kind", "long"))], "attribute_coef": [alone(0.7, attributes=("kind",))]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
     | {"cliprange_value": [0.04]},
-    "a2c": kl(0.75) | GAE | {"whiten_advantages": [True]},
-    "reinforce": kl(0.53) | CLIPPED | {"gamma": [0.4]},
+    "a2c": kl(0.9) | GAE | {"whiten_advantages": [True]},
+    "reinforce": kl(2.3, total_episodes=32) | CLIPPED | {"gamma": [0.4]},
     "rloo": kl(0.9) | CLIPPED | GROUPED | {"whiten_advantages": [True]},
     "grpo": kl(1.15, num_ppo_epochs=1) | CLIPPED | GROUPED
     | {"kl_estimator": ["k2"], "scale_rewards": [False], "importance_sampling_level": ["sequence"]},

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count as forever
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -235,7 +236,8 @@ class Reinforcement:
     ) -> list[dict[str, float]]:
         """The metrics of each optimizer step: `rows` are shuffled by seed and iteration, anew every epoch."""
         o, steps = self.o, []
-        draw = torch.Generator().manual_seed(o["seed"] + iteration - 1)
+        words = np.random.SeedSequence([4, o["seed"], iteration - 1]).generate_state(1, np.uint64)
+        draw = torch.Generator().manual_seed(int(words[0]))
         of_actor = iteration > o["critic_warmup_iterations"]
         for _ in range(o["num_ppo_epochs"]):
             for minibatch in torch.randperm(len(rows), generator=draw).tensor_split(o["num_mini_batches"]):

@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf.config.options import SamplingOptions
 from rlhf.generation import loop
-from rlhf.maths.uniforms import uniforms
+from rlhf.maths.uniforms import EVALUATION, MINI_BATCHES, ORDER, PICKS, RESPONSES, stream, torch_stream, uniforms
 from step3_ppo import stage
 from step3_ppo.rollout import prompts_and_uniforms
 from tests.support import tiny
@@ -68,3 +69,15 @@ def test_a_response_is_the_same_alone_and_beside_others() -> None:
 
     assert sampled(0) == sampled(0) != sampled(1)
     assert [row for i in range(3) for row in sampled(0, slice(i, i + 1))] == sampled(0)
+
+
+def test_streams_of_two_purposes_share_no_number() -> None:
+    """numpy takes a key with zeros at its end for the key without them, so an epoch's order and a response of its first
+    row would be the same numbers without the purpose."""
+    purposes = (ORDER, PICKS, RESPONSES, MINI_BATCHES, EVALUATION)
+    drawn = [stream(purpose, 7, *more).random(4) for purpose in purposes for more in ((), (1,), (1, 2))]
+    assert len(np.unique(drawn)) == len(drawn) * 4
+    torch_drawn = [torch.rand(4, generator=torch_stream(purpose, 7)) for purpose in purposes]
+    assert len(torch.cat(torch_drawn).unique()) == 4 * len(purposes)
+    assert torch.equal(uniforms([(7, 1)], 4)[0], torch.from_numpy(stream(RESPONSES, 7, 1).random(4)))
+    assert not torch.equal(uniforms([(7, 1)], 4), uniforms([(7, 1)], 4, EVALUATION))

@@ -159,6 +159,10 @@ def test_what_a_message_spells_is_no_token_of_the_template_in_keys_either() -> N
     special = template.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert [i for i in target if i in special] == special[1:] == target[-1:]
     assert template.tokenizer.decode(target).count("<|im_end|>") == 3
+    tools = {"tools": [{"type": "function", "function": {**FUNCTION, "description": "Looks.<|im_end|>"}}]}
+    usual, spelling = template.prompt_ids((USER,), TOOLS), template.prompt_ids((USER,), tools)
+    assert usual.count(special[1]) == spelling.count(special[1]) > 0
+    assert template.tokenizer.decode(spelling).count("<|im_end|>") == spelling.count(special[1]) + 1
 
 
 def test_an_unended_thought_has_no_answer() -> None:

@@ -196,7 +196,7 @@ REFUSED = {
     **{"learning_rate": 0.5, "lr_scheduler_type": "cosine", "warmup_ratio": 0.5, "adam_beta2": 0.5, "batch_size": 16},
     **{"num_mini_batches": 2, "num_ppo_epochs": 9, "kl_coef": 0.9, "reward": ("length",), "ema_decay": 0.5},
     **{"temperature": 0.5, "response_length": 4, "chat_template": "chatml", "keep_best": None},
-    "chat_template_kwargs": {"think": False},
+    "chat_template_kwargs": '{"think": false}',
 }
 
 
