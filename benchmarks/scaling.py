@@ -6,7 +6,7 @@ both are reported as throughput over that of one thread, and two processes over 
 one process at the same time send nothing, but share the machine's memory and clock: weak scaling over their sum is what
 communication and waiting leave. The bytes sent are counted where libraries call torch.distributed: a device sends
 (n - 1) / n of the bytes that it gathers or scatters, twice that in an all-reduce (a ring; gloo may differ).
-`rlhf.plan.zero.bytes_sent` predicts it.
+`bytes_sent` predicts it.
 
 Growth: seconds of a step and of a rollout against the tokens of prompts, of responses, rows and weights, one of them
 changing at a time, with the exponent of the power law a x^e that fits best. Every number is a median.
@@ -223,17 +223,16 @@ def start_ranks(settings: Path, processes: int, threads: int) -> list[subprocess
     return ranks
 
 
-def predicted_bytes(model: str, stage: int) -> float:
-    """The bytes that a device sends in a step of two processes, as predicted by the plan."""
-    from rlhf.plan import sizes, zero
-    from step1_sft.config import SFTConfig
-
-    weights = sizes.size(model, "lm")
-    return zero.bytes_sent(weights, SFTConfig(zero_stage=stage), 4, zero.RankLayout(2, True))  # type: ignore[arg-type]
+def bytes_sent(stage: int, weights: int, ranks: int) -> float:
+    """Bytes that a device sends in a step of one micro-batch in fp32, for a model of at most 500 million weights, which
+    ZeRO-3 gathers once (ZeRO, arXiv 1910.02054, section 7; DeepSpeed's ZeRO-1 and 2 all-reduce the gradients)."""
+    return (2, 3, 3, 2)[stage] * 4 * weights * (ranks - 1) / ranks
 
 
 def measure_ranks(options: Options, folder: Path) -> list[dict[str, Any]]:
     """For every ZeRO stage: rows per second of each layout, their ratios, and the bytes sent against the formula."""
+    from rlhf.plan.sizes import size
+
     model = write_model(folder, options.width, options.layers)
     settings = {"model": model, "repeats": options.repeats}
     results: dict[tuple[int, int, int, int, int], dict[str, Any]] = {}
@@ -243,7 +242,8 @@ def measure_ranks(options: Options, folder: Path) -> list[dict[str, Any]]:
         for result in launch({**settings, "rows": sizes}, *layout, folder):
             results[(*layout, result["stage"], result["rows"])] = result
         print(f"{runs} x {processes} x {threads} thread(s) measured", flush=True)
-    return [compare_layouts(results, stage, options.rows, predicted_bytes(model, stage)) for stage in STAGES]
+    weights = size(model, "lm").total
+    return [compare_layouts(results, stage, options.rows, bytes_sent(stage, weights, 2)) for stage in STAGES]
 
 
 def compare_layouts(results: dict[Any, dict[str, Any]], stage: int, rows: int, formula: float) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The fastest setting of a stage whose memory suffices: `--zero-stage auto`, and the command that a plan proposes."""
 
-import functools
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ from rlhf.config.parser import changed
 from rlhf.engine.optimizers import require_whole
 from rlhf.engine.precision import with_dtype
 from rlhf.errors import UserError
-from rlhf.plan.cost import cost
+from rlhf.plan.cost import seconds_of_parts
 from rlhf.plan.forecast import Forecast, Workload, forecast, resident_bytes
 from rlhf.plan.machine import Machine
 
@@ -30,13 +29,9 @@ SHARDING: tuple[dict[str, Any], ...] = (
 )
 """What ZeRO shards, and what lies in CPU memory. Without gather_whole no device holds all weights at any time."""
 FLAGS = ("offload_optimizer", "offload_param", "gradient_checkpointing")
-SHARDED = ("zero_stage", "offload_optimizer", "offload_param", "gather_whole")
-"""the options of SHARDING"""
 ROWS = ("micro_batch_size", "rollout_batch_size")
 """options that are halved as long as they are above 1; --eval-batch-size is halved with the micro-batch size"""
 ADAPTER = "lora,r=16,lora_alpha=32"
-SAME_SPEED = 1.1
-"""a plan does not know times more exactly"""
 CURE = "use more devices, a smaller --max-length, --adapter lora, or a smaller model"
 FASTER_LEARNING = 10
 """factor of the learning rates with an adapter, as in configs/overlays/lora.yaml"""
@@ -93,52 +88,21 @@ def _halvings(options: EngineOptions, name: str) -> list[dict[str, Any]]:
 def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> tuple[C, Forecast]:
     """(options with the fastest setting that fits, else with the least demanding one; its forecast).
 
-    Of the settings that take at most SAME_SPEED as long as the fastest one, the first in the order of SHARDING, then
-    without gradient checkpointing, then with the most rows. None is chosen because sharding more would be faster.
+    Of settings that take the same time, the first in the order of SHARDING, then with the most rows.
     """
     settings = [(candidate, workload(candidate)) for candidate in candidates(options, machine)]
     settings = [each for each in settings if not _runs_as_stage_1(*each) and _has_whole_weights(*each, machine.count)]
     if not settings:
         work = workload(options)
         require_whole(with_dtype(options, work.dtype), work.b, machine.count)
-    seconds = _seconds(settings, machine)
-
-    @functools.cache
-    def plan(index: int) -> Forecast | None:
-        if resident_bytes(settings[index][1], machine).device > machine.memory:
-            return None
-        result = forecast(settings[index][1], machine)
-        return result if result.fits else None
-
-    fastest = next((index for index in sorted(range(len(settings)), key=lambda i: seconds[i]) if plan(index)), None)
-    if fastest is None:
-        small = [(candidate, forecast(work, machine)) for candidate, work in settings if _least_rows(candidate)]
-        return min(small, key=lambda each: sum(each[1].shortfall))
-    for index, (candidate, _) in enumerate(settings):
-        fitting = plan(index) if seconds[index] <= SAME_SPEED * seconds[fastest] else None
-        if fitting is not None:
-            return candidate, fitting
-    raise AssertionError("the fastest setting is one of the settings")
-
-
-def _seconds(settings: Sequence[tuple[C, Workload]], machine: Machine) -> list[float]:
-    """The time of each setting, at least that of each setting with the same rows that shards and offloads less.
-
-    By its bytes ZeRO-3 may be faster than ZeRO-1, whose gradients DeepSpeed all-reduces; but it waits for the weights
-    of each layer, which bytes do not show.
-    """
-    seconds = [cost(work, machine).seconds for _, work in settings]
-    groups: dict[str, list[tuple[tuple[int, ...], int]]] = {}
-    for index, (candidate, _) in enumerate(settings):
-        rest = candidate.model_dump_json(exclude={*SHARDED})
-        held = tuple(int(getattr(candidate, name)) for name in SHARDED[:-1])
-        groups.setdefault(rest, []).append(((*held, int(not candidate.gather_whole)), index))
-    result = list(seconds)
-    for group in groups.values():
-        for held, index in group:
-            less = [other for others, other in group if all(a <= b for a, b in zip(others, held, strict=True))]
-            result[index] = max(seconds[other] for other in less)
-    return result
+    settings.sort(key=lambda each: sum(seconds_of_parts(each[1], machine).values()))
+    for candidate, work in settings:
+        if resident_bytes(work, machine).device <= machine.memory:
+            plan = forecast(work, machine)
+            if plan.fits:
+                return candidate, plan
+    small = [(candidate, forecast(work, machine)) for candidate, work in settings if _least_rows(candidate)]
+    return min(small, key=lambda each: sum(each[1].shortfall))
 
 
 def _runs_as_stage_1(candidate: EngineOptions, workload: Workload) -> bool:

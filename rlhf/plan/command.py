@@ -8,8 +8,8 @@ from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.plan.choose import AUTO, CURE, as_flags, choose, resolve_auto, shortfall_message, with_adapter
-from rlhf.plan.cost import Cost, cost
-from rlhf.plan.forecast import Workload, forecast
+from rlhf.plan.cost import seconds_of_parts
+from rlhf.plan.forecast import Forecast, Workload, forecast
 from rlhf.plan.machine import Machine, describe_machine
 from rlhf.plan.options import PlanOptions
 from rlhf.plan.report import gigabytes, report
@@ -48,24 +48,23 @@ def plan_stage(section: str, options: Any, workload: Callable[[Any], Workload], 
     chosen, best = choose(options, workload, target)
     forecasts = best if options.zero_stage == AUTO else forecast(workload(options), target)
     lines = [report(forecasts)]
-    step_cost = cost(best.workload, target)
     proposal = chosen if best.fits else None
     if best.fits:
-        lines.append(f"  fastest setting that fits: {_setting(chosen, options, section, step_cost)}")
-    if options.adapter is None and (step_cost.offload or not best.fits):
+        lines.append(f"  fastest setting that fits: {_setting(chosen, options, section, best)}")
+    if options.adapter is None and (best.offloads or not best.fits):
         adapted, best = choose(with_adapter(options), workload, target)
         if best.fits:
             faster = "with LoRA, which trains fewer weights" if proposal is not None else "fits with LoRA only"
-            lines.append(f"  {faster}: {_setting(adapted, options, section, cost(best.workload, target))}")
+            lines.append(f"  {faster}: {_setting(adapted, options, section, best)}")
             proposal = proposal or adapted
     if proposal is None:
         lines.append(f"  no setting fits: {shortfall_message(best)} with the least demanding one; {CURE}")
     return StagePlan("\n".join(lines), forecasts.disk, proposal)
 
 
-def _setting(chosen: Any, options: Any, section: str, step_cost: Cost) -> str:
+def _setting(chosen: Any, options: Any, section: str, plan: Forecast) -> str:
     flags = as_flags(chosen, options, f"{section}.") or "as it is"
-    return f"{flags} (about {step_cost.seconds:.2g} s)"
+    return f"{flags} (about {sum(seconds_of_parts(plan.workload, plan.machine).values()):.2g} s)"
 
 
 def format_plans(plans: Sequence[StagePlan]) -> str:

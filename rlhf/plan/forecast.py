@@ -189,6 +189,12 @@ class Forecast:
         return self.shortfall == (0.0, 0.0)
 
     @property
+    def offloads(self) -> bool:
+        """Whether weights or an optimizer lie in CPU memory beside a GPU."""
+        held = any(model.memory.weights.host or model.memory.optimizer.host for model in self.models)
+        return held and not self.machine.on_cpu
+
+    @property
     def disk(self) -> float:
         """Bytes of the checkpoints (one more than stay, while a new one is written) and of the final models."""
         trained = [model for model in self.models if model.spec.trained]

@@ -18,7 +18,9 @@ NODE = 8
 """devices in a node"""
 
 
-CORE = Device("cpu", 0.0, 0.55e12, 0.21e12, 10e9, 2e9, 1e9)
+UTILISATION = 0.4
+"""share of the peak speed that training and scoring reach"""
+CORE = Device("cpu", 0.0, 0.55e12, 0.21e12)
 """One CPU core with AVX512-BF16. Training a 135M Llama reached 0.22e12 and 0.085e12 operations per second on it, 0.4 of
 these figures (2026-11)."""
 
@@ -33,7 +35,6 @@ class Machine:
     """usable bytes of one device"""
     host: float
     """bytes of CPU memory for each device"""
-    utilisation: float
 
     @property
     def on_cpu(self) -> bool:
@@ -41,12 +42,7 @@ class Machine:
 
     def flops(self, b: int) -> float:
         """Operations per second that training reaches, for numbers of `b` bytes."""
-        return self.utilisation * (self.device.flops_fp32 if b == 4 else self.device.flops)
-
-    @property
-    def link(self) -> float:
-        """Bytes per second that a device sends."""
-        return self.device.link if self.count <= NODE else self.device.network
+        return UTILISATION * (self.device.flops_fp32 if b == 4 else self.device.flops)
 
 
 def describe_machine(options: PlanOptions, processes: int) -> Machine:
@@ -62,15 +58,11 @@ def describe_machine(options: PlanOptions, processes: int) -> Machine:
         device = replace(device, memory=number_of_bytes(options.device_memory))
     if options.device_tflops is not None:
         device = replace(device, flops=options.device_tflops * 1e12, flops_fp32=options.device_tflops * 1e12)
-    if options.device_bandwidth is not None:
-        device = replace(device, bandwidth=options.device_bandwidth * 1e9)
-    if options.link_bandwidth is not None:
-        device = replace(device, link=options.link_bandwidth * 1e9, network=options.link_bandwidth * 1e9)
     share = 1 if device.kind == "cpu" else USABLE
     host = _free_memory() / min(count, NODE)
     if options.host_memory is not None:
         host = number_of_bytes(options.host_memory)
-    return Machine(device, count, share * device.memory, host, options.utilisation)
+    return Machine(device, count, share * device.memory, host)
 
 
 def _device(options: PlanOptions, sharing: int) -> Device:

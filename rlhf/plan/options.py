@@ -14,7 +14,7 @@ class PlanOptions(Config):
     """The devices to plan for; the defaults are those of this machine."""
 
     plan: bool = False
-    """print memory, time and disk of each stage and model, then exit; no weights are loaded"""
+    """print memory, rough time and disk of each stage and model, then exit; no weights are loaded"""
     devices: int | None = Field(None, ge=1)
     """--plan: number of devices; by default the number that the run would use on this machine"""
     device: str | None = None
@@ -24,13 +24,7 @@ class PlanOptions(Config):
     host_memory: str | None = None
     """--plan: CPU memory for each device, such as 200GB; by default this machine's memory, divided by the devices"""
     device_tflops: float | None = Field(None, gt=0)
-    """--plan: peak speed of a device in the compute dtype, 10^12 operations per second"""
-    utilisation: float = Field(0.4, gt=0, le=1)
-    """--plan: share of the peak speed that training and scoring reach"""
-    device_bandwidth: float | None = Field(None, gt=0)
-    """--plan: memory bandwidth of a device, GB/s, which bounds generation"""
-    link_bandwidth: float | None = Field(None, gt=0)
-    """--plan: bandwidth between devices, GB/s, for what one device sends"""
+    """--plan: peak speed of a device in the compute dtype, 10^12 operations per second; training reaches 0.4 of it"""
 
     @field_validator("device_memory", "host_memory")
     @classmethod

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlhf import console
 from rlhf.config.options import EngineOptions
 from rlhf.plan.choose import shortfall_message
-from rlhf.plan.cost import cost
+from rlhf.plan.cost import seconds_of_parts
 from rlhf.plan.forecast import Forecast, ModelForecast, micro_batches
 from rlhf.plan.zero import Bytes
 
@@ -34,8 +34,8 @@ def _report_lines(plan: Forecast) -> Iterator[str]:
     yield f"  {'GB on each device':30}" + "".join(f"{name:>12}" for name in COLUMNS)
     for model in plan.models:
         yield f"  {_model_label(model):30}" + "".join(f"{_cell(value):>12}" for value in _memory_columns(model))
-    unit = "process" if machine.on_cpu else "device"
-    yield f"  most on a {unit}: {gigabytes(plan.peak)} GB of {gigabytes(machine.memory)} ({plan.peak_moment.name})"
+    peak = f"{gigabytes(plan.peak)} GB of {gigabytes(machine.memory)} ({plan.peak_moment.name})"
+    yield f"  most on a {_unit(plan)}: {peak}"
     if not machine.on_cpu:
         yield f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each device"
     if machine.on_cpu:
@@ -44,6 +44,10 @@ def _report_lines(plan: Forecast) -> Iterator[str]:
     yield from _cost_lines(plan)
     if workload.note:
         yield f"  {workload.note}"
+
+
+def _unit(plan: Forecast) -> str:
+    return "process" if plan.machine.on_cpu else "device"
 
 
 def _model_label(model: ModelForecast) -> str:
@@ -90,13 +94,10 @@ def _total_time(plan: Forecast, step_seconds: float) -> str:
 
 
 def _cost_lines(plan: Forecast) -> Iterator[str]:
-    step_cost, machine = cost(plan.workload, plan.machine), plan.machine
-    rate = machine.flops(plan.workload.b) / machine.utilisation / 1e12
-    times = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in step_cost.parts.items())
+    parts = seconds_of_parts(plan.workload, plan.machine)
+    rate, seconds = plan.machine.flops(plan.workload.b) / 1e12, sum(parts.values())
+    times = ", ".join(f"{name} {part:.2g} s" for name, part in parts.items())
     what = "iteration" if plan.workload.rollout else "optimizer step"
-    yield f"  {_total_time(plan, step_cost.seconds)}"
-    yield (
-        f"  {what}: about {step_cost.seconds:.2g} s ({times}) at {machine.utilisation:.0%} of {rate:g} TFLOP/s, "
-        f"{machine.device.bandwidth / 1e9:g} GB/s of memory and {machine.link / 1e9:g} GB/s between devices"
-    )
+    yield f"  {_total_time(plan, seconds)}"
+    yield f"  {what}: about {seconds:.2g} s ({times}) at {rate:.3g} TFLOP/s of a {_unit(plan)}, a rough estimate"
     yield f"  disk: {gigabytes(plan.disk)} GB for {plan.workload.keep} checkpoints, one being written, and the models"

@@ -20,8 +20,6 @@ LIVE = 1_000_000_000
 """ZeRO-3: maximum number of weights that are gathered at one time (stage3_max_live_parameters)"""
 PREFETCH = 50_000_000
 """ZeRO-3: number of weights gathered in advance (stage3_prefetch_bucket_size)"""
-REUSE = 1_000_000_000
-"""ZeRO-3: a weight stays gathered if it is used again within this number of weights (stage3_max_reuse_distance)"""
 SUB_GROUP = 1_000_000_000
 """ZeRO-3: number of weights that the optimizer updates at one time (sub_group_size)"""
 STEPPING = {"adamw": 0, "adamw_8bit": 20, "paged_adamw_8bit": 20, "muon": 10}
@@ -247,20 +245,3 @@ def frozen_memory(size: Size, options: FrozenOptions, b: int, ranks: int) -> Mod
 
 def _share(count: int, ranks: int) -> int:
     return math.ceil(count / ranks)
-
-
-def bytes_sent(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> float:
-    """Bytes that a device sends in one optimizer step (ZeRO, arXiv 1910.02054, section 7): gradients in fp32.
-
-    An all-reduce is a reduce-scatter and an all-gather, each of (n - 1) / n of the bytes. Under ZeRO-1 and 2 DeepSpeed
-    all-reduces the gradients too, and then gathers the updated weights. ZeRO-2 and 3 exchange gradients after each
-    micro-batch. ZeRO-3 gathers all weights for each forward pass. For the backward pass it gathers the weights of the
-    first layers again: those between whose two uses lie more than REUSE weights.
-    """
-    share, stage = (layout.ranks - 1) / layout.ranks, effective_stage(options, b, layout.ranks)
-    gradients = share * MASTER * size.trained
-    if stage == 3:
-        gathers = 2 - min(1, REUSE / 2 / size.total)
-        return (gathers * share * b * size.total + gradients) * layout.micro_batches
-    weights = 0 if stage == 0 else share * b * size.trained
-    return 2 * gradients * (layout.micro_batches if stage == 2 else 1) + weights

@@ -191,6 +191,12 @@ def test_the_exponent_of_a_power_law() -> None:
     assert scaling.exponent(xs, [3 * x**1.5 for x in xs]) == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 3), (2, 3), (3, 2)])
+def test_bytes_sent_in_a_step_by_hand(stage: int, times: int) -> None:
+    assert scaling.bytes_sent(stage, 1000, 4) == times * 0.75 * 4000
+    assert scaling.bytes_sent(stage, 1000, 1) == 0
+
+
 def test_results_state_the_goals_of_today() -> None:
     known = {goal for goals_of_name in goals.GOALS.values() for goal in goals_of_name}
     for path in outcome.RESULTS.glob("*.json"):

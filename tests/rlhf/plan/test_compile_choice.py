@@ -32,10 +32,9 @@ FLOPS = 1e9
 @pytest.fixture
 def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a Llama, on a machine with FLOPS operations a second and a C++ compiler."""
-    core = replace(machine.CORE, flops=FLOPS, flops_fp32=FLOPS)
-    monkeypatch.setattr(
-        compile_choice, "describe_machine", lambda _, ranks: machine.Machine(core, ranks, 1e9, 1e9, 1.0)
-    )
+    rate = FLOPS / machine.UTILISATION
+    core = replace(machine.CORE, flops=rate, flops_fp32=rate)
+    monkeypatch.setattr(compile_choice, "describe_machine", lambda _, ranks: machine.Machine(core, ranks, 1e9, 1e9))
     monkeypatch.setattr(compiling, "require_compiler", lambda _: None)
     causal_lm("llama").save_pretrained(tmp_path)
     return str(tmp_path)

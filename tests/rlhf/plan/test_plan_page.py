@@ -41,7 +41,7 @@ def options(**changes: Any) -> EngineOptions:
 
 
 def four_gpus(memory: float, count: int = 4, host: float = 1e15) -> Machine:
-    return Machine(Device("H100", memory, 1e15, 1e14, 3e12, 4e11, 5e10), count, memory, host, 0.4)
+    return Machine(Device("H100", memory, 1e15, 1e14), count, memory, host)
 
 
 # --- the text
@@ -97,7 +97,7 @@ def test_without_rescoring_the_actor_does_not_score(model_path: str) -> None:
     paths = {"actor_model": model_path, "reward_model": model_path}
     shape = {"batch_size": 8, "max_prompt_length": 16, "response_length": 8, "num_ppo_epochs": 1, "dtype": "bf16"}
     four, three = (
-        cost.cost(ppo_plan.workload(PPO(rescore=rescore, **shape), "cpu", paths), four_gpus(80e9)).score
+        cost.seconds_of_parts(ppo_plan.workload(PPO(rescore=rescore, **shape), "cpu", paths), four_gpus(80e9))["score"]
         for rescore in (True, False)
     )
     policy = cost.forward_flops(sizes.size(model_path, "lm"), 2, 24, 8) / four_gpus(80e9).flops(2)
