@@ -35,33 +35,21 @@ def choose_compiler(options: E, stage: str, model_path: str, tokens: float) -> E
 
     tokens: of all rows of the run, counted once for each forward and backward pass
     """
-    if options.torch_compile is not None:
+    device, ranks = collectives.local_device(), collectives.world_size()
+    if options.torch_compile is not None or device.type != "cpu":
+        return options
+    model = load_config(model_path)
+    machine = describe_machine(PlanOptions(device="cpu", devices=ranks), ranks)
+    flops = ranks * machine.flops(DTYPES[compute_dtype(options, device)])
+    if model.model_type not in FAMILIES or SAVED * 6 * weights(model) * tokens / flops < 2 * START_S:
         return options
     chosen = options.model_copy(update={"torch_compile": True})
-    if not _repays(chosen, model_path, tokens):
+    try:
+        check_engine(chosen)
+    except UserError:
         return options
     console.say(f"{stage}: layers are compiled, which repays its start in a run this long (--no-torch-compile: off)")
     return chosen
-
-
-def _repays(options: E, model_path: str, tokens: float) -> bool:
-    """Whether the layers can be compiled, and the time that this saves is at least twice START_S."""
-    device = collectives.local_device()
-    if device.type != "cpu":
-        return False
-    model = load_config(model_path)
-    if model.model_type not in FAMILIES:
-        return False
-    ranks = collectives.world_size()
-    machine = describe_machine(PlanOptions(device="cpu", devices=ranks), ranks)
-    flops = ranks * machine.flops(DTYPES[compute_dtype(options, device)])
-    if SAVED * 6 * weights(model) * tokens / flops < 2 * START_S:
-        return False
-    try:
-        check_engine(options)
-    except UserError:
-        return False
-    return True
 
 
 def weights(model: PretrainedConfig) -> float:
