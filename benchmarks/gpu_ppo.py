@@ -108,9 +108,9 @@ def opened(options: Options) -> Iterator[Iterations]:
 
 def ppo(options: Options, results: Results) -> None:
     """Iterations of 64 rows in micro-batches of 8; peak memory beside the plan."""
+    from rlhf.plan.devices import PlanOptions
     from rlhf.plan.forecast import forecast
     from rlhf.plan.machine import describe_machine
-    from rlhf.plan.options import PlanOptions
     from step3_ppo.plan import workload
 
     device = describe_machine(PlanOptions(), 1)

@@ -148,9 +148,9 @@ def _free_port() -> int:
 
 def predict(options: Any, processes: int) -> dict[str, Any]:
     """The plan's prediction of such a run: its peak, and that of each moment, in bytes."""
+    from rlhf.plan.devices import PlanOptions
     from rlhf.plan.forecast import forecast
     from rlhf.plan.machine import describe_machine
-    from rlhf.plan.options import PlanOptions
     from step1_sft import plan
 
     machine = describe_machine(PlanOptions(device="cpu", devices=processes), processes)

@@ -194,9 +194,9 @@ def _memory(name: str) -> int:
 
 def predict(contender: str, folder: Path, options: Options) -> int:
     """The plan's peak, in bytes."""
+    from rlhf.plan.devices import PlanOptions
     from rlhf.plan.forecast import forecast
     from rlhf.plan.machine import describe_machine
-    from rlhf.plan.options import PlanOptions
     from step3_ppo import plan
 
     workload = plan.workload(stage_config(contender, folder, options), "cpu", {"reward_model": ""})

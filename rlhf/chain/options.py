@@ -14,7 +14,7 @@ from rlhf.config.options import EngineOptions, ModelPath, OutputDir, RunOptions,
 from rlhf.config.origins import command_line_options, set_options, trees_of
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
-from rlhf.plan.options import PlanOptions
+from rlhf.plan.devices import PlanOptions
 from rlhf.training.stage_process import fast_imports
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig

@@ -17,9 +17,9 @@ from rlhf.chain.steps import chosen_steps
 from rlhf.config import foreign_settings, parser
 from rlhf.plan.choose import as_flags
 from rlhf.plan.command import WorkloadOf, format_plans, plan_stages, resolve_zero_stage
+from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import Workload
 from rlhf.plan.machine import NODE
-from rlhf.plan.options import PlanOptions
 from rlhf.storage.manifests import planned_start
 from step1_sft import plan as sft_plan
 from step2_reward import plan as reward_plan

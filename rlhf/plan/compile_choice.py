@@ -12,9 +12,9 @@ from rlhf.distributed import collectives
 from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.models.load import load_config
+from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import DTYPES
 from rlhf.plan.machine import describe_machine
-from rlhf.plan.options import PlanOptions
 from rlhf.training.checks import check_engine
 
 START_S = 120.0

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from rlhf.launch import launcher, rank_variables
-from rlhf.plan.devices import Device, device_of_driver, device_of_kind
-from rlhf.plan.options import PlanOptions, number_of_bytes
+from rlhf.plan.devices import Device, PlanOptions, device_of_driver, device_of_kind, number_of_bytes
 
 USABLE = 0.9
 """share of a GPU's memory to plan with; its context, communication buffers and fragmentation take the remainder"""

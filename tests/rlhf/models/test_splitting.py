@@ -14,7 +14,7 @@ from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.models.splitting import SEQUENCE, TENSOR, check_split, shares
 from rlhf.plan.command import plan_stages
-from rlhf.plan.options import PlanOptions
+from rlhf.plan.devices import PlanOptions
 from step1_sft.config import SFTConfig
 from step1_sft.plan import workload as sft_workload
 from step3_ppo.algorithms.ppo import Config as PPOConfig

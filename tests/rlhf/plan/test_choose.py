@@ -18,10 +18,9 @@ from rlhf.errors import UserError
 from rlhf.launch import launcher
 from rlhf.plan import choose, cost, machine, sizes
 from rlhf.plan.activations import PassShape
-from rlhf.plan.devices import DEVICES, SLOW_BF16, Device, device_of_driver, device_of_kind
+from rlhf.plan.devices import DEVICES, SLOW_BF16, Device, PlanOptions, device_of_driver, device_of_kind
 from rlhf.plan.forecast import Forecast, ModelSpec, RolloutWork, Workload, forecast
 from rlhf.plan.machine import Machine, describe_machine
-from rlhf.plan.options import PlanOptions
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
 from step3_ppo.algorithms.ppo import Config as PPO

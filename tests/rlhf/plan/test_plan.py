@@ -16,11 +16,10 @@ from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.maths import ops
 from rlhf.plan import activations, cost, machine, sizes, zero
 from rlhf.plan.activations import PassShape
-from rlhf.plan.devices import Device
+from rlhf.plan.command import report
+from rlhf.plan.devices import Device, PlanOptions, number_of_bytes
 from rlhf.plan.forecast import forecast
 from rlhf.plan.machine import Machine
-from rlhf.plan.options import PlanOptions, number_of_bytes
-from rlhf.plan.report import report
 from rlhf.plan.sizes import WHOLE, Setup, Size
 from rlhf.plan.zero import Bytes, RankLayout
 from step1_sft import plan as sft_plan

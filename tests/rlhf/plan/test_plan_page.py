@@ -18,11 +18,10 @@ from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
 from rlhf.plan import command, cost, sizes
 from rlhf.plan.activations import PassShape
-from rlhf.plan.devices import Device
+from rlhf.plan.command import report
+from rlhf.plan.devices import Device, PlanOptions
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, forecast
 from rlhf.plan.machine import Machine
-from rlhf.plan.options import PlanOptions
-from rlhf.plan.report import report
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
 from step3_ppo import plan as ppo_plan

@@ -14,8 +14,8 @@ from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.errors import UserError
 from rlhf.generation._decoding import decoding
 from rlhf.plan import machine, sizes, zero
+from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import forecast
-from rlhf.plan.options import PlanOptions
 from rlhf.plan.sizes import Setup
 from rlhf.plan.zero import RankLayout
 from step3_ppo import plan as ppo_plan
