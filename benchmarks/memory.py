@@ -200,8 +200,7 @@ def rank(folder: str) -> None:
     _record_around(Engine, "step", marks, "train")
     from step1_sft.__main__ import main as run
 
-    sys.argv = [f"python -m {STAGE}", "--config", f"{folder}/config.yaml"]
-    raise SystemExit(run())
+    raise SystemExit(run(["--config", f"{folder}/config.yaml"]))
 
 
 def _record_around(owner: Any, name: str, marks: _PeakLog, after: str, before: str | None = None) -> None:

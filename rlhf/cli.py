@@ -2,9 +2,10 @@
 
 import importlib
 import importlib.util
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf import console
 from rlhf.config import suggest
 from rlhf.errors import UserError, run_as_user
 from rlhf.shipped import PACKAGES, ROOT
@@ -51,9 +52,9 @@ def usage() -> str:
     return f"usage: rlhf VERB [options]\n\n{verbs}\nrlhf VERB --help lists the options of a verb."
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb on the command line. Raises: UserError for an unknown verb."""
-    words = sys.argv[1:]
+    words = console.words(argv)
     if not words or words[0] in ("--help", "-h"):
         print(usage())
         return 0
@@ -62,8 +63,7 @@ def main() -> int:
         raise UserError(f"rlhf {verb}: no such verb{suggest(verb, list(VERBS))}; have {', '.join(VERBS)}")
     require_own_packages()
     module, options, _ = VERBS[verb]
-    sys.argv = [f"rlhf {verb}", *words[1:], *options]
-    return int(importlib.import_module(module).main() or 0)
+    return int(importlib.import_module(module).main([*words[1:], *options], f"rlhf {verb}"))
 
 
 def run() -> int:

@@ -43,9 +43,9 @@ def status(text: str) -> None:
         print(f"{stamp}{printable(text)}", file=sys.stderr, flush=True)
 
 
-def program(default: str) -> str:
-    """What the user typed before the options: `rlhf VERB`, or `default` without a verb."""
-    return sys.argv[0] if sys.argv[0].startswith("rlhf ") else default
+def words(argv: Sequence[str] | None) -> list[str]:
+    """The words after a program's name: `argv`, or those of this process, which only this function reads."""
+    return list(sys.argv[1:] if argv is None else argv)
 
 
 def loading(what: str, argv: Sequence[str], silent: bool = False) -> None:

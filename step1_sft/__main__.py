@@ -1,10 +1,12 @@
 """`python -m step1_sft`: run supervised fine-tuning by itself."""
 
+from collections.abc import Sequence
+
 from rlhf.training.stage_process import fast_imports, stage_main
 from step1_sft.config import STAGE, SFTConfig
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "") -> int:
     def run(options: SFTConfig) -> None:
         with fast_imports():  # imported here because they import torch
             from rlhf.plan.command import resolve_standalone
@@ -12,7 +14,7 @@ def main() -> int:
 
         FINE_TUNING.run(resolve_standalone(options, FINE_TUNING.workload))
 
-    return stage_main(lambda argv: SFTConfig, STAGE.name, STAGE.title, STAGE.help_groups, run)
+    return stage_main(argv, STAGE, lambda _: SFTConfig, run, program)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """`python -m step2_reward`: train the reward model by itself."""
 
+from collections.abc import Sequence
+
 from rlhf.training.stage_process import fast_imports, stage_main
 from step2_reward.config import STAGE, RewardConfig
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "") -> int:
     def run(options: RewardConfig) -> None:
         with fast_imports():  # imported here because they import torch
             from rlhf.plan.command import resolve_standalone
@@ -12,7 +14,7 @@ def main() -> int:
 
         REWARD_MODELLING.run(resolve_standalone(options, REWARD_MODELLING.workload))
 
-    return stage_main(lambda argv: RewardConfig, STAGE.name, STAGE.title, STAGE.help_groups, run)
+    return stage_main(argv, STAGE, lambda _: RewardConfig, run, program)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """`rlhf evaluate-reward`: how well one or several reward models order the pairs of a file."""
 
+from collections.abc import Sequence
+
+from rlhf import console
 from rlhf.errors import UserError, run_as_user
 from rlhf.evaluation.programs import read_options
 from step2_reward.evaluation_options import EvaluateRewardConfig
-
-NAME = "python -m rlhf evaluate-reward"
 
 
 def check_required(options: EvaluateRewardConfig) -> None:
@@ -15,9 +16,10 @@ def check_required(options: EvaluateRewardConfig) -> None:
         raise UserError("--data-path: not given, expected sources of pairs, e.g. pairs.jsonl")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf evaluate-reward") -> int:
     """Exit code 2 for a user's mistake, 3 for a score that is not finite; each prints one line on stderr."""
-    options = read_options(EvaluateRewardConfig, NAME, "Evaluate reward models on pairs.", check_required)
+    words = console.words(argv)
+    options = read_options(EvaluateRewardConfig, words, program, "Evaluate reward models on pairs.", check_required)
     from rlhf.engine.nonfinite import NonFiniteError
     from rlhf.launch.supervisor import NON_FINITE
     from rlhf.training.stage_process import give_up

@@ -1,11 +1,13 @@
 """`python -m step3_ppo`: run reinforcement learning by itself."""
 
+from collections.abc import Sequence
+
 from rlhf.config import parser
 from rlhf.training.stage_process import fast_imports, stage_main
 from step3_ppo.config import STAGE, Step3Config
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "") -> int:
     def run(options: Step3Config) -> None:
         with fast_imports():  # imported here because they import torch
             from rlhf.plan.command import resolve_standalone
@@ -19,7 +21,7 @@ def main() -> int:
 
         return algorithms.options(parser.peek(argv, "algorithm", "ppo"))
 
-    return stage_main(options_of_the_algorithm, STAGE.name, STAGE.title, STAGE.help_groups, run)
+    return stage_main(argv, STAGE, options_of_the_algorithm, run, program)
 
 
 if __name__ == "__main__":

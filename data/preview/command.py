@@ -1,6 +1,7 @@
 """`python -m data.preview`: rows as the model will see them, and the outcome of each, before training."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -10,7 +11,6 @@ from rlhf import console
 from rlhf.config import parser
 from rlhf.errors import UserError
 
-NAME = "python -m data.preview"
 MODELS = ("model", "actor")
 """models in a stage's output directory that have a tokenizer"""
 UNLIMITED = 2**24
@@ -128,11 +128,10 @@ def _open(options: PreviewConfig, recipe: Any, tokenizer: Any) -> tuple[Any, str
             return None, str(error)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python -m data.preview") -> int:
     """Exit code 2 if the data cannot serve some phase. Each different reason is one line on stderr."""
-    options = parser.parse(
-        PreviewConfig, sys.argv[1:], console.program(NAME), "Show the data as the model will see it."
-    )
+    words = console.words(argv)
+    options = parser.parse(PreviewConfig, words, program, "Show the data as the model will see it.")
     console.quiet_libraries()
     errors = preview(options)
     for error in errors:

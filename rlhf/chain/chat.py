@@ -1,7 +1,7 @@
 """`rlhf chat RUN`: talk to the policies of a run, compare them, and vote."""
 
 import os
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,23 +11,18 @@ from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES
 from rlhf.chat.options import ChatOptions, check_chat
-from rlhf.config import parser
+from rlhf.evaluation.programs import read_options
 
 if TYPE_CHECKING:
     from rlhf.chat.run_models import RunModels
 
-NAME = "python -m rlhf chat"
 BY_NAME = {SECTIONS[step]: stage for step, stage in STAGES.items()}
 """the stages by the names of their options"""
 
 
-def open_run() -> tuple[ChatOptions, "RunModels"]:
+def open_run(argv: Sequence[str], program: str) -> tuple[ChatOptions, "RunModels"]:
     """The options of the command line, and the models of the run that they name. Raises: UserError."""
-    name = console.program(NAME)
-    options = parser.parse(ChatOptions, sys.argv[1:], name, "Talk to the policies of a run.")
-    check_chat(options)
-    console.loading(name, sys.argv)
-    console.quiet_libraries()
+    options = read_options(ChatOptions, argv, program, "Talk to the policies of a run.", check_chat)
     from rlhf.chat.run_models import run_models  # imported here because it imports torch
 
     run = run_models(options.run, BY_NAME)
@@ -37,9 +32,9 @@ def open_run() -> tuple[ChatOptions, "RunModels"]:
     return options, run
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf chat") -> int:
     """Until the person ends the chat. Exit code 2 for a user's mistake."""
-    options, run = open_run()
+    options, run = open_run(console.words(argv), program)
     from rlhf.chat.session import open_session
 
     session = open_session(options, run)

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -153,44 +153,44 @@ def exit_with_failure(step: int, status: launcher.ExitStatus, todo: dict[int, An
     raise SystemExit(int(status) if status > 0 else 128 - status)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python train.py") -> int:
     """Run the chain. If another launcher has started several processes, rank 0 runs it and the others follow."""
+    words = console.words(argv)
     rank_variables.adopt(os.environ)
     accelerate_settings.adopt(os.environ)
     if rank_variables.world_size() == 1:
-        return run_chain()
+        return run_chain(words, program)
     from rlhf.launch import team
 
     if rank_variables.rank() > 0:
-        team.follow(typed_output_dir, [stage.name for stage in STAGES.values()])
+        team.follow(partial(typed_output_dir, words), [stage.name for stage in STAGES.values()])
     with team.lead() as ranks:
-        return run_chain(ranks)
+        return run_chain(words, program, ranks)
 
 
-def typed_output_dir() -> str:
+def typed_output_dir(words: list[str]) -> str:
     """The output directory of this process's command line, exactly as the leader of all ranks reads its own. Raises:
     UserError."""
-    typed = foreign_settings.plain_words(sys.argv[1:])
+    typed = foreign_settings.plain_words(words)
     argv, _ = with_base(typed)
     settings = overlay(argv, over=int(argv != typed))
     return str(parser.parse(chain_config(argv), argv, "", "", settings).output_dir)
 
 
-def run_chain(ranks: Any = None) -> int:
+def run_chain(words: list[str], program: str, ranks: Any = None) -> int:
     """Run the command line, and print what comes next. ranks: the team of processes that this process leads, or
     None."""
-    chain = _run(ranks)
+    chain = _run(ranks, program, words)
     if chain is not None:
         from rlhf.chain.steps import next_step  # imported here because it imports torch
 
-        print(next_step(chain))
+        print(next_step(chain, program))
     return 0
 
 
-def _run(ranks: Any) -> Any:
+def _run(ranks: Any, program: str, words: list[str]) -> Any:
     """Run the command line. Returns: the options of the chain, or None if only a text was asked for."""
-    program = console.program("python train.py")
-    typed = foreign_settings.plain_words(sys.argv[1:])
+    typed = foreign_settings.plain_words(words)
     argv, note = with_base(typed)
     over = max(int(argv != typed), shipped_runs(argv))
     shown = parser.PRINT_OPTIONS & {*argv} if "--print-config" in argv else set()
@@ -214,10 +214,10 @@ def _run(ranks: Any) -> Any:
         from rlhf.chain import planning  # imported here because it imports torch
 
     if chain.plan:
-        print(planning.forecast(chain, 1 if chain.devices else resolve_deployment(chain).processes))
+        print(planning.forecast(chain, 1 if chain.devices else resolve_deployment(chain).processes, program, typed))
         return None
     if chain.reward_models:
-        return reward_models.train(chain, argv, partial(_run_words, ranks))
+        return reward_models.train(chain, argv, partial(_run, ranks, program))
     from rlhf.storage import manifests
 
     manifests.require_writable(chain.output_dir)
@@ -244,12 +244,6 @@ def _run(ranks: Any) -> Any:
         stage = Path(chain.output_dir) / STAGES[max(chosen_steps(chain))].name
         print(f"uploaded: {push.push_model(str(stage), chain.push_to_hub)}", flush=True)
     return chain
-
-
-def _run_words(ranks: Any, words: list[str]) -> Any:
-    """Run the chain with another command line."""
-    sys.argv = [sys.argv[0], *words]
-    return _run(ranks)
 
 
 def run_all(todo: dict[int, Any], deployment: Deployment, ranks: Any) -> tuple[int, launcher.ExitStatus] | None:

@@ -1,6 +1,6 @@
 """`rlhf export PATH --merge OUT`: a plain transformers model of an adapter that a stage has saved."""
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +10,6 @@ from rlhf import console
 from rlhf.config import Config, parser
 from rlhf.errors import UserError
 
-NAME = "python -m rlhf export"
 FOLDERS = ("actor", "model", "critic")
 """folders of a stage, of which the first that there is is exported"""
 GGUF = "llama.cpp's convert_hf_to_gguf.py makes a GGUF file of a whole model"
@@ -67,13 +66,14 @@ def merge(path: str, out: Path) -> None:
             save_policy(engine, None, tokenizer, staging)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf export") -> int:
     """Exit code 2 for a user's mistake."""
     title = "Merge a saved adapter into its base model."
-    options = parser.parse(ExportConfig, sys.argv[1:], console.program(NAME), title)
+    words = console.words(argv)
+    options = parser.parse(ExportConfig, words, program, title)
     if not options.model or options.merge is None:
         raise UserError(f"rlhf export: expected PATH --merge OUT; {GGUF}")
-    console.loading(console.program(NAME), sys.argv)
+    console.loading(program, words)
     console.quiet_libraries()
     from rlhf.chain.chat import BY_NAME
     from rlhf.chat.run_models import run_models

@@ -1,7 +1,6 @@
 """`--plan` and `--zero-stage auto` of the chain: forecasts of its stages, and the command that a plan proposes."""
 
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,12 +8,11 @@ from typing import Any
 
 from data.preflight import expected_rows
 from data.read.records import Phase
-from rlhf import console
 from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS, changed
 from rlhf.chain.stages import STAGES, load
 from rlhf.chain.steps import chosen_steps
-from rlhf.config import foreign_settings, parser
+from rlhf.config import parser
 from rlhf.plan.choose import as_flags
 from rlhf.plan.command import WorkloadOf, format_plans, plan_stages, resolve_zero_stage
 from rlhf.plan.devices import PlanOptions
@@ -48,17 +46,20 @@ def workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
     return stages, plan_options, ppo_plan.earlier_models(chain.output_dir, planned)
 
 
-def forecast(chain: Any, processes: int) -> str:
-    """The text of `--plan`: memory, time and disk of every stage, and the command of the fastest setting that fits."""
+def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
+    """The text of `--plan`: memory, time and disk of every stage, and the command of the fastest setting that fits.
+
+    program, argv: the command as typed
+    """
     stages, plan_options, model_paths = workloads(chain)
     stages = {section: (options, _with_rows(section, function)) for section, (options, function) in stages.items()}
     plans = plan_stages(stages, plan_options, processes, model_paths)
     proposals = {section: plan.proposal for section, plan in zip(stages, plans, strict=True)}
     if None in proposals.values():
         return format_plans(plans)
-    argv = foreign_settings.plain_words(sys.argv[1:])
     deployment = _deployment(chain, plan_options.devices or processes)
-    return f"{format_plans(plans)}\n\n{proposal(chain, argv, proposals, deployment)}"
+    command = [program.replace("rlhf plan", "rlhf train"), shlex.join(_without_plan(argv))]
+    return f"{format_plans(plans)}\n\n{proposal(chain, command, proposals, deployment)}"
 
 
 def _with_rows(section: str, function: Callable[..., Workload]) -> Callable[..., Workload]:
@@ -83,11 +84,9 @@ def _deployment(chain: Any, devices: int) -> dict[str, str]:
     return {"deployment_type": "multi_node", "hostfile": "hostfile"}
 
 
-def proposal(chain: Any, argv: list[str], proposals: dict[str, Any], deployment: dict[str, str]) -> str:
+def proposal(chain: Any, command: list[str], proposals: dict[str, Any], deployment: dict[str, str]) -> str:
     """The command line, and the YAML file for --config, that train with the proposed options of each section."""
-    program = "rlhf train" if console.program("").startswith("rlhf ") else "python train.py"
-    words = [program, shlex.join(_without_plan(argv))]
-    words += [f"--{name.replace('_', '-')} {value}" for name, value in deployment.items()]
+    words = [*command, *(f"--{name.replace('_', '-')} {value}" for name, value in deployment.items())]
     words += [as_flags(options, getattr(chain, section), f"{section}.") for section, options in proposals.items()]
     tree = changed(chain.model_copy(update=proposals | deployment))
     tree = {name: value for name, value in tree.items() if name not in PlanOptions.model_fields}

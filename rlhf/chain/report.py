@@ -1,6 +1,6 @@
 """`rlhf report RUN [RUN ...]`: one page on what runs did and whether it worked; every chain writes one at its end."""
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,6 @@ from rlhf.chain.stages import STAGES
 from rlhf.config import Config, parser
 from rlhf.errors import UserError
 
-NAME = "python -m rlhf report"
 REPORT = "report.html"
 FAILURES = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, jinja2.TemplateError,
@@ -68,13 +67,12 @@ def write_at_end(output_dir: str) -> str:
     return f"\n{judge(run).sentence}\nreport: {path}"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf report") -> int:
     """Exit code 2 for a path without a run."""
-    options = parser.parse(
-        ReportConfig, sys.argv[1:], console.program(NAME), "Write one page on what runs did and whether it worked."
-    )
+    words = console.words(argv)
+    options = parser.parse(ReportConfig, words, program, "Write one page on what runs did and whether it worked.")
     if not options.runs:
         raise UserError("rlhf report: no run is named; expected the --output-dir of one or more runs")
-    console.loading(console.program(NAME), sys.argv)
+    console.loading(program, words)
     print(write(options))
     return 0

@@ -2,10 +2,10 @@
 
 import shlex
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rlhf import console
 from rlhf.chain.stages import STAGES
 from rlhf.launch.failure_summary import on_every_host
 from rlhf.storage.manifests import MANIFEST, planned_start
@@ -43,13 +43,13 @@ def describe_skipped(chain: Any) -> list[str]:
     ]
 
 
-def next_step(chain: Any) -> str:
-    """The next command of the user, or the path of the tuned policy."""
+def next_step(chain: Any, program: str) -> str:
+    """The next command of the user, or the path of the tuned policy. program: what was run, as `rlhf train`"""
     done = [step for step, stage in STAGES.items() if (Path(chain.output_dir) / stage.name / MANIFEST).is_file()]
     if 3 not in done:
         steps = [str(step) for step in needed(chain) if step not in done]
         return "next: " + on_every_host([*_program(), "--steps", *steps, "--output-dir", chain.output_dir])
-    chat = ["rlhf"] if console.program("").startswith("rlhf ") else [sys.orig_argv[0], "-m", "rlhf"]
+    chat = ["rlhf"] if program.startswith("rlhf ") else [sys.orig_argv[0], "-m", "rlhf"]
     return (
         f"The tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
         f"next: {shlex.join([*chat, 'chat', chain.output_dir])}"
@@ -58,4 +58,4 @@ def next_step(chain: Any) -> str:
 
 def _program() -> list[str]:
     """The words of the command line before the options: `python train.py`."""
-    return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    return [*takewhile(lambda word: not word.startswith("--"), sys.orig_argv)]

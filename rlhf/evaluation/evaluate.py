@@ -1,10 +1,11 @@
 """`rlhf evaluate`: which of several policies scores higher on the prompts of a file, and at which KL."""
 
+from collections.abc import Sequence
+
+from rlhf import console
 from rlhf.errors import UserError, run_as_user
 from rlhf.evaluation.options import EvaluateConfig
 from rlhf.evaluation.programs import read_options, require_prompts, run_on_processes
-
-NAME = "python -m rlhf evaluate"
 
 
 def check_required(options: EvaluateConfig) -> None:
@@ -16,9 +17,10 @@ def check_required(options: EvaluateConfig) -> None:
         raise UserError("--reward: not given, expected a score source, e.g. my_judge.py:score or learned,model=DIR")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf evaluate") -> int:
     """Exit code 2 for a user's mistake, 3 for a non-finite number; each prints one line on stderr."""
-    options = read_options(EvaluateConfig, NAME, "Compare policies on the prompts of a file.", check_required)
+    words = console.words(argv)
+    options = read_options(EvaluateConfig, words, program, "Compare policies on the prompts of a file.", check_required)
     from rlhf.engine.nonfinite import NonFiniteError
     from rlhf.evaluation import comparison, results_table
     from rlhf.launch.supervisor import NON_FINITE
@@ -31,7 +33,7 @@ def main() -> int:
         except NonFiniteError as error:
             give_up(f"error: {error}", NON_FINITE)
 
-    return run_on_processes("rlhf.evaluation.evaluate", options, compare)
+    return run_on_processes("rlhf.evaluation.evaluate", words, options, compare)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """`rlhf pairs`: pairs of a policy's own responses, labelled by a score source or for a person to fill in."""
 
+from collections.abc import Sequence
+
+from rlhf import console
 from rlhf.errors import UserError, run_as_user
 from rlhf.evaluation.options import PairsConfig
 from rlhf.evaluation.programs import read_options, require_prompts, run_on_processes
-
-NAME = "python -m rlhf pairs"
 
 
 def check_required(options: PairsConfig) -> None:
@@ -18,12 +19,15 @@ def check_required(options: PairsConfig) -> None:
         raise UserError("--tie, --margin and --vote compare scores, but there is no score source; add --reward SOURCE")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf pairs") -> int:
     """Exit code 2 for a user's mistake, with one line on stderr."""
-    options = read_options(PairsConfig, NAME, "Pairs of responses to compare, for a reward model.", check_required)
+    words = console.words(argv)
+    options = read_options(
+        PairsConfig, words, program, "Pairs of responses to compare, for a reward model.", check_required
+    )
     from rlhf.evaluation import label_pairs
 
-    return run_on_processes("rlhf.evaluation.pairs", options, lambda: label_pairs.run(options))
+    return run_on_processes("rlhf.evaluation.pairs", words, options, lambda: label_pairs.run(options))
 
 
 if __name__ == "__main__":

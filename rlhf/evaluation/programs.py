@@ -1,7 +1,6 @@
 """What the programs that evaluate share: their options, read and checked before libraries are imported. Torch-free."""
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rlhf import console
@@ -12,21 +11,21 @@ from rlhf.errors import UserError
 C = TypeVar("C", bound=Config)
 
 
-def read_options(cls: type[C], name: str, description: str, check: Callable[[C], None]) -> C:
+def read_options(cls: type[C], argv: Sequence[str], program: str, description: str, check: Callable[[C], None]) -> C:
     """The options of the command line after `check`. Then a line announces the import of the libraries.
 
     Raises: UserError.
     """
-    options = parser.parse(cls, sys.argv[1:], console.program(name), description)
+    options = parser.parse(cls, argv, program, description)
     check(options)
-    console.loading(console.program(name), sys.argv)
+    console.loading(program, argv)
     console.quiet_libraries()
     return options
 
 
-def run_on_processes(module: str, options: PromptFileOptions, run: Callable[[], None]) -> int:
-    """Call `run` in this process, or in the processes of `--num-processes`, which `module` starts. Returns the exit
-    code.
+def run_on_processes(module: str, argv: Sequence[str], options: PromptFileOptions, run: Callable[[], None]) -> int:
+    """Call `run` in this process, or in the processes of `--num-processes`: `python -m module` with `argv` in each.
+    Returns the exit code.
 
     Raises: UserError if there are not so many devices; in one of several processes it ends the process with one line.
     """
@@ -46,7 +45,7 @@ def run_on_processes(module: str, options: PromptFileOptions, run: Callable[[], 
         return 0
     processes = launcher.local_processes(options.deployment_type, options.num_processes)
     if processes > 1:
-        return int(launcher.run(module, sys.argv[1:], processes))
+        return int(launcher.run(module, argv, processes))
     run()
     return 0
 

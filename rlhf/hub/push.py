@@ -1,8 +1,7 @@
 """`rlhf push DIR OWNER/NAME`: upload a saved model to the hub. Nothing else uploads, beside `--push-to-hub`."""
 
 import contextlib
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ from rlhf import console
 from rlhf.config import Config, parser
 from rlhf.errors import UserError
 
-NAME = "python -m rlhf push"
 FOLDERS = ("actor", "model")
 """folders of a stage, of which the first that there is is uploaded"""
 LOGIN = "set HF_TOKEN to a token with write access, or log in with `hf auth login`"
@@ -111,12 +109,13 @@ def _plain_errors(repository: str) -> Iterator[None]:
         ) from None
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf push") -> int:
     """Exit code 2 for a user's mistake, or if the hub refuses."""
-    options = parser.parse(PushConfig, sys.argv[1:], console.program(NAME), "Upload a saved model to the hub.")
+    words = console.words(argv)
+    options = parser.parse(PushConfig, words, program, "Upload a saved model to the hub.")
     if not options.repository:
         raise UserError("rlhf push: expected a directory and OWNER/NAME")
-    console.loading(console.program(NAME), sys.argv)
+    console.loading(program, words)
     folder = model_directory(options.model)
     require_push(options.repository, options.private)
     print(push_model(str(folder), options.repository))

@@ -9,8 +9,8 @@ stage starts as a new program.
 import atexit
 import contextlib
 import gc
+import importlib
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -92,8 +92,7 @@ def _become(module: str, argv: Sequence[str], environment: Mapping[str, str], si
         paths = environment["PYTHONPATH"].split(os.pathsep)
         own = sys.path[0 if sys.flags.safe_path else 1 :]  # without -P the first one is the directory of the script
         sys.path[:] = dict.fromkeys([*paths, *own])
-        sys.argv = [module, *argv]
-        code = _run(module)
+        code = _run(module, argv)
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
@@ -104,10 +103,10 @@ def _become(module: str, argv: Sequence[str], environment: Mapping[str, str], si
         os._exit(code)
 
 
-def _run(module: str) -> int:
-    """As `python -m module`. Returns the exit code."""
+def _run(module: str, argv: Sequence[str]) -> int:
+    """Call the program of `python -m module` with these words. Returns the exit code."""
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return int(importlib.import_module(f"{module}.__main__").main(argv))
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
             print(leaving.code, file=sys.stderr)
@@ -116,4 +115,3 @@ def _run(module: str) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
-    return 0

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import DistError, PrefixStore, Store
 
+from rlhf import console
 from rlhf.distributed import addresses, rendezvous
 from rlhf.errors import UserError, run_as_user
 from rlhf.launch import rank_variables
@@ -383,12 +384,13 @@ def follower_program(address: str, port: int, output_dir: str, stages: Collectio
     return [__file__, address, str(port), base64.urlsafe_b64encode(work).decode()]
 
 
-def main() -> NoReturn:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The program that DeepSpeed's launcher starts as each rank, with the arguments of `follower_program`. Raises:
     UserError."""
-    os.environ |= {"MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2], "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    address, port, work = console.words(argv)
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     rank_variables.adopt(os.environ)
-    directory, output_dir, *stages = json.loads(base64.urlsafe_b64decode(sys.argv[3]))
+    directory, output_dir, *stages = json.loads(base64.urlsafe_b64decode(work))
     _end_with(_follow(Work(directory, lambda: output_dir, stages)))
 
 

@@ -21,9 +21,10 @@ from typing import Any, NoReturn, TypeVar
 
 from rlhf import console, errors, streams
 from rlhf.config import accelerate_settings, foreign_settings, parser
+from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.config.origins import set_options
-from rlhf.config.short_help import STAGE_GROUPS, Groups, short_help
+from rlhf.config.short_help import STAGE_GROUPS, short_help
 from rlhf.errors import UserError
 from rlhf.launch import forks, rank_variables
 from rlhf.launch.launcher import LAUNCHER_GRACE, end_with_parent, require_open_files
@@ -70,33 +71,33 @@ def fast_imports() -> Iterator[None]:
 
 
 def stage_main(
+    argv: Sequence[str] | None,
+    stage: Declaration,
     options_of: Callable[[list[str]], type[C]],
-    stage: str,
-    description: str,
-    groups: Groups,
     run: Callable[[C], object],
+    program: str = "",
 ) -> int:
     """The command line of one stage: parse its options and run it. A user's mistake is one line and code 2.
 
-    options_of: command line -> class of the options; groups: what `--help` lists beside the options of every stage
+    options_of: command line -> class of the options; program: what the user typed before them, if not `python -m STAGE`
     """
     _end_with_launcher()
     streams.ignore_broken_streams()
-    program = console.program(f"python -m {stage}")
-    argv = foreign_settings.plain_words(sys.argv[1:])
+    program = program or f"python -m {stage.name}"
+    argv = foreign_settings.plain_words(console.words(argv))
     try:
         with requeue_on_signal(), _Patience():
             require_open_files()
             rank_variables.adopt(os.environ)
             accelerate_settings.adopt(os.environ)
-            console.loading(stage, argv)
+            console.loading(stage.name, argv)
             if {"--help", "-h"} & {*argv}:
-                print(short_help(options_of(argv), program, description, {**groups, **STAGE_GROUPS}))
+                print(short_help(options_of(argv), program, stage.title, {**stage.help_groups, **STAGE_GROUPS}))
                 return 0
             settings = foreign_settings.read(argv)
             overlay = parser.Overlay(foreign_settings.values(settings, options_of(argv)), foreign_settings.CONFIG)
             complete = partial(_with_adapter_rates, set_options(argv, overlay))
-            options = parser.parse(options_of(argv), argv, program, description, overlay, complete)
+            options = parser.parse(options_of(argv), argv, program, stage.title, overlay, complete)
             foreign_settings.require_agreement(settings, options)
             for name, value in CUBLAS.items() if options.deterministic else ():
                 os.environ.setdefault(name, value)
@@ -104,12 +105,12 @@ def stage_main(
             from rlhf.storage import manifests
 
             rendezvous.check_ranks(options)
-            manifests.require_writable(options.output_dir, stage)
+            manifests.require_writable(options.output_dir, stage.name)
             with fast_imports():
                 console.quiet_libraries()
             run(options)
     except UserError as error:
-        give_up(f"error: {error}{_save_traceback(error, stage, argv)}", USER_ERROR)
+        give_up(f"error: {error}{_save_traceback(error, stage.name, argv)}", USER_ERROR)
     except OSError as error:
         if errors.system_error_line(error) is None:
             raise

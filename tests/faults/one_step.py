@@ -2,6 +2,7 @@
 
 import sys
 
+from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.training.stage_process import stage_main
 
@@ -16,4 +17,4 @@ def run(options: RunOptions) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(stage_main(lambda _: RunOptions, "tests.faults.one_step", "one step", {}, run))
+    sys.exit(stage_main(None, Declaration("tests.faults.one_step", "one step", {}, ()), lambda _: RunOptions, run))

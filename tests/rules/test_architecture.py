@@ -218,7 +218,7 @@ def test_stages_start_without_peft() -> None:
 
 
 def test_neither_torch_free_modules_nor_help_import_torch() -> None:
-    help_page = "import train; sys.argv = ['train.py', '--help']; train.main()"
+    help_page = "import train; train.main(['--help'])"
     program = f"import sys, {', '.join(TORCH_FREE)}; {help_page}; assert 'torch' not in sys.modules"
     assert "--ppo.kl-coef" in subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
 

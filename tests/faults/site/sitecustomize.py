@@ -134,7 +134,9 @@ class Finder(importlib.abc.MetaPathFinder):
 def stage() -> str:
     """What this process runs as `python -m`: the program of its start, or that of the fork that it is."""
     words = sys.orig_argv
-    return words[words.index("-m") + 1] if "-m" in words[:-1] else Path(sys.argv[0]).parent.name
+    if "-m" in words[:-1]:
+        return words[words.index("-m") + 1]
+    return next((name.removesuffix(".__main__") for name in sys.modules if name.endswith(".__main__")), "")
 
 
 if os.environ.get("FAULT"):

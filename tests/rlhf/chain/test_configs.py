@@ -231,13 +231,12 @@ def test_the_next_command_after_a_launcher_of_several_processes(
 ) -> None:
     """As deepspeed starts it. Without the launcher the next step would run in one process."""
     words = ["--steps", "1", "--output-dir", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["train.py", "--local_rank=0", *words])
     monkeypatch.setattr("sys.orig_argv", ["python", "-u", "train.py", "--local_rank=0", *words])
     chain = train.resolve(parser.parse(train.chain_config(words), words, "", ""), words)
     command = f"python -u train.py --steps 1 2 3 --output-dir {tmp_path}"
-    assert next_step(chain) == f"next: {command}"
+    assert next_step(chain, "python train.py") == f"next: {command}"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert next_step(chain) == f"next: on every host, with the launcher that started it: {command}"
+    assert next_step(chain, "python train.py") == f"next: on every host, with the launcher that started it: {command}"
 
 
 def test_a_section_has_no_directory_of_its_own() -> None:

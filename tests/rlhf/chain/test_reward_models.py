@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,7 @@ def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any, mo
     Path("runs").rename("moved")
     moved = tuple(f"learned,model=moved/two/reward-{name}/step2_reward" for name in ("safe", "helpful"))
     assert reward_models.scoring_of(Path("moved/two")) == Scoring(moved, "safety", 0.15)
-    monkeypatch.setattr(sys, "argv", ["rlhf chat", "moved/two", "--dtype", "fp32"])
-    options, opened = chat.open_run()
+    options, opened = chat.open_run(["moved/two", "--dtype", "fp32"], "rlhf chat")
     session = open_session(options, opened)
     session.ask("tell me about the red fox")
     [measures] = session.measure()

@@ -382,6 +382,6 @@ def test_the_page_names_existing_options() -> None:
     commands = re.findall(r"^python -m rlhf evaluate (.*)$", page, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
-        options = parser.parse(evaluate.EvaluateConfig, command.split(), evaluate.NAME, "")
+        options = parser.parse(evaluate.EvaluateConfig, command.split(), "rlhf evaluate", "")
         evaluate.check_required(options)
         assert len(options.policies) == 2

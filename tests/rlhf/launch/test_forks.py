@@ -19,13 +19,12 @@ PROGRAM = """
 import os, sys
 NEW = "torch" not in sys.modules
 import atexit, json, pathlib, signal, threading, time
-def facts():
+def facts(argv):
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
     files = [file for file in pathlib.Path("/proc/self/fd").iterdir() if file.exists()]
     return {
         "new": NEW,
-        "arguments": len(sys.argv),
-        "names": [__name__, sys.modules["__main__"].__spec__.name, pathlib.Path(sys.argv[0]).name],
+        "argv": [len(argv), type(argv).__name__],
         "path": sys.path,
         "environment": {**os.environ, "RLHF_LAUNCHER_PID": ""},
         "handlers": [str(signal.getsignal(number)) for number in numbers],
@@ -34,9 +33,13 @@ def facts():
         "leads": os.getsid(0) == os.getpid(),
         "lock": any(".lock" in str(file.readlink()) for file in files),
     }
-def write(name):
-    (pathlib.Path(os.environ["HERE"]) / name).write_text(json.dumps(facts()))
-exec(sys.argv[1])
+def write(name, argv):
+    (pathlib.Path(os.environ["HERE"]) / name).write_text(json.dumps(facts(argv)))
+def main(argv):
+    exec(argv[0], globals() | {"argv": argv})
+    return 0
+if __name__ == "__main__":
+    main(sys.argv[1:])
 """
 PARENT = """
 import atexit, json, os, sys, threading
@@ -54,20 +57,25 @@ with manifests.locked(here / "run"):
         sys.stdout.write("once ")
         codes.append(int(launcher.run("forked_program", [body])))
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-codes.append(int(launcher.run("forked_program", ["write('new')"])))
+codes.append(int(launcher.run("forked_program", ["write('new', argv)"])))
 print()
 print(json.dumps([os.getpid(), codes]))
 """
 LINUX = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="forks only on Linux")
 
 
+def write_program(folder: Path) -> None:
+    (folder / "forked_program").mkdir()
+    (folder / "forked_program" / "__main__.py").write_text(PROGRAM)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process with torch saw of its children, and what the first of them saw of itself."""
     here = tmp_path_factory.mktemp("forks")
-    (here / "forked_program.py").write_text(PROGRAM)
+    write_program(here)
     bodies = [
-        "write('forked')",
+        "write('forked', argv)",
         "sys.exit(7)",
         "sys.exit('a sentence')",
         "raise ValueError('a mistake')",
@@ -134,7 +142,7 @@ def test_no_fork_beside_a_gpu_or_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_fork_ends_with_its_parent_and_its_own_children(number: int, tmp_path: Path) -> None:
     """SIGTERM is passed on; after SIGKILL the kernel tells the fork."""
-    (tmp_path / "forked_program.py").write_text(PROGRAM)
+    write_program(tmp_path)
     body = "import subprocess; from rlhf.training.stage_process import _end_with_launcher; _end_with_launcher()\n"
     body += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])\n"
     body += f"pathlib.Path({str(tmp_path / 'new')!r}).write_text(f'{{NEW}} {{os.getpid()}} {{child.pid}}')\n"

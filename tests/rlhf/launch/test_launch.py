@@ -20,7 +20,7 @@ from tests.support import forked
 from tests.support.processes import alive, until
 
 ROOT = Path(__file__).parents[3]
-STAGE = "from rlhf.training.stage_process import *; from rlhf.config.options import RunOptions as O; sys.argv = ['x']\n"
+STAGE = "from rlhf.training.stage_process import *; from rlhf.config.options import RunOptions as O\n"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -28,12 +28,14 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of an importable program that does as its first argument says, in every rank."""
     name = f"program_{tmp_path.name}_{os.getpid()}"
-    (tmp_path / f"{name}.py").write_text(
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__main__.py").write_text(
         "import os, pathlib, signal, subprocess, sys, time\n"
         "rank = int(os.environ.get('RANK', 0))\n"
         f"here = pathlib.Path({str(tmp_path)!r})\n"
         "def ready(): (here / f'ready-{rank}').write_text(str(os.getpid()))\n"
-        "exec(sys.argv[1])\n"
+        "def main(argv): exec(argv[0], globals()); return 0\n"
+        "if __name__ == '__main__': main(sys.argv[1:])\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return name
@@ -223,7 +225,7 @@ def test_what_ended_it_is_named(
 def test_a_stage_that_does_not_hear_the_end_of_its_launcher_is_killed(program: str, tmp_path: Path) -> None:
     stage = STAGE
     stage += "def run(_):\n    signal.signal(15, lambda *_: 0); ready()\n    while 1: time.sleep(0.1)\n"
-    stage += f"stage_main(lambda _: O, 'x', '', {{}}, run)  # {program}"
+    stage += f"stage_main([], Declaration('x', '', {{}}, ()), lambda _: O, run)  # {program}"
     with launched(program, stage, 1, tmp_path, grace_s=1.0) as process:
         process.kill()
     until(lambda: not alive(program))
@@ -241,7 +243,9 @@ def test_two_ranks_end_well_every_time(program: str) -> None:
 @LINUX
 def test_a_stage_ends_with_a_launcher_that_was_killed(program: str, tmp_path: Path) -> None:
     stage = STAGE
-    stage += f"stage_main(lambda _: O, 'x', '', {{}}, lambda _: (ready(), time.sleep(99)))  # {program}"
+    stage += (
+        f"stage_main([], Declaration('x', '', {{}}, ()), lambda _: O, lambda _: (ready(), time.sleep(99)))  # {program}"
+    )
     with launched(program, stage, 2, tmp_path) as process:
         process.kill()
     until(lambda: not alive(program))

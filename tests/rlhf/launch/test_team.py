@@ -267,7 +267,7 @@ def test_nothing_outlives_a_leader_or_a_follower_that_was_killed(program: str, h
     body = (
         "from rlhf.training.stage_process import *; from rlhf.config.options import RunOptions as O\n"
         "def run(_):\n    wait()\n    while rank or not pathlib.Path('lost').exists(): time.sleep(1)\n    sys.exit(1)\n"
-        f"sys.argv = ['x']; stage_main(lambda _: O, 'x', '', {{}}, run)  # {program}"
+        f"stage_main([], Declaration('x', '', {{}}, ()), lambda _: O, run)  # {program}"
     )
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]

@@ -272,14 +272,13 @@ def test_the_time_of_an_iteration_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
 # --- the proposal
 
 
-def plan_text(model_path: str, memory: str, host: str, monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+def plan_text(model_path: str, memory: str, host: str, *argv: str) -> str:
     """What `train.py --plan` prints for step 1 on one GPU; Python and the libraries take 0.65 GB of the host."""
     words = ["--actor-model", model_path, "--reward-model", model_path, "--dtype", "bf16", "--steps", "1"]
     words += ["--sft.max-length", "64", "--sft.micro-batch-size", "4", *argv]
     words += ["--plan", "--device=3090", "--device-memory", memory, "--host-memory", host]
-    monkeypatch.setattr("sys.argv", ["train.py", *words])
     chain = train.resolve(parser.parse(train.chain_config(words), words, "train.py", ""), words)
-    return planning.forecast(chain, 1)
+    return planning.forecast(chain, 1, "python train.py", words)
 
 
 def resolved(*words: str) -> Any:
@@ -295,9 +294,9 @@ def resolved(*words: str) -> Any:
     ],
 )
 def test_the_proposed_command_and_file_set_the_fastest_setting(
-    memory: str, host: str, expected: dict[str, Any], model_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    memory: str, host: str, expected: dict[str, Any], model_path: str, tmp_path: Path
 ) -> None:
-    text = plan_text(model_path, memory, host, monkeypatch)
+    text = plan_text(model_path, memory, host)
     line = text.split("the fastest setting that fits:\n")[1].split("\n")[0]
     assert line.startswith("python train.py --actor-model") and "--device" not in line and "--plan" not in line
     (tmp_path / "proposed.yaml").write_text(text.split("for --config:\n")[1])
@@ -310,24 +309,22 @@ def test_the_proposed_command_and_file_set_the_fastest_setting(
     assert plan.fits
 
 
-def test_the_time_is_for_the_rows_of_a_file(model_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_time_is_for_the_rows_of_a_file(model_path: str, tmp_path: Path) -> None:
     """Of 100 pairs step 1 gets a fifth, of which a tenth is held out: 18, in each of three epochs."""
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100)
     argv = ["--data-path", f"{tmp_path}/x.jsonl", "--sft.num-train-epochs", "3"]
-    assert "\n  about 54 rows of your files, all epochs together: about " in plan_text(
-        model_path, "24GB", "9GB", monkeypatch, *argv
-    )
-    assert "\n  1,000 rows: about " in plan_text(model_path, "24GB", "9GB", monkeypatch, "--data-path", "owner/name")
+    assert "\n  about 54 rows of your files, all epochs together: about " in plan_text(model_path, "24GB", "9GB", *argv)
+    assert "\n  1,000 rows: about " in plan_text(model_path, "24GB", "9GB", "--data-path", "owner/name")
 
 
-def test_a_plan_that_cannot_fit_names_the_cure(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = plan_text(model_path, "1KB", "9GB", monkeypatch)
+def test_a_plan_that_cannot_fit_names_the_cure(model_path: str) -> None:
+    text = plan_text(model_path, "1KB", "9GB")
     assert "no setting fits: step1_sft needs" in text and choose.CURE in text and "for --config" not in text
 
 
-def test_several_devices_are_started_by_the_proposed_command(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_devices_are_started_by_the_proposed_command(model_path: str) -> None:
     for devices, deployment in (("8", " --deployment-type single_node"), ("16", " --hostfile hostfile")):
-        text = plan_text(model_path, "24GB", "9GB", monkeypatch, "--devices", devices)
+        text = plan_text(model_path, "24GB", "9GB", "--devices", devices)
         assert f"{deployment}" in text.split("that fits:\n")[1].split("\n")[0]
 
 

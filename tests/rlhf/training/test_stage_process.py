@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils import deterministic
 
+from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
@@ -30,8 +31,8 @@ def stage_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
         if error is not None:
             raise error
 
-    monkeypatch.setattr(sys, "argv", ["x", "--output-dir", str(tmp_path / "out"), *argv])
-    assert stage_process.stage_main(lambda _: RunOptions, "x", "", {}, run) == 0
+    words = ["--output-dir", str(tmp_path / "out"), *argv]
+    assert stage_process.stage_main(words, Declaration("x", "", {}, ()), lambda _: RunOptions, run) == 0
     return options_of_runs[0]
 
 
