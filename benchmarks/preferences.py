@@ -42,7 +42,6 @@ from rlhf.storage import disk
 HERE, TRL = "here", "TRL"
 VARIANTS: dict[str, dict[str, Any]] = {
     HERE: {},
-    "language-model-loss": {"sft_coef": 0.01},
     "label-smoothing": {"label_smoothing": 0.2},
     "every-token": {"token_coef": 0.5},
     "head": {"learning_rate": 0.0, "head_learning_rate": 2e-3, "num_train_epochs": 4},

@@ -183,16 +183,8 @@ class Pairs(TensorRecord):
     """[B] float, how much better the chosen side is, if the data has it"""
     weight: Tensor | None = None
     """[B] float, 1 / number of pairs of the same ranked list; None = 1"""
-    gap_gradient: Tensor | None = None
-    """[B] float, derivative of a loss of the whole step by the score of the chosen side minus that of the rejected one;
-    None = 0"""
     ratings: Tensor | None = None
     """[B, 2, K] float, ratings of the chosen and the rejected side by K attributes; NaN where there is none"""
-
-    @property
-    def length_gaps(self) -> Tensor:
-        """[B] tokens of the chosen side minus those of the rejected side."""
-        return self.chosen.lengths - self.rejected.lengths
 
     @property
     def lengths(self) -> Tensor:

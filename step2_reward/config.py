@@ -1,8 +1,8 @@
 """Options and declaration of the reward model."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf.config.declaration import Curve, Declaration, ModelWords, Phase, ReportParts, Result
 from rlhf.config.options import ModelPath
@@ -21,10 +21,7 @@ STAGE = Declaration(
             Curve("Loss", ("loss", "eval_loss"), (0.693147, "guessing")),
             Curve("Accuracy", ("accuracy", "eval_accuracy"), (0.5, "guessing")),
             Curve("Margin", ("margin", "eval_margin"), (0.0, "")),
-            Curve("Language-model loss", ("nll",)),
             Curve("Loss at every token", ("token_loss",), (0.693147, "guessing")),
-            Curve("Error of the ratings", ("rating_error",), (1.0, "their mean")),
-            Curve("Correlation of score and length", ("length_correlation",), (0.0, "")),
             Curve("Gradient norm", ("grad_norm",)),
             Curve("Learning rate", ("learning_rate",)),
             Curve("Speed", ("tokens_per_second",)),
@@ -67,35 +64,9 @@ class RewardConfig(SupervisedOptions):
     """weight of (chosen + rejected)^2, which keeps scores near 0; 0.01 is a usual value"""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """share of the pairs whose sides are assumed to be swapped; it bounds the scores that noisy labels ask for"""
-    sft_coef: float = Field(0.0, ge=0)
-    """weight of the language-model loss on the chosen responses, through the model's own head (GRM), which is not
-    saved; above 0 both sides of a pair are computed in full"""
-    attributes: tuple[str, ...] = ()
-    """ratings that a second head learns beside the score, by their names in the data's attribute_ratings
-    (HelpSteer has helpfulness, correctness, coherence, complexity, verbosity); the head is not saved"""
-    attribute_coef: float = Field(0.1, gt=0)
-    """weight of the squared error of the ratings, in units of their variance, with attributes"""
     token_coef: float = Field(0.0, ge=0)
     """weight of the loss between the t-th tokens of both responses, without margins, for every t from the first token
     that differs to the end of the shorter response (DeepSpeed-Chat). The score at a token then predicts that of the
     whole response, from which a critic starts; above 0 both sides of a pair are computed in full"""
-    length_coef: float = Field(0.0, ge=0)
-    """weight of the squared correlation of score and length within the pairs of a step, which keeps scores from
-    following length; above 0 each pair is scored twice"""
     keep_best: Literal["eval_accuracy", "eval_loss"] | None = None
     """metric of the evaluations of eval_every; the model with its best value is the result, not the last model"""
-
-    @model_validator(mode="after")
-    def _two_heads_are_whole(self) -> Self:
-        second = "sft_coef" if self.sft_coef else "attributes" if self.attributes else None
-        splits = [name for name in ("tensor_parallel_size", "sequence_parallel_size") if getattr(self, name) > 1]
-        splits += ["share_trunk"] if self.share_trunk else []
-        if second and splits:
-            raise ValueError(f"{second}: expected no {splits[0]}, which does not support two heads on one model")
-        if self.sft_coef and self.attributes:
-            raise ValueError("sft_coef: expected no attributes, which have the place of the second head")
-        if self.token_coef and second:
-            raise ValueError(f"token_coef: expected no {second}, whose model has another head beside the score")
-        if second and self.head_learning_rate is not None and self.learning_rate == 0:
-            raise ValueError(f"{second}: expected learning_rate above 0, or the score head alone learns")
-        return self

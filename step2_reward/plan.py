@@ -1,7 +1,6 @@
 """The workload of reward-model training, for a plan."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 from rlhf.plan.forecast import ModelSpec, Workload, extended_ids
 from rlhf.supervised.workload import supervised_workload
@@ -21,11 +20,7 @@ def workload(
 
     model_paths: paths of the models of earlier stages
     ids: numbers of ids of the tokenizers that earlier stages extend, by option of the chain
-
-    With sft_coef, the tokens of one of the two sides pass through the head of the language model.
     """
-    kind: Literal["lm", "scalar"] = "lm" if config.sft_coef else "scalar"
     path, extended = model_paths.get("model", config.model), extended_ids(ids, "reward_model")
-    model = ModelSpec("reward model", path, kind, config, config.adapter, ids=extended)
-    predicted = config.max_length // 2 if config.sft_coef else 0
-    return supervised_workload(STAGE.name, config, device, model, sides=2, predicted=predicted, note=RANKED)
+    model = ModelSpec("reward model", path, "scalar", config, config.adapter, ids=extended)
+    return supervised_workload(STAGE.name, config, device, model, sides=2, predicted=0, note=RANKED)

@@ -4,7 +4,6 @@ loss = -1/N sum log sigmoid(r(x, chosen) - r(x, rejected)), over the N pairs of 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,16 +19,13 @@ from rlhf.engine.export import save_scalar
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine, shards_of
 from rlhf.models import adapter_files, sequence_parallel
-from rlhf.models.load import Loading, load_causal_lm, set_dropout
-from rlhf.models.policy import ActorCritic
+from rlhf.models.load import Loading, set_dropout
 from rlhf.models.reading import set_reading
 from rlhf.models.scalar import (
     HEAD,
-    RatedModel,
     ScalarModel,
     ScoreStatistics,
     can_join,
-    new_head,
     new_scalar_model,
     score_joined,
     score_separately,
@@ -40,9 +36,8 @@ from rlhf.text.encoder import id_count
 from rlhf.types import Metrics, length_groups
 from step2_reward.config import STAGE, RewardConfig
 from step2_reward.heldout import PairScores, evaluate, require_converged
-from step2_reward.loss import PairLoss, score_beside_head, score_beside_ratings, with_length_gradient
+from step2_reward.loss import PairLoss
 from step2_reward.plan import workload
-from step2_reward.ratings import RatingScale, rating_scale
 
 
 def train(
@@ -52,29 +47,21 @@ def train(
     config: RewardConfig,
     pad_id: int,
     pair_scores: PairScores = score_separately,
-    scale: RatingScale | None = None,
 ) -> Iterator[Metrics]:
     """The algorithm: one optimizer step a batch on the logistic loss of each pair's score difference.
 
     The pairs of K ranked responses are one batch element: together they have the weight of one pair.
-    scale: of the ratings, with attributes
     """
     lengths, weight_of = torch.from_numpy(dataset.row_lengths.max(1)), dataset.weights
     for indices in batches.until_epoch(config.num_train_epochs):
         weights = weight_of[indices] * counted_rows(indices)
-        batch = pair_batch([dataset[i] for i in indices], pad_id, weights, config.attributes)
-        if scale is not None and batch.ratings is not None:
-            batch = replace(batch, ratings=scale(batch.ratings))
+        batch = pair_batch([dataset[i] for i in indices], pad_id, weights)
         count = collectives.sum_over_ranks(torch.tensor(weights.sum()))
         groups = length_groups(lengths[indices], config.micro_batch_size)
-        correlation = 0.0
-        if config.length_coef:
-            batch, correlation = with_length_gradient(reward, batch, groups, pair_scores)
-        loss = PairLoss(reward, config, count, pair_scores, correlation)
+        loss = PairLoss(reward, config, count, pair_scores)
         metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
-        counts = torch.tensor([sum(int(rows.mask.sum()) for rows in loss.rows), loss.learned_tokens()])
-        tokens, learned = collectives.sum_over_ranks(counts).tolist()
-        numbers = {"tokens": tokens, "tokens_learned": learned}
+        tokens = collectives.sum_over_ranks(torch.tensor(sum(int(rows.mask.sum()) for rows in loss.rows)))
+        numbers = {"tokens": tokens.item(), "tokens_learned": 0}  # no head of a language model learns
         yield {**metrics, **numbers, "padding": 0.0 if reward.module.packs else padding_share(loss.rows)}
 
 
@@ -83,10 +70,6 @@ def scoring(
 ) -> PairScores:
     """Score each pair in one row if that saves tokens and a test on the longest pairs shows that the model can do
     it."""
-    if config.sft_coef:
-        return score_beside_head
-    if config.attributes:
-        return score_beside_ratings
     tokens = dataset.row_lengths
     if tokens.shape[1] == 2:
         return score_separately
@@ -101,21 +84,16 @@ def scoring(
 
 def new_model(
     config: RewardConfig, path: str, dtype: torch.dtype, tokenizer_size: int, rows: Sequence[Sequence[int]] = ()
-) -> ScalarModel | ActorCritic:
-    """The model with a new score head, and with its language-model head too if that is trained.
+) -> ScalarModel:
+    """The model with a new score head.
 
     rows: training rows, as of `adapters.wrap`
     """
-    arguments = (path, dtype, tokenizer_size, Loading(config.seed, shards_of(config), config.quantize))
-    model = None if config.sft_coef else new_scalar_model(*arguments)
-    trunk = load_causal_lm(*arguments) if model is None else model.backbone
+    loading = Loading(config.seed, shards_of(config), config.quantize)
+    model = new_scalar_model(path, dtype, tokenizer_size, loading)
     if config.dropout:
-        set_dropout(trunk, config.dropout, path)
-    adapters.wrap(trunk, config.adapter, rows)
-    if model is None:
-        return ActorCritic(trunk, new_head(trunk, dtype, config.seed))
-    if config.attributes:
-        return RatedModel(trunk, model.score, len(config.attributes), dtype)
+        set_dropout(model.backbone, config.dropout, path)
+    adapters.wrap(model.backbone, config.adapter, rows)
     return sequence_parallel.scalar_model(model, config.sequence_parallel_size)
 
 
@@ -140,11 +118,10 @@ class RewardModelling:
         total_steps: int,
     ) -> None:
         self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
-        self._scale = rating_scale(data.train, config.attributes) if config.attributes else None
         dtype = compute_dtype(config, collectives.local_device())
         rows = sample_rows(data.train, config.seed, adapters.START_TOKENS)
         model = new_model(config, model_path, dtype, id_count(tokenizer), rows)
-        set_reading((model.lm if isinstance(model, ActorCritic) else model.backbone).config, Template(tokenizer))
+        set_reading(model.backbone.config, Template(tokenizer))
         rates = {} if config.head_learning_rate is None else {HEAD: config.head_learning_rate}
         if rates and config.learning_rate == 0:  # no gradients of what would not change
             for name, weight in model.named_parameters():
@@ -156,7 +133,7 @@ class RewardModelling:
     def train(self, batches: Batches) -> Iterator[Metrics]:
         pad_id = self._tokenizer.pad_token_id
         data = self._data.train
-        return train(self.engine, data, batches, self._config, pad_id, self._pair_scores, self._scale)
+        return train(self.engine, data, batches, self._config, pad_id, self._pair_scores)
 
     def evaluate(self) -> Metrics:
         pad_id = self._tokenizer.pad_token_id

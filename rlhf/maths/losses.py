@@ -7,8 +7,6 @@ accumulated micro-batches must multiply the loss by their number first.
 Metrics are detached scalars. Values off a mask do not enter loss, metrics or gradient.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -94,63 +92,6 @@ def token_logistic(
     losses = losses + centering * (chosen + rejected).square()
     means = zero_off_mask(losses, mask).sum(1) / mask.sum(1).clamp(min=1)
     return (means if weight is None else weight * means).sum() / count
-
-
-def chosen_nll(logprobs: Tensor, mask: Tensor, weight: Tensor | None, count: Count) -> Tensor:
-    """The language-model loss of B chosen responses: the mean over pairs of the mean over tokens of -logprobs.
-
-        sum_b weight * [-sum_mask logprobs_b / |mask_b|] / count
-
-    logprobs, mask [B, S], a token in each row; weight [B] and count as of `pairwise_logistic`. The regularisation of
-    GRM by SFT (arXiv 2406.10216, section 3.2), with the log-likelihood itself, per token, where the paper has the log
-    sigmoid of the sequence's.
-    """
-    row_means = -zero_off_mask(at_least_fp32(logprobs), mask).sum(1) / mask.sum(1)
-    return (row_means if weight is None else weight * row_means).sum() / count
-
-
-def rating_error(predicted: Tensor, ratings: Tensor, weight: Tensor | None, count: Count) -> Tensor:
-    """The squared error of predicted ratings: the mean over pairs of the mean over their ratings.
-
-        sum_b weight * [mean over sides and attributes of (predicted - rating)^2] / count
-
-    predicted, ratings [B, 2, K]; a rating that is NaN is none, and a pair without any has the error 0. weight [B] and
-    count as of `pairwise_logistic`. Regression of attributes: HelpSteer2 (Wang et al. 2024, arXiv 2406.08673).
-    """
-    known = ~ratings.isnan()
-    squares = zero_off_mask((at_least_fp32(predicted) - ratings.nan_to_num()).square(), known)
-    means = squares.flatten(1).sum(1) / known.flatten(1).sum(1).clamp(min=1)
-    return (means if weight is None else weight * means).sum() / count
-
-
-def gap_moments(gaps: Tensor, length_gaps: Tensor, weight: Tensor) -> Tensor:
-    """The sums over B pairs of weight * (gap * length_gap, gap^2, length_gap^2), float64 [3]; all arguments [B].
-
-    gaps: score of the chosen response minus that of the rejected one. The sums of all ranks are those of the step.
-    """
-    gaps, length_gaps, weight = gaps.double(), length_gaps.double(), weight.double()
-    return torch.stack([weight * gaps * length_gaps, weight * gaps.square(), weight * length_gaps.square()]).sum(1)
-
-
-def squared_correlation(gaps: Tensor, length_gaps: Tensor, weight: Tensor, moments: Tensor) -> tuple[float, Tensor]:
-    """The correlation rho of score and length within the pairs of a step, and the gradient of rho^2 by `gaps`, [B].
-
-        rho = sum w g l / sqrt(sum w g^2 * sum w l^2)
-        d rho^2 / d g_b = 2 rho w_b [l_b / sqrt(sum w g^2 * sum w l^2) - rho g_b / sum w g^2]
-
-    It is Pearson's correlation of both sides' scores and lengths, each without the mean of its pair; it does not depend
-    on which side is called chosen. ODIN (Chen et al. 2024, arXiv 2402.07319, eq. 5) lowers the correlation over all
-    responses. A correlation is no sum over micro-batches, but its gradient is known once `moments`, the sums of the
-    whole step by `gap_moments`, are: sum_b gradient_b * g_b has it in any micro-batches, and the value 0.
-    0 where all gaps of one kind are 0.
-    """
-    product, scores, lengths = moments.tolist()
-    scale = math.sqrt(scores * lengths)
-    if not scale:
-        return 0.0, torch.zeros_like(gaps)
-    rho = product / scale
-    slope = length_gaps.double() / scale - rho * gaps.double() / scores
-    return rho, (2 * rho * weight.double() * slope).to(gaps.dtype)
 
 
 def clipped_policy(

@@ -59,32 +59,8 @@ class ScalarModel(nn.Module):
         return ops.zero_off_mask(scalars, to_device(rows.mask, scalars.device))
 
     def _read(self, inputs: packing.ModelInputs) -> Tensor:
-        return _placed(self.score(self._hidden(inputs)).flatten(), inputs.states)
-
-    def _hidden(self, inputs: packing.ModelInputs) -> Tensor:
-        """The last hidden states of all computed tokens, [N, d]."""
-        return self.backbone(**inputs.inputs, use_cache=False).last_hidden_state.flatten(0, -2)
-
-
-class RatedModel(ScalarModel):
-    """A reward model in training that also predicts ratings of the response by K attributes, with a head of its own.
-
-    Its saved form is that of a `ScalarModel`.
-    """
-
-    joins = False
-
-    def __init__(self, backbone: PreTrainedModel, head: ScoreHead, attributes: int, dtype: torch.dtype) -> None:
-        super().__init__(backbone, head)
-        self.attributes = ScoreHead(torch.zeros(attributes, hidden_width(backbone)), dtype)
-
-    def forward(self, rows: Sequences) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # a second result
-        """The scalar at every token, as of `ScalarModel`, and the ratings of each row, fp32 [B, K]."""
-        inputs = packing.model_inputs(self.backbone, rows.ids, rows.mask)
-        hidden = self._hidden(inputs)
-        scalars = _placed(self.score(hidden).flatten(), inputs.states)
-        ends = to_device(inputs.states.gather(1, ops.last_index(rows.mask)[:, None]).squeeze(1), hidden.device)
-        return ops.zero_off_mask(scalars, to_device(rows.mask, scalars.device)), self.attributes(hidden[ends])
+        hidden = self.backbone(**inputs.inputs, use_cache=False).last_hidden_state
+        return _placed(self.score(hidden).flatten(), inputs.states)
 
 
 def _placed(values: Tensor, states: Tensor) -> Tensor:

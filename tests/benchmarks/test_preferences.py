@@ -103,7 +103,7 @@ def test_every_variant_is_one_of_step_2(variant: str, tmp_path: Path) -> None:
     [
         ({}, "--data-path: not given"),
         ({"data_path": ("x/a.jsonl", "y/a.jsonl.gz")}, "expected files of different names"),
-        ({"data_path": ("a",), "variants": ("GRM",)}, "got 'GRM', expected some of here, language-model-loss"),
+        ({"data_path": ("a",), "variants": ("GRM",)}, "got 'GRM', expected some of here, label-smoothing"),
         ({"data_path": ("a",), "trl_pairs": (250,)}, "got 250, expected multiples of 16"),
     ],
 )

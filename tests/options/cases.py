@@ -209,8 +209,7 @@ TABLES: dict[str, Table] = {
     "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss")
     | {"centering": [0.5], "batch_tokens": [88], "label_smoothing": [0.3]}
     | {"head_learning_rate": [0.013]}
-    | {"sft_coef": [alone(0.6)], "length_coef": [alone(0.8)], "token_coef": [alone(0.7, micro_batch_size=2)]}
-    | {"attributes": [alone(("long",)), alone(("kind", "long"))], "attribute_coef": [alone(0.7, attributes=("kind",))]},
+    | {"token_coef": [alone(0.7, micro_batch_size=2)]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
     | {"cliprange_value": [0.04]},
     "a2c": kl(0.9) | GAE | {"whiten_advantages": [True]},
@@ -271,7 +270,7 @@ def bundles() -> list[Bundle]:
 
 JOINT = {
     "group_by_length", "eval_every", "objective", "num_generations", "num_mini_batches", "target_kl", "abort_kl",
-    "ptx_coef", "vf_coef", "kl_target", "length_coef",
+    "ptx_coef", "vf_coef", "kl_target",
 }  # fmt: skip
 """options with a run of their own whose numbers ranks make together"""
 

@@ -26,7 +26,6 @@ MARKS = (
     "ptx_nll",
     "nll",
     "token_loss",
-    "length_correlation",
 )
 """metrics that a step has only if something was done in it"""
 
@@ -55,9 +54,7 @@ class Comparison:
             own = network.weights()
             has_lm = any(name.startswith(f"{title}.lm.") for name in self.observed.weights)
             prefix = f"{title}.lm.transformer." if has_lm else f"{title}.backbone."
-            weights |= {
-                f"{title}.{n}" if n in ("score.weight", "attributes.weight") else prefix + n: w for n, w in own.items()
-            }
+            weights |= {f"{title}.{n}" if n == "score.weight" else prefix + n: w for n, w in own.items()}
         assert set(weights) == set(self.observed.weights)
         for name, weight in weights.items():
             self._require(name, float((weight - self.observed.weights[name]).abs().max()))

@@ -56,11 +56,6 @@ class Network:
         """The head's number at the last token of each row, [B]."""
         return self.scalars(rows)[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])]
 
-    def at_ends(self, rows: Sequence[Ids], head: str) -> Tensor:
-        """What a head of K numbers gives at the last token of each row, [B, K]."""
-        ends = torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])
-        return self._states(padded(rows))[ends] @ self.weights()[head].T
-
     def _states(self, ids: Tensor) -> Tensor:
         w, (size, length), heads = self.weights(), ids.shape, 2
         x = w["wte.weight"][ids] + w["wpe.weight"][:length]

@@ -158,10 +158,6 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
     steps = rows_of_steps(o, run.observed, sizes)
     start = reference.with_new_head(reference.load(o["model"]), o["seed"])
     total = steps_of(o, len(train), steps)
-    ratings = standard_ratings(o["attributes"], train)
-    if o["attributes"]:
-        head = torch.zeros(len(o["attributes"]), start.shapes["score.weight"][1])
-        start = Network({**start.weights(), "attributes.weight": head})
     reward = Trainer(start, o, o["learning_rate"], total, o["head_learning_rate"])
 
     def scores(network: Network, rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -193,20 +189,6 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
                 each = [token_losses(o, network, row, prompts[row]) for row in rows]
                 metrics["token_loss"] = torch.stack(each).mean()
                 value = value + o["token_coef"] * metrics["token_loss"]
-            if o["sft_coef"]:
-                logprobs, _ = network.logprobs([chosen for chosen, _ in rows])
-                each = [-row[prompts[pair] : len(pair[0])].mean() for row, pair in zip(logprobs, rows, strict=True)]
-                metrics["nll"] = torch.stack(each).mean()
-                value = value + o["sft_coef"] * metrics["nll"]
-            if o["attributes"]:
-                metrics["rating_error"] = torch.stack(
-                    [squared_error(network, row, ratings[row]) for row in rows]
-                ).mean()
-                value = value + o["attribute_coef"] * metrics["rating_error"]
-            if o["length_coef"]:
-                lengths = torch.tensor([float(len(c) - len(r)) for c, r in rows], dtype=torch.float64)
-                metrics["length_correlation"] = torch.nn.functional.cosine_similarity(gap, lengths, 0)
-                value = value + o["length_coef"] * metrics["length_correlation"] ** 2
             return value, metrics
 
         run.step(reward.take_step(loss) | watch.after(number))
@@ -223,23 +205,3 @@ def token_losses(o: dict[str, Any], network: Network, row: tuple[Any, Any], prom
     right, swapped = torch.log1p(torch.exp(-gaps)), torch.log1p(torch.exp(gaps))
     each = (1 - o["label_smoothing"]) * right + o["label_smoothing"] * swapped
     return (each + o["centering"] * (chosen + rejected) ** 2).sum() / max(1, end - first)
-
-
-def standard_ratings(attributes: Sequence[str], train: Sequence[Pair]) -> dict[Any, list[list[float | None]]]:
-    """The ratings of each pair, [attribute][side], less the mean of all and in their standard deviations."""
-    of = {(chosen, rejected): dict(ratings) for chosen, rejected, _, _, ratings in train}
-    known = {name: [x for ratings in of.values() for x in ratings.get(name, ())] for name in attributes}
-    mean = {name: sum(known[name]) / len(known[name]) for name in attributes}
-    std = {name: math.sqrt(sum((x - mean[name]) ** 2 for x in known[name]) / len(known[name])) for name in attributes}
-    return {
-        row: [[(x - mean[name]) / std[name] for x in ratings[name]] for name in attributes if name in ratings]
-        for row, ratings in of.items()
-    }
-
-
-def squared_error(network: Network, row: tuple[Ids, Ids], ratings: list[list[float | None]]) -> Tensor:
-    """The mean over sides and attributes; 0 for a pair without ratings."""
-    if not ratings:
-        return torch.zeros((), dtype=torch.float64)
-    predicted = network.at_ends(row, "attributes.weight").T
-    return (predicted - torch.tensor(ratings, dtype=torch.float64)).square().mean()

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,6 @@ from step2_reward.stage import REWARD_MODELLING
 from tests.support import tiny
 
 STEPS, RATE, PAIRS = 5, 0.02, 12
-
-
-@pytest.mark.parametrize("second", [{"sft_coef": 0.1}, {"attributes": ("kindness",)}])
-def test_a_second_head_beside_a_frozen_model_is_refused(second: dict[str, Any]) -> None:
-    """Its weights, or those of the language model that sft_coef trains, would not learn, and be logged."""
-    with pytest.raises(ValueError, match="expected learning_rate above 0, or the score head alone learns"):
-        RewardConfig(learning_rate=0.0, head_learning_rate=1e-3, **second)
-    RewardConfig(learning_rate=1e-6, head_learning_rate=1e-3, **second)
-    RewardConfig(learning_rate=0.0, head_learning_rate=1e-3, token_coef=0.5)
 
 
 def test_a_frozen_backbone_is_saved_as_it_was_and_the_head_is_that_of_logistic_regression(tmp_path: Path) -> None:

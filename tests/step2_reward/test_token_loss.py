@@ -1,7 +1,6 @@
 """The pairwise loss at every token: which tokens are compared, and its value, both worked by hand."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -79,9 +78,3 @@ def test_label_smoothing_reaches_the_loss_of_the_scores_and_of_the_tokens() -> N
     loss = PairLoss(Tenths(), config, torch.tensor(2.0), score_separately)  # type: ignore[arg-type]
     one = sum(0.8 * softplus(-gap) + 0.2 * softplus(gap) for gap in (-0.4, 0.2)) / 2
     assert loss(pairs)[0].item() == pytest.approx(1.5 * one, rel=1e-6)
-
-
-@pytest.mark.parametrize("other", [{"sft_coef": 0.1}, {"attributes": ("kindness",)}])
-def test_another_head_is_refused_beside_it(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="token_coef: expected no"):
-        RewardConfig(token_coef=0.5, **other)

@@ -129,10 +129,6 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "too few rows": (["--data-path", "demo,rows=60"], ["demo,rows=60", "of 60 rows", "at least 32 (one batch)"]),
     "limit below a batch": (["--max-train-rows", "3"], ["--max-train-rows 3", "at least 32"]),
     "nothing held out": (["--max-eval-rows", "0"], ["--max-eval-rows 0", "at least 1"]),
-    "a shared trunk and all weights": (
-        ["--share-trunk", "--adapter", "lora", "--reward.sft-coef", "0.1"],
-        ["reward: sft_coef: expected no share_trunk"],
-    ),
     "split weights and dropout": (
         ["--tensor-parallel-size", "2", "--sft.dropout", "0.1"],
         ["sft: dropout", "tensor_parallel_size"],
