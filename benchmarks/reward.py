@@ -55,7 +55,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     from rlhf.engine.training import Engine, shards_of
     from rlhf.models.load import Loading
     from rlhf.models.scalar import new_scalar_model
-    from step2_reward import stage
+    from step2_reward import objectives, stage
     from step2_reward.config import RewardConfig
 
     config = RewardConfig(**settings["stage"])
@@ -66,13 +66,16 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         model = new_scalar_model(config.model, dtype, len(tokenizer), Loading(config.seed, shards_of(config)))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
         reward = Engine(model, config, config, sft.UNLIMITED)
-        pair_scores = stage.scoring(reward, data.train, config, tokenizer.pad_token_id)
+        objective, pad_id = objectives.load(config), tokenizer.pad_token_id
+        pair_scores = stage.scoring(reward, data.train, config, pad_id)
         pipe.ready()
         sft.run_ours(
             pipe,
             config,
             data.train.row_lengths,
-            lambda batches, until: stage.train(reward, data.train, batches, until, tokenizer.pad_token_id, pair_scores),
+            lambda batches, until: stage.train(
+                reward, objective, stage.steps_of(data.train, batches, until, pad_id), pair_scores
+            ),
             lambda metrics, work: {"pairs": len(metrics) * config.batch_size},
         )
 

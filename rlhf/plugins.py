@@ -252,6 +252,14 @@ class CatchUserCode:
         return True
 
 
+def call(file: str, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The result of the function `name` of the user's `file`. Raises: UserError that names the line of an exception."""
+    with CatchUserCode() as caught:
+        return function(*args)
+    assert caught.error is not None
+    raise UserError(f"{file}: {name}: {error_location(caught.error, own_frames=1)}") from caught.error
+
+
 def error_location(error: BaseException, own_frames: int = 2) -> str:
     """`my_reward.py:7: in score: KeyError: 'x'`, with the innermost line that is not in a library.
 

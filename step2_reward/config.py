@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from rlhf.config import Config
 from rlhf.config.declaration import Curve, Declaration, ModelWords, Phase, ReportParts, Result
 from rlhf.config.options import ModelPath
 from rlhf.supervised.options import SupervisedOptions
@@ -11,7 +12,9 @@ from rlhf.supervised.options import SupervisedOptions
 STAGE = Declaration(
     name="step2_reward",
     title="A pairwise reward model on preferences.",
-    help_groups={"the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "centering")},
+    help_groups={
+        "the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective", "centering")
+    },
     models=("model",),
     scorer="model",
     phases={("step2_reward.heldout", "evaluate"): Phase("evaluation", "eval_batch_size")},
@@ -47,7 +50,20 @@ STAGE = Declaration(
 )
 
 
-class RewardConfig(SupervisedOptions):
+OF_OBJECTIVES = ("centering", "label_smoothing", "token_coef")
+"""options of the objective, which may also follow its name; 0: not set"""
+
+
+class PairwiseOptions(Config):
+    """Options of the pairwise loss (step2_reward/objectives/pairwise.py)."""
+
+    centering: float = Field(0.0, ge=0)
+    """weight of (chosen + rejected)^2, which keeps scores near 0; 0.01 is a usual value"""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """share of the pairs whose sides are assumed to be swapped; it bounds the scores that noisy labels ask for"""
+
+
+class RewardConfig(SupervisedOptions, PairwiseOptions):
     """A pairwise reward model: the backbone of a language model with a scalar head."""
 
     model: ModelPath = "opt-350m"
@@ -60,13 +76,11 @@ class RewardConfig(SupervisedOptions):
     """peak learning rate of the score head; none: learning_rate. The head is new and the rest is not, so with few pairs
     it needs a hundred times more (1e-3 to 1e-2); with learning_rate 0 it alone learns, which takes a third of the
     time"""
-    centering: float = Field(0.0, ge=0)
-    """weight of (chosen + rejected)^2, which keeps scores near 0; 0.01 is a usual value"""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """share of the pairs whose sides are assumed to be swapped; it bounds the scores that noisy labels ask for"""
+    objective: str = "pairwise"
+    """the loss: pairwise, every_token, or a Python file with Config and build, options after a comma:
+    my_objective.py,gap=2"""
     token_coef: float = Field(0.0, ge=0)
-    """weight of the loss between the t-th tokens of both responses, without margins, for every t from the first token
-    that differs to the end of the shorter response (DeepSpeed-Chat). The score at a token then predicts that of the
-    whole response, from which a critic starts; above 0 both sides of a pair are computed in full"""
+    """above 0 the objective is every_token, with this weight of the loss between the t-th tokens of both responses
+    (DeepSpeed-Chat); a critic that starts from such a reward model starts near its values"""
     keep_best: Literal["eval_accuracy", "eval_loss"] | None = None
     """metric of the evaluations of eval_every; the model with its best value is the result, not the last model"""

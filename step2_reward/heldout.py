@@ -1,7 +1,7 @@
 """Evaluation of the reward model on held-out pairs, and the check for divergence."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,15 @@ from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine
 from rlhf.maths import losses, preferences
-from rlhf.models.scalar import ScalarModel, score_separately
+from rlhf.models.scalar import PairOutput, ScalarModel, score_separately
 from rlhf.storage import disk
-from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups
+from rlhf.types import Metrics, Pairs, length_groups
 from step2_reward.config import RewardConfig
 
 DIVERGED = 10
 """multiple of the loss of guessing, log 2; runs that overfit end at one to three times that loss"""
-PairScores = Callable[[Any, Pairs], tuple[Tensor, Sequence[Sequences | JoinedPairs]]]
-"""(model, pairs) -> (scores of both sides, [B, 2]; the rows that the model computed)"""
+PairScores = Callable[[Any, Pairs], PairOutput]
+"""(model, or its engine; pairs) -> the scores of both sides"""
 
 
 def evaluate(
@@ -47,7 +47,7 @@ def evaluate(
     with reward.inference() as model:
         for rows in groups:
             batch = pair_batch([dataset[share[i]] for i in rows], pad_id)
-            scores.append(pair_scores(model, batch)[0])
+            scores.append(pair_scores(model, batch).scores)
             length_gaps.append(batch.chosen.lengths - batch.rejected.lengths)
     by_pair, gaps, order = torch.cat(scores).tolist(), torch.cat(length_gaps).tolist(), torch.cat(groups).tolist()
     scored = [[*pair, weights[share[i]], gap] for pair, gap, i in zip(by_pair, gaps, order, strict=True)]
@@ -55,7 +55,8 @@ def evaluate(
     pairs, (chosen, rejected, weight, length_gap) = scored_of_all_ranks[:, :2], scored_of_all_ranks.unbind(1)
     require_finite(pairs, config.learning_rate)
     count = float(dataset.batch_elements)
-    loss, metrics = losses.pairwise_logistic(chosen, rejected, count=count, weight=weight)
+    loss = losses.pairwise_logistic(chosen, rejected, count=count, weight=weight)
+    metrics = losses.pair_metrics(chosen, rejected, count, weight)
     console.say(score_histogram(pairs))
     if scores_file is not None and collectives.is_main():
         names, columns = ("chosen", "rejected", "weight", "length_gap"), scored_of_all_ranks.T.tolist()

@@ -162,5 +162,5 @@ def score_pairs(model: ScalarModel, pairs: Sequence[Preference], micro_batch_siz
     if not pairs:
         return torch.zeros(0, 2, dtype=torch.float64)
     groups = length_groups(torch.tensor([max(len(x.chosen), len(x.rejected)) for x in pairs]), micro_batch_size)
-    scores = [score_separately(model, pair_batch([pairs[i] for i in rows], pad_id))[0] for rows in groups]
+    scores = [score_separately(model, pair_batch([pairs[i] for i in rows], pad_id)).scores for rows in groups]
     return torch.cat(scores).double().cpu()[torch.cat(groups).argsort()]

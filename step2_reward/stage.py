@@ -1,12 +1,14 @@
-"""The reward model: the chosen response of each pair should score higher (InstructGPT, arXiv 2203.02155, eq. 1).
+"""The reward model: the chosen response of each pair should score higher (InstructGPT, arXiv 2203.02155, section 3.5).
 
-loss = -1/N sum log sigmoid(r(x, chosen) - r(x, rejected)), over the N pairs of a batch
+What is minimised is a file of step2_reward/objectives/; `pairwise` is the default.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, counted_rows, padding_share, pair_batch, sample_rows
@@ -18,51 +20,85 @@ from rlhf.engine.adapter_export import save_scalar_adapter
 from rlhf.engine.export import save_scalar
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine, shards_of
+from rlhf.maths import losses
+from rlhf.maths.losses import Loss
 from rlhf.models import adapter_files, sequence_parallel
 from rlhf.models.load import Loading, set_dropout
 from rlhf.models.reading import set_reading
 from rlhf.models.scalar import (
     HEAD,
+    PairOutput,
     ScalarModel,
     ScoreStatistics,
     can_join,
     new_scalar_model,
+    score_every_token,
     score_joined,
     score_separately,
 )
 from rlhf.supervised.runner import Supervised
 from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
-from rlhf.types import Metrics, length_groups
+from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups, to_device
+from step2_reward import objectives
 from step2_reward.config import STAGE, RewardConfig
 from step2_reward.heldout import PairScores, evaluate, require_converged
-from step2_reward.loss import PairLoss
+from step2_reward.objectives import Objective, ScoredPairs
 from step2_reward.plan import workload
 
 
-def train(
-    reward: Engine[ScalarModel],
-    dataset: PromptDataset[Preference],
-    batches: Batches,
-    config: RewardConfig,
-    pad_id: int,
-    pair_scores: PairScores = score_separately,
-) -> Iterator[Metrics]:
-    """The algorithm: one optimizer step a batch on the logistic loss of each pair's score difference.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What this rank learns in one optimizer step."""
 
-    The pairs of K ranked responses are one batch element: together they have the weight of one pair.
-    """
-    lengths, weight_of = torch.from_numpy(dataset.row_lengths.max(1)), dataset.weights
+    micros: list[Pairs]
+    rows: list[list[int]]
+    """the row numbers of each micro-batch in the data"""
+    count: Tensor
+    """batch elements of the step on all ranks; the pairs of K ranked responses are one, and together weigh as one"""
+
+
+def steps_of(dataset: PromptDataset[Preference], batches: Batches, config: RewardConfig, pad_id: int) -> Iterator[Step]:
+    """The optimizer steps from the position of `batches` to the end of the last epoch."""
+    lengths = torch.from_numpy(dataset.row_lengths.max(1))
     for indices in batches.until_epoch(config.num_train_epochs):
-        weights = weight_of[indices] * counted_rows(indices)
+        weights = dataset.weights[indices] * counted_rows(indices)
         batch = pair_batch([dataset[i] for i in indices], pad_id, weights)
-        count = collectives.sum_over_ranks(torch.tensor(weights.sum()))
         groups = length_groups(lengths[indices], config.micro_batch_size)
-        loss = PairLoss(reward, config, count, pair_scores)
-        metrics = reward.step([batch[rows] for rows in groups], loss, [[indices[i] for i in rows] for rows in groups])
-        tokens = collectives.sum_over_ranks(torch.tensor(sum(int(rows.mask.sum()) for rows in loss.rows)))
-        numbers = {"tokens": tokens.item(), "tokens_learned": 0}  # no head of a language model learns
-        yield {**metrics, **numbers, "padding": 0.0 if reward.module.packs else padding_share(loss.rows)}
+        count = collectives.sum_over_ranks(torch.tensor(weights.sum()))
+        yield Step([batch[rows] for rows in groups], [[indices[i] for i in rows] for rows in groups], count)
+
+
+def train(
+    reward: Engine[ScalarModel], objective: Objective, steps: Iterable[Step], pair_scores: PairScores
+) -> Iterator[Metrics]:
+    """The algorithm: score both responses of each pair, and descend on the objective of the scores."""
+    for step in steps:
+        rows: list[Sequences | JoinedPairs] = []
+
+        def loss(pairs: Pairs, count: Tensor = step.count, rows: list[Sequences | JoinedPairs] = rows) -> Loss:
+            output = pair_scores(reward, pairs)  # r(x, chosen), r(x, rejected)
+            rows.extend(output.rows)
+            return pair_loss(objective, output, pairs, count)
+
+        metrics = reward.step(step.micros, loss, step.rows)
+        tokens = collectives.sum_over_ranks(torch.tensor(sum(int(computed.mask.sum()) for computed in rows))).item()
+        padding = 0.0 if reward.module.packs else padding_share(rows)
+        yield {**metrics, "tokens": tokens, "tokens_learned": 0, "padding": padding}  # no language-model head learns
+
+
+def pair_loss(objective: Objective, output: PairOutput, pairs: Pairs, count: Tensor) -> Loss:
+    """The objective of a micro-batch, with the metrics that every objective has."""
+    assert pairs.weight is not None
+    (chosen, rejected), device = output.scores.unbind(1), output.scores.device
+    weight, margin = to_device(pairs.weight, device), None if pairs.margin is None else to_device(pairs.margin, device)
+    scored = ScoredPairs(chosen, rejected, weight, margin)
+    if output.scalars is not None:
+        (sides,) = output.rows
+        assert isinstance(sides, Sequences)
+        scored = replace(scored, sides=sides, scalars=output.scalars)
+    value, metrics = objective.loss(scored, count)
+    return value, {**losses.pair_metrics(chosen, rejected, count, weight), **metrics}
 
 
 def scoring(
@@ -127,13 +163,14 @@ class RewardModelling:
             for name, weight in model.named_parameters():
                 weight.requires_grad_(name in rates)
         self.engine: Engine = Engine(model, config, config, total_steps, rates=rates)
+        self._objective = objectives.load(config)
         self._pair_scores = scoring(self.engine, data.train, config, tokenizer.pad_token_id)
         self.before: Metrics = {}
 
     def train(self, batches: Batches) -> Iterator[Metrics]:
-        pad_id = self._tokenizer.pad_token_id
-        data = self._data.train
-        return train(self.engine, data, batches, self._config, pad_id, self._pair_scores)
+        steps = steps_of(self._data.train, batches, self._config, self._tokenizer.pad_token_id)
+        pair_scores = score_every_token if self._objective.every_token else self._pair_scores
+        return train(self.engine, self._objective, steps, pair_scores)
 
     def evaluate(self) -> Metrics:
         pad_id = self._tokenizer.pad_token_id
@@ -151,4 +188,6 @@ class RewardModelling:
             save_scalar(self.engine, self._config.adapter, self._tokenizer, folder, scores)
 
 
-REWARD_MODELLING = Supervised(STAGE, workload, recipe, RewardModelling)
+REWARD_MODELLING = Supervised(
+    STAGE, workload, recipe, RewardModelling, files=objectives.files, check_options=objectives.load
+)

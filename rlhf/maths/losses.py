@@ -37,7 +37,7 @@ def pairwise_logistic(
     count: Count | None = None,
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
-) -> Loss:
+) -> Tensor:
     """Bradley-Terry loss of B pairs of sequence scores. chosen, rejected, margin, weight [B].
 
         x = r_c - r_r - margin
@@ -48,7 +48,6 @@ def pairwise_logistic(
     2312.09244), 0.01 is usual. label_smoothing e < 1/2, the share of labels that are assumed to be swapped: Mitchell
     2023, "A note on DPO with noisy preferences"; the loss of a pair is least at x = log((1 - e) / e), not at infinity.
     By default weights are 1 and count is B.
-    Metrics, with the same weights: accuracy (a tie counts one half), margin (mean r_c - r_r).
     """
     chosen, rejected = at_least_fp32(chosen), at_least_fp32(rejected)
     count = at_least_one(float(chosen.numel()) if count is None else count)
@@ -58,9 +57,18 @@ def pairwise_logistic(
     if label_smoothing:
         losses = losses + label_smoothing * logit  # log sigmoid(x) - log sigmoid(-x) = x
     losses = losses + centering * (chosen + rejected).square()
+    return (losses if weight is None else weight * losses).sum() / count
+
+
+def pair_metrics(
+    chosen: Tensor, rejected: Tensor, count: Count | None = None, weight: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Of B pairs of scores, with the weights and the count of `pairwise_logistic`: accuracy (a tie counts one half) and
+    margin (mean r_c - r_r)."""
+    gap = (at_least_fp32(chosen) - at_least_fp32(rejected)).detach()
+    count = at_least_one(float(gap.numel()) if count is None else count)
     weight = torch.ones_like(gap) if weight is None else weight
-    gap = gap.detach()
-    return (weight * losses).sum() / count, {
+    return {
         "accuracy": (weight * (1 + gap.sign()) / 2).sum() / count,
         "margin": (weight * gap).sum() / count,
     }
@@ -195,6 +203,25 @@ def clipped_value(
     binds = (clipped_error > free_error).to(values.dtype)
     loss = masked_mean(0.5 * torch.maximum(free_error, clipped_error), mask, count)
     return loss, {"value_clip_fraction": masked_mean(binds, mask, count)}
+
+
+def fault_of(loss: object) -> str:
+    """What is wrong with the result of a user's loss function; empty if it is a `Loss`."""
+    expected = "expected (loss, metrics): a tensor with one number that has a gradient, and a dict of such tensors"
+    if not isinstance(loss, tuple) or len(loss) != 2 or not isinstance(loss[1], dict):
+        return f"{describe(loss)}, {expected}"
+    if not isinstance(loss[0], Tensor) or loss[0].numel() != 1 or not loss[0].requires_grad:
+        return f"the loss {describe(loss[0])}, {expected}"
+    wrong = [name for name, value in loss[1].items() if not isinstance(value, Tensor) or value.numel() != 1]
+    return f"the metric {wrong[0]}: {describe(loss[1][wrong[0]])}, {expected}" if wrong else ""
+
+
+def describe(value: object) -> str:
+    """`a tensor of shape (3,) and torch.float32`, or the type of another value."""
+    if not isinstance(value, Tensor):
+        return f"a value of type {type(value).__name__}"
+    gradient = "" if value.requires_grad else " without a gradient"
+    return f"a tensor of shape {tuple(value.shape)} and {value.dtype}{gradient}"
 
 
 def _masked(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
 """One scalar per token: the reward model reads it at the last token, the critic at every state."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,18 @@ class ScoreStatistics:
 
     mean: float
     std: float
+
+
+@dataclass(frozen=True, slots=True)
+class PairOutput:
+    """What a pass over B pairs gives."""
+
+    scores: Tensor
+    """[B, 2], of the chosen and the rejected sides"""
+    rows: Sequence[Sequences | JoinedPairs]
+    """what the model computed"""
+    scalars: Tensor | None = None
+    """[2 B, S], of `score_every_token`: the score at each token of `rows`, the chosen sides first"""
 
 
 class ScalarModel(nn.Module):
@@ -73,8 +86,8 @@ def scores(scalars: Tensor, mask: Tensor) -> Tensor:
     return scalars.gather(1, to_device(ops.last_index(mask)[:, None], scalars.device)).squeeze(1)
 
 
-def score_separately(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]:
-    """Scores of the chosen and the rejected sides, [B, 2], and the rows that the model computed: one per side.
+def score_separately(model: Any, pairs: Pairs) -> PairOutput:
+    """Both sides of each pair, a row each.
 
     The longer half of all sides is computed first. The sides of a pair differ in length: on HH 10 % of the tokens are
     padding this way, and 12 % in one pass over all sides.
@@ -84,13 +97,20 @@ def score_separately(model: Any, pairs: Pairs) -> tuple[Tensor, list[Sequences]]
     batches = [sides[rows].trimmed() for rows in halves]
     side_scores = torch.cat([scores(model(batch), batch.mask) for batch in batches])
     order = to_device(torch.cat(halves).argsort(), side_scores.device)
-    return side_scores[order].view(2, -1).T, batches
+    return PairOutput(side_scores[order].view(2, -1).T, batches)
 
 
-def score_joined(model: Any, pairs: Pairs) -> tuple[Tensor, list[JoinedPairs]]:
+def score_joined(model: Any, pairs: Pairs) -> PairOutput:
     """The same, with both sides of a pair in one row; only if `can_join` has shown that the scores are the same."""
     rows = pairs.joined()
-    return model(rows), [rows]
+    return PairOutput(model(rows), [rows])
+
+
+def score_every_token(model: Any, pairs: Pairs) -> PairOutput:
+    """The same, with all sides in one batch of rows, and the score at each of their tokens."""
+    sides = pairs.stacked().trimmed()
+    scalars = model(sides)
+    return PairOutput(scores(scalars, sides.mask).view(2, -1).T, [sides], scalars)
 
 
 @torch.no_grad()
@@ -106,7 +126,7 @@ def can_join(model: ScalarModel, pairs: Pairs) -> bool:
     own_rows = not model.joins or virtual_tokens.on(model.backbone)
     if own_rows or not has_argument(model.backbone, "position_ids") or not attends_to_all(model.backbone.config):
         return False
-    rows, (expected, _) = pairs.joined(), score_separately(model, pairs)
+    rows, expected = pairs.joined(), score_separately(model, pairs).scores
     mistakes = [replace(rows, branch=torch.zeros_like(rows.branch)), replace(rows, positions=rows.positions.flip(1))]
     try:
         joined, *mistaken_scores = (model(row) for row in (rows, *mistakes))

@@ -83,6 +83,8 @@ class Supervised(Generic[C]):
     """(options, path of the model): its tokenizer, before it gets a template"""
     files: Callable[[C], dict[str, str]] = lambda _: {}
     """digests of files that the options name, beside the data"""
+    check_options: Callable[[C], object] = lambda _: None
+    """raises a UserError for options of this stage alone that are wrong"""
 
     def inputs(self, config: C) -> dict[str, str]:
         """The model that the stage starts from."""
@@ -108,6 +110,7 @@ class Supervised(Generic[C]):
         Returns: what `open_data` returns.
         Raises: UserError.
         """
+        self.check_options(config)
         check_trackers(config.report_to)
         check_engine(config, ranks)
         ranks = shares(config, ranks)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlhf import plugins
 from rlhf.errors import UserError
+from rlhf.maths import losses
 from rlhf.maths.losses import Loss
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.config import Step3Config
@@ -93,12 +94,7 @@ class FromFile:
         function = getattr(self._algorithm, name)
 
         def call(first: Any, *others: Any) -> Any:
-            caught, result = plugins.CatchUserCode(), None
-            with caught:
-                result = function(first, *others)
-            if caught.error is not None:
-                location = plugins.error_location(caught.error, own_frames=1)
-                raise UserError(f"{self._file}: {name}: {location}") from caught.error
+            result = plugins.call(self._file, name, function, first, *others)
             fault = fault_of(result, first)
             if fault:
                 raise UserError(f"{self._file}: {name} returned {fault}")
@@ -113,18 +109,12 @@ def _fault_of_credit(credit: Any, rollout: ScoredRollout) -> str:
         return f"a value of type {type(credit).__name__}, expected a Credit"
     for name, value in (("advantages", credit.advantages), ("returns", credit.returns)):
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-            return f"{name}: {_describe(value)}, expected a tensor of shape {shape}, that of the rollout's mask"
+            return f"{name}: {losses.describe(value)}, expected a tensor of shape {shape}, that of the rollout's mask"
     return ""
 
 
-def _fault_of_loss(loss: Any, _: object) -> str:
-    expected = "expected (loss, metrics): a tensor with one number that has a gradient, and a dict of such tensors"
-    if not isinstance(loss, tuple) or len(loss) != 2 or not isinstance(loss[1], dict):
-        return f"{_describe(loss)}, {expected}"
-    if not isinstance(loss[0], Tensor) or loss[0].numel() != 1 or not loss[0].requires_grad:
-        return f"the loss {_describe(loss[0])}, {expected}"
-    wrong = [name for name, value in loss[1].items() if not isinstance(value, Tensor) or value.numel() != 1]
-    return f"the metric {wrong[0]}: {_describe(loss[1][wrong[0]])}, {expected}" if wrong else ""
+def _fault_of_loss(loss: object, _: object) -> str:
+    return losses.fault_of(loss)
 
 
 def _fault_of_selection(rows: Any, rollout: ScoredRollout) -> str:
@@ -132,11 +122,4 @@ def _fault_of_selection(rows: Any, rollout: ScoredRollout) -> str:
     integers = isinstance(rows, Tensor) and not rows.is_floating_point() and rows.dtype != torch.bool
     if integers and rows.ndim == 1 and len(rows) and 0 <= int(rows.min()) <= int(rows.max()) < count:
         return ""
-    return f"{_describe(rows)}, expected a tensor [rows] with one or more row numbers below {count}"
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"a value of type {type(value).__name__}"
-    gradient = "" if value.requires_grad else " without a gradient"
-    return f"a tensor of shape {tuple(value.shape)} and {value.dtype}{gradient}"
+    return f"{losses.describe(rows)}, expected a tensor [rows] with one or more row numbers below {count}"

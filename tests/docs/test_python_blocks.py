@@ -16,7 +16,7 @@ from rlhf.training.reporting import Reporter
 from rlhf.types import SampledRollout, Samples
 from tests.contracts import test_adapters as adapter_contract
 from tests.contracts import test_generation as backend_contract
-from tests.support import tiny
+from tests.support import reward_runs, tiny
 from tests.support.players import on_course, players, twice_each
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +68,18 @@ def kind_or_rude() -> None:
 
 def kind_share() -> None:
     assert scored("judge.py", "kind and calm", "rude", "tall", "kind rude .") == [1, -1, 0, 0]
+
+
+def hinge() -> None:
+    """Its loss of the first step, row by row in float64; it trains."""
+    run = reward_runs.run(Path("run"), objective="my_objective.py,gap=0.5", centering=0.0, num_train_epochs=2)
+    model, expected = reward_runs.scalar_model().double(), 0.0
+    for record in reward_runs.records():
+        pairs = list(reward_runs.scores_of(model, record))
+        expected += sum(max(0.0, 0.5 - (c - r).item()) for c, r, _ in pairs) / len(pairs)
+    first, second = (step["loss"] for step in run["metrics"])
+    assert first == pytest.approx(expected / len(reward_runs.records()), abs=1e-5)  # some 100 operations in fp32
+    assert second < first
 
 
 def bounded_ppo() -> None:
@@ -149,6 +161,7 @@ CHECKS: dict[tuple[str, str], Callable[..., None]] = {
     ("tutorial.md", "judge.py"): kind_share,
     ("extending.md", "my_dataset.py"): lines,
     ("extending.md", "my_reward.py"): reward,
+    ("extending.md", "my_objective.py"): hinge,
     ("extending.md", "my_algorithm.py"): bounded_ppo,
     ("extending.md", "my_reinforce.py"): reinforce,
     ("extending.md", "my_adapter.py"): adapter,

@@ -209,7 +209,7 @@ TABLES: dict[str, Table] = {
     "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss")
     | {"centering": [0.5], "batch_tokens": [88], "label_smoothing": [0.3]}
     | {"head_learning_rate": [0.013]}
-    | {"token_coef": [alone(0.7, micro_batch_size=2)]},
+    | {"token_coef": [alone(0.7, micro_batch_size=2)], "objective": [alone("every_token")]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
     | {"cliprange_value": [0.04]},
     "a2c": kl(0.9) | GAE | {"whiten_advantages": [True]},

@@ -158,6 +158,7 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
     steps = rows_of_steps(o, run.observed, sizes)
     start = reference.with_new_head(reference.load(o["model"]), o["seed"])
     total = steps_of(o, len(train), steps)
+    token_coef = o["token_coef"] or (0.5 if o["objective"] == "every_token" else 0.0)
     reward = Trainer(start, o, o["learning_rate"], total, o["head_learning_rate"])
 
     def scores(network: Network, rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -185,10 +186,10 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
             value = (1 - o["label_smoothing"]) * right + o["label_smoothing"] * swapped
             value = (value + o["centering"] * (chosen + rejected) ** 2).mean()
             metrics = {"accuracy": (gap > 0).double().mean(), "margin": gap.mean()}
-            if o["token_coef"]:
+            if token_coef:
                 each = [token_losses(o, network, row, prompts[row]) for row in rows]
                 metrics["token_loss"] = torch.stack(each).mean()
-                value = value + o["token_coef"] * metrics["token_loss"]
+                value = value + token_coef * metrics["token_loss"]
             return value, metrics
 
         run.step(reward.take_step(loss) | watch.after(number))

@@ -46,8 +46,8 @@ KNOW_DEEPSPEED = (
     "rlhf/distributed/zero3.py", "rlhf/distributed/tensor_parallel.py", "rlhf/distributed/collectives.py",
     "rlhf/launch/hosts.py", "rlhf/models/sequence_parallel.py",
 )  # fmt: skip
-PLUGIN_FOLDERS = ("data/sources", "rlhf/rewards", "rlhf/generation", "rlhf/adapters", "step3_ppo/algorithms",
-                  "rlhf/training/trackers")  # fmt: skip
+PLUGIN_FOLDERS = ("data/sources", "rlhf/rewards", "rlhf/generation", "rlhf/adapters", "step2_reward/objectives",
+                  "step3_ppo/algorithms", "rlhf/training/trackers")  # fmt: skip
 
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 400

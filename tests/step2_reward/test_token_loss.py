@@ -8,10 +8,9 @@ import torch
 from data.batches import pair_batch
 from data.build.encode import Preference
 from rlhf.maths import losses
-from rlhf.models.scalar import score_separately
-from rlhf.types import Sequences
+from step2_reward import objectives
 from step2_reward.config import RewardConfig
-from step2_reward.loss import PairLoss, compared_columns
+from step2_reward.objectives.every_token import compared_columns
 
 PROMPT = (3, 4)
 
@@ -58,23 +57,17 @@ def test_of_responses_of_one_token_it_is_the_loss_of_the_scores() -> None:
     chosen, rejected = torch.tensor([[0.3], [-1.2]]), torch.tensor([[0.1], [0.4]])
     everywhere = torch.ones(2, 1, dtype=torch.bool)
     options = {"centering": 0.3, "label_smoothing": 0.1}
-    of_scores, _ = losses.pairwise_logistic(chosen[:, 0], rejected[:, 0], **options)
+    of_scores = losses.pairwise_logistic(chosen[:, 0], rejected[:, 0], **options)
     assert torch.allclose(losses.token_logistic(chosen, rejected, everywhere, None, 2.0, **options), of_scores)
 
 
-class Tenths:
-    """A model that scores each token a tenth of its id."""
-
-    device = torch.device("cpu")
-
-    def __call__(self, sides: Sequences) -> torch.Tensor:
-        return sides.ids * 0.1
-
-
 def test_label_smoothing_reaches_the_loss_of_the_scores_and_of_the_tokens() -> None:
-    """Of responses of one token both are the same number, worked by hand."""
-    config = RewardConfig(token_coef=0.5, label_smoothing=0.2)
-    pairs = pair_batch([pair((5,), (9,)), pair((8,), (6,))], pad_id=0)
-    loss = PairLoss(Tenths(), config, torch.tensor(2.0), score_separately)  # type: ignore[arg-type]
+    """Of responses of one token both are the same number, worked by hand. Each token scores a tenth of its id."""
+    objective = objectives.load(RewardConfig(token_coef=0.5, label_smoothing=0.2))
+    sides = pair_batch([pair((5,), (9,)), pair((8,), (6,))], pad_id=0).stacked()
+    scalars = (sides.ids * 0.1).requires_grad_()
+    scored = objectives.ScoredPairs(*scalars[:, -1].chunk(2), torch.ones(2), sides=sides, scalars=scalars)
     one = sum(0.8 * softplus(-gap) + 0.2 * softplus(gap) for gap in (-0.4, 0.2)) / 2
-    assert loss(pairs)[0].item() == pytest.approx(1.5 * one, rel=1e-6)
+    value, metrics = objective.loss(scored, torch.tensor(2.0))
+    assert value.item() == pytest.approx(1.5 * one, rel=1e-6)
+    assert metrics["token_loss"].item() == pytest.approx(one, rel=1e-6)

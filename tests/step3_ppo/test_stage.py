@@ -183,7 +183,7 @@ def test_the_reward_model_knows_its_scores(models: Path) -> None:
     tokenizer, data = reward.open_data(RewardConfig(**SMALL), "demo-llama")
     model = load_scalar_model(str(models / "step2_reward/model"), torch.float32, len(tokenizer))
     with torch.no_grad():
-        scores, _ = score_separately(model, pair_batch(data.evaluation[:], tokenizer.pad_token_id))  # type: ignore[arg-type]
+        scores = score_separately(model, pair_batch(data.evaluation[:], tokenizer.pad_token_id)).scores  # type: ignore[arg-type]
     assert metrics["eval_score_mean"] == pytest.approx(scores.mean().item(), abs=1e-5)
     assert metrics["eval_accuracy"] == (scores[:, 0] > scores[:, 1]).float().mean().item()
 

@@ -16,7 +16,7 @@ from rlhf.engine.training import Engine
 from rlhf.models.scalar import ScalarModel
 from rlhf.supervised.runner import batches_for
 from rlhf.text.tokenizer import prepare_tokenizer
-from step2_reward import heldout, stage
+from step2_reward import heldout, objectives, stage
 from step2_reward.config import RewardConfig
 from tests.support import tiny
 
@@ -94,7 +94,8 @@ def run(folder: Path, pair_scores: Any = stage.score_separately, **options: Any)
     batches = batches_for(dataset, config, (collectives.data_rank(), collectives.data_world_size()))
     reward = Engine(scalar_model(), config, config, batches.steps(config.num_train_epochs))
     before = heldout.evaluate(reward, dataset, config, tiny.PAD, pair_scores)
-    metrics = list(stage.train(reward, dataset, batches, config, tiny.PAD, pair_scores))
+    steps = stage.steps_of(dataset, batches, config, tiny.PAD)
+    metrics = list(stage.train(reward, objectives.load(config), steps, pair_scores))
     return {"before": before, "metrics": metrics, "weights": {n: w.clone() for n, w in reward.fp32_weights()}}
 
 

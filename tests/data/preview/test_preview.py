@@ -26,7 +26,7 @@ from rlhf import console, errors
 from rlhf.models.scalar import score_separately
 from rlhf.shipped import ROOT
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
-from rlhf.types import Pairs, Sequences, length_groups
+from rlhf.types import Pairs, length_groups
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import Step3Config
@@ -288,8 +288,8 @@ def test_padding_by_hand() -> None:
     assert show.padding_share(np.array([[3, 1], [2, 4]]), [[0, 1]], 2) == pytest.approx(1 - 10 / (2 * 4 + 2 * 2))
 
 
-def rows_of(pairs: Pairs) -> list[Sequences]:
-    return score_separately(lambda rows: torch.zeros(rows.ids.shape), pairs)[1]
+def rows_of(pairs: Pairs) -> Any:
+    return score_separately(lambda rows: torch.zeros(rows.ids.shape), pairs).rows
 
 
 def test_padding_is_that_of_the_tensors() -> None:

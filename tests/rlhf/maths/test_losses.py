@@ -205,9 +205,9 @@ def test_pairwise_matches_log1p_exp() -> None:
     chosen, rejected, margin = 5 * normal(8), 5 * normal(8, seed=1), normal(8, seed=2).abs()
     pairs = list(zip(chosen.double().tolist(), rejected.double().tolist(), margin.double().tolist(), strict=True))
     plain = sum(math.log1p(math.exp(-(c - r))) for c, r, _ in pairs) / 8
-    assert float(losses.pairwise_logistic(chosen, rejected)[0]) == pytest.approx(plain, abs=1e-6)
+    assert float(losses.pairwise_logistic(chosen, rejected)) == pytest.approx(plain, abs=1e-6)
     full = sum(math.log1p(math.exp(-(c - r - m))) + 0.01 * (c + r) ** 2 for c, r, m in pairs) / 8
-    loss, metrics = losses.pairwise_logistic(chosen, rejected, margin, centering=0.01)
+    loss, metrics = losses.pairwise_logistic(chosen, rejected, margin, 0.01), losses.pair_metrics(chosen, rejected)
     assert float(loss) == pytest.approx(full, abs=1e-6)
     assert float(metrics["accuracy"]) == sum(c > r for c, r, _ in pairs) / 8
     assert float(metrics["margin"]) == pytest.approx(sum(c - r for c, r, _ in pairs) / 8, abs=1e-6)
@@ -217,7 +217,8 @@ def test_pairs_of_a_ranked_list_weigh_as_one() -> None:
     """Three pairs of one list and a pair alone, count 2. Scores 1, 0, -1: the gaps are 1, 1, 2; the other's is -1."""
     chosen, rejected = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0.0, -1.0, -1.0, 1.0])
     weight = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0])
-    loss, metrics = losses.pairwise_logistic(chosen, rejected, count=2, weight=weight)
+    loss = losses.pairwise_logistic(chosen, rejected, count=2, weight=weight)
+    metrics = losses.pair_metrics(chosen, rejected, 2, weight)
     one, two, lost = (math.log1p(math.exp(-gap)) for gap in (1, 2, -1))
     assert float(loss) == pytest.approx(((2 * one + two) / 3 + lost) / 2, rel=1e-6)
     assert float(metrics["accuracy"]) == pytest.approx(0.5) and float(metrics["margin"]) == pytest.approx(
@@ -226,14 +227,15 @@ def test_pairs_of_a_ranked_list_weigh_as_one() -> None:
 
 
 def test_pairwise_starts_at_log_two_and_half() -> None:
-    loss, metrics = losses.pairwise_logistic(torch.zeros(4), torch.zeros(4))
+    scores = torch.zeros(4)
+    loss, metrics = losses.pairwise_logistic(scores, scores), losses.pair_metrics(scores, scores)
     assert float(loss) == pytest.approx(math.log(2.0))
     assert float(metrics["accuracy"]) == 0.5 and float(metrics["margin"]) == 0.0
 
 
 def test_pairwise_stays_finite_far_out() -> None:
     chosen = torch.tensor([-1e4, 1e4], requires_grad=True)
-    loss, _ = losses.pairwise_logistic(chosen, torch.zeros(2))
+    loss = losses.pairwise_logistic(chosen, torch.zeros(2))
     loss.backward()
     assert float(loss.detach()) == 5e3 and chosen.grad is not None and chosen.grad.tolist() == [-0.5, 0.0]
 
@@ -241,14 +243,14 @@ def test_pairwise_stays_finite_far_out() -> None:
 @pytest.mark.parametrize("shift", [-2.0, 0.5, 50.0])
 def test_pairwise_does_not_see_a_shift_of_all_scores(shift: float) -> None:
     chosen, rejected = normal(8), normal(8, seed=1)
-    shifted = losses.pairwise_logistic(chosen + shift, rejected + shift)[0]
-    torch.testing.assert_close(shifted, losses.pairwise_logistic(chosen, rejected)[0], atol=1e-5, rtol=0)
+    shifted = losses.pairwise_logistic(chosen + shift, rejected + shift)
+    torch.testing.assert_close(shifted, losses.pairwise_logistic(chosen, rejected), atol=1e-5, rtol=0)
 
 
 def test_centering_pulls_the_mean_of_a_pair_to_zero() -> None:
     scores = torch.tensor([1.5, 0.5], requires_grad=True)
-    loss, _ = losses.pairwise_logistic(scores[:1], scores[1:], centering=0.01)
-    plain, _ = losses.pairwise_logistic(scores[:1], scores[1:])
+    loss = losses.pairwise_logistic(scores[:1], scores[1:], centering=0.01)
+    plain = losses.pairwise_logistic(scores[:1], scores[1:])
     pull = torch.autograd.grad(loss - plain, scores)[0]
     torch.testing.assert_close(pull, torch.tensor([0.04, 0.04]))
 
@@ -266,7 +268,7 @@ def test_pairwise_passes_gradcheck() -> None:
     chosen, rejected, margin = (normal(8, seed=seed, dtype=torch.float64).requires_grad_() for seed in range(3))
     for arguments in ((None, 0.0), (margin.detach(), 0.01)):
         assert gradcheck(
-            lambda c, r, a=arguments: losses.pairwise_logistic(c, r, *a)[0],
+            lambda c, r, a=arguments: losses.pairwise_logistic(c, r, *a),
             (chosen, rejected),
             eps=1e-6,
             atol=1e-6,
@@ -344,16 +346,17 @@ def test_splitting_a_step_changes_no_sum_and_no_gradient(loss: Loss) -> None:
 
 def test_splitting_pairs_changes_no_sum_and_no_gradient() -> None:
     scores, margin = normal(2, 8).requires_grad_(), normal(8, seed=2).abs()
-    whole, whole_metrics = losses.pairwise_logistic(scores[0], scores[1], margin, 0.01)
+    whole, whole_metrics = losses.pairwise_logistic(scores[0], scores[1], margin, 0.01), losses.pair_metrics(*scores)
     (gradient,) = torch.autograd.grad(whole, scores)
     for size in (1, 2, 4):
         rows = torch.arange(8).split(size)
         parts = [losses.pairwise_logistic(scores[0, r], scores[1, r], margin[r], 0.01, count=8.0) for r in rows]
-        total = torch.stack([part for part, _ in parts]).sum()
+        total = torch.stack(parts).sum()
         torch.testing.assert_close(total, whole, atol=1e-6, rtol=0)
         assert torch.equal(torch.autograd.grad(total, scores)[0], gradient)
+        metrics = [losses.pair_metrics(scores[0, r], scores[1, r], 8.0) for r in rows]
         for name, metric in whole_metrics.items():
-            added = torch.stack([metrics[name] for _, metrics in parts]).sum()
+            added = torch.stack([part[name] for part in metrics]).sum()
             torch.testing.assert_close(added, metric, atol=1e-6, rtol=0)
 
 
@@ -364,7 +367,7 @@ def test_a_count_may_be_a_tensor_and_metrics_are_detached() -> None:
         assert float(loss.detach()) == float(policy(x, [old, advantages], MASK)[0].detach())
         assert not any(metric.requires_grad for metric in metrics.values())
     value_metrics = losses.clipped_value(x, old, advantages, MASK, 0.2, COUNT)[1]
-    pair_metrics = losses.pairwise_logistic(x[:, 0], x[:, 1])[1]
+    pair_metrics = losses.pair_metrics(x[:, 0], x[:, 1])
     for metric in (losses.token_nll(x, MASK, COUNT)[1] | value_metrics | pair_metrics).values():
         assert not metric.requires_grad and metric.dim() == 0
 

@@ -165,8 +165,8 @@ def test_ours_are_trained_where_transformers_reads_them(template: str, tmp_path:
     expected = plain_scores(path)
     with torch.no_grad():
         for way in (score_separately, score_joined):
-            torch.testing.assert_close(way(model, pairs)[0], expected, rtol=0, atol=EXACT)
-        torch.testing.assert_close(score_separately(tiny.unpacked(model), pairs)[0], expected, rtol=0, atol=EXACT)
+            torch.testing.assert_close(way(model, pairs).scores, expected, rtol=0, atol=EXACT)
+        torch.testing.assert_close(score_separately(tiny.unpacked(model), pairs).scores, expected, rtol=0, atol=EXACT)
     context = rewards.Context(own.tokenizer, torch.device("cpu"), torch.float32, path, 8)
     scores = rewards.open_source("learned", context)(rewards.as_samples(rollout(own), own.tokenizer))
     torch.testing.assert_close(scores, expected[:, 0], rtol=0, atol=EXACT)

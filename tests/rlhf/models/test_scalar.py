@@ -320,8 +320,8 @@ def test_pairs_in_one_row_have_the_scores_and_gradients_of_two(family: str) -> N
         return
     results = {}
     for pair_scores in (score_separately, score_joined):
-        scored = pair_scores(model, rows)[0]
-        loss, _ = pairwise_logistic(*scored.unbind(1))
+        scored = pair_scores(model, rows).scores
+        loss = pairwise_logistic(*scored.unbind(1))
         results[pair_scores] = (scored, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
     assert float((results[score_joined][0] - results[score_separately][0]).abs().max()) < SCORE
     require_gradients(results[score_joined][1], results[score_separately][1])
