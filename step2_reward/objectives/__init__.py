@@ -26,7 +26,7 @@ class ScoredPairs:
     rejected: Tensor
     """[B], scores of the others"""
     weight: Tensor
-    """[B], 1 / number of pairs of the same ranked list; 0: the pair does not count"""
+    """[B], weight of the row / number of pairs of the same ranked list; 0: the pair does not count"""
     margin: Tensor | None = None
     """[B], how much better the chosen side is, if the data has it"""
     sides: Sequences | None = None
