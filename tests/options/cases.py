@@ -207,7 +207,7 @@ TABLES: dict[str, Table] = {
     "step1_sft": OPTIMIZER | BATCHES | watched("eval_perplexity")
     | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
     "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss")
-    | {"centering": [0.5], "batch_tokens": [88], "label_smoothing": [0.3]}
+    | {"centering": [0.5], "batch_tokens": [72], "label_smoothing": [0.3]}
     | {"head_learning_rate": [0.013]}
     | {"token_coef": [alone(0.7, micro_batch_size=2)], "objective": [alone("every_token")]},
     "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE

@@ -223,9 +223,9 @@ def test_it_starts_without_torch_and_agrees_with_the_stages() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
     ours, stages = command.PreviewConfig(), (SFTConfig(), RewardConfig(), Step3Config())
     for stage in stages:
-        names = (set(type(ours).model_fields) & set(type(stage).model_fields)) - {"model"}
+        names = (set(type(ours).model_fields) & set(type(stage).model_fields)) - {"model", "objective"}
         assert {name: getattr(ours, name) for name in names} == {name: getattr(stage, name) for name in names}
-    assert ours.model == stages[0].model
+    assert (ours.model, ours.objective) == (stages[0].model, stages[0].objective)  # of fine-tuning
     together = (stages[0].micro_batch_size, stages[1].micro_batch_size, stages[2].rollout_batch_size)
     assert tuple(show.BATCHES.values()) == tuple(zip((stage.batch_size for stage in stages), together, strict=True))
 
