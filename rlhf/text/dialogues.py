@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
 from rlhf.text.encoder import Encoder, special_tokens
-from rlhf.text.rendering import THOUGHT_END, Unrenderable, render
+from rlhf.text.rendering import Unrenderable, render
 from rlhf.text.special import SpecialTokens
-from rlhf.text.templates import words_of
+from rlhf.text.templates import THOUGHT_END, words_of
 from rlhf.text.turns import GENERATION, Altered, context_of, render_turns, thought_frame, turn_frame, until_end
 from rlhf.types import Message, Row
 
@@ -213,7 +213,8 @@ class Template:
     def answer(self, ids: Sequence[int]) -> Message:
         """A response as a message of a dialogue, its thought apart; after a thought without an end it is empty."""
         before, _ = self.frame
-        text, whole = self.response_text(ids), self._decode(ids)
+        whole = self._decode(ids)
+        text = self._without_spaces(whole)
         if before.strip() and whole.startswith(before):
             return Message("assistant", text)
         opening, end = (part.strip() for part in self._thought)

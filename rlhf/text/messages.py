@@ -12,8 +12,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
-from rlhf.text.rendering import MARK, THOUGHT_KEYS, Unrenderable, render
-from rlhf.text.templates import RESERVED, thought_form, words_of
+from rlhf.text.rendering import MARK, Unrenderable, render
+from rlhf.text.templates import RESERVED, THOUGHT_KEYS, thought_form, words_of
 from rlhf.types import Message, Row
 
 ROLES = {

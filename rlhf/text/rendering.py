@@ -12,16 +12,11 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
-from rlhf.text.templates import thought_form
+from rlhf.text.templates import THOUGHT_END, THOUGHT_KEYS, thought_form
 from rlhf.types import Message
 
 MARK = "\ue000"
 """replaces a message's content when only the text around it matters"""
-
-THOUGHT_TAG = "think>"
-THOUGHT_END = "</think>"
-THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""keys under which data has the thought before an answer"""
 
 RENDER_ERRORS = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, TypeVar
 
-from rlhf.text.rendering import THOUGHT_TAG
+from rlhf.text.templates import THOUGHT_TAG
 
 T = TypeVar("T")
 

@@ -27,6 +27,11 @@ NAMES = {
 }  # fmt: skip
 """Names that are defined in every template."""
 
+THOUGHT_TAG = "think>"
+THOUGHT_END = "</think>"
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""keys under which data has the thought before an answer"""
+
 RESERVED = frozenset(("messages", "conversation", "add_generation_prompt", "tokenize", "chat_template", "return_dict"))
 """names that no row may give to a template"""
 
@@ -104,8 +109,8 @@ def thought_form(text: str) -> Literal["inside", "beside", "both", "none"]:
     """Where a template reads the thought before an answer: inside a message's content, as those of DeepSeek-R1 do,
     beside it, as those of gpt-oss do, or both."""
     keys = words_of(text).keys
-    beside = bool(keys & {"reasoning_content", "thinking", "reasoning"})
-    inside = any("</think>" in key for key in keys)
+    beside = bool(keys & {*THOUGHT_KEYS})
+    inside = any(THOUGHT_END in key for key in keys)
     if beside:
         return "both" if inside else "beside"
     return "inside" if inside else "none"

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf.errors import UserError
-from rlhf.text.rendering import MARK, THOUGHT_END, Unrenderable, folded, message_dict, render, thought_of
+from rlhf.text.rendering import MARK, Unrenderable, folded, message_dict, render, thought_of
+from rlhf.text.templates import THOUGHT_END
 from rlhf.types import Message
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
